@@ -1,0 +1,1 @@
+"""FAISS behind the `Datastore` protocol."""

@@ -1,0 +1,154 @@
+"""The contract between knnstore and a vector engine."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self, runtime_checkable
+
+from knnstore.datastore.ranges import IdRanges
+from knnstore.datastore.types import Capabilities, Filter, Groups, Ids, Keys, Metric, Neighbors
+
+Mode = Literal["r", "a", "x"]
+
+
+@runtime_checkable
+class Datastore(Protocol):
+    """Vectors under int64 ids, each in one group, searched for the nearest.
+
+    One handle may be used by several threads: searches run beside each other and beside one
+    thread that adds or deletes. Engine exceptions are chained to a `KnnstoreError`; trouble with
+    a connection is `StoreUnavailableError` and safe to retry.
+    """
+
+    @classmethod
+    def open(
+        cls, location: str | Path, *, dim: int, metric: Metric = Metric.L2, mode: Mode = "a", **params: Any
+    ) -> Self:
+        """Open or create a datastore.
+
+        Args:
+            location: a directory that the adapter owns, or the URL of a server.
+            dim: number of components of a vector, >= 1.
+            metric: how distances are measured.
+            mode: ``"r"`` reads what exists and sees what a writer flushes without reopening;
+                ``"a"`` opens for writing or creates; ``"x"`` creates.
+            **params: the adapter's own parameters.
+
+        Raises:
+            DatastoreNotFoundError: mode ``"r"`` and nothing is there.
+            DatastoreExistsError: mode ``"x"`` and something is there.
+            DatastoreMismatchError: what is there has another dim or metric; both are named.
+            LockedError: another process writes to it and the engine allows one writer only.
+            ConfigError: a parameter is unknown (the accepted ones are named) or has a bad value.
+        """
+        ...
+
+    @property
+    def dim(self) -> int:
+        """Number of components of a vector."""
+        ...
+
+    @property
+    def metric(self) -> Metric:
+        """How distances are measured."""
+        ...
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What this engine can do."""
+        ...
+
+    def add(self, ids: Ids, keys: Keys, groups: Groups) -> None:
+        """Store records; one whose id is present replaces the old one, group and all.
+
+        When it returns, this handle's `search` sees the records; they are durable after `flush`.
+        Nothing is stored when an error is raised. The arrays are neither kept nor changed.
+        An empty call does nothing.
+
+        Args:
+            ids: int64, shape (n,), >= 0, each once.
+            keys: shape (n, dim), finite; other float types and layouts are cast.
+            groups: int32, shape (n,), >= 0.
+
+        Raises:
+            DimensionMismatchError: the keys have another dimension.
+            InvalidVectorError: a key holds NaN or an infinity.
+            ValueError: shapes do not match, an id or a group is negative, an id stands twice.
+            ReadOnlyError: the handle was opened with mode ``"r"``.
+        """
+        ...
+
+    def search(self, queries: Keys, k: int, *, where: Filter | None = None) -> Neighbors:
+        """Find the k nearest records of each query.
+
+        Args:
+            queries: float32, shape (q, dim), finite; q may be 0.
+            k: how many, >= 1; where fewer match, rows are padded with id -1 at +inf.
+            where: only these records; None means all. Always honoured, an empty one matches none.
+
+        Returns:
+            ids and distances, each of shape (q, k).
+
+        Raises:
+            DimensionMismatchError: the queries have another dimension.
+            InvalidVectorError: a query holds NaN or an infinity.
+            ValueError: k < 1.
+        """
+        ...
+
+    def delete(self, ids: IdRanges) -> int:
+        """Remove every record in the ranges; unknown ids are ignored.
+
+        When it returns, no search of this handle finds them; durable after `flush`.
+
+        Returns:
+            How many records were removed.
+        """
+        ...
+
+    def count(self) -> int:
+        """How many records are live, exactly."""
+        ...
+
+    def iterate(
+        self, *, ids: IdRanges | None = None, batch_size: int = 8192
+    ) -> Iterator[tuple[Ids, Keys, Groups]]:
+        """Yield every live record once, by ascending id, in batches of at most `batch_size`.
+
+        Args:
+            ids: only records in these ranges; None means all.
+            batch_size: records a batch, >= 1.
+        """
+        ...
+
+    def flush(self) -> None:
+        """Return when everything added or deleted so far survives `kill -9` and a power loss."""
+        ...
+
+    def close(self) -> None:
+        """Flush, if opened for writing, and release everything; a second call does nothing."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+@runtime_checkable
+class SupportsOptimize(Protocol):
+    """An engine that can rearrange itself for faster search."""
+
+    def optimize(self) -> None:
+        """Build or extend indexes and reclaim the space of deleted records; searches stay correct."""
+        ...
+
+
+@runtime_checkable
+class SupportsVerify(Protocol):
+    """An engine that can check its own files."""
+
+    def verify(self) -> list[str]:
+        """Check sizes and checksums of everything stored; one line for each problem found."""
+        ...

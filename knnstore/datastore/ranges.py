@@ -1,0 +1,124 @@
+"""Sets of record ids as sorted, disjoint, half-open ranges."""
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+
+class IdRanges:
+    """An immutable set of int64 ids, kept as sorted, disjoint, half-open ranges.
+
+    Ranges that overlap or touch are merged, empty ones dropped, so equal sets have equal
+    representations. All operations cost O(number of ranges), never O(number of ids).
+
+    Args:
+        ranges: pairs (start, stop) in any order, or an integer array of shape (m, 2).
+
+    Raises:
+        ValueError: a start is negative or greater than its stop.
+
+    Example:
+        >>> IdRanges([(10, 20), (0, 5), (5, 7)])
+        IdRanges([(0, 7), (10, 20)])
+    """
+
+    __slots__ = ("starts", "stops")
+
+    starts: NDArray[np.int64]
+    """First id of each range, shape (m,), ascending."""
+
+    stops: NDArray[np.int64]
+    """One past the last id of each range, shape (m,)."""
+
+    def __init__(self, ranges: Iterable[tuple[int, int]] | ArrayLike = ()) -> None:
+        pairs = np.asarray(ranges if isinstance(ranges, np.ndarray) else list(ranges), np.int64)  # type: ignore[arg-type]
+        pairs = pairs.reshape(-1, 2)
+        if (pairs[:, 0] < 0).any() or (pairs[:, 0] > pairs[:, 1]).any():
+            raise ValueError("a range needs 0 <= start <= stop")
+        pairs = pairs[pairs[:, 0] < pairs[:, 1]]
+        pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
+        reach = np.maximum.accumulate(pairs[:, 1]) if len(pairs) else pairs[:, 1]
+        begins = np.ones(len(pairs), bool)
+        begins[1:] = pairs[1:, 0] > reach[:-1]
+        firsts = np.flatnonzero(begins)
+        self.starts = pairs[firsts, 0]
+        self.stops = reach[np.append(firsts[1:], len(pairs))[: len(firsts)] - 1] if len(firsts) else reach
+        self.starts.setflags(write=False)
+        self.stops.setflags(write=False)
+
+    @classmethod
+    def of_ids(cls, ids: NDArray[np.int64]) -> "IdRanges":
+        """The set of exactly these ids, shape (n,), in any order."""
+        return cls(np.stack([ids, ids + 1], axis=1))
+
+    def __len__(self) -> int:
+        """The number of ranges."""
+        return len(self.starts)
+
+    def __bool__(self) -> bool:
+        return len(self.starts) > 0
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return zip(self.starts.tolist(), self.stops.tolist(), strict=True)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, IdRanges):
+            return NotImplemented
+        return np.array_equal(self.starts, other.starts) and np.array_equal(self.stops, other.stops)
+
+    def __hash__(self) -> int:
+        return hash((self.starts.tobytes(), self.stops.tobytes()))
+
+    def __repr__(self) -> str:
+        return f"IdRanges({list(self)})"
+
+    def contains(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of the ids are in the set: bool of the shape of `ids`. Negative ids never are."""
+        if not self:
+            return np.zeros(ids.shape, bool)
+        if len(self) == 1:  # the common case, and several times cheaper than a binary search
+            inside: NDArray[np.bool_] = (ids >= self.starts[0]) & (ids < self.stops[0])
+            return inside
+        at = np.searchsorted(self.starts, ids, side="right") - 1
+        return (at >= 0) & (ids < self.stops[np.maximum(at, 0)])
+
+    def __or__(self, other: "IdRanges") -> "IdRanges":
+        return IdRanges(np.concatenate([self._pairs(), other._pairs()]))
+
+    def __and__(self, other: "IdRanges") -> "IdRanges":
+        return self - (self - other)
+
+    def __sub__(self, other: "IdRanges") -> "IdRanges":
+        """The ids of this set that are not in the other."""
+        if not self or not other:
+            return self
+        low, high = int(min(self.starts[0], other.starts[0])), int(max(self.stops[-1], other.stops[-1]))
+        gaps = np.stack([np.append(low, other.stops), np.append(other.starts, high)], axis=1)
+        gaps = gaps[gaps[:, 0] < gaps[:, 1]]
+        # Each of our ranges meets a run of consecutive gaps; cut it at their borders.
+        first = np.searchsorted(gaps[:, 1], self.starts, side="right")
+        last = np.searchsorted(gaps[:, 0], self.stops, side="left")
+        counts = np.maximum(last - first, 0)
+        ours = np.repeat(np.arange(len(self)), counts)
+        theirs = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts - first, counts)
+        starts = np.maximum(self.starts[ours], gaps[theirs, 0])
+        stops = np.minimum(self.stops[ours], gaps[theirs, 1])
+        return IdRanges(np.stack([starts, stops], axis=1))
+
+    def rows_in(self, sorted_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The rows of an ascending id array that are in the set, as slices.
+
+        Args:
+            sorted_ids: int64, shape (n,), ascending.
+
+        Returns:
+            int64, shape (s, 2): half-open row slices, ascending and disjoint, none empty.
+        """
+        slices = np.stack(
+            [np.searchsorted(sorted_ids, self.starts), np.searchsorted(sorted_ids, self.stops)], axis=1
+        )
+        return slices[slices[:, 0] < slices[:, 1]]
+
+    def _pairs(self) -> NDArray[np.int64]:
+        return np.stack([self.starts, self.stops], axis=1)
