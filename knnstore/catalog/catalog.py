@@ -1,0 +1,272 @@
+"""Reading the catalogue: the store's identity, its documents, domains, tags and settings."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, Self
+
+import numpy as np
+from sqlalchemy import Engine as SqlEngine
+from sqlalchemy import Select, func, select
+from sqlalchemy.engine import URL
+
+from knnstore.catalog import schema
+from knnstore.catalog.engine import connect, session, translated_errors
+from knnstore.catalog.models import LIVE, DocumentRow, DomainRow, SettingRow, StoreRow, TagRow
+from knnstore.catalog.types import Document, Domain, Engine, Identity, Snapshot, StoredVersion
+from knnstore.errors import StoreExistsError, StoreNotFoundError
+
+_IDS_A_STATEMENT = 500  # far below SQLite's limit of bound values
+
+
+def in_chunks(values: Iterable[Any]) -> Iterator[list[Any]]:
+    """Cut values into lists short enough for one SQL statement."""
+    listed = list(values)
+    return (listed[at : at + _IDS_A_STATEMENT] for at in range(0, len(listed), _IDS_A_STATEMENT))
+
+
+class Catalog:
+    """One database that holds one store's catalogue; may be used by several threads.
+
+    Args:
+        engine: a connected SQLAlchemy engine; use `create` and `open`.
+    """
+
+    def __init__(self, engine: SqlEngine) -> None:
+        self.sql = engine
+        with session(engine) as current:
+            row = current.get(StoreRow, 1)
+            if row is None:
+                raise StoreNotFoundError(
+                    "the catalogue's database holds no store; make one with `knnstore init`"
+                )
+            self.identity = Identity(
+                model=row.model,
+                model_fingerprint=row.model_fingerprint,
+                tokenizer_fingerprint=row.tokenizer_fingerprint,
+                key=row.key,
+                dim=row.dim,
+                metric=row.metric,
+                vocab_size=row.vocab_size,
+                max_length=row.max_length,
+                stride=row.stride,
+            )
+
+    @classmethod
+    def create(cls, url: URL, identity: Identity, engine: Engine) -> Self:
+        """Make the tables and the store's row.
+
+        Raises:
+            StoreExistsError: the database already holds a store.
+        """
+        sql = connect(url)
+        schema.upgrade(sql)
+        with session(sql) as current:
+            if current.get(StoreRow, 1) is not None:
+                raise StoreExistsError("the catalogue's database already holds a store")
+            values = {name: getattr(identity, name) for name in Identity.__slots__}
+            current.add(
+                StoreRow(
+                    id=1,
+                    **values,
+                    adapter=engine.adapter,
+                    location=engine.location,
+                    params=dict(engine.params),
+                )
+            )
+        return cls(sql)
+
+    @classmethod
+    def open(cls, url: URL) -> Self:
+        """Open an existing catalogue.
+
+        Raises:
+            StoreNotFoundError: the database holds no store.
+            SchemaOutdatedError, SchemaTooNewError: its schema is not this package's.
+        """
+        sql = connect(url)
+        if schema.is_empty(sql):
+            raise StoreNotFoundError("the catalogue's database holds no store; make one with `knnstore init`")
+        schema.check(sql)
+        return cls(sql)
+
+    def close(self) -> None:
+        """Release the connections."""
+        self.sql.dispose()
+
+    # -- what readers poll
+
+    def revision(self) -> int:
+        """The number that grows with every change that readers may see."""
+        with translated_errors(), self.sql.connect() as connection:  # polled: no session
+            return int(connection.execute(select(StoreRow.revision)).scalar_one())
+
+    def engine(self) -> Engine:
+        """Which adapter holds the keys now; `move` changes it."""
+        with session(self.sql) as current:
+            row = current.get_one(StoreRow, 1)
+            return Engine(row.adapter, row.location, row.params)
+
+    def snapshot(self) -> Snapshot:
+        """Which documents are live, all at one revision."""
+        documents = (
+            select(DocumentRow.id, DocumentRow.domain_id, DocumentRow.start, DocumentRow.stop)
+            .where(DocumentRow.state == LIVE)
+            .order_by(DocumentRow.start)
+        )
+        domains = select(DomainRow.name, DomainRow.id).where(
+            DomainRow.id.in_(select(DocumentRow.domain_id).where(DocumentRow.state == LIVE))
+        )
+        while True:
+            before = self.revision()
+            with session(self.sql) as current:
+                table = np.array(current.execute(documents).all(), np.int64).reshape(-1, 4).T.copy()
+                names = dict(current.execute(domains).all())
+            if self.revision() == before:  # else a commit came between the statements
+                table.setflags(write=False)
+                rows, groups, starts, stops = table
+                return Snapshot(before, rows, groups, starts, stops, names)
+
+    # -- documents
+
+    def documents(
+        self, *, domain: str | None = None, id: str | None = None, tag: str | None = None
+    ) -> list[Document]:
+        """List live documents in the order in which they were added.
+
+        Args:
+            domain: only those of this domain.
+            id: only those of this external id; several domains may have one.
+            tag: only those that carry this tag.
+        """
+        chosen = self._live(
+            select(DocumentRow, DomainRow.name).join(DomainRow), domain=domain, id=id, tag=tag
+        ).order_by(DocumentRow.start)
+        with session(self.sql) as current:
+            rows = current.execute(chosen).all()
+            tags = self._tags(current, [row.id for row, _ in rows])
+            return [
+                Document(
+                    id=row.external_id,
+                    domain=name,
+                    tokens=row.stop - row.start,
+                    tags=tuple(sorted(tags.get(row.id, ()))),
+                    metadata=row.attributes,
+                    content_hash=row.content_hash,
+                    added_at=_utc(row.added_at).isoformat(),
+                )
+                for row, name in rows
+            ]
+
+    def rows(self, *, domain: str | None = None, id: str | None = None, tag: str | None = None) -> list[int]:
+        """The primary keys of the live documents that `documents` would list."""
+        with session(self.sql) as current:
+            chosen = self._live(select(DocumentRow.id).join(DomainRow), domain=domain, id=id, tag=tag)
+            return list(current.scalars(chosen))
+
+    def labels(self, rows: Iterable[int]) -> dict[int, tuple[str, str]]:
+        """The (external id, domain) of each live document, by primary key."""
+        found = {}
+        with session(self.sql) as current:
+            for chunk in in_chunks(rows):
+                chosen = (
+                    select(DocumentRow.id, DocumentRow.external_id, DomainRow.name)
+                    .join(DomainRow)
+                    .where(DocumentRow.id.in_(chunk), DocumentRow.state == LIVE)
+                )
+                found.update({row: (id, domain) for row, id, domain in current.execute(chosen)})
+        return found
+
+    def tokens(self, row: int) -> np.ndarray[tuple[int], np.dtype[np.uint32]] | None:
+        """The token ids of a live document, uint32 of shape (n,); None when it is live no more."""
+        with session(self.sql) as current:
+            blob = current.scalars(
+                select(DocumentRow.tokens).where(DocumentRow.id == row, DocumentRow.state == LIVE)
+            ).one_or_none()
+        return None if blob is None else np.frombuffer(blob, "<u4")
+
+    def versions(self, domain: str, ids: Iterable[str]) -> dict[str, StoredVersion]:
+        """The live versions of these documents of a domain, by external id."""
+        found: dict[str, StoredVersion] = {}
+        with session(self.sql) as current:
+            for chunk in in_chunks(ids):
+                chosen = self._live(select(DocumentRow).join(DomainRow), domain=domain).where(
+                    DocumentRow.external_id.in_(chunk)
+                )
+                rows = current.scalars(chosen).all()
+                tags = self._tags(current, [row.id for row in rows])
+                for row in rows:
+                    found[row.external_id] = StoredVersion(
+                        row.id, row.content_hash, row.attributes, frozenset(tags.get(row.id, ()))
+                    )
+        return found
+
+    def rows_by_content(self, hashes: Iterable[str]) -> dict[str, list[int]]:
+        """The primary keys of the live documents with these content hashes, by hash."""
+        found: dict[str, list[int]] = {}
+        with session(self.sql) as current:
+            for chunk in in_chunks(hashes):
+                chosen = select(DocumentRow.content_hash, DocumentRow.id).where(
+                    DocumentRow.content_hash.in_(chunk), DocumentRow.state == LIVE
+                )
+                for content_hash, row in current.execute(chosen):
+                    found.setdefault(content_hash, []).append(row)
+        return found
+
+    def domains(self) -> list[Domain]:
+        """Every domain that has a live document, by name."""
+        chosen = (
+            select(DomainRow.name, func.count(), func.sum(DocumentRow.stop - DocumentRow.start))
+            .join(DocumentRow)
+            .where(DocumentRow.state == LIVE)
+            .group_by(DomainRow.name)
+            .order_by(DomainRow.name)
+        )
+        with session(self.sql) as current:
+            return [Domain(name, count, int(tokens)) for name, count, tokens in current.execute(chosen)]
+
+    # -- settings
+
+    def settings(self, domains: Sequence[str] = ()) -> Mapping[str, Any] | None:
+        """The settings saved for exactly this set of domains; empty stands for the whole store."""
+        with session(self.sql) as current:
+            row = current.get(SettingRow, scope_of(domains))
+            return None if row is None else row.payload
+
+    # -- parts
+
+    @staticmethod
+    def _live(
+        chosen: Select[*tuple[Any, ...]],
+        *,
+        domain: str | None = None,
+        id: str | None = None,
+        tag: str | None = None,
+    ) -> Select[*tuple[Any, ...]]:
+        chosen = chosen.where(DocumentRow.state == LIVE)
+        if domain is not None:
+            chosen = chosen.where(DomainRow.name == domain)
+        if id is not None:
+            chosen = chosen.where(DocumentRow.external_id == id)
+        if tag is not None:
+            chosen = chosen.where(DocumentRow.id.in_(select(TagRow.document_id).where(TagRow.tag == tag)))
+        return chosen
+
+    @staticmethod
+    def _tags(current: Any, rows: Sequence[int]) -> dict[int, list[str]]:
+        tags: dict[int, list[str]] = {}
+        for chunk in in_chunks(rows):
+            for row, tag in current.execute(
+                select(TagRow.document_id, TagRow.tag).where(TagRow.document_id.in_(chunk))
+            ):
+                tags.setdefault(row, []).append(tag)
+        return tags
+
+
+def _utc(moment: datetime) -> datetime:
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).astimezone(UTC)  # SQLite drops the zone
+
+
+def scope_of(domains: Iterable[str]) -> str:
+    """The key under which settings for a set of domains are saved."""
+    return json.dumps(sorted(set(domains)), ensure_ascii=False)

@@ -1,0 +1,152 @@
+"""The tables of the catalogue.
+
+One row per document and none per token: the value of a record rides in its id, so the vector
+engine needs nothing from SQL to answer a search.
+"""
+
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    CheckConstraint,
+    DateTime,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    text,
+)
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+# Without names, Alembic's batch mode cannot drop a constraint on SQLite.
+_NAMES = {
+    "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+    "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+    "ck": "ck_%(table_name)s_%(constraint_name)s",
+    "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+    "pk": "pk_%(table_name)s",
+}
+
+# SQLite numbers rows by itself only for a primary key of type INTEGER.
+_RowId = BigInteger().with_variant(Integer, "sqlite")
+
+PENDING, LIVE, DELETING = "pending", "live", "deleting"
+"""The states of a document; only the records of a live one count as neighbours."""
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
+
+
+class Base(DeclarativeBase):
+    """The declarative base; its metadata is what the migrations build."""
+
+    metadata = MetaData(naming_convention=_NAMES)
+
+
+class StoreRow(Base):
+    """The store itself: one row, whose identity never changes."""
+
+    __tablename__ = "store"
+    __table_args__ = (CheckConstraint("id = 1", name="single_row"),)
+
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    created_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), default=_now)
+
+    # Identity: what a model must match to use the store.
+    model: Mapped[str] = mapped_column(String)
+    model_fingerprint: Mapped[str] = mapped_column(String(64))
+    tokenizer_fingerprint: Mapped[str] = mapped_column(String(64))
+    key: Mapped[str] = mapped_column(String)
+    dim: Mapped[int]
+    metric: Mapped[str] = mapped_column(String(16))
+    vocab_size: Mapped[int]
+    max_length: Mapped[int]
+    stride: Mapped[int]
+
+    # Where the keys are; `knnstore move` changes these three in one transaction.
+    adapter: Mapped[str] = mapped_column(String)
+    location: Mapped[str] = mapped_column(String)
+    params: Mapped[dict[str, Any]] = mapped_column(JSON)
+
+    next_position: Mapped[int] = mapped_column(BigInteger, default=0)
+    """The 43-bit counter of token positions; only ever grows, so no record id is used twice."""
+
+    revision: Mapped[int] = mapped_column(BigInteger, default=0)
+    """Grows in every transaction that changes what readers may see."""
+
+    writer_epoch: Mapped[int] = mapped_column(BigInteger, default=0)
+    """The fencing number: grows when a writer opens; a commit of an older writer fails."""
+
+
+class DomainRow(Base):
+    """A domain; its id is the group of its records and is never used again."""
+
+    __tablename__ = "domains"
+    __table_args__ = ({"sqlite_autoincrement": True},)
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(String, unique=True)
+    created_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), default=_now)
+
+
+class DocumentRow(Base):
+    """A document: its state is the commit point of everything that is stored for it."""
+
+    __tablename__ = "documents"
+    __table_args__ = (
+        # A replacement is pending beside the version it replaces, so only live ids are unique.
+        Index(
+            "uq_documents_live",
+            "domain_id",
+            "external_id",
+            unique=True,
+            sqlite_where=text("state = 'live'"),
+            postgresql_where=text("state = 'live'"),
+        ),
+        # Recovery and purging look only for the few that are not live.
+        Index(
+            "ix_documents_unsettled",
+            "state",
+            sqlite_where=text("state <> 'live'"),
+            postgresql_where=text("state <> 'live'"),
+        ),
+        {"sqlite_autoincrement": True},
+    )
+
+    id: Mapped[int] = mapped_column(_RowId, primary_key=True)
+    domain_id: Mapped[int] = mapped_column(ForeignKey("domains.id"))
+    external_id: Mapped[str] = mapped_column(String)
+    state: Mapped[str] = mapped_column(String(8))
+    start: Mapped[int] = mapped_column(BigInteger)
+    stop: Mapped[int] = mapped_column(BigInteger)
+    content_hash: Mapped[str] = mapped_column(String(64))
+    attributes: Mapped[dict[str, Any]] = mapped_column("metadata", JSON)
+    tokens: Mapped[bytes] = mapped_column(LargeBinary, deferred=True)
+    added_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), default=_now)
+
+
+class TagRow(Base):
+    """One tag of one document."""
+
+    __tablename__ = "document_tags"
+
+    document_id: Mapped[int] = mapped_column(
+        _RowId, ForeignKey("documents.id", ondelete="CASCADE"), primary_key=True
+    )
+    tag: Mapped[str] = mapped_column(String, primary_key=True, index=True)
+
+
+class SettingRow(Base):
+    """Retrieval settings saved for a set of domains."""
+
+    __tablename__ = "settings"
+
+    scope: Mapped[str] = mapped_column(String, primary_key=True)
+    """JSON list of the domains' names, sorted; ``[]`` stands for the whole store."""
+    payload: Mapped[dict[str, Any]] = mapped_column(JSON)
+    saved_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), default=_now)
