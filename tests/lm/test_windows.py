@@ -1,0 +1,115 @@
+"""Windows and batches, against the plain statement of what they must do."""
+
+import itertools
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import GPT2Config, MptConfig
+
+from knnstore.errors import ConfigError
+from knnstore.lm.windows import Window, max_length_of, pack, prefix_of, windows
+
+PREFIX = 7
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> tuple[int, int]:
+    max_length = draw(st.integers(2, 12))
+    return max_length, draw(st.integers(1, max_length - 1))
+
+
+@given(length=st.integers(0, 60), cut=cuts(), has_prefix=st.booleans())
+def test_windows_predict_every_token_once(length, cut, has_prefix):
+    max_length, stride = cut
+    origin = -1 if has_prefix else 0
+    found = list(windows(length, max_length, stride, has_prefix=has_prefix))
+    predicted = [p for window in found for p in range(window.first, window.stop)]
+    assert predicted == list(range(origin + 1, length))
+    for window in found:
+        assert origin <= window.start < window.first < window.stop <= length
+        assert window.stop - window.start <= max_length
+        # Context: all that there is, or at least max_length - stride tokens.
+        assert window.first - window.start >= min(window.first - origin, max_length - stride)
+    if found:
+        assert found[0].start == origin
+        assert found[-1].stop == length
+        assert all(w.stop - w.start == max_length for w in found[1:])
+        assert all(b.stop - a.stop == stride for a, b in itertools.pairwise(found[:-1]))
+
+
+def test_the_example_of_the_documentation():
+    assert list(windows(10, 6, 3, has_prefix=True)) == [
+        Window(-1, 5, 0),
+        Window(2, 8, 5),
+        Window(4, 10, 8),
+    ]
+
+
+@given(
+    lengths=st.lists(st.integers(0, 40), max_size=8),
+    cut=cuts(),
+    batch_tokens=st.integers(1, 64),
+    prefix=st.sampled_from([None, PREFIX]),
+)
+def test_batches_read_each_token_after_its_own_context(lengths, cut, batch_tokens, prefix):
+    max_length, stride = cut
+    origin = 0 if prefix is None else -1
+    # Every token of every document is different, so any mix-up shows.
+    edges = np.cumsum([100, *lengths])
+    documents = [np.arange(a, b, dtype=np.int32) for a, b in itertools.pairwise(edges)]
+    seen = []
+    for batch in pack(
+        documents, prefix=prefix, max_length=max_length, stride=stride, batch_tokens=batch_tokens
+    ):
+        rows, width = batch.input_ids.shape
+        assert rows == 1 or rows * width <= batch_tokens
+        assert batch.input_ids.dtype == np.int64
+        assert width < max_length
+        for at, document, position, gold in zip(
+            batch.at.tolist(),
+            batch.documents.tolist(),
+            batch.positions.tolist(),
+            batch.gold.tolist(),
+            strict=True,
+        ):
+            whole = np.concatenate([[] if prefix is None else [prefix], documents[document]])
+            assert gold == documents[document][position]
+            row, column = divmod(at, width)
+            context = batch.input_ids[row, : column + 1]
+            before = whole[: position - origin]
+            assert np.array_equal(context, before[len(before) - len(context) :])
+            assert len(context) >= min(len(before), max_length - stride)
+            seen.append((document, position))
+    expected = [(d, p) for d, length in enumerate(lengths) for p in range(origin + 1, length)]
+    assert sorted(seen) == expected
+
+
+def test_nothing_to_predict_gives_no_batch():
+    options = {"max_length": 4, "stride": 2, "batch_tokens": 8}
+    assert list(pack([], prefix=PREFIX, **options)) == []
+    assert list(pack([np.zeros(0, np.int64)], prefix=PREFIX, **options)) == []
+    assert list(pack([np.array([3])], prefix=None, **options)) == []
+
+
+@pytest.mark.parametrize(("max_length", "stride"), [(1, 1), (4, 0), (4, 4), (4, 5)])
+def test_bad_sizes_are_refused(max_length, stride):
+    with pytest.raises(ConfigError):
+        list(windows(10, max_length, stride, has_prefix=True))
+    with pytest.raises(ConfigError):
+        list(pack([], prefix=None, max_length=max_length, stride=stride, batch_tokens=8))
+
+
+def test_prefix_is_bos_then_eos():
+    assert prefix_of(SimpleNamespace(bos_token_id=0, eos_token_id=2)) == 0
+    assert prefix_of(SimpleNamespace(bos_token_id=None, eos_token_id=2)) == 2
+    assert prefix_of(SimpleNamespace(bos_token_id=None, eos_token_id=None)) is None
+
+
+def test_max_length_comes_from_the_configuration():
+    assert max_length_of(GPT2Config(n_positions=48)) == 48
+    assert max_length_of(MptConfig(max_seq_len=52)) == 52
+    with pytest.raises(ConfigError, match="max_length"):
+        max_length_of(SimpleNamespace(get_text_config=lambda: SimpleNamespace(model_type="bloom")))
