@@ -1,0 +1,114 @@
+"""The mixture, against ten lines of float64 numpy that spell the definition out."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from knnstore.lm.interpolation import gold_knn_probs, mix, mix_gold, neighbor_weights
+
+MISSING_TOKEN = 2**20 - 1  # the token of id -1
+
+
+def oracle(lm, distances, tokens, temperature, lam):
+    """log p over the vocabulary, one query and one neighbour at a time."""
+    rows = []
+    for row in range(len(lm)):
+        knn = np.zeros(lm.shape[1])
+        nearest = distances[row].min()
+        for d, token in zip(distances[row], tokens[row], strict=True):
+            if math.isfinite(d):
+                knn[token] += math.exp(-(float(d) - float(nearest)) / temperature)
+        share = lam[row] if knn.sum() > 0 else 0.0
+        rows.append(share * knn / (knn.sum() or 1.0) + (1 - share) * np.exp(lm[row].astype(np.float64)))
+    with np.errstate(divide="ignore"):
+        return np.log(np.array(rows))
+
+
+@st.composite
+def queries(draw):
+    n, k, v = draw(st.integers(1, 5)), draw(st.integers(1, 9)), draw(st.integers(2, 7))
+    logits = draw(hnp.arrays(np.float32, (n, v), elements=st.floats(-50, 50, width=32)))
+    distances = draw(
+        hnp.arrays(
+            np.float32,
+            (n, k),
+            elements=st.one_of(st.floats(-100, 1e6, width=32), st.just(np.float32(np.inf))),
+        )
+    )
+    tokens = draw(hnp.arrays(np.int64, (n, k), elements=st.integers(0, v - 1)))
+    tokens = np.where(np.isfinite(distances), tokens, MISSING_TOKEN)
+    lam = draw(
+        hnp.arrays(np.float32, n, elements=st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0, 1, width=32)))
+    )
+    temperature = draw(st.floats(0.5, 1e4))
+    return torch.from_numpy(logits).log_softmax(1), distances, tokens, temperature, lam
+
+
+@settings(deadline=None)  # the first call into torch is slow
+@given(queries())
+def test_mixture_is_the_definition(case):
+    lm, distances, tokens, temperature, lam = case
+    expected = oracle(lm.numpy(), distances, tokens, temperature, lam)
+    weights = neighbor_weights(torch.from_numpy(distances), temperature)
+    ids, lambdas = torch.from_numpy(tokens), torch.from_numpy(lam)
+    mixed = mix(lm, weights, ids, lambdas)
+    assert mixed.dtype == torch.float32
+    np.testing.assert_allclose(mixed.exp(), np.exp(expected), atol=2e-6)
+    np.testing.assert_allclose(mixed.exp().sum(1), 1.0, atol=5e-6)
+    # Relative precision: where the oracle itself is not rounded away, so are the logarithms equal.
+    clear = expected > -80
+    np.testing.assert_allclose(mixed.numpy()[clear], expected[clear], rtol=1e-5, atol=1e-4)
+    # The gold-token path gives the same number for every token without a row over the vocabulary.
+    found = torch.from_numpy(np.isfinite(distances).any(1))
+    for token in range(lm.shape[1]):
+        gold = torch.full((len(lm),), token)
+        one = mix_gold(lm[:, token], gold_knn_probs(weights, ids, gold), found, lambdas)
+        torch.testing.assert_close(one, mixed[:, token], rtol=1e-5, atol=1e-5)
+
+
+def test_rows_without_neighbours_and_lambda_zero_keep_the_model_exactly():
+    lm = torch.randn(3, 11).log_softmax(1)
+    distances = torch.full((3, 4), torch.inf)
+    distances[0, 0] = 2.0
+    tokens = torch.full((3, 4), MISSING_TOKEN)
+    tokens[0, 0] = 5
+    weights = neighbor_weights(distances, 1.0)
+    mixed = mix(lm, weights, tokens, torch.tensor([0.0, 0.7, 1.0]))
+    assert torch.equal(mixed, lm)
+    found = torch.tensor([True, False, False])
+    gold = mix_gold(lm[:, 5], gold_knn_probs(weights, tokens, torch.full((3,), 5)), found, 0.0)
+    assert torch.equal(gold, lm[:, 5])
+
+
+def test_lambda_one_is_retrieval_alone():
+    lm = torch.zeros(1, 5).log_softmax(1)
+    weights = neighbor_weights(torch.tensor([[0.0, 0.0, 0.0, torch.inf]]), 3.0)
+    mixed = mix(lm, weights, torch.tensor([[2, 2, 4, MISSING_TOKEN]]), 1.0)
+    expected = torch.tensor([[-torch.inf, -torch.inf, math.log(2 / 3), -torch.inf, math.log(1 / 3)]])
+    torch.testing.assert_close(mixed, expected)
+
+
+@pytest.mark.parametrize("shift", [0.0, 1e6, 1e30, -1e30])
+def test_only_differences_of_distances_count(shift):
+    """Squared distances of wide models are huge; the softmax must not under- or overflow."""
+    weights = neighbor_weights(torch.tensor([[0.0, 0.0, torch.inf]]) + shift, 1.0)
+    assert torch.equal(weights, torch.tensor([[0.5, 0.5, 0.0]]))
+
+
+def test_temperature_may_differ_by_query():
+    distances = torch.tensor([[0.0, 1.0], [0.0, 1.0]])
+    weights = neighbor_weights(distances, torch.tensor([1.0, 10.0]))
+    torch.testing.assert_close(weights[0], torch.tensor([0.0, -1.0]).softmax(0))
+    torch.testing.assert_close(weights[1], torch.tensor([0.0, -0.1]).softmax(0))
+
+
+def test_rare_tokens_of_the_model_do_not_round_to_impossible():
+    """exp(-200) is zero in float32; its logarithm must survive the mixture."""
+    lm = torch.tensor([[0.0, -200.0]])
+    mixed = mix(lm, neighbor_weights(torch.tensor([[1.0]]), 1.0), torch.tensor([[0]]), 0.5)
+    torch.testing.assert_close(mixed, torch.tensor([[0.0, -200.0 + math.log(0.5)]]))
