@@ -1,0 +1,97 @@
+"""One forward pass of the base model over packed windows: keys, and log-probabilities where wanted."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from knnstore.lm.keys import KeyCapture, KeyLocation, hidden_forward
+
+_CHUNK_VALUES = 1 << 24
+"""How many logits are in memory at once: 64 MiB of float32."""
+
+
+class Encoded(NamedTuple):
+    """What a forward pass gave at the n positions asked for."""
+
+    keys: Tensor
+    """float32, shape (n, d)."""
+
+    states: Tensor
+    """Opaque, shape (n, ...): what `Encoder.gold_log_probs` makes probabilities from."""
+
+
+class Encoder:
+    """A causal language model as a source of keys and of gold-token probabilities.
+
+    The output head, most of the cost of a small model, runs only on the positions asked for and
+    only by `gold_log_probs`. Some models do more than their head between hidden state and logits (cap or
+    scale them); this is found by one trial, and for them the logits of the full model are used.
+
+    Args:
+        model: a causal language model in evaluation mode.
+        location: where the keys are.
+    """
+
+    def __init__(self, model: PreTrainedModel, location: KeyLocation) -> None:
+        self.model = model
+        self.location = location
+        self.head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        self._head_is_all: bool | None = None
+
+    def encode(self, input_ids: NDArray[np.int64] | Tensor, at: NDArray[np.int64] | Tensor) -> Encoded:
+        """Run the model over rows of tokens.
+
+        Args:
+            input_ids: shape (b, t); rows may be padded on the right.
+            at: shape (n,): indices into the b * t flattened positions.
+
+        Returns:
+            Keys and states at these positions, on the model's device.
+        """
+        ids = torch.as_tensor(input_ids, device=self.model.device)
+        wanted = torch.as_tensor(at, device=self.model.device)
+        if self._head_suffices():
+            keys, states = hidden_forward(self.model, self.location, ids)
+        else:
+            with torch.inference_mode(), KeyCapture(self.model, self.location) as capture:
+                states = self.model(ids, use_cache=False).logits
+            keys = capture.keys(*ids.shape)
+        return Encoded(keys.flatten(0, 1)[wanted].float(), states.flatten(0, 1)[wanted])
+
+    def gold_log_probs(self, states: Tensor, gold: NDArray[np.int64] | Tensor) -> Tensor:
+        """Return the base model's log-probability of one token at each position.
+
+        Memory stays bounded: the vocabulary is touched for a few positions at a time.
+
+        Args:
+            states: from `encode`, n positions.
+            gold: token ids, shape (n,).
+
+        Returns:
+            float32, shape (n,), <= 0.
+        """
+        tokens = torch.as_tensor(gold, device=states.device)[:, None]
+        log_probs = torch.empty(len(states), device=states.device)
+        rows = max(1, _CHUNK_VALUES // self.model.config.get_text_config().vocab_size)
+        with torch.inference_mode():
+            for start in range(0, len(states), rows):
+                part = slice(start, start + rows)
+                logits = (self.head(states[part]) if self._head_suffices() else states[part]).float()
+                log_probs[part] = logits.gather(1, tokens[part])[:, 0] - logits.logsumexp(1)
+        return log_probs
+
+    def _head_suffices(self) -> bool:
+        if self._head_is_all is None:
+            ids = torch.arange(8, device=self.model.device)[None]
+            with torch.inference_mode():
+                whole: Any = self.model(ids, use_cache=False).logits
+                hidden = self.model.base_model(ids, use_cache=False)[0]
+                # The same operations on the same shapes: equal to the bit, or something else is done.
+                self._head_is_all = self.head is not None and torch.equal(
+                    whole.float(), self.head(hidden).float()
+                )
+        return self._head_is_all

@@ -1,0 +1,229 @@
+"""Where in a model the keys are, found from its structure, and how they are read from a forward pass."""
+
+import threading
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from knnstore.errors import ConfigError
+
+Side = Literal["input", "output"]
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLocation:
+    """The tensor that serves as key: what one module of a model takes in or gives out.
+
+    ``str(location)`` is the canonical name, e.g. ``transformer.h.3.mlp:input``; `locate` takes it back.
+    """
+
+    path: str
+    """The module's dotted path in the model."""
+
+    side: Side
+    """Whether the key is its input or its output."""
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.side}"
+
+
+def locate(model: PreTrainedModel, key: str = "ffn_input") -> KeyLocation:
+    """Find a key location in a causal language model.
+
+    ``ffn_input`` is what enters the feed-forward part of the last decoder layer, after layer
+    normalisation in pre-norm models; the best key of Khandelwal et al. 2020, table 5.
+    ``final_hidden`` is what the decoder gives to the output head. Anything else is the path of a
+    module, with ``:input`` (the default) or ``:output`` after it.
+
+    Raises:
+        ConfigError: the model has no such place; names the candidates.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=50))
+        >>> str(locate(model))
+        'transformer.h.1.mlp:input'
+    """
+    if key == "ffn_input":
+        return KeyLocation(_path_of(model, _last_ffn(model)), "input")
+    if key == "final_hidden":
+        return KeyLocation(_path_of(model, _decoder(model)), "output")
+    path, colon, side = key.rpartition(":")
+    if not colon:
+        path, side = key, "input"
+    if side not in ("input", "output"):
+        raise ConfigError(f"key {key!r}: after the colon stands 'input' or 'output', not {side!r}")
+    if not path or path not in dict(model.named_modules()):
+        raise ConfigError(
+            f"key {key!r}: {type(model).__name__} has no module {path!r}; "
+            f"use ffn_input, final_hidden or one of: {_candidates(model)}"
+        )
+    return KeyLocation(path, "input" if side == "input" else "output")
+
+
+def key_dim(model: PreTrainedModel, location: KeyLocation) -> int:
+    """Return the number of components of the keys, by trying two tokens."""
+    keys, _ = hidden_forward(model, location, torch.zeros((1, 2), dtype=torch.long, device=model.device))
+    return keys.shape[-1]
+
+
+def hidden_forward(
+    model: PreTrainedModel, location: KeyLocation, input_ids: Tensor, attention_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Run a causal language model without its output head, gradients and cache.
+
+    Args:
+        model: the model, in evaluation mode.
+        location: where the keys are.
+        input_ids: int64, shape (b, t), on the model's device.
+        attention_mask: shape (b, t), or None when nothing precedes the first token of a row
+            (padding on the right needs no mask).
+
+    Returns:
+        The keys, shape (b, t, d), and the final hidden states, shape (b, t, h), in the model's dtype.
+
+    Raises:
+        ConfigError: see `KeyCapture.keys`.
+    """
+    with torch.inference_mode(), KeyCapture(model, location) as capture:
+        output = model.base_model(input_ids, attention_mask=attention_mask, use_cache=False)
+    return capture.keys(*input_ids.shape), output[0]
+
+
+_registration = threading.Lock()  # torch numbers its hooks without a lock of its own
+
+
+class KeyCapture:
+    """A context in which forward passes of the calling thread leave their keys behind.
+
+    The hook is removed when the context ends, also by an exception. Other threads may run the
+    same model at the same time, each with a capture of its own.
+
+    Args:
+        model: a model that holds the location.
+        location: the tensor to capture.
+    """
+
+    def __init__(self, model: PreTrainedModel, location: KeyLocation) -> None:
+        self.location = location
+        self._module = model.get_submodule(location.path)
+        self._captured: Tensor | None = None
+        self._thread: int | None = None
+        self._hook: RemovableHandle | None = None
+
+    def __enter__(self) -> Self:
+        self._thread = threading.get_ident()
+        with _registration:
+            if self.location.side == "input":
+                self._hook = self._module.register_forward_pre_hook(self._keep_input, with_kwargs=True)
+            else:
+                self._hook = self._module.register_forward_hook(self._keep_output)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._hook is not None
+        with _registration:
+            self._hook.remove()
+
+    def keys(self, batch: int, length: int) -> Tensor:
+        """Return the keys of the latest forward pass and forget them.
+
+        Args:
+            batch: rows of its input.
+            length: tokens of each row.
+
+        Returns:
+            Shape (batch, length, d), in the model's dtype, cut from the autograd graph.
+
+        Raises:
+            ConfigError: the pass did not reach the location, or what is there is not one vector
+                for each input token.
+        """
+        captured, self._captured = self._captured, None
+        if captured is None:
+            raise ConfigError(f"key {self.location}: no tensor came by; choose a module that the model calls")
+        # Some models (OPT) flatten batch and sequence before the feed-forward part.
+        if captured.ndim < 2 or captured.shape[:-1].numel() != batch * length:
+            raise ConfigError(
+                f"key {self.location}: its shape {tuple(captured.shape)} is not one vector for each of "
+                f"{batch} x {length} tokens; choose another module"
+            )
+        return captured.detach().reshape(batch, length, -1)
+
+    def _keep_input(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._keep((*args, *kwargs.values()))
+
+    def _keep_output(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        self._keep((output,) if isinstance(output, Tensor) else output[:])
+
+    def _keep(self, values: tuple[Any, ...]) -> None:
+        if threading.get_ident() == self._thread:
+            tensors = (v for v in values if isinstance(v, Tensor) and v.is_floating_point())
+            self._captured = next(tensors, None)
+
+
+def _last_ffn(model: PreTrainedModel) -> nn.Module:
+    """Find the feed-forward part of the last decoder layer."""
+    children = dict(_last_layer(model).named_children())
+    names = list(children)
+    attentions = [i for i, name in enumerate(names) if _is_attention(children[name])]
+    if attentions:
+        for name in names[attentions[0] + 1 :]:
+            # Norms have vectors for weights, dropouts and activations have none.
+            if not _is_attention(children[name]) and _has_matrix(children[name]):
+                return children[name]
+    raise ConfigError(
+        f"key 'ffn_input': {type(model).__name__} has no feed-forward part after an attention in its "
+        f"last layer; name the key's module, one of: {_candidates(model)}"
+    )
+
+
+def _decoder(model: PreTrainedModel) -> nn.Module:
+    decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
+    return decoder
+
+
+def _last_layer(model: PreTrainedModel) -> nn.Module:
+    """Find the last decoder layer: the end of the outermost list of modules in the decoder."""
+    lists = [
+        (path.count("."), module)
+        for path, module in _decoder(model).named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) > 0
+    ]
+    if not lists:
+        raise ConfigError(f"{type(model).__name__} has no list of decoder layers; name the key's module")
+    outermost = min(depth for depth, _ in lists)
+    # Beside the layers there may be lists of other parts; the layers are the larger thing.
+    layers: nn.ModuleList = max(
+        (module for depth, module in lists if depth == outermost),
+        key=lambda module: sum(parameter.numel() for parameter in module.parameters()),
+    )
+    return layers[-1]
+
+
+def _is_attention(module: nn.Module) -> bool:
+    name = type(module).__name__.lower()
+    return ("attention" in name or "attn" in name) and "norm" not in name
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    # Quantised layers keep their weights in buffers.
+    return any(weight.ndim >= 2 for weight in (*module.parameters(), *module.buffers()))
+
+
+def _candidates(model: PreTrainedModel) -> str:
+    layer = _last_layer(model)
+    path = _path_of(model, layer)
+    return ", ".join(f"{path}.{name} ({type(child).__name__})" for name, child in layer.named_children())
+
+
+def _path_of(model: PreTrainedModel, wanted: nn.Module) -> str:
+    paths: dict[nn.Module, str] = {module: path for path, module in model.named_modules()}
+    return paths[wanted]

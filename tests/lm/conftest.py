@@ -1,0 +1,128 @@
+"""Tiny random models of the families that knnstore is tried on, and an exact store in a few lines."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Cohere2Config,
+    Gemma2Config,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    OPTConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCABULARY = 101
+SPECIAL = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+LLAMA = {
+    **SPECIAL,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family: its shape, and by name the modules on which the keys are known to be."""
+
+    config: PreTrainedConfig
+    ffn: str
+    decoder: str
+
+
+FAMILIES = {
+    "gpt2": Family(
+        GPT2Config(**SPECIAL, n_embd=32, n_layer=2, n_head=4, n_positions=64),
+        "transformer.h.1.mlp",
+        "transformer",
+    ),
+    "llama": Family(LlamaConfig(**LLAMA), "model.layers.1.mlp", "model"),
+    "qwen2": Family(Qwen2Config(**LLAMA), "model.layers.1.mlp", "model"),
+    "qwen3": Family(Qwen3Config(**LLAMA), "model.layers.1.mlp", "model"),
+    "mistral": Family(MistralConfig(**LLAMA), "model.layers.1.mlp", "model"),
+    "gpt_neox": Family(
+        GPTNeoXConfig(
+            **SPECIAL,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=64,
+        ),
+        "gpt_neox.layers.1.mlp",
+        "gpt_neox",
+    ),
+    "opt": Family(
+        OPTConfig(
+            **SPECIAL,
+            hidden_size=32,
+            word_embed_proj_dim=32,
+            ffn_dim=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=64,
+        ),
+        "model.decoder.layers.1.fc1",
+        "model.decoder",
+    ),
+}
+"""The families that every behaviour is tried on."""
+
+ODD_FAMILIES = {
+    "gemma2": Gemma2Config(**LLAMA, final_logit_softcapping=2.0),
+    "cohere2": Cohere2Config(**LLAMA, logit_scale=0.25),
+    "mamba": MambaConfig(**SPECIAL, hidden_size=32, num_hidden_layers=2, state_size=4),
+}
+"""Models that differ after the head (a cap, a scale) or have no attention."""
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def make_model() -> Callable[[str], PreTrainedModel]:
+    """Build a random model of a family; the same weights each time."""
+
+    def make(name: str) -> PreTrainedModel:
+        config = FAMILIES[name].config if name in FAMILIES else ODD_FAMILIES[name]
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).eval()
+        # Larger weights than the default's: predictions and keys must depend on the context.
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim >= 2:
+                    parameter.normal_(std=0.2)
+        return model
+
+    return make
+
+
+@pytest.fixture
+def model(family: str, make_model: Callable[[str], PreTrainedModel]) -> PreTrainedModel:
+    return make_model(family)
+
+
+@pytest.fixture
+def ffn_path(family: str) -> str:
+    return FAMILIES[family].ffn
+
+
+@pytest.fixture
+def decoder_path(family: str) -> str:
+    return FAMILIES[family].decoder
