@@ -1,0 +1,203 @@
+"""The exact reference store: the oracle of the tests and the shortest complete adapter.
+
+Whoever writes an adapter can start from this file: it is everything the `Datastore` protocol asks
+for and nothing else. Subclassing the protocol is not needed; having its methods is enough.
+"""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from knnstore.datastore.checks import checked_k, checked_keys, checked_params, checked_records
+from knnstore.datastore.protocol import Datastore, Mode
+from knnstore.datastore.ranges import IdRanges
+from knnstore.datastore.types import (
+    Capabilities,
+    Distances,
+    Filter,
+    Groups,
+    Ids,
+    Keys,
+    Metric,
+    Neighbors,
+)
+from knnstore.errors import ConfigError, DatastoreClosedError, DatastoreNotFoundError
+
+_BLOCK_ROWS = 16384
+"""Keys whose differences to a query are in memory at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Records:
+    """What a store holds at one moment, by ascending id; the arrays never change."""
+
+    ids: Ids
+    keys: Keys
+    groups: Groups
+
+    def rows(self, rows: NDArray[Any]) -> "_Records":
+        """Copy some rows, given by a mask or by their numbers."""
+        return _Records(self.ids[rows], self.keys[rows], self.groups[rows])
+
+
+class MemoryDatastore:
+    """Keeps float32 keys in memory and compares each query with every one of them.
+
+    Searches are exact and never wait: a change makes new arrays and swaps them in, so a search
+    goes on with the arrays it began with. The price is that each change copies everything. Nothing
+    outlives the handle, and no two handles share records, whatever their location.
+
+    Args:
+        dim: number of components of a vector, >= 1.
+        metric: how distances are measured.
+
+    Example:
+        >>> store = MemoryDatastore.open("anywhere", dim=2)
+        >>> store.add(np.array([7, 9]), np.array([[0, 0], [3, 4]]), np.array([0, 0]))
+        >>> store.search(np.array([[0, 1]]), k=3)
+        Neighbors(ids=array([[ 7,  9, -1]]), distances=array([[ 1., 18., inf]], dtype=float32))
+    """
+
+    def __init__(self, dim: int, metric: Metric) -> None:
+        self._dim = dim
+        self._metric = metric
+        self._writing = threading.Lock()
+        self._records: _Records | None = _Records(
+            np.empty(0, np.int64), np.empty((0, dim), np.float32), np.empty(0, np.int32)
+        )
+
+    @classmethod
+    def open(
+        cls, location: str | Path, *, dim: int, metric: Metric = Metric.L2, mode: Mode = "a", **params: Any
+    ) -> Self:
+        """Create an empty store; see `Datastore.open`.
+
+        Args:
+            location: not used.
+            dim: number of components of a vector, >= 1.
+            metric: how distances are measured.
+            mode: ``"a"`` or ``"x"``; there is never anything for ``"r"`` to read.
+            **params: none are accepted.
+        """
+        checked_params("memory", params, accepted={})
+        if dim < 1:
+            raise ConfigError(f"dim must be at least 1, got {dim}")
+        if mode == "r":
+            raise DatastoreNotFoundError(f"{location}: a memory store keeps nothing to read; use mode 'a'")
+        return cls(dim, Metric(metric))
+
+    @property
+    def dim(self) -> int:
+        """Number of components of a vector."""
+        return self._dim
+
+    @property
+    def metric(self) -> Metric:
+        """How distances are measured."""
+        return self._metric
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Exact, and gone with the process."""
+        return Capabilities(exact_search=True, exact_keys=True, persistent=False, shared_writers=False)
+
+    def add(self, ids: Ids, keys: Keys, groups: Groups) -> None:
+        """Store records, replacing those whose id is present; see `Datastore.add`."""
+        ids, keys, groups = checked_records(ids, keys, groups, self._dim)
+        with self._writing:
+            old = self._live()
+            kept = old.rows(~np.isin(old.ids, ids))
+            merged = _Records(
+                np.concatenate([kept.ids, ids]),
+                np.concatenate([kept.keys, keys]),
+                np.concatenate([kept.groups, groups]),
+            )
+            self._records = merged.rows(np.argsort(merged.ids))
+
+    def search(self, queries: Keys, k: int, *, where: Filter | None = None) -> Neighbors:
+        """Find the k nearest records of each query, equally near ones by id; see `Datastore.search`."""
+        queries, k = checked_keys(queries, self._dim, what="queries"), checked_k(k)
+        records = self._live()
+        if where is not None:
+            records = records.rows(where.ids.contains(records.ids))
+        ids = np.full((len(queries), k), -1, np.int64)
+        distances = np.full((len(queries), k), np.inf, np.float32)
+        for row, query in enumerate(queries):  # one at a time: no answer depends on the batch it is in
+            to_all = _distances(query, records.keys, self._metric)
+            nearest = np.argsort(to_all, kind="stable")[:k]
+            ids[row, : len(nearest)] = records.ids[nearest]
+            distances[row, : len(nearest)] = to_all[nearest]
+        return Neighbors(ids, distances)
+
+    def delete(self, ids: IdRanges) -> int:
+        """Remove every record in the ranges; see `Datastore.delete`."""
+        with self._writing:
+            old = self._live()
+            gone = ids.contains(old.ids)
+            self._records = old.rows(~gone)
+        return int(gone.sum())
+
+    def count(self) -> int:
+        """How many records are live."""
+        return len(self._live().ids)
+
+    def iterate(
+        self, *, ids: IdRanges | None = None, batch_size: int = 8192
+    ) -> Iterator[tuple[Ids, Keys, Groups]]:
+        """Yield the records live at the first step, by ascending id; see `Datastore.iterate`."""
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        records = self._live()
+        rows = np.arange(len(records.ids)) if ids is None else np.flatnonzero(ids.contains(records.ids))
+        for start in range(0, len(rows), batch_size):
+            batch = records.rows(rows[start : start + batch_size])
+            yield batch.ids, batch.keys, batch.groups
+
+    def flush(self) -> None:
+        """Do nothing: there is no place to write to."""
+        self._live()
+
+    def close(self) -> None:
+        """Forget all records."""
+        self._records = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _live(self) -> _Records:
+        records = self._records
+        if records is None:
+            raise DatastoreClosedError("this memory store was closed; open a new one")
+        return records
+
+
+def _distances(query: Keys, keys: Keys, metric: Metric) -> Distances:
+    """Measure one query, shape (dim,), against keys of shape (n, dim); shape (n,).
+
+    The sums are taken over the differences themselves: |q|² - 2qx + |x|² is several times faster
+    but loses most digits where they matter, between vectors that are near each other.
+    """
+    distances = np.empty(len(keys), np.float32)
+    for start in range(0, len(keys), _BLOCK_ROWS):
+        block = keys[start : start + _BLOCK_ROWS]
+        if metric is Metric.L2:
+            difference = block - query
+            result = np.einsum("nd,nd->n", difference, difference)
+        else:
+            result = -np.einsum("nd,d->n", block, query)
+        distances[start : start + _BLOCK_ROWS] = result
+    return distances
+
+
+_conforms: type[Datastore] = MemoryDatastore  # here a type checker compares every signature

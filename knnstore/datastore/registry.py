@@ -1,0 +1,146 @@
+"""Finding adapters: every installed distribution may offer some.
+
+An adapter is one line in the metadata of its distribution, ours like anybody's::
+
+    [project.entry-points."knnstore.datastores"]
+    milvus = "knnstore_milvus:MilvusDatastore"
+
+Nothing is imported before `load` is called for that very name, so a broken plug-in harms no other.
+"""
+
+import difflib
+import logging
+from dataclasses import dataclass
+from importlib.metadata import Distribution, EntryPoint, distributions
+from typing import cast
+
+from knnstore.datastore.protocol import Datastore
+from knnstore.errors import AdapterConflictError, AdapterError, AdapterLoadError, AdapterNotFoundError
+
+ENTRY_POINT_GROUP = "knnstore.datastores"
+"""The entry-point group in which distributions offer adapters."""
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """One adapter that some installed distribution offers."""
+
+    name: str
+    """The name that `load` takes."""
+
+    distribution: str
+    """The distribution that offers it."""
+
+    version: str
+    """That distribution's version."""
+
+    problem: str | None
+    """Why it cannot be loaded and what to do about it; None if it can."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    entry_point: EntryPoint
+    distribution: Distribution
+
+
+def names() -> list[str]:
+    """List the names of all installed adapters, sorted, without importing any."""
+    return sorted({offer.entry_point.name for offer in _offers()})
+
+
+def load(name: str) -> type[Datastore]:
+    """Import an adapter.
+
+    Args:
+        name: as in `names`.
+
+    Returns:
+        The adapter's class; open a datastore with its `open`.
+
+    Raises:
+        AdapterNotFoundError: no distribution offers this name; says which names there are.
+        AdapterConflictError: several distributions offer it; names them.
+        AdapterLoadError: it cannot be imported; says what to install, if that is the reason.
+    """
+    everything = _offers()
+    offers = [offer for offer in everything if offer.entry_point.name == name]
+    if not offers:
+        raise AdapterNotFoundError(_not_found(name, sorted({o.entry_point.name for o in everything})))
+    if len(offers) > 1:
+        owners = " and ".join(offer.distribution.name for offer in offers)
+        raise AdapterConflictError(f"adapter {name!r} is offered by {owners}; uninstall all but one of them")
+    return _loaded(offers[0])
+
+
+def describe() -> list[AdapterInfo]:
+    """Try to import every adapter and report on each, sorted by name and distribution."""
+    rows = []
+    for offer in _offers():
+        name, problem = offer.entry_point.name, None
+        try:
+            load(name)
+        except AdapterError as error:
+            problem = str(error)
+        rows.append(AdapterInfo(name, offer.distribution.name, offer.distribution.version, problem))
+    return sorted(rows, key=lambda row: (row.name, row.distribution))
+
+
+def _offers() -> list[_Offer]:
+    """All offers; of a distribution that is installed twice, those of the copy that Python imports."""
+    found: list[_Offer] = []
+    seen: set[str] = set()
+    for distribution in distributions():
+        try:
+            ours = distribution.entry_points.select(group=ENTRY_POINT_GROUP)
+            owner = distribution.name if ours else ""
+        except Exception as error:  # damaged metadata of one distribution is no reason to lose the others
+            _logger.warning("the entry points of %s cannot be read: %s", distribution, error)
+            continue
+        if ours and owner not in seen:
+            seen.add(owner)
+            found += [_Offer(entry_point, distribution) for entry_point in ours]
+    return found
+
+
+def _loaded(offer: _Offer) -> type[Datastore]:
+    name, owner = offer.entry_point.name, offer.distribution.name
+    try:
+        adapter = offer.entry_point.load()
+    except Exception as error:
+        missing = _missing_dependency(error, offer.entry_point)
+        if missing:
+            hint = f"needs {missing!r}. Install it with: {_install_command(offer)}"
+        else:
+            reason = (str(error).splitlines() or [""])[0]
+            hint = f"cannot be imported from {owner}: {type(error).__name__}: {reason}"
+        raise AdapterLoadError(f"adapter {name!r} {hint}") from error
+    lacking = [member for member in vars(Datastore) if member[0] != "_" and not hasattr(adapter, member)]
+    if lacking:
+        raise AdapterLoadError(f"adapter {name!r} of {owner} is no Datastore: it lacks {', '.join(lacking)}")
+    return cast(type[Datastore], adapter)
+
+
+def _missing_dependency(error: Exception, entry_point: EntryPoint) -> str | None:
+    """The package, other than the adapter's own, for want of which an import failed."""
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return None
+    package = error.name.partition(".")[0]
+    return None if package == entry_point.module.partition(".")[0] else package
+
+
+def _install_command(offer: _Offer) -> str:
+    """How to get what an adapter needs: its distribution's extra of the same name, if there is one."""
+    owner, extra = offer.distribution.name, offer.entry_point.name
+    extras = offer.distribution.metadata.get_all("Provides-Extra") or []
+    return f"pip install '{owner}[{extra}]'" if extra in extras else f"pip install {owner}"
+
+
+def _not_found(name: str, installed: list[str]) -> str:
+    if not installed:
+        return f"no adapter {name!r}, nor any other: knnstore itself is not installed; run `pip install -e .`"
+    close = difflib.get_close_matches(name, installed, n=1)
+    guess = f"did you mean {close[0]!r}? " if close else ""
+    return f"no adapter {name!r}; {guess}installed: {', '.join(installed)}"

@@ -1,0 +1,224 @@
+"""What the cases of the conformance kit share: fixtures, records, and an oracle of its own."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from knnstore.datastore import Datastore, Filter, Groups, IdRanges, Ids, Keys, Metric, Neighbors
+
+ALL_IDS = IdRanges([(0, 2**63 - 1)])
+"""Every id that a record can have."""
+
+_RTOL, _ATOL = 1e-4, 1e-3
+"""How far a distance computed in float32 may be off; below any difference that matters here."""
+
+
+class OpenStore(Protocol):
+    """Opens a store at the test's location, closed when the test ends."""
+
+    def __call__(self, **overrides: Any) -> Datastore:
+        """Open; `overrides` go before the kit's location, dim and params."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """The arguments of one `add`."""
+
+    ids: Ids
+    keys: Keys
+    groups: Groups
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, rows: slice | NDArray[Any]) -> "Records":
+        return Records(self.ids[rows], self.keys[rows], self.groups[rows])
+
+    def __add__(self, other: "Records") -> "Records":
+        return Records(
+            np.concatenate([self.ids, other.ids]),
+            np.concatenate([self.keys, other.keys]),
+            np.concatenate([self.groups, other.groups]),
+        )
+
+    def put(self, store: Datastore) -> None:
+        """Add all of them in one call."""
+        store.add(self.ids, self.keys, self.groups)
+
+    def matching(self, where: Filter | None) -> "Records":
+        """Those that a filter lets through."""
+        return self if where is None else self[where.ids.contains(self.ids)]
+
+    def positions(self) -> IdRanges:
+        """Their positions in the corpus, each with room for any token: few ranges for many ids."""
+        positions = self.ids >> 20
+        return IdRanges(np.stack([positions << 20, (positions + 1) << 20], axis=1))
+
+    def of_groups(self, *groups: int) -> Filter:
+        """The filter for some groups, named both ways."""
+        chosen = self[np.isin(self.groups, groups)]
+        return Filter(ids=chosen.positions(), groups=frozenset(groups))
+
+
+def half(array: NDArray[Any]) -> Keys:
+    """Round to half precision, so that every store can keep the values as they are."""
+    return array.astype(np.float16).astype(np.float32)
+
+
+def sample(n: int, dim: int, *, seed: int = 0, first_position: int = 3) -> Records:
+    """Make records as a corpus would: documents of 50 tokens, spread over four groups.
+
+    Ids are position << 20 | token; there are gaps between documents. Keys are normally distributed
+    and representable in half precision.
+    """
+    rng = np.random.default_rng(seed)
+    document = np.arange(n) // 50
+    positions = first_position + np.arange(n) + 7 * document
+    ids = positions << 20 | rng.integers(0, 2**20, n)
+    keys = half(rng.standard_normal((n, dim)))
+    return Records(ids.astype(np.int64), keys, (document % 4).astype(np.int32))
+
+
+def some_queries(q: int, dim: int, *, seed: int = 1) -> Keys:
+    """Make normally distributed queries, shape (q, dim)."""
+    return np.random.default_rng(seed).standard_normal((q, dim)).astype(np.float32)
+
+
+def true_distances(queries: Keys, keys: Keys, metric: Metric) -> NDArray[np.float64]:
+    """Measure every query against every key in double precision; shape (q, n)."""
+    exact_queries, exact_keys = queries.astype(np.float64), keys.astype(np.float64)
+    if metric == Metric.IP:
+        return np.asarray(-(exact_queries @ exact_keys.T))
+    return np.asarray(((exact_queries[:, None] - exact_keys[None]) ** 2).sum(axis=2))
+
+
+def check_neighbors(
+    found: Neighbors, records: Records, queries: Keys, k: int, metric: Metric, *, recall: float = 1.0
+) -> None:
+    """Compare a search result with the truth.
+
+    Args:
+        found: what `search` returned.
+        records: everything it might find.
+        queries: float32, shape (q, dim).
+        k: as given to `search`.
+        metric: the store's.
+        recall: the share of the true neighbours, counting equally distant ones as equal, that must
+            be there over all queries; 1 asks for an exact answer in every row.
+    """
+    assert found.ids.shape == found.distances.shape == (len(queries), k), "the shape is not (q, k)"
+    assert found.ids.dtype == np.int64, f"ids are {found.ids.dtype}, not int64"
+    assert found.distances.dtype == np.float32, f"distances are {found.distances.dtype}, not float32"
+    expected = min(k, len(records))
+    truth = true_distances(queries, records.keys, metric)
+    row_of = {int(i): row for row, i in enumerate(records.ids)}
+    hits = 0
+    for ids, distances, true in zip(found.ids, found.distances, truth, strict=True):
+        valid = int((ids != -1).sum())
+        assert (ids[valid:] == -1).all(), "missing neighbours (-1) stand before found ones"
+        assert (distances[valid:] == np.inf).all(), "a missing neighbour's distance is not +inf"
+        strangers = [i for i in ids[:valid].tolist() if i not in row_of]
+        assert not strangers, f"found ids that are not live or not in the filter: {strangers[:5]}"
+        assert len(set(ids[:valid].tolist())) == valid, "an id stands twice in one row"
+        assert (np.diff(distances[:valid]) >= 0).all(), "distances do not ascend"
+        own = np.array([true[row_of[int(i)]] for i in ids[:valid]])
+        np.testing.assert_allclose(distances[:valid], own, _RTOL, _ATOL, err_msg="wrong distances")
+        furthest = np.partition(true, expected - 1)[expected - 1] if expected else -np.inf
+        near_enough = int((own <= furthest + _ATOL + _RTOL * abs(furthest)).sum())
+        assert recall < 1 or near_enough == expected, (
+            f"only {near_enough} of the {expected} nearest were found by a store that says it is exact"
+        )
+        hits += near_enough
+    wanted = recall * expected * len(queries)
+    assert hits >= wanted, f"recall@{k}: {hits} of {expected * len(queries)} found, {wanted:.0f} needed"
+
+
+def contents(store: Datastore, *, ids: IdRanges | None = None, batch_size: int = 8192) -> Records:
+    """Read everything out of a store through `iterate`."""
+    empty = Records(np.empty(0, np.int64), np.empty((0, store.dim), np.float32), np.empty(0, np.int32))
+    return sum((Records(*batch) for batch in store.iterate(ids=ids, batch_size=batch_size)), empty)
+
+
+def check_holds(store: Datastore, records: Records) -> None:
+    """Check that a store holds exactly these records (of keys that fit in half precision)."""
+    order = np.argsort(records.ids)
+    held = contents(store)
+    assert store.count() == len(records), f"count() is {store.count()}, {len(records)} records are live"
+    np.testing.assert_array_equal(held.ids, records.ids[order], err_msg="other ids than were stored")
+    np.testing.assert_array_equal(held.keys, records.keys[order], err_msg="other keys than were stored")
+    np.testing.assert_array_equal(held.groups, records.groups[order], err_msg="other groups than stored")
+
+
+class KitBase:
+    """The settings and fixtures of the conformance kit."""
+
+    datastore_class: ClassVar[type[Datastore]]
+    """The adapter under test."""
+
+    params: ClassVar[dict[str, Any]] = {}
+    """Parameters for every `open`; must be representable in JSON."""
+
+    dim: ClassVar[int] = 16
+    """The number of components of the test's keys."""
+
+    n: ClassVar[int] = 500
+    """How many records most tests use."""
+
+    @pytest.fixture
+    def location(self, tmp_path: Path) -> str | Path:
+        """Where the test's datastore is: nothing is there when the test begins."""
+        return tmp_path / "datastore"
+
+    @pytest.fixture
+    def unreachable_location(self) -> str | None:
+        """A location of which the server does not answer; None for an engine without a server."""
+        return None
+
+    @pytest.fixture
+    def open_store(self, location: str | Path) -> Iterator[OpenStore]:
+        """A function that opens the datastore under test."""
+        opened: list[Datastore] = []
+
+        def open_store(**overrides: Any) -> Datastore:
+            arguments = {"location": location, "dim": self.dim, **self.params, **overrides}
+            store = self.datastore_class.open(**arguments)
+            opened.append(store)
+            return store
+
+        yield open_store
+        for store in reversed(opened):
+            store.close()
+
+    @pytest.fixture(params=list(Metric), ids=str)
+    def metric(self, request: pytest.FixtureRequest) -> Metric:
+        """Each metric in turn."""
+        return Metric(request.param)
+
+    @pytest.fixture
+    def records(self) -> Records:
+        """The records of most tests."""
+        return sample(self.n, self.dim)
+
+    @pytest.fixture
+    def store(self, open_store: OpenStore, records: Records, metric: Metric) -> Datastore:
+        """A store that holds `records`, for each metric."""
+        store = open_store(metric=metric)
+        records.put(store)
+        return store
+
+
+def required_recall(store: Datastore) -> float:
+    """The share of true neighbours that this store must find."""
+    return 1.0 if store.capabilities.exact_search else 0.9
+
+
+def require_persistent(store: Datastore) -> None:
+    """Skip the test for a store that forgets everything when its process ends."""
+    if not store.capabilities.persistent:
+        pytest.skip("capabilities.persistent is False: nothing outlives the handle")

@@ -1,0 +1,210 @@
+"""Cases of the conformance kit: what outlives the handle, and other processes."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from knnstore.datastore import Datastore, Metric
+from knnstore.errors import LockedError
+from knnstore.testing.base import (
+    KitBase,
+    OpenStore,
+    Records,
+    check_holds,
+    check_neighbors,
+    contents,
+    require_persistent,
+    required_recall,
+    some_queries,
+)
+
+_SCRIPT = Path(__file__).with_name("writer_process.py")
+
+
+class WriterProcess:
+    """A process that has the store open for writing; see `knnstore.testing.writer_process`."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self._process = process
+        self._expect("opened")
+
+    def do(self, step: str, *bounds: int) -> None:
+        """Have it `add`, `delete` (rows from, to) or `flush`, and wait until that is done."""
+        assert self._process.stdin is not None
+        print(step, *bounds, file=self._process.stdin, flush=True)
+        self._expect(step)
+
+    def kill(self) -> None:
+        """Kill it as `kill -9` does."""
+        self._process.kill()
+        self._process.wait()
+
+    def _expect(self, word: str) -> None:
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        said = self._process.stdout.readline().strip()
+        assert said == word, f"the writing process failed: {said}\n{self._process.stderr.read()}"
+
+
+StartWriter = Callable[[], AbstractContextManager[WriterProcess]]
+
+
+class DurabilityTests(KitBase):
+    """Needs: everything else that one thread does. All but one need `capabilities.persistent`."""
+
+    @pytest.fixture
+    def start_writer(
+        self, open_store: OpenStore, location: str | Path, records: Records, tmp_path: Path
+    ) -> StartWriter:
+        """A function that starts a process which writes to the test's location."""
+        with open_store() as store:
+            require_persistent(store)
+            datastore_class = type(store)
+        file = tmp_path / "records-of-the-kit.npz"
+        np.savez(file, ids=records.ids, keys=records.keys, groups=records.groups)
+        job = {
+            "module": datastore_class.__module__,
+            "qualname": datastore_class.__qualname__,
+            "location": str(location),
+            "dim": self.dim,
+            "metric": Metric.L2.value,
+            "params": self.params,
+            "records": str(file),
+        }
+        # -P: the script's own folder must not come before installed packages.
+        command = [sys.executable, "-P", str(_SCRIPT), json.dumps(job)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+        @contextmanager
+        def start_writer() -> Iterator[WriterProcess]:
+            pipe = subprocess.PIPE
+            with subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment
+            ) as process:
+                try:
+                    yield WriterProcess(process)
+                finally:
+                    process.kill()
+
+        return start_writer
+
+    def test_persistent_is_true(self, open_store: OpenStore, records: Records) -> None:
+        """If `capabilities.persistent` is False, a new handle finds nothing of an old one.
+
+        If this fails, check that no records are shared through the class or module.
+        """
+        with open_store() as store:
+            if store.capabilities.persistent:
+                pytest.skip("capabilities.persistent is True: other cases test it")
+            records.put(store)
+        assert open_store().count() == 0
+
+    def test_closing_keeps_everything(self, open_store: OpenStore, records: Records, metric: Metric) -> None:
+        """Additions, replacements and deletions are there when the store is opened again.
+
+        If this fails, check that `close` flushes.
+        """
+        store = open_store(metric=metric)
+        require_persistent(store)
+        records.put(store)
+        store.flush()
+        changed = Records(records.ids[:20], records.keys[:20] * 2, records.groups[:20] + 1)
+        changed.put(store)
+        store.delete(records[20:70].positions())
+        store.close()
+        now, queries = changed + records[70:], some_queries(10, self.dim)
+        for mode in ("a", "r"):
+            with open_store(metric=metric, mode=mode) as again:
+                check_holds(again, now)
+                found = again.search(queries, 10)
+                check_neighbors(found, now, queries, 10, metric, recall=required_recall(again))
+
+    def test_many_short_sessions(self, open_store: OpenStore, records: Records) -> None:
+        """A store that was opened, changed and closed many times holds the sum of the changes.
+
+        If this fails, check the numbering of files over several handles.
+        """
+        with open_store() as store:
+            require_persistent(store)
+        for start in range(0, 200, 20):
+            with open_store() as store:
+                records[start : start + 20].put(store)
+                store.delete(records[start : start + 5].positions())
+        kept = np.arange(200) % 20 >= 5
+        check_holds(open_store(), records[:200][kept])
+
+    def test_reader_sees_what_is_flushed(self, open_store: OpenStore, records: Records) -> None:
+        """A handle of mode "r" sees each flush of a writer without being opened again.
+
+        If this fails, check that reading methods look for a newer published state first.
+        """
+        writer = open_store()
+        require_persistent(writer)
+        writer.flush()
+        reader = open_store(mode="r")
+        assert reader.count() == 0
+        records[:100].put(writer)
+        writer.flush()
+        check_holds(reader, records[:100])
+        writer.delete(records[:50].positions())
+        changed = Records(records.ids[50:60], records.keys[50:60] * 2, records.groups[50:60])
+        changed.put(writer)
+        writer.flush()
+        now, queries = changed + records[60:100], records.keys[40:70]
+        found = reader.search(queries, 5)
+        check_neighbors(found, now, queries, 5, Metric.L2, recall=required_recall(reader))
+        check_holds(reader, now)
+
+    def test_flushed_records_survive_kill_9(
+        self, open_store: OpenStore, start_writer: StartWriter, records: Records
+    ) -> None:
+        """After kill -9 everything flushed is there, and replaying what was not flushed completes it.
+
+        If this fails, check that `flush` writes, calls fsync on files and directory, and only then
+        publishes by an atomic rename.
+        """
+        with start_writer() as writer:
+            writer.do("add", 0, 300)
+            writer.do("delete", 0, 50)
+            writer.do("flush")
+            writer.do("add", 300, 400)
+            writer.kill()
+        store = open_store()
+        held = contents(store)
+        assert set(records.ids[50:300].tolist()) <= set(held.ids.tolist()), "flushed records are lost"
+        assert set(held.ids.tolist()) <= set(records.ids[50:400].tolist()), "deleted records are back"
+        records[300:400].put(store)
+        check_holds(store, records[50:400])
+        queries = some_queries(10, self.dim)
+        found = store.search(queries, 10)
+        check_neighbors(found, records[50:400], queries, 10, Metric.L2, recall=required_recall(store))
+
+    def test_second_writer(self, open_store: OpenStore, start_writer: StartWriter, records: Records) -> None:
+        """A second writing process is refused, or works if `capabilities.shared_writers`.
+
+        If this fails, check that the lock is one that the kernel drops when its process dies, and
+        that readers do not ask for it.
+        """
+        with start_writer() as writer:
+            writer.do("add", 0, 100)
+            writer.do("flush")
+            with open_store(mode="r") as reader:
+                shared = reader.capabilities.shared_writers
+                check_holds(reader, records[:100])
+            if not shared:
+                with pytest.raises(LockedError):
+                    open_store()
+                writer.kill()
+            self._check_writes(open_store(), records)
+
+    def _check_writes(self, store: Datastore, records: Records) -> None:
+        records[100:200].put(store)
+        store.flush()
+        check_holds(store, records[:200])

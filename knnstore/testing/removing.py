@@ -1,0 +1,150 @@
+"""Cases of the conformance kit: deleting and iterating."""
+
+import numpy as np
+import pytest
+
+from knnstore.datastore import Datastore, IdRanges, Metric
+from knnstore.testing.base import (
+    ALL_IDS,
+    KitBase,
+    OpenStore,
+    Records,
+    check_holds,
+    check_neighbors,
+    contents,
+    half,
+    required_recall,
+    some_queries,
+)
+
+
+class RemoveAndIterateTests(KitBase):
+    """Needs: `add`, `count`, `search`."""
+
+    def test_deleted_records_are_gone(self, store: Datastore, records: Records, metric: Metric) -> None:
+        """Deleting documents removes exactly their records, from every method, and says how many.
+
+        If this fails, check the borders of half-open ranges.
+        """
+        gone = np.zeros(len(records), bool)
+        gone[50:100] = gone[300:320] = True
+        assert store.delete(records[gone].positions()) == 70
+        check_holds(store, records[~gone])
+        queries = records.keys[45:105]
+        found = store.search(queries, 10)
+        check_neighbors(found, records[~gone], queries, 10, metric, recall=required_recall(store))
+
+    def test_deleting_single_ids(self, store: Datastore, records: Records) -> None:
+        """Ids next to a deleted one stay.
+
+        If this fails, check the borders of half-open ranges.
+        """
+        assert store.delete(IdRanges.of_ids(records.ids[::2])) == len(records) / 2
+        check_holds(store, records[1::2])
+
+    def test_deleting_again_removes_nothing(self, store: Datastore, records: Records) -> None:
+        """Deleting is idempotent: the second time 0 records are removed.
+
+        If this fails, check that rows already deleted are not counted again.
+        """
+        ranges = records[:60].positions()
+        assert [store.delete(ranges), store.delete(ranges)] == [60, 0]
+        check_holds(store, records[60:])
+
+    def test_deleting_what_is_not_there(self, store: Datastore, records: Records) -> None:
+        """Unknown ids and empty sets are ignored.
+
+        If this fails, check what the engine does with ids that it does not know.
+        """
+        assert store.delete(IdRanges([(0, 5), (2**61, 2**62)])) == 0
+        assert store.delete(IdRanges()) == 0
+        check_holds(store, records)
+
+    def test_deleted_ids_can_be_added_again(self, store: Datastore, records: Records, metric: Metric) -> None:
+        """A deleted id is free: added with another key, it has that key alone.
+
+        If this fails, check that a tombstone ends when its id is added again.
+        """
+        store.delete(records[:100].positions())
+        again = Records(records.ids[:100], half(records.keys[:100] * 2), records.groups[:100])
+        again.put(store)
+        now = again + records[100:]
+        check_holds(store, now)
+        queries = some_queries(10, self.dim)
+        found = store.search(queries, 20)
+        check_neighbors(found, now, queries, 20, metric, recall=required_recall(store))
+
+    def test_emptied_store_can_be_filled_again(
+        self, store: Datastore, records: Records, metric: Metric
+    ) -> None:
+        """After deleting everything the store is like a new one.
+
+        If this fails, check indexes and groups that have become empty.
+        """
+        queries = some_queries(3, self.dim)
+        assert store.delete(ALL_IDS) == len(records)
+        check_holds(store, records[:0])
+        check_neighbors(store.search(queries, 5), records[:0], queries, 5, metric)
+        records[:30].put(store)
+        check_holds(store, records[:30])
+        found = store.search(queries, 5)
+        check_neighbors(found, records[:30], queries, 5, metric, recall=required_recall(store))
+
+    @pytest.mark.parametrize("batch_size", [1, 7, 250, 500, 10_000])
+    def test_iterating_in_batches(self, store: Datastore, records: Records, batch_size: int) -> None:
+        """Any batch size gives every record once, by ascending id, in batches none too large or empty.
+
+        If this fails, check the last batch, and the order over several segments of the store.
+        """
+        part = records[:100] if batch_size == 1 else records
+        store.delete(ALL_IDS - part.positions())
+        batches = list(store.iterate(batch_size=batch_size))
+        sizes = [len(ids) for ids, _, _ in batches]
+        assert 1 <= min(sizes) <= max(sizes) <= batch_size
+        for ids, keys, groups in batches:
+            assert [str(array.dtype) for array in (ids, keys, groups)] == ["int64", "float32", "int32"]
+            assert keys.shape == (len(ids), self.dim)
+            assert groups.shape == ids.shape
+        np.testing.assert_array_equal(np.concatenate([ids for ids, _, _ in batches]), part.ids)
+
+    def test_batch_size_below_one_is_refused(self, store: Datastore) -> None:
+        """A batch holds at least one record.
+
+        If this fails, check batch_size before the first batch is made.
+        """
+        with pytest.raises(ValueError):  # noqa: PT011  # its text is the adapter's own
+            list(store.iterate(batch_size=0))
+
+    def test_iterating_over_some_ids(self, store: Datastore, records: Records) -> None:
+        """`iterate` takes only records in the ranges; none for an empty set.
+
+        If this fails, look for `if ids:` where `ids is not None` is meant.
+        """
+        chosen = records[130:170] + records[400:401]
+        held = contents(store, ids=chosen.positions() | IdRanges([(2**61, 2**62)]), batch_size=16)
+        np.testing.assert_array_equal(held.ids, chosen.ids)
+        np.testing.assert_array_equal(held.keys, chosen.keys)
+        np.testing.assert_array_equal(held.groups, chosen.groups)
+        assert len(contents(store, ids=IdRanges())) == 0
+
+    def test_what_iterate_yields_is_the_caller_s(self, store: Datastore, records: Records) -> None:
+        """Changing a yielded array does not change the store.
+
+        If this fails, copy before yielding, or yield arrays that cannot be written to.
+        """
+        for batch in store.iterate(batch_size=200):
+            for array in batch:
+                if array.flags.writeable:
+                    array[...] = 0
+        check_holds(store, records)
+
+    def test_keys_are_as_exact_as_promised(self, open_store: OpenStore, records: Records) -> None:
+        """Keys come back bit for bit if `capabilities.exact_keys`, else rounded to half precision.
+
+        If this fails, check the capability, and how keys are rounded.
+        """
+        store = open_store()
+        keys = some_queries(len(records), self.dim)
+        Records(records.ids, keys, records.groups).put(store)
+        expected = keys if store.capabilities.exact_keys else half(keys)
+        np.testing.assert_array_equal(contents(store).keys, expected)
