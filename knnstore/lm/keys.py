@@ -157,8 +157,9 @@ class KeyCapture:
             )
         return captured.detach().reshape(batch, length, -1)
 
-    def _keep_input(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._keep((*args, *kwargs.values()))
+    # While another thread adds or removes its hook, torch may call that one without the keywords.
+    def _keep_input(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        self._keep((*args, *(kwargs or {}).values()))
 
     def _keep_output(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
         self._keep((output,) if isinstance(output, Tensor) else output[:])
