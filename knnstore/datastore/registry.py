@@ -20,6 +20,13 @@ from knnstore.errors import AdapterConflictError, AdapterError, AdapterLoadError
 ENTRY_POINT_GROUP = "knnstore.datastores"
 """The entry-point group in which distributions offer adapters."""
 
+_METHODS = [
+    name
+    for name, member in vars(Datastore).items()
+    if not name.startswith("_") and not isinstance(member, property)
+]
+"""What every adapter's class must have; properties may be set by its instances."""
+
 _logger = logging.getLogger(__name__)
 
 
@@ -117,7 +124,7 @@ def _loaded(offer: _Offer) -> type[Datastore]:
             reason = (str(error).splitlines() or [""])[0]
             hint = f"cannot be imported from {owner}: {type(error).__name__}: {reason}"
         raise AdapterLoadError(f"adapter {name!r} {hint}") from error
-    lacking = [member for member in vars(Datastore) if member[0] != "_" and not hasattr(adapter, member)]
+    lacking = [method for method in _METHODS if not callable(getattr(adapter, method, None))]
     if lacking:
         raise AdapterLoadError(f"adapter {name!r} of {owner} is no Datastore: it lacks {', '.join(lacking)}")
     return cast(type[Datastore], adapter)

@@ -42,10 +42,10 @@ class AddTests(KitBase):
         """
         store = open_store()
         records.put(store)
-        changed = Records(records.ids[:100], records.keys[:100] + 64, records.groups[:100])
+        changed = Records(records.ids[:100], half(records.keys[:100] + 64), records.groups[:100])
         changed.put(store)
         check_holds(store, changed + records[100:])
-        nearest = store.search(half(changed.keys), 3)
+        nearest = store.search(changed.keys, 3)
         assert nearest.ids[:, 0].tolist() == changed.ids.tolist()
         old_places = store.search(records.keys[:100], 5).ids
         assert not np.isin(old_places, changed.ids).any(), "a replaced key is still found"

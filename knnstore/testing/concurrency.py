@@ -52,9 +52,9 @@ class ConcurrencyTests(KitBase):
         everything = records + visitors
         rows = np.random.default_rng(seed).integers(0, len(records), 4)
         queries = records.keys[rows]
-        where = records.of_groups(2) if seed % 2 else None
+        where = everything.of_groups(2) if seed % 2 else None
         found = store.search(queries, 8, where=where)
-        allowed = records.matching(where) if where else everything
+        allowed = everything.matching(where)
         assert np.isin(found.ids[found.ids != -1], allowed.ids).all(), "found what was never there"
         for row, ids, distances in zip(rows, found.ids, found.distances, strict=True):
             valid = ids[ids != -1]
