@@ -1,1 +1,26 @@
-""""""
+"""The store: documents in SQL and their keys in a vector engine, kept as one thing."""
+
+from knnstore.catalog import Document, Domain, Engine, Identity, NewDocument, StoredVersion
+from knnstore.store.provenance import Provenance
+from knnstore.store.records import TOKEN_LIMIT, positions_of, record_ids, tokens_of
+from knnstore.store.selection import EVERYTHING, Selection
+from knnstore.store.store import KNNStore
+from knnstore.store.writing import Ingest
+
+__all__ = [
+    "EVERYTHING",
+    "TOKEN_LIMIT",
+    "Document",
+    "Domain",
+    "Engine",
+    "Identity",
+    "Ingest",
+    "KNNStore",
+    "NewDocument",
+    "Provenance",
+    "Selection",
+    "StoredVersion",
+    "positions_of",
+    "record_ids",
+    "tokens_of",
+]

@@ -1,0 +1,173 @@
+"""Building a domain: documents become tokens, one forward pass gives their keys, the store keeps both."""
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from knnstore.documents import TextDocument
+from knnstore.lm.encoder import Encoder
+from knnstore.lm.windows import pack, prefix_of
+from knnstore.progress import Progress
+from knnstore.store import KNNStore, NewDocument
+
+COMMIT_TOKENS = 65_536
+"""Documents become live in groups of about so many tokens: what an interrupted run can lose."""
+
+BATCH_TOKENS = 4_096
+"""Tokens in one forward pass."""
+
+_DOCUMENTS_AHEAD = 64  # tokenised together; fast tokenizers run in parallel
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """What adding documents did."""
+
+    added: int
+    """Documents that were not there before."""
+    replaced: int
+    """Documents whose text had changed."""
+    described: int
+    """Documents with the same text but new metadata or tags."""
+    unchanged: int
+    tokens: int
+    """Tokens that went through the model."""
+    seconds: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens stored in a second."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+def add_documents(
+    store: KNNStore,
+    encoder: Encoder,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Iterable[TextDocument],
+    *,
+    domain: str,
+    tags: Iterable[str] = (),
+    commit_tokens: int = COMMIT_TOKENS,
+    batch_tokens: int = BATCH_TOKENS,
+    total_bytes: int | None = None,
+    progress: Progress | None = None,
+) -> Added:
+    """Store documents under a domain.
+
+    A document with the same id and text is left alone, one with another text replaces the old
+    version at once. Documents become live in groups; an interrupted run has lost at most the last
+    group, and running it again goes on from there.
+
+    Args:
+        store: opened for writing.
+        encoder: the store's model.
+        tokenizer: the model's tokenizer.
+        documents: any number of any length, read once; ids distinct.
+        domain: the domain's name; made when it is new.
+        tags: set on every document, beside the tags it has.
+        commit_tokens: tokens of a group.
+        batch_tokens: tokens in one forward pass, padding included.
+        total_bytes: UTF-8 bytes of all texts, if known, for the time left.
+        progress: hears of each batch.
+    """
+    shown = progress or Progress()
+    identity = store.identity
+    given = frozenset(tags)
+    counts = {"added": 0, "replaced": 0, "described": 0, "unchanged": 0, "tokens": 0}
+    started = time.perf_counter()
+    pace = _Pace(total_bytes, shown)
+    shown.start(f"adding to {domain}")
+
+    def encode(group: Sequence[NewDocument]) -> None:
+        with store.ingest(group) as ingest:
+            for batch in pack(
+                [document.tokens for document in group],
+                prefix=prefix_of(tokenizer),
+                max_length=identity.max_length,
+                stride=identity.stride,
+                batch_tokens=batch_tokens,
+            ):
+                keys = encoder.encode(batch.input_ids, batch.at).keys.cpu().numpy()
+                ingest.add(batch.documents, batch.positions, batch.gold, keys)
+                counts["tokens"] += len(batch.at)
+                shown.advance(len(batch.at))
+
+    group: list[NewDocument] = []
+    for ahead in in_chunks(documents, _DOCUMENTS_AHEAD):
+        there = store.versions(domain, [document.id for document in ahead])
+        fresh: list[TextDocument] = []
+        for document in ahead:
+            version = there.get(document.id)
+            if version is None or version.content_hash != document.content_hash:
+                fresh.append(document)
+                continue
+            pace.skip(document)
+            if version.metadata == document.metadata and version.tags >= given:
+                counts["unchanged"] += 1
+            else:
+                tags_now = version.tags | given
+                store.describe(document.id, domain, metadata=document.metadata, tags=tags_now)
+                counts["described"] += 1
+        for document, tokens in zip(fresh, tokenised(fresh, tokenizer), strict=True):
+            version = there.get(document.id)
+            counts["added" if version is None else "replaced"] += 1
+            kept = version.tags if version else frozenset[str]()
+            new = NewDocument(
+                document.id, domain, document.content_hash, tokens, document.metadata, given | kept
+            )
+            pace.tokenised(len(tokens), len(document.text.encode()))
+            group.append(new)
+            if sum(len(waiting.tokens) for waiting in group) >= commit_tokens:
+                encode(group)
+                group = []
+    if group:
+        encode(group)
+    store.optimize()
+    shown.finish()
+    return Added(**counts, seconds=time.perf_counter() - started)
+
+
+class _Pace:
+    """Tells the progress how many tokens are to be expected, from the bytes seen so far."""
+
+    def __init__(self, total_bytes: int | None, progress: Progress) -> None:
+        self._total_bytes = total_bytes
+        self._progress = progress
+        self._tokens = 0  # tokenised so far
+        self._bytes = 0  # of the texts that they came from
+
+    def skip(self, document: TextDocument) -> None:
+        """A document needs no pass."""
+        if self._total_bytes is not None:
+            self._total_bytes -= len(document.text.encode())
+
+    def tokenised(self, tokens: int, size: int) -> None:
+        """So many more bytes became so many tokens."""
+        self._tokens += tokens
+        self._bytes += size
+        if self._total_bytes is not None and self._bytes:
+            self._progress.expect(round(self._total_bytes * self._tokens / self._bytes))
+
+
+def tokenised(
+    documents: Sequence[TextDocument], tokenizer: PreTrainedTokenizerBase
+) -> list[NDArray[np.uint32]]:
+    """The token ids of each document, uint32, without special tokens."""
+    if not documents:
+        return []
+    texts = [document.text for document in documents]
+    encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    return [np.array(tokens, np.uint32) for tokens in encoded]
+
+
+def in_chunks(documents: Iterable[TextDocument], size: int) -> Iterator[list[TextDocument]]:
+    """Cut a stream of documents into lists of at most `size`."""
+    remaining = iter(documents)
+    while chunk := list(islice(remaining, size)):
+        yield chunk

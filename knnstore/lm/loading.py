@@ -1,0 +1,157 @@
+"""Loading a model and its tokenizer, and telling whether they are the ones a store was made with."""
+
+import hashlib
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from knnstore.datastore import Metric
+from knnstore.errors import ConfigError, FingerprintMismatchError
+from knnstore.lm.keys import key_dim, locate
+from knnstore.lm.windows import max_length_of
+from knnstore.store import Identity
+
+_VALUES_A_TENSOR = 1024
+_PROBES = (
+    "The quick brown fox jumps over 12,345.67 lazy dogs.",
+    "  indented\n\ttabs\r\nand  runs   of spaces ",
+    "naïve façade – 東京 🙂 ½ ﬁ",
+    "def f(x): return x**2  # comment",
+)
+
+
+class Loaded(NamedTuple):
+    """A causal language model, ready to run, and its tokenizer."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+
+def load(name: str, *, device: str | None = None, dtype: str | None = None) -> Loaded:
+    """Load a causal language model and its tokenizer.
+
+    Args:
+        name: a folder or a hub id.
+        device: as torch names it; default is the GPU if there is one, else the CPU.
+        dtype: ``float32``, ``bfloat16`` or ``float16``; default is what the model was saved in on
+            a GPU, and float32 on the CPU.
+
+    Raises:
+        ConfigError: there is no such model, device or dtype.
+    """
+    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    wanted = dtype or ("float32" if place == "cpu" else "auto")
+    if wanted != "auto" and not isinstance(getattr(torch, wanted, None), torch.dtype):
+        raise ConfigError(f"dtype {wanted!r} is none of float32, bfloat16, float16")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=wanted, use_safetensors=True)
+        return Loaded(model.to(place).eval(), tokenizer)  # type: ignore[arg-type]
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"the model {name!r} cannot be loaded on {place}: {reason}") from error
+
+
+def identify(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    name: str,
+    key: str = "ffn_input",
+    metric: str = "l2",
+    max_length: int | None = None,
+    stride: int | None = None,
+) -> Identity:
+    """Describe what a store for this model is made for.
+
+    Args:
+        model: a causal language model in evaluation mode.
+        tokenizer: its tokenizer.
+        name: the folder or hub id to load it from again.
+        key: where the keys are taken; see `locate`.
+        metric: ``l2`` or ``ip``.
+        max_length: tokens in a window, the prefix included; default is the model's limit.
+        stride: tokens by which a window moves on; default is half of `max_length`.
+
+    Raises:
+        ConfigError: the key location, the metric or the window is not possible for this model.
+    """
+    if metric not in {choice.value for choice in Metric}:
+        raise ConfigError(f"metric {metric!r} is none of {', '.join(Metric)}")
+    location = locate(model, key)
+    window = max_length or max_length_of(model.config)
+    return Identity(
+        model=name,
+        model_fingerprint=model_fingerprint(model),
+        tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
+        key=str(location),
+        dim=key_dim(model, location),
+        metric=metric,
+        vocab_size=max(len(tokenizer), model.config.get_text_config().vocab_size),
+        max_length=window,
+        stride=stride or max(1, window // 2),
+    )
+
+
+def check_matches(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, identity: Identity
+) -> None:
+    """Refuse a model or tokenizer that is not the one the store was made with.
+
+    Args:
+        model: the model about to use the store.
+        tokenizer: its tokenizer; None leaves it unchecked.
+        identity: the store's.
+
+    Raises:
+        FingerprintMismatchError: one differs; both are named.
+    """
+    found = model_fingerprint(model)
+    if found != identity.model_fingerprint:
+        raise FingerprintMismatchError(
+            f"the store was made with the model {identity.model} ({identity.model_fingerprint[:12]}), "
+            f"this is {model.config.name_or_path or type(model).__name__} ({found[:12]}): "
+            "load that one, or make a store for this one"
+        )
+    if tokenizer is None:
+        return
+    found = tokenizer_fingerprint(tokenizer)
+    if found != identity.tokenizer_fingerprint:
+        raise FingerprintMismatchError(
+            f"the store was made with the tokenizer of {identity.model} "
+            f"({identity.tokenizer_fingerprint[:12]}), this is {tokenizer.name_or_path} ({found[:12]})"
+        )
+
+
+def model_fingerprint(model: PreTrainedModel) -> str:
+    """Hash the names, shapes and evenly spaced values of all weights.
+
+    Values are compared as bfloat16, so that a model loaded in float32, or in the half precision
+    that it was saved in, has the same fingerprint.
+
+    Returns:
+        SHA-256, hexadecimal.
+    """
+    digest = hashlib.sha256()
+    for name, weight in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tuple(weight.shape)}\n".encode())
+        flat = weight.detach().reshape(-1)
+        sample = flat[:: max(1, len(flat) // _VALUES_A_TENSOR)].to("cpu", torch.bfloat16)
+        digest.update(sample.contiguous().view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Hash the vocabulary, the special tokens and what becomes of some difficult texts.
+
+    Returns:
+        SHA-256, hexadecimal.
+    """
+    digest = hashlib.sha256()
+    for token, id in sorted(tokenizer.get_vocab().items()):
+        digest.update(f"{id} {token!r}\n".encode())
+    digest.update(repr((tokenizer.bos_token_id, tokenizer.eos_token_id)).encode())
+    for probe in _PROBES:
+        digest.update(repr(tokenizer(probe, add_special_tokens=False)["input_ids"]).encode())
+    return digest.hexdigest()

@@ -1,0 +1,122 @@
+"""A view: the documents that are live at one revision, and searching among exactly those."""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from knnstore.catalog import Catalog, Snapshot
+from knnstore.datastore import Datastore, Filter, IdRanges, Keys, Neighbors
+from knnstore.errors import DocumentNotFoundError, DomainNotFoundError
+from knnstore.store.records import ranges_of
+from knnstore.store.selection import EVERYTHING, Selection
+
+_SCOPES_KEPT = 64
+
+
+class Scope(NamedTuple):
+    """A selection resolved to record ids."""
+
+    live: IdRanges
+    """Exactly the records that may be returned."""
+
+    where: Filter | None
+    """The same set for the datastore; None when it is everything that is live."""
+
+
+class View:
+    """The store at one revision.
+
+    The datastore may hold more than what is live (a document that is just being added) and is not
+    trusted with the difference: every neighbour is checked here against the catalogue.
+
+    Args:
+        snapshot: which documents are live.
+        datastore: where their keys are.
+        catalog: looked up for tags and for documents by id or content.
+    """
+
+    def __init__(self, snapshot: Snapshot, datastore: Datastore, catalog: Catalog) -> None:
+        self.snapshot = snapshot
+        self.datastore = datastore
+        self._catalog = catalog
+        self._scopes: OrderedDict[Selection, Scope] = OrderedDict()
+
+    def search(self, queries: Keys, k: int, selection: Selection) -> Neighbors:
+        """The k nearest live records of each query, among the selected documents.
+
+        Args:
+            queries: float32, shape (q, dim).
+            k: how many, >= 1.
+            selection: where to look.
+
+        Returns:
+            ids and distances of shape (q, k); -1 and +inf where fewer records match.
+        """
+        live, where = self.scope(selection)
+        found = self.datastore.search(queries, k, where=where)
+        strangers = ~live.contains(found.ids) & (found.ids >= 0)
+        if strangers.any():
+            # A record that is not live yet, or no more, took a place: search by exact ids.
+            found = self.datastore.search(queries, k, where=Filter(live))
+            strangers = ~live.contains(found.ids) & (found.ids >= 0)
+        return _without(found, strangers) if strangers.any() else found
+
+    def scope(self, selection: Selection) -> Scope:
+        """Resolve a selection, remembering the latest ones.
+
+        Raises:
+            DomainNotFoundError: no live document is in a domain that was named.
+            DocumentNotFoundError: no live document has an id that was named.
+        """
+        scope = self._scopes.get(selection)
+        if scope is None:
+            scope = self._scopes[selection] = self._resolve(selection)
+            if len(self._scopes) > _SCOPES_KEPT:
+                self._scopes.popitem(last=False)
+        return scope
+
+    def _resolve(self, selection: Selection) -> Scope:
+        snapshot = self.snapshot
+        chosen = np.ones(len(snapshot.rows), bool)
+        groups = None
+        if selection.domains is not None:
+            groups = frozenset(self._group(name) for name in selection.domains)
+            chosen &= np.isin(snapshot.groups, list(groups))
+        if selection.tags is not None:
+            chosen &= self._among(row for tag in selection.tags for row in self._catalog.rows(tag=tag))
+        if selection.documents is not None:
+            chosen &= self._among(row for id in selection.documents for row in self._rows_of(id))
+        if selection.exclude:
+            twins = self._catalog.rows_by_content(selection.exclude)
+            chosen &= ~self._among(row for rows in twins.values() for row in rows)
+        live = ranges_of(snapshot.starts[chosen], snapshot.stops[chosen])
+        if selection == EVERYTHING:
+            return Scope(live, None)
+        by_domain_only = Selection(domains=selection.domains) == selection
+        return Scope(live, Filter(live, groups if by_domain_only else None))
+
+    def _group(self, domain: str) -> int:
+        if domain not in self.snapshot.domains:
+            there = ", ".join(sorted(self.snapshot.domains)) or "none"
+            raise DomainNotFoundError(f"no domain {domain!r} in the store; there are: {there}")
+        return self.snapshot.domains[domain]
+
+    def _rows_of(self, id: str) -> list[int]:
+        rows = self._catalog.rows(id=id)
+        if not rows:
+            raise DocumentNotFoundError(f"no document {id!r} in the store")
+        return rows
+
+    def _among(self, rows: Iterable[int]) -> NDArray[np.bool_]:
+        return np.isin(self.snapshot.rows, np.fromiter(rows, np.int64))
+
+
+def _without(found: Neighbors, strangers: NDArray[np.bool_]) -> Neighbors:
+    """Take these out and move what is left to the front of each row."""
+    order = np.argsort(strangers, axis=1, kind="stable")
+    ids = np.where(strangers, -1, found.ids)
+    distances = np.where(strangers, np.float32(np.inf), found.distances)
+    return Neighbors(np.take_along_axis(ids, order, axis=1), np.take_along_axis(distances, order, axis=1))
