@@ -4,36 +4,23 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
-from knnstore.catalog import (
-    Catalog,
-    CatalogWriter,
-    Document,
-    Domain,
-    Engine,
-    Identity,
-    NewDocument,
-    StoredVersion,
-)
-from knnstore.datastore import Datastore, Ids, Keys, Metric, Neighbors, SupportsOptimize, registry
-from knnstore.datastore import Mode as DatastoreMode
+from knnstore.catalog import Catalog, CatalogWriter, Document, Domain, Engine, Identity, NewDocument
+from knnstore.datastore import SupportsOptimize
 from knnstore.datastore.files import WriterLock
-from knnstore.errors import AmbiguousDocumentError, ConfigError, DocumentNotFoundError, ReadOnlyError
+from knnstore.errors import ConfigError, DocumentNotFoundError, ReadOnlyError
+from knnstore.progress import Progress
 from knnstore.store.home import Home
-from knnstore.store.provenance import Provenance, Tracer
+from knnstore.store.reading import Mode, StoreReader, open_datastore
 from knnstore.store.records import TOKEN_LIMIT
-from knnstore.store.selection import EVERYTHING, Selection
-from knnstore.store.view import View
+from knnstore.store.selection import Selection
+from knnstore.store.transfer import copy_records
+from knnstore.store.verify import problems_of
 from knnstore.store.writing import Ingest, purge
 
-Mode = Literal["r", "a"]
 
-_SEARCH_ATTEMPTS = 5  # a commit every few seconds cannot overtake so many searches in a row
-
-
-class KNNStore:
+class KNNStore(StoreReader):
     """Documents with their keys, searched by key; open one with `create` or `open`.
 
     One process writes and any number read; readers see each commit without reopening. A handle
@@ -46,25 +33,16 @@ class KNNStore:
     """
 
     def __init__(self, home: Home, catalog: Catalog, mode: Mode) -> None:
-        self.home = home
-        self.mode: Mode = mode
-        self.identity: Identity = catalog.identity
-        self._catalog = catalog
-        self._writing = threading.RLock()
-        self._viewing = threading.Lock()
-        self._tracer = Tracer(catalog)
         self._writer: CatalogWriter | None = None
+        self._writing = threading.RLock()
         with ExitStack() as opened:
             opened.callback(catalog.close)
             if mode == "a":
                 opened.callback(WriterLock(home.path).release)
                 self._writer = CatalogWriter(catalog)
-            self._engine = catalog.engine()
-            self._datastore = _open_datastore(home, self.identity, self._engine, mode)
-            opened.callback(self._close_datastore)
-            self._view: View | None = None
-            if self._writer is not None:
-                self._recover(self._writer)
+            super().__init__(home, catalog, mode, opened)
+            if self._writer is not None:  # settle what a killed writer left
+                purge(self._writer, self._datastore, self._writer.unsettled())
             self._opened = opened.pop_all()
 
     # -- opening and closing
@@ -99,7 +77,7 @@ class KNNStore:
             raise ConfigError(f"the vocabulary has {identity.vocab_size} tokens; a store takes {TOKEN_LIMIT}")
         engine = Engine(store, location or "keys", dict(params or {}))
         with Home.create(home, catalog) as made:
-            _open_datastore(made, identity, engine, "x").close()
+            open_datastore(made, identity, engine, "x").close()
             Catalog.create(made.catalog_url, identity, engine).close()
         return cls.open(home, "a")
 
@@ -117,112 +95,6 @@ class KNNStore:
         """
         found = Home.open(home)
         return cls(found, Catalog.open(found.catalog_url), mode)
-
-    def close(self) -> None:
-        """Flush and release everything; a second call does nothing."""
-        self._opened.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    # -- searching
-
-    def search(self, queries: Keys, k: int, selection: Selection = EVERYTHING) -> Neighbors:
-        """Find the k nearest live records of each query.
-
-        Args:
-            queries: float32, shape (q, dim).
-            k: how many, >= 1.
-            selection: among which documents.
-
-        Returns:
-            Record ids (see `tokens_of`) and distances, shape (q, k), nearest first; id -1 at
-            distance +inf where fewer records match.
-        """
-        for _ in range(_SEARCH_ATTEMPTS):
-            view = self.view()
-            found = view.search(queries, k, selection)
-            # A commit between the two may have removed what the view still counts on.
-            if self._catalog.revision() == view.snapshot.revision:
-                break
-        return found
-
-    def view(self) -> View:
-        """What is live at the latest revision."""
-        with self._viewing:
-            if self._view is None or self._catalog.revision() != self._view.snapshot.revision:
-                engine = self._catalog.engine()
-                if engine != self._engine:  # the keys were moved by another process
-                    moved = _open_datastore(self.home, self.identity, engine, self.mode)
-                    self._datastore, self._engine = moved, engine
-                self._view = View(self._catalog.snapshot(), self._datastore, self._catalog)
-            return self._view
-
-    def provenance(self, ids: Ids, *, before: int = 16, after: int = 8) -> list[Provenance | None]:
-        """Say where retrieved records come from.
-
-        Args:
-            ids: record ids of any search, shape (n,).
-            before: tokens of context to give.
-            after: tokens of continuation to give.
-
-        Returns:
-            n entries; None for id -1 and for records whose document was removed since.
-        """
-        return self._tracer.trace(ids, self.view().snapshot, before=before, after=after)
-
-    # -- what is in the store
-
-    def domains(self) -> list[Domain]:
-        """Every domain with its documents and tokens, by name."""
-        return self._catalog.domains()
-
-    def documents(self, *, domain: str | None = None, tag: str | None = None) -> list[Document]:
-        """The live documents in the order in which they were added."""
-        return self._catalog.documents(domain=domain, tag=tag)
-
-    def document(self, id: str, *, domain: str | None = None) -> Document:
-        """One document.
-
-        Raises:
-            DocumentNotFoundError: there is none.
-            AmbiguousDocumentError: several domains have one of this id and none was named.
-        """
-        found = self._catalog.documents(id=id, domain=domain)
-        if not found:
-            where = "" if domain is None else f" in domain {domain!r}"
-            raise DocumentNotFoundError(f"no document {id!r}{where}")
-        if len(found) > 1:
-            names = ", ".join(document.domain for document in found)
-            raise AmbiguousDocumentError(f"document {id!r} is in several domains, name one: {names}")
-        return found[0]
-
-    def versions(self, domain: str, ids: Iterable[str]) -> dict[str, StoredVersion]:
-        """The live versions of documents of a domain, by id; what ingest compares with."""
-        return self._catalog.versions(domain, ids)
-
-    def stored_content(self, hashes: Iterable[str]) -> set[str]:
-        """Which of these content hashes belong to a live document."""
-        return set(self._catalog.rows_by_content(hashes))
-
-    def settings(self, domains: Sequence[str] = ()) -> Mapping[str, Any] | None:
-        """The retrieval settings saved for exactly this set of domains, if any."""
-        return self._catalog.settings(domains)
-
-    @property
-    def engine(self) -> Engine:
-        """The adapter that holds the keys, where, and with which parameters."""
-        return self._engine
-
-    @property
-    def datastore(self) -> Datastore:
-        """The datastore itself."""
-        return self._datastore
 
     # -- changing it
 
@@ -282,6 +154,67 @@ class KNNStore:
         with self._locked() as writer:
             writer.save_settings(domains, payload)
 
+    def move(
+        self,
+        adapter: str,
+        location: str,
+        *,
+        params: Mapping[str, Any] | None = None,
+        progress: Progress | None = None,
+    ) -> Engine:
+        """Move the keys to another engine: copy, compare, then switch in one transaction.
+
+        Until the switch the store is as it was. The old keys are left where they are, for readers
+        that have not noticed the switch yet.
+
+        Args:
+            adapter: the new adapter's name.
+            location: a new place: a URL or a folder, a relative one inside the home.
+            params: the new adapter's own parameters.
+            progress: hears of each batch.
+
+        Returns:
+            The engine that held the keys before.
+
+        Raises:
+            DatastoreExistsError: something is at the location.
+        """
+        with self._locked() as writer:
+            before, engine = self._engine, Engine(adapter, location, dict(params or {}))
+            target = open_datastore(self.home, self.identity, engine, "x")
+            try:
+                copy_records(self._datastore, target, progress or Progress())
+                writer.move(engine)
+            except BaseException:
+                target.close()
+                raise
+            with self._viewing:
+                old, self._datastore, self._engine, self._view = self._datastore, target, engine, None
+            old.close()
+            return before
+
+    def verify(self) -> list[str]:
+        """Read everything that is stored and list what is wrong, one line each; empty when sound."""
+        unsettled = len(self._writer.unsettled()) if self._writer is not None else 0
+        return problems_of(self._catalog, self._datastore, unsettled)
+
+    def info(self) -> dict[str, Any]:
+        """What the store is made for and what is in it."""
+        domains = self.domains()
+        return {
+            "home": str(self.home.path),
+            "catalog": self.home.catalog_url.render_as_string(hide_password=True),
+            "store": self._engine.adapter,
+            "location": self._engine.location,
+            "params": dict(self._engine.params),
+            **{name: getattr(self.identity, name) for name in Identity.__slots__},
+            "domains": len(domains),
+            "documents": sum(domain.documents for domain in domains),
+            "tokens": sum(domain.tokens for domain in domains),
+            "records": self._datastore.count(),
+            "revision": self._catalog.revision(),
+        }
+
     def optimize(self) -> None:
         """Let the engine build its indexes and reclaim space."""
         with self._locked():
@@ -307,27 +240,3 @@ class KNNStore:
             raise ReadOnlyError(f"{self.home.path} was opened for reading; open it with mode 'a' to write")
         with self._writing:
             yield self._writer
-
-    def _close_datastore(self) -> None:
-        self._datastore.close()  # the one in use now, after a move another than the first
-
-    def _recover(self, writer: CatalogWriter) -> None:
-        """Settle what a killed writer left."""
-        purge(writer, self._datastore, writer.unsettled())
-
-
-def _open_datastore(home: Home, identity: Identity, engine: Engine, mode: DatastoreMode) -> Datastore:
-    opened = registry.load(engine.adapter).open(
-        home.resolve(engine.location),
-        dim=identity.dim,
-        metric=Metric(identity.metric),
-        mode=mode,
-        **engine.params,
-    )
-    if not opened.capabilities.persistent:
-        opened.close()
-        raise ConfigError(
-            f"{engine.adapter} keeps nothing after the process ends, so a store cannot stand on it: "
-            "choose another store, or use the adapter directly"
-        )
-    return opened

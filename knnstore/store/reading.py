@@ -1,0 +1,182 @@
+"""Reading a store: searching, tracing and listing what is live."""
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from knnstore.catalog import Catalog, Document, Domain, Engine, Identity, StoredVersion
+from knnstore.datastore import Datastore, Ids, Keys, Metric, Neighbors, registry
+from knnstore.datastore import Mode as DatastoreMode
+from knnstore.errors import AmbiguousDocumentError, ConfigError, DatastoreClosedError, DocumentNotFoundError
+from knnstore.store.home import Home
+from knnstore.store.provenance import Provenance, Tracer
+from knnstore.store.selection import EVERYTHING, Selection
+from knnstore.store.view import View
+
+Mode = Literal["r", "a"]
+
+_SEARCH_ATTEMPTS = 5  # a commit every few seconds cannot overtake so many searches in a row
+
+
+class StoreReader:
+    """The reading half of `KNNStore`.
+
+    Args:
+        home: where the store is.
+        catalog: its catalogue.
+        mode: how the datastore is opened.
+        opened: what is to be released by `close`; the datastore is added to it.
+    """
+
+    def __init__(self, home: Home, catalog: Catalog, mode: Mode, opened: ExitStack) -> None:
+        self.home = home
+        self.mode: Mode = mode
+        self.identity: Identity = catalog.identity
+        self._catalog = catalog
+        self._tracer = Tracer(catalog)
+        self._engine = catalog.engine()
+        if mode == "a":  # which would make a new, empty one where the keys were lost
+            open_datastore(home, self.identity, self._engine, "r").close()
+        self._datastore = open_datastore(home, self.identity, self._engine, mode)
+        self._view: View | None = None
+        self._viewing = threading.Lock()
+        self._opened = opened
+        opened.callback(self._close_datastore)
+
+    def close(self) -> None:
+        """Flush and release everything; a second call does nothing."""
+        self._opened.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- searching
+
+    def search(self, queries: Keys, k: int, selection: Selection = EVERYTHING) -> Neighbors:
+        """Find the k nearest live records of each query.
+
+        Args:
+            queries: float32, shape (q, dim).
+            k: how many, >= 1.
+            selection: among which documents.
+
+        Returns:
+            Record ids (see `tokens_of`) and distances, shape (q, k), nearest first; id -1 at
+            distance +inf where fewer records match.
+        """
+        for _ in range(_SEARCH_ATTEMPTS):
+            view = self.view()
+            try:
+                found = view.search(queries, k, selection)
+            except DatastoreClosedError:
+                if self._view is view:
+                    raise
+                continue  # the keys were moved to another engine meanwhile
+            # A commit between the two may have removed what the view still counts on.
+            if self._catalog.revision() == view.snapshot.revision:
+                break
+        return found
+
+    def view(self) -> View:
+        """What is live at the latest revision."""
+        with self._viewing:
+            if self._view is None or self._catalog.revision() != self._view.snapshot.revision:
+                engine = self._catalog.engine()
+                if engine != self._engine:  # the keys were moved by another process
+                    moved = open_datastore(self.home, self.identity, engine, self.mode)
+                    self._datastore, self._engine = moved, engine
+                self._view = View(self._catalog.snapshot(), self._datastore, self._catalog)
+            return self._view
+
+    def provenance(self, ids: Ids, *, before: int = 16, after: int = 8) -> list[Provenance | None]:
+        """Say where retrieved records come from.
+
+        Args:
+            ids: record ids of any search, shape (n,).
+            before: tokens of context to give.
+            after: tokens of continuation to give.
+
+        Returns:
+            n entries; None for id -1 and for records whose document was removed since.
+        """
+        return self._tracer.trace(ids, self.view().snapshot, before=before, after=after)
+
+    # -- what is in the store
+
+    def domains(self) -> list[Domain]:
+        """Every domain with its documents and tokens, by name."""
+        return self._catalog.domains()
+
+    def documents(self, *, domain: str | None = None, tag: str | None = None) -> list[Document]:
+        """The live documents in the order in which they were added."""
+        return self._catalog.documents(domain=domain, tag=tag)
+
+    def document(self, id: str, *, domain: str | None = None) -> Document:
+        """One document.
+
+        Raises:
+            DocumentNotFoundError: there is none.
+            AmbiguousDocumentError: several domains have one of this id and none was named.
+        """
+        found = self._catalog.documents(id=id, domain=domain)
+        if not found:
+            where = "" if domain is None else f" in domain {domain!r}"
+            raise DocumentNotFoundError(f"no document {id!r}{where}")
+        if len(found) > 1:
+            names = ", ".join(document.domain for document in found)
+            raise AmbiguousDocumentError(f"document {id!r} is in several domains, name one: {names}")
+        return found[0]
+
+    def versions(self, domain: str, ids: Iterable[str]) -> dict[str, StoredVersion]:
+        """The live versions of documents of a domain, by id; what ingest compares with."""
+        return self._catalog.versions(domain, ids)
+
+    def stored_content(self, hashes: Iterable[str]) -> set[str]:
+        """Which of these content hashes belong to a live document."""
+        return set(self._catalog.rows_by_content(hashes))
+
+    def settings(self, domains: Sequence[str] = ()) -> Mapping[str, Any] | None:
+        """The retrieval settings saved for exactly this set of domains, if any."""
+        return self._catalog.settings(domains)
+
+    @property
+    def engine(self) -> Engine:
+        """The adapter that holds the keys, where, and with which parameters."""
+        return self._engine
+
+    @property
+    def datastore(self) -> Datastore:
+        """The datastore itself."""
+        return self._datastore
+
+    def _close_datastore(self) -> None:
+        self._datastore.close()  # the one in use now, after a move another than the first
+
+
+def open_datastore(home: Home, identity: Identity, engine: Engine, mode: DatastoreMode) -> Datastore:
+    """Open the datastore that an engine entry names.
+
+    Raises:
+        ConfigError: the adapter keeps nothing after the process ends.
+    """
+    opened = registry.load(engine.adapter).open(
+        home.resolve(engine.location),
+        dim=identity.dim,
+        metric=Metric(identity.metric),
+        mode=mode,
+        **engine.params,
+    )
+    if not opened.capabilities.persistent:
+        opened.close()
+        raise ConfigError(
+            f"{engine.adapter} keeps nothing after the process ends, so a store cannot stand on it: "
+            "choose another store, or use the adapter directly"
+        )
+    return opened
