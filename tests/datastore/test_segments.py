@@ -1,0 +1,137 @@
+"""The durable segments against a dictionary, over restarts, merges, crashes and other readers."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from knnstore import failpoints
+from knnstore.datastore import segments as segments_module
+from knnstore.datastore.ranges import IdRanges
+from knnstore.datastore.segments import KeySegments
+from knnstore.datastore.types import Metric
+from knnstore.errors import (
+    DatastoreClosedError,
+    DatastoreError,
+    DatastoreExistsError,
+    DatastoreMismatchError,
+    DatastoreNotFoundError,
+    LockedError,
+    ReadOnlyError,
+)
+
+DIM = 3
+
+
+def opened(root: Path, mode: str = "a") -> KeySegments:
+    return KeySegments(root, DIM, Metric.L2, mode)  # type: ignore[arg-type]
+
+
+def add(store: KeySegments, ids: list[int], value: float, group: int = 0) -> None:
+    """Add records whose keys are (id, value, group)."""
+    keys = np.array([[i, value, group] for i in ids], np.float32)
+    store.append(np.array(ids, np.int64), keys, np.full(len(ids), group, np.int32))
+
+
+def content(store: KeySegments, ids: IdRanges | None = None, batch_size: int = 7) -> list[tuple[int, float, int]]:
+    """All records as (id, value, group), checking order and shapes on the way."""
+    found: list[tuple[int, float, int]] = []
+    for some, keys, groups in store.iterate(ids=ids, batch_size=batch_size):
+        assert 0 < len(some) <= batch_size
+        assert keys.dtype == np.float32
+        assert (keys[:, 0] == some).all()
+        assert (keys[:, 2] == groups).all()
+        found += zip(some.tolist(), keys[:, 1].tolist(), groups.tolist(), strict=True)
+    assert [entry[0] for entry in found] == sorted({entry[0] for entry in found})
+    return found
+
+
+class AgainstDictionary(RuleBasedStateMachine):
+    """Any sequence of changes, restarts and merges leaves what a dictionary would hold."""
+
+    base: Path
+
+    @initialize()
+    def start(self) -> None:
+        self.root = Path(tempfile.mkdtemp(dir=self.base)) / "store"
+        self.store = opened(self.root)
+        self.reader = opened(self.root, "r")
+        self.model: dict[int, tuple[float, int]] = {}
+        self.durable = dict(self.model)
+
+    @rule(
+        ids=st.lists(st.integers(0, 60), unique=True, max_size=25),
+        value=st.sampled_from([0.0, 1.5, 60000.0, 70000.0]),
+        group=st.integers(0, 2),
+    )
+    def append(self, ids: list[int], value: float, group: int) -> None:
+        add(self.store, ids, value, group)
+        self.model.update({i: (value, group) for i in ids})
+
+    @rule(start=st.integers(0, 60), length=st.integers(0, 30))
+    def delete(self, start: int, length: int) -> None:
+        gone = [i for i in self.model if start <= i < start + length]
+        assert self.store.delete(IdRanges([(start, start + length)])) == len(gone)
+        for i in gone:
+            del self.model[i]
+
+    @rule()
+    def flush(self) -> None:
+        self.store.flush()
+        self.durable = dict(self.model)
+
+    @rule(ratio=st.integers(1, 5))
+    def compact(self, ratio: int) -> None:
+        self.store.compact(ratio=ratio)
+        self.durable = dict(self.model)
+        for found in self.store.by_group().values():
+            assert len(found) <= 7
+
+    @rule()
+    def reopen(self) -> None:
+        self.store.close()
+        self.store = opened(self.root)
+        self.durable = dict(self.model)
+
+    @rule()
+    def crash(self) -> None:
+        """Forget what is in memory, as a crash does."""
+        self.store._release()
+        self.store = opened(self.root)
+        self.model = dict(self.durable)
+
+    @invariant()
+    def same(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        expected = [(i, *self.model[i]) for i in sorted(self.model)]
+        assert content(self.store) == expected
+        assert self.store.count() == len(expected)
+        some = IdRanges([(5, 20), (33, 34)])
+        assert content(self.store, some, 4) == [e for e in expected if 5 <= e[0] < 20 or e[0] == 33]
+        assert content(self.reader) == [(i, *self.durable[i]) for i in sorted(self.durable)]
+        on_disk = {f"{p.parent.name}/{p.name}" for p in self.root.glob("*/*")}
+        assert on_disk == self.store._on_disk
+
+    def teardown(self) -> None:
+        if hasattr(self, "store"):
+            self.store.close()
+            assert self.reader.verify() == []
+
+
+@pytest.mark.parametrize("buffer_size", [100, 32 << 20])
+def test_against_dictionary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, buffer_size: int) -> None:
+    monkeypatch.setattr(segments_module, "BUFFER_SIZE", buffer_size)
+    monkeypatch.setattr(segments_module, "_MANY_SEGMENTS", 4)
+    machine = type("Machine", (AgainstDictionary,), {"base": tmp_path})
+    machine.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+    machine.TestCase().runTest()
