@@ -1,0 +1,139 @@
+"""How much to trust retrieval: the settings of a query, and the protocol that chooses λ."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import InitVar, dataclass
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from knnstore.errors import ConfigError
+from knnstore.store.selection import EVERYTHING, Selection
+
+
+@dataclass(frozen=True, slots=True)
+class Retrieved:
+    """What is known about n queries when λ is chosen; tensors are on one device."""
+
+    distances: Tensor
+    """float32, shape (n, k), ascending in each row; +inf where a neighbour is missing."""
+
+    tokens: Tensor
+    """int64, shape (n, k); anything where a neighbour is missing."""
+
+    keys: Tensor | None = None
+    """The queries themselves, float32, shape (n, d), for mixers that look at the context."""
+
+    lm_log_probs: Tensor | None = None
+    """log p_LM over the vocabulary, float32, shape (n, v), where it was computed."""
+
+
+class Mixer(Protocol):
+    """A way to choose λ for each query."""
+
+    @property
+    def name(self) -> str:
+        """A short name for reports, e.g. ``fixed``."""
+        ...
+
+    def __call__(self, retrieved: Retrieved) -> Tensor:
+        """Return λ, float32, shape (n,), between 0 and 1; rows without a neighbour do not matter."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FixedLambda:
+    """The same λ everywhere (Khandelwal et al. 2020)."""
+
+    lam: float
+    """Between 0 (the model alone) and 1 (retrieval alone)."""
+
+    name = "fixed"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.lam <= 1:
+            raise ConfigError(f"lambda must be between 0 and 1, got {self.lam}")
+
+    def __call__(self, retrieved: Retrieved) -> Tensor:
+        """Return λ, float32, shape (n,)."""
+        return torch.full((len(retrieved.distances),), self.lam, device=retrieved.distances.device)
+
+
+@dataclass(frozen=True, slots=True)
+class KNNSettings:
+    """How a language model uses a store. The defaults are those of Khandelwal et al. 2020.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    k: int = 1024
+    """Neighbours of each query, >= 1."""
+
+    temperature: float = 1.0
+    """T > 0, in the unit of the distances; larger gives far neighbours more weight."""
+
+    mixer: Mixer = FixedLambda(0.25)
+    """Chooses λ for each query."""
+
+    selection: Selection = EVERYTHING
+    """Which documents are retrieved from."""
+
+    lam: InitVar[float | None] = None
+    """Short for ``mixer=FixedLambda(lam)``; not kept as an attribute."""
+
+    def __post_init__(self, lam: float | None) -> None:
+        if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
+            raise ConfigError(f"k must be an integer of at least 1, got {self.k!r}")
+        if not (self.temperature > 0 and math.isfinite(self.temperature)):
+            raise ConfigError(f"temperature must be above 0 and finite, got {self.temperature}")
+        if lam is not None:
+            object.__setattr__(self, "mixer", FixedLambda(lam))
+
+    @property
+    def retrieves(self) -> bool:
+        """Whether a search can make any difference: False when λ is 0 everywhere."""
+        return not (isinstance(self.mixer, FixedLambda) and self.mixer.lam == 0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as plain values for JSON.
+
+        Raises:
+            ConfigError: the mixer is not a fixed λ.
+        """
+        if not isinstance(self.mixer, FixedLambda):
+            raise ConfigError(f"settings with the mixer {self.mixer.name!r} cannot be written as values")
+        return {
+            "k": self.k,
+            "temperature": self.temperature,
+            "lambda": self.mixer.lam,
+            "selection": dataclasses.asdict(self.selection),
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Make settings from what `to_dict` returned; what is absent has its default.
+
+        Raises:
+            ConfigError: a name is unknown or a value is out of range.
+        """
+        known = {"k": "k", "temperature": "temperature", "lambda": "lam", "selection": "selection"}
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise ConfigError(f"unknown setting {unknown[0]!r}; known: {', '.join(known)}")
+        given = {known[name]: value for name, value in values.items()}
+        if "selection" in given:
+            parts = {field.name for field in dataclasses.fields(Selection)}
+            if not set(given["selection"]) <= parts:
+                raise ConfigError(
+                    f"unknown part of a selection in {given['selection']}; known: {sorted(parts)}"
+                )
+            given["selection"] = Selection(
+                **{
+                    name: tuple(value) if isinstance(value, list) else value
+                    for name, value in given["selection"].items()
+                }
+            )
+        return cls(**given)

@@ -1,0 +1,66 @@
+"""Settings and the fixed mixer."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from knnstore.errors import ConfigError
+from knnstore.lm.mixing import FixedLambda, KNNSettings, Retrieved
+from knnstore.store import Selection
+
+
+class HalfWhereNear:
+    name = "half-where-near"
+
+    def __call__(self, retrieved):
+        return (retrieved.distances[:, 0] < 1).float() / 2
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"k": 0},
+        {"k": 2.5},
+        {"temperature": 0.0},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"lam": -0.1},
+        {"lam": 1.1},
+        {"lam": float("nan")},
+    ],
+)
+def test_values_out_of_range_are_refused(values):
+    with pytest.raises(ConfigError, match=next(iter(values)).replace("lam", "lambda")):
+        KNNSettings(**values)
+
+
+def test_settings_survive_json():
+    settings = KNNSettings(
+        k=7,
+        temperature=3.5,
+        lam=0.125,
+        selection=Selection(domains=("law", "news"), exclude=("ab12",)),
+    )
+    assert KNNSettings.from_dict(json.loads(json.dumps(settings.to_dict()))) == settings
+    assert KNNSettings.from_dict({}) == KNNSettings()
+    with pytest.raises(ConfigError, match="lamda"):
+        KNNSettings.from_dict({"lamda": 0.5})
+    with pytest.raises(ConfigError, match="domain"):
+        KNNSettings.from_dict({"selection": {"domain": ["law"]}})
+    with pytest.raises(ConfigError, match="half-where-near"):
+        KNNSettings(mixer=HalfWhereNear()).to_dict()
+
+
+def test_lam_is_short_for_a_fixed_mixer():
+    assert KNNSettings(lam=0.5) == KNNSettings(mixer=FixedLambda(0.5))
+    assert dataclasses.replace(KNNSettings(lam=0.5), k=3).mixer == FixedLambda(0.5)
+    assert not KNNSettings(lam=0).retrieves
+    assert KNNSettings(lam=1e-9).retrieves
+    assert KNNSettings(mixer=HalfWhereNear()).retrieves
+
+
+def test_a_fixed_mixer_gives_one_float32_a_query():
+    retrieved = Retrieved(torch.zeros(3, 2), torch.zeros(3, 2, dtype=torch.long))
+    assert torch.equal(FixedLambda(0.5)(retrieved), torch.full((3,), 0.5))
