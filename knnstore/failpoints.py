@@ -49,7 +49,23 @@ def arm(specification: str | None) -> None:
     _armed = Failpoint(specification) if specification else None
 
 
+_recorded: list[str] | None = None
+
+
+def record() -> list[str]:
+    """Note the name of every failpoint passed from now on, in order (for tests).
+
+    Returns:
+        The list that grows.
+    """
+    global _recorded
+    _recorded = []
+    return _recorded
+
+
 def failpoint(name: str) -> None:
     """Mark a place where a test may make the process fail; free when none is armed."""
+    if _recorded is not None:
+        _recorded.append(name)
     if _armed is not None and _armed.name == name:
         _armed.passed()

@@ -1,27 +1,21 @@
 """Building a domain: documents become tokens, one forward pass gives their keys, the store keeps both."""
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
-import numpy as np
-from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from knnstore.documents import TextDocument
 from knnstore.lm.encoder import Encoder
+from knnstore.lm.scoring import BATCH_TOKENS
+from knnstore.lm.text import in_chunks, tokenized
 from knnstore.lm.windows import pack, prefix_of
 from knnstore.progress import Progress
 from knnstore.store import KNNStore, NewDocument
 
 COMMIT_TOKENS = 65_536
 """Documents become live in groups of about so many tokens: what an interrupted run can lose."""
-
-BATCH_TOKENS = 4_096
-"""Tokens in one forward pass."""
-
-_DOCUMENTS_AHEAD = 64  # tokenised together; fast tokenizers run in parallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +93,7 @@ def add_documents(
                 shown.advance(len(batch.at))
 
     group: list[NewDocument] = []
-    for ahead in in_chunks(documents, _DOCUMENTS_AHEAD):
+    for ahead in in_chunks(documents):
         there = store.versions(domain, [document.id for document in ahead])
         fresh: list[TextDocument] = []
         for document in ahead:
@@ -114,14 +108,14 @@ def add_documents(
                 tags_now = version.tags | given
                 store.describe(document.id, domain, metadata=document.metadata, tags=tags_now)
                 counts["described"] += 1
-        for document, tokens in zip(fresh, tokenised(fresh, tokenizer), strict=True):
+        for document, tokens in zip(fresh, tokenized(fresh, tokenizer), strict=True):
             version = there.get(document.id)
             counts["added" if version is None else "replaced"] += 1
             kept = version.tags if version else frozenset[str]()
             new = NewDocument(
                 document.id, domain, document.content_hash, tokens, document.metadata, given | kept
             )
-            pace.tokenised(len(tokens), len(document.text.encode()))
+            pace.tokenized(len(tokens), len(document.text.encode()))
             group.append(new)
             if sum(len(waiting.tokens) for waiting in group) >= commit_tokens:
                 encode(group)
@@ -147,27 +141,9 @@ class _Pace:
         if self._total_bytes is not None:
             self._total_bytes -= len(document.text.encode())
 
-    def tokenised(self, tokens: int, size: int) -> None:
+    def tokenized(self, tokens: int, size: int) -> None:
         """So many more bytes became so many tokens."""
         self._tokens += tokens
         self._bytes += size
         if self._total_bytes is not None and self._bytes:
             self._progress.expect(round(self._total_bytes * self._tokens / self._bytes))
-
-
-def tokenised(
-    documents: Sequence[TextDocument], tokenizer: PreTrainedTokenizerBase
-) -> list[NDArray[np.uint32]]:
-    """The token ids of each document, uint32, without special tokens."""
-    if not documents:
-        return []
-    texts = [document.text for document in documents]
-    encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-    return [np.array(tokens, np.uint32) for tokens in encoded]
-
-
-def in_chunks(documents: Iterable[TextDocument], size: int) -> Iterator[list[TextDocument]]:
-    """Cut a stream of documents into lists of at most `size`."""
-    remaining = iter(documents)
-    while chunk := list(islice(remaining, size)):
-        yield chunk

@@ -6,39 +6,19 @@ token counts once, whatever document it is in.
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from knnstore.documents import TextDocument
 from knnstore.errors import InputError
-from knnstore.lm.build import BATCH_TOKENS, in_chunks, tokenised
 from knnstore.lm.encoder import Encoder
 from knnstore.lm.interpolation import gold_knn_probs, mix_gold, neighbor_weights
-from knnstore.lm.mixing import KNNSettings, Retrieved
-from knnstore.lm.windows import pack, prefix_of
+from knnstore.lm.mixing import KNNSettings
+from knnstore.lm.scoring import BATCH_TOKENS, score
 from knnstore.progress import Progress
-from knnstore.store import KNNStore, Selection, tokens_of
-
-_DOCUMENTS_AHEAD = 64
-
-
-@dataclass(frozen=True, slots=True)
-class TokenScores:
-    """What is known of n tokens before temperature and λ are chosen."""
-
-    lm_log_probs: Tensor
-    """log p_LM of each token, float32, shape (n,)."""
-    distances: Tensor
-    """To the neighbours, float32, shape (n, k), +inf where one is missing."""
-    tokens: Tensor
-    """Of the neighbours, int64, shape (n, k)."""
-    gold: Tensor
-    """The tokens themselves, int64, shape (n,)."""
+from knnstore.store import KNNStore, Selection
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,54 +43,6 @@ class Evaluation:
     stored: tuple[str, ...]
     """Ids of evaluated documents that are in the store with the same text; left out of retrieval
     when `evaluate` was told so."""
-
-
-def score(
-    store: KNNStore,
-    encoder: Encoder,
-    tokenizer: PreTrainedTokenizerBase,
-    documents: Iterable[TextDocument],
-    *,
-    k: int,
-    selection: Selection,
-    batch_tokens: int = BATCH_TOKENS,
-    progress: Progress | None = None,
-) -> Iterator[TokenScores]:
-    """Run the model and one search over every token of the documents.
-
-    Args:
-        store: where to search.
-        encoder: the store's model.
-        tokenizer: the model's tokenizer.
-        documents: read once.
-        k: neighbours of each token.
-        selection: among which documents to search.
-        batch_tokens: tokens in one forward pass.
-        progress: hears of each batch.
-
-    Yields:
-        The scores of each batch; within a group of documents the order is that of the windows.
-    """
-    shown = progress or Progress()
-    for ahead in in_chunks(documents, _DOCUMENTS_AHEAD):
-        for batch in pack(
-            tokenised(ahead, tokenizer),
-            prefix=prefix_of(tokenizer),
-            max_length=store.identity.max_length,
-            stride=store.identity.stride,
-            batch_tokens=batch_tokens,
-        ):
-            if not len(batch.at):
-                continue
-            encoded = encoder.encode(batch.input_ids, batch.at)
-            found = store.search(encoded.keys.cpu().numpy(), k, selection)
-            yield TokenScores(
-                lm_log_probs=encoder.gold_log_probs(encoded.states, batch.gold).cpu(),
-                distances=torch.from_numpy(found.distances),
-                tokens=torch.from_numpy(tokens_of(found.ids)),
-                gold=torch.from_numpy(batch.gold),
-            )
-            shown.advance(len(batch.at))
 
 
 def evaluate(
@@ -142,13 +74,12 @@ def evaluate(
     """
     listed = list(documents)
     twins = store.stored_content(document.content_hash for document in listed)
-    groups: list[tuple[Sequence[TextDocument], Selection]] = []
-    if leave_out:
-        alone = [document for document in listed if document.content_hash in twins]
-        groups += [([document], settings.selection.without(document.content_hash)) for document in alone]
-        groups += [([document for document in listed if document.content_hash not in twins], settings.selection)]
-    else:
-        groups += [(listed, settings.selection)]
+    groups: list[tuple[Sequence[TextDocument], Selection]] = [(listed, settings.selection)]
+    if leave_out and twins:
+        groups = [([d for d in listed if d.content_hash not in twins], settings.selection)]
+        groups += [
+            ([d], settings.selection.without(d.content_hash)) for d in listed if d.content_hash in twins
+        ]
 
     started = time.perf_counter()
     tokens, helped = 0, 0
@@ -160,7 +91,7 @@ def evaluate(
         ):  # fmt: skip
             weights = neighbor_weights(scores.distances, settings.temperature)
             knn = gold_knn_probs(weights, scores.tokens, scores.gold)
-            lam = settings.mixer(Retrieved(scores.distances, scores.tokens))
+            lam = settings.mixer(scores.retrieved())
             mixed = mix_gold(scores.lm_log_probs, knn, weights.sum(1) > 0, lam)
             tokens += len(scores.gold)
             helped += int((knn > scores.lm_log_probs.exp()).sum())
