@@ -1,1 +1,5 @@
 """FAISS behind the `Datastore` protocol."""
+
+from knnstore_faiss.datastore import FaissDatastore
+
+__all__ = ["FaissDatastore"]
