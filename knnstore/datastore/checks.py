@@ -8,6 +8,11 @@ from numpy.typing import ArrayLike
 from knnstore.datastore.types import Groups, Ids, Keys
 from knnstore.errors import ConfigError, DimensionMismatchError, InvalidVectorError
 
+_ID_LIMIT = 2**63 - 1
+"""Ids are below it, so that a half-open range can end after any of them."""
+
+_GROUP_LIMIT = 2**31
+
 
 def checked_keys(keys: ArrayLike, dim: int, *, what: str = "keys") -> Keys:
     """Cast to C-contiguous float32 of shape (n, dim) and refuse what is not finite.
@@ -17,7 +22,8 @@ def checked_keys(keys: ArrayLike, dim: int, *, what: str = "keys") -> Keys:
         InvalidVectorError: a component is NaN or infinite; names the first such row.
         ValueError: not a two-dimensional array.
     """
-    array = np.ascontiguousarray(keys, np.float32)
+    with np.errstate(over="ignore"):  # what overflows becomes infinite and is refused as such
+        array = np.ascontiguousarray(keys, np.float32)
     if array.ndim != 2:
         raise ValueError(f"{what} need two axes (n, {dim}), got shape {array.shape}")
     if array.shape[1] != dim:
@@ -28,27 +34,27 @@ def checked_keys(keys: ArrayLike, dim: int, *, what: str = "keys") -> Keys:
     return array
 
 
-def checked_records(
-    ids: ArrayLike, keys: ArrayLike, groups: ArrayLike, dim: int
-) -> tuple[Ids, Keys, Groups]:
+def checked_records(ids: ArrayLike, keys: ArrayLike, groups: ArrayLike, dim: int) -> tuple[Ids, Keys, Groups]:
     """Check and cast the arguments of `Datastore.add`.
 
     Returns:
         ids int64 (n,), keys float32 (n, dim), groups int32 (n,); casts copy only where needed.
 
     Raises:
-        ValueError: shapes differ, an id or a group is negative, an id stands twice.
+        ValueError: shapes differ, an id or a group is negative or too great, an id stands twice.
         DimensionMismatchError, InvalidVectorError: see `checked_keys`.
     """
     checked = checked_keys(keys, dim)
     id_array, group_array = np.asarray(ids), np.asarray(groups)
-    for name, array in (("ids", id_array), ("groups", group_array)):
+    for name, array, limit in (("ids", id_array, _ID_LIMIT), ("groups", group_array, _GROUP_LIMIT)):
         if array.shape != (len(checked),):
             raise ValueError(f"{name} need shape ({len(checked)},) like the keys, got {array.shape}")
         if array.size and not np.issubdtype(array.dtype, np.integer):
             raise ValueError(f"{name} must be integers, got {array.dtype}")
         if array.size and array.min() < 0:
             raise ValueError(f"{name} must not be negative, got {array.min()}")
+        if array.size and array.max() >= limit:
+            raise ValueError(f"{name} must be below {limit}, got {array.max()}")
     id_array = id_array.astype(np.int64, copy=False)
     ordered = np.sort(id_array)
     repeated = ordered[1:][ordered[1:] == ordered[:-1]]

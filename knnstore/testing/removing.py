@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from knnstore.datastore import Datastore, IdRanges, Metric
+from knnstore.datastore.memory import MemoryDatastore
 from knnstore.testing.base import (
     ALL_IDS,
     KitBase,
@@ -136,6 +137,21 @@ class RemoveAndIterateTests(KitBase):
             for array in batch:
                 if array.flags.writeable:
                     array[...] = 0
+        check_holds(store, records)
+
+    def test_contents_can_be_moved(self, store: Datastore, records: Records, metric: Metric) -> None:
+        """What `iterate` yields can be added to another store, and from there to this one again.
+
+        If this fails, check the dtypes and shapes of what is yielded.
+        """
+        queries = some_queries(10, self.dim)
+        other = MemoryDatastore.open("", dim=self.dim, metric=metric)
+        for batch in store.iterate(batch_size=64):
+            other.add(*batch)
+        check_neighbors(other.search(queries, 10), records, queries, 10, metric)
+        store.delete(ALL_IDS)
+        for batch in other.iterate(batch_size=100):
+            store.add(*batch)
         check_holds(store, records)
 
     def test_keys_are_as_exact_as_promised(self, open_store: OpenStore, records: Records) -> None:

@@ -14,7 +14,7 @@ from hypothesis.stateful import (
 from knnstore.datastore import Filter, IdRanges, Keys, Metric
 from knnstore.testing.base import ALL_IDS, KitBase, OpenStore, Records, check_holds, check_neighbors
 
-_POSITIONS = st.integers(0, 39)
+_POSITIONS = st.integers(0, 19)
 _KEYS = st.integers(0, 11)
 _GROUPS = st.integers(0, 3)
 
@@ -121,7 +121,7 @@ class RandomHistoryTests(KitBase):
         run_state_machine_as_test(
             lambda: DatastoreStateMachine(open_store, metric),  # type: ignore[arg-type]
             settings=settings(
-                max_examples=15,
+                max_examples=20,
                 stateful_step_count=15,
                 deadline=None,
                 database=None,
