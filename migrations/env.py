@@ -1,29 +1,35 @@
-"""Alembic's environment: runs the migrations on the connection that knnstore hands over."""
+"""Alembic's environment: runs the migrations on the connection that knnstore hands over.
+
+To write a migration, change the models and then, with a scratch database::
+
+    alembic -x url=sqlite:///scratch.db upgrade head
+    alembic -x url=sqlite:///scratch.db revision --autogenerate --rev-id 0002 -m "What changes"
+
+A schema only moves forward: there are no downgrades.
+"""
 
 from alembic import context
-from sqlalchemy import create_engine, text
+from sqlalchemy import Connection
 
+from knnstore.catalog.engine import connect, exclusive, parse_url
 from knnstore.catalog.models import Base
 from knnstore.catalog.schema import VERSION_TABLE
 
-_ADVISORY_LOCK = 0x6B6E6E73  # one upgrade at a time on a shared server
 
-
-def run() -> None:
-    connection = context.config.attributes.get("connection")
-    if connection is None:  # `alembic revision --autogenerate`, for developers
-        connection = create_engine("sqlite://").connect()
+def run(connection: Connection) -> None:
     context.configure(
         connection=connection,
         target_metadata=Base.metadata,
         version_table=VERSION_TABLE,
-        render_as_batch=connection.dialect.name == "sqlite",
-        compare_type=True,
+        render_as_batch=True,  # SQLite alters a table only by building it anew
     )
     with context.begin_transaction():
-        if connection.dialect.name == "postgresql":
-            connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _ADVISORY_LOCK})
         context.run_migrations()
 
 
-run()
+given: Connection | None = context.config.attributes.get("connection")
+if given is not None:
+    run(given)
+else:
+    with exclusive(connect(parse_url(context.get_x_argument(as_dictionary=True)["url"]))) as opened:
+        run(opened)

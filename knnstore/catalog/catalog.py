@@ -1,20 +1,26 @@
 """Reading the catalogue: the store's identity, its documents, domains, tags and settings."""
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 from sqlalchemy import Engine as SqlEngine
-from sqlalchemy import Select, func, select
+from sqlalchemy import Select, func, insert, select
 from sqlalchemy.engine import URL
+from sqlalchemy.orm import Session
 
 from knnstore.catalog import schema
-from knnstore.catalog.engine import connect, session, translated_errors
-from knnstore.catalog.models import LIVE, DocumentRow, DomainRow, SettingRow, StoreRow, TagRow
+from knnstore.catalog.checks import check_name
+from knnstore.catalog.engine import connect, exclusive, is_sqlite_file, place, reading, translated_errors
+from knnstore.catalog.models import IS_LIVE, DocumentRow, DomainRow, SettingRow, StoreRow, TagRow
 from knnstore.catalog.types import Document, Domain, Engine, Identity, Snapshot, StoredVersion
 from knnstore.errors import StoreExistsError, StoreNotFoundError
+from knnstore.failpoints import failpoint
 
 _IDS_A_STATEMENT = 500  # far below SQLite's limit of bound values
 
@@ -29,51 +35,50 @@ class Catalog:
     """One database that holds one store's catalogue; may be used by several threads.
 
     Args:
-        engine: a connected SQLAlchemy engine; use `create` and `open`.
+        engine: a connected SQLAlchemy engine, released by `close`; use `create` and `open`.
     """
 
     def __init__(self, engine: SqlEngine) -> None:
         self.sql = engine
-        with session(engine) as current:
-            row = current.get(StoreRow, 1)
-            if row is None:
-                raise StoreNotFoundError(
-                    "the catalogue's database holds no store; make one with `knnstore init`"
-                )
-            self.identity = Identity(
-                model=row.model,
-                model_fingerprint=row.model_fingerprint,
-                tokenizer_fingerprint=row.tokenizer_fingerprint,
-                key=row.key,
-                dim=row.dim,
-                metric=row.metric,
-                vocab_size=row.vocab_size,
-                max_length=row.max_length,
-                stride=row.stride,
-            )
+        with ExitStack() as opened:
+            opened.callback(engine.dispose)
+            with translated_errors(engine), engine.connect() as connection:
+                if schema.is_empty(connection):
+                    raise _not_found(engine.url)
+                schema.check(connection)
+            with reading(engine) as current:
+                row = current.get(StoreRow, 1)
+                if row is None:
+                    raise _not_found(engine.url)
+                self.identity = Identity(**{name: getattr(row, name) for name in Identity.__slots__})
+            self.opened = opened.pop_all()
 
     @classmethod
     def create(cls, url: URL, identity: Identity, engine: Engine) -> Self:
-        """Make the tables and the store's row.
+        """Make the tables and the store's row, in one transaction.
 
         Raises:
             StoreExistsError: the database already holds a store.
+            StoreUnavailableError: the database cannot be reached.
         """
         sql = connect(url)
-        schema.upgrade(sql)
-        with session(sql) as current:
-            if current.get(StoreRow, 1) is not None:
-                raise StoreExistsError("the catalogue's database already holds a store")
-            values = {name: getattr(identity, name) for name in Identity.__slots__}
-            current.add(
-                StoreRow(
-                    id=1,
-                    **values,
-                    adapter=engine.adapter,
-                    location=engine.location,
-                    params=dict(engine.params),
-                )
-            )
+        with ExitStack() as failed:
+            failed.callback(sql.dispose)
+            with exclusive(sql) as connection:
+                if not schema.is_empty(connection):
+                    schema.check(connection)
+                    if connection.scalar(select(StoreRow.id)) is not None:
+                        raise StoreExistsError(f"{place(url)} already holds a store's catalogue")
+                schema.upgrade(connection)
+                values = {name: getattr(identity, name) for name in Identity.__slots__}
+                where = {
+                    "adapter": engine.adapter,
+                    "location": engine.location,
+                    "params": dict(engine.params),
+                }
+                connection.execute(insert(StoreRow).values(id=1, **values, **where))
+                failpoint("catalog.create.inside")
+            failed.pop_all()
         return cls(sql)
 
     @classmethod
@@ -83,27 +88,41 @@ class Catalog:
         Raises:
             StoreNotFoundError: the database holds no store.
             SchemaOutdatedError, SchemaTooNewError: its schema is not this package's.
+            StoreUnavailableError: the database cannot be reached.
         """
-        sql = connect(url)
-        if schema.is_empty(sql):
-            raise StoreNotFoundError("the catalogue's database holds no store; make one with `knnstore init`")
-        schema.check(sql)
-        return cls(sql)
+        return cls(_existing(url))
+
+    @staticmethod
+    def upgrade(url: URL) -> None:
+        """Bring an existing catalogue to this package's schema; nothing happens when it is there.
+
+        Raises:
+            StoreNotFoundError: the database holds no store.
+            SchemaTooNewError: its schema is newer than this package.
+        """
+        sql = _existing(url)
+        try:
+            with exclusive(sql) as connection:
+                if schema.is_empty(connection):
+                    raise _not_found(url)
+                schema.upgrade(connection)
+        finally:
+            sql.dispose()
 
     def close(self) -> None:
-        """Release the connections."""
-        self.sql.dispose()
+        """Release the connections, and the writer's lock if this process holds it."""
+        self.opened.close()
 
     # -- what readers poll
 
     def revision(self) -> int:
         """The number that grows with every change that readers may see."""
-        with translated_errors(), self.sql.connect() as connection:  # polled: no session
+        with translated_errors(self.sql), self.sql.connect() as connection:  # polled: no session
             return int(connection.execute(select(StoreRow.revision)).scalar_one())
 
     def engine(self) -> Engine:
         """Which adapter holds the keys now; `move` changes it."""
-        with session(self.sql) as current:
+        with reading(self.sql) as current:
             row = current.get_one(StoreRow, 1)
             return Engine(row.adapter, row.location, row.params)
 
@@ -111,21 +130,19 @@ class Catalog:
         """Which documents are live, all at one revision."""
         documents = (
             select(DocumentRow.id, DocumentRow.domain_id, DocumentRow.start, DocumentRow.stop)
-            .where(DocumentRow.state == LIVE)
-            .order_by(DocumentRow.start)
+            .where(IS_LIVE)
+            .order_by(DocumentRow.start, DocumentRow.stop)  # an empty document before its neighbour
         )
         domains = select(DomainRow.name, DomainRow.id).where(
-            DomainRow.id.in_(select(DocumentRow.domain_id).where(DocumentRow.state == LIVE))
+            DomainRow.id.in_(select(DocumentRow.domain_id).where(IS_LIVE))
         )
-        while True:
-            before = self.revision()
-            with session(self.sql) as current:
-                table = np.array(current.execute(documents).all(), np.int64).reshape(-1, 4).T.copy()
-                names = dict(current.execute(domains).all())
-            if self.revision() == before:  # else a commit came between the statements
-                table.setflags(write=False)
-                rows, groups, starts, stops = table
-                return Snapshot(before, rows, groups, starts, stops, names)
+        with reading(self.sql) as current:
+            revision = current.scalars(select(StoreRow.revision)).one()
+            table = np.array(current.execute(documents).all(), np.int64).reshape(-1, 4).T.copy()
+            names = dict(current.execute(domains).all())
+        table.setflags(write=False)
+        rows, groups, starts, stops = table
+        return Snapshot(revision, rows, groups, starts, stops, names)
 
     # -- documents
 
@@ -142,7 +159,7 @@ class Catalog:
         chosen = self._live(
             select(DocumentRow, DomainRow.name).join(DomainRow), domain=domain, id=id, tag=tag
         ).order_by(DocumentRow.start)
-        with session(self.sql) as current:
+        with reading(self.sql) as current:
             rows = current.execute(chosen).all()
             tags = self._tags(current, [row.id for row, _ in rows])
             return [
@@ -160,35 +177,38 @@ class Catalog:
 
     def rows(self, *, domain: str | None = None, id: str | None = None, tag: str | None = None) -> list[int]:
         """The primary keys of the live documents that `documents` would list."""
-        with session(self.sql) as current:
+        with reading(self.sql) as current:
             chosen = self._live(select(DocumentRow.id).join(DomainRow), domain=domain, id=id, tag=tag)
             return list(current.scalars(chosen))
 
     def labels(self, rows: Iterable[int]) -> dict[int, tuple[str, str]]:
         """The (external id, domain) of each live document, by primary key."""
         found = {}
-        with session(self.sql) as current:
+        with reading(self.sql) as current:
             for chunk in in_chunks(rows):
                 chosen = (
                     select(DocumentRow.id, DocumentRow.external_id, DomainRow.name)
                     .join(DomainRow)
-                    .where(DocumentRow.id.in_(chunk), DocumentRow.state == LIVE)
+                    .where(DocumentRow.id.in_(chunk), IS_LIVE)
                 )
                 found.update({row: (id, domain) for row, id, domain in current.execute(chosen)})
         return found
 
     def tokens(self, row: int) -> np.ndarray[tuple[int], np.dtype[np.uint32]] | None:
         """The token ids of a live document, uint32 of shape (n,); None when it is live no more."""
-        with session(self.sql) as current:
+        with reading(self.sql) as current:
             blob = current.scalars(
-                select(DocumentRow.tokens).where(DocumentRow.id == row, DocumentRow.state == LIVE)
+                select(DocumentRow.tokens).where(DocumentRow.id == row, IS_LIVE)
             ).one_or_none()
         return None if blob is None else np.frombuffer(blob, "<u4")
 
     def versions(self, domain: str, ids: Iterable[str]) -> dict[str, StoredVersion]:
         """The live versions of these documents of a domain, by external id."""
         found: dict[str, StoredVersion] = {}
-        with session(self.sql) as current:
+        ids = list(ids)
+        for id in ids:
+            check_name(id, "a document's id")
+        with reading(self.sql) as current:
             for chunk in in_chunks(ids):
                 chosen = self._live(select(DocumentRow).join(DomainRow), domain=domain).where(
                     DocumentRow.external_id.in_(chunk)
@@ -204,10 +224,10 @@ class Catalog:
     def rows_by_content(self, hashes: Iterable[str]) -> dict[str, list[int]]:
         """The primary keys of the live documents with these content hashes, by hash."""
         found: dict[str, list[int]] = {}
-        with session(self.sql) as current:
+        with reading(self.sql) as current:
             for chunk in in_chunks(hashes):
                 chosen = select(DocumentRow.content_hash, DocumentRow.id).where(
-                    DocumentRow.content_hash.in_(chunk), DocumentRow.state == LIVE
+                    DocumentRow.content_hash.in_(chunk), IS_LIVE
                 )
                 for content_hash, row in current.execute(chosen):
                     found.setdefault(content_hash, []).append(row)
@@ -218,19 +238,20 @@ class Catalog:
         chosen = (
             select(DomainRow.name, func.count(), func.sum(DocumentRow.stop - DocumentRow.start))
             .join(DocumentRow)
-            .where(DocumentRow.state == LIVE)
+            .where(IS_LIVE)
             .group_by(DomainRow.name)
-            .order_by(DomainRow.name)
         )
-        with session(self.sql) as current:
-            return [Domain(name, count, int(tokens)) for name, count, tokens in current.execute(chosen)]
+        with reading(self.sql) as current:
+            rows = current.execute(chosen).all()
+        # Sorted here: databases order text differently.
+        return sorted((Domain(name, count, int(tokens)) for name, count, tokens in rows), key=_name)
 
     # -- settings
 
     def settings(self, domains: Sequence[str] = ()) -> Mapping[str, Any] | None:
         """The settings saved for exactly this set of domains; empty stands for the whole store."""
-        with session(self.sql) as current:
-            row = current.get(SettingRow, scope_of(domains))
+        with reading(self.sql) as current:
+            row = current.get(SettingRow, scope_of(domains)[0])
             return None if row is None else row.payload
 
     # -- parts
@@ -243,17 +264,20 @@ class Catalog:
         id: str | None = None,
         tag: str | None = None,
     ) -> Select[*tuple[Any, ...]]:
-        chosen = chosen.where(DocumentRow.state == LIVE)
+        chosen = chosen.where(IS_LIVE)
         if domain is not None:
+            check_name(domain, "the domain's name")
             chosen = chosen.where(DomainRow.name == domain)
         if id is not None:
+            check_name(id, "the document's id")
             chosen = chosen.where(DocumentRow.external_id == id)
         if tag is not None:
+            check_name(tag, "the tag")
             chosen = chosen.where(DocumentRow.id.in_(select(TagRow.document_id).where(TagRow.tag == tag)))
         return chosen
 
     @staticmethod
-    def _tags(current: Any, rows: Sequence[int]) -> dict[int, list[str]]:
+    def _tags(current: Session, rows: Sequence[int]) -> dict[int, list[str]]:
         tags: dict[int, list[str]] = {}
         for chunk in in_chunks(rows):
             for row, tag in current.execute(
@@ -263,10 +287,25 @@ class Catalog:
         return tags
 
 
+def _existing(url: URL) -> SqlEngine:
+    if is_sqlite_file(url) and not Path(str(url.database)).exists():  # connecting would make the file
+        raise _not_found(url)
+    return connect(url)
+
+
+def _not_found(url: URL) -> StoreNotFoundError:
+    return StoreNotFoundError(f"there is no catalogue in {place(url)}; make a store with `knnstore init`")
+
+
+def _name(domain: Domain) -> str:
+    return domain.name
+
+
 def _utc(moment: datetime) -> datetime:
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).astimezone(UTC)  # SQLite drops the zone
 
 
-def scope_of(domains: Iterable[str]) -> str:
-    """The key under which settings for a set of domains are saved."""
-    return json.dumps(sorted(set(domains)), ensure_ascii=False)
+def scope_of(domains: Iterable[str]) -> tuple[str, list[str]]:
+    """The key under which settings for a set of domains are saved, and their names in order."""
+    names = sorted(set(domains))
+    return hashlib.sha256(json.dumps(names).encode()).hexdigest(), names

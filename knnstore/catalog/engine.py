@@ -1,18 +1,33 @@
 """Connecting to the catalogue's database: SQLite in a file or in memory, PostgreSQL by URL."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy import Connection, Engine, QueuePool, create_engine, event, text
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, OperationalError
+from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.orm import Session
-from sqlalchemy.pool import StaticPool
 
 from knnstore.errors import CatalogError, ConfigError, StoreUnavailableError
 
-DIALECTS = ("sqlite", "postgresql")
+_DRIVERS = {
+    "sqlite": "sqlite",
+    "sqlite+pysqlite": "sqlite",
+    "postgresql": "postgresql+psycopg",  # what the bare name stands for depends on SQLAlchemy's version
+    "postgresql+psycopg": "postgresql+psycopg",
+}
+_EXPECTED = "expected postgresql+psycopg://USER@HOST/DATABASE or sqlite:///FILE"
+
+_SECONDS_TO_CONNECT = 10
+_SECONDS_TO_WAIT = 30
+_BEGIN = "knnstore_begin"
+
+LOCK = 0x6B6E6E73
+"""The first half of our advisory locks' keys on PostgreSQL; the second is the schema's hash."""
 
 
 def parse_url(url: str) -> URL:
@@ -23,14 +38,20 @@ def parse_url(url: str) -> URL:
     """
     try:
         parsed = make_url(url)
-    except ArgumentError as error:
-        raise ConfigError(
-            "the catalogue's URL cannot be read; expected postgresql+psycopg://USER@HOST/DATABASE "
-            "or sqlite:///FILE"
-        ) from error
-    if parsed.get_backend_name() not in DIALECTS:
-        raise ConfigError(f"the catalogue runs on {' or '.join(DIALECTS)}, not {parsed.get_backend_name()}")
-    return parsed
+    except (ArgumentError, ValueError):  # may quote the URL, password included: not chained
+        raise ConfigError(f"the catalogue's URL cannot be read; {_EXPECTED}") from None
+    if parsed.drivername not in _DRIVERS:
+        raise ConfigError(f"the catalogue does not run on {parsed.drivername}; {_EXPECTED}")
+    if "@" in (parsed.host or ""):
+        raise ConfigError("the catalogue's URL has two @: write one in a password as %40")
+    if "password" in parsed.query:
+        raise ConfigError("give the catalogue's password as USER:PASSWORD@HOST, not as ?password=")
+    return parsed.set(drivername=_DRIVERS[parsed.drivername])
+
+
+def is_sqlite_file(url: URL) -> bool:
+    """Whether the database is a file, and not in memory or on a server."""
+    return url.get_backend_name() == "sqlite" and url.database not in (None, "", ":memory:")
 
 
 def connect(url: URL) -> Engine:
@@ -42,14 +63,21 @@ def connect(url: URL) -> Engine:
     options: dict[str, Any] = {}
     if url.get_backend_name() == "postgresql":
         options["pool_pre_ping"] = True
-    elif url.database in (None, "", ":memory:"):
-        options["poolclass"] = StaticPool  # one connection, or every thread has a database of its own
+        if "connect_timeout" not in url.query:
+            options["connect_args"] = {"connect_timeout": _SECONDS_TO_CONNECT}
+    elif is_sqlite_file(url):
+        options["connect_args"] = {"timeout": _SECONDS_TO_WAIT}
+    else:  # a second connection would have a database of its own, so threads take turns
+        options |= {"poolclass": QueuePool, "pool_size": 1, "max_overflow": 0}
         options["connect_args"] = {"check_same_thread": False}
-    else:
-        options["connect_args"] = {"timeout": 30}
     try:
-        engine = create_engine(url, **options)
-    except (ModuleNotFoundError, NoSuchModuleError) as error:
+        engine = create_engine(
+            url,
+            hide_parameters=True,  # documents stay out of messages
+            json_serializer=partial(json.dumps, allow_nan=False),  # PostgreSQL refuses NaN
+            **options,
+        )
+    except ImportError as error:
         raise ConfigError(
             "PostgreSQL needs the driver psycopg. Install it with: pip install 'knnstore[postgres]'"
         ) from error
@@ -66,11 +94,11 @@ def _configure_sqlite(connection: Any, _record: object) -> None:
 
 
 def _begin(connection: Connection) -> None:
-    connection.exec_driver_sql("BEGIN")
+    connection.exec_driver_sql(connection.get_execution_options().get(_BEGIN, "BEGIN"))
 
 
 @contextmanager
-def translated_errors() -> Iterator[None]:
+def translated_errors(engine: Engine) -> Iterator[None]:
     """Turn the driver's exceptions into ours, the original chained.
 
     Raises:
@@ -79,15 +107,56 @@ def translated_errors() -> Iterator[None]:
     """
     try:
         yield
+    except PoolTimeoutError as error:
+        raise StoreUnavailableError(f"{place(engine.url)}: all connections are in use") from error
     except DBAPIError as error:
-        message = str(error.orig).strip().splitlines()[0] if error.orig else type(error).__name__
+        lines = str(error.orig).strip().splitlines()  # the first has no values, later ones may
+        reason = lines[0] if lines else type(error.orig).__name__
         unreachable = error.connection_invalidated or isinstance(error, OperationalError)
         kind = StoreUnavailableError if unreachable else CatalogError
-        raise kind(f"the catalogue's database failed: {message}") from error
+        raise kind(f"the catalogue's database ({place(engine.url)}) failed: {reason}") from error
+
+
+def place(url: URL) -> str:
+    """Where the database is, for messages: without a password or options."""
+    if url.get_backend_name() == "sqlite":
+        return url.database or ":memory:"
+    return url.set(password=None, query={}).render_as_string()
 
 
 @contextmanager
 def session(engine: Engine) -> Iterator[Session]:
     """Run one transaction: committed at the end of the block, rolled back on an exception."""
-    with translated_errors(), Session(engine, expire_on_commit=False) as current, current.begin():
+    with translated_errors(engine), Session(engine, expire_on_commit=False) as current, current.begin():
         yield current
+
+
+@contextmanager
+def reading(engine: Engine) -> Iterator[Session]:
+    """Run several queries that all see the database as it was at one moment."""
+    if engine.dialect.name == "postgresql":  # on SQLite every transaction is so
+        engine = engine.execution_options(isolation_level="REPEATABLE READ")
+    with session(engine) as current:
+        yield current
+
+
+@contextmanager
+def exclusive(engine: Engine) -> Iterator[Connection]:
+    """Run one transaction that may change the schema; others of its kind wait for its end."""
+    with translated_errors(engine), engine.connect() as connection:
+        if engine.dialect.name == "postgresql":
+            with connection.begin():
+                lock = text("SELECT pg_advisory_xact_lock(:lock, hashtext(current_schema()))")
+                connection.execute(lock, {"lock": LOCK})
+                yield connection
+            return
+        connection.execution_options(**{_BEGIN: "BEGIN IMMEDIATE"})
+        driver: Any = connection.connection.driver_connection
+        # To alter a table SQLite must drop it, which would cascade; inside a transaction the
+        # switch does nothing.
+        driver.execute("PRAGMA foreign_keys=OFF")
+        try:
+            with connection.begin():
+                yield connection
+        finally:
+            driver.execute("PRAGMA foreign_keys=ON")

@@ -1,7 +1,8 @@
 """The tables of the catalogue.
 
 One row per document and none per token: the value of a record rides in its id, so the vector
-engine needs nothing from SQL to answer a search.
+engine needs nothing from SQL to answer a search. Every name begins with ``knnstore_``: the
+database may be shared with other applications.
 """
 
 from datetime import UTC, datetime
@@ -18,6 +19,7 @@ from sqlalchemy import (
     LargeBinary,
     MetaData,
     String,
+    literal,
     text,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
@@ -51,7 +53,7 @@ class Base(DeclarativeBase):
 class StoreRow(Base):
     """The store itself: one row, whose identity never changes."""
 
-    __tablename__ = "store"
+    __tablename__ = "knnstore_store"
     __table_args__ = (CheckConstraint("id = 1", name="single_row"),)
 
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
@@ -86,7 +88,7 @@ class StoreRow(Base):
 class DomainRow(Base):
     """A domain; its id is the group of its records and is never used again."""
 
-    __tablename__ = "domains"
+    __tablename__ = "knnstore_domains"
     __table_args__ = ({"sqlite_autoincrement": True},)
 
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -97,46 +99,54 @@ class DomainRow(Base):
 class DocumentRow(Base):
     """A document: its state is the commit point of everything that is stored for it."""
 
-    __tablename__ = "documents"
+    __tablename__ = "knnstore_documents"
     __table_args__ = (
         # A replacement is pending beside the version it replaces, so only live ids are unique.
         Index(
-            "uq_documents_live",
-            "domain_id",
+            "uq_knnstore_documents_live",
             "external_id",
+            "domain_id",
             unique=True,
             sqlite_where=text("state = 'live'"),
             postgresql_where=text("state = 'live'"),
         ),
         # Recovery and purging look only for the few that are not live.
         Index(
-            "ix_documents_unsettled",
+            "ix_knnstore_documents_unsettled",
             "state",
             sqlite_where=text("state <> 'live'"),
             postgresql_where=text("state <> 'live'"),
         ),
+        CheckConstraint("state IN ('pending', 'live', 'deleting')", name="state"),
+        CheckConstraint("0 <= start AND start <= stop", name="positions"),
         {"sqlite_autoincrement": True},
     )
 
     id: Mapped[int] = mapped_column(_RowId, primary_key=True)
-    domain_id: Mapped[int] = mapped_column(ForeignKey("domains.id"))
+    domain_id: Mapped[int] = mapped_column(ForeignKey("knnstore_domains.id"), index=True)
     external_id: Mapped[str] = mapped_column(String)
     state: Mapped[str] = mapped_column(String(8))
     start: Mapped[int] = mapped_column(BigInteger)
     stop: Mapped[int] = mapped_column(BigInteger)
     content_hash: Mapped[str] = mapped_column(String(64))
     attributes: Mapped[dict[str, Any]] = mapped_column("metadata", JSON)
-    tokens: Mapped[bytes] = mapped_column(LargeBinary, deferred=True)
     added_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), default=_now)
+    tokens: Mapped[bytes] = mapped_column(LargeBinary, deferred=True)
+    """Little-endian uint32. The last column: SQLite reads a row as far as the last one asked for."""
+
+
+# Written out in the statement: only then can the planner use the partial indexes.
+IS_LIVE = DocumentRow.state == literal(LIVE, literal_execute=True)
+IS_UNSETTLED = DocumentRow.state != literal(LIVE, literal_execute=True)
 
 
 class TagRow(Base):
     """One tag of one document."""
 
-    __tablename__ = "document_tags"
+    __tablename__ = "knnstore_document_tags"
 
     document_id: Mapped[int] = mapped_column(
-        _RowId, ForeignKey("documents.id", ondelete="CASCADE"), primary_key=True
+        _RowId, ForeignKey("knnstore_documents.id", ondelete="CASCADE"), primary_key=True
     )
     tag: Mapped[str] = mapped_column(String, primary_key=True, index=True)
 
@@ -144,9 +154,11 @@ class TagRow(Base):
 class SettingRow(Base):
     """Retrieval settings saved for a set of domains."""
 
-    __tablename__ = "settings"
+    __tablename__ = "knnstore_settings"
 
-    scope: Mapped[str] = mapped_column(String, primary_key=True)
-    """JSON list of the domains' names, sorted; ``[]`` stands for the whole store."""
+    scope: Mapped[str] = mapped_column(String(64), primary_key=True)
+    """SHA-256 of the domains' names, so that any number of them has one short key."""
+    domains: Mapped[list[str]] = mapped_column(JSON)
+    """The names, sorted; none stands for the whole store."""
     payload: Mapped[dict[str, Any]] = mapped_column(JSON)
     saved_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), default=_now)

@@ -7,10 +7,9 @@ from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, Engine, inspect
+from sqlalchemy import Connection, inspect
 
 import knnstore
-from knnstore.catalog.engine import translated_errors
 from knnstore.errors import CatalogError, SchemaOutdatedError, SchemaTooNewError
 
 VERSION_TABLE = "knnstore_alembic_version"
@@ -31,39 +30,47 @@ def script_location() -> Path:
     raise CatalogError("the installation is broken: its migrations are missing; install knnstore again")
 
 
-def upgrade(engine: Engine) -> None:
-    """Bring the database to the newest schema; a new database gets all its tables."""
-    with translated_errors(), engine.begin() as connection:
-        command.upgrade(_config(connection), "head")
+def is_empty(connection: Connection) -> bool:
+    """Whether the database has no catalogue yet."""
+    return not inspect(connection).has_table(VERSION_TABLE)
 
 
-def check(engine: Engine) -> None:
+def check(connection: Connection) -> None:
     """Refuse a database whose schema is not this package's.
 
     Raises:
         SchemaOutdatedError: older; says which command to run.
         SchemaTooNewError: newer; says to upgrade the package.
     """
-    with translated_errors(), engine.connect() as connection:
-        current = MigrationContext.configure(
-            connection, opts={"version_table": VERSION_TABLE}
-        ).get_current_revision()
-    scripts = ScriptDirectory.from_config(_config())
-    if current == scripts.get_current_head():
-        return
-    if current is None or current in {script.revision for script in scripts.walk_revisions()}:
+    if not _is_newest(connection):
         raise SchemaOutdatedError(
             "the catalogue's schema is older than this package: run `knnstore db upgrade`"
         )
-    raise SchemaTooNewError(
-        f"the catalogue's schema ({current}) is newer than this package: upgrade knnstore"
-    )
 
 
-def is_empty(engine: Engine) -> bool:
-    """Whether the database has no catalogue yet."""
-    with translated_errors(), engine.connect() as connection:
-        return not inspect(connection).has_table(VERSION_TABLE)
+def upgrade(connection: Connection) -> None:
+    """Bring the database to the newest schema; a new database gets all its tables.
+
+    Args:
+        connection: in a transaction, see `engine.exclusive`.
+
+    Raises:
+        SchemaTooNewError: it is newer already.
+    """
+    if not _is_newest(connection):
+        command.upgrade(_config(connection), "head")
+
+
+def _is_newest(connection: Connection) -> bool:
+    context = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE})
+    current = context.get_current_revision()
+    scripts = ScriptDirectory.from_config(_config())
+    known = {script.revision for script in scripts.walk_revisions()}
+    if current is not None and current not in known:
+        raise SchemaTooNewError(
+            f"the catalogue's schema ({current}) is newer than this package: upgrade knnstore"
+        )
+    return current == scripts.get_current_head()
 
 
 def _config(connection: Connection | None = None) -> Config:

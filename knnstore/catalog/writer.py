@@ -8,17 +8,23 @@ A document goes through three states::
     forget     the row is removed    after the datastore has deleted the records
 """
 
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import delete, select, update
+from sqlalchemy import Connection, delete, exists, select, text, update
+from sqlalchemy import Engine as SqlEngine
 from sqlalchemy.orm import Session
 
 from knnstore.catalog.catalog import Catalog, in_chunks, scope_of
-from knnstore.catalog.engine import session
+from knnstore.catalog.checks import check_json, check_name
+from knnstore.catalog.engine import LOCK, place, reading, session, translated_errors
 from knnstore.catalog.models import (
     DELETING,
+    IS_LIVE,
+    IS_UNSETTLED,
     LIVE,
     PENDING,
     DocumentRow,
@@ -28,18 +34,33 @@ from knnstore.catalog.models import (
     TagRow,
 )
 from knnstore.catalog.types import TOKEN_BITS, Engine, NewDocument, PlacedDocument
-from knnstore.errors import CatalogError, FencedError
+from knnstore.errors import CatalogError, DocumentNotFoundError, FencedError, InputError, LockedError
 from knnstore.failpoints import failpoint
 
 POSITION_LIMIT = 1 << (63 - TOKEN_BITS)
 """Positions are 43-bit: a store takes 8.8e12 tokens in its life, removed ones included."""
 
+_ATTEMPTS_TO_LOCK = 30
+_SECONDS_BETWEEN = 0.1
+
 
 class CatalogWriter:
-    """The one writer of a catalogue. Making one takes over: any older writer can commit no more."""
+    """The one writer of a catalogue. Making one takes over: any older writer can commit no more.
+
+    On PostgreSQL it also holds a lock until the catalogue is closed or the process ends; a file's
+    readers and writers are on one machine, where the store's own lock serves.
+
+    Args:
+        catalog: where to write.
+
+    Raises:
+        LockedError: another process writes to this catalogue on PostgreSQL.
+    """
 
     def __init__(self, catalog: Catalog) -> None:
         self._sql = catalog.sql
+        if self._sql.dialect.name == "postgresql":
+            catalog.opened.callback(_lock(self._sql).close)
         with session(self._sql) as current:
             self._epoch = current.scalars(
                 update(StoreRow)
@@ -48,18 +69,15 @@ class CatalogWriter:
             ).one()
 
     @contextmanager
-    def _transaction(self, name: str, *, visible: bool = True) -> Iterator[Session]:
-        """One fenced transaction; a visible one makes readers look again.
-
-        The fence is the first statement, so it also takes the database's write lock.
-        """
+    def _transaction(self, name: str) -> Iterator[Session]:
+        """One fenced transaction; the fence is its first statement, so it takes the write lock."""
         failpoint(f"catalog.{name}.before")
         with session(self._sql) as current:
             mine = current.scalars(
                 update(StoreRow)
                 .where(StoreRow.writer_epoch == self._epoch)
-                .values(revision=StoreRow.revision + int(visible))
-                .returning(StoreRow.revision)
+                .values(writer_epoch=self._epoch)
+                .returning(StoreRow.id)
             )
             if mine.one_or_none() is None:
                 raise FencedError("another writer has taken over this store; open it again to write")
@@ -68,8 +86,14 @@ class CatalogWriter:
         failpoint(f"catalog.{name}.after")
 
     def begin(self, documents: Sequence[NewDocument]) -> list[PlacedDocument]:
-        """Allocate positions and insert the documents as pending, in the order given."""
-        with self._transaction("begin", visible=False) as current:
+        """Allocate positions and insert the documents as pending, in the order given.
+
+        Raises:
+            InputError: an id, domain, tag or metadata cannot be stored; nothing was.
+        """
+        for document in documents:
+            _check(document)
+        with self._transaction("begin") as current:
             groups = self._groups(current, {document.domain for document in documents})
             total = sum(len(document.tokens) for document in documents)
             end = current.scalars(
@@ -104,58 +128,94 @@ class CatalogWriter:
             return [PlacedDocument(row.id, row.domain_id, row.start, row.stop) for row in rows]
 
     def publish(self, rows: Sequence[int]) -> None:
-        """Make pending documents live; live ones of the same domain and id become deleting."""
+        """Make pending documents live; live ones of the same domain and id become deleting.
+
+        Raises:
+            CatalogError: one is not pending, or two have the same domain and id; none is published.
+        """
+        fresh_rows = set(rows)
         with self._transaction("publish") as current:
             for chunk in in_chunks(rows):
                 fresh = select(DocumentRow.domain_id, DocumentRow.external_id).where(
-                    DocumentRow.id.in_(chunk)
+                    DocumentRow.id.in_(chunk), DocumentRow.state == PENDING
                 )
                 identities = {tuple(row) for row in current.execute(fresh)}
+                if len(identities) != len(chunk):
+                    raise CatalogError(
+                        "a document to publish is not pending, or two have the same domain and id"
+                    )
                 replaced = select(DocumentRow.id, DocumentRow.domain_id, DocumentRow.external_id).where(
-                    DocumentRow.state == LIVE,
-                    DocumentRow.external_id.in_({id for _, id in identities}),
+                    IS_LIVE, DocumentRow.external_id.in_({id for _, id in identities})
                 )
                 old = [row for row, *identity in current.execute(replaced) if tuple(identity) in identities]
-                self._set_state(current, old, DELETING)
-                self._set_state(current, chunk, LIVE)
+                if not fresh_rows.isdisjoint(old):  # published just now, in an earlier chunk
+                    raise CatalogError("two documents to publish have the same domain and id")
+                current.execute(update(DocumentRow).where(DocumentRow.id.in_(old)).values(state=DELETING))
+                current.execute(update(DocumentRow).where(DocumentRow.id.in_(chunk)).values(state=LIVE))
+            if rows:
+                _reveal(current)
 
     def retire(self, rows: Sequence[int]) -> None:
-        """Take live documents away from every reader."""
+        """Take live documents away from every reader; rows that are not live stay as they are."""
         with self._transaction("retire") as current:
             for chunk in in_chunks(rows):
-                self._set_state(current, chunk, DELETING)
+                gone = update(DocumentRow).where(DocumentRow.id.in_(chunk), IS_LIVE).values(state=DELETING)
+                if current.scalars(gone.returning(DocumentRow.id)).all():
+                    _reveal(current)
 
     def unsettled(self) -> list[PlacedDocument]:
         """The documents that are not live: left behind by a crash, replaced or removed."""
-        chosen = select(DocumentRow).where(DocumentRow.state != LIVE).order_by(DocumentRow.start)
-        with session(self._sql) as current:
+        chosen = select(DocumentRow).where(IS_UNSETTLED).order_by(DocumentRow.start)
+        with reading(self._sql) as current:
             return [
                 PlacedDocument(row.id, row.domain_id, row.start, row.stop) for row in current.scalars(chosen)
             ]
 
     def forget(self, rows: Sequence[int]) -> None:
-        """Remove rows that are not live, and the domains that no document is left of."""
+        """Remove rows that are not live, and every domain that thereby has none, with its settings."""
         with self._transaction("forget") as current:
+            touched: set[int] = set()
             for chunk in in_chunks(rows):
-                current.execute(
-                    delete(DocumentRow).where(DocumentRow.id.in_(chunk), DocumentRow.state != LIVE)
-                )
-            current.execute(delete(DomainRow).where(DomainRow.id.not_in(select(DocumentRow.domain_id))))
+                gone = delete(DocumentRow).where(DocumentRow.id.in_(chunk), IS_UNSETTLED)
+                touched.update(current.scalars(gone.returning(DocumentRow.domain_id)))
+            emptied: set[str] = set()
+            for chunk in in_chunks(touched):
+                left = exists().where(DocumentRow.domain_id == DomainRow.id)
+                empty = delete(DomainRow).where(DomainRow.id.in_(chunk), ~left)
+                emptied.update(current.scalars(empty.returning(DomainRow.name)))
+            for setting in current.scalars(select(SettingRow)) if emptied else ():
+                if not emptied.isdisjoint(setting.domains):
+                    current.delete(setting)
+                    _reveal(current)
 
     def describe(self, changes: Mapping[int, tuple[Mapping[str, Any], Iterable[str]]]) -> None:
-        """Set the metadata and the tags of live documents, by primary key."""
+        """Set the metadata and the tags of live documents, by primary key.
+
+        Raises:
+            InputError: a tag or metadata cannot be stored.
+            DocumentNotFoundError: one is not live; none was changed.
+        """
+        wanted = {row: (dict(metadata), sorted(set(tags))) for row, (metadata, tags) in changes.items()}
+        for metadata, tags in wanted.values():
+            _check_description(metadata, tags)
         with self._transaction("describe") as current:
-            for row, (metadata, tags) in changes.items():
-                current.execute(
-                    update(DocumentRow).where(DocumentRow.id == row).values(attributes=dict(metadata))
-                )
+            for row, (metadata, tags) in wanted.items():
+                change = update(DocumentRow).where(DocumentRow.id == row, IS_LIVE).values(attributes=metadata)
+                if current.scalars(change.returning(DocumentRow.id)).one_or_none() is None:
+                    raise DocumentNotFoundError("a document was removed before it could be described")
                 current.execute(delete(TagRow).where(TagRow.document_id == row))
-                current.add_all(TagRow(document_id=row, tag=tag) for tag in sorted(set(tags)))
+                current.add_all(TagRow(document_id=row, tag=tag) for tag in tags)
+            if wanted:
+                _reveal(current)
 
     def save_settings(self, domains: Iterable[str], payload: Mapping[str, Any]) -> None:
         """Save settings for exactly this set of domains; the empty set stands for the whole store."""
+        check_json(payload, "settings")
+        scope, names = scope_of(domains)
         with self._transaction("settings") as current:
-            current.merge(SettingRow(scope=scope_of(domains), payload=dict(payload)))
+            row = SettingRow(scope=scope, domains=names, payload=dict(payload), saved_at=datetime.now(UTC))
+            current.merge(row)
+            _reveal(current)
 
     def move(self, engine: Engine) -> None:
         """Point the store at the engine that holds its keys from now on."""
@@ -165,17 +225,50 @@ class CatalogWriter:
                     adapter=engine.adapter, location=engine.location, params=dict(engine.params)
                 )
             )
+            _reveal(current)
 
     @staticmethod
     def _groups(current: Session, names: set[str]) -> dict[str, int]:
-        known = {
-            row.name: row.id for row in current.scalars(select(DomainRow).where(DomainRow.name.in_(names)))
-        }
+        known: dict[str, int] = {}
+        for chunk in in_chunks(names):
+            found = current.scalars(select(DomainRow).where(DomainRow.name.in_(chunk)))
+            known.update({row.name: row.id for row in found})
         fresh = [DomainRow(name=name) for name in sorted(names - known.keys())]
         current.add_all(fresh)
         current.flush()
         return known | {row.name: row.id for row in fresh}
 
-    @staticmethod
-    def _set_state(current: Session, rows: Sequence[int], state: str) -> None:
-        current.execute(update(DocumentRow).where(DocumentRow.id.in_(rows)).values(state=state))
+
+def _reveal(current: Session) -> None:
+    """Make readers look again: called in every transaction that changes what they may see."""
+    current.execute(update(StoreRow).values(revision=StoreRow.revision + 1))
+
+
+def _check(document: NewDocument) -> None:
+    check_name(document.id, "a document's id")
+    check_name(document.domain, "a domain's name")
+    try:
+        _check_description(document.metadata, document.tags)
+    except InputError as error:
+        raise InputError(f"document {document.id!r}: {error}") from error
+
+
+def _check_description(metadata: Mapping[str, Any], tags: Iterable[str]) -> None:
+    check_json(metadata, "its metadata")
+    for tag in tags:
+        check_name(tag, "a tag")
+
+
+def _lock(engine: SqlEngine) -> Connection:
+    """Take the writer's lock on PostgreSQL: it lives as long as the connection returned."""
+    key = {"lock": LOCK, "use": "writer"}
+    statement = text("SELECT pg_try_advisory_lock(:lock, hashtext(:use || current_schema()))")
+    with translated_errors(engine):
+        connection = engine.connect().execution_options(isolation_level="AUTOCOMMIT")
+        connection.detach()  # a lock outlives its connection's return to the pool
+        for _ in range(_ATTEMPTS_TO_LOCK):  # the server may still be noticing a killed writer's end
+            if connection.scalar(statement, key):
+                return connection
+            time.sleep(_SECONDS_BETWEEN)
+        connection.close()
+    raise LockedError(f"another process writes to the catalogue in {place(engine.url)}; end it first")

@@ -13,23 +13,24 @@ down_revision = None
 
 def upgrade() -> None:
     op.create_table(
-        "domains",
+        "knnstore_domains",
         sa.Column("id", sa.Integer(), nullable=False),
         sa.Column("name", sa.String(), nullable=False),
         sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
-        sa.PrimaryKeyConstraint("id", name=op.f("pk_domains")),
-        sa.UniqueConstraint("name", name=op.f("uq_domains_name")),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_knnstore_domains")),
+        sa.UniqueConstraint("name", name=op.f("uq_knnstore_domains_name")),
         sqlite_autoincrement=True,
     )
     op.create_table(
-        "settings",
-        sa.Column("scope", sa.String(), nullable=False),
+        "knnstore_settings",
+        sa.Column("scope", sa.String(length=64), nullable=False),
+        sa.Column("domains", sa.JSON(), nullable=False),
         sa.Column("payload", sa.JSON(), nullable=False),
         sa.Column("saved_at", sa.DateTime(timezone=True), nullable=False),
-        sa.PrimaryKeyConstraint("scope", name=op.f("pk_settings")),
+        sa.PrimaryKeyConstraint("scope", name=op.f("pk_knnstore_settings")),
     )
     op.create_table(
-        "store",
+        "knnstore_store",
         sa.Column("id", sa.Integer(), autoincrement=False, nullable=False),
         sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
         sa.Column("model", sa.String(), nullable=False),
@@ -47,11 +48,11 @@ def upgrade() -> None:
         sa.Column("next_position", sa.BigInteger(), nullable=False),
         sa.Column("revision", sa.BigInteger(), nullable=False),
         sa.Column("writer_epoch", sa.BigInteger(), nullable=False),
-        sa.CheckConstraint("id = 1", name=op.f("ck_store_single_row")),
-        sa.PrimaryKeyConstraint("id", name=op.f("pk_store")),
+        sa.CheckConstraint("id = 1", name=op.f("ck_knnstore_store_single_row")),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_knnstore_store")),
     )
     op.create_table(
-        "documents",
+        "knnstore_documents",
         sa.Column("id", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), nullable=False),
         sa.Column("domain_id", sa.Integer(), nullable=False),
         sa.Column("external_id", sa.String(), nullable=False),
@@ -60,59 +61,48 @@ def upgrade() -> None:
         sa.Column("stop", sa.BigInteger(), nullable=False),
         sa.Column("content_hash", sa.String(length=64), nullable=False),
         sa.Column("metadata", sa.JSON(), nullable=False),
-        sa.Column("tokens", sa.LargeBinary(), nullable=False),
         sa.Column("added_at", sa.DateTime(timezone=True), nullable=False),
-        sa.ForeignKeyConstraint(["domain_id"], ["domains.id"], name=op.f("fk_documents_domain_id")),
-        sa.PrimaryKeyConstraint("id", name=op.f("pk_documents")),
+        sa.Column("tokens", sa.LargeBinary(), nullable=False),
+        sa.CheckConstraint(
+            "state IN ('pending', 'live', 'deleting')", name=op.f("ck_knnstore_documents_state")
+        ),
+        sa.CheckConstraint("0 <= start AND start <= stop", name=op.f("ck_knnstore_documents_positions")),
+        sa.ForeignKeyConstraint(
+            ["domain_id"], ["knnstore_domains.id"], name=op.f("fk_knnstore_documents_domain_id")
+        ),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_knnstore_documents")),
         sqlite_autoincrement=True,
     )
-    with op.batch_alter_table("documents", schema=None) as batch_op:
-        batch_op.create_index(
-            "ix_documents_unsettled",
-            ["state"],
-            unique=False,
-            sqlite_where=sa.text("state <> 'live'"),
-            postgresql_where=sa.text("state <> 'live'"),
-        )
-        batch_op.create_index(
-            "uq_documents_live",
-            ["domain_id", "external_id"],
-            unique=True,
-            sqlite_where=sa.text("state = 'live'"),
-            postgresql_where=sa.text("state = 'live'"),
-        )
+    op.create_index(
+        op.f("ix_knnstore_documents_domain_id"), "knnstore_documents", ["domain_id"], unique=False
+    )
+    op.create_index(
+        "ix_knnstore_documents_unsettled",
+        "knnstore_documents",
+        ["state"],
+        unique=False,
+        sqlite_where=sa.text("state <> 'live'"),
+        postgresql_where=sa.text("state <> 'live'"),
+    )
+    op.create_index(
+        "uq_knnstore_documents_live",
+        "knnstore_documents",
+        ["external_id", "domain_id"],
+        unique=True,
+        sqlite_where=sa.text("state = 'live'"),
+        postgresql_where=sa.text("state = 'live'"),
+    )
 
     op.create_table(
-        "document_tags",
+        "knnstore_document_tags",
         sa.Column("document_id", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), nullable=False),
         sa.Column("tag", sa.String(), nullable=False),
         sa.ForeignKeyConstraint(
-            ["document_id"], ["documents.id"], name=op.f("fk_document_tags_document_id"), ondelete="CASCADE"
+            ["document_id"],
+            ["knnstore_documents.id"],
+            name=op.f("fk_knnstore_document_tags_document_id"),
+            ondelete="CASCADE",
         ),
-        sa.PrimaryKeyConstraint("document_id", "tag", name=op.f("pk_document_tags")),
+        sa.PrimaryKeyConstraint("document_id", "tag", name=op.f("pk_knnstore_document_tags")),
     )
-    with op.batch_alter_table("document_tags", schema=None) as batch_op:
-        batch_op.create_index(batch_op.f("ix_document_tags_tag"), ["tag"], unique=False)
-
-
-def downgrade() -> None:
-    with op.batch_alter_table("document_tags", schema=None) as batch_op:
-        batch_op.drop_index(batch_op.f("ix_document_tags_tag"))
-
-    op.drop_table("document_tags")
-    with op.batch_alter_table("documents", schema=None) as batch_op:
-        batch_op.drop_index(
-            "uq_documents_live",
-            sqlite_where=sa.text("state = 'live'"),
-            postgresql_where=sa.text("state = 'live'"),
-        )
-        batch_op.drop_index(
-            "ix_documents_unsettled",
-            sqlite_where=sa.text("state <> 'live'"),
-            postgresql_where=sa.text("state <> 'live'"),
-        )
-
-    op.drop_table("documents")
-    op.drop_table("store")
-    op.drop_table("settings")
-    op.drop_table("domains")
+    op.create_index(op.f("ix_knnstore_document_tags_tag"), "knnstore_document_tags", ["tag"], unique=False)

@@ -1,0 +1,48 @@
+"""What the catalogue accepts from a user: the same on every database."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from knnstore.errors import InputError
+
+MAX_NAME = 500
+"""Characters in an id, a domain or a tag; PostgreSQL indexes no more than 2,700 bytes."""
+
+
+def check_name(name: str, what: str) -> None:
+    """Refuse text that some database could not store.
+
+    Args:
+        name: an id, a domain's name or a tag.
+        what: how to call it in the message.
+
+    Raises:
+        InputError: it is empty, too long, holds a NUL or is not valid Unicode.
+    """
+    if not name:
+        raise InputError(f"{what} is empty")
+    if len(name) > MAX_NAME:
+        raise InputError(f"{what} has {len(name)} characters, at most {MAX_NAME} are allowed: {name[:40]!r}…")
+    if "\0" in name or not _is_unicode(name):
+        raise InputError(f"{what} holds a NUL or is not valid Unicode: {name!r}")
+
+
+def check_json(value: Mapping[str, Any], what: str) -> None:
+    """Refuse what JSON cannot hold.
+
+    Raises:
+        InputError: a value is of another type, NaN or infinite.
+    """
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"{what} cannot be stored as JSON: {error}") from error
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half a surrogate pair, as in arguments that are not UTF-8
+        return False
+    return True

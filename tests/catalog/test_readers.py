@@ -1,0 +1,127 @@
+"""What readers see beside a writer, and how one writer takes over from another."""
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from knnstore.catalog import Catalog, CatalogWriter, Engine, NewDocument, parse_url
+from knnstore.errors import FencedError, LockedError
+
+Make = Callable[..., NewDocument]
+Opener = Callable[[], Catalog]
+
+
+def test_the_revision_grows_with_what_readers_see(
+    catalog: Catalog, writer: CatalogWriter, document: Make
+) -> None:
+    def grows(act: Callable[[], object]) -> bool:
+        before = catalog.revision()
+        act()
+        assert catalog.revision() - before in (0, 1)
+        return catalog.revision() > before
+
+    placed = []
+    assert not grows(lambda: placed.extend(writer.begin([document("a"), document("b")])))
+    a, b = (p.row for p in placed)
+    assert grows(lambda: writer.publish([a]))
+    assert grows(lambda: writer.publish([b]))
+    assert grows(lambda: writer.describe({a: ({}, ["tag"])}))
+    assert grows(lambda: writer.retire([a]))
+    assert not grows(lambda: writer.retire([a]))
+    assert not grows(lambda: writer.forget([a]))
+    assert grows(lambda: writer.save_settings(["law"], {"k": 8}))
+    assert grows(lambda: writer.retire([b]))
+    assert grows(lambda: writer.forget([b]))  # the domain's settings go with it
+    assert grows(lambda: writer.move(Engine("hnswlib", "elsewhere")))
+    for nothing in (writer.publish, writer.retire, writer.forget):
+        assert not grows(lambda act=nothing: act([]))
+    assert not grows(lambda: writer.describe({}))
+
+
+def test_readers_see_one_moment(opener: Opener, document: Make) -> None:
+    catalog, reader = opener(), opener()
+    writer = CatalogWriter(catalog)
+    seen: list[tuple[int, list[int]]] = []
+    torn: list[object] = []
+    done = threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            snapshot = reader.snapshot()
+            seen.append((snapshot.revision, snapshot.rows.tolist()))
+            listed = reader.documents()
+            if listed and (len(listed) != 2 or len({(d.metadata["v"], d.tags) for d in listed}) != 1):
+                torn.append(listed)
+
+    published = {0: []}
+    old: list[int] = []
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        for version in range(1, 60):
+            description = {"metadata": {"v": version}, "tags": (f"v{version}",), "version": version}
+            new = [p.row for p in writer.begin([document("a", **description), document("b", **description)])]
+            writer.publish(new)
+            published[catalog.revision()] = new
+            writer.forget(old)
+            old = new
+    finally:
+        done.set()
+        thread.join()
+    assert torn == []
+    assert all(published[revision] == rows for revision, rows in seen)
+    assert len(set(revision for revision, _ in seen)) > 3
+
+
+def test_an_older_writer_can_commit_no_more(opener: Opener, document: Make) -> None:
+    old = CatalogWriter(opener())
+    (row,) = (placed.row for placed in old.begin([document("a", tags=("tag",))]))
+    old.publish([row])
+    catalog = opener()
+    if catalog.sql.dialect.name == "postgresql":
+        # The lock keeps a second writer out while the first one's connection lives.
+        with pytest.raises(LockedError, match="another process writes"):
+            CatalogWriter(catalog)
+        with catalog.sql.begin() as connection:
+            connection.exec_driver_sql(
+                "SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory'"
+            )
+    new = CatalogWriter(catalog)
+    before = catalog.revision(), catalog.documents(), new.unsettled()
+    for act in (
+        lambda: old.begin([document("b")]),
+        lambda: old.publish([row]),
+        lambda: old.retire([row]),
+        lambda: old.forget([row]),
+        lambda: old.describe({row: ({}, [])}),
+        lambda: old.save_settings([], {}),
+        lambda: old.move(Engine("other", "place")),
+    ):
+        with pytest.raises(FencedError):
+            act()
+    assert (catalog.revision(), catalog.documents(), new.unsettled()) == before
+    assert catalog.settings() is None
+    assert new.begin([document("b", tokens=1)])[0].start == 5
+
+
+def test_closing_releases_the_writers_lock(opener: Opener) -> None:
+    first = opener()
+    CatalogWriter(first)
+    first.close()
+    CatalogWriter(opener())
+
+
+def test_threads_share_one_database_in_memory(create: Callable[..., Catalog], document: Make) -> None:
+    catalog = create(parse_url("sqlite://"))
+    writer = CatalogWriter(catalog)
+    counts: list[int] = []
+    thread = threading.Thread(target=lambda: counts.extend(len(catalog.rows()) for _ in range(200)))
+    thread.start()
+    for number in range(20):
+        writer.publish([placed.row for placed in writer.begin([document(f"d{number}")])])
+    thread.join()
+    assert counts == sorted(counts)
+    assert len(counts) == 200
+    assert len(catalog.rows()) == 20

@@ -1,0 +1,175 @@
+"""Making, upgrading and refusing schemas."""
+
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+from sqlalchemy import URL, inspect
+
+from knnstore.catalog import Catalog, CatalogWriter, NewDocument, schema
+from knnstore.catalog.engine import connect, exclusive
+from knnstore.catalog.models import Base
+from knnstore.errors import SchemaOutdatedError, SchemaTooNewError, StoreExistsError, StoreNotFoundError
+
+Make = Callable[..., NewDocument]
+Creator = Callable[[URL], Catalog]
+
+ASSETS = Path(__file__).parent / "assets"
+
+# What a later release might do: on SQLite the table is dropped and built anew.
+NEXT_MIGRATION = '''
+"""A column more, and the table that others refer to built anew."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0002"
+down_revision = "0001"
+
+
+def upgrade() -> None:
+    with op.batch_alter_table("knnstore_documents") as batch:
+        batch.add_column(sa.Column("language", sa.String(), nullable=True))
+        batch.alter_column("content_hash", type_=sa.String(128))
+'''
+
+
+@pytest.fixture
+def next_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the package had one migration more, in a folder whose name has a %."""
+    folder = tmp_path / "100%" / "migrations"
+    shutil.copytree(schema.script_location(), folder)
+    (folder / "versions" / "0002_next.py").write_text(NEXT_MIGRATION)
+    monkeypatch.setattr(schema, "script_location", lambda: folder)
+
+
+def run(url: URL, *statements: str) -> None:
+    engine = connect(url)
+    with engine.begin() as connection:
+        for statement in statements:
+            connection.exec_driver_sql(statement)
+    engine.dispose()
+
+
+def test_models_and_migrations_agree(catalog: Catalog) -> None:
+    with catalog.sql.connect() as connection:
+        options = {"version_table": schema.VERSION_TABLE}
+        context = MigrationContext.configure(connection, opts=options)
+        assert compare_metadata(context, Base.metadata) == []
+
+
+def test_a_store_is_made_once(catalog_url: URL, create: Creator) -> None:
+    with pytest.raises(StoreNotFoundError, match="knnstore init"):
+        Catalog.open(catalog_url)
+    if catalog_url.drivername == "sqlite":
+        assert not Path(str(catalog_url.database)).exists(), "opening for reading made a file"
+    made = create(catalog_url)
+    with pytest.raises(StoreExistsError, match="already holds"):
+        create(catalog_url)
+    assert made.engine().params == {"nprobe": 32}
+    again = Catalog.open(catalog_url)
+    assert again.identity == made.identity
+    again.close()
+
+
+def test_other_tables_in_the_database_stay(catalog_url: URL, create: Creator) -> None:
+    run(
+        catalog_url,
+        "CREATE TABLE alembic_version (version_num VARCHAR(32) PRIMARY KEY)",
+        "INSERT INTO alembic_version VALUES ('theirs')",
+        "CREATE TABLE documents (id INTEGER PRIMARY KEY)",
+    )
+    with pytest.raises(StoreNotFoundError):
+        Catalog.open(catalog_url)
+    catalog = create(catalog_url)
+    with catalog.sql.connect() as connection:
+        assert connection.exec_driver_sql("SELECT * FROM alembic_version").all() == [("theirs",)]
+        ours = set(inspect(connection).get_table_names()) - {"alembic_version", "documents"}
+    assert ours
+    assert all(name.startswith("knnstore_") for name in ours)
+
+
+def test_an_unknown_schema_is_refused(catalog_url: URL, create: Creator) -> None:
+    create(catalog_url).close()
+    run(catalog_url, "UPDATE knnstore_alembic_version SET version_num = '9999'")
+    for act in (Catalog.open, Catalog.upgrade, create):
+        with pytest.raises(SchemaTooNewError, match="9999.*upgrade knnstore"):
+            act(catalog_url)
+
+
+def test_an_older_schema_is_upgraded_on_request(
+    catalog_url: URL, create: Creator, document: Make, request: pytest.FixtureRequest
+) -> None:
+    writer = CatalogWriter(create(catalog_url))
+    (placed,) = writer.begin([document("a", tags=("x", "y"))])
+    writer.publish([placed.row])
+    request.getfixturevalue("next_release")
+    for act in (Catalog.open, create):
+        with pytest.raises(SchemaOutdatedError, match="knnstore db upgrade"):
+            act(catalog_url)
+    Catalog.upgrade(catalog_url)
+    Catalog.upgrade(catalog_url)
+    catalog = Catalog.open(catalog_url)
+    assert "language" in {c["name"] for c in inspect(catalog.sql).get_columns("knnstore_documents")}
+    assert catalog.documents()[0].tags == ("x", "y"), "rebuilding a table must not cascade"
+    catalog.close()
+
+
+def test_an_upgrade_that_fails_changes_nothing(
+    catalog_url: URL, create: Creator, next_release: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = schema.script_location() / "versions" / "0002_next.py"
+    failing.write_text(NEXT_MIGRATION + "    raise ZeroDivisionError\n")
+    with pytest.raises(ZeroDivisionError):
+        create(catalog_url)
+    engine = connect(catalog_url)
+    assert inspect(engine).get_table_names() == []
+    engine.dispose()
+
+
+def test_a_second_process_waits_for_the_first_to_make_the_tables(catalog_url: URL, create: Creator) -> None:
+    engine = connect(catalog_url)
+    made: list[Catalog] = []
+    second = threading.Thread(target=lambda: made.append(create(catalog_url)))
+    with exclusive(engine) as connection:
+        schema.upgrade(connection)
+        second.start()
+        second.join(0.3)
+        assert second.is_alive()
+    second.join()
+    engine.dispose()
+    assert made[0].documents() == []
+
+
+@pytest.mark.parametrize("asset", sorted(ASSETS.glob("*.db")), ids=lambda path: path.stem)
+def test_the_database_of_each_release_is_usable(asset: Path, tmp_path: Path, document: Make) -> None:
+    copy = tmp_path / "catalog.db"
+    shutil.copy(asset, copy)
+    url = URL.create("sqlite", database=str(copy))
+    Catalog.upgrade(url)
+    catalog = Catalog.open(url)
+    with catalog.sql.connect() as connection:
+        assert connection.exec_driver_sql("PRAGMA foreign_key_check").all() == []
+        assert connection.exec_driver_sql("PRAGMA integrity_check").scalar() == "ok"
+
+    assert (catalog.identity.model, catalog.identity.dim, catalog.engine().params) == ("gpt2", 768, {"m": 8})
+    assert [(d.id, d.domain, d.tokens, d.tags) for d in catalog.documents()] == [
+        ("a", "law", 3, ("x", "y")),
+        ("c", "tax", 5, ("x",)),
+    ]
+    np.testing.assert_array_equal(catalog.tokens(catalog.rows(id="c")[0]), np.arange(5))
+    assert catalog.settings(["law"]) == {"k": 8}
+
+    writer = CatalogWriter(catalog)
+    assert [(p.start, p.stop) for p in writer.unsettled()] == [(3, 7), (12, 18)]
+    writer.forget([placed.row for placed in writer.unsettled()])
+    (placed,) = writer.begin([document("a", "law", tokens=2)])
+    assert placed.start == 18
+    writer.publish([placed.row])
+    assert [d.tokens for d in catalog.documents(id="a")] == [2]
+    catalog.close()

@@ -1,0 +1,137 @@
+"""What every test may use: a real PostgreSQL, and the URL of a new catalogue on each database."""
+
+import os
+import pwd
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import pytest
+from sqlalchemy import URL, create_engine, text
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores already
+    os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+ROLE = "knnstore"
+PASSWORD = "s3cr%t"  # a % in it must survive URLs and configuration files
+PASSWORD_ROLE = "knnstore_password"
+
+CONFIGURATION = """
+listen_addresses = ''
+fsync = off
+full_page_writes = off
+max_connections = 60
+shared_buffers = 16MB
+log_min_messages = panic
+"""
+AUTHENTICATION = f"""
+local all {PASSWORD_ROLE} scram-sha-256
+local all all trust
+"""
+
+
+class PostgresServer:
+    """A PostgreSQL server of its own in a temporary folder, reached through a socket in it."""
+
+    def __init__(self, binaries: Path, folder: Path) -> None:
+        self.folder = folder
+        self._binaries = binaries
+        self._names = (f"test{number}" for number in count())
+        # PostgreSQL refuses to run as root.
+        self._user = None
+        if os.geteuid() == 0:
+            known = {entry.pw_name for entry in pwd.getpwall()}
+            self._user = "postgres" if "postgres" in known else "nobody"
+            shutil.chown(folder, self._user)
+
+    def start(self) -> None:
+        data = self.folder / "data"
+        self._run("initdb", "-D", data, "-U", ROLE, "--no-sync", "-E", "UTF8", "--locale=C", "-A", "trust")
+        with (data / "postgresql.conf").open("a") as file:
+            file.write(CONFIGURATION + f"unix_socket_directories = '{self.folder}'\n")
+        (data / "pg_hba.conf").write_text(AUTHENTICATION)
+        self._run("pg_ctl", "-D", data, "-w", "-l", self.folder / "log", "start")
+        self.execute("postgres", f"CREATE ROLE {PASSWORD_ROLE} LOGIN SUPERUSER PASSWORD '{PASSWORD}'")
+
+    def stop(self) -> None:
+        self._run("pg_ctl", "-D", self.folder / "data", "-m", "immediate", "stop")
+
+    def restart(self) -> None:
+        """Crash the server and start it again, as a power loss would."""
+        self.stop()
+        self._run("pg_ctl", "-D", self.folder / "data", "-w", "-l", self.folder / "log", "start")
+
+    def new_database(self) -> URL:
+        name = next(self._names)
+        self.execute("postgres", f"CREATE DATABASE {name}")
+        return self.url(name)
+
+    def url(self, database: str) -> URL:
+        return URL.create(
+            "postgresql+psycopg", username=ROLE, database=database, query={"host": str(self.folder)}
+        )
+
+    def execute(self, database: str, statement: str) -> None:
+        engine = create_engine(self.url(database), isolation_level="AUTOCOMMIT")
+        with engine.connect() as connection:
+            connection.execute(text(statement))
+        engine.dispose()
+
+    def _run(self, program: str, *arguments: str | Path) -> None:
+        command = [self._binaries / program, *arguments]
+        groups = [] if self._user else None
+        done = subprocess.run(
+            command,
+            cwd=self.folder,
+            user=self._user,
+            extra_groups=groups,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,  # inherited by the server: a pipe would never end
+            stderr=subprocess.DEVNULL,
+            check=False,
+        )
+        if done.returncode:
+            log = self.folder / "log"
+            said = log.read_text() if log.exists() else "no log"
+            raise RuntimeError(f"{program} failed with {done.returncode}: {said}")
+
+
+def postgres_binaries() -> Path | None:
+    """Where initdb and pg_ctl are: Debian keeps them out of PATH."""
+    versions = Path("/usr/lib/postgresql").glob("*/bin/initdb")
+    found = sorted(versions, key=lambda path: int(path.parent.parent.name))
+    elsewhere = shutil.which("initdb")
+    return found[-1].parent if found else Path(elsewhere).parent if elsewhere else None
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    """A running PostgreSQL server; one for each pytest process."""
+    binaries = postgres_binaries()
+    if binaries is None:
+        reason = "PostgreSQL's initdb is not installed (Debian: apt-get install postgresql)"
+        if os.environ.get("CI"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    # Not tmp_path: a socket's path has at most 107 characters.
+    with tempfile.TemporaryDirectory(prefix="pg", ignore_cleanup_errors=True) as folder:
+        Path(folder).chmod(0o755)
+        server = PostgresServer(binaries, Path(folder))
+        server.start()
+        try:
+            yield server
+        finally:
+            server.stop()
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def catalog_url(request: pytest.FixtureRequest, tmp_path: Path) -> URL:
+    """The URL of a new, empty database: a test that takes it runs on SQLite and on PostgreSQL."""
+    if request.param == "sqlite":
+        return URL.create("sqlite", database=str(tmp_path / "catalog.db"))
+    server: PostgresServer = request.getfixturevalue("postgres")
+    return server.new_database()
