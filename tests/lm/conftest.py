@@ -1,10 +1,14 @@
 """Tiny random models of the families that knnstore is tried on, and an exact store in a few lines."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
@@ -17,9 +21,16 @@ from transformers import (
     OPTConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
 )
+
+from knnstore.datastore import Neighbors
+from knnstore.lm.encoder import Encoder
+from knnstore.lm.keys import key_dim, locate
+from knnstore.lm.loading import model_fingerprint
+from knnstore.store import EVERYTHING, Identity, record_ids
 
 VOCABULARY = 101
 SPECIAL = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
@@ -126,3 +137,74 @@ def ffn_path(family: str) -> str:
 @pytest.fixture
 def decoder_path(family: str) -> str:
     return FAMILIES[family].decoder
+
+
+class ExactStore:
+    """The records of some token sequences, searched one distance at a time."""
+
+    def __init__(self, model: PreTrainedModel, sequences: Sequence[Sequence[int]], key: str) -> None:
+        location = locate(model, key)
+        self.identity = Identity(
+            model="tiny",
+            model_fingerprint=model_fingerprint(model),
+            tokenizer_fingerprint="",
+            key=str(location),
+            dim=key_dim(model, location),
+            metric="l2",
+            vocab_size=VOCABULARY,
+            max_length=64,
+            stride=32,
+        )
+        self.searched = 0
+        """Queries so far."""
+        self.keys = np.zeros((0, self.identity.dim), np.float32)
+        self.ids = np.zeros(0, np.int64)
+        for sequence in sequences:
+            rows = np.array([sequence[:-1]], np.int64)
+            keys = Encoder(model, location).encode(rows, np.arange(rows.size)).keys
+            positions = len(self.ids) + np.arange(rows.size)
+            self.keys = np.concatenate([self.keys, keys.numpy()])
+            self.ids = np.append(self.ids, record_ids(positions, np.array(sequence[1:])))
+
+    def search(self, queries, k, selection=EVERYTHING) -> Neighbors:
+        assert queries.dtype == np.float32
+        assert queries.shape[1:] == (self.identity.dim,)
+        self.searched += len(queries)
+        ids = np.full((len(queries), k), -1)
+        distances = np.full((len(queries), k), np.inf, np.float32)
+        if selection == EVERYTHING:
+            for row, query in enumerate(queries):
+                squares = ((self.keys.astype(np.float64) - query) ** 2).sum(1)
+                order = np.argsort(squares, kind="stable")[:k]
+                ids[row, : len(order)] = self.ids[order]
+                distances[row, : len(order)] = squares[order]
+        return Neighbors(ids, distances)
+
+
+@pytest.fixture(scope="session")
+def make_store() -> Callable[..., ExactStore]:
+    """Build a store of token sequences; any selection but everything finds nothing in it."""
+
+    def make(
+        model: PreTrainedModel, sequences: Sequence[Sequence[int]], key: str = "ffn_input"
+    ) -> ExactStore:
+        return ExactStore(model, sequences, key)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Words w0, w1, ... are the tokens 0, 1, ...; padding on the left."""
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w3"))
+    words.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        bos_token="w0",
+        eos_token="w1",
+        pad_token="w2",
+        unk_token="w3",
+        padding_side="left",
+        model_max_length=64,
+        model_input_names=["input_ids", "attention_mask"],
+    )

@@ -1,0 +1,320 @@
+"""A causal language model with a store, as an ordinary transformers model."""
+
+import inspect
+import json
+import os
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from knnstore.datastore import Neighbors
+from knnstore.errors import ConfigError, DimensionMismatchError, StoreNotFoundError
+from knnstore.lm.interpolation import mix, neighbor_weights
+from knnstore.lm.keys import KeyCapture, key_dim, locate
+from knnstore.lm.mixing import KNNSettings, Retrieved
+from knnstore.store import Identity, KNNStore, Selection, tokens_of
+
+CONFIG_NAME = "knn_config.json"
+_FORMAT = 1
+_CHUNK_VALUES = 1 << 24
+"""How many log-probabilities are mixed at once: 64 MiB of float32."""
+
+
+class Retriever(Protocol):
+    """What a `KNNLMForCausalLM` needs of a store; `KNNStore` is one."""
+
+    @property
+    def identity(self) -> Identity:
+        """What the store was made for."""
+        ...
+
+    def search(self, queries: Any, k: int, selection: Selection) -> Neighbors:
+        """Find the k nearest records of each query; see `KNNStore.search`."""
+        ...
+
+
+class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
+    """Any causal language model of transformers, with retrieval from a store mixed into its output.
+
+    `forward` returns log-probabilities of the mixture as ``logits``, so that `generate` in all its modes,
+    pipelines, `Trainer.evaluate` and evaluation harnesses work as they do with the base model. It
+    shares the base model's weights, configuration and generation configuration.
+
+    Args:
+        base: the causal language model.
+        store: where to retrieve from; keys are taken at the place that its identity names.
+        knn: the settings of calls that give none; default `KNNSettings()`.
+
+    Raises:
+        ConfigError: the model has no such key location.
+        DimensionMismatchError: the model's keys have another dimension than the store's.
+
+    Example:
+        >>> model = KNNLMForCausalLM.from_base(base, store)  # doctest: +SKIP
+        >>> model.generate(ids, knn=KNNSettings(k=64, lam=0.5))  # doctest: +SKIP
+    """
+
+    base_model_prefix = "base"
+    # The base model has made sure of its own attention; here nothing is to be refused.
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    # A search runs on the CPU in the middle of `forward`.
+    _can_compile_fullgraph = False
+
+    def __init__(self, base: PreTrainedModel, store: Retriever, knn: KNNSettings | None = None) -> None:
+        super().__init__(base.config)
+        self.base: Any = base
+        self.store = store
+        self.knn = knn or KNNSettings()
+        self.location = locate(base, store.identity.key)
+        self.generation_config = base.generation_config
+        self._base_accepts = frozenset(inspect.signature(base.forward).parameters)
+        if hasattr(base, "hf_device_map"):
+            self.hf_device_map = base.hf_device_map
+        self.train(base.training)
+        self._check_store_fits()
+
+    def _check_store_fits(self) -> None:
+        dim = key_dim(self.base, self.location)
+        if dim != self.store.identity.dim:
+            raise DimensionMismatchError(
+                f"the model's keys at {self.location} have {dim} components, the store's have "
+                f"{self.store.identity.dim}; use the model that the store was made with"
+            )
+
+    # -- making, saving and loading
+
+    @classmethod
+    def from_base(cls, base: PreTrainedModel, store: Retriever, knn: KNNSettings | None = None) -> Self:
+        """Give a store to a model; the arguments are those of the class."""
+        return cls(base, store, knn)
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls,
+        directory: str | os.PathLike[str],
+        *,
+        store: Retriever | None = None,
+        knn: KNNSettings | None = None,
+        **base_options: Any,
+    ) -> Self:
+        """Load what `save_pretrained` wrote.
+
+        Args:
+            directory: where ``knn_config.json`` is.
+            store: an open store in place of the one named there.
+            knn: settings in place of those written there.
+            **base_options: passed on to ``AutoModelForCausalLM.from_pretrained`` (dtype, device_map, ...).
+
+        Raises:
+            ConfigError: there is no ``knn_config.json``, or it is of a newer format.
+            StoreNotFoundError: the store is not where it was.
+        """
+        path = Path(directory) / CONFIG_NAME
+        if not path.is_file():
+            raise ConfigError(f"{path} does not exist; save_pretrained writes it")
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if config["format"] > _FORMAT:
+            raise ConfigError(
+                f"{path} has format {config['format']}, this version knows {_FORMAT}; upgrade knnstore"
+            )
+        if store is None:
+            if config["store"] is None:
+                raise StoreNotFoundError(f"{path} names no store; give one: from_pretrained(..., store=...)")
+            store = KNNStore.open(config["store"])
+        options = {"revision": config["revision"], **base_options}
+        base = AutoModelForCausalLM.from_pretrained(config["base"], **options)
+        return cls(base, store, knn or KNNSettings.from_dict(config["knn"]))
+
+    def save_pretrained(  # type: ignore[override]
+        self, save_directory: str | os.PathLike[str], **_: Any
+    ) -> None:
+        """Write where the base model and the store are, and the settings; never any weights.
+
+        Args:
+            save_directory: folder for ``knn_config.json``; made when it does not exist.
+            **_: options for weight files, which there are none of.
+
+        Raises:
+            ConfigError: the base model was never saved, so nothing could load it again.
+        """
+        base = self.base.name_or_path
+        if not base:
+            raise ConfigError("the base model has no path or hub id; save it and load it from there first")
+        home = self.store.home.path if isinstance(self.store, KNNStore) else None
+        config = {
+            "format": _FORMAT,
+            "base": str(Path(base).resolve()) if Path(base).is_dir() else base,
+            "revision": getattr(self.config, "_commit_hash", None) or "main",
+            "store": None if home is None else str(Path(home).resolve()),
+            "knn": self.knn.to_dict(),
+        }
+        directory = Path(save_directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+    # -- what transformers asks of a model
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the base model's."""
+        embeddings: nn.Module = self.base.get_input_embeddings()
+        return embeddings
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Set the base model's."""
+        self.base.set_input_embeddings(value)
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """Return the base model's."""
+        embeddings: nn.Module | None = self.base.get_output_embeddings()
+        return embeddings
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Set the base model's."""
+        self.base.set_output_embeddings(new_embeddings)
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        *args: Any,
+        inputs_embeds: Tensor | None = None,
+        knn: KNNSettings | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Let the base model prepare its inputs, and pass the settings by it."""
+        if inputs_embeds is not None:
+            kwargs["inputs_embeds"] = inputs_embeds
+        inputs: dict[str, Any] = self.base.prepare_inputs_for_generation(input_ids, *args, **kwargs)
+        return {**inputs, "knn": knn}
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        knn: KNNSettings | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """Run the base model and mix what its keys retrieve into its predictions.
+
+        Positions whose attention mask is 0 are not searched. Where λ is 0 or nothing is found at
+        any position, the base model's logits are returned as they are.
+
+        Args:
+            input_ids: int64, shape (b, t).
+            attention_mask: shape (b, past + t), 0 for padding; other shapes reach the base model only.
+            position_ids: shape (b, t).
+            past_key_values: the cache.
+            inputs_embeds: in place of input_ids, shape (b, t, h).
+            labels: shape (b, t), -100 is ignored; gives the loss of the mixture.
+            use_cache: whether to return a cache.
+            logits_to_keep: how many of the last positions to predict from (0 is all), or which ones.
+            knn: settings of this call; default ``self.knn``.
+            return_dict: False returns a tuple.
+            **kwargs: whatever else the base model takes, and ``num_items_in_batch`` for the loss.
+
+        Returns:
+            The base model's output with ``logits`` float32 log-probabilities of the mixture,
+            shape (b, kept, vocabulary), and ``loss``.
+        """
+        settings = knn or self.knn
+        loss_options = {
+            name: kwargs.pop(name) for name in ("num_items_in_batch", "shift_labels") if name in kwargs
+        }
+        inputs: dict[str, Any] = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "past_key_values": past_key_values,
+            "inputs_embeds": inputs_embeds,
+            "use_cache": use_cache,
+            "logits_to_keep": logits_to_keep,
+        }
+        inputs = {name: value for name, value in inputs.items() if name in self._base_accepts}
+        with KeyCapture(self.base, self.location) as capture:
+            output = self.base(**inputs, **kwargs, return_dict=True)
+        logits = output.logits
+        if settings.retrieves:
+            tokens = input_ids if input_ids is not None else inputs_embeds
+            assert tokens is not None
+            batch, length = tokens.shape[:2]
+            keys = _keep(capture.keys(batch, length), logits_to_keep)
+            attended = torch.ones((batch, length), dtype=torch.bool, device=keys.device)
+            if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
+                attended = attention_mask[:, -length:].to(keys.device) != 0
+            attended = _keep(attended[..., None], logits_to_keep)[..., 0]
+            logits = self._mixed(logits, keys, attended, settings)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, vocab_size=logits.shape[-1], **loss_options)
+        mixed: CausalLMOutputWithPast = type(output)(**{**output, "loss": loss, "logits": logits})
+        return mixed.to_tuple() if return_dict is False else mixed
+
+    def _mixed(self, logits: Tensor, keys: Tensor, attended: Tensor, settings: KNNSettings) -> Tensor:
+        """Return the mixture for all positions, or the very `logits` when nothing was found.
+
+        Args:
+            logits: shape (..., v).
+            keys: shape (..., d).
+            attended: bool, shape (...): which positions to search.
+            settings: the settings.
+        """
+        queries = keys[attended].float().cpu().numpy()
+        found = self.store.search(queries, settings.k, settings.selection)
+        if not len(queries) or not np.isfinite(found.distances).any():
+            return logits
+        tokens = np.where(found.ids >= 0, tokens_of(found.ids), 0)
+        if tokens.max() >= logits.shape[-1]:
+            raise ConfigError(
+                f"the store holds token {tokens.max()}, the model's vocabulary has {logits.shape[-1]}; "
+                "use the model that the store was made with"
+            )
+        rows = attended.to(logits.device).flatten()
+        distances = torch.full((len(rows), settings.k), torch.inf, device=logits.device)
+        ids = torch.zeros((len(rows), settings.k), dtype=torch.long, device=logits.device)
+        distances[rows] = torch.from_numpy(found.distances).to(logits.device)
+        ids[rows] = torch.from_numpy(tokens).to(logits.device)
+        flat_keys, flat_logits = keys.flatten(0, -2).to(logits.device), logits.flatten(0, -2)
+        parts = []
+        step = max(1, _CHUNK_VALUES // logits.shape[-1])
+        for start in range(0, len(rows), step):
+            at = slice(start, start + step)
+            log_probs = flat_logits[at].float().log_softmax(-1)
+            lambdas = settings.mixer(
+                Retrieved(distances[at], ids[at], keys=flat_keys[at].float(), lm_log_probs=log_probs)
+            )
+            weights = neighbor_weights(distances[at], settings.temperature)
+            parts.append(mix(log_probs, weights, ids[at], lambdas))
+        return torch.cat(parts).reshape(logits.shape)
+
+
+def _keep(values: Tensor, logits_to_keep: int | Tensor) -> Tensor:
+    """Take the positions that a model predicts from, as transformers does before the output head.
+
+    Args:
+        values: shape (b, t, ...).
+        logits_to_keep: how many of the last positions (0 is all); or positions, shape (p,) or
+            (b, p); or a bool mask, shape (b, t), which flattens batch and positions.
+    """
+    if isinstance(logits_to_keep, int):
+        return values[:, -logits_to_keep:]
+    wanted = logits_to_keep.to(values.device)
+    if wanted.ndim == 1:
+        return values[:, wanted]
+    if wanted.dtype == torch.bool:
+        return values[wanted]
+    return values.take_along_dim(wanted[..., None], dim=1)
