@@ -121,7 +121,7 @@ def place(url: URL) -> str:
     """Where the database is, for messages: without a password or options."""
     if url.get_backend_name() == "sqlite":
         return url.database or ":memory:"
-    return url.set(password=None, query={}).render_as_string()
+    return url.set(query={}).render_as_string()  # a password as ***
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 
 from knnstore.catalog import Catalog, CatalogWriter, Engine, NewDocument, parse_url
@@ -72,7 +71,7 @@ def test_readers_see_one_moment(opener: Opener, document: Make) -> None:
         thread.join()
     assert torn == []
     assert all(published[revision] == rows for revision, rows in seen)
-    assert len(set(revision for revision, _ in seen)) > 3
+    assert len({revision for revision, _ in seen}) > 3
 
 
 def test_an_older_writer_can_commit_no_more(opener: Opener, document: Make) -> None:

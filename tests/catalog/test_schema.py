@@ -98,7 +98,7 @@ def test_an_unknown_schema_is_refused(catalog_url: URL, create: Creator) -> None
     create(catalog_url).close()
     run(catalog_url, "UPDATE knnstore_alembic_version SET version_num = '9999'")
     for act in (Catalog.open, Catalog.upgrade, create):
-        with pytest.raises(SchemaTooNewError, match="9999.*upgrade knnstore"):
+        with pytest.raises(SchemaTooNewError, match=r"9999.*upgrade knnstore"):
             act(catalog_url)
 
 

@@ -1,0 +1,91 @@
+"""A writer killed at any of its failpoints leaves the state before or the state after, nothing between."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import URL
+
+import knnstore.catalog.writer
+from knnstore.catalog import Catalog, CatalogWriter, Engine, NewDocument
+from knnstore.errors import StoreNotFoundError
+
+Make = Callable[..., NewDocument]
+KilledAt = Callable[[str, Callable[[], None]], bool]
+
+PLACES = ("before", "inside", "after")
+SOURCE = Path(str(knnstore.catalog.writer.__file__)).read_text()
+TRANSACTIONS = re.findall(r'self\._transaction\("(\w+)"\)', SOURCE)
+
+
+def state(catalog: Catalog, writer: CatalogWriter) -> tuple[Any, ...]:
+    return (
+        catalog.revision(),
+        catalog.documents(),
+        catalog.domains(),
+        catalog.settings(),
+        catalog.engine(),
+        writer.unsettled(),
+    )
+
+
+def test_every_transaction_is_tried() -> None:
+    assert set(TRANSACTIONS) == set(ACTIONS)
+
+
+ACTIONS: dict[str, Callable[[CatalogWriter, dict[str, int], Make], object]] = {
+    "begin": lambda writer, rows, make: writer.begin([make("new", "new", tags=("t",)), make("live")]),
+    "publish": lambda writer, rows, make: writer.publish([rows["pending"], rows["replacement"]]),
+    "retire": lambda writer, rows, make: writer.retire([rows["live"]]),
+    "forget": lambda writer, rows, make: writer.forget([rows["pending"]]),
+    "describe": lambda writer, rows, make: writer.describe({rows["live"]: ({"new": 1}, ["new"])}),
+    "settings": lambda writer, rows, make: writer.save_settings([], {"k": 2}),
+    "move": lambda writer, rows, make: writer.move(Engine("other", "place", {"p": 1})),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ACTIONS)
+def test_killed_while_writing(
+    name: str, place: str, catalog_url: URL, create: Callable[[URL], Catalog], document: Make,
+    killed_at: KilledAt,
+) -> None:  # fmt: skip
+    catalog = create(catalog_url)
+    writer = CatalogWriter(catalog)
+    live, pending, replacement = (
+        document("live", tags=("old",)),
+        document("pending", "tax"),
+        document("live", version=2),
+    )
+    rows = dict(zip(("live", "pending"), (p.row for p in writer.begin([live, pending])), strict=True))
+    writer.publish([rows["live"]])
+    rows["replacement"] = writer.begin([replacement])[0].row
+    writer.save_settings([], {"k": 1})
+    before = state(catalog, writer)
+    catalog.close()
+
+    def work() -> None:
+        ACTIONS[name](CatalogWriter(Catalog.open(catalog_url)), rows, document)
+
+    assert killed_at(f"catalog.{name}.{place}", work)
+
+    catalog = Catalog.open(catalog_url)
+    writer = CatalogWriter(catalog)
+    if place == "after":
+        assert state(catalog, writer) != before
+    else:
+        assert state(catalog, writer) == before
+        ACTIONS[name](writer, rows, document)
+        assert state(catalog, writer) != before
+    catalog.close()
+
+
+def test_killed_while_creating(
+    catalog_url: URL, create: Callable[[URL], Catalog], killed_at: KilledAt
+) -> None:
+    assert killed_at("catalog.create.inside", lambda: create(catalog_url).close())
+    with pytest.raises(StoreNotFoundError):
+        Catalog.open(catalog_url)
+    assert create(catalog_url).revision() == 0
