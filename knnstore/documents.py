@@ -1,9 +1,11 @@
 """Reading documents: JSON Lines, text and Markdown files, standard input, any Python iterable."""
 
+import codecs
 import gzip
 import hashlib
 import json
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,6 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
+from knnstore.catalog.checks import check_json, check_name
 from knnstore.errors import InputError
 
 ROW_SUFFIXES = (".jsonl", ".ndjson")
@@ -26,7 +29,7 @@ class TextDocument:
     """A document as its user has it.
 
     Raises:
-        InputError: the id or the text is empty, or either cannot be stored.
+        InputError: the id, the text or the metadata cannot be stored; says which and why.
     """
 
     id: str
@@ -34,17 +37,14 @@ class TextDocument:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not self.id or "\0" in self.id:
-            raise InputError("an id must not be empty or hold a NUL character")
+        check_name(self.id, "the id")
         if not self.text.strip():
-            raise InputError(f"document {self.id!r} is empty")
+            raise InputError("the text is empty")
         try:
-            self.id.encode()
             self.text.encode()
         except UnicodeEncodeError as error:
-            raise InputError(
-                f"document {self.id!r:.80} holds half a surrogate pair, not Unicode text"
-            ) from error
+            raise InputError("the text holds half a surrogate pair: it is not Unicode") from error
+        check_json(self.metadata, "the metadata")
 
     @property
     def content_hash(self) -> str:
@@ -65,22 +65,19 @@ class TextDocument:
         if isinstance(row, str):
             row = {"text": row}
         if not isinstance(row, Mapping):
-            raise InputError(f"a document must be an object with a 'text', not {type(row).__name__}")
+            raise InputError(f"a document is an object with a 'text', not {type(row).__name__}")
         text, id = row.get("text"), row.get("id")
         if not isinstance(text, str):
-            raise InputError(
-                "no 'text'" if text is None else f"'text' is {type(text).__name__}, not a string"
-            )
+            problem = "no 'text'" if text is None else f"'text' is {type(text).__name__}, not a string"
+            raise InputError(problem)
         if id is None:
             id = "sha256:" + hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
         if isinstance(id, bool) or not isinstance(id, str | int):
             raise InputError(f"'id' is {type(id).__name__}, not a string or an integer")
         metadata = {key: value for key, value in row.items() if key not in ("id", "text")}
-        try:
-            json.dumps(metadata)
-        except (TypeError, ValueError) as error:
-            raise InputError(f"document {str(id)!r}: its metadata cannot be written as JSON") from error
-        return cls(str(id), text, metadata)
+        check_json(metadata, "the metadata")
+        # As it will be read back (a tuple is a list then), so that adding it again is no change.
+        return cls(str(id), text, json.loads(json.dumps(metadata)))
 
 
 def documents_of(
@@ -94,21 +91,25 @@ def documents_of(
         on_bad: called for each row that cannot be used, which is then left out; None raises.
 
     Raises:
-        InputError: a row cannot be used and `on_bad` is None; names the source and the row.
+        InputError: `rows` is one document and not many; or a row cannot be used and `on_bad` is
+            None, which names the source and the row.
     """
+    if isinstance(rows, str | bytes | Mapping | TextDocument):
+        raise InputError(f"documents are a list or another iterable, not one {type(rows).__name__}")
     located = (
         (f"{source} {number}", partial(TextDocument.from_row, row))
         for number, row in enumerate(rows, start=1)
     )
-    yield from _unique(located, on_bad)
+    return _unique(located, on_bad)
 
 
 def read_documents(paths: Iterable[str | Path], *, on_bad: OnBad | None = None) -> Iterator[TextDocument]:
     """Read documents from files, one at a time.
 
     ``.jsonl`` holds a document a row, ``.txt`` and ``.md`` are one document each, known by their
-    path; any of them may be compressed (``.gz``). A folder stands for all such files below it.
-    ``-`` is standard input: JSON Lines when it starts with ``{``, else one document.
+    path; any of them may be compressed (``.gz``). A folder stands for all such files below it,
+    hidden ones aside. ``-`` is standard input: JSON Lines when it starts with ``{``, else one
+    document.
 
     Args:
         paths: files and folders, in the order to read them.
@@ -118,7 +119,24 @@ def read_documents(paths: Iterable[str | Path], *, on_bad: OnBad | None = None) 
         InputError: a document cannot be used and `on_bad` is None; names file and row.
     """
     located = (entry for path in paths for file in _files(path) for entry in _entries(file))
-    yield from _unique(located, on_bad)
+    return _unique(located, on_bad)
+
+
+def size_of(paths: Iterable[str | Path]) -> int | None:
+    """Add up the bytes that `read_documents` would read.
+
+    Returns:
+        None where it cannot be known beforehand: standard input, compressed files.
+    """
+    total = 0
+    for file in (file for path in paths for file in _files(path)):
+        if file == STDIN or Path(file).suffix == ".gz":
+            return None
+        try:
+            total += Path(file).stat().st_size
+        except OSError:
+            continue  # reading it will say why
+    return total
 
 
 _Entry = tuple[str, Callable[[], TextDocument]]
@@ -131,7 +149,7 @@ def _unique(entries: Iterable[_Entry], on_bad: OnBad | None) -> Iterator[TextDoc
         try:
             document = read()
             if document.id in seen:
-                raise InputError(f"id {document.id!r} was already at {seen[document.id]}")
+                raise InputError(f"the id {document.id!r} was already at {seen[document.id]}")
         except InputError as error:
             located = InputError(f"{where}: {error}")
             if on_bad is None:
@@ -146,8 +164,13 @@ def _files(path: str | Path) -> Iterator[str | Path]:
     if path == STDIN or not Path(path).is_dir():
         yield path
         return
-    known = ROW_SUFFIXES + TEXT_SUFFIXES
-    yield from sorted(file for file in Path(path).rglob("*") if _suffix(file) in known and file.is_file())
+    found = [file for file in sorted(Path(path).rglob("*")) if _is_document(file, below=path)]
+    yield from found or [path]  # an empty folder is named in a message, not passed over
+
+
+def _is_document(file: Path, *, below: str | Path) -> bool:
+    hidden = any(part.startswith(".") for part in file.relative_to(below).parts)
+    return not hidden and _suffix(file) in ROW_SUFFIXES + TEXT_SUFFIXES and file.is_file()
 
 
 def _suffix(path: Path) -> str:
@@ -157,7 +180,7 @@ def _suffix(path: Path) -> str:
 def _entries(path: str | Path) -> Iterator[_Entry]:
     if path == STDIN:
         first = sys.stdin.buffer.readline()
-        if first.lstrip().startswith(b"{"):
+        if first.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{"):
             yield from _rows("standard input", chain([first], sys.stdin.buffer))
         else:
             yield "standard input", lambda: TextDocument("stdin", _decoded(first + sys.stdin.buffer.read()))
@@ -167,22 +190,20 @@ def _entries(path: str | Path) -> Iterator[_Entry]:
         try:
             with _opened(file) as stream:
                 yield from _rows(str(file), stream)
-        except (OSError, EOFError) as error:
+        except _UNREADABLE as error:
             yield str(file), partial(_raise, _unreadable(error))
     elif _suffix(file) in TEXT_SUFFIXES:
         yield str(file), lambda: TextDocument(file.as_posix(), _whole(file))
     else:
-        accepted = " ".join(ROW_SUFFIXES + TEXT_SUFFIXES)
-        yield (
-            str(file),
-            partial(_raise, InputError(f"unknown kind of file; accepted: {accepted} (and .gz of each)")),
-        )
+        accepted = f"{' '.join(ROW_SUFFIXES + TEXT_SUFFIXES)}, and .gz of each"
+        problem = "no document in this folder" if file.is_dir() else "unknown kind of file"
+        yield str(file), partial(_raise, InputError(f"{problem}; accepted are {accepted}"))
 
 
 def _rows(name: str, lines: Iterable[bytes]) -> Iterator[_Entry]:
     empty = True
     for number, line in enumerate(lines, start=1):
-        if line.strip():
+        if line.removeprefix(codecs.BOM_UTF8).strip():
             empty = False
             yield f"{name} row {number}", partial(_parsed, line)
     if empty:
@@ -190,11 +211,10 @@ def _rows(name: str, lines: Iterable[bytes]) -> Iterator[_Entry]:
 
 
 def _parsed(line: bytes) -> TextDocument:
+    text = _decoded(line)
     try:
-        row = json.loads(_decoded(line))
+        row = json.loads(text)
     except (ValueError, RecursionError) as error:
-        if isinstance(error, InputError):
-            raise
         raise InputError(f"not JSON: {error}") from error
     return TextDocument.from_row(row)
 
@@ -203,7 +223,7 @@ def _whole(file: Path) -> str:
     try:
         with _opened(file) as stream:
             return _decoded(stream.read())
-    except (OSError, EOFError) as error:
+    except _UNREADABLE as error:
         raise _unreadable(error) from error
 
 
@@ -222,7 +242,11 @@ def _decoded(data: bytes) -> str:
         raise InputError(f"not UTF-8: byte {error.object[error.start]:#04x} at {error.start}") from error
 
 
-def _unreadable(error: OSError | EOFError) -> InputError:
+_UNREADABLE = (OSError, EOFError, zlib.error)
+"""What reading a file may raise, a damaged .gz included."""
+
+
+def _unreadable(error: Exception) -> InputError:
     return InputError(f"cannot be read: {getattr(error, 'strerror', None) or error}")
 
 
