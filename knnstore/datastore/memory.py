@@ -29,8 +29,8 @@ from knnstore.datastore.types import (
 )
 from knnstore.errors import ConfigError, DatastoreClosedError, DatastoreNotFoundError
 
-_BLOCK_ROWS = 16384
-"""Keys whose differences to a query are in memory at once."""
+_BLOCK_ROWS = 256
+"""Keys whose differences to a query are in memory at once: few enough to stay in the processor's cache."""
 
 
 @dataclass(frozen=True, slots=True)

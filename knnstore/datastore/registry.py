@@ -72,23 +72,17 @@ def load(name: str) -> type[Datastore]:
         AdapterConflictError: several distributions offer it; names them.
         AdapterLoadError: it cannot be imported; says what to install, if that is the reason.
     """
-    everything = _offers()
-    offers = [offer for offer in everything if offer.entry_point.name == name]
-    if not offers:
-        raise AdapterNotFoundError(_not_found(name, sorted({o.entry_point.name for o in everything})))
-    if len(offers) > 1:
-        owners = " and ".join(offer.distribution.name for offer in offers)
-        raise AdapterConflictError(f"adapter {name!r} is offered by {owners}; uninstall all but one of them")
-    return _loaded(offers[0])
+    return _load(name, _offers())
 
 
 def describe() -> list[AdapterInfo]:
     """Try to import every adapter and report on each, sorted by name and distribution."""
     rows = []
-    for offer in _offers():
+    offers = _offers()
+    for offer in offers:
         name, problem = offer.entry_point.name, None
         try:
-            load(name)
+            _load(name, offers)
         except AdapterError as error:
             problem = str(error)
         rows.append(AdapterInfo(name, offer.distribution.name, offer.distribution.version, problem))
@@ -102,7 +96,9 @@ def _offers() -> list[_Offer]:
     for distribution in distributions():
         try:
             ours = distribution.entry_points.select(group=ENTRY_POINT_GROUP)
-            owner = distribution.name if ours else ""
+            owner = distribution.metadata["Name"] if ours else ""
+            if owner is None:
+                raise ValueError("the metadata names no distribution")
         except Exception as error:  # damaged metadata of one distribution is no reason to lose the others
             _logger.warning("the entry points of %s cannot be read: %s", distribution, error)
             continue
@@ -112,7 +108,17 @@ def _offers() -> list[_Offer]:
     return found
 
 
-def _loaded(offer: _Offer) -> type[Datastore]:
+def _load(name: str, offers: list[_Offer]) -> type[Datastore]:
+    named = [offer for offer in offers if offer.entry_point.name == name]
+    if not named:
+        raise AdapterNotFoundError(_not_found(name, sorted({offer.entry_point.name for offer in offers})))
+    if len(named) > 1:
+        owners = " and ".join(offer.distribution.name for offer in named)
+        raise AdapterConflictError(f"adapter {name!r} is offered by {owners}; uninstall all but one of them")
+    return _imported(named[0])
+
+
+def _imported(offer: _Offer) -> type[Datastore]:
     name, owner = offer.entry_point.name, offer.distribution.name
     try:
         adapter = offer.entry_point.load()

@@ -167,9 +167,6 @@ class KitBase:
     dim: ClassVar[int] = 16
     """The number of components of the test's keys."""
 
-    n: ClassVar[int] = 500
-    """How many records most tests use."""
-
     @pytest.fixture
     def location(self, tmp_path: Path) -> str | Path:
         """Where the test's datastore is: nothing is there when the test begins."""
@@ -202,8 +199,8 @@ class KitBase:
 
     @pytest.fixture
     def records(self) -> Records:
-        """The records of most tests."""
-        return sample(self.n, self.dim)
+        """The 500 records of most tests: ten documents in four groups."""
+        return sample(500, self.dim)
 
     @pytest.fixture
     def store(self, open_store: OpenStore, records: Records, metric: Metric) -> Datastore:

@@ -85,6 +85,18 @@ class LifecycleTests(KitBase):
             open_store(mode="x")
         check_holds(open_store(), records)
 
+    def test_location_may_be_a_string(
+        self, open_store: OpenStore, location: str | Path, records: Records
+    ) -> None:
+        """A location given as a string is the same place.
+
+        If this fails, make a `Path` of it at the beginning of `open`.
+        """
+        with open_store(location=str(location)) as store:
+            require_persistent(store)
+            records.put(store)
+        check_holds(open_store(), records)
+
     def test_read_only_needs_a_store(self, open_store: OpenStore, location: str | Path) -> None:
         """Mode "r" creates nothing, not even a directory.
 

@@ -121,7 +121,7 @@ class RandomHistoryTests(KitBase):
         run_state_machine_as_test(
             lambda: DatastoreStateMachine(open_store, metric),  # type: ignore[arg-type]
             settings=settings(
-                max_examples=20,
+                max_examples=15,
                 stateful_step_count=15,
                 deadline=None,
                 database=None,

@@ -82,10 +82,13 @@ def test_broken_plug_in_harms_no_other(install, source, reason):
     assert _problem("broken", "broken-vectors") == str(caught.value)
 
 
-def test_unreadable_metadata_harms_no_other(install, caplog):
+def test_unreadable_metadata_harms_no_other(install, caplog, tmp_path):
     install("damaged-vectors", "this line is no entry point")
-    assert "memory" in registry.names()
-    assert "entry points" in caplog.text
+    install("nameless-vectors", "nameless = nameless_vectors:A")
+    next((tmp_path / "nameless-vectors").glob("*.dist-info/METADATA")).unlink()
+    assert registry.load("memory") is MemoryDatastore
+    assert {"damaged", "nameless"}.isdisjoint(row.name for row in registry.describe())
+    assert caplog.text.count("cannot be read") == 2 * 2  # two distributions, looked at twice
 
 
 @pytest.mark.parametrize(
