@@ -21,6 +21,7 @@ class ConcurrencyTests(KitBase):
         store = open_store(metric=Metric.L2)
         records.put(store)
         visitors = sample(200, self.dim, seed=8, first_position=50_000)
+        deleted: list[int] = []  # these never come back
         done = threading.Event()
 
         def write() -> None:
@@ -30,6 +31,7 @@ class ConcurrencyTests(KitBase):
                     part.put(store)
                     store.flush()
                     store.delete(part[::2].positions())
+                    deleted.extend(part.ids[::2].tolist())
                 visitors[1::2].put(store)
             finally:
                 done.set()
@@ -37,7 +39,8 @@ class ConcurrencyTests(KitBase):
         def search(thread: int) -> int:
             searches = 0
             while searches == 0 or not done.is_set():
-                self._check_one_search(store, records, visitors, seed=1000 * thread + searches)
+                seed = 1000 * thread + searches
+                self._check_one_search(store, records, visitors, deleted.copy(), seed=seed)
                 searches += 1
             return searches
 
@@ -47,7 +50,9 @@ class ConcurrencyTests(KitBase):
             assert all(future.result() >= 1 for future in searching)
         check_holds(store, records + visitors[1::2])
 
-    def _check_one_search(self, store: Datastore, records: Records, visitors: Records, *, seed: int) -> None:
+    def _check_one_search(
+        self, store: Datastore, records: Records, visitors: Records, gone: list[int], *, seed: int
+    ) -> None:
         """Search for stored keys, with and without a filter, while others come and go."""
         everything = records + visitors
         rows = np.random.default_rng(seed).integers(0, len(records), 4)
@@ -56,6 +61,7 @@ class ConcurrencyTests(KitBase):
         found = store.search(queries, 8, where=where)
         allowed = everything.matching(where)
         assert np.isin(found.ids[found.ids != -1], allowed.ids).all(), "found what was never there"
+        assert not np.isin(found.ids, gone).any(), "found what was deleted before the search began"
         for row, ids, distances in zip(rows, found.ids, found.distances, strict=True):
             valid = ids[ids != -1]
             assert len(np.unique(valid)) == len(valid), "an id stands twice in one row"
