@@ -83,9 +83,9 @@ def mix(lm_log_probs: Tensor, weights: Tensor, tokens: Tensor, lam: PerQuery) ->
     # A token retrieved several times collects all its weight first. After that its mixture is the
     # same from each of its neighbours, so the order in which duplicates are written is no matter.
     knn_probs = torch.zeros_like(lm_log_probs).scatter_add_(1, tokens, weights).gather(1, tokens)
-    mixed = lm_log_probs + torch.log1p(-lambdas)
-    mixed_tokens = torch.logaddexp(mixed.gather(1, tokens), (lambdas * knn_probs).log())
-    return mixed.scatter_(1, tokens, mixed_tokens)
+    lm_share = torch.log1p(-lambdas)
+    mixed_tokens = torch.logaddexp(lm_log_probs.gather(1, tokens) + lm_share, (lambdas * knn_probs).log())
+    return (lm_log_probs + lm_share).scatter_(1, tokens, mixed_tokens)
 
 
 def _lambdas(lam: PerQuery, found: Tensor) -> Tensor:

@@ -170,6 +170,27 @@ class KeyCapture:
             self._captured = next(tensors, None)
 
 
+def keep_positions(values: Tensor, logits_to_keep: int | Tensor) -> Tensor:
+    """Take the positions that a model predicts from, as transformers does before the output head.
+
+    Args:
+        values: shape (b, t, ...).
+        logits_to_keep: how many of the last positions (0 is all); or positions, shape (p,) or
+            (b, p); or a bool mask, shape (b, t), which flattens batch and positions.
+
+    Returns:
+        Shape (b, p, ...), or (n, ...) for a bool mask.
+    """
+    if isinstance(logits_to_keep, int):
+        return values[:, -logits_to_keep:]
+    wanted = logits_to_keep.to(values.device)
+    if wanted.ndim == 1:
+        return values[:, wanted]
+    if wanted.dtype == torch.bool:
+        return values[wanted]
+    return values.take_along_dim(wanted[..., None], dim=1)
+
+
 def _last_ffn(model: PreTrainedModel) -> nn.Module:
     """Find the feed-forward part of the last decoder layer."""
     children = dict(_last_layer(model).named_children())

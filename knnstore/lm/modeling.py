@@ -9,15 +9,16 @@ from typing import Any, Protocol, Self
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from knnstore.datastore import Neighbors
 from knnstore.errors import ConfigError, DimensionMismatchError, StoreNotFoundError
 from knnstore.lm.interpolation import mix, neighbor_weights
-from knnstore.lm.keys import KeyCapture, key_dim, locate
+from knnstore.lm.keys import KeyCapture, keep_positions, key_dim, locate
 from knnstore.lm.mixing import KNNSettings, Retrieved
+from knnstore.lm.store_mixin import StoreMixin
 from knnstore.store import Identity, KNNStore, Selection, tokens_of
 
 CONFIG_NAME = "knn_config.json"
@@ -39,7 +40,7 @@ class Retriever(Protocol):
         ...
 
 
-class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
+class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
     """Any causal language model of transformers, with retrieval from a store mixed into its output.
 
     `forward` returns log-probabilities of the mixture as ``logits``, so that `generate` in all its modes,
@@ -50,9 +51,12 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
         base: the causal language model.
         store: where to retrieve from; keys are taken at the place that its identity names.
         knn: the settings of calls that give none; default `KNNSettings()`.
+        tokenizer: the model's tokenizer, which only `add`, `evaluate`, `explain` and
+            `generate_text` need.
 
     Raises:
         ConfigError: the model has no such key location.
+        FingerprintMismatchError: model or tokenizer are not those that the store was made with.
         DimensionMismatchError: the model's keys have another dimension than the store's.
 
     Example:
@@ -69,10 +73,17 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
     # A search runs on the CPU in the middle of `forward`.
     _can_compile_fullgraph = False
 
-    def __init__(self, base: PreTrainedModel, store: Retriever, knn: KNNSettings | None = None) -> None:
+    def __init__(
+        self,
+        base: PreTrainedModel,
+        store: Retriever,
+        knn: KNNSettings | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
         super().__init__(base.config)
         self.base: Any = base
         self.store = store
+        self.tokenizer = tokenizer
         self.knn = knn or KNNSettings()
         self.location = locate(base, store.identity.key)
         self.generation_config = base.generation_config
@@ -93,9 +104,15 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
     # -- making, saving and loading
 
     @classmethod
-    def from_base(cls, base: PreTrainedModel, store: Retriever, knn: KNNSettings | None = None) -> Self:
+    def from_base(
+        cls,
+        base: PreTrainedModel,
+        store: Retriever,
+        knn: KNNSettings | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> Self:
         """Give a store to a model; the arguments are those of the class."""
-        return cls(base, store, knn)
+        return cls(base, store, knn, tokenizer)
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
@@ -252,11 +269,11 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
             tokens = input_ids if input_ids is not None else inputs_embeds
             assert tokens is not None
             batch, length = tokens.shape[:2]
-            keys = _keep(capture.keys(batch, length), logits_to_keep)
+            keys = keep_positions(capture.keys(batch, length), logits_to_keep)
             attended = torch.ones((batch, length), dtype=torch.bool, device=keys.device)
             if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
                 attended = attention_mask[:, -length:].to(keys.device) != 0
-            attended = _keep(attended[..., None], logits_to_keep)[..., 0]
+            attended = keep_positions(attended[..., None], logits_to_keep)[..., 0]
             logits = self._mixed(logits, keys, attended, settings)
         loss = None
         if labels is not None:
@@ -300,21 +317,3 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
             weights = neighbor_weights(distances[at], settings.temperature)
             parts.append(mix(log_probs, weights, ids[at], lambdas))
         return torch.cat(parts).reshape(logits.shape)
-
-
-def _keep(values: Tensor, logits_to_keep: int | Tensor) -> Tensor:
-    """Take the positions that a model predicts from, as transformers does before the output head.
-
-    Args:
-        values: shape (b, t, ...).
-        logits_to_keep: how many of the last positions (0 is all); or positions, shape (p,) or
-            (b, p); or a bool mask, shape (b, t), which flattens batch and positions.
-    """
-    if isinstance(logits_to_keep, int):
-        return values[:, -logits_to_keep:]
-    wanted = logits_to_keep.to(values.device)
-    if wanted.ndim == 1:
-        return values[:, wanted]
-    if wanted.dtype == torch.bool:
-        return values[wanted]
-    return values.take_along_dim(wanted[..., None], dim=1)

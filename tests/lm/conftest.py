@@ -101,6 +101,12 @@ ODD_FAMILIES = {
 """Models that differ after the head (a cap, a scale) or have no attention."""
 
 
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """Models this small lose time on every further thread."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -195,15 +201,16 @@ def make_store() -> Callable[..., ExactStore]:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Words w0, w1, ... are the tokens 0, 1, ...; padding on the left."""
-    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w3"))
+    """Words w4, w5, ... are the tokens 4, 5, ..., after four special ones; padding on the left."""
+    names = ["<s>", "</s>", "<pad>", "<unk>", *(f"w{i}" for i in range(4, VOCABULARY))]
+    words = Tokenizer(WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
     words.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(
         tokenizer_object=words,
-        bos_token="w0",
-        eos_token="w1",
-        pad_token="w2",
-        unk_token="w3",
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        unk_token="<unk>",
         padding_side="left",
         model_max_length=64,
         model_input_names=["input_ids", "attention_mask"],

@@ -112,3 +112,21 @@ def test_rare_tokens_of_the_model_do_not_round_to_impossible():
     lm = torch.tensor([[0.0, -200.0]])
     mixed = mix(lm, neighbor_weights(torch.tensor([[1.0]]), 1.0), torch.tensor([[0]]), 0.5)
     torch.testing.assert_close(mixed, torch.tensor([[0.0, -200.0 + math.log(0.5)]]))
+
+
+def test_gradients_flow_to_the_model_alone():
+    """Fine-tuning through the mixture: the derivative of the definition, by central differences."""
+    logits = torch.tensor([[0.3, -0.2, 0.5], [0.1, 0.4, -0.6]], dtype=torch.float32, requires_grad=True)
+    weights = neighbor_weights(torch.tensor([[0.0, 1.0], [2.0, 2.0]]), 1.0)
+    tokens, gold = torch.tensor([[0, 2], [1, 1]]), torch.tensor([[0], [2]])
+
+    def loss(values):
+        return -mix(values.log_softmax(1), weights, tokens, 0.5).gather(1, gold).sum()
+
+    loss(logits).backward()
+    step = 1e-2
+    for at in np.ndindex(2, 3):
+        shift = torch.zeros(2, 3)
+        shift[at] = step
+        slope = (loss(logits.detach() + shift) - loss(logits.detach() - shift)) / (2 * step)
+        assert logits.grad[at].item() == pytest.approx(slope.item(), abs=1e-3)

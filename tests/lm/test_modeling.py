@@ -88,13 +88,13 @@ def test_without_retrieval_logits_are_the_base_models(model, knn_model, knn):
         )
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize(
+    ("mode", "use_cache"), [*((mode, True) for mode in MODES), ("greedy", False)], ids=str
+)
 def test_without_retrieval_generation_is_the_base_models(model, knn_model, mode, use_cache):
     expected = generate(model, use_cache=use_cache, **MODES[mode])
-    for knn in (KNNSettings(lam=0), KNNSettings(selection=NOTHING)):
-        found = generate(knn_model, use_cache=use_cache, knn=knn, **MODES[mode])
-        assert torch.equal(found, expected)
+    knn = KNNSettings(lam=0) if mode != "sampling" else KNNSettings(selection=NOTHING)
+    assert torch.equal(generate(knn_model, use_cache=use_cache, knn=knn, **MODES[mode]), expected)
 
 
 def test_lambda_zero_never_searches(knn_model):
