@@ -18,14 +18,15 @@ from knnstore.datastore import (
     Neighbors,
     checked_k,
     checked_keys,
-    checked_params,
     checked_records,
 )
 from knnstore.datastore.rows import Segment
 from knnstore.datastore.segments import KeySegments
-from knnstore.errors import ConfigError
+from knnstore.errors import ConfigError, CorruptDatastoreError
 from knnstore_faiss.group import GroupIndex
+from knnstore_faiss.inverted import build, fits
 from knnstore_faiss.locks import ReadersWriterLock
+from knnstore_faiss.policy import Policy
 from knnstore_faiss.results import merge
 
 
@@ -38,11 +39,15 @@ class FaissDatastore:
 
     Args:
         segments: the open directory.
+        dim: number of components of a vector.
+        metric: how distances are measured.
+        policy: which indexes to build and how far to search them.
     """
 
-    def __init__(self, segments: KeySegments, dim: int, metric: Metric) -> None:
+    def __init__(self, segments: KeySegments, dim: int, metric: Metric, policy: Policy) -> None:
         self._dim = dim
         self._metric = metric
+        self._policy = policy
         self._segments = segments
         self._lock = ReadersWriterLock()
         self._held: tuple[Segment, ...] | None = None
@@ -53,11 +58,20 @@ class FaissDatastore:
     def open(
         cls, location: str | Path, *, dim: int, metric: Metric = Metric.L2, mode: Mode = "a", **params: Any
     ) -> Self:
-        """Open or create a datastore in a directory; see `Datastore.open`."""
-        checked_params("faiss", params, accepted={})
+        """Open or create a datastore in a directory; see `Datastore.open`.
+
+        Args:
+            location: the directory.
+            dim: number of components of a vector, >= 1.
+            metric: how distances are measured.
+            mode: as in `Datastore.open`.
+            **params: `index`, `nprobe`, `rerank` and `exact_distances`; see `Policy`.
+        """
         if dim < 1:
             raise ConfigError(f"dim must be at least 1, got {dim}")
-        return cls(KeySegments(Path(location), dim, Metric(metric), mode), dim, Metric(metric))
+        metric = Metric(metric)
+        policy = Policy.of(params, dim, metric)
+        return cls(KeySegments(Path(location), dim, metric, mode), dim, metric, policy)
 
     @property
     def dim(self) -> int:
@@ -72,7 +86,8 @@ class FaissDatastore:
     @property
     def capabilities(self) -> Capabilities:
         """Durable, in half precision, with one writer."""
-        return Capabilities(exact_search=True, exact_keys=False, persistent=True, shared_writers=False)
+        exact = self._policy.index == "exact"
+        return Capabilities(exact_search=exact, exact_keys=False, persistent=True, shared_writers=False)
 
     def add(self, ids: Ids, keys: Keys, groups: Groups) -> None:
         """Store records, replacing those whose id is present; see `Datastore.add`."""
@@ -116,8 +131,16 @@ class FaissDatastore:
         self._segments.flush()
 
     def optimize(self) -> None:
-        """Reclaim the space of deleted records and merge segments."""
+        """Merge segments, reclaim the space of deleted records, and index segments that are large.
+
+        Until then added records are searched exactly, so call it after adding many.
+        """
         self._segments.compact()
+        for found in self._segments.by_group().values():
+            for segment in found:
+                factory = self._policy.factory(segment.rows, self._dim)
+                if factory and fits(factory, segment.rows, self._dim, self._metric):
+                    self._index(segment, factory)
 
     def verify(self) -> list[str]:
         """Check the size and the SHA-256 of every file; one line for each problem."""
@@ -137,6 +160,18 @@ class FaissDatastore:
     ) -> None:
         self.close()
 
+    def _index(self, segment: Segment, factory: str) -> None:
+        """Give a segment the index that it should have, unless it has it, undamaged."""
+        assert segment.entry is not None
+        present = segment.entry.index
+        if present and present.parameters == {"faiss": factory} and self._segments.intact(present.file):
+            return
+        self._segments.write_index(
+            segment,
+            lambda path: build(segment, factory, self._dim, self._metric, path),
+            {"faiss": factory},
+        )
+
     def _chosen(self, groups: frozenset[int] | None) -> list[int]:
         """The groups to search that have records."""
         return [group for group in self._by_group if groups is None or group in groups]
@@ -149,14 +184,23 @@ class FaissDatastore:
 
     def _update(self, groups: frozenset[int] | None) -> None:
         """Bring the indexes of some groups to the newest records; runs beside no search."""
-        # The newest, not those that made the caller come: another thread may have been here meanwhile.
-        self._held = self._segments.snapshot()
-        self._by_group = self._segments.by_group()
-        for group in set(self._indexes) - set(self._by_group):
-            del self._indexes[group]
-        for group in self._chosen(groups):
-            index = self._indexes.setdefault(group, GroupIndex(self._dim, self._metric))
-            index.update(self._by_group[group])
+        while True:
+            # The newest, not those that made the caller come: another thread may have been here meanwhile.
+            self._held = self._segments.snapshot()
+            self._by_group = self._segments.by_group()
+            for group in set(self._indexes) - set(self._by_group):
+                del self._indexes[group]
+            try:
+                for group in self._chosen(groups):
+                    if group not in self._indexes:
+                        self._indexes[group] = GroupIndex(
+                            self._segments.root, self._dim, self._metric, self._policy
+                        )
+                    self._indexes[group].update(self._by_group[group])
+                return
+            except FileNotFoundError as error:  # a writer replaced an index while a reader opened it
+                if self._segments.snapshot() is self._held:
+                    raise CorruptDatastoreError(f"{error.filename} is missing: run optimize") from error
 
 
 _conforms: type[Datastore] = FaissDatastore  # here a type checker compares every signature

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from knnstore.datastore.files import FileWriter, MappedFile, WriterLock, remove, sync_directory
+from knnstore.datastore.files import FileWriter, MappedFile, StoredFile, WriterLock, remove, sync_directory
 from knnstore.datastore.manifest import IndexEntry, Manifest, signature
 from knnstore.datastore.merging import (
     CHUNK_SIZE,
@@ -194,6 +194,14 @@ class KeySegments:
                 for s in self._segments
             )
             self._publish()
+
+    def intact(self, file: StoredFile) -> bool:
+        """Whether a file is there with the size and the SHA-256 that the manifest says."""
+        try:
+            MappedFile(self.root, file).check()
+        except (CorruptDatastoreError, FileNotFoundError):
+            return False
+        return True
 
     def by_group(self) -> dict[int, list[Segment]]:
         """The segments of each group that has live records."""

@@ -6,3 +6,13 @@ from knnstore_faiss import FaissDatastore
 
 class TestExact(DatastoreTests):
     datastore_class = FaissDatastore
+    params = {"index": "exact"}
+
+
+class TestAuto(DatastoreTests):
+    datastore_class = FaissDatastore
+
+
+class TestInvertedFile(DatastoreTests):
+    datastore_class = FaissDatastore
+    params = {"index": "IVF8,SQ8"}

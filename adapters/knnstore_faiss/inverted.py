@@ -1,0 +1,205 @@
+"""Approximate search: a FAISS inverted file over the rows of one segment."""
+
+from pathlib import Path
+
+import faiss
+import numpy as np
+
+from knnstore.datastore import Distances, IdRanges, Keys, Metric
+from knnstore.datastore.files import BLOCK, MappedFile
+from knnstore.datastore.rows import MappedColumns, Segment, StoredKeys
+from knnstore.errors import CorruptDatastoreError, DatastoreError
+from knnstore_faiss.exact import ExactIndex
+from knnstore_faiss.policy import Policy, new_index
+from knnstore_faiss.results import Found
+
+_CHUNK = 1 << 16  # rows given to FAISS at a time
+_FEW_ROWS = 4096  # matching rows up to which they are compared one by one
+
+
+def build(segment: Segment, factory: str, dim: int, metric: Metric, path: Path) -> None:
+    """Train an index on a sample of a segment, fill it with all rows, and write it to a file.
+
+    Entries are numbered by the rows of the segment, so they stay right when rows die.
+
+    Raises:
+        DatastoreError: FAISS cannot build or write it.
+    """
+    index = new_index(factory, dim, metric)
+    keys = segment.columns.keys
+    sampled = min(segment.rows, index.cp.max_points_per_centroid * index.nlist)
+    sample = np.sort(np.random.default_rng(0).choice(segment.rows, sampled, replace=False))
+    try:
+        index.train(keys[sample].astype(np.float32))
+        for start in range(0, segment.rows, _CHUNK):
+            index.add(keys[start : start + _CHUNK].astype(np.float32))
+        faiss.write_index(index, str(path))
+    except RuntimeError as error:
+        raise DatastoreError(f"FAISS cannot build {factory!r} over {segment.rows} rows: {error}") from error
+
+
+def fits(factory: str, rows: int, dim: int, metric: Metric) -> bool:
+    """Whether so many rows are enough to train an index."""
+    return rows >= max(int(new_index(factory, dim, metric).nlist), 256)
+
+
+class InvertedIndex:
+    """Searches one segment through its index file.
+
+    Args:
+        root: the datastore's directory.
+        segment: a segment whose entry names an index.
+        dim: number of components of a key.
+        metric: how distances are measured.
+        policy: how far to search.
+
+    Raises:
+        FileNotFoundError: the file is gone; a newer manifest may have replaced it.
+        CorruptDatastoreError: the file is damaged.
+    """
+
+    def __init__(self, root: Path, segment: Segment, dim: int, metric: Metric, policy: Policy) -> None:
+        assert segment.entry is not None
+        assert segment.entry.index is not None
+        assert isinstance(segment.columns, MappedColumns)
+        self.segment = segment
+        self.file = segment.entry.index.file
+        self._columns = segment.columns
+        self._dim = dim
+        self._metric = metric
+        self._policy = policy
+        self._index = _read(root, segment, dim, metric)
+        self._coarse = not isinstance(self._index, (faiss.IndexIVFScalarQuantizer, faiss.IndexIVFFlat))
+        self._ranking: faiss.IndexRefine | None = None
+        self._stored: faiss.IndexFlatCodes | None = None
+        self.update(segment)
+
+    def update(self, segment: Segment) -> None:
+        """Search the rows that are live in this version of the segment."""
+        self.segment = segment
+        self._live = segment.live_rows()
+        self._live_selector = _selector(self._live, segment.rows)
+
+    def search(self, queries: Keys, k: int, ids: IdRanges | None) -> Found:
+        """Find about the k nearest live rows of each query, of all or of those with some ids."""
+        rows = self._live if ids is None else self.segment.live_rows(ids)
+        matching = int((rows.stops - rows.starts).sum())
+        reachable = min(k, matching)
+        if reachable == 0 or len(queries) == 0:
+            return Found.nothing(len(queries), k)
+        if matching <= max(_FEW_ROWS, 4 * k):
+            return self._search_few(queries, k, rows)
+        selector = self._live_selector if ids is None else _selector(rows, self.segment.rows)
+        probes = self._policy.probes(k, self.segment.rows, matching, self._index.nlist)
+        found = self._search_lists(queries, reachable, selector, probes, matching)
+        short = np.flatnonzero(found.ids[:, -1] < 0)
+        if len(short):  # the lists visited did not hold enough matching rows: visit all of them
+            more = self._search_lists(queries[short], reachable, selector, self._index.nlist, matching)
+            found.ids[short], found.distances[short] = more.ids, more.distances
+        present = found.ids >= 0
+        found.ids[present] = self._columns.ids[found.ids[present]]
+        return found.padded(k)
+
+    def _search_lists(
+        self, queries: Keys, k: int, selector: faiss.IDSelector | None, probes: int, matching: int
+    ) -> Found:
+        """Search some lists for each query; found.ids are rows."""
+        wanted = faiss.SearchParametersIVF(nprobe=probes, sel=selector)
+        candidates = self._policy.candidates(k, matching, coarse=self._coarse)
+        if not self._policy.exact_distances:
+            distances, rows = self._index.search(queries, k, params=wanted)
+            return Found.of_faiss(rows, distances, self._metric)
+        if len(queries) * candidates * BLOCK < self._columns.keys_file.file.size and not self._checked:
+            # Fewer bytes to check than the whole file: the first queries need not wait for all of it.
+            distances, rows = self._index.search(queries, candidates, params=wanted)
+            return self._ranked(queries, Found.of_faiss(rows, distances, self._metric), k)
+        if self._ranking is None:
+            self._stored = _view(self._columns.keys, self._metric)
+            self._ranking = faiss.IndexRefine(self._index, self._stored)
+        ranked = faiss.IndexRefineSearchParameters(k_factor=candidates / k, base_index_params=wanted)
+        distances, rows = self._ranking.search(queries, k, params=ranked)
+        return Found.of_faiss(rows, distances, self._metric)
+
+    @property
+    def _checked(self) -> bool:
+        return self._columns.keys_file.checked
+
+    def _ranked(self, queries: Keys, found: Found, k: int) -> Found:
+        """Compute the distances of candidates from the stored keys and keep the nearest."""
+        for query, rows, distances in zip(queries, found.ids, found.distances, strict=True):
+            present = rows >= 0
+            keys = self._columns.keys_at(rows[present]).astype(np.float32)
+            distances[present] = _distances(query, keys, self._metric)
+        found.sort_rows(np.arange(len(queries)))
+        return Found(np.ascontiguousarray(found.ids[:, :k]), np.ascontiguousarray(found.distances[:, :k]))
+
+    def _search_few(self, queries: Keys, k: int, rows: IdRanges) -> Found:
+        """Compare with every matching row."""
+        numbers = np.concatenate([np.arange(start, stop) for start, stop in rows])
+        few = Segment.in_memory(
+            self.segment.group, self._columns.ids[numbers], self._columns.keys_at(numbers)
+        )
+        index = ExactIndex(self._dim, self._metric)
+        index.update([few])
+        return index.search(queries, k, None)
+
+
+def _read(root: Path, segment: Segment, dim: int, metric: Metric) -> faiss.IndexIVF:
+    """Read an index whose bytes were checked; the lists stay on disk where FAISS can map them."""
+    assert segment.entry is not None
+    assert segment.entry.index is not None
+    mapped = MappedFile(root, segment.entry.index.file)
+    mapped.check()
+    faiss.set_deserialization_vector_byte_limit(4 * mapped.file.size + (1 << 20))
+    if bytes(mapped.bytes[:2]) != b"Iw":  # the inverted files; nothing else is ever written
+        raise CorruptDatastoreError(f"{mapped.path} is no inverted file")
+    try:
+        index = faiss.read_index(str(mapped.path), faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY)
+    except RuntimeError as error:
+        raise CorruptDatastoreError(f"{mapped.path} cannot be read: {error}") from error
+    expected = (dim, segment.rows, faiss.METRIC_L2 if metric is Metric.L2 else faiss.METRIC_INNER_PRODUCT)
+    if not isinstance(index, faiss.IndexIVF) or (index.d, index.ntotal, index.metric_type) != expected:
+        raise CorruptDatastoreError(f"{mapped.path} belongs to other keys")
+    lists = faiss.downcast_InvertedLists(index.invlists)
+    if isinstance(lists, faiss.OnDiskInvertedLists):
+        lists.prefetch_nthread = 0  # 32 threads a search, which only cold disks would repay
+    return index
+
+
+def _selector(rows: IdRanges, total: int) -> faiss.IDSelectorBitmap | None:
+    """A set of rows as FAISS tests it fastest; None for all."""
+    if rows == IdRanges([(0, total)]):
+        return None
+    mask = np.zeros(total, bool)
+    for start, stop in rows:
+        mask[start:stop] = True
+    return faiss.IDSelectorBitmap(np.packbits(mask, bitorder="little"))
+
+
+def _view(keys: StoredKeys, metric: Metric) -> faiss.IndexFlatCodes:
+    """A flat index over keys that stay where they are; it must only be searched."""
+    faiss_metric = faiss.METRIC_L2 if metric is Metric.L2 else faiss.METRIC_INNER_PRODUCT
+    dim = keys.shape[1]
+    if keys.dtype == np.float16:
+        index = faiss.IndexScalarQuantizer(dim, faiss.ScalarQuantizer.QT_fp16, faiss_metric)
+    else:
+        index = faiss.IndexFlat(dim, faiss_metric)
+    codes = faiss.MaybeOwnedVectorUInt8()
+    codes.is_owned = False
+    codes.view_data = codes.c_ptr = faiss.swig_ptr(keys.reshape(-1).view(np.uint8))
+    codes.view_size = codes.c_size = keys.nbytes
+    index.codes = codes
+    index.ntotal = len(keys)
+    index.is_trained = True
+    index.keys = keys  # keeps the map alive
+    return index
+
+
+def _distances(query: Keys, keys: Keys, metric: Metric) -> Distances:
+    distances: Distances
+    if metric is Metric.IP:
+        distances = -(keys @ query)
+    else:
+        keys -= query
+        distances = np.einsum("nd,nd->n", keys, keys)
+    return distances
