@@ -1,0 +1,49 @@
+"""The settings of a store for which none were fitted."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from knnstore.datastore import Metric
+from knnstore.lm.mixing import KNNSettings
+from knnstore.store import EVERYTHING, KNNStore, Selection
+
+DEFAULT_K = 1024
+DEFAULT_LAMBDA = 0.5
+"""Between the best values published in the model's own domain (0.25) and far from it (0.65 and more)."""
+
+_TEMPERATURE_SHARE = 0.1
+_SAMPLE = 8192
+
+
+def save_default_settings(store: KNNStore) -> None:
+    """Save settings for a whole store that has none yet, from the spread of its keys.
+
+    The best temperature grows with the scale of the distances, which differs between models by
+    orders of magnitude. Twice the keys' variance is the mean squared distance between two of
+    them; a tenth of the variance is near the optimum where we measured it (see the documentation
+    of the benchmarks), T=1 far from it. Fitting on held-out text is better still.
+    """
+    if store.settings() is not None:
+        return
+    _, keys, _ = next(store.datastore.iterate(batch_size=_SAMPLE), (None, np.zeros((0, 1), np.float32), None))
+    variance = float(keys.var(axis=0).sum()) if len(keys) > 1 else 0.0
+    if variance > 0:
+        # d² = |q|² + |x|² - 2 q·x: an inner product moves half as far as a squared distance.
+        scale = variance if store.identity.metric == Metric.L2 else variance / 2
+        settings = KNNSettings(k=DEFAULT_K, temperature=_TEMPERATURE_SHARE * scale, lam=DEFAULT_LAMBDA)
+        store.save_settings(
+            {name: value for name, value in settings.to_dict().items() if name != "selection"}
+        )
+
+
+def settings_for(store: KNNStore, selection: Selection = EVERYTHING) -> KNNSettings:
+    """The settings saved for the domains selected, else those of the whole store.
+
+    Args:
+        store: where they are saved.
+        selection: becomes part of the settings.
+    """
+    saved = store.settings(selection.domains) if selection.domains else None
+    saved = saved or store.settings() or {"k": DEFAULT_K, "lambda": DEFAULT_LAMBDA}
+    return replace(KNNSettings.from_dict(saved), selection=selection)

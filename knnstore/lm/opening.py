@@ -1,0 +1,81 @@
+"""Making a store for a model, and loading the model that a store was made for."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from knnstore.lm.defaults import settings_for
+from knnstore.lm.loading import check_matches, identify
+from knnstore.lm.loading import load as load_model
+from knnstore.lm.modeling import KNNLMForCausalLM
+from knnstore.store import KNNStore
+from knnstore.store.reading import Mode
+
+
+def create(
+    home: str | os.PathLike[str],
+    model: str,
+    *,
+    store: str = "faiss",
+    location: str | None = None,
+    params: Mapping[str, Any] | None = None,
+    catalog: str | None = None,
+    key: str = "ffn_input",
+    metric: str = "l2",
+    max_length: int | None = None,
+    stride: int | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
+) -> KNNLMForCausalLM:
+    """Make an empty store for a model and open both, the store for writing.
+
+    Args:
+        home: the folder that the store is known by; new or empty.
+        model: folder or hub id of a causal language model.
+        store: the adapter that holds the keys.
+        location: where it keeps them: a URL or a folder; default ``HOME/keys``.
+        params: the adapter's own parameters.
+        catalog: SQLAlchemy URL of the catalogue; default is SQLite in the home.
+        key: where in the model the keys are taken: ``ffn_input``, ``final_hidden`` or a module's path.
+        metric: ``l2`` or ``ip``.
+        max_length: tokens in a window; default is the model's limit.
+        stride: tokens by which a window moves on; default is half of it.
+        device: where the model runs; default is the GPU if there is one, else the CPU.
+        dtype: of its weights; see `knnstore.lm.loading.load`.
+
+    Raises:
+        StoreExistsError: there is a store already.
+        ConfigError: something given cannot be used.
+    """
+    base, tokenizer = load_model(model, device=device, dtype=dtype)
+    name = os.path.abspath(model) if os.path.isdir(model) else model
+    identity = identify(
+        base, tokenizer, name=name, key=key, metric=metric, max_length=max_length, stride=stride
+    )
+    made = KNNStore.create(home, identity, store=store, location=location, params=params, catalog=catalog)
+    return KNNLMForCausalLM.from_base(base, made, tokenizer=tokenizer)
+
+
+def load(
+    home: str | os.PathLike[str], mode: Mode = "r", *, device: str | None = None, dtype: str | None = None
+) -> KNNLMForCausalLM:
+    """Open a store and load the model that it was made for.
+
+    Args:
+        home: the folder that the store is known by.
+        mode: ``"r"`` to read, beside a writer; ``"a"`` to read and write.
+        device: where the model runs; default is the GPU if there is one, else the CPU.
+        dtype: of its weights; see `knnstore.lm.loading.load`.
+
+    Raises:
+        StoreNotFoundError: there is no store.
+        FingerprintMismatchError: what is at the model's place is another model now.
+    """
+    opened = KNNStore.open(home, mode)
+    try:
+        base, tokenizer = load_model(opened.identity.model, device=device, dtype=dtype)
+        check_matches(base, tokenizer, opened.identity)
+        return KNNLMForCausalLM.from_base(base, opened, tokenizer=tokenizer, knn=settings_for(opened))
+    except BaseException:
+        opened.close()
+        raise

@@ -1,0 +1,195 @@
+"""What a model with a store and a tokenizer can do beside what transformers knows."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+
+from knnstore.documents import OnBad, documents_of
+from knnstore.errors import ConfigError, InputError
+from knnstore.lm.build import COMMIT_TOKENS, Added, add_documents
+from knnstore.lm.defaults import save_default_settings, settings_for
+from knnstore.lm.encoder import Encoder
+from knnstore.lm.evaluate import Evaluation, evaluate
+from knnstore.lm.explain import TokenExplanation, explain_tokens
+from knnstore.lm.keys import KeyLocation
+from knnstore.lm.mixing import KNNSettings
+from knnstore.lm.scoring import BATCH_TOKENS
+from knnstore.lm.windows import prefix_of
+from knnstore.progress import Progress
+from knnstore.store import KNNStore
+
+
+class StoreMixin:
+    """Adding documents, measuring, explaining and writing text; part of `KNNLMForCausalLM`."""
+
+    base: PreTrainedModel
+    store: KNNStore
+    tokenizer: PreTrainedTokenizerBase | None
+    location: KeyLocation
+    knn: KNNSettings
+
+    def add(
+        self,
+        documents: Iterable[object],
+        *,
+        domain: str,
+        tags: Iterable[str] = (),
+        on_bad: OnBad | None = None,
+        commit_tokens: int = COMMIT_TOKENS,
+        batch_tokens: int = BATCH_TOKENS,
+        total_bytes: int | None = None,
+        progress: Progress | None = None,
+    ) -> Added:
+        """Store documents under a domain; see `add_documents`.
+
+        Args:
+            documents: rows ``{"id", "text", ...metadata}``, bare texts or `TextDocument`s; any
+                iterable, also a `datasets` stream; read once.
+            domain: the domain's name; made when it is new.
+            tags: set on every document.
+            on_bad: called for each document that cannot be used, which is then left out; None
+                raises at the first.
+            commit_tokens: documents become live in groups of about so many tokens.
+            batch_tokens: tokens in one forward pass.
+            total_bytes: UTF-8 bytes of all texts, if known, for the time left.
+            progress: hears of each batch.
+
+        Raises:
+            InputError: a document cannot be used and `on_bad` is None; what was committed stays.
+            ReadOnlyError: the store was opened for reading.
+        """
+        added = add_documents(
+            self.store,
+            self.encoder,
+            self._known_tokenizer(),
+            documents_of(documents, on_bad=on_bad),
+            domain=domain,
+            tags=tags,
+            commit_tokens=commit_tokens,
+            batch_tokens=batch_tokens,
+            total_bytes=total_bytes,
+            progress=progress,
+        )
+        if self.store.settings() is None:
+            save_default_settings(self.store)
+            self.knn = settings_for(self.store, self.knn.selection)
+        return added
+
+    def evaluate(
+        self,
+        documents: Iterable[object],
+        knn: KNNSettings | None = None,
+        *,
+        leave_out: bool = False,
+        progress: Progress | None = None,
+    ) -> Evaluation:
+        """Measure perplexity on held-out documents with and without the store; see `evaluate`.
+
+        Args:
+            documents: as in `add`.
+            knn: settings of this call; default ``self.knn``.
+            leave_out: a document that is itself in the store does not retrieve from itself.
+            progress: hears of each batch.
+        """
+        return evaluate(
+            self.store,
+            self.encoder,
+            self._known_tokenizer(),
+            documents_of(documents),
+            knn or self.knn,
+            leave_out=leave_out,
+            progress=progress,
+        )
+
+    def explain(
+        self,
+        text: str,
+        knn: KNNSettings | None = None,
+        *,
+        neighbors: int = 8,
+        after: str = "",
+    ) -> list[TokenExplanation]:
+        """Say for each token of a text how likely both models find it, and why.
+
+        Args:
+            text: the text to explain.
+            knn: settings of this call; default ``self.knn``.
+            neighbors: how many sources to name for each token.
+            after: a text that comes before and is not explained, e.g. the prompt.
+        """
+        tokens, skipped = self._tokens(after + text), len(self._tokens(after))
+        return explain_tokens(
+            self.store,
+            self.encoder,
+            self._known_tokenizer(),
+            tokens,
+            knn or self.knn,
+            neighbors=neighbors,
+            start=skipped,
+        )
+
+    def generate_text(
+        self,
+        prompt: str,
+        *,
+        max_new_tokens: int = 64,
+        knn: KNNSettings | None = None,
+        seed: int | None = None,
+        **options: Any,
+    ) -> str:
+        """Continue a text.
+
+        Args:
+            prompt: the text.
+            max_new_tokens: at most so many tokens.
+            knn: settings of this call; default ``self.knn``.
+            seed: makes sampling repeatable.
+            **options: passed on to `generate` (do_sample, temperature, top_p, num_beams, streamer, ...).
+
+        Returns:
+            The continuation alone.
+
+        Raises:
+            InputError: prompt and continuation exceed the model's window.
+        """
+        tokenizer = self._known_tokenizer()
+        prefix = prefix_of(tokenizer)
+        ids = [*([] if prefix is None else [prefix]), *self._tokens(prompt).tolist()]
+        window = self.store.identity.max_length
+        if len(ids) + max_new_tokens > window:
+            raise InputError(
+                f"the prompt has {len(ids)} tokens and {max_new_tokens} are to follow, but the window is "
+                f"{window}: shorten the prompt or ask for fewer"
+            )
+        if not ids:
+            raise InputError("the prompt is empty, and the tokenizer has no token to begin with")
+        if seed is not None:
+            set_seed(seed)
+        inputs = torch.tensor([ids], device=self.base.device)
+        if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
+            options.setdefault("pad_token_id", tokenizer.eos_token_id)
+        written = self.generate(  # type: ignore[attr-defined]
+            inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=max_new_tokens, knn=knn, **options
+        )
+        return str(tokenizer.decode(written[0, len(ids) :], skip_special_tokens=True))
+
+    @property
+    def encoder(self) -> Encoder:
+        """The base model as a source of keys and gold-token probabilities."""
+        if self._encoder is None:
+            self._encoder = Encoder(self.base, self.location)
+        return self._encoder
+
+    _encoder: Encoder | None = None
+
+    def _tokens(self, text: str) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
+        ids = self._known_tokenizer()(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return np.array(ids, np.uint32)
+
+    def _known_tokenizer(self) -> PreTrainedTokenizerBase:
+        if self.tokenizer is None:
+            raise ConfigError("the model has no tokenizer: give one to from_base, or use knnstore.load")
+        return self.tokenizer
