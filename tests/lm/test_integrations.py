@@ -2,12 +2,17 @@
 
 import threading
 
+import numpy as np
 import pytest
 import torch
-from transformers import TextIteratorStreamer, Trainer, TrainingArguments, pipeline
+from transformers import AutoModelForCausalLM, TextIteratorStreamer, Trainer, TrainingArguments, pipeline
 
+from knnstore.lm.encoder import Encoder
+from knnstore.lm.keys import locate
 from knnstore.lm.mixing import KNNSettings
 from knnstore.lm.modeling import KNNLMForCausalLM
+from knnstore.lm.windows import pack
+from knnstore.store import KNNStore, NewDocument, Selection
 
 SEQUENCE = [0, 40, 41, 42, 50, 51, 52, 40, 41, 60, 70, 71, 72, 90, 33, 44, 40, 13, 14, 15]
 PROMPT = "<s> w40 w41 w42"
@@ -99,3 +104,24 @@ def test_lm_eval_scores_the_mixture(knn_model, tokenizer):
             log_probs = knn_model(ids).logits[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
         assert score == pytest.approx(log_probs[-n:].sum().item(), abs=1e-3)
         assert greedy == (continuation.strip() == CONTINUATION)
+
+
+def test_a_saved_model_opens_its_store_again(make_model, make_store, tmp_path):
+    make_model("llama").save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    exact = make_store(base, [SEQUENCE])
+    document = NewDocument("one", "stories", "0" * 64, np.array(SEQUENCE[1:], np.uint32))
+    with KNNStore.create(tmp_path / "home", exact.identity) as store:
+        with store.ingest([document]) as ingest:
+            encoder = Encoder(base, locate(base, store.identity.key))
+            for batch in pack([document.tokens], prefix=0, max_length=8, stride=4, batch_tokens=64):
+                keys = encoder.encode(batch.input_ids, batch.at).keys.numpy()
+                ingest.add(batch.documents, batch.positions, batch.gold, keys)
+        settings = KNNSettings(k=4, temperature=0.01, lam=1, selection=Selection(domains=("stories",)))
+        KNNLMForCausalLM.from_base(base, store, settings).save_pretrained(tmp_path / "knn")
+    loaded = KNNLMForCausalLM.from_pretrained(tmp_path / "knn")
+    with loaded.store, torch.no_grad():
+        # The first window ends at the eighth token; up to there the keys are those of the store.
+        predicted = loaded(torch.tensor([SEQUENCE[:7]])).logits[0].argmax(-1)
+    assert loaded.knn == settings
+    assert predicted.tolist() == SEQUENCE[1:8]
