@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from knnstore.datastore import Metric
 from knnstore.errors import ConfigError, FingerprintMismatchError
 from knnstore.lm.keys import key_dim, locate
-from knnstore.lm.windows import max_length_of
+from knnstore.lm.windows import check_window, max_length_of
 from knnstore.store import Identity
 
 _VALUES_A_TENSOR = 1024
@@ -80,7 +80,9 @@ def identify(
     if metric not in {choice.value for choice in Metric}:
         raise ConfigError(f"metric {metric!r} is none of {', '.join(Metric)}")
     location = locate(model, key)
-    window = max_length or max_length_of(model.config)
+    window = _window(model, max_length)
+    step = stride or max(1, window // 2)
+    check_window(window, step)
     return Identity(
         model=name,
         model_fingerprint=model_fingerprint(model),
@@ -90,8 +92,21 @@ def identify(
         metric=metric,
         vocab_size=max(len(tokenizer), model.config.get_text_config().vocab_size),
         max_length=window,
-        stride=stride or max(1, window // 2),
+        stride=step,
     )
+
+
+def _window(model: PreTrainedModel, max_length: int | None) -> int:
+    """The length of windows: what was asked for, at most what the model takes."""
+    try:
+        limit = max_length_of(model.config)
+    except ConfigError:
+        if max_length is None:
+            raise
+        return max_length  # a model without a limit
+    if max_length is not None and max_length > limit:
+        raise ConfigError(f"max_length is {max_length}, the model takes at most {limit} tokens")
+    return max_length or limit
 
 
 def check_matches(

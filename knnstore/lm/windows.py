@@ -56,7 +56,7 @@ def windows(length: int, max_length: int, stride: int, *, has_prefix: bool) -> I
         >>> [tuple(window) for window in windows(10, 6, 3, has_prefix=True)]
         [(-1, 5, 0), (2, 8, 5), (4, 10, 8)]
     """
-    _check_window(max_length, stride)
+    check_window(max_length, stride)
     origin = -1 if has_prefix else 0
     first, stop = origin + 1, min(origin + max_length, length)
     while first < length:
@@ -117,7 +117,7 @@ def pack(
     Raises:
         ConfigError: max_length, stride or batch_tokens is out of range.
     """
-    _check_window(max_length, stride)
+    check_window(max_length, stride)
     if batch_tokens < 1:
         raise ConfigError(f"batch_tokens must be at least 1, got {batch_tokens}")
     before = [] if prefix is None else [np.array([prefix], np.int64)]
@@ -187,7 +187,12 @@ def max_length_of(config: Any) -> int:
     raise ConfigError(f"{text_config.model_type}: the model names no longest input; give max_length")
 
 
-def _check_window(max_length: int, stride: int) -> None:
+def check_window(max_length: int, stride: int) -> None:
+    """Refuse windows that hold nothing to predict, or that would leave tokens out.
+
+    Raises:
+        ConfigError: max_length or stride is out of range.
+    """
     if max_length < 2:
         raise ConfigError(f"max_length must be at least 2, got {max_length}")
     if not 1 <= stride < max_length:
