@@ -1,0 +1,153 @@
+"""Commands that make a store and fill it."""
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from knnstore.cli.options import (
+    DEFAULT_HOME,
+    DeviceOption,
+    DtypeOption,
+    FilesArgument,
+    HomeOption,
+    JsonOption,
+    LocationOption,
+    ParamsOption,
+    SkipBadOption,
+    read_params,
+)
+from knnstore.cli.output import Bar, note, one_line, print_json, print_pairs
+from knnstore.errors import InputError
+
+
+def init(
+    model: Annotated[
+        str, typer.Option(metavar="PATH_OR_HUB_ID", help="The causal language model to make the store for.")
+    ],
+    store: Annotated[
+        str, typer.Option(metavar="NAME", help="The vector engine; `knnstore adapters` lists them.")
+    ] = "faiss",
+    location: LocationOption = None,
+    params: ParamsOption = None,
+    catalog: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SQLALCHEMY_URL", show_default="SQLite in the home", help="The catalogue's database."
+        ),
+    ] = None,
+    key: Annotated[
+        str,
+        typer.Option(
+            metavar="PLACE", help="Where the keys are taken: ffn_input, final_hidden or a module's path."
+        ),
+    ] = "ffn_input",
+    metric: Annotated[
+        str, typer.Option(metavar="NAME", help="Distance: l2 (squared Euclidean) or ip (inner product).")
+    ] = "l2",
+    max_length: Annotated[
+        int | None,
+        typer.Option(min=2, metavar="TOKENS", show_default="the model's limit", help="Length of a window."),
+    ] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="TOKENS", show_default="half a window", help="How far a window moves on."
+        ),
+    ] = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    home: HomeOption = DEFAULT_HOME,
+    as_json: JsonOption = False,
+) -> None:
+    """Make an empty store for a model.
+
+    The store remembers the model and its tokenizer, and refuses another.
+
+    Examples:
+      knnstore init --model examples/tiny-lm
+      knnstore --home other.knn init --model examples/tiny-lm --store faiss
+    """
+    import knnstore
+
+    quiet_transformers()
+    with knnstore.create(
+        home,
+        model,
+        store=store,
+        location=location,
+        params=read_params(params),
+        catalog=catalog,
+        key=key,
+        metric=metric,
+        max_length=max_length,
+        stride=stride,
+        device=device,
+        dtype=dtype,
+    ).store as made:
+        found = made.info()
+    if as_json:
+        print_json(found)
+    else:
+        print_pairs({name: found[name] for name in ("home", "model", "key", "dim", "metric", "store")})
+
+
+def add(
+    files: FilesArgument,
+    domain: Annotated[str, typer.Option(metavar="NAME", help="The domain; made when it is new.")],
+    tags: Annotated[
+        list[str] | None, typer.Option("--tag", metavar="TAG", help="Tag every document; repeatable.")
+    ] = None,
+    skip_bad: SkipBadOption = False,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    home: HomeOption = DEFAULT_HOME,
+    as_json: JsonOption = False,
+) -> None:
+    """Add documents to a domain.
+
+    One pass of the model, no training. A document that is there already is left alone when its
+    text is the same, else replaced. The command may be interrupted and run again: it goes on where
+    it was.
+
+    Examples:
+      knnstore add letters news.jsonl --domain letters --tag final
+      cat news.jsonl | knnstore add - --domain news --skip-bad
+    """
+    import knnstore
+    from knnstore.documents import read_documents, size_of
+
+    quiet_transformers()
+    bad: list[InputError] = []
+    with Bar() as bar:
+
+        def skip(error: InputError) -> None:
+            bad.append(error)
+            bar.say(f"skipped {one_line(error)}")
+
+        lm = knnstore.load(home, "a", device=device, dtype=dtype)
+        with lm.store:
+            added = lm.add(
+                read_documents(files, on_bad=skip if skip_bad else None),
+                domain=domain,
+                tags=tags or (),
+                total_bytes=size_of(files),
+                progress=bar,
+            )
+    if bad:
+        note(f"skipped {len(bad):,} in all")
+    done = {**asdict(added), "tokens_per_s": added.tokens_per_s, "skipped": len(bad)}
+    if as_json:
+        print_json(done)
+    else:
+        print_pairs(done)
+    if bad and not (added.added + added.replaced + added.described + added.unchanged):
+        raise InputError("no document could be used")
+
+
+def quiet_transformers() -> None:
+    """Keep transformers' own bars and advice off stderr."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]

@@ -1,0 +1,9 @@
+"""The demonstration."""
+
+
+def demo() -> None:
+    """Show it.
+
+    Examples:
+      knnstore demo
+    """

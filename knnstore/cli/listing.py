@@ -1,0 +1,101 @@
+"""Commands that say what there is; none needs the model."""
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+import knnstore
+from knnstore.cli.options import DEFAULT_HOME, HomeOption, InDomainOption, JsonOption
+from knnstore.cli.output import print_json, print_pairs, print_table
+
+
+def domains(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:
+    """List the domains with their documents and tokens.
+
+    Examples:
+      knnstore domains
+      knnstore domains --json
+    """
+    with knnstore.open(home) as store:
+        rows = [asdict(domain) for domain in store.domains()]
+    if as_json:
+        print_json(rows)
+    else:
+        print_table([{"domain": row["name"], **row} for row in rows], ["domain", "documents", "tokens"])
+
+
+def documents(
+    domain: Annotated[str | None, typer.Option(metavar="NAME", help="Only those of this domain.")] = None,
+    tag: Annotated[str | None, typer.Option(metavar="TAG", help="Only those with this tag.")] = None,
+    home: HomeOption = DEFAULT_HOME,
+    as_json: JsonOption = False,
+) -> None:
+    """List the documents in the order in which they were added.
+
+    Examples:
+      knnstore documents
+      knnstore documents --domain letters --tag draft --json
+    """
+    with knnstore.open(home) as store:
+        if domain is not None:
+            store.view().scope(knnstore.Selection(domains=(domain,)))  # an unknown domain is an error
+        rows = [asdict(document) for document in store.documents(domain=domain, tag=tag)]
+    if as_json:
+        print_json(rows)
+    else:
+        print_table(rows, ["id", "domain", "tokens", "tags", "added_at"])
+
+
+def show(
+    document: Annotated[str, typer.Argument(metavar="DOCUMENT", help="The document's id.")],
+    domain: InDomainOption = None,
+    home: HomeOption = DEFAULT_HOME,
+    as_json: JsonOption = False,
+) -> None:
+    """Show a document: domain, tokens, tags, metadata.
+
+    Examples:
+      knnstore show letters/first.txt
+      knnstore show n-17 --domain news --json
+    """
+    with knnstore.open(home) as store:
+        found = asdict(store.document(document, domain=domain))
+    if as_json:
+        print_json(found)
+    else:
+        print_pairs(found)
+
+
+def info(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:
+    """Say what the store is made for and how full it is.
+
+    Examples:
+      knnstore info
+      knnstore --home other.knn info --json
+    """
+    with knnstore.open(home) as store:
+        found = store.info()
+    if as_json:
+        print_json(found)
+    else:
+        print_pairs(found)
+
+
+def adapters(as_json: JsonOption = False) -> None:
+    """List the vector engines that are installed.
+
+    Says of each whether it can be used, and what it needs when it cannot.
+
+    Examples:
+      knnstore adapters
+      knnstore adapters --json
+    """
+    from knnstore.datastore import registry
+
+    rows = [asdict(adapter) for adapter in registry.describe()]
+    if as_json:
+        print_json(rows)
+    else:
+        shown = [{**row, "status": row["problem"] or "ready"} for row in rows]
+        print_table(shown, ["name", "distribution", "version", "status"])

@@ -1,0 +1,111 @@
+"""What commands print: tables and JSON on stdout, progress and messages on stderr."""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import typer
+
+from knnstore.progress import Progress
+
+
+def print_json(value: Any, *, indent: int | None = None) -> None:
+    """Print a value as JSON, on one line unless an indent is given."""
+    typer.echo(json.dumps(value, ensure_ascii=False, indent=indent))
+
+
+def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
+    """Print rows under headings, numbers to the right; nothing but headings when there are none."""
+    cells = [list(columns)] + [[_cell(row[column]) for column in columns] for row in rows]
+    widths = [max(len(line[at]) for line in cells) for at in range(len(columns))]
+    right = [all(isinstance(row[column], int | float) for row in rows) for column in columns]
+    for line in cells:
+        padded = (
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(line, widths, right, strict=True)
+        )
+        typer.echo("  ".join(padded).rstrip())
+
+
+def print_pairs(pairs: Mapping[str, Any]) -> None:
+    """Print a value a line, after its name."""
+    width = max(len(name) for name in pairs)
+    for name, value in pairs.items():
+        typer.echo(f"{name:<{width}}  {_cell(value)}".rstrip())
+
+
+def note(message: str) -> None:
+    """Tell the user something beside the result."""
+    typer.echo(message, err=True)
+
+
+def printable(text: str) -> str:
+    """Write line breaks and control characters visibly, so that a text cannot steer a terminal."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an error, without line breaks."""
+    return printable(" ".join(str(error).split()) or type(error).__name__)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: ""}[value]
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.4g}"
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, tuple | list) and all(isinstance(item, str) for item in value):
+        return printable(", ".join(value))
+    return json.dumps(value, ensure_ascii=False)
+
+
+class Bar(Progress):
+    """One progress bar on stderr: amount, rate and time left; none where stderr is no terminal."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+
+    def start(self, title: str, *, total: int | None = None, unit: str = "tok") -> None:
+        """Show a new bar."""
+        from tqdm import tqdm  # not needed to list domains
+
+        self.finish()
+        self._bar = tqdm(
+            desc=title, total=total, unit=unit, unit_scale=True, disable=None, file=sys.stderr, leave=False
+        )
+
+    def expect(self, total: int) -> None:
+        """Correct the end of the bar."""
+        if self._bar is not None:
+            self._bar.total = max(total, self._bar.n)
+
+    def advance(self, amount: int) -> None:
+        """Move the bar on."""
+        if self._bar is not None:
+            self._bar.update(amount)
+
+    def finish(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def say(self, message: str) -> None:
+        """Print a line above the bar."""
+        if self._bar is not None:
+            self._bar.clear()
+        note(message)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.finish()

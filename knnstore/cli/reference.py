@@ -1,0 +1,47 @@
+"""The reference page of the command line: ``python -m knnstore.cli.reference > docs/cli.md``."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import typer
+
+from knnstore.cli import app
+
+_WIDTH = 100
+
+_OPENING = """\
+# The command line
+
+Made from the commands' own help by `python -m knnstore.cli.reference > docs/cli.md`; a test keeps it
+up to date.
+
+Results are printed on stdout, progress and messages on stderr; `--json` prints a result as JSON. The exit
+status is 0 when the command did what it was asked, 1 after an error (one line on stderr), 2 when it was
+called wrongly and 130 after Ctrl-C.
+"""
+
+
+def helps() -> Iterator[tuple[str, str]]:
+    """Yield the name of every command, as it is called, with its help."""
+    root: Any = typer.main.get_command(app)
+    yield from _below(root, "knnstore")
+
+
+def page() -> str:
+    """Write the whole page."""
+    sections = [f"## {name}\n\n```text\n{text}\n```\n" for name, text in helps()]
+    return "\n".join([_OPENING, *sections])
+
+
+def _below(command: Any, name: str) -> Iterator[tuple[str, str]]:
+    context = typer.Context(
+        command, info_name=name, terminal_width=_WIDTH, help_option_names=["-h", "--help"]
+    )
+    lines = command.get_help(context).splitlines()
+    yield name, "\n".join(line.rstrip() for line in lines)
+    for below in getattr(command, "commands", {}).values():
+        yield from _below(below, f"{name} {below.name}")
+
+
+if __name__ == "__main__":
+    print(page(), end="")

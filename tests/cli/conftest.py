@@ -1,0 +1,133 @@
+"""A tiny random model, a folder with documents to work in, and the command line, called in process."""
+
+import json
+import shlex
+import shutil
+from collections.abc import Callable
+from contextlib import chdir
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import ByteLevelBPETokenizer
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from knnstore.cli import app
+
+WINDOW = 96
+LETTERS = {
+    "first.txt": "The harbour was quiet when the last boat came in, and the harbour lights were lit.",
+    "second.txt": "In the morning the boat went out again past the quiet harbour wall.",
+}
+NEWS = {
+    "n-17": "The council voted to repair the harbour wall before the winter storms.",
+    "n-18": "Two boats were lost in the storm, the council said in the morning.",
+    "n-19": "Prices of grain rose again this winter.",
+}
+HELD_OUT = {
+    "h-1": "The harbour wall was quiet in the winter.",
+    "h-2": "The council said the boats were lost.",
+}
+
+
+class Outcome:
+    """What a command printed, and its exit status."""
+
+    def __init__(self, status: int, out: str, err: str) -> None:
+        self.status = status
+        self.out = out
+        self.err = err
+
+    @property
+    def json(self) -> Any:
+        """The result of a command called with --json."""
+        return json.loads(self.out)
+
+
+Knnstore = Callable[..., Outcome]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random GPT-2 with a tokenizer of its own, saved to a folder."""
+    folder = tmp_path_factory.mktemp("model")
+    bpe = ByteLevelBPETokenizer()
+    texts = [*LETTERS.values(), *NEWS.values()]
+    bpe.train_from_iterator(texts, vocab_size=300, special_tokens=["<|end|>"], show_progress=False)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe._tokenizer, bos_token="<|end|>", eos_token="<|end|>", model_max_length=WINDOW
+    )
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=len(tokenizer),
+        n_positions=WINDOW,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    """A folder with what the examples of the commands' help name, and a filled store."""
+    folder = tmp_path_factory.mktemp("prepared")
+    (folder / "letters").mkdir()
+    for name, text in LETTERS.items():
+        (folder / "letters" / name).write_text(text)
+    write_rows(folder / "news.jsonl", NEWS)
+    write_rows(folder / "held-out.jsonl", HELD_OUT)
+    (folder / "examples").mkdir()
+    (folder / "examples" / "tiny-lm").symlink_to(model)
+    with chdir(folder):
+        for line in (
+            f"init --model {model}",
+            "add letters --domain letters --tag final",
+            "add news.jsonl --domain news",
+        ):
+            done = call(line)
+            assert done.status == 0, done.err
+    return folder
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, prepared: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder: a copy of `prepared`, without the store."""
+    folder = tmp_path / "workplace"
+    shutil.copytree(prepared, folder, symlinks=True, ignore=shutil.ignore_patterns(".knnstore"))
+    monkeypatch.chdir(folder)
+    monkeypatch.delenv("KNNSTORE_HOME", raising=False)
+    return folder
+
+
+@pytest.fixture
+def store(workplace: Path, prepared: Path) -> Path:
+    """A home with the domains letters and news, at its default place."""
+    shutil.copytree(prepared / ".knnstore", workplace / ".knnstore")
+    return Path(".knnstore")
+
+
+def call(*arguments: str | Path, stdin: bytes | None = None) -> Outcome:
+    """Call the command line with one line as in a shell, or with its arguments."""
+    line = shlex.split(str(arguments[0])) if len(arguments) == 1 else [str(part) for part in arguments]
+    done = CliRunner().invoke(app, line, input=stdin)
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return Outcome(done.exit_code, done.stdout, done.stderr)
+
+
+@pytest.fixture
+def knnstore(workplace: Path) -> Knnstore:
+    """The command line, in `workplace`."""
+    return call
+
+
+def write_rows(file: Path, texts: dict[str, str]) -> None:
+    """Write documents as JSON Lines."""
+    file.write_text("".join(json.dumps({"id": id, "text": text}) + "\n" for id, text in texts.items()))

@@ -1,0 +1,163 @@
+"""Each command does what its help says."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+
+def test_domains_and_documents(knnstore, store):
+    assert [(row["name"], row["documents"]) for row in knnstore("domains --json").json] == [
+        ("letters", 2),
+        ("news", 3),
+    ]
+    assert knnstore("domains").out.splitlines()[0].split() == ["domain", "documents", "tokens"]
+    rows = knnstore("documents --json").json
+    assert [row["id"] for row in rows] == [
+        "letters/first.txt",
+        "letters/second.txt",
+        "n-17",
+        "n-18",
+        "n-19",
+    ]
+    assert [row["id"] for row in knnstore("documents --tag final --json").json] == [
+        "letters/first.txt",
+        "letters/second.txt",
+    ]
+    assert "n-18" in knnstore("documents --domain news").out
+
+
+def test_the_home_is_named_before_or_after_the_command_or_in_the_environment(
+    knnstore, store, monkeypatch, workplace
+):
+    store.rename(workplace / "moved")
+    assert knnstore("domains").status == 1
+    expected = knnstore("--home moved domains --json").json
+    assert len(expected) == 2
+    assert knnstore("domains --home moved --json").json == expected
+    assert knnstore("--home nowhere domains --home moved --json").json == expected
+    monkeypatch.setenv("KNNSTORE_HOME", "moved")
+    assert knnstore("domains --json").json == expected
+    assert knnstore("--home nowhere domains").status == 1
+    assert knnstore("db upgrade").status == 0
+
+
+def test_adding_again_changes_nothing_and_new_text_replaces(knnstore, store):
+    again = knnstore("add letters --domain letters --json").json
+    assert (again["unchanged"], again["added"], again["tokens"]) == (2, 0, 0)
+    Path("letters/first.txt").write_text("The harbour is not quiet any more.")
+    changed = knnstore("add letters --domain letters --json").json
+    assert (changed["unchanged"], changed["replaced"], changed["added"]) == (1, 1, 0)
+    # A tag given once stays.
+    assert knnstore("show letters/first.txt --json").json["tags"] == ["final"]
+
+
+def test_standard_input(knnstore, store):
+    rows = b'{"id": "p-1", "text": "The boat came in."}\n{"id": "p-2", "text": "The boat went out."}\n'
+    assert knnstore("add - --domain piped --json", stdin=rows).json["added"] == 2
+    assert knnstore("show p-2 --json").json["domain"] == "piped"
+    assert knnstore("eval - --json", stdin=rows).json["documents"] == 2
+
+
+def test_eval_agrees_with_the_store(knnstore, store):
+    found = knnstore("eval held-out.jsonl --domain news --k 4 --temperature 2 --lambda 0.5 --json")
+    assert found.err == ""
+    assert found.out.count("\n") == 1
+    fields = {"tokens", "base_ppl", "knn_ppl", "k", "temperature", "lambda", "mixer", "tokens_per_s"}
+    assert fields <= found.json.keys()
+    assert (found.json["k"], found.json["temperature"], found.json["lambda"]) == (4, 2.0, 0.5)
+    alone = knnstore("eval held-out.jsonl --lambda 0 --json").json
+    assert alone["knn_ppl"] == alone["base_ppl"] == found.json["base_ppl"]
+
+
+def test_eval_warns_of_stored_documents_and_can_leave_them_out(knnstore, store):
+    inside = knnstore("eval news.jsonl --lambda 0.9 --json")
+    assert inside.err.startswith("warning: 3 of these documents are in the store, 'n-17' for one")
+    without = knnstore("eval news.jsonl --lambda 0.9 --leave-out --json")
+    assert without.err == ""
+    assert without.json["knn_ppl"] > 2 * inside.json["knn_ppl"]
+
+
+def test_generate_and_its_sources(knnstore, store):
+    line = "generate 'The harbour' --max-new-tokens 6 --lambda 1 --k 2 --domain letters"
+    done = knnstore(f"{line} --explain --json").json
+    assert knnstore(line).out == f"The harbour{done['continuation']}\n"
+    assert {source["domain"] for source in done["sources"]} == {"letters"}
+    assert done["sources"][0]["share"] > 0
+    sampled = f"{line} --temperature 2 --seed 3"
+    assert knnstore(sampled).out == knnstore(sampled).out
+    piped = knnstore("generate - --max-new-tokens 2", stdin=b"The boat")
+    assert piped.out.startswith("The boat")
+
+
+def test_explain_names_the_neighbours(knnstore, store):
+    tokens = knnstore("explain 'The harbour wall' --neighbors 2 --domain news --lambda 0.25 --json").json
+    assert "".join(token["text"] for token in tokens) == "The harbour wall"
+    for token in tokens:
+        assert token["p"] == pytest.approx(0.25 * token["p_knn"] + 0.75 * token["p_lm"], rel=1e-4)
+        assert [source["domain"] for source in token["neighbors"]] == ["news", "news"]
+    shown = knnstore("explain 'The harbour wall' --neighbors 2 --domain news").out
+    assert len(shown.splitlines()) == 3 * len(tokens)
+
+
+def test_tags(knnstore, store):
+    assert knnstore("tag n-17 --add storm --add wall --json").json["tags"] == ["storm", "wall"]
+    assert knnstore("tag n-17 --remove wall").out == "tags of n-17 in news: storm\n"
+    tagged = knnstore("eval held-out.jsonl --tag storm --json").json
+    only = knnstore("eval held-out.jsonl --domain news --json").json
+    assert tagged["knn_ppl"] != only["knn_ppl"]
+
+
+def test_what_is_removed_is_gone(knnstore, store):
+    before = knnstore("eval held-out.jsonl --domain letters --json").json
+    done = knnstore("remove --document n-17 --json").json["removed"]
+    assert (done["id"], done["domain"]) == ("n-17", "news")
+    assert knnstore("show n-17").status == 1
+    assert knnstore("remove --domain news").out.startswith("removed news: 2 documents")
+    assert [row["name"] for row in knnstore("domains --json").json] == ["letters"]
+    after = knnstore("eval held-out.jsonl --json").json
+    assert after["knn_ppl"] == before["knn_ppl"]
+
+
+def test_a_document_of_several_domains_is_named_with_its_domain(knnstore, store):
+    knnstore("add news.jsonl --domain archive")
+    unclear = knnstore("remove --document n-17")
+    assert (unclear.status, unclear.out) == (1, "")
+    assert unclear.err.startswith("error: document 'n-17' is in several domains")
+    assert knnstore("remove --document n-17 --in archive --json").json["removed"]["domain"] == "archive"
+    assert knnstore("show n-17 --json").json["domain"] == "news"
+
+
+def test_move_keeps_every_prediction(knnstore, store):
+    before = knnstore("eval held-out.jsonl --json").json["knn_ppl"]
+    moved = knnstore("move --store faiss --location elsewhere --json").json
+    assert (moved["location"], moved["before"]["location"]) == ("elsewhere", "keys")
+    assert moved["records"] == knnstore("info --json").json["records"]
+    assert knnstore("eval held-out.jsonl --json").json["knn_ppl"] == pytest.approx(before, rel=1e-5)
+
+
+def test_info_and_upkeep(knnstore, store, model):
+    found = knnstore("info --json").json
+    assert found["model"] == str(model)
+    assert (found["domains"], found["documents"], found["store"]) == (2, 5, "faiss")
+    assert knnstore("info").out.splitlines()[0].split() == ["home", ".knnstore"]
+    for line in ("verify --json", "repair --json"):
+        assert knnstore(line).json == {"records": found["records"], "problems": []}
+    assert knnstore("optimize --json").json["records"] == found["records"]
+    assert {row["name"] for row in knnstore("adapters --json").json} >= {"faiss", "memory"}
+
+
+def test_verify_finds_damage(knnstore, store):
+    files = [file for file in (store / "keys").rglob("*") if file.is_file()]
+    largest = max(files, key=lambda file: file.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+    done = knnstore("verify --json")
+    assert done.status == 1
+    assert done.err.startswith("error: ")
+    assert done.err.count("\n") == 1
+
+
+def test_eval_prints_json_in_any_case(knnstore, store):
+    assert json.loads(knnstore("eval held-out.jsonl").out)["documents"] == 2
