@@ -100,6 +100,12 @@ def test_only_differences_of_distances_count(shift):
     assert torch.equal(weights, torch.tensor([[0.5, 0.5, 0.0]]))
 
 
+def test_large_distances_keep_their_small_differences():
+    """1e6 / 0.7 rounds to steps of 0.125: the subtraction must come before the division."""
+    weights = neighbor_weights(torch.tensor([[1e6, 1e6 + 1]]), 0.7)
+    torch.testing.assert_close(weights, torch.tensor([[0.0, -1 / 0.7]]).softmax(1))
+
+
 def test_temperature_may_differ_by_query():
     distances = torch.tensor([[0.0, 1.0], [0.0, 1.0]])
     weights = neighbor_weights(distances, torch.tensor([1.0, 10.0]))
