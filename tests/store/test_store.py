@@ -1,0 +1,261 @@
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from knnstore.catalog import NewDocument
+from knnstore.errors import (
+    AmbiguousDocumentError,
+    ConfigError,
+    DatastoreError,
+    DocumentNotFoundError,
+    DomainNotFoundError,
+    LockedError,
+    ReadOnlyError,
+    StoreExistsError,
+    StoreNotFoundError,
+)
+from knnstore.store import KNNStore, Selection, tokens_of
+
+
+def nearest(keys: np.ndarray, tokens: np.ndarray, query: np.ndarray, k: int) -> tuple[list[float], list[int]]:
+    distances = ((keys.astype(np.float64) - query) ** 2).sum(1)
+    order = np.argsort(distances)[:k]
+    return distances[order].tolist(), tokens[order].tolist()
+
+
+def test_search_agrees_with_numpy_over_what_is_selected(store, writer) -> None:
+    writer.add("law", "1", "2", tags=frozenset({"old"}))
+    writer.add("news", "1", "3", tags=frozenset({"old", "new"}))
+    writer.add("news", "4")
+    selections = {
+        Selection(): [("law", "1"), ("law", "2"), ("news", "1"), ("news", "3"), ("news", "4")],
+        Selection(domains=("news",)): [("news", "1"), ("news", "3"), ("news", "4")],
+        Selection(domains=("news", "law"), tags=("new",)): [("news", "1"), ("news", "3")],
+        Selection(tags=("old", "new")): [("law", "1"), ("law", "2"), ("news", "1"), ("news", "3")],
+        Selection(documents=("1",)): [("law", "1"), ("news", "1")],
+        Selection(domains=("law",), documents=("1",)): [("law", "1")],
+    }
+    query = writer.rng.standard_normal((1, 8)).astype(np.float32)
+    for selection, members in selections.items():
+        keys = np.concatenate([writer.keys[member] for member in members])
+        tokens = np.concatenate([writer.tokens[member] for member in members])
+        found = store.search(query, 30, selection)
+        distances, expected = nearest(keys, tokens, query[0], 30)
+        n = len(distances)
+        assert found.distances[0, :n] == pytest.approx(distances, rel=1e-4)
+        assert tokens_of(found.ids[0, :n]).tolist() == expected
+        assert (found.ids[0, n:] == -1).all()
+        assert np.isinf(found.distances[0, n:]).all()
+
+
+def test_excluding_by_content_leaves_exactly_that_document_out(store, writer) -> None:
+    writer.add("law", "1", "2")
+    hashes = {document.id: document.content_hash for document in store.documents()}
+    found = store.search(writer.keys["law", "1"], 1, Selection().without(hashes["1"]))
+    assert {place.document for place in store.provenance(found.ids[:, 0])} == {"2"}
+
+
+def test_provenance_names_document_position_and_surroundings(store, writer) -> None:
+    writer.add("law", "1", "2")
+    found = store.search(writer.keys["law", "2"][5:6], 1)
+    place = store.provenance(found.ids[0], before=3, after=2)[0]
+    tokens = writer.tokens["law", "2"]
+    assert (place.document, place.domain, place.position, place.token) == ("2", "law", 5, tokens[5])
+    assert place.context.tolist() == tokens[2:5].tolist()
+    assert place.continuation.tolist() == tokens[6:8].tolist()
+    assert store.provenance(np.array([-1])) == [None]
+    store.remove_document("2")
+    assert store.provenance(found.ids[0]) == [None]
+
+
+def test_adding_again_replaces_and_keeps_other_domains(store, writer) -> None:
+    writer.add("law", "1")
+    writer.add("news", "1")
+    old = writer.keys["law", "1"]
+    writer.add("law", "1", n=7)
+    assert [(d.domain, d.id, d.tokens) for d in store.documents()] == [("news", "1", 20), ("law", "1", 7)]
+    assert store.datastore.count() == 27
+    assert (store.search(old, 1).distances > 0).all()
+    with pytest.raises(AmbiguousDocumentError, match="law"):
+        store.document("1")
+    assert store.document("1", domain="news").tokens == 20
+
+
+def test_removing_documents_and_domains_leaves_nothing_of_them(store, writer) -> None:
+    writer.add("law", "1", "2")
+    writer.add("news", "3")
+    store.remove_document("1")
+    assert store.remove_domain("news").documents == 1
+    assert [d.id for d in store.documents()] == ["2"]
+    assert [d.name for d in store.domains()] == ["law"]
+    found = store.search(writer.keys["news", "3"], 100)
+    assert set(tokens_of(found.ids[found.ids >= 0])) <= set(writer.tokens["law", "2"])
+    assert store.verify() == []
+    with pytest.raises(DomainNotFoundError, match="there are: law"):
+        store.remove_domain("news")
+    with pytest.raises(DocumentNotFoundError):
+        store.remove_document("1")
+
+
+def test_tags_are_changed_without_touching_records(store, writer) -> None:
+    writer.add("law", "1", metadata={"year": 2026}, tags=frozenset({"a", "b"}))
+    store.retag("1", add=["c"], remove=["a"])
+    document = store.document("1")
+    assert document.tags == ("b", "c")
+    assert document.metadata == {"year": 2026}
+    assert (store.search(writer.keys["law", "1"], 1, Selection(tags=("c",))).distances == 0).all()
+    assert (store.search(writer.keys["law", "1"], 1, Selection(tags=("a",))).ids == -1).all()
+
+
+def test_what_is_not_committed_is_neither_found_nor_takes_a_place(store, writer) -> None:
+    writer.add("law", "1")
+    query = writer.keys["law", "1"][:3]
+    before = store.search(query, 5)
+    new = writer._new("law", "2", 20)
+    with pytest.raises(RuntimeError, match="stop"), store.ingest([new]) as group:
+        writer.keys["law", "2"][:3] = query  # would be the nearest
+        writer.put(group, 0, new)
+        for selection in (Selection(), Selection(domains=("law",))):
+            during = store.search(query, 5, selection)
+            assert np.array_equal(during.ids, before.ids)
+        raise RuntimeError("stop")
+    assert np.array_equal(store.search(query, 5).ids, before.ids)
+    assert store.datastore.count() == 20
+    assert [d.id for d in store.documents()] == ["1"]
+
+
+def test_a_reader_sees_each_commit_without_reopening(store, writer, home) -> None:
+    with KNNStore.open(home) as reader:
+        for id in ("1", "2", "3"):
+            writer.add("law", id)
+            found = reader.search(writer.keys["law", id], 1)
+            assert (found.distances == 0).all()
+            assert {place.document for place in reader.provenance(found.ids[:, 0])} == {id}
+        store.remove_document("2")
+        assert (reader.search(writer.keys["law", "2"], 1).distances > 0).all()
+        with pytest.raises(ReadOnlyError, match="mode 'a'"):
+            reader.remove_document("1")
+
+
+def test_readers_see_the_old_or_the_new_version_never_both_nor_none(store, writer, home) -> None:
+    writer.add("law", "1", n=5)
+    seen, failures = set(), []
+    done = threading.Event()
+
+    def read() -> None:
+        with KNNStore.open(home) as reader:
+            while not done.is_set():
+                ids = reader.search(np.zeros((1, 8), np.float32), 100).ids[0]
+                positions = np.sort(ids[ids >= 0] >> 20)
+                seen.add(len(positions))
+                if len(positions) != 5 or positions[-1] - positions[0] != 4:
+                    failures.append(positions)
+
+    threads = [threading.Thread(target=read) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(25):
+        writer.add("law", "1", n=5)
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert seen == {5}
+
+
+def test_the_second_writer_is_told_who_holds_the_lock(store, home) -> None:
+    with pytest.raises(LockedError, match=r"process \d+"):
+        KNNStore.open(home, "a")
+    store.close()
+    KNNStore.open(home, "a").close()
+
+
+def test_a_store_is_whole_or_not_there(home, identity, tmp_path) -> None:
+    with pytest.raises(StoreNotFoundError, match="knnstore init"):
+        KNNStore.open(home)
+    with pytest.raises(ConfigError):
+        KNNStore.create(home, identity, params={"no such": 1})
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ConfigError, match="keeps nothing"):
+        KNNStore.create(home, identity, store="memory")
+    assert list(tmp_path.iterdir()) == []
+    KNNStore.create(home, identity).close()
+    with pytest.raises(StoreExistsError):
+        KNNStore.create(home, identity)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(ConfigError, match="not an empty folder"):
+        KNNStore.create(tmp_path / "full", identity)
+
+
+def test_lost_keys_are_noticed_and_not_replaced_by_nothing(store, writer, home) -> None:
+    writer.add("law", "1")
+    store.close()
+    (home / "keys").rename(home / "away")
+    with pytest.raises(DatastoreError):
+        KNNStore.open(home, "a")
+    (home / "away").rename(home / "keys")
+    with KNNStore.open(home, "a") as again:
+        assert again.verify() == []
+
+
+def test_verify_finds_records_that_differ_from_the_catalogue(store, writer) -> None:
+    writer.add("law", "1", "2")
+    live = store.view().scope(Selection(documents=("1",))).live
+    store.datastore.delete(live)
+    problems = store.verify()
+    assert len(problems) == 1
+    assert "'1' of domain 'law'" in problems[0]
+
+
+def test_moving_keeps_every_answer_and_readers_follow(store, writer, home) -> None:
+    writer.add("law", "1", "2")
+    writer.add("news", "3")
+    query = writer.rng.standard_normal((4, 8)).astype(np.float32)
+    before = store.search(query, 15)
+    with KNNStore.open(home) as reader:
+        reader.search(query, 1)
+        store.move("faiss", "elsewhere")
+        for handle in (store, reader):
+            after = handle.search(query, 15)
+            assert np.array_equal(after.ids, before.ids)
+            assert np.allclose(after.distances, before.distances, rtol=1e-6)
+            assert handle.engine.location == "elsewhere"
+    with pytest.raises(DatastoreError):
+        store.move("faiss", "elsewhere")
+    assert store.verify() == []
+    writer.add("news", "4")
+    store.close()
+    with KNNStore.open(home) as again:
+        assert (again.search(writer.keys["news", "4"], 1).distances == 0).all()
+
+
+def test_positions_are_not_used_again(store, writer) -> None:
+    writer.add("law", "1")
+    store.remove_domain("law")
+    writer.add("law", "1")
+    assert store.view().snapshot.starts.tolist() == [20]
+
+
+def test_settings_are_kept_for_each_set_of_domains(store) -> None:
+    assert store.settings() is None
+    store.save_settings({"k": 8}, ["b", "a"])
+    assert store.settings(["a", "b"]) == {"k": 8}
+    assert store.settings(["a"]) is None
+
+
+def test_documents_without_records_are_fine(store) -> None:
+    with store.ingest([NewDocument("one token", "law", "0" * 64, np.array([5], np.uint32))]):
+        pass  # without a prefix nothing predicts a first token
+    assert store.document("one token").tokens == 1
+    assert store.verify() == []
+
+
+def test_a_home_can_be_moved_to_another_folder(store, writer, home: Path) -> None:
+    writer.add("law", "1")
+    store.close()
+    home.rename(home.with_name("moved"))
+    with KNNStore.open(home.with_name("moved"), "a") as moved:
+        assert (moved.search(writer.keys["law", "1"], 1).distances == 0).all()
