@@ -35,6 +35,7 @@ class GroupIndex:
         self._inverted: list[InvertedIndex] = []
         self._damaged: set[StoredFile] = set()
         self._segments: Sequence[Segment] = ()
+        self._live = 0
 
     def holds(self, segments: Sequence[Segment]) -> bool:
         """Whether these are the segments of the last `update`."""
@@ -59,11 +60,14 @@ class GroupIndex:
                 inverted.append(index)
         self._exact.update(rest)
         self._inverted = inverted
+        self._live = sum(segment.live for segment in segments)
         self._segments = segments
 
     def search(self, queries: Keys, k: int, ids: IdRanges | None) -> Found:
         """Find the k nearest records of each query, of all or of those with some ids."""
-        parts = [index.search(queries, k, ids) for index in self._inverted]
+        parts = [
+            index.search(queries, k, ids, share=index.segment.live / self._live) for index in self._inverted
+        ]
         parts.append(self._exact.search(queries, k, ids))
         return merge(parts, len(queries), k)
 

@@ -80,8 +80,15 @@ class InvertedIndex:
         self._live = segment.live_rows()
         self._live_selector = _selector(self._live, segment.rows)
 
-    def search(self, queries: Keys, k: int, ids: IdRanges | None) -> Found:
-        """Find about the k nearest live rows of each query, of all or of those with some ids."""
+    def search(self, queries: Keys, k: int, ids: IdRanges | None, share: float = 1.0) -> Found:
+        """Find about the k nearest live rows of each query, of all or of those with some ids.
+
+        Args:
+            queries: float32, shape (q, dim).
+            k: how many, >= 1.
+            ids: only records in these ranges; None means all.
+            share: about how many of the k nearest of all are expected here, in (0, 1].
+        """
         rows = self._live if ids is None else self.segment.live_rows(ids)
         matching = int((rows.stops - rows.starts).sum())
         reachable = min(k, matching)
@@ -90,7 +97,7 @@ class InvertedIndex:
         if matching <= max(_FEW_ROWS, 4 * k):
             return self._search_few(queries, k, rows)
         selector = self._live_selector if ids is None else _selector(rows, self.segment.rows)
-        probes = self._policy.probes(k, self.segment.rows, matching, self._index.nlist)
+        probes = self._policy.probes(k * share, self.segment.rows, matching, self._index.nlist)
         found = self._search_lists(queries, reachable, selector, probes, matching)
         short = np.flatnonzero(found.ids[:, -1] < 0)
         if len(short):  # the lists visited did not hold enough matching rows: visit all of them
@@ -177,7 +184,7 @@ def _selector(rows: IdRanges, total: int) -> faiss.IDSelectorBitmap | None:
 
 
 def _view(keys: StoredKeys, metric: Metric) -> faiss.IndexFlatCodes:
-    """A flat index over keys that stay where they are; it must only be searched."""
+    """A flat index over keys that stay where they are: only to search, and while they are kept alive."""
     faiss_metric = faiss.METRIC_L2 if metric is Metric.L2 else faiss.METRIC_INNER_PRODUCT
     dim = keys.shape[1]
     if keys.dtype == np.float16:
@@ -191,7 +198,6 @@ def _view(keys: StoredKeys, metric: Metric) -> faiss.IndexFlatCodes:
     index.codes = codes
     index.ntotal = len(keys)
     index.is_trained = True
-    index.keys = keys  # keeps the map alive
     return index
 
 

@@ -12,13 +12,13 @@ from knnstore.errors import ConfigError
 # Measured with keys of a language model (dim 256, 2 threads, 256 queries a batch); the time of a batch
 # relative to exact search over the same rows, at the number of probes that `Policy.probes` chooses, and
 # the share of the true neighbours found. See benchmarks/search.py.
-EXACT_UP_TO = 1 << 16
+EXACT_UP_TO = 1 << 15
 """Rows up to which exact search serves: no training, and every neighbour found."""
 
 SCALAR_UP_TO = 1 << 20
 """Rows up to which inverted lists of 8-bit scalars serve; beyond it 4-bit product codes, ranked again."""
 
-_CODES_PER_NEIGHBOUR = 12  # rows to visit for each neighbour wanted
+_CODES_PER_NEIGHBOUR = 8  # rows to visit for each neighbour wanted
 _LEAST_PROBES = 8
 _RANKED_AGAIN = 4  # candidates for each neighbour wanted, where codes are coarse
 _LEAST_RANKED_AGAIN = 1024
@@ -76,8 +76,8 @@ class Policy:
         codes = next(m for m in range(max(1, dim // 4), dim + 1) if dim % m == 0)
         return f"{quantizer},PQ{codes}x4fs"
 
-    def probes(self, k: int, rows: int, matching: int, lists: int) -> int:
-        """How many lists to visit for the k nearest of the rows that match a filter."""
+    def probes(self, k: float, rows: int, matching: int, lists: int) -> int:
+        """How many lists to visit for about the k nearest of the rows that match a filter."""
         unfiltered = self.nprobe or math.ceil(_CODES_PER_NEIGHBOUR * k * lists / rows) + _LEAST_PROBES
         return min(math.ceil(unfiltered * rows / matching), lists)
 

@@ -7,7 +7,6 @@ the next manifest is published. Dropping a group is dropping files.
 """
 
 import re
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,32 +15,30 @@ from typing import Any, Literal
 
 import numpy as np
 
-from knnstore.datastore.files import FileWriter, MappedFile, StoredFile, WriterLock, remove, sync_directory
-from knnstore.datastore.manifest import IndexEntry, Manifest, signature
+from knnstore.datastore.files import FileWriter, WriterLock, remove, sync_directory
+from knnstore.datastore.manifest import IndexEntry, Manifest
 from knnstore.datastore.merging import (
     CHUNK_SIZE,
     file_names,
     merge_plan,
-    merged,
     stored_keys,
     with_buffered,
     write_segment,
 )
 from knnstore.datastore.ranges import IdRanges
-from knnstore.datastore.rows import MappedColumns, MemoryColumns, Segment
+from knnstore.datastore.reading import SegmentReader, missing
+from knnstore.datastore.rows import MemoryColumns, Segment
 from knnstore.datastore.types import Groups, Ids, Keys, Metric
 from knnstore.errors import (
-    CorruptDatastoreError,
     DatastoreClosedError,
     DatastoreError,
     DatastoreExistsError,
-    DatastoreMismatchError,
     DatastoreNotFoundError,
     ReadOnlyError,
 )
 from knnstore.failpoints import failpoint
 
-BUFFER_SIZE = 32 << 20
+BUFFER_SIZE = 16 << 20
 """Bytes of keys that `append` keeps in memory before it writes them as a segment."""
 
 _MANY_SEGMENTS = 32  # of one group; from here on flush merges the small ones
@@ -49,7 +46,7 @@ _SPARSE = 0.25  # share of dead rows from which a segment is rewritten
 _OURS = re.compile(r"\d{8}\.(keys|ids|digests|index)")
 
 
-class KeySegments:
+class KeySegments(SegmentReader):
     """The records of one datastore directory.
 
     One thread changes it; any number of threads may read `snapshot` and what it holds beside.
@@ -69,48 +66,24 @@ class KeySegments:
     """
 
     def __init__(self, root: Path, dim: int, metric: Metric, mode: Literal["r", "a", "x"]) -> None:
-        self.root = root
-        self._mutex = threading.RLock()
+        super().__init__(root)
         self._lock: WriterLock | None = None
-        self._closed = False
         self._dirty = False
-        self._signature = (0, 0, 0)
-        self._segments: tuple[Segment, ...] = ()
         if mode == "r":
             self._manifest = self._load()
+            self._check_same(dim, metric)
         else:
+            self._follows = False
             with self._writing():
                 root.mkdir(parents=True, exist_ok=True)
             self._lock = WriterLock(root)
-        try:
-            if mode != "r":
+            try:
                 self._manifest = self._open_for_writing(dim, metric, create_only=mode == "x")
-            if (dim, metric) != (self._manifest.dim, self._manifest.metric):
-                found = f"dim {self._manifest.dim} and metric {self._manifest.metric.value}"
-                raise DatastoreMismatchError(f"{root} has {found}, not dim {dim} and metric {metric.value}")
-        except BaseException:
-            self._release()
-            raise
+                self._check_same(dim, metric)
+            except BaseException:
+                self._release()
+                raise
         self._next_number = self._manifest.next_number
-
-    # -- reading
-
-    def snapshot(self) -> tuple[Segment, ...]:
-        """The segments as of now; for a reader, as of the newest manifest. They never change."""
-        if self._closed:
-            raise DatastoreClosedError(f"{self.root} was closed")
-        if self._lock is None:
-            self._refresh()
-        return self._segments
-
-    def count(self) -> int:
-        """How many records are live."""
-        return sum(segment.live for segment in self.snapshot())
-
-    def iterate(self, *, ids: IdRanges | None, batch_size: int) -> Iterator[tuple[Ids, Keys, Groups]]:
-        """Yield every live record once by ascending id, as `Datastore.iterate` does."""
-        for some_ids, keys, groups in merged(self.snapshot(), ids=ids, batch_size=batch_size):
-            yield np.array(some_ids), keys.astype(np.float32, copy=False), groups
 
     # -- changing
 
@@ -195,38 +168,6 @@ class KeySegments:
             )
             self._publish()
 
-    def intact(self, file: StoredFile) -> bool:
-        """Whether a file is there with the size and the SHA-256 that the manifest says."""
-        try:
-            MappedFile(self.root, file).check()
-        except (CorruptDatastoreError, FileNotFoundError):
-            return False
-        return True
-
-    def by_group(self) -> dict[int, list[Segment]]:
-        """The segments of each group that has live records."""
-        groups: dict[int, list[Segment]] = {}
-        for segment in self.snapshot():
-            if segment.live:
-                groups.setdefault(segment.group, []).append(segment)
-        return groups
-
-    def verify(self) -> list[str]:
-        """Check size and SHA-256 of every file that the manifest names; one line for each problem."""
-        problems = []
-        try:
-            manifest = Manifest.read(self.root)
-        except (CorruptDatastoreError, DatastoreNotFoundError) as error:
-            return [str(error)]
-        for entry in manifest.segments:
-            index = [entry.index.file] if entry.index else []
-            for file in [entry.keys, entry.ids, *index]:
-                try:
-                    MappedFile(self.root, file).check()
-                except (CorruptDatastoreError, OSError) as error:
-                    problems.append(str(error))
-        return problems
-
     def close(self) -> None:
         """Flush, if opened for writing, and let the next writer in."""
         if self._closed:
@@ -252,7 +193,10 @@ class KeySegments:
             else:
                 if create_only:
                     raise DatastoreExistsError(f"a datastore is already at {self.root}")
-            self._segments = self._mapped(manifest)
+            try:
+                self._segments = self._mapped(manifest)
+            except FileNotFoundError as error:
+                raise missing(error) from None
             self._on_disk = _named(manifest)
             for folder in (self.root / "segments", self.root / "indexes"):
                 folder.mkdir(exist_ok=True)
@@ -261,53 +205,6 @@ class KeySegments:
                     if orphan and _OURS.match(path.name):
                         remove(path)
         return manifest
-
-    def _load(self) -> Manifest:
-        """Read the manifest and map what it names, together, while a writer may replace both."""
-        while True:
-            try:
-                before = signature(self.root)
-            except FileNotFoundError:
-                before = (0, 0, 0)
-            manifest = Manifest.read(self.root)
-            try:
-                segments = self._mapped(manifest)
-            except (FileNotFoundError, CorruptDatastoreError) as error:
-                if signature(self.root) != before:
-                    continue
-                if isinstance(error, CorruptDatastoreError):
-                    raise
-                raise CorruptDatastoreError(
-                    f"{error.filename} is missing: restore it from a backup, or add its documents again"
-                ) from None
-            self._segments, self._signature = segments, before
-            return manifest
-
-    def _refresh(self) -> None:
-        try:
-            current = signature(self.root)
-        except FileNotFoundError:
-            raise DatastoreNotFoundError(f"the datastore at {self.root} was removed") from None
-        if current != self._signature:
-            with self._mutex:
-                if current != self._signature:
-                    self._manifest = self._load()
-
-    def _mapped(self, manifest: Manifest) -> tuple[Segment, ...]:
-        """Map the segments of a manifest, keeping the maps of those that are mapped already."""
-        known = {segment.entry.keys: segment.columns for segment in self._segments if segment.entry}
-        return tuple(
-            Segment(
-                entry.group,
-                entry.rows,
-                entry.first_id,
-                entry.last_id,
-                known.get(entry.keys) or MappedColumns(self.root, entry, manifest.dim),
-                IdRanges(entry.dead),
-                entry,
-            )
-            for entry in manifest.segments
-        )
 
     def _buffered_size(self) -> int:
         return sum(s.columns.keys.nbytes for s in self._segments if isinstance(s.columns, MemoryColumns))
