@@ -70,6 +70,9 @@ class PostgresServer:
         self.execute("postgres", f"CREATE DATABASE {name}")
         return self.url(name)
 
+    def drop(self, url: URL) -> None:
+        self.execute("postgres", f"DROP DATABASE {url.database} WITH (FORCE)")
+
     def url(self, database: str) -> URL:
         return URL.create(
             "postgresql+psycopg", username=ROLE, database=database, query={"host": str(self.folder)}
@@ -129,9 +132,12 @@ def postgres() -> Iterator[PostgresServer]:
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
-def catalog_url(request: pytest.FixtureRequest, tmp_path: Path) -> URL:
+def catalog_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[URL]:
     """The URL of a new, empty database: a test that takes it runs on SQLite and on PostgreSQL."""
     if request.param == "sqlite":
-        return URL.create("sqlite", database=str(tmp_path / "catalog.db"))
+        yield URL.create("sqlite", database=str(tmp_path / "catalog.db"))
+        return
     server: PostgresServer = request.getfixturevalue("postgres")
-    return server.new_database()
+    url = server.new_database()
+    yield url
+    server.drop(url)

@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,7 +18,7 @@ from sqlalchemy.orm import Session
 from knnstore.catalog import schema
 from knnstore.catalog.checks import check_name
 from knnstore.catalog.engine import connect, exclusive, is_sqlite_file, place, reading, translated_errors
-from knnstore.catalog.models import IS_LIVE, DocumentRow, DomainRow, SettingRow, StoreRow, TagRow
+from knnstore.catalog.models import IS_LIVE, DocumentRow, DomainRow, SettingRow, StoreRow, TagRow, TokensRow
 from knnstore.catalog.types import Document, Domain, Engine, Identity, Snapshot, StoredVersion
 from knnstore.errors import StoreExistsError, StoreNotFoundError
 from knnstore.failpoints import failpoint
@@ -138,7 +139,8 @@ class Catalog:
         )
         with reading(self.sql) as current:
             revision = current.scalars(select(StoreRow.revision)).one()
-            table = np.array(current.execute(documents).all(), np.int64).reshape(-1, 4).T.copy()
+            values = chain.from_iterable(current.execute(documents))
+            table = np.fromiter(values, np.int64).reshape(-1, 4).T.copy()
             names = dict(current.execute(domains).all())
         table.setflags(write=False)
         rows, groups, starts, stops = table
@@ -197,9 +199,8 @@ class Catalog:
     def tokens(self, row: int) -> np.ndarray[tuple[int], np.dtype[np.uint32]] | None:
         """The token ids of a live document, uint32 of shape (n,); None when it is live no more."""
         with reading(self.sql) as current:
-            blob = current.scalars(
-                select(DocumentRow.tokens).where(DocumentRow.id == row, IS_LIVE)
-            ).one_or_none()
+            chosen = select(TokensRow.tokens).join(DocumentRow).where(DocumentRow.id == row, IS_LIVE)
+            blob = current.scalars(chosen).one_or_none()
         return None if blob is None else np.frombuffer(blob, "<u4")
 
     def versions(self, domain: str, ids: Iterable[str]) -> dict[str, StoredVersion]:

@@ -131,13 +131,26 @@ class DocumentRow(Base):
     content_hash: Mapped[str] = mapped_column(String(64))
     attributes: Mapped[dict[str, Any]] = mapped_column("metadata", JSON)
     added_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), default=_now)
-    tokens: Mapped[bytes] = mapped_column(LargeBinary, deferred=True)
-    """Little-endian uint32. The last column: SQLite reads a row as far as the last one asked for."""
 
 
 # Written out in the statement: only then can the planner use the partial indexes.
 IS_LIVE = DocumentRow.state == literal(LIVE, literal_execute=True)
 IS_UNSETTLED = DocumentRow.state != literal(LIVE, literal_execute=True)
+
+
+class TokensRow(Base):
+    """The tokens of one document, apart so that no scan of the documents reads them."""
+
+    __tablename__ = "knnstore_document_tokens"
+
+    document_id: Mapped[int] = mapped_column(
+        _RowId,
+        ForeignKey("knnstore_documents.id", ondelete="CASCADE"),
+        primary_key=True,
+        autoincrement=False,
+    )
+    tokens: Mapped[bytes] = mapped_column(LargeBinary)
+    """Little-endian uint32."""
 
 
 class TagRow(Base):

@@ -32,6 +32,7 @@ from knnstore.catalog.models import (
     SettingRow,
     StoreRow,
     TagRow,
+    TokensRow,
 )
 from knnstore.catalog.types import TOKEN_BITS, Engine, NewDocument, PlacedDocument
 from knnstore.errors import CatalogError, DocumentNotFoundError, FencedError, InputError, LockedError
@@ -114,17 +115,14 @@ class CatalogWriter:
                         stop=start + len(document.tokens),
                         content_hash=document.content_hash,
                         attributes=dict(document.metadata),
-                        tokens=document.tokens.astype("<u4").tobytes(),
                     )
                 )
                 start += len(document.tokens)
             current.add_all(rows)
             current.flush()
-            current.add_all(
-                TagRow(document_id=row.id, tag=tag)
-                for row, document in zip(rows, documents, strict=True)
-                for tag in document.tags
-            )
+            for row, document in zip(rows, documents, strict=True):
+                current.add(TokensRow(document_id=row.id, tokens=document.tokens.astype("<u4").tobytes()))
+                current.add_all(TagRow(document_id=row.id, tag=tag) for tag in document.tags)
             return [PlacedDocument(row.id, row.domain_id, row.start, row.stop) for row in rows]
 
     def publish(self, rows: Sequence[int]) -> None:

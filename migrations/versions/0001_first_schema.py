@@ -62,7 +62,6 @@ def upgrade() -> None:
         sa.Column("content_hash", sa.String(length=64), nullable=False),
         sa.Column("metadata", sa.JSON(), nullable=False),
         sa.Column("added_at", sa.DateTime(timezone=True), nullable=False),
-        sa.Column("tokens", sa.LargeBinary(), nullable=False),
         sa.CheckConstraint(
             "state IN ('pending', 'live', 'deleting')", name=op.f("ck_knnstore_documents_state")
         ),
@@ -106,3 +105,20 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("document_id", "tag", name=op.f("pk_knnstore_document_tags")),
     )
     op.create_index(op.f("ix_knnstore_document_tags_tag"), "knnstore_document_tags", ["tag"], unique=False)
+    op.create_table(
+        "knnstore_document_tokens",
+        sa.Column(
+            "document_id",
+            sa.BigInteger().with_variant(sa.Integer(), "sqlite"),
+            autoincrement=False,
+            nullable=False,
+        ),
+        sa.Column("tokens", sa.LargeBinary(), nullable=False),
+        sa.ForeignKeyConstraint(
+            ["document_id"],
+            ["knnstore_documents.id"],
+            name=op.f("fk_knnstore_document_tokens_document_id"),
+            ondelete="CASCADE",
+        ),
+        sa.PrimaryKeyConstraint("document_id", name=op.f("pk_knnstore_document_tokens")),
+    )

@@ -1,0 +1,25 @@
+# make demo | make test | make check, in an environment of its own that is made when missing.
+
+PYTHON ?= python3
+VENV ?= .venv
+WORKERS ?= 2
+
+.PHONY: demo test check
+
+demo: $(VENV)/installed-faiss
+	$(VENV)/bin/knnstore demo
+
+test: $(VENV)/installed-dev
+	$(VENV)/bin/pytest -n $(WORKERS) -q
+
+check: $(VENV)/installed-dev
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+# The stamp of an extra: pip is asked again only when what it reads has changed.
+$(VENV)/installed-%: pyproject.toml constraints.txt
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[$*]'
+	touch $@
