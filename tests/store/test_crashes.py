@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).with_name("crash_trials.py")
-AT_LEAST = {"ingest": 40, "replace": 50, "remove-document": 25, "remove-domain": 25, "compact": 40}
+AT_LEAST = {"ingest": 40, "replace": 50, "remove-document": 20, "remove-domain": 20, "compact": 40}
 """How often each operation must be killed, so that the trials cannot quietly become none."""
 
 

@@ -1,0 +1,139 @@
+"""How much of the bare forward pass's speed is left when everything is stored, and of scoring's parts.
+
+    python benchmarks/ingest.py [--model DIR] [--documents FILE.jsonl] [--tokens N]
+
+Two comparisons, each with both sides in turn in one process, JSON on standard output:
+
+* adding documents (tokenising, forward pass, copying, hashing, fsync, SQL) against the forward
+  pass alone, without the output head, over the same batches;
+* what p_kNN of the gold token and mixing cost within a scoring step of model, search and mixing.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import torch
+
+import knnstore
+from knnstore.documents import TextDocument, read_documents
+from knnstore.lm.interpolation import gold_knn_probs, mix_gold, neighbor_weights
+from knnstore.lm.scoring import BATCH_TOKENS
+from knnstore.lm.text import tokenized
+from knnstore.lm.windows import pack, prefix_of
+from knnstore.store import EVERYTHING
+
+TINY_LM = Path(__file__).parent.parent / "examples" / "tiny-lm"
+
+
+def documents_of(path: Path | None) -> list[TextDocument]:
+    if path is not None:
+        return list(read_documents([path]))
+    return [TextDocument(name, text) for name, text in sorted(topics.items()) if text.strip()]
+
+
+def timed(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=str(TINY_LM))
+    parser.add_argument("--documents", type=Path, help="JSON Lines; default is Python's language reference")
+    parser.add_argument("--tokens", type=int, default=65_536, help="tokens stored in each round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("-k", type=int, default=1024)
+    parser.add_argument("--smoke", action="store_true", help="a few seconds, to see that it runs")
+    options = parser.parse_args()
+    if options.smoke:
+        options.tokens, options.rounds = 8_192, 2
+
+    with tempfile.TemporaryDirectory() as folder:
+        lm = knnstore.create(Path(folder) / "home", model=options.model, device="cpu")
+        identity, tokenizer = lm.store.identity, lm.tokenizer
+        chosen, tokens = [], []
+        for document in documents_of(options.documents):
+            chosen.append(document)
+            tokens += tokenized([document], tokenizer)
+            if sum(map(len, tokens)) >= options.tokens:
+                break
+        batches = list(
+            pack(
+                tokens,
+                prefix=prefix_of(tokenizer),
+                max_length=identity.max_length,
+                stride=identity.stride,
+                batch_tokens=BATCH_TOKENS,
+            )
+        )
+        stored = sum(len(batch.at) for batch in batches)
+
+        def forward() -> None:
+            with torch.inference_mode():
+                for batch in batches:
+                    lm.base.base_model(torch.from_numpy(batch.input_ids), use_cache=False)
+
+        def ingest() -> None:
+            added = lm.add(chosen, domain=f"round {len(adding)}")
+            assert added.tokens == stored
+
+        bare: list[float] = []
+        adding: list[float] = []
+        forward()  # warm up
+        for _ in range(options.rounds):
+            bare.append(timed(forward))
+            adding.append(timed(ingest))
+            lm.store.remove_domain(f"round {len(adding) - 1}")
+
+        lm.add(chosen, domain="all")
+        parts: dict[str, list[float]] = {"model": [], "search": [], "gold": []}
+        for batch in islice(batches, 2 if options.smoke else 8):
+            started = time.perf_counter()
+            encoded = lm.encoder.encode(batch.input_ids, batch.at)
+            log_probs = lm.encoder.gold_log_probs(encoded.states, batch.gold)
+            modelled = time.perf_counter()
+            found = lm.store.search(encoded.keys.numpy(), options.k, EVERYTHING)
+            searched = time.perf_counter()
+            distances, ids = torch.from_numpy(found.distances), torch.from_numpy(found.ids)
+            weights = neighbor_weights(distances, 20.0)
+            knn = gold_knn_probs(weights, ids & 0xFFFFF, torch.from_numpy(batch.gold))
+            mix_gold(log_probs, knn, weights.sum(1) > 0, 0.5)
+            mixed = time.perf_counter()
+            for name, seconds in zip(
+                parts, (modelled - started, searched - modelled, mixed - searched), strict=True
+            ):
+                parts[name].append(seconds)
+        totals = {name: sum(seconds) for name, seconds in parts.items()}
+        lm.store.close()
+
+    ratios = [b / a for a, b in zip(adding, bare, strict=True)]
+    report = {
+        "machine": platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "model": identity.model_fingerprint[:12],
+        "tokens_a_round": stored,
+        "forward_tokens_per_s": spread([stored / seconds for seconds in bare]),
+        "ingest_tokens_per_s": spread([stored / seconds for seconds in adding]),
+        "ingest_over_forward": spread(ratios),
+        "k": options.k,
+        "scoring_seconds": totals,
+        "gold_and_mixing_share": totals["gold"] / sum(totals.values()),
+    }
+    print(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    main()
