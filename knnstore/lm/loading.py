@@ -28,7 +28,9 @@ class Loaded(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
 
 
-def load(name: str, *, device: str | None = None, dtype: str | None = None) -> Loaded:
+def load(
+    name: str, *, device: str | None = None, dtype: str | torch.dtype | None = None, **options: Any
+) -> Loaded:
     """Load a causal language model and its tokenizer.
 
     Args:
@@ -36,18 +38,20 @@ def load(name: str, *, device: str | None = None, dtype: str | None = None) -> L
         device: as torch names it; default is the GPU if there is one, else the CPU.
         dtype: ``float32``, ``bfloat16`` or ``float16``; default is what the model was saved in on
             a GPU, and float32 on the CPU.
+        **options: passed on to ``AutoModelForCausalLM.from_pretrained`` (revision, device_map, ...).
 
     Raises:
         ConfigError: there is no such model, device or dtype.
     """
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     wanted = dtype or ("float32" if place == "cpu" else "auto")
-    if wanted != "auto" and not isinstance(getattr(torch, wanted, None), torch.dtype):
+    if isinstance(wanted, str) and wanted not in ("auto", "float32", "bfloat16", "float16"):
         raise ConfigError(f"dtype {wanted!r} is none of float32, bfloat16, float16")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=wanted, use_safetensors=True)
-        return Loaded(model.to(place).eval(), tokenizer)  # type: ignore[arg-type]
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=options.get("revision", "main"))
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=wanted, use_safetensors=True, **options)
+        placed = model if "device_map" in options else model.to(place)  # type: ignore[arg-type]
+        return Loaded(placed.eval(), tokenizer)
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"the model {name!r} cannot be loaded on {place}: {reason}") from error

@@ -4,40 +4,27 @@ import inspect
 import json
 import os
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from knnstore.datastore import Neighbors
-from knnstore.errors import ConfigError, DimensionMismatchError, StoreNotFoundError
+from knnstore.errors import ConfigError, StoreNotFoundError
 from knnstore.lm.interpolation import mix, neighbor_weights
-from knnstore.lm.keys import KeyCapture, keep_positions, key_dim, locate
+from knnstore.lm.keys import KeyCapture, keep_positions, locate
+from knnstore.lm.loading import check_matches, load
 from knnstore.lm.mixing import KNNSettings, Retrieved
 from knnstore.lm.store_mixin import StoreMixin
-from knnstore.store import Identity, KNNStore, Selection, tokens_of
+from knnstore.store import KNNStore, tokens_of
 
 CONFIG_NAME = "knn_config.json"
 _FORMAT = 1
 _CHUNK_VALUES = 1 << 24
 """How many log-probabilities are mixed at once: 64 MiB of float32."""
-
-
-class Retriever(Protocol):
-    """What a `KNNLMForCausalLM` needs of a store; `KNNStore` is one."""
-
-    @property
-    def identity(self) -> Identity:
-        """What the store was made for."""
-        ...
-
-    def search(self, queries: Any, k: int, selection: Selection) -> Neighbors:
-        """Find the k nearest records of each query; see `KNNStore.search`."""
-        ...
 
 
 class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
@@ -55,9 +42,7 @@ class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: i
             `generate_text` need.
 
     Raises:
-        ConfigError: the model has no such key location.
         FingerprintMismatchError: model or tokenizer are not those that the store was made with.
-        DimensionMismatchError: the model's keys have another dimension than the store's.
 
     Example:
         >>> model = KNNLMForCausalLM.from_base(base, store)  # doctest: +SKIP
@@ -76,10 +61,11 @@ class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: i
     def __init__(
         self,
         base: PreTrainedModel,
-        store: Retriever,
+        store: KNNStore,
         knn: KNNSettings | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
+        check_matches(base, tokenizer, store.identity)
         super().__init__(base.config)
         self.base: Any = base
         self.store = store
@@ -91,15 +77,6 @@ class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: i
         if hasattr(base, "hf_device_map"):
             self.hf_device_map = base.hf_device_map
         self.train(base.training)
-        self._check_store_fits()
-
-    def _check_store_fits(self) -> None:
-        dim = key_dim(self.base, self.location)
-        if dim != self.store.identity.dim:
-            raise DimensionMismatchError(
-                f"the model's keys at {self.location} have {dim} components, the store's have "
-                f"{self.store.identity.dim}; use the model that the store was made with"
-            )
 
     # -- making, saving and loading
 
@@ -107,7 +84,7 @@ class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: i
     def from_base(
         cls,
         base: PreTrainedModel,
-        store: Retriever,
+        store: KNNStore,
         knn: KNNSettings | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> Self:
@@ -119,9 +96,11 @@ class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: i
         cls,
         directory: str | os.PathLike[str],
         *,
-        store: Retriever | None = None,
+        store: KNNStore | None = None,
         knn: KNNSettings | None = None,
-        **base_options: Any,
+        device: str | None = None,
+        dtype: str | torch.dtype | None = None,
+        **options: Any,
     ) -> Self:
         """Load what `save_pretrained` wrote.
 
@@ -129,7 +108,9 @@ class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: i
             directory: where ``knn_config.json`` is.
             store: an open store in place of the one named there.
             knn: settings in place of those written there.
-            **base_options: passed on to ``AutoModelForCausalLM.from_pretrained`` (dtype, device_map, ...).
+            device: where the base model runs; see `knnstore.lm.loading.load`.
+            dtype: of its weights.
+            **options: passed on to ``AutoModelForCausalLM.from_pretrained``.
 
         Raises:
             ConfigError: there is no ``knn_config.json``, or it is of a newer format.
@@ -147,9 +128,9 @@ class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: i
             if config["store"] is None:
                 raise StoreNotFoundError(f"{path} names no store; give one: from_pretrained(..., store=...)")
             store = KNNStore.open(config["store"])
-        options = {"revision": config["revision"], **base_options}
-        base = AutoModelForCausalLM.from_pretrained(config["base"], **options)
-        return cls(base, store, knn or KNNSettings.from_dict(config["knn"]))
+        options = {"revision": config["revision"], **options}
+        base, tokenizer = load(config["base"], device=device, dtype=dtype, **options)
+        return cls(base, store, knn or KNNSettings.from_dict(config["knn"]), tokenizer)
 
     def save_pretrained(  # type: ignore[override]
         self, save_directory: str | os.PathLike[str], **_: Any

@@ -4,8 +4,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from knnstore.lm.defaults import settings_for
-from knnstore.lm.loading import check_matches, identify
+from knnstore.lm.loading import identify
 from knnstore.lm.loading import load as load_model
 from knnstore.lm.modeling import KNNLMForCausalLM
 from knnstore.store import KNNStore
@@ -25,7 +27,7 @@ def create(
     max_length: int | None = None,
     stride: int | None = None,
     device: str | None = None,
-    dtype: str | None = None,
+    dtype: str | torch.dtype | None = None,
 ) -> KNNLMForCausalLM:
     """Make an empty store for a model and open both, the store for writing.
 
@@ -57,7 +59,11 @@ def create(
 
 
 def load(
-    home: str | os.PathLike[str], mode: Mode = "r", *, device: str | None = None, dtype: str | None = None
+    home: str | os.PathLike[str],
+    mode: Mode = "r",
+    *,
+    device: str | None = None,
+    dtype: str | torch.dtype | None = None,
 ) -> KNNLMForCausalLM:
     """Open a store and load the model that it was made for.
 
@@ -74,7 +80,6 @@ def load(
     opened = KNNStore.open(home, mode)
     try:
         base, tokenizer = load_model(opened.identity.model, device=device, dtype=dtype)
-        check_matches(base, tokenizer, opened.identity)
         return KNNLMForCausalLM.from_base(base, opened, tokenizer=tokenizer, knn=settings_for(opened))
     except BaseException:
         opened.close()

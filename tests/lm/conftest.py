@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ from transformers import (
 from knnstore.datastore import Neighbors
 from knnstore.lm.encoder import Encoder
 from knnstore.lm.keys import key_dim, locate
-from knnstore.lm.loading import model_fingerprint
+from knnstore.lm.loading import model_fingerprint, tokenizer_fingerprint
 from knnstore.store import EVERYTHING, Identity, record_ids
 
 VOCABULARY = 101
@@ -148,12 +149,14 @@ def decoder_path(family: str) -> str:
 class ExactStore:
     """The records of some token sequences, searched one distance at a time."""
 
-    def __init__(self, model: PreTrainedModel, sequences: Sequence[Sequence[int]], key: str) -> None:
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: Any, sequences: Sequence[Sequence[int]], key: str
+    ) -> None:
         location = locate(model, key)
         self.identity = Identity(
             model="tiny",
             model_fingerprint=model_fingerprint(model),
-            tokenizer_fingerprint="",
+            tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
             key=str(location),
             dim=key_dim(model, location),
             metric="l2",
@@ -188,13 +191,13 @@ class ExactStore:
 
 
 @pytest.fixture(scope="session")
-def make_store() -> Callable[..., ExactStore]:
+def make_store(tokenizer: PreTrainedTokenizerFast) -> Callable[..., ExactStore]:
     """Build a store of token sequences; any selection but everything finds nothing in it."""
 
     def make(
         model: PreTrainedModel, sequences: Sequence[Sequence[int]], key: str = "ffn_input"
     ) -> ExactStore:
-        return ExactStore(model, sequences, key)
+        return ExactStore(model, tokenizer, sequences, key)
 
     return make
 

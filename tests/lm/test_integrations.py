@@ -106,7 +106,8 @@ def test_lm_eval_scores_the_mixture(knn_model, tokenizer):
         assert greedy == (continuation.strip() == CONTINUATION)
 
 
-def test_a_saved_model_opens_its_store_again(make_model, make_store, tmp_path):
+def test_a_saved_model_opens_its_store_again(make_model, make_store, tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path / "base")
     make_model("llama").save_pretrained(tmp_path / "base")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     exact = make_store(base, [SEQUENCE])

@@ -1,10 +1,12 @@
 """The model with a store: equal to its base without retrieval, and to the definition with it."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
 
-from knnstore.errors import ConfigError, DimensionMismatchError
+from knnstore.errors import ConfigError, FingerprintMismatchError
 from knnstore.lm.mixing import KNNSettings
 from knnstore.lm.modeling import KNNLMForCausalLM
 from knnstore.store import Selection, tokens_of
@@ -298,13 +300,17 @@ def test_misspelled_arguments_are_refused(knn_gpt2):
         generate(knn_gpt2, kn_n=SETTINGS)
 
 
-def test_a_store_of_another_width_is_refused(make_model, make_store, gpt2):
+def test_a_store_of_another_model_is_refused_and_both_are_named(make_model, make_store, gpt2, tokenizer):
     store = make_store(gpt2, [SEQUENCE])
-    store.identity = type(store.identity)(
-        **{name: getattr(store.identity, name) for name in store.identity.__dataclass_fields__} | {"dim": 48}
-    )
-    with pytest.raises(DimensionMismatchError, match=r"32 .* 48"):
-        KNNLMForCausalLM(gpt2, store)
+    other = make_model("gpt2")
+    with torch.no_grad():
+        other.transformer.h[0].mlp.c_fc.weight.mul_(1.5)
+    with pytest.raises(FingerprintMismatchError, match=r"tiny .* GPT2LMHeadModel"):
+        KNNLMForCausalLM(other, store)
+    changed = copy.deepcopy(tokenizer)
+    changed.add_tokens(["w999"])
+    with pytest.raises(FingerprintMismatchError, match="tokenizer"):
+        KNNLMForCausalLM(gpt2, store, tokenizer=changed)
 
 
 def test_tokens_outside_the_vocabulary_are_refused(knn_gpt2):
@@ -318,7 +324,8 @@ def test_a_model_that_was_never_saved_cannot_be_named(knn_gpt2, tmp_path):
         knn_gpt2.save_pretrained(tmp_path)
 
 
-def test_save_and_load_without_weights(gpt2, make_store, make_model, tmp_path):
+def test_save_and_load_without_weights(gpt2, make_store, tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path / "base")
     gpt2.save_pretrained(tmp_path / "base")
     base = type(gpt2).from_pretrained(tmp_path / "base")
     store = make_store(base, [SEQUENCE, OTHER])
