@@ -1,0 +1,223 @@
+"""Adding, evaluating, explaining and writing text, from documents on disk to numbers."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import knnstore
+from knnstore.errors import FingerprintMismatchError, InputError, ReadOnlyError
+from knnstore.lm import KNNSettings
+from knnstore.store import Selection, tokens_of
+
+RNG = np.random.default_rng(5)
+
+
+def words(n: int) -> str:
+    return " ".join(f"w{i}" for i in RNG.integers(4, 100, n))
+
+
+@pytest.fixture(scope="module")
+def model_path(make_model, tokenizer, tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    make_model("gpt2").save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def lm(model_path, tmp_path):
+    made = knnstore.create(tmp_path / "home", model=model_path, max_length=16, stride=8)
+    yield made
+    made.store.close()
+
+
+def direct_log_probs(lm, text: str) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    """log p_LM and key of every token, one forward pass a token, over the windows of the design."""
+    ids = [lm.tokenizer.bos_token_id, *lm.tokenizer(text, add_special_tokens=False)["input_ids"]]
+    mlp, kept = lm.base.transformer.h[-1].mlp, []
+    hook = mlp.register_forward_pre_hook(lambda _, args: kept.append(args[0][0, -1].numpy().copy()))
+    log_probs = []
+    with torch.no_grad():
+        for at in range(1, len(ids)):
+            # The window that predicts token `at`: it ends at 16, 24, 32, ... tokens, or at the last.
+            stop = min(len(ids), 16 if at < 16 else 16 + 8 * math.ceil((at + 1 - 16) / 8))
+            start = max(0, stop - 16)
+            logits = lm.base(torch.tensor([ids[start:at]])).logits[0, -1]
+            log_probs.append(float(logits.log_softmax(-1)[ids[at]]))
+    hook.remove()
+    return np.array(log_probs), np.array(kept), ids[1:]
+
+
+def test_perplexities_agree_with_a_direct_computation(lm) -> None:
+    stored = {f"d{i}": words(n) for i, n in enumerate((1, 5, 15, 16, 17, 40, 63))}
+    held_out = {f"t{i}": words(n) for i, n in enumerate((1, 9, 50))}
+    added = lm.add(({"id": id, "text": text} for id, text in stored.items()), domain="d")
+    assert (added.added, added.tokens) == (7, sum(len(text.split()) for text in stored.values()))
+    keys, values = [], []
+    for text in stored.values():
+        _, key, tokens = direct_log_probs(lm, text)
+        keys.append(key)
+        values += tokens
+    keys, values = np.concatenate(keys).astype(np.float16).astype(np.float64), np.array(values)
+    base, mixed = [], []
+    k, temperature, lam = 12, 3.0, 0.4
+    for text in held_out.values():
+        log_probs, queries, gold = direct_log_probs(lm, text)
+        for log_p, query, token in zip(log_probs, queries, gold, strict=True):
+            distances = ((keys - query) ** 2).sum(1)
+            nearest = np.argsort(distances)[:k]
+            weights = np.exp(-(distances[nearest] - distances.min()) / temperature)
+            p_knn = weights[values[nearest] == token].sum() / weights.sum()
+            base.append(log_p)
+            mixed.append(math.log((1 - lam) * math.exp(log_p) + lam * p_knn))
+    result = lm.evaluate(
+        [{"id": id, "text": text} for id, text in held_out.items()],
+        KNNSettings(k=k, temperature=temperature, lam=lam),
+    )
+    assert result.tokens == len(base) == 60
+    assert result.base_ppl == pytest.approx(math.exp(-np.mean(base)), rel=1e-5)
+    assert result.knn_ppl == pytest.approx(math.exp(-np.mean(mixed)), rel=1e-4)
+
+
+def test_perplexity_after_removal_is_that_of_before_to_the_last_digit(lm) -> None:
+    held_out = [words(30), words(30)]
+    lm.add([words(40) for _ in range(4)], domain="a")
+    before = lm.evaluate(held_out)
+    lm.add([words(40) for _ in range(4)], domain="b")
+    assert lm.evaluate(held_out).knn_ppl != before.knn_ppl
+    lm.store.remove_domain("b")
+    after = lm.evaluate(held_out)
+    assert (after.base_ppl, after.knn_ppl) == (before.base_ppl, before.knn_ppl)
+
+
+def test_an_interrupted_run_goes_on_where_it_was(lm) -> None:
+    rows = [{"id": str(i), "text": words(10)} for i in range(100)]
+
+    def interrupted():
+        yield from rows[:90]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        lm.add(interrupted(), domain="d", commit_tokens=100)
+    there = len(lm.store.documents())
+    assert 0 < there < 90
+    again = lm.add(rows, domain="d", commit_tokens=100)
+    assert (again.unchanged, again.added) == (there, 100 - there)
+    assert lm.store.verify() == []
+    assert lm.store.datastore.count() == 1000
+
+
+def test_only_what_changed_goes_through_the_model(lm) -> None:
+    rows = [{"id": str(i), "text": words(10), "year": 2025} for i in range(4)]
+    lm.add(rows, domain="d", tags=["old"])
+    rows[1]["text"] = words(12)
+    rows[2]["year"] = 2026
+    added = lm.add(rows, domain="d", tags=["new"])
+    assert (added.added, added.replaced, added.described, added.unchanged) == (0, 1, 3, 0)
+    assert added.tokens == 12
+    again = lm.add(rows, domain="d")
+    assert (again.unchanged, again.tokens) == (4, 0)
+    assert lm.store.document("2").metadata == {"year": 2026}
+    assert {document.tags for document in lm.store.documents()} == {("new", "old")}
+
+
+def test_a_stored_document_is_reported_and_can_be_left_out(lm) -> None:
+    texts = [words(30) for _ in range(3)]
+    lm.add([{"id": str(i), "text": text} for i, text in enumerate(texts)], domain="d")
+    settings = KNNSettings(k=4, temperature=0.1, lam=0.9)
+    cheating = lm.evaluate([{"id": "twin", "text": texts[0]}, words(20)], settings)
+    honest = lm.evaluate([{"id": "twin", "text": texts[0]}], settings, leave_out=True)
+    assert cheating.stored == honest.stored == ("twin",)
+    alone = lm.evaluate([texts[0]], settings)
+    assert alone.knn_ppl < 2 < honest.knn_ppl
+    others = Selection(documents=("1", "2"))
+    assert honest.knn_ppl == lm.evaluate([texts[0]], KNNSettings(4, 0.1, selection=others, lam=0.9)).knn_ppl
+
+
+def test_explanations_add_up_and_name_their_sources(lm) -> None:
+    text = words(25)
+    lm.add([{"id": "a", "text": text}, {"id": "b", "text": words(25)}], domain="d")
+    start = " ".join(text.split()[:4])
+    explained = lm.explain(
+        " " + " ".join(text.split()[4:10]), KNNSettings(k=8, temperature=0.5, lam=0.5), after=start
+    )
+    assert [entry.position for entry in explained] == [4, 5, 6, 7, 8, 9]
+    for entry in explained:
+        assert entry.p == pytest.approx(entry.lam * entry.p_knn + (1 - entry.lam) * entry.p_lm, rel=1e-5)
+        nearest = entry.neighbors[0]
+        assert (nearest.document, nearest.domain, nearest.position) == ("a", "d", entry.position)
+        assert nearest.text == entry.text
+        assert nearest.continuation.split()[0] == text.split()[entry.position + 1]
+        assert sum(source.share for source in entry.neighbors) == pytest.approx(1, rel=1e-5)
+    alone = lm.explain("w5 w6", KNNSettings(k=8, lam=0.5, selection=Selection(documents=("b",))))
+    assert {source.document for entry in alone for source in entry.neighbors} == {"b"}
+
+
+def test_text_is_continued_from_the_store_and_seeds_repeat(lm) -> None:
+    text = words(14)
+    lm.add([{"id": "a", "text": text}], domain="d")
+    sure = KNNSettings(k=1, temperature=0.1, lam=0.999)
+    start, rest = " ".join(text.split()[:4]), text.split()[4:10]
+    assert lm.generate_text(start, max_new_tokens=6, knn=sure, do_sample=False).split() == rest
+    sampled = [lm.generate_text(start, max_new_tokens=6, do_sample=True, seed=seed) for seed in (1, 1, 2)]
+    assert sampled[0] == sampled[1] != sampled[2]
+    with pytest.raises(InputError, match="window is 16"):
+        lm.generate_text(words(12), max_new_tokens=6)
+
+
+def test_settings_follow_the_scale_of_the_keys_and_are_found_again(lm, tmp_path) -> None:
+    lm.add([words(60) for _ in range(5)], domain="d")
+    keys = np.concatenate([keys for _, keys, _ in lm.store.datastore.iterate()])
+    assert lm.knn.temperature == pytest.approx(keys.var(axis=0).sum() / 10, rel=1e-5)
+    lm.store.save_settings({"k": 3, "temperature": 2.0, "lambda": 0.1}, ["d"])
+    lm.store.close()
+    again = knnstore.load(tmp_path / "home")
+    assert again.knn == lm.knn
+    with pytest.raises(ReadOnlyError):
+        again.add([words(3)], domain="d")
+    again.store.close()
+
+
+def test_another_model_at_the_same_place_is_refused(model_path, make_model, tokenizer, tmp_path) -> None:
+    moved = tmp_path / "model"
+    make_model("gpt2").save_pretrained(moved)
+    tokenizer.save_pretrained(moved)
+    knnstore.create(tmp_path / "home", model=str(moved)).store.close()
+    other = make_model("gpt2")
+    with torch.no_grad():
+        other.transformer.wte.weight.mul_(1.1)
+    other.save_pretrained(moved)
+    with pytest.raises(FingerprintMismatchError):
+        knnstore.load(tmp_path / "home")
+
+
+def test_documents_come_from_a_datasets_stream(lm) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [{"id": i, "text": words(10), "label": i % 2} for i in range(20)]
+    stream = datasets.Dataset.from_list(rows).to_iterable_dataset()
+    assert lm.add(stream, domain="d").added == 20
+    assert lm.store.document("7").metadata == {"label": 1}
+
+
+def test_bad_documents_are_left_out_only_when_asked(lm) -> None:
+    rows = [{"id": "1", "text": words(5)}, {"id": "2"}, {"id": "1", "text": words(5)}, words(1)]
+    with pytest.raises(InputError, match="document 2: no 'text'"):
+        lm.add(rows, domain="d")
+    bad: list[InputError] = []
+    assert lm.add(rows, domain="d", on_bad=bad.append).added == 2
+    assert [str(error).split(":")[0] for error in bad] == ["document 2", "document 3"]
+
+
+def test_half_precision_gives_nearly_the_same_keys(model_path, tmp_path) -> None:
+    text = words(30)
+    found = []
+    for dtype in ("float32", "bfloat16"):
+        lm = knnstore.create(tmp_path / dtype, model=model_path, dtype=dtype)
+        lm.add([text], domain="d")
+        ids, keys, _ = next(lm.store.datastore.iterate())
+        found.append((tokens_of(ids), keys))
+        lm.store.close()
+    assert np.array_equal(found[0][0], found[1][0])
+    assert np.allclose(found[0][1], found[1][1], atol=0.1)
