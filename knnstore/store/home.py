@@ -69,7 +69,7 @@ class Home:
         unfinished.mkdir(parents=True)
         try:
             url = cls._catalog_url(unfinished, catalog)
-            saved = None if catalog is None else url.set(password=None).render_as_string()
+            saved = None if catalog is None else url._replace(password=None).render_as_string()
             yield cls(unfinished, url)
             description = json.dumps({"format": FORMAT, "catalog": saved}, indent=2)
             publish(unfinished / _DESCRIPTION, description.encode() + b"\n", "home")
