@@ -1,14 +1,15 @@
-"""Kills a writer at every step of an operation, and once more during the recovery.
+"""Kills a writer at every step of an operation, or lets its disk run full, and its recovery too.
 
 A script of its own, because it forks: each trial is a child process that dies by SIGKILL, and
 each check is another one that opens the store anew. Prints a report as JSON.
 
-    python crash_trials.py FOLDER OPERATION
+    python crash_trials.py FOLDER kill|disk-full OPERATION
 """
 
 import itertools
 import json
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -22,6 +23,7 @@ import numpy as np
 
 from knnstore import failpoints
 from knnstore.catalog import Identity, NewDocument
+from knnstore.errors import KnnstoreError
 from knnstore.store import KNNStore, tokens_of
 
 DIM = 8
@@ -178,8 +180,44 @@ def passages(template: Path, home: Path, operation: Operation) -> list[str]:
     return listed
 
 
-def trial(template: Path, home: Path, operation: Operation, place: str, second: str | None) -> list[str]:
-    """Kill the operation at one place, recovery at another, and check what is there after each."""
+class Interrupted(NamedTuple):
+    """A way to interrupt an operation."""
+
+    how: str
+    work: Callable[[Path, Operation], Callable[[], None]]
+    statuses: set[int]
+    """How the child may end."""
+
+
+def killed_at(place: str) -> Interrupted:
+    return Interrupted(
+        f"killed at {place}",
+        lambda home, operation: in_writer(home, operation.run, arm=place),
+        {-signal.SIGKILL},
+    )
+
+
+def out_of_space(size: int) -> Interrupted:
+    """No file may grow beyond so many bytes, as on a full disk: an error, but never a signal."""
+
+    def work(home: Path, operation: Operation) -> Callable[[], None]:
+        def run() -> None:
+            with KNNStore.open(home, "a") as store:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+                try:
+                    operation.run(store)
+                except (OSError, KnnstoreError):
+                    os._exit(1)
+
+        return run
+
+    return Interrupted(f"files limited to {size} bytes", work, {0, 1})
+
+
+def trial(
+    template: Path, home: Path, operation: Operation, interrupted: Interrupted, second: str | None
+) -> list[str]:
+    """Interrupt the operation, kill recovery at `second`, and check what is there after each."""
     shutil.copytree(template, home)
     after = operation.result(BEFORE)
     problems: list[str] = []
@@ -200,20 +238,20 @@ def trial(template: Path, home: Path, operation: Operation, place: str, second: 
     def expect(work: Callable[[], object], allowed: set[int], what: str) -> None:
         status = child(work)
         if status not in allowed:
-            problems.append(f"killed at {place}, recovery at {second}: {what} gave {status}")
+            problems.append(f"{interrupted.how}, recovery killed at {second}: {what} gave {status}")
 
-    expect(in_writer(home, operation.run, arm=place), {-signal.SIGKILL}, "the operation")
+    expect(interrupted.work(home, operation), interrupted.statuses, "the operation")
     if second is not None:
         expect(in_writer(home, lambda _: None, arm=second), {0, -signal.SIGKILL}, "killed recovery")
     expect(recover, {0}, "recovery")
     expect(try_again, {0}, "the second try")
     if leaked(home):
-        problems.append(f"killed at {place}: files are left: {leaked(home)}")
+        problems.append(f"{interrupted.how}: files are left: {leaked(home)}")
     shutil.rmtree(home)
     return problems
 
 
-def main(folder: Path, operation: Operation) -> None:
+def main(folder: Path, how: str, operation: Operation) -> None:
     template = folder / "template"
     assert child(lambda: prepare(template)) == 0
     KNNStore.open(template).close()  # imports and compiles statements once, here, and not in every child
@@ -225,12 +263,17 @@ def main(folder: Path, operation: Operation) -> None:
         "catalog.forget.inside",
     ]
     seconds = itertools.cycle([None, *recovery])
-    places = passages(template, folder / "rehearsal", operation)
+    if how == "kill":
+        interruptions = [killed_at(place) for place in passages(template, folder / "rehearsal", operation)]
+    else:
+        interruptions = [
+            out_of_space(size) for size in (0, 100, 400, 700, 1000, 2000, 4096, 8192, 30_000, 80_000)
+        ]
     problems = []
-    for place in places:
-        problems += trial(template, folder / "trial", operation, place, next(seconds))
-    print(json.dumps({"places": places, "problems": problems}))
+    for interrupted in interruptions:
+        problems += trial(template, folder / "trial", operation, interrupted, next(seconds))
+    print(json.dumps({"trials": [interrupted.how for interrupted in interruptions], "problems": problems}))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), OPERATIONS[sys.argv[2]])
+    main(Path(sys.argv[1]), sys.argv[2], OPERATIONS[sys.argv[3]])

@@ -11,11 +11,9 @@ AT_LEAST = {"ingest": 40, "replace": 50, "remove-document": 20, "remove-domain":
 """How often each operation must be killed, so that the trials cannot quietly become none."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("operation", AT_LEAST)
-def test_nothing_is_lost_or_half_there_wherever_a_writer_is_killed(tmp_path: Path, operation: str) -> None:
+def trials(tmp_path: Path, how: str, operation: str) -> list[str]:
     run = subprocess.run(
-        [sys.executable, SCRIPT, tmp_path, operation],
+        [sys.executable, SCRIPT, tmp_path, how, operation],
         check=False,
         capture_output=True,
         text=True,
@@ -24,4 +22,16 @@ def test_nothing_is_lost_or_half_there_wherever_a_writer_is_killed(tmp_path: Pat
     assert run.returncode == 0, run.stderr[-3000:]
     report = json.loads(run.stdout)
     assert report["problems"] == [], run.stderr[-3000:]
-    assert len(report["places"]) >= AT_LEAST[operation]
+    return list(report["trials"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", AT_LEAST)
+def test_nothing_is_lost_or_half_there_wherever_a_writer_is_killed(tmp_path: Path, operation: str) -> None:
+    assert len(trials(tmp_path, "kill", operation)) >= AT_LEAST[operation]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", ["replace", "compact"])
+def test_a_full_disk_is_an_error_and_costs_nothing_that_was_there(tmp_path: Path, operation: str) -> None:
+    assert len(trials(tmp_path, "disk-full", operation)) == 10
