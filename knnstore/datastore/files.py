@@ -270,7 +270,8 @@ class WriterLock:
             ) from None
         except OSError as error:
             raise DatastoreError(f"cannot lock {root}: {error}; is it on a local, writable disk?") from error
-        here = {"pid": os.getpid(), "host": socket.gethostname(), "command": " ".join(sys.argv)[:200]}
+        # Not the whole command line, which may hold a password.
+        here = {"pid": os.getpid(), "host": socket.gethostname(), "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:2]])}
         with suppress(OSError):  # it serves a message only
             holder.touch(mode=_OWNER_ONLY)
             holder.write_text(json.dumps(here))
