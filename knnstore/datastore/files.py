@@ -271,7 +271,8 @@ class WriterLock:
         except OSError as error:
             raise DatastoreError(f"cannot lock {root}: {error}; is it on a local, writable disk?") from error
         # Not the whole command line, which may hold a password.
-        here = {"pid": os.getpid(), "host": socket.gethostname(), "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:2]])}
+        command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:2]])
+        here = {"pid": os.getpid(), "host": socket.gethostname(), "command": command}
         with suppress(OSError):  # it serves a message only
             holder.touch(mode=_OWNER_ONLY)
             holder.write_text(json.dumps(here))
