@@ -80,8 +80,12 @@ class Home:
             raise
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> "Home":
+    def open(cls, path: str | os.PathLike[str], catalog: str | None = None) -> "Home":
         """Read a home's description.
+
+        Args:
+            path: the folder.
+            catalog: the catalogue's URL; default is that of the environment, else the one written.
 
         Raises:
             StoreNotFoundError: the folder is no home.
@@ -90,14 +94,14 @@ class Home:
         folder = Path(path)
         try:
             description = json.loads((folder / _DESCRIPTION).read_bytes())
-            written, catalog = description["format"], description["catalog"]
+            written, saved = description["format"], description["catalog"]
         except (FileNotFoundError, NotADirectoryError) as error:
             raise StoreNotFoundError(f"no knnstore at {folder}; make one with `knnstore init`") from error
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{folder / _DESCRIPTION} is damaged: {error}") from error
         if written != FORMAT:
             raise ConfigError(f"{folder} has format {written}, this package reads {FORMAT}: upgrade knnstore")
-        return cls(folder, cls._catalog_url(folder, os.environ.get(CATALOG_VARIABLE) or catalog))
+        return cls(folder, cls._catalog_url(folder, catalog or os.environ.get(CATALOG_VARIABLE) or saved))
 
     @staticmethod
     def _catalog_url(folder: Path, catalog: str | None) -> URL:

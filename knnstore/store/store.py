@@ -79,7 +79,8 @@ class KNNStore(StoreReader):
         with Home.create(home, catalog) as made:
             open_datastore(made, identity, engine, "x").close()
             Catalog.create(made.catalog_url, identity, engine).close()
-        return cls.open(home, "a")
+        found = Home.open(home, catalog)  # with its password, which is not written
+        return cls(found, Catalog.open(found.catalog_url), "a")
 
     @classmethod
     def open(cls, home: str | os.PathLike[str], mode: Mode = "r") -> Self:

@@ -1,4 +1,5 @@
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -259,3 +260,35 @@ def test_a_home_can_be_moved_to_another_folder(store, writer, home: Path) -> Non
     home.rename(home.with_name("moved"))
     with KNNStore.open(home.with_name("moved"), "a") as moved:
         assert (moved.search(writer.keys["law", "1"], 1).distances == 0).all()
+
+
+def test_a_store_lives_on_either_database(catalog_url, identity, home, writer_of) -> None:
+    url = catalog_url.render_as_string(hide_password=False)
+    with KNNStore.create(home, identity, catalog=url) as store:
+        writer = writer_of(store)
+        writer.add("law", "1", "2", metadata={"year": 2026}, tags=frozenset({"a"}))
+        with KNNStore.open(home) as reader:
+            writer.add("law", "1", n=5)
+            store.remove_document("2")
+            assert [(d.id, d.tokens) for d in reader.documents()] == [("1", 5)]
+            assert (reader.search(writer.keys["law", "1"], 1).distances == 0).all()
+            assert (reader.search(writer.keys["law", "2"], 1).distances > 0).all()
+        assert store.verify() == []
+
+
+def test_a_password_is_not_written_into_the_home(postgres, home, identity, monkeypatch) -> None:
+    url = postgres.new_database().set(username="knnstore_password", password="s3cr%t")
+    given = url.render_as_string(hide_password=False)
+    KNNStore.create(home, identity, catalog=given).close()
+    assert "s3cr" not in "".join(path.read_text() for path in home.glob("*.json"))
+    monkeypatch.setenv("PGPASSWORD", "s3cr%t")
+    KNNStore.open(home).close()
+    monkeypatch.delenv("PGPASSWORD")
+    monkeypatch.setenv("KNNSTORE_CATALOG", given)
+    KNNStore.open(home, "a").close()
+
+
+def test_a_vocabulary_that_does_not_fit_a_record_id_is_refused(home, identity) -> None:
+    with pytest.raises(ConfigError, match="1048577"):
+        KNNStore.create(home, replace(identity, vocab_size=2**20 + 1))
+    KNNStore.create(home, replace(identity, vocab_size=2**20)).close()
