@@ -1,7 +1,7 @@
 """Commands that ask the model with its store: perplexity, text, explanations."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -160,7 +160,7 @@ def generate(
     typer.echo(text + continuation)
     if explain:
         typer.echo()
-        print_table(sources[:_SOURCES_SHOWN], ["share", "domain", "document", "passage"])
+        print_sources(sources)
 
 
 def explain(
@@ -208,6 +208,12 @@ def explain(
                 f"{printable(source.domain)}/{printable(source.document)}:{source.position}  "
                 f"{_passage(source)}"
             )
+
+
+def print_sources(sources: Sequence[Mapping[str, Any]]) -> None:
+    """Print the documents that gave most to a text, from `credits_of`."""
+    most = [{**source, "share": f"{source['share']:6.1%}"} for source in sources[:_SOURCES_SHOWN]]
+    print_table(most, ["share", "domain", "document", "passage"])
 
 
 def credits_of(tokens: Iterable["TokenExplanation"]) -> list[dict[str, Any]]:

@@ -57,7 +57,7 @@ def _cell(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
-        return f"{value:,.4g}"
+        return f"{value:,.2f}"
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, tuple | list) and all(isinstance(item, str) for item in value):

@@ -1,10 +1,15 @@
 """What only a process of its own shows: what is imported, signals, closed pipes."""
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import termios
 import time
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,8 +17,7 @@ import pytest
 KNNSTORE = [sys.executable, "-c", "from knnstore.cli import main; main()"]
 
 
-def run(*arguments: str, **options):
-    return subprocess.run([*KNNSTORE, *arguments], capture_output=True, text=True, check=False, **options)
+ROW = b'{"id": "p-1", "text": "The boat came in."}\n'
 
 
 def test_commands_without_a_model_load_neither_torch_nor_transformers(store):
@@ -42,49 +46,51 @@ def test_help_loads_no_database_and_no_engine():
     assert done.stdout == "[]\n"
 
 
-def test_ctrl_c_keeps_what_was_committed_and_the_same_command_goes_on(store):
-    reading, writing = os.pipe()
-    adding = subprocess.Popen(
+@contextmanager
+def adding() -> Iterator[subprocess.Popen[str]]:
+    """A process that adds what comes through a pipe and has read the first row."""
+    reading, pipe = os.pipe()
+    process = subprocess.Popen(
         [*KNNSTORE, "add", "-", "--domain", "piped"],
-        stdin=reading,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    os.close(reading)
-    with os.fdopen(writing, "wb") as pipe:
-        pipe.write(b'{"id": "p-1", "text": "The boat came in."}\n')
-        pipe.flush()
-        lock = store / "writer.json"
-        before = lock.stat().st_mtime_ns
-        while lock.stat().st_mtime_ns == before:
-            time.sleep(0.05)
-        time.sleep(0.2)
-        adding.send_signal(signal.SIGINT)
-        out, err = adding.communicate(timeout=60)
-    assert (adding.returncode, out) == (130, "")
-    assert err == "interrupted; what was committed stays, run the same command again to go on\n"
-    again = run("add", "-", "--domain", "piped", input='{"id": "p-1", "text": "The boat came in."}\n')
-    assert (again.returncode, again.stderr) == (0, "")
-
-
-def test_two_processes_cannot_write_at_once(store):
-    reading, writing = os.pipe()
-    first = subprocess.Popen([*KNNSTORE, "add", "-", "--domain", "piped"], stdin=reading)
+        stdin=reading, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
     os.close(reading)
     try:
-        lock = store / "writer.json"
-        before = lock.stat().st_mtime_ns
-        while lock.stat().st_mtime_ns == before:
+        os.write(pipe, ROW)
+        while unread(pipe):
+            assert process.poll() is None
             time.sleep(0.05)
-        second = run("remove", "--domain", "news")
-        assert (second.returncode, second.stdout) == (1, "")
-        assert f"process {first.pid} on " in second.stderr
-        assert second.stderr.count("\n") == 1
+        yield process
     finally:
-        os.write(writing, b"The boat came in.")
-        os.close(writing)
-        assert first.wait(timeout=60) == 0
+        os.close(pipe)
+        process.communicate(timeout=60)
+
+
+def unread(pipe: int) -> int:
+    """How many bytes nobody has read yet."""
+    count = array("i", [0])
+    fcntl.ioctl(pipe, termios.FIONREAD, count)
+    return count[0]
+
+
+def test_ctrl_c_keeps_what_was_committed_and_the_same_command_goes_on(knnstore, store):
+    with adding() as process:
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, "")
+    assert err == "interrupted; what was committed stays, run the same command again to go on\n"
+    again = knnstore("add - --domain piped --json", stdin=ROW)
+    assert (again.status, again.err, again.json["added"]) == (0, "", 1)
+
+
+def test_two_processes_cannot_write_at_once(knnstore, store):
+    with adding() as first:
+        second = knnstore("remove --domain news")
+        assert (second.status, second.out) == (1, "")
+        assert f"process {first.pid} on " in second.err
+        assert second.err.count("\n") == 1
+    assert first.returncode == 0
+    assert {row["name"] for row in knnstore("domains --json").json} == {"letters", "news", "piped"}
 
 
 def test_a_reader_that_has_seen_enough(store):
