@@ -66,7 +66,7 @@ class Manifest:
         """Publish atomically and durably; readers see the old manifest or this one."""
         content = {"format": FORMAT, **asdict(self)}
         text = _canonical(content)
-        publish(root / NAME, f'{{"sha256":"{_digest(text)}","content":{text}}}\n'.encode(), "manifest")
+        publish(root / NAME, f'{{"sha256":"{_digest(text)}","content":{text}}}'.encode(), "manifest")
 
     @classmethod
     def read(cls, root: Path) -> "Manifest":

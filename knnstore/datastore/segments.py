@@ -119,7 +119,6 @@ class KeySegments(SegmentReader):
         """Make everything durable; merges small segments where a group has very many."""
         self._check_writable()
         with self._mutex:
-            self._spill()
             if self._dirty:
                 self._publish()
             many = [group for group, found in self.by_group().items() if len(found) > _MANY_SEGMENTS]
@@ -246,6 +245,7 @@ class KeySegments(SegmentReader):
 
     def _publish(self) -> None:
         """Make the current segments the datastore, durably; then remove the files of former ones."""
+        self._spill()  # a manifest that marks rows dead must name those that replace them
         with self._writing():
             named = [
                 replace(segment, entry=replace(segment.entry, dead=tuple(segment.dead)))
@@ -260,8 +260,7 @@ class KeySegments(SegmentReader):
             failpoint("segments.publish")
             manifest.write(self.root)
             self._manifest = manifest
-            buffered = (segment for segment in self._segments if not segment.entry)
-            self._segments = (*named, *buffered)
+            self._segments = tuple(named)
             self._dirty = False
             for name in sorted(self._on_disk - _named(manifest)):
                 remove(self.root / name)
