@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from knnstore.cli.building import quiet_transformers
+from knnstore.cli.models import open_model
 from knnstore.cli.options import (
     DEFAULT_HOME,
     DeviceOption,
@@ -24,8 +24,6 @@ from knnstore.cli.options import (
 from knnstore.cli.output import Bar, note, one_line, print_json, print_table, printable
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from knnstore import KNNLMForCausalLM, KNNSettings
     from knnstore.errors import InputError
     from knnstore.lm.explain import Source, TokenExplanation
@@ -76,7 +74,7 @@ def evaluate(
         note(f"skipped {one_line(error)}")
 
     with Bar() as bar:
-        lm = _load(home, device, dtype)
+        lm = open_model(home, "r", device=device, dtype=dtype)
         with lm.store:
             found = lm.evaluate(
                 read_documents(files, on_bad=skip if skip_bad else None),
@@ -134,7 +132,7 @@ def generate(
       knnstore generate "The harbour was" --max-new-tokens 20
       knnstore generate "The harbour was" --domain letters --temperature 0.8 --seed 1 --explain
     """
-    lm = _load(home, device, dtype)
+    lm = open_model(home, "r", device=device, dtype=dtype)
     settings = _settings(lm, k, knn_temperature, lam, domains, tags)
     text = sys.stdin.read() if prompt == "-" else prompt
     with lm.store:
@@ -187,7 +185,7 @@ def explain(
       knnstore explain "The harbour was quiet" --neighbors 2
       knnstore explain "The harbour was quiet" --domain letters --json
     """
-    lm = _load(home, device, dtype)
+    lm = open_model(home, "r", device=device, dtype=dtype)
     with lm.store:
         explained = lm.explain(
             sys.stdin.read() if text == "-" else text,
@@ -252,13 +250,6 @@ def _passage(source: "Source") -> str:
 def _json(token: "TokenExplanation") -> dict[str, Any]:
     fields = asdict(token)
     return {"lambda" if name == "lam" else name: value for name, value in fields.items()}
-
-
-def _load(home: "Path", device: str | None, dtype: str | None) -> "KNNLMForCausalLM":
-    import knnstore
-
-    quiet_transformers()
-    return knnstore.load(home, device=device, dtype=dtype)
 
 
 def _settings(

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from knnstore.cli.models import open_model, quiet_transformers
 from knnstore.cli.options import (
     DEFAULT_HOME,
     DeviceOption,
@@ -114,10 +115,8 @@ def add(
       knnstore add letters news.jsonl --domain letters --tag final
       cat news.jsonl | knnstore add - --domain news --skip-bad
     """
-    import knnstore
     from knnstore.documents import read_documents, size_of
 
-    quiet_transformers()
     bad: list[InputError] = []
     with Bar() as bar:
 
@@ -125,7 +124,7 @@ def add(
             bad.append(error)
             bar.say(f"skipped {one_line(error)}")
 
-        lm = knnstore.load(home, "a", device=device, dtype=dtype)
+        lm = open_model(home, "a", device=device, dtype=dtype)
         with lm.store:
             added = lm.add(
                 read_documents(files, on_bad=skip if skip_bad else None),
@@ -143,11 +142,3 @@ def add(
         print_pairs(done)
     if bad and not (added.added + added.replaced + added.described + added.unchanged):
         raise InputError("no document could be used")
-
-
-def quiet_transformers() -> None:
-    """Keep transformers' own bars and advice off stderr."""
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]

@@ -16,7 +16,7 @@ import typer
 
 import knnstore
 from knnstore.cli.asking import credits_of, print_sources
-from knnstore.cli.building import quiet_transformers
+from knnstore.cli.models import quiet_transformers
 from knnstore.cli.options import DeviceOption, DtypeOption, JsonOption
 from knnstore.cli.output import Bar, note, print_json, print_table
 from knnstore.errors import ConfigError, KnnstoreError

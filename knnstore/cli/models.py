@@ -1,0 +1,27 @@
+"""Loading the model of a store, for the commands that need it."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from knnstore import KNNLMForCausalLM
+
+
+def open_model(
+    home: Path, mode: Literal["r", "a"], *, device: str | None, dtype: str | None
+) -> "KNNLMForCausalLM":
+    """Open a store with its model; see `knnstore.load`."""
+    import knnstore
+    from knnstore.store.home import Home
+
+    Home.open(home)  # importing torch takes seconds: say before that there is no store
+    quiet_transformers()
+    return knnstore.load(home, mode, device=device, dtype=dtype)
+
+
+def quiet_transformers() -> None:
+    """Keep transformers' own bars and advice off stderr."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
