@@ -244,7 +244,7 @@ def credits_of(tokens: Iterable["TokenExplanation"]) -> list[dict[str, Any]]:
 
 
 def _passage(source: "Source") -> str:
-    return printable(f"{source.context}[{source.text}]{source.continuation}")
+    return printable(f"{source.context}[{source.text}]{source.continuation}".strip())
 
 
 def _json(token: "TokenExplanation") -> dict[str, Any]:

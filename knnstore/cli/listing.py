@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 import knnstore
+from knnstore.cli.models import load_tokenizer
 from knnstore.cli.options import DEFAULT_HOME, HomeOption, InDomainOption, JsonOption
 from knnstore.cli.output import print_json, print_pairs, print_table
 
@@ -50,21 +51,29 @@ def documents(
 def show(
     document: Annotated[str, typer.Argument(metavar="DOCUMENT", help="The document's id.")],
     domain: InDomainOption = None,
+    text: Annotated[
+        bool, typer.Option("--text", help="The text as well, from its tokens; loads the model's tokenizer.")
+    ] = False,
     home: HomeOption = DEFAULT_HOME,
     as_json: JsonOption = False,
 ) -> None:
     """Show a document: domain, tokens, tags, metadata.
 
     Examples:
-      knnstore show letters/first.txt
+      knnstore show letters/first.txt --text
       knnstore show n-17 --domain news --json
     """
     with knnstore.open(home) as store:
         found = asdict(store.document(document, domain=domain))
+        if text:
+            tokens = store.tokens(document, domain=domain).tolist()
+            found["text"] = load_tokenizer(store.identity.model).decode(tokens)
     if as_json:
         print_json(found)
-    else:
-        print_pairs(found)
+        return
+    print_pairs({name: value for name, value in found.items() if name != "text"})
+    if text:
+        typer.echo(f"\n{found['text']}")
 
 
 def info(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:

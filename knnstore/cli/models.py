@@ -1,7 +1,10 @@
 """Loading the model of a store, for the commands that need it."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from knnstore.cli.output import one_line
+from knnstore.errors import ConfigError
 
 if TYPE_CHECKING:
     from knnstore import KNNLMForCausalLM
@@ -17,6 +20,21 @@ def open_model(
     Home.open(home)  # importing torch takes seconds: say before that there is no store
     quiet_transformers()
     return knnstore.load(home, mode, device=device, dtype=dtype)
+
+
+def load_tokenizer(model: str) -> Any:
+    """Load a model's tokenizer alone.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    quiet_transformers()
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the tokenizer of {model!r} cannot be loaded: {one_line(error)}") from error
 
 
 def quiet_transformers() -> None:

@@ -11,7 +11,7 @@ from knnstore.datastore import Datastore, Ids, Keys, Metric, Neighbors, registry
 from knnstore.datastore import Mode as DatastoreMode
 from knnstore.errors import AmbiguousDocumentError, ConfigError, DatastoreClosedError, DocumentNotFoundError
 from knnstore.store.home import Home
-from knnstore.store.provenance import Provenance, Tracer
+from knnstore.store.provenance import Provenance, Tokens, Tracer
 from knnstore.store.selection import EVERYTHING, Selection
 from knnstore.store.view import View
 
@@ -133,6 +133,19 @@ class StoreReader:
             names = ", ".join(document.domain for document in found)
             raise AmbiguousDocumentError(f"document {id!r} is in several domains, name one: {names}")
         return found[0]
+
+    def tokens(self, id: str, *, domain: str | None = None) -> Tokens:
+        """The tokens of a document, uint32, shape (n,); the model's tokenizer turns them into text.
+
+        Raises:
+            DocumentNotFoundError, AmbiguousDocumentError: as `document`.
+        """
+        found = self.document(id, domain=domain)
+        for row in self._catalog.rows(id=id, domain=found.domain):
+            tokens = self._catalog.tokens(row)
+            if tokens is not None:
+                return tokens
+        raise DocumentNotFoundError(f"document {id!r} was just removed")
 
     def versions(self, domain: str, ids: Iterable[str]) -> dict[str, StoredVersion]:
         """The live versions of documents of a domain, by id; what ingest compares with."""

@@ -42,6 +42,12 @@ def test_the_home_is_named_before_or_after_the_command_or_in_the_environment(
     assert knnstore("db upgrade").status == 0
 
 
+def test_show_gives_the_text_back(knnstore, store):
+    text = Path("letters/first.txt").read_text()
+    assert knnstore("show letters/first.txt --text --json").json["text"] == text
+    assert knnstore("show letters/first.txt --text").out.endswith(f"\n\n{text}\n")
+
+
 def test_adding_again_changes_nothing_and_new_text_replaces(knnstore, store):
     again = knnstore("add letters --domain letters --json").json
     assert (again["unchanged"], again["added"], again["tokens"]) == (2, 0, 0)
