@@ -165,7 +165,7 @@ def _files(path: str | Path) -> Iterator[str | Path]:
         yield path
         return
     found = [file for file in sorted(Path(path).rglob("*")) if _is_document(file, below=path)]
-    yield from found or [path]  # an empty folder is named in a message, not passed over
+    yield from found or [Path(path)]  # an empty folder is named in a message, not passed over
 
 
 def _is_document(file: Path, *, below: str | Path) -> bool:
