@@ -137,8 +137,9 @@ class FaissDatastore:
         """
         self._segments.compact()
         for found in self._segments.by_group().values():
+            live = sum(segment.live for segment in found)
             for segment in found:
-                factory = self._policy.factory(segment.rows, self._dim)
+                factory = self._policy.factory(segment.rows, live, self._dim)
                 if factory and fits(factory, segment.rows, self._dim, self._metric):
                     self._index(segment, factory)
 

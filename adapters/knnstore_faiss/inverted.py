@@ -39,8 +39,8 @@ def build(segment: Segment, factory: str, dim: int, metric: Metric, path: Path) 
 
 
 def fits(factory: str, rows: int, dim: int, metric: Metric) -> bool:
-    """Whether so many rows are enough to train an index."""
-    return rows >= max(int(new_index(factory, dim, metric).nlist), 256)
+    """Whether so many rows are enough for the lists of an index and for the training of its codes."""
+    return rows >= max(8 * int(new_index(factory, dim, metric).nlist), 256)
 
 
 class InvertedIndex:
@@ -98,21 +98,21 @@ class InvertedIndex:
             return self._search_few(queries, k, rows)
         selector = self._live_selector if ids is None else _selector(rows, self.segment.rows)
         probes = self._policy.probes(k * share, self.segment.rows, matching, self._index.nlist)
-        found = self._search_lists(queries, reachable, selector, probes, matching)
+        candidates = self._policy.candidates(reachable, k * share, matching, coarse=self._coarse)
+        found = self._search_lists(queries, reachable, selector, probes, candidates)
         short = np.flatnonzero(found.ids[:, -1] < 0)
         if len(short):  # the lists visited did not hold enough matching rows: visit all of them
-            more = self._search_lists(queries[short], reachable, selector, self._index.nlist, matching)
+            more = self._search_lists(queries[short], reachable, selector, self._index.nlist, candidates)
             found.ids[short], found.distances[short] = more.ids, more.distances
         present = found.ids >= 0
         found.ids[present] = self._columns.ids[found.ids[present]]
         return found.padded(k)
 
     def _search_lists(
-        self, queries: Keys, k: int, selector: faiss.IDSelector | None, probes: int, matching: int
+        self, queries: Keys, k: int, selector: faiss.IDSelector | None, probes: int, candidates: int
     ) -> Found:
         """Search some lists for each query; found.ids are rows."""
         wanted = faiss.SearchParametersIVF(nprobe=probes, sel=selector)
-        candidates = self._policy.candidates(k, matching, coarse=self._coarse)
         if not self._policy.exact_distances:
             distances, rows = self._index.search(queries, k, params=wanted)
             return Found.of_faiss(rows, distances, self._metric)

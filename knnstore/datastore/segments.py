@@ -125,7 +125,7 @@ class KeySegments(SegmentReader):
             for group in many:
                 self._merge(group, ratio=2, indexed=False)
 
-    def compact(self, *, ratio: int = 5) -> None:
+    def compact(self, *, ratio: int = 10) -> None:
         """Reclaim the space of dead rows and merge each group's segments.
 
         Afterwards each segment of a group has at least `ratio` times the rows of the next, so that

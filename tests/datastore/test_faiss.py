@@ -196,13 +196,18 @@ def test_parameters(tmp_path: Path) -> None:
 
 def test_policy_by_size() -> None:
     policy = Policy()
-    assert policy.factory(EXACT_UP_TO, 256) is None
-    assert policy.factory(EXACT_UP_TO + 1, 256) == "IVF512,SQ8"
-    assert policy.factory(SCALAR_UP_TO, 256) == "IVF2048,SQ8"
-    assert policy.factory(SCALAR_UP_TO + 1, 256) == "IVF2048,PQ64x4fs"
-    assert policy.factory(10**9, 1024) == "IVF65536_HNSW32,PQ256x4fs"
+    for rows, group_rows, dim, factory in (
+        (EXACT_UP_TO, EXACT_UP_TO, 256, None),
+        (EXACT_UP_TO + 1, EXACT_UP_TO + 1, 256, "IVF512,SQ8"),
+        (10_000, 1_000_000, 256, "IVF256,SQ8"),
+        (1_000, 1_000_000, 256, None),
+        (SCALAR_UP_TO, SCALAR_UP_TO, 256, "IVF2048,SQ8"),
+        (SCALAR_UP_TO + 1, SCALAR_UP_TO + 1, 256, "IVF2048,PQ64x4fs"),
+        (10**9, 10**9, 1024, "IVF65536_HNSW32,PQ256x4fs"),
+    ):
+        assert policy.factory(rows, group_rows, dim) == factory
     for dim in (1, 7, 300):
-        new_index(policy.factory(SCALAR_UP_TO + 1, dim) or "", dim, Metric.L2)
+        new_index(policy.factory(10**7, 10**7, dim) or "", dim, Metric.L2)
 
 
 def test_optimize_again_builds_nothing(tmp_path: Path) -> None:
