@@ -17,6 +17,7 @@ from knnstore.lm.encoder import Encoder
 from knnstore.lm.interpolation import gold_knn_probs, mix_gold, neighbor_weights
 from knnstore.lm.mixing import KNNSettings
 from knnstore.lm.scoring import BATCH_TOKENS, score
+from knnstore.lm.text import in_chunks, tokenized
 from knnstore.progress import Progress
 from knnstore.store import KNNStore, Selection
 
@@ -81,6 +82,9 @@ def evaluate(
             ([d], settings.selection.without(d.content_hash)) for d in listed if d.content_hash in twins
         ]
 
+    if progress is not None:  # tokenised twice, for the time left: little against the forward pass
+        lengths = (len(ids) for ahead in in_chunks(listed) for ids in tokenized(ahead, tokenizer))
+        progress.start("evaluating", total=sum(lengths))
     started = time.perf_counter()
     tokens, helped = 0, 0
     lm_total, mixed_total, lam_total = 0.0, 0.0, 0.0
@@ -99,6 +103,8 @@ def evaluate(
             mixed_total += float(mixed.double().sum())
             lam_total += float(lam.double().sum())
     seconds = time.perf_counter() - started
+    if progress is not None:
+        progress.finish()
     if not tokens:
         raise InputError("nothing to evaluate: the documents hold no token to predict")
     return Evaluation(
