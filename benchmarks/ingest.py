@@ -62,7 +62,8 @@ def main() -> None:
         options.tokens, options.rounds = 8_192, 2
 
     with tempfile.TemporaryDirectory() as folder:
-        lm = knnstore.create(Path(folder) / "home", model=options.model, device="cpu")
+        exact = {"index": "exact"}  # what is compared is storing, not the training of an index
+        lm = knnstore.create(Path(folder) / "home", model=options.model, device="cpu", params=exact)
         identity, tokenizer = lm.store.identity, lm.tokenizer
         chosen, tokens = [], []
         for document in documents_of(options.documents):

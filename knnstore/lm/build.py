@@ -87,7 +87,7 @@ def add_documents(
                 stride=identity.stride,
                 batch_tokens=batch_tokens,
             ):
-                keys = encoder.encode(batch.input_ids, batch.at).keys.cpu().numpy()
+                keys = encoder.keys(batch.input_ids, batch.at).cpu().numpy()
                 ingest.add(batch.documents, batch.positions, batch.gold, keys)
                 counts["tokens"] += len(batch.at)
                 shown.advance(len(batch.at))

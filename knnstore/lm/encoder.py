@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from knnstore.lm.keys import KeyCapture, KeyLocation, hidden_forward
+from knnstore.lm.keys import KeyCapture, KeyLocation, hidden_forward, keys_forward
 
 _CHUNK_VALUES = 1 << 24
 """How many logits are in memory at once: 64 MiB of float32."""
@@ -41,6 +41,23 @@ class Encoder:
         self.location = location
         self.head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         self._head_is_all: bool | None = None
+        self._may_stop: bool | None = None
+
+    def keys(self, input_ids: NDArray[np.int64] | Tensor, at: NDArray[np.int64] | Tensor) -> Tensor:
+        """Run the model over rows of tokens, no further than to the keys.
+
+        Args:
+            input_ids: shape (b, t); rows may be padded on the right.
+            at: shape (n,): indices into the b * t flattened positions.
+
+        Returns:
+            The keys at these positions, float32, shape (n, d), on the model's device.
+        """
+        if not self._stops_at_keys():
+            return self.encode(input_ids, at).keys
+        ids = torch.as_tensor(input_ids, device=self.model.device)
+        wanted = torch.as_tensor(at, device=self.model.device)
+        return keys_forward(self.model, self.location, ids).flatten(0, 1)[wanted].float()
 
     def encode(self, input_ids: NDArray[np.int64] | Tensor, at: NDArray[np.int64] | Tensor) -> Encoded:
         """Run the model over rows of tokens.
@@ -83,6 +100,16 @@ class Encoder:
                 logits = (self.head(states[part]) if self._head_suffices() else states[part]).float()
                 log_probs[part] = logits.gather(1, tokens[part])[:, 0] - logits.logsumexp(1)
         return log_probs
+
+    def _stops_at_keys(self) -> bool:
+        if self._may_stop is None:
+            ids = torch.arange(8, device=self.model.device)[None]
+            # Parts that are moved to the device for their turn would not be moved back.
+            self._may_stop = not hasattr(self.model, "hf_device_map") and torch.equal(
+                keys_forward(self.model, self.location, ids),
+                hidden_forward(self.model, self.location, ids)[0],
+            )
+        return self._may_stop
 
     def _head_suffices(self) -> bool:
         if self._head_is_all is None:

@@ -95,6 +95,31 @@ def hidden_forward(
     return capture.keys(*input_ids.shape), output[0]
 
 
+def keys_forward(model: PreTrainedModel, location: KeyLocation, input_ids: Tensor) -> Tensor:
+    """Run a causal language model only as far as its keys; what lies behind them costs nothing.
+
+    The module that holds the keys must be called once in a forward pass.
+
+    Args:
+        model: the model, in evaluation mode.
+        location: where the keys are.
+        input_ids: int64, shape (b, t), on the model's device.
+
+    Returns:
+        Shape (b, t, d), in the model's dtype.
+
+    Raises:
+        ConfigError: see `KeyCapture.keys`.
+    """
+    with torch.inference_mode(), KeyCapture(model, location, stop=True) as capture:
+        model.base_model(input_ids, use_cache=False)
+    return capture.keys(*input_ids.shape)
+
+
+class _Reached(BaseException):
+    """Ends a forward pass whose keys were captured; no `except Exception` of a model may stop it."""
+
+
 _registration = threading.Lock()  # torch numbers its hooks without a lock of its own
 
 
@@ -107,10 +132,12 @@ class KeyCapture:
     Args:
         model: a model that holds the location.
         location: the tensor to capture.
+        stop: end the forward pass, and with it the ``with`` block, when the keys are there.
     """
 
-    def __init__(self, model: PreTrainedModel, location: KeyLocation) -> None:
+    def __init__(self, model: PreTrainedModel, location: KeyLocation, *, stop: bool = False) -> None:
         self.location = location
+        self._stop = stop
         self._module = model.get_submodule(location.path)
         self._captured: Tensor | None = None
         self._thread: int | None = None
@@ -127,10 +154,11 @@ class KeyCapture:
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    ) -> bool:
         assert self._hook is not None
         with _registration:
             self._hook.remove()
+        return isinstance(error, _Reached)
 
     def keys(self, batch: int, length: int) -> Tensor:
         """Return the keys of the latest forward pass and forget them.
@@ -168,6 +196,8 @@ class KeyCapture:
         if threading.get_ident() == self._thread:
             tensors = (v for v in values if isinstance(v, Tensor) and v.is_floating_point())
             self._captured = next(tensors, None)
+            if self._stop:
+                raise _Reached
 
 
 def keep_positions(values: Tensor, logits_to_keep: int | Tensor) -> Tensor:

@@ -2,12 +2,13 @@
 
 import threading
 
+import numpy as np
 import pytest
 import torch
 
 from knnstore.errors import ConfigError
 from knnstore.lm.encoder import Encoder
-from knnstore.lm.keys import KeyCapture, hidden_forward, key_dim, locate
+from knnstore.lm.keys import KeyCapture, KeyLocation, hidden_forward, key_dim, keys_forward, locate
 
 IDS = torch.tensor([[5, 17, 42, 99, 3, 8], [60, 61, 62, 5, 17, 42]])
 
@@ -110,6 +111,32 @@ def test_hooks_go_away_also_after_an_error(make_model):
     module = model.get_submodule(location.path)
     assert not module._forward_pre_hooks
     assert not module._forward_hooks
+
+
+@pytest.mark.parametrize("key", ["ffn_input", "final_hidden"])
+def test_stopping_at_the_keys_gives_the_same_keys_and_leaves_the_model_whole(model, key):
+    location = locate(model, key)
+    with torch.no_grad():
+        before = model(IDS).logits
+    keys, _ = hidden_forward(model, location, IDS)
+    assert torch.equal(keys_forward(model, location, IDS), keys)
+    at = np.array([0, 3])
+    assert torch.equal(Encoder(model, location).keys(IDS, at), keys.flatten(0, 1)[at].float())
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, before)
+    module = model.get_submodule(location.path)
+    assert not module._forward_pre_hooks
+    assert not module._forward_hooks
+
+
+def test_a_module_that_is_called_twice_is_not_stopped_at(make_model):
+    model = make_model("llama")
+    model.model.layers[1].mlp = model.model.layers[0].mlp  # as in models that share their layers
+    location = KeyLocation("model.layers.0.mlp", "input")
+    whole, _ = hidden_forward(model, location, IDS)
+    assert not torch.equal(keys_forward(model, location, IDS), whole)
+    at = np.arange(IDS.numel())
+    assert torch.equal(Encoder(model, location).keys(IDS, at), whole.flatten(0, 1).float())
 
 
 def test_threads_do_not_see_each_others_keys(make_model):
