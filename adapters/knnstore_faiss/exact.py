@@ -62,6 +62,10 @@ class ExactIndex:
             self._spans, self._rows = [], 0
             raise
 
+    def count(self, ids: IdRanges | None) -> int:
+        """How many rows there are, of all or of those with some ids."""
+        return self._rows if ids is None else int(np.diff(self._slices(ids), axis=1).sum())
+
     def search(self, queries: Keys, k: int, ids: IdRanges | None) -> Found:
         """Find the k nearest rows of each query, of all or of those with some ids."""
         reachable = min(k, self._rows)

@@ -4,6 +4,8 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from knnstore.datastore import IdRanges, Keys, Metric
 from knnstore.datastore.files import StoredFile
 from knnstore.datastore.rows import Segment
@@ -35,7 +37,6 @@ class GroupIndex:
         self._inverted: list[InvertedIndex] = []
         self._damaged: set[StoredFile] = set()
         self._segments: Sequence[Segment] = ()
-        self._live = 0
 
     def holds(self, segments: Sequence[Segment]) -> bool:
         """Whether these are the segments of the last `update`."""
@@ -60,16 +61,24 @@ class GroupIndex:
                 inverted.append(index)
         self._exact.update(rest)
         self._inverted = inverted
-        self._live = sum(segment.live for segment in segments)
         self._segments = segments
 
     def search(self, queries: Keys, k: int, ids: IdRanges | None) -> Found:
         """Find the k nearest records of each query, of all or of those with some ids."""
-        parts = [
-            index.search(queries, k, ids, share=index.segment.live / self._live) for index in self._inverted
-        ]
-        parts.append(self._exact.search(queries, k, ids))
-        return merge(parts, len(queries), k)
+        exact = self._exact.search(queries, k, ids)
+        searched = [(index, index.matching(ids)) for index in self._inverted]
+        total = self._exact.count(ids) + sum(rows.size for _, rows in searched)
+        if not searched or total == 0 or len(queries) == 0:
+            return exact
+        parts = [index.search(queries, k, rows, share=rows.size / total) for index, rows in searched]
+        found = merge([*parts, exact], len(queries), k)
+        short = np.flatnonzero(found.ids[:, min(k, total) - 1] < 0)
+        if len(short):  # the lists visited did not hold enough matching rows: visit all of them
+            rest = queries[short]
+            parts = [index.search(rest, k, rows, share=1.0, every_list=True) for index, rows in searched]
+            more = merge([*parts, Found(exact.ids[short], exact.distances[short])], len(rest), k)
+            found.ids[short], found.distances[short] = more.ids, more.distances
+        return found
 
     def _index_of(self, segment: Segment, known: dict[StoredFile, InvertedIndex]) -> InvertedIndex | None:
         entry = segment.entry

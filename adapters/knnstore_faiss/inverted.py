@@ -80,30 +80,33 @@ class InvertedIndex:
         self._live = segment.live_rows()
         self._live_selector = _selector(self._live, segment.rows)
 
-    def search(self, queries: Keys, k: int, ids: IdRanges | None, share: float = 1.0) -> Found:
-        """Find about the k nearest live rows of each query, of all or of those with some ids.
+    def matching(self, ids: IdRanges | None) -> IdRanges:
+        """The live rows of the segment, of all records or of those with some ids."""
+        return self._live if ids is None else self.segment.live_rows(ids)
+
+    def search(
+        self, queries: Keys, k: int, rows: IdRanges, *, share: float, every_list: bool = False
+    ) -> Found:
+        """Find about those of the k nearest of the group that are among some rows of this segment.
 
         Args:
             queries: float32, shape (q, dim).
             k: how many, >= 1.
-            ids: only records in these ranges; None means all.
-            share: about how many of the k nearest of all are expected here, in (0, 1].
+            rows: from `matching`.
+            share: about which part of the k nearest is expected here, in (0, 1].
+            every_list: visit all lists, so that k rows are found if there are k.
         """
-        rows = self._live if ids is None else self.segment.live_rows(ids)
-        matching = int((rows.stops - rows.starts).sum())
+        matching = rows.size
         reachable = min(k, matching)
         if reachable == 0 or len(queries) == 0:
             return Found.nothing(len(queries), k)
         if matching <= max(_FEW_ROWS, 4 * k):
             return self._search_few(queries, k, rows)
-        selector = self._live_selector if ids is None else _selector(rows, self.segment.rows)
-        probes = self._policy.probes(k * share, self.segment.rows, matching, self._index.nlist)
+        selector = self._live_selector if rows is self._live else _selector(rows, self.segment.rows)
+        lists = self._index.nlist
+        probes = lists if every_list else self._policy.probes(k * share, self.segment.rows, matching, lists)
         candidates = self._policy.candidates(reachable, k * share, matching, coarse=self._coarse)
         found = self._search_lists(queries, reachable, selector, probes, candidates)
-        short = np.flatnonzero(found.ids[:, -1] < 0)
-        if len(short):  # the lists visited did not hold enough matching rows: visit all of them
-            more = self._search_lists(queries[short], reachable, selector, self._index.nlist, candidates)
-            found.ids[short], found.distances[short] = more.ids, more.distances
         present = found.ids >= 0
         found.ids[present] = self._columns.ids[found.ids[present]]
         return found.padded(k)

@@ -56,6 +56,11 @@ class IdRanges:
         """The number of ranges."""
         return len(self.starts)
 
+    @property
+    def size(self) -> int:
+        """The number of ids."""
+        return int((self.stops - self.starts).sum())
+
     def __bool__(self) -> bool:
         return len(self.starts) > 0
 

@@ -21,8 +21,8 @@ def save_default_settings(store: KNNStore) -> None:
 
     The best temperature grows with the scale of the distances, which differs between models by
     orders of magnitude. Twice the keys' variance is the mean squared distance between two of
-    them; a tenth of the variance is near the optimum where we measured it (see the documentation
-    of the benchmarks), T=1 far from it. Fitting on held-out text is better still.
+    them; a tenth of the variance is near the optimum in the domains of docs/benchmarks.md, T=1 far
+    from it. Fitting on held-out text is better still.
     """
     if store.settings() is not None:
         return

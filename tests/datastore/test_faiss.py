@@ -72,6 +72,20 @@ def recall(found: np.ndarray, distances: np.ndarray, k: int) -> float:
     return float((found <= bound + 1e-5 * np.abs(bound)).mean())
 
 
+def test_a_filter_that_matches_one_small_segment_finds_its_neighbours(tmp_path: Path) -> None:
+    """How many lists of a segment are visited depends on what matches in it, not on its size."""
+    keys, queries = clustered(49000), clustered(50, seed=1)
+    with FaissDatastore.open(tmp_path / "store", dim=DIM, index="IVF256,SQ8") as store:
+        for rows in (np.arange(40000), np.arange(40000, 49000)):
+            store.add(rows, keys[rows], np.zeros(len(rows), np.int32))
+            store.optimize()
+        sizes = [segment.rows for segments in store._segments.by_group().values() for segment in segments]
+        assert sorted(sizes) == [9000, 40000]
+        found = store.search(queries, 500, where=Filter(IdRanges([(40000, 49000)])))
+        assert (found.ids >= 40000).all()
+        assert recall(found.distances, true_distances(queries, keys[40000:]), 500) >= 0.9
+
+
 @pytest.mark.parametrize("metric", list(Metric))
 @pytest.mark.parametrize("factory", ["IVF32,SQ8", "IVF32,PQ8x4fs", "IVF32,PQ8np", "IVF32,PQ8", "IVF32,Flat"])
 def test_inverted_files(tmp_path: Path, factory: str, metric: Metric) -> None:
