@@ -52,9 +52,10 @@ class GroupIndex:
         """
         self._segments = ()
         known = {index.file: index for index in self._inverted}
+        indexed = self._policy.indexes(sum(segment.live for segment in segments))
         inverted, rest = [], []
         for segment in segments:
-            index = self._index_of(segment, known)
+            index = self._index_of(segment, known) if indexed else None
             if index is None:
                 rest.append(segment)
             else:
@@ -82,7 +83,7 @@ class GroupIndex:
 
     def _index_of(self, segment: Segment, known: dict[StoredFile, InvertedIndex]) -> InvertedIndex | None:
         entry = segment.entry
-        if self._policy.index == "exact" or entry is None or entry.index is None:
+        if entry is None or entry.index is None:
             return None
         if entry.index.file in self._damaged:
             return None

@@ -78,6 +78,10 @@ class Policy:
             new_index(policy.index, dim, metric)
         return policy
 
+    def indexes(self, group_rows: int) -> bool:
+        """Whether a group of so many live rows is searched by indexes at all."""
+        return self.index != "exact" and (self.index != "auto" or group_rows > EXACT_UP_TO)
+
     def factory(self, rows: int, group_rows: int, dim: int) -> str | None:
         """The index for a segment of so many rows in a group of so many; None for exact search.
 
@@ -86,7 +90,7 @@ class Policy:
         """
         if self.index != "auto":
             return None if self.index == "exact" else self.index
-        if group_rows <= EXACT_UP_TO or rows < _SMALLEST_INDEXED:
+        if not self.indexes(group_rows) or rows < _SMALLEST_INDEXED:
             return None
         lists = 2 ** round(math.log2(2 * math.sqrt(rows)))
         quantizer = f"IVF{lists}_HNSW32" if lists >= _HNSW_FROM else f"IVF{lists}"

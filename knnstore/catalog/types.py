@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -117,11 +116,6 @@ class Snapshot:
     stops: NDArray[np.int64]
     domains: Mapping[str, int]
     """Id of each domain that has a live document, by name."""
-
-    @cached_property
-    def everything(self) -> NDArray[np.bool_]:
-        """A mask that chooses every document, shape (n,)."""
-        return np.ones(len(self.rows), bool)
 
     def documents_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Which document holds each position.

@@ -1,6 +1,7 @@
 """What commands print: tables and JSON on stdout, progress and messages on stderr."""
 
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -12,8 +13,16 @@ from knnstore.progress import Progress
 
 
 def print_json(value: Any, *, indent: int | None = None) -> None:
-    """Print a value as JSON, on one line unless an indent is given."""
-    typer.echo(json.dumps(value, ensure_ascii=False, indent=indent))
+    """Print a value as JSON, on one line unless an indent is given; what is not finite is null."""
+    typer.echo(json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, indent=indent))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:

@@ -93,6 +93,7 @@ def add_documents(
                 shown.advance(len(batch.at))
 
     group: list[NewDocument] = []
+    waiting = 0  # tokens in it
     for ahead in in_chunks(documents):
         there = store.versions(domain, [document.id for document in ahead])
         fresh: list[TextDocument] = []
@@ -117,12 +118,14 @@ def add_documents(
             )
             pace.tokenized(len(tokens), len(document.text.encode()))
             group.append(new)
-            if sum(len(waiting.tokens) for waiting in group) >= commit_tokens:
+            waiting += len(tokens)
+            if waiting >= commit_tokens:
                 encode(group)
-                group = []
+                group, waiting = [], 0
     if group:
         encode(group)
-    store.optimize()
+    if counts["tokens"]:
+        store.optimize()
     shown.finish()
     return Added(**counts, seconds=time.perf_counter() - started)
 

@@ -75,7 +75,8 @@ class StoreMixin:
         )
         if self.store.settings() is None:
             save_default_settings(self.store)
-            self.knn = settings_for(self.store, self.knn.selection)
+            if self.knn == KNNSettings(selection=self.knn.selection):  # else its user chose others
+                self.knn = settings_for(self.store, self.knn.selection)
         return added
 
     def evaluate(

@@ -23,7 +23,7 @@ from knnstore.errors import ConfigError, StoreExistsError, StoreNotFoundError
 
 FORMAT = 1
 CATALOG_VARIABLE = "KNNSTORE_CATALOG"
-"""Environment variable with the catalogue's URL; overrides the one written in the home."""
+"""Environment variable with the catalogue's URL and its password, which is not written in the home."""
 
 _DESCRIPTION = "knnstore.json"
 
@@ -59,12 +59,12 @@ class Home:
             StoreExistsError: a store is there.
             ConfigError: the folder holds other files, or the URL cannot be used.
         """
-        folder = Path(path)
+        folder = Path(path).resolve()
         if (folder / _DESCRIPTION).exists():
             raise StoreExistsError(f"{folder} is a knnstore already; remove it or choose another --home")
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"{folder} is there and not an empty folder; choose another --home")
-        unfinished = folder.with_name(f".{folder.resolve().name}.unfinished")
+        unfinished = folder.with_name(f".{folder.name}.unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         try:
@@ -74,7 +74,7 @@ class Home:
             description = json.dumps({"format": FORMAT, "catalog": saved}, indent=2)
             publish(unfinished / _DESCRIPTION, description.encode() + b"\n", "home")
             os.rename(unfinished, folder)
-            sync_directory(folder.resolve().parent)
+            sync_directory(folder.parent)
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
@@ -85,7 +85,8 @@ class Home:
 
         Args:
             path: the folder.
-            catalog: the catalogue's URL; default is that of the environment, else the one written.
+            catalog: the catalogue's URL with its password; default is that of the environment, else
+                the one written.
 
         Raises:
             StoreNotFoundError: the folder is no home.
@@ -101,7 +102,18 @@ class Home:
             raise ConfigError(f"{folder / _DESCRIPTION} is damaged: {error}") from error
         if written != FORMAT:
             raise ConfigError(f"{folder} has format {written}, this package reads {FORMAT}: upgrade knnstore")
-        return cls(folder, cls._catalog_url(folder, catalog or os.environ.get(CATALOG_VARIABLE) or saved))
+        url = cls._catalog_url(folder, saved)
+        given = catalog or (saved and os.environ.get(CATALOG_VARIABLE))
+        return cls(folder, cls._same_database(url, given) if given else url)
+
+    @staticmethod
+    def _same_database(url: URL, given: str) -> URL:
+        """The URL given, which may bring a password but must name the database of the home."""
+        parsed = parse_url(given)
+        if parsed._replace(password=None) != url._replace(password=None):
+            known, other = (u.render_as_string(hide_password=True) for u in (url, parsed))
+            raise ConfigError(f"the store's catalogue is {known}, {CATALOG_VARIABLE} names another: {other}")
+        return parsed
 
     @staticmethod
     def _catalog_url(folder: Path, catalog: str | None) -> URL:

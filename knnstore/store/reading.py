@@ -9,7 +9,13 @@ from typing import Any, Literal, Self
 from knnstore.catalog import Catalog, Document, Domain, Engine, Identity, StoredVersion
 from knnstore.datastore import Datastore, Ids, Keys, Metric, Neighbors, registry
 from knnstore.datastore import Mode as DatastoreMode
-from knnstore.errors import AmbiguousDocumentError, ConfigError, DatastoreClosedError, DocumentNotFoundError
+from knnstore.errors import (
+    AmbiguousDocumentError,
+    ConfigError,
+    DatastoreClosedError,
+    DocumentNotFoundError,
+    StoreUnavailableError,
+)
 from knnstore.store.home import Home
 from knnstore.store.provenance import Provenance, Tokens, Tracer
 from knnstore.store.selection import EVERYTHING, Selection
@@ -17,7 +23,7 @@ from knnstore.store.view import View
 
 Mode = Literal["r", "a"]
 
-_SEARCH_ATTEMPTS = 5  # a commit every few seconds cannot overtake so many searches in a row
+_SEARCH_ATTEMPTS = 20  # a commit takes longer than a search: so many in a row are not overtaken
 
 
 class StoreReader:
@@ -81,8 +87,10 @@ class StoreReader:
                 continue  # the keys were moved to another engine meanwhile
             # A commit between the two may have removed what the view still counts on.
             if self._catalog.revision() == view.snapshot.revision:
-                break
-        return found
+                return found
+        raise StoreUnavailableError(
+            f"each of {_SEARCH_ATTEMPTS} searches was overtaken by a commit; try again"
+        )
 
     def view(self) -> View:
         """What is live at the latest revision."""

@@ -4,6 +4,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, Self
 
 from knnstore.catalog import Catalog, CatalogWriter, Document, Domain, Engine, Identity, NewDocument
@@ -76,10 +77,11 @@ class KNNStore(StoreReader):
         if identity.vocab_size > TOKEN_LIMIT:
             raise ConfigError(f"the vocabulary has {identity.vocab_size} tokens; a store takes {TOKEN_LIMIT}")
         engine = Engine(store, location or "keys", dict(params or {}))
-        with Home.create(home, catalog) as made:
+        place = Path(home).resolve()  # a relative one may be the folder that is replaced
+        with Home.create(place, catalog) as made:
             open_datastore(made, identity, engine, "x").close()
             Catalog.create(made.catalog_url, identity, engine).close()
-        found = Home.open(home, catalog)  # with its password, which is not written
+        found = Home.open(place, catalog)  # with its password, which is not written
         return cls(found, Catalog.open(found.catalog_url), "a")
 
     @classmethod

@@ -1,5 +1,6 @@
 """Moving the keys to another engine, without the model."""
 
+from collections.abc import Iterator
 from itertools import zip_longest
 
 import numpy as np
@@ -32,13 +33,27 @@ def copy_records(source: Datastore, target: Datastore, progress: Progress) -> No
     target.flush()
     progress.finish()
     progress.start("comparing", total=source.count(), unit="rec")
-    pairs = zip_longest(source.iterate(batch_size=_BATCH), target.iterate(batch_size=_BATCH))
-    for ours, theirs in pairs:
+    for ours, theirs in zip_longest(_rebatched(source), _rebatched(target)):
         if ours is None or theirs is None or not _same(ours, theirs):
             raise DatastoreError("the copy differs from its source; the store stays where it is")
         progress.advance(len(ours[0]))
     progress.finish()
     failpoint("move.compared")
+
+
+def _rebatched(datastore: Datastore) -> Iterator[tuple[np.ndarray, ...]]:
+    """Every record in batches of one size: where an engine's own batches end is its own affair."""
+    waiting: list[tuple[np.ndarray, ...]] = []
+    rows = 0
+    for batch in datastore.iterate(batch_size=_BATCH):
+        waiting.append(batch)
+        rows += len(batch[0])
+        if rows >= _BATCH:
+            whole = tuple(np.concatenate(columns) for columns in zip(*waiting, strict=True))
+            yield tuple(column[:_BATCH] for column in whole)
+            waiting, rows = [tuple(column[_BATCH:] for column in whole)], rows - _BATCH
+    if rows:
+        yield tuple(np.concatenate(columns) for columns in zip(*waiting, strict=True))
 
 
 def _same(ours: tuple[np.ndarray, ...], theirs: tuple[np.ndarray, ...]) -> bool:

@@ -74,16 +74,16 @@ def recall(found: np.ndarray, distances: np.ndarray, k: int) -> float:
 
 def test_a_filter_that_matches_one_small_segment_finds_its_neighbours(tmp_path: Path) -> None:
     """How many lists of a segment are visited depends on what matches in it, not on its size."""
-    keys, queries = clustered(49000), clustered(50, seed=1)
+    keys, queries = clustered(129000), clustered(50, seed=1)
     with FaissDatastore.open(tmp_path / "store", dim=DIM, index="IVF256,SQ8") as store:
-        for rows in (np.arange(40000), np.arange(40000, 49000)):
+        for rows in (np.arange(120000), np.arange(120000, 129000)):
             store.add(rows, keys[rows], np.zeros(len(rows), np.int32))
             store.optimize()
         sizes = [segment.rows for segments in store._segments.by_group().values() for segment in segments]
-        assert sorted(sizes) == [9000, 40000]
-        found = store.search(queries, 500, where=Filter(IdRanges([(40000, 49000)])))
-        assert (found.ids >= 40000).all()
-        assert recall(found.distances, true_distances(queries, keys[40000:]), 500) >= 0.9
+        assert sorted(sizes) == [9000, 120000]
+        found = store.search(queries, 500, where=Filter(IdRanges([(120000, 129000)])))
+        assert (found.ids >= 120000).all()
+        assert recall(found.distances, true_distances(queries, keys[120000:]), 500) >= 0.9
 
 
 @pytest.mark.parametrize("metric", list(Metric))

@@ -292,3 +292,32 @@ def test_a_vocabulary_that_does_not_fit_a_record_id_is_refused(home, identity) -
     with pytest.raises(ConfigError, match="1048577"):
         KNNStore.create(home, replace(identity, vocab_size=2**20 + 1))
     KNNStore.create(home, replace(identity, vocab_size=2**20)).close()
+
+
+def test_moving_does_not_depend_on_how_the_keys_are_cut_into_batches(store, writer) -> None:
+    for id in ("1", "2", "3"):
+        writer.add("law", id, n=5000)  # batches of the source end where its segments do
+    query = writer.rng.standard_normal((2, 8)).astype(np.float32)
+    before = store.search(query, 15)
+    store.move("faiss", "elsewhere")
+    assert np.array_equal(store.search(query, 15).ids, before.ids)
+
+
+def test_the_environment_cannot_lead_a_home_to_another_catalogue(
+    home, identity, tmp_path, monkeypatch
+) -> None:
+    other = tmp_path / "other.db"
+    KNNStore.create(tmp_path / "other", identity, catalog=f"sqlite:///{other}").close()
+    monkeypatch.setenv("KNNSTORE_CATALOG", f"sqlite:///{other}")
+    with KNNStore.create(home, replace(identity, key="another")) as mine:
+        assert mine.identity.key == "another"
+    monkeypatch.setenv("KNNSTORE_CATALOG", f"sqlite:///{tmp_path / 'third.db'}")
+    with pytest.raises(ConfigError, match="names another"):
+        KNNStore.open(tmp_path / "other")
+
+
+def test_the_current_folder_can_be_a_home(identity, tmp_path, monkeypatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    KNNStore.create(".", identity).close()
+    KNNStore.open(tmp_path / "here").close()
