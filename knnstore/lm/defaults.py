@@ -16,34 +16,37 @@ _TEMPERATURE_SHARE = 0.1
 _SAMPLE = 8192
 
 
-def save_default_settings(store: KNNStore) -> None:
-    """Save settings for a whole store that has none yet, from the spread of its keys.
+def default_settings(store: KNNStore) -> KNNSettings:
+    """Settings for a store that none were fitted for, from the spread of its first keys.
 
     The best temperature grows with the scale of the distances, which differs between models by
     orders of magnitude. Twice the keys' variance is the mean squared distance between two of
     them; a tenth of the variance is near the optimum in the domains of docs/benchmarks.md, T=1 far
     from it. Fitting on held-out text is better still.
     """
-    if store.settings() is not None:
-        return
     _, keys, _ = next(store.datastore.iterate(batch_size=_SAMPLE), (None, np.zeros((0, 1), np.float32), None))
     variance = float(keys.var(axis=0).sum()) if len(keys) > 1 else 0.0
-    if variance > 0:
-        # d² = |q|² + |x|² - 2 q·x: an inner product moves half as far as a squared distance.
-        scale = variance if store.identity.metric == Metric.L2 else variance / 2
-        settings = KNNSettings(k=DEFAULT_K, temperature=_TEMPERATURE_SHARE * scale, lam=DEFAULT_LAMBDA)
-        store.save_settings(
-            {name: value for name, value in settings.to_dict().items() if name != "selection"}
-        )
+    if variance == 0:
+        return KNNSettings(k=DEFAULT_K, lam=DEFAULT_LAMBDA)
+    # d² = |q|² + |x|² - 2 q·x: an inner product moves half as far as a squared distance.
+    scale = variance if store.identity.metric == Metric.L2 else variance / 2
+    return KNNSettings(k=DEFAULT_K, temperature=_TEMPERATURE_SHARE * scale, lam=DEFAULT_LAMBDA)
+
+
+def save_default_settings(store: KNNStore) -> None:
+    """Save the default settings of a whole store, so that what is added later does not change them."""
+    values = default_settings(store).to_dict()
+    store.save_settings({name: value for name, value in values.items() if name != "selection"})
 
 
 def settings_for(store: KNNStore, selection: Selection = EVERYTHING) -> KNNSettings:
-    """The settings saved for the domains selected, else those of the whole store.
+    """The settings saved for the domains selected, else those of the whole store, else the default.
 
     Args:
         store: where they are saved.
         selection: becomes part of the settings.
     """
     saved = store.settings(selection.domains) if selection.domains else None
-    saved = saved or store.settings() or {"k": DEFAULT_K, "lambda": DEFAULT_LAMBDA}
-    return replace(KNNSettings.from_dict(saved), selection=selection)
+    saved = saved or store.settings()
+    settings = KNNSettings.from_dict(saved) if saved else default_settings(store)
+    return replace(settings, selection=selection)

@@ -73,7 +73,7 @@ class StoreMixin:
             total_bytes=total_bytes,
             progress=progress,
         )
-        if self.store.settings() is None:
+        if added.tokens and self.store.settings() is None:
             save_default_settings(self.store)
             if self.knn == KNNSettings(selection=self.knn.selection):  # else its user chose others
                 self.knn = settings_for(self.store, self.knn.selection)
