@@ -84,8 +84,8 @@ def evaluate(
             )
     if found.stored and not leave_out:
         note(
-            f"warning: {len(found.stored):,} of these documents are in the store, {found.stored[0]!r} for "
-            "one: what they should predict is looked up; --leave-out prevents it"
+            f"warning: {len(found.stored):,} of these documents are among those retrieved from, "
+            f"{found.stored[0]!r} for one: what they should predict is looked up; --leave-out prevents it"
         )
     result = asdict(found)
     result = {"lambda" if name == "lam" else name: value for name, value in result.items()}
@@ -179,7 +179,8 @@ def explain(
     """Say how probable each token of a text is, and why.
 
     Under each token stand its nearest neighbours: their part of the retrieved probability, their
-    squared distance, where they are, and the text around them with the retrieved token in brackets.
+    distance (squared for l2, the negated inner product for ip), where they are, and the text around
+    them with the retrieved token in brackets.
 
     Examples:
       knnstore explain "The harbour was quiet" --neighbors 2
@@ -227,7 +228,7 @@ def credits_of(tokens: Iterable["TokenExplanation"]) -> list[dict[str, Any]]:
     for token in tokens:
         count += 1
         for source in token.neighbors:
-            if source.text == token.text and token.p > 0:
+            if source.token == token.token and token.p > 0:
                 place, given = (source.domain, source.document), token.lam * source.share / token.p
                 shares[place] = shares.get(place, 0.0) + given
                 best[place] = max(best.get(place, (0.0, "")), (given, _passage(source)))

@@ -42,8 +42,8 @@ class Evaluation:
     mixer: str
     tokens_per_s: float
     stored: tuple[str, ...]
-    """Ids of evaluated documents that are in the store with the same text; left out of retrieval
-    when `evaluate` was told so."""
+    """Ids of evaluated documents that retrieval can reach with the same text; left out of it when
+    `evaluate` was told so."""
 
 
 def evaluate(
@@ -74,7 +74,7 @@ def evaluate(
         InputError: there is not one token to predict.
     """
     listed = list(documents)
-    twins = store.stored_content(document.content_hash for document in listed)
+    twins = store.stored_content((document.content_hash for document in listed), settings.selection)
     groups: list[tuple[Sequence[TextDocument], Selection]] = [(listed, settings.selection)]
     if leave_out and twins:
         groups = [([d for d in listed if d.content_hash not in twins], settings.selection)]

@@ -21,11 +21,13 @@ from knnstore.store import KNNStore, tokens_of
 class Source:
     """One retrieved record."""
 
-    text: str
+    token: int
     """The token that it predicts."""
+    text: str
     share: float
     """Its part of p_kNN, between 0 and 1."""
     distance: float
+    """Squared for l2, the negated inner product for ip."""
     document: str
     domain: str
     position: int
@@ -124,6 +126,7 @@ def _sources(
     traced = zip(store.provenance(ids), tokens_of(ids).tolist(), distances, shares, strict=True)
     return tuple(
         Source(
+            token=token,
             text=_text(tokenizer, [token]),
             share=share,
             distance=distance,

@@ -159,9 +159,9 @@ class StoreReader:
         """The live versions of documents of a domain, by id; what ingest compares with."""
         return self._catalog.versions(domain, ids)
 
-    def stored_content(self, hashes: Iterable[str]) -> set[str]:
-        """Which of these content hashes belong to a live document."""
-        return set(self._catalog.rows_by_content(hashes))
+    def stored_content(self, hashes: Iterable[str], selection: Selection = EVERYTHING) -> set[str]:
+        """Which of these content hashes belong to a live document of the selection."""
+        return self.view().content(hashes, selection)
 
     def settings(self, domains: Sequence[str] = ()) -> Mapping[str, Any] | None:
         """The retrieval settings saved for exactly this set of domains, if any."""

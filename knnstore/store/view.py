@@ -78,13 +78,33 @@ class View:
                 self._scopes.popitem(last=False)
         return scope
 
+    def content(self, hashes: Iterable[str], selection: Selection) -> set[str]:
+        """Which of these content hashes belong to a selected document.
+
+        Raises:
+            DomainNotFoundError, DocumentNotFoundError: as `scope`.
+        """
+        twins = self._catalog.rows_by_content(hashes)
+        reached = self._chosen(selection) & self._among(row for rows in twins.values() for row in rows)
+        there = set(self.snapshot.rows[reached].tolist())
+        return {hash for hash, rows in twins.items() if not there.isdisjoint(rows)}
+
     def _resolve(self, selection: Selection) -> Scope:
+        chosen = self._chosen(selection)
+        live = ranges_of(self.snapshot.starts[chosen], self.snapshot.stops[chosen])
+        if selection == EVERYTHING:
+            return Scope(live, None)
+        groups = None
+        if selection.domains is not None and Selection(domains=selection.domains) == selection:
+            groups = frozenset(self._group(name) for name in selection.domains)
+        return Scope(live, Filter(live, groups))
+
+    def _chosen(self, selection: Selection) -> NDArray[np.bool_]:
+        """Which documents of the snapshot meet every condition."""
         snapshot = self.snapshot
         chosen = np.ones(len(snapshot.rows), bool)
-        groups = None
         if selection.domains is not None:
-            groups = frozenset(self._group(name) for name in selection.domains)
-            chosen &= np.isin(snapshot.groups, list(groups))
+            chosen &= np.isin(snapshot.groups, [self._group(name) for name in selection.domains])
         if selection.tags is not None:
             chosen &= self._among(row for tag in selection.tags for row in self._catalog.rows(tag=tag))
         if selection.documents is not None:
@@ -92,11 +112,7 @@ class View:
         if selection.exclude:
             twins = self._catalog.rows_by_content(selection.exclude)
             chosen &= ~self._among(row for rows in twins.values() for row in rows)
-        live = ranges_of(snapshot.starts[chosen], snapshot.stops[chosen])
-        if selection == EVERYTHING:
-            return Scope(live, None)
-        by_domain_only = Selection(domains=selection.domains) == selection
-        return Scope(live, Filter(live, groups if by_domain_only else None))
+        return chosen
 
     def _group(self, domain: str) -> int:
         if domain not in self.snapshot.domains:

@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from knnstore.cli.asking import credits_of
+from knnstore.lm import Source, TokenExplanation
+
 
 def test_domains_and_documents(knnstore, store):
     assert [(row["name"], row["documents"]) for row in knnstore("domains --json").json] == [
@@ -78,7 +81,9 @@ def test_eval_agrees_with_the_store(knnstore, store):
 
 def test_eval_warns_of_stored_documents_and_can_leave_them_out(knnstore, store):
     inside = knnstore("eval news.jsonl --lambda 0.9 --json")
-    assert inside.err.startswith("warning: 3 of these documents are in the store, 'n-17' for one")
+    assert inside.err.startswith("warning: 3 of these documents are among those retrieved from, 'n-17'")
+    elsewhere = knnstore("eval news.jsonl --domain letters --json")
+    assert (elsewhere.err, elsewhere.json["stored"]) == ("", [])
     without = knnstore("eval news.jsonl --lambda 0.9 --leave-out --json")
     assert without.err == ""
     assert without.json["knn_ppl"] > 2 * inside.json["knn_ppl"]
@@ -94,6 +99,16 @@ def test_generate_and_its_sources(knnstore, store):
     assert knnstore(sampled).out == knnstore(sampled).out
     piped = knnstore("generate - --max-new-tokens 2", stdin=b"The boat")
     assert piped.out.startswith("The boat")
+
+
+def test_credit_goes_to_the_very_token_and_not_to_one_that_looks_like_it():
+    """Halves of a character all look like �."""
+    wrong, right = (
+        Source(token, "�", 0.5, 1.0, document, "d", 0, "", "")
+        for token, document in ((7, "wrong"), (8, "right"))
+    )
+    token = TokenExplanation(0, 8, "�", p_lm=0.1, p_knn=0.5, lam=0.5, p=0.3, neighbors=(wrong, right))
+    assert [source["document"] for source in credits_of([token])] == ["right"]
 
 
 def test_explain_names_the_neighbours(knnstore, store):
