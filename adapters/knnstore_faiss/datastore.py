@@ -20,12 +20,12 @@ from knnstore.datastore import (
     checked_keys,
     checked_records,
 )
+from knnstore.datastore.locks import ReadersWriterLock
 from knnstore.datastore.rows import Segment
 from knnstore.datastore.segments import KeySegments
 from knnstore.errors import ConfigError, CorruptDatastoreError
 from knnstore_faiss.group import GroupIndex
 from knnstore_faiss.inverted import build, fits
-from knnstore_faiss.locks import ReadersWriterLock
 from knnstore_faiss.policy import Policy
 from knnstore_faiss.results import merge
 
