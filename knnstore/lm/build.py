@@ -1,8 +1,9 @@
 """Building a domain: documents become tokens, one forward pass gives their keys, the store keeps both."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -97,6 +98,7 @@ def add_documents(
     for ahead in in_chunks(documents):
         there = store.versions(domain, [document.id for document in ahead])
         fresh: list[TextDocument] = []
+        changes: dict[str, tuple[Mapping[str, Any], frozenset[str]]] = {}
         for document in ahead:
             version = there.get(document.id)
             if version is None or version.content_hash != document.content_hash:
@@ -106,9 +108,10 @@ def add_documents(
             if version.metadata == document.metadata and version.tags >= given:
                 counts["unchanged"] += 1
             else:
-                tags_now = version.tags | given
-                store.describe(document.id, domain, metadata=document.metadata, tags=tags_now)
+                changes[document.id] = document.metadata, version.tags | given
                 counts["described"] += 1
+        if changes:
+            store.describe(domain, changes)
         for document, tokens in zip(fresh, tokenized(fresh, tokenizer), strict=True):
             version = there.get(document.id)
             counts["added" if version is None else "replaced"] += 1

@@ -114,10 +114,15 @@ class KNNStore(StoreReader):
         with self._locked() as writer, Ingest(writer, self._datastore, documents) as group:
             yield group
 
-    def describe(self, id: str, domain: str, *, metadata: Mapping[str, Any], tags: Iterable[str]) -> None:
-        """Set the metadata and tags of a document; its records stay."""
+    def describe(self, domain: str, changes: Mapping[str, tuple[Mapping[str, Any], Iterable[str]]]) -> None:
+        """Set the metadata and tags of documents of a domain, by id, in one transaction; records stay.
+
+        Raises:
+            DocumentNotFoundError: one is not there; none was changed.
+        """
         with self._locked() as writer:
-            writer.describe({self._row(id, domain): (metadata, tags)})
+            rows = self._rows(domain, changes)
+            writer.describe({rows[id]: change for id, change in changes.items()})
 
     def retag(
         self, id: str, *, domain: str | None = None, add: Iterable[str] = (), remove: Iterable[str] = ()
@@ -125,7 +130,7 @@ class KNNStore(StoreReader):
         """Add tags to a document and remove others."""
         document = self.document(id, domain=domain)
         tags = (set(document.tags) | set(add)) - set(remove)
-        self.describe(id, document.domain, metadata=document.metadata, tags=tags)
+        self.describe(document.domain, {id: (document.metadata, tags)})
 
     def remove_document(self, id: str, *, domain: str | None = None) -> Document:
         """Remove a document: when this returns, no reader retrieves anything of it.
@@ -134,7 +139,7 @@ class KNNStore(StoreReader):
             What was removed.
         """
         document = self.document(id, domain=domain)
-        self._remove([self._row(id, document.domain)])
+        self._remove([self._rows(document.domain, [id])[id]])
         return document
 
     def remove_domain(self, name: str) -> Domain:
@@ -231,11 +236,14 @@ class KNNStore(StoreReader):
             writer.retire(rows)
             purge(writer, self._datastore, writer.unsettled())
 
-    def _row(self, id: str, domain: str) -> int:
-        found = self._catalog.versions(domain, [id])
-        if id not in found:
-            raise DocumentNotFoundError(f"no document {id!r} in domain {domain!r}")
-        return found[id].row
+    def _rows(self, domain: str, ids: Iterable[str]) -> dict[str, int]:
+        """The primary keys of live documents of a domain, by id."""
+        wanted = list(ids)
+        found = self._catalog.versions(domain, wanted)
+        for id in wanted:
+            if id not in found:
+                raise DocumentNotFoundError(f"no document {id!r} in domain {domain!r}")
+        return {id: version.row for id, version in found.items()}
 
     @contextmanager
     def _locked(self) -> Iterator[CatalogWriter]:

@@ -123,6 +123,15 @@ def test_only_what_changed_goes_through_the_model(lm) -> None:
     assert {document.tags for document in lm.store.documents()} == {("new", "old")}
 
 
+def test_new_tags_of_many_documents_are_few_commits(lm) -> None:
+    rows = [{"id": str(i), "text": words(3)} for i in range(100)]
+    lm.add(rows, domain="d")
+    before = lm.store.info()["revision"]
+    assert lm.add(rows, domain="d", tags=["new"]).described == 100
+    assert len(lm.store.documents(tag="new")) == 100
+    assert lm.store.info()["revision"] - before <= 2
+
+
 def test_a_stored_document_is_reported_and_can_be_left_out(lm) -> None:
     texts = [words(30) for _ in range(3)]
     lm.add([{"id": str(i), "text": text} for i, text in enumerate(texts)], domain="d")
