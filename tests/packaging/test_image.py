@@ -1,0 +1,122 @@
+"""The Dockerfile, what it is given, and the scripts around it."""
+
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def instructions() -> list[tuple[str, str]]:
+    text = (REPOSITORY / "Dockerfile").read_text().replace("\\\n", "")
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    return [(line.split(None, 1)[0], line.split(None, 1)[1]) for line in lines]
+
+
+def copied() -> list[str]:
+    """What the Dockerfile takes from the repository."""
+    arguments = [rest.split() for word, rest in instructions() if word == "COPY"]
+    return [source for words in arguments if not words[0].startswith("--") for source in words[:-1]]
+
+
+def test_the_bases_are_pinned_and_the_same() -> None:
+    bases = [rest.split()[0] for word, rest in instructions() if word == "FROM"]
+    assert len(bases) == 2
+    assert len(set(bases)) == 1
+    assert re.fullmatch(r"python:3\.\d+-slim-[a-z]+", bases[0])
+
+
+def test_the_program_runs_as_the_user_and_in_the_folders_that_compose_expects(
+    compose: dict[str, Any],
+) -> None:
+    last = dict(instructions())
+    service = compose["services"]["knnstore"]
+    assert last["USER"] == service["user"]
+    assert last["ENTRYPOINT"] == '["docker-entrypoint"]'  # as a list: signals reach the program
+    settings = dict(re.findall(r"(\w+)=(\S+)", last["ENV"]))
+    volumes = [volume.split(":")[1] for volume in service["volumes"]]
+    # `init` puts a new home beside its place first: the volume is the folder above.
+    assert sorted(volumes) == [str(Path(settings["KNNSTORE_HOME"]).parent), settings["HF_HOME"]]
+
+
+def test_nothing_secret_or_unneeded_gets_in() -> None:
+    for word, rest in instructions():
+        assert word != "ADD"
+        if word in ("ARG", "ENV"):
+            assert not re.search("PASSWORD|KEY|SECRET|TOKEN", rest), rest
+    first, *rest = [
+        line for line in (REPOSITORY / ".dockerignore").read_text().splitlines() if not line.startswith("#")
+    ]
+    assert first == "*"
+    let_in = {line.removeprefix("!") for line in rest if line.startswith("!")}
+    assert let_in == set(copied())
+
+
+def test_the_extras_exist() -> None:
+    (extras,) = (rest for word, rest in instructions() if word == "ARG" and rest.startswith("EXTRAS="))
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert set(extras.removeprefix("EXTRAS=").split(",")) <= set(project["optional-dependencies"])
+
+
+@pytest.mark.slow
+def test_what_is_copied_is_enough_to_build(tmp_path: Path) -> None:
+    context = tmp_path / "context"
+    for name in copied():
+        source, target = REPOSITORY / name, context / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, target)
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path, context]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert list(tmp_path.glob("knnstore-*.whl"))
+
+
+@pytest.mark.parametrize("given", ["files", "environment", "missing file"])
+def test_the_entrypoint_reads_secrets_from_files(given: str, tmp_path: Path) -> None:
+    program = tmp_path / "knnstore"
+    program.write_text('#!/bin/sh\necho "$PGPASSWORD $KNNSTORE_QDRANT_API_KEY"\nprintf "<%s>" "$@"\n')
+    program.chmod(0o755)
+    (tmp_path / "password").write_text("p $(x) 'w\n")
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "KNNSTORE_QDRANT_API_KEY": "from outside"}
+    if given == "files":
+        environment["PGPASSWORD_FILE"] = str(tmp_path / "password")
+    elif given == "environment":
+        environment["PGPASSWORD"] = "p $(x) 'w"
+    else:
+        environment["PGPASSWORD_FILE"] = str(tmp_path / "none")
+    command = [REPOSITORY / "scripts" / "docker-entrypoint", "add", "two words"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if given == "missing file":
+        assert done.returncode != 0
+        assert (done.stdout, "none" in done.stderr) == ("", True)
+    else:
+        assert done.stdout == "p $(x) 'w from outside\n<add><two words>"
+
+
+def test_secrets_are_made_once_and_kept_from_others(tmp_path: Path, compose: dict[str, Any]) -> None:
+    (tmp_path / "scripts").mkdir()
+    script = shutil.copy(REPOSITORY / "scripts" / "make-secrets", tmp_path / "scripts")
+    subprocess.run([script], check=True, umask=0)
+    files = [tmp_path / secret["file"] for secret in compose["secrets"].values()]
+    before = [file.read_text() for file in files]
+    assert len(set(before)) == 2
+    assert all(re.fullmatch("[0-9a-f]{64}", secret) for secret in before)
+    assert stat.S_IMODE((tmp_path / "secrets").stat().st_mode) == 0o700
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o444}
+    subprocess.run([script], check=True)
+    assert [file.read_text() for file in files] == before
+
+
+def test_the_secrets_stay_out_of_git() -> None:
+    assert "/secrets/" in (REPOSITORY / ".gitignore").read_text().splitlines()
