@@ -36,6 +36,7 @@ class SegmentReader:
         self._follows = True  # other processes' manifests
         self._signature = (0, 0, 0)
         self._segments: tuple[Segment, ...] = ()
+        self._hashed: set[StoredFile] = set()
 
     def snapshot(self) -> tuple[Segment, ...]:
         """The segments as of now; for a reader, as of the newest manifest. They never change."""
@@ -55,11 +56,15 @@ class SegmentReader:
             yield np.array(some_ids), keys.astype(np.float32, copy=False), groups
 
     def intact(self, file: StoredFile) -> bool:
-        """Whether a file is there with the size and the SHA-256 that the manifest says."""
+        """Whether a file is there with the size and the SHA-256 that the manifest says.
+
+        It is read once: a file that this handle wrote or found intact is looked up by its size alone.
+        """
         try:
-            MappedFile(self.root, file).check()
+            MappedFile(self.root, file, trusted=file in self._hashed).check()
         except (CorruptDatastoreError, FileNotFoundError):
             return False
+        self._hashed.add(file)
         return True
 
     def by_group(self) -> dict[int, list[Segment]]:
@@ -84,6 +89,7 @@ class SegmentReader:
                     MappedFile(self.root, file).check()
                 except (CorruptDatastoreError, OSError) as error:
                     problems.append(str(error))
+                    self._hashed.discard(file)
         return problems
 
     def _check_same(self, dim: int, metric: Metric) -> None:

@@ -159,6 +159,7 @@ class KeySegments(SegmentReader):
                 temporary.unlink(missing_ok=True)
             sync_directory(self.root / "indexes")
             self._on_disk.add(name)
+            self._hashed.add(stored)
             self._segments = tuple(
                 replace(s, entry=replace(s.entry, index=IndexEntry(stored, parameters)))
                 if s.columns is segment.columns and s.entry

@@ -251,3 +251,21 @@ def test_damaged_index_is_searched_around(tmp_path: Path, caplog: pytest.LogCapt
         assert recall(found.distances, true_distances(queries, keys), 10) >= 0.95
         store.optimize()
         assert store.verify() == []
+
+
+def test_an_index_that_is_known_to_be_intact_is_not_read_again(tmp_path: Path) -> None:
+    def flip(path: Path) -> bytes:
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+        return bytes(content)
+
+    with filled(tmp_path, clustered(2000), index="IVF16,SQ8") as store:
+        store.optimize()
+        (path, _) = sorted((tmp_path / "store").rglob("*.index"))
+        damaged = flip(path)  # which nobody sees who does not read the file
+        store.optimize()
+        assert path.read_bytes() == damaged
+        assert path.name in store.verify()[0]
+        store.optimize()
+        assert store.verify() == []
