@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass
 from typing import Any, Protocol, Self
 
@@ -61,6 +61,10 @@ class FixedLambda:
         return torch.full((len(retrieved.distances),), self.lam, device=retrieved.distances.device)
 
 
+MIXERS: dict[str, Callable[..., Mixer]] = {FixedLambda.name: FixedLambda}
+"""The mixers that settings can be saved with, by name: dataclasses whose fields are JSON values."""
+
+
 @dataclass(frozen=True, slots=True)
 class KNNSettings:
     """How a language model uses a store. The defaults are those of Khandelwal et al. 2020.
@@ -101,14 +105,15 @@ class KNNSettings:
         """Return the settings as plain values for JSON.
 
         Raises:
-            ConfigError: the mixer is not a fixed λ.
+            ConfigError: the mixer is none of `MIXERS`.
         """
-        if not isinstance(self.mixer, FixedLambda):
-            raise ConfigError(f"settings with the mixer {self.mixer.name!r} cannot be written as values")
+        mixer: Any = self.mixer
+        if mixer.name not in MIXERS:
+            raise ConfigError(f"settings with the mixer {mixer.name!r} cannot be written as values")
         return {
             "k": self.k,
             "temperature": self.temperature,
-            "lambda": self.mixer.lam,
+            "mixer": {"name": mixer.name, **dataclasses.asdict(mixer)},
             "selection": dataclasses.asdict(self.selection),
         }
 
@@ -116,14 +121,18 @@ class KNNSettings:
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Make settings from what `to_dict` returned; what is absent has its default.
 
+        ``lambda`` is short for a fixed mixer.
+
         Raises:
             ConfigError: a name is unknown or a value is out of range.
         """
-        known = {"k": "k", "temperature": "temperature", "lambda": "lam", "selection": "selection"}
+        known = {name: name for name in ("k", "temperature", "mixer", "selection")} | {"lambda": "lam"}
         unknown = sorted(set(values) - set(known))
         if unknown:
             raise ConfigError(f"unknown setting {unknown[0]!r}; known: {', '.join(known)}")
         given = {known[name]: value for name, value in values.items()}
+        if "mixer" in given:
+            given["mixer"] = _mixer_of(given["mixer"])
         if "selection" in given:
             parts = {field.name for field in dataclasses.fields(Selection)}
             if not set(given["selection"]) <= parts:
@@ -137,3 +146,14 @@ class KNNSettings:
                 }
             )
         return cls(**given)
+
+
+def _mixer_of(values: Mapping[str, Any]) -> Mixer:
+    fields = dict(values)
+    name = fields.pop("name", None)
+    if name not in MIXERS:
+        raise ConfigError(f"unknown mixer {name!r}; known: {', '.join(MIXERS)}")
+    try:
+        return MIXERS[name](**fields)
+    except TypeError as error:
+        raise ConfigError(f"the mixer {name!r} has other settings: {error}") from error

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from knnstore.errors import ConfigError
-from knnstore.lm.mixing import FixedLambda, KNNSettings, Retrieved
+from knnstore.lm.mixing import MIXERS, FixedLambda, KNNSettings, Retrieved
 from knnstore.store import Selection
 
 
@@ -51,6 +51,28 @@ def test_settings_survive_json():
         KNNSettings.from_dict({"selection": {"domain": ["law"]}})
     with pytest.raises(ConfigError, match="half-where-near"):
         KNNSettings(mixer=HalfWhereNear()).to_dict()
+    assert KNNSettings.from_dict({"lambda": 0.125}).mixer == FixedLambda(0.125)
+    for mixer in ({"name": "gate"}, {"lam": 0.5}, {"name": "fixed"}, {"name": "fixed", "lam": 0.5, "x": 1}):
+        with pytest.raises(ConfigError, match="mixer"):
+            KNNSettings.from_dict({"mixer": mixer})
+
+
+@dataclasses.dataclass(frozen=True)
+class Nearer:
+    """λ where the nearest neighbour is nearer than a limit, else 0."""
+
+    lam: float
+    limit: float
+    name = "nearer"
+
+    def __call__(self, retrieved):
+        return (retrieved.distances[:, 0] < self.limit) * self.lam
+
+
+def test_a_mixer_needs_one_entry_to_be_saved(monkeypatch):
+    monkeypatch.setitem(MIXERS, "nearer", Nearer)
+    settings = KNNSettings(k=3, mixer=Nearer(0.5, 20.0))
+    assert KNNSettings.from_dict(json.loads(json.dumps(settings.to_dict()))) == settings
 
 
 def test_lam_is_short_for_a_fixed_mixer():
