@@ -31,7 +31,8 @@ class Kind(StrEnum):
     STALL = "stall"
     """Done and answered, but only after `seconds`."""
     ACKNOWLEDGED = "acknowledged"
-    """The update is answered with `acknowledged` and done `seconds` later, never if that is 0."""
+    """The update is answered with `acknowledged` and done `seconds` later or before the next update, as
+    updates are done in order; never if `seconds` is 0."""
     WAIT_TIMEOUT = "wait_timeout"
     """The same with `wait_timeout`."""
     GONE = "gone"
@@ -98,11 +99,15 @@ class Faults:
         self.stopping = threading.Event()
         self._forget = forget
         self._faults: list[Fault] = []
-        self._late: list[threading.Timer] = []
+        self._late: list[Callable[[], Any]] = []
+        self._timers: list[threading.Timer] = []
         self._lock = threading.Lock()
 
     def add(self, kind: str, endpoint: str = "*", **details: Any) -> Fault:
-        """Misbehave from now on; the arguments are those of `Fault`."""
+        """Misbehave from now on; the arguments are those of `Fault`.
+
+        Of several faults the one added first that a call is for decides; later ones do not count it.
+        """
         fault = Fault(Kind(kind), endpoint, **details)
         with self._lock:
             self._faults.append(fault)
@@ -121,7 +126,9 @@ class Faults:
     def stop(self) -> None:
         """End stalls; what was to be done late is never done."""
         self.stopping.set()
-        for timer in self._late:
+        with self._lock:
+            self._late.clear()
+        for timer in self._timers:
             timer.cancel()
 
     def answer(self, endpoint: str, work: Callable[[], Any]) -> Any:
@@ -134,6 +141,8 @@ class Faults:
         with self._lock:
             self.calls.append(endpoint)
             fault = next((fault for fault in self._faults if fault.hits(endpoint)), None)
+        if endpoint in UPDATES:
+            self._do_what_is_late()
         if fault is None:
             return work()
         match fault.kind:
@@ -153,10 +162,22 @@ class Faults:
                 raise ConnectionLost(work())
             case (Kind.ACKNOWLEDGED | Kind.WAIT_TIMEOUT) as kind:
                 if fault.seconds:
-                    self._late.append(threading.Timer(fault.seconds, work))
-                    self._late[-1].start()
+                    self._later(work, fault.seconds)
                 return UpdateResult(operation_id=0, status=UpdateStatus(kind.value))
             case Kind.STALL:
                 if self.stopping.wait(fault.seconds):
                     raise ConnectionLost
                 return work()
+
+    def _later(self, work: Callable[[], Any], seconds: float) -> None:
+        timer = threading.Timer(seconds, self._do_what_is_late)
+        with self._lock:
+            self._late.append(work)
+            self._timers.append(timer)
+        timer.start()
+
+    def _do_what_is_late(self) -> None:
+        with self._lock:
+            late, self._late = self._late, []
+        for work in late:
+            work()
