@@ -61,7 +61,7 @@ class StoreRow(Base):
 
     # Identity: what a model must match to use the store.
     model: Mapped[str] = mapped_column(String)
-    model_fingerprint: Mapped[str] = mapped_column(String(64))
+    model_fingerprint: Mapped[str] = mapped_column(String)
     tokenizer_fingerprint: Mapped[str] = mapped_column(String(64))
     key: Mapped[str] = mapped_column(String)
     dim: Mapped[int]

@@ -18,6 +18,7 @@ class Identity:
     model: str
     """Path or hub id of the model, to load it again."""
     model_fingerprint: str
+    """A hash, a colon, and a sample of the weights."""
     tokenizer_fingerprint: str
     key: str
     """Where in the model the keys are taken, as a canonical location."""

@@ -1,9 +1,12 @@
 """Loading a model and its tokenizer, and telling whether they are the ones a store was made with."""
 
+import base64
 import hashlib
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from knnstore.datastore import Metric
@@ -12,7 +15,7 @@ from knnstore.lm.keys import key_dim, locate
 from knnstore.lm.windows import check_window, max_length_of
 from knnstore.store import Identity
 
-_VALUES_A_TENSOR = 1024
+_VALUES_A_TENSOR = 16
 _PROBES = (
     "The quick brown fox jumps over 12,345.67 lazy dogs.",
     "  indented\n\ttabs\r\nand  runs   of spaces ",
@@ -127,7 +130,7 @@ def check_matches(
         FingerprintMismatchError: one differs; both are named.
     """
     found = model_fingerprint(model)
-    if found != identity.model_fingerprint:
+    if not same_model(found, identity.model_fingerprint):
         raise FingerprintMismatchError(
             f"the store was made with the model {identity.model} ({identity.model_fingerprint[:12]}), "
             f"this is {model.config.name_or_path or type(model).__name__} ({found[:12]}): "
@@ -144,21 +147,41 @@ def check_matches(
 
 
 def model_fingerprint(model: PreTrainedModel) -> str:
-    """Hash the names, shapes and evenly spaced values of all weights.
-
-    Values are compared as bfloat16, so that a model loaded in float32, or in the half precision
-    that it was saved in, has the same fingerprint.
+    """Describe a model by a few evenly spaced values of each weight, as they are in its precision.
 
     Returns:
-        SHA-256, hexadecimal.
+        SHA-256 of the values, hexadecimal; a colon; the values themselves, little-endian float32, in
+        base64. `same_model` compares two.
     """
-    digest = hashlib.sha256()
-    for name, weight in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tuple(weight.shape)}\n".encode())
+    values = []
+    for _, weight in sorted(model.state_dict().items()):
         flat = weight.detach().reshape(-1)
-        sample = flat[:: max(1, len(flat) // _VALUES_A_TENSOR)].to("cpu", torch.bfloat16)
-        digest.update(sample.contiguous().view(torch.int16).numpy().tobytes())
-    return digest.hexdigest()
+        count = min(len(flat), _VALUES_A_TENSOR)
+        at = torch.arange(count) * (len(flat) - 1) // max(1, count - 1)
+        values.append(flat[at.to(flat.device)].to("cpu", torch.float32).numpy())
+    sample = np.concatenate(values).astype("<f4").tobytes()
+    return f"{hashlib.sha256(sample).hexdigest()}:{base64.b64encode(sample).decode()}"
+
+
+def same_model(one: str, other: str) -> bool:
+    """Whether two fingerprints are of one checkpoint, opened in float32, float16 or bfloat16 each."""
+    if one == other:
+        return True
+    a, b = (
+        torch.from_numpy(np.frombuffer(base64.b64decode(text.partition(":")[2]), "<f4").astype(np.float32))
+        for text in (one, other)
+    )
+    return a.shape == b.shape and len(a) > 0 and bool((_may_be_rounded(a, b) | _may_be_rounded(b, a)).all())
+
+
+def _may_be_rounded(fine: Tensor, coarse: Tensor) -> Tensor:
+    """Where `coarse` is `fine` in another precision, or both may be one number in two precisions."""
+    half, brain = fine.half().float(), fine.bfloat16().float()
+    rounded = (coarse == fine) | (coarse == half) | (coarse == brain)
+    # What a float16 was rounded from, and a bfloat16 too, lies within half a step of the float16.
+    step = fine.abs() * 2**-11 + 2**-25
+    between = ((fine - step).bfloat16() <= coarse) & (coarse <= (fine + step).bfloat16())
+    return rounded | ((fine == half) & (coarse == coarse.bfloat16()) & between)
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:

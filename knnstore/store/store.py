@@ -216,6 +216,7 @@ class KNNStore(StoreReader):
             "location": self._engine.location,
             "params": dict(self._engine.params),
             **{name: getattr(self.identity, name) for name in Identity.__slots__},
+            "model_fingerprint": self.identity.model_fingerprint.partition(":")[0],
             "domains": len(domains),
             "documents": sum(domain.documents for domain in domains),
             "tokens": sum(domain.tokens for domain in domains),

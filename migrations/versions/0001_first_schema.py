@@ -34,7 +34,7 @@ def upgrade() -> None:
         sa.Column("id", sa.Integer(), autoincrement=False, nullable=False),
         sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
         sa.Column("model", sa.String(), nullable=False),
-        sa.Column("model_fingerprint", sa.String(length=64), nullable=False),
+        sa.Column("model_fingerprint", sa.String(), nullable=False),
         sa.Column("tokenizer_fingerprint", sa.String(length=64), nullable=False),
         sa.Column("key", sa.String(), nullable=False),
         sa.Column("dim", sa.Integer(), nullable=False),
