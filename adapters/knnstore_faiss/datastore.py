@@ -20,6 +20,7 @@ from knnstore.datastore import (
     checked_keys,
     checked_records,
 )
+from knnstore.datastore.erasing import erase_segments
 from knnstore.datastore.locks import ReadersWriterLock
 from knnstore.datastore.rows import Segment
 from knnstore.datastore.segments import KeySegments
@@ -72,6 +73,11 @@ class FaissDatastore:
         metric = Metric(metric)
         policy = Policy.of(params, dim, metric)
         return cls(KeySegments(Path(location), dim, metric, mode), dim, metric, policy)
+
+    @classmethod
+    def erase(cls, location: str | Path, **params: Any) -> None:
+        """Remove the datastore in a directory; see `SupportsErase.erase`."""
+        erase_segments(Path(location))
 
     @property
     def dim(self) -> int:

@@ -88,26 +88,47 @@ def remove(
 
 
 def move(
-    to: Annotated[str, typer.Option("--store", metavar="NAME", help="The engine to move to.")],
+    to: Annotated[
+        str | None,
+        typer.Option(
+            "--store", metavar="NAME", help="The engine to move to; `knnstore adapters` lists them."
+        ),
+    ] = None,
     location: LocationOption = None,
     params: ParamsOption = None,
+    abandon: Annotated[
+        bool, typer.Option("--abandon", help="Drop the unfinished copy of a move that was interrupted.")
+    ] = False,
     home: HomeOption = DEFAULT_HOME,
     as_json: JsonOption = False,
 ) -> None:
     """Move the keys to another engine.
 
-    They are copied, both are compared, then the store switches; the model is not needed. The old
-    keys are left where they are: delete them when no process reads them any more.
+    They are copied without the model and both sides are compared, then the store switches and the old
+    keys are removed. Interrupted before that, nothing has changed: the same command goes on where it
+    stopped, and --abandon drops what was copied. Prints how many of the true nearest neighbours of some
+    stored keys the new engine finds.
 
     Examples:
-      knnstore move --store faiss --location keys-2
+      knnstore move --store faiss --location keys-2 --param index=exact
+      knnstore move --abandon
     """
+    if (to is None) != abandon:
+        raise typer.BadParameter("give one of --store NAME and --abandon")
     settings = read_params(params)
     with knnstore.open(home, "a") as store, Bar() as bar:
-        before = store.move(to, location or f"keys-{to}", params=settings, progress=bar)
-        now, records = store.engine, store.datastore.count()
-    result = {"store": now.adapter, "location": now.location, "records": records, "before": asdict(before)}
-    sentence = f"moved {records:,} records to {now.adapter} at {now.location}; before: {before.location}"
+        if to is None:
+            dropped = store.abandon_move()
+            where = f"dropped the copy for {dropped.adapter} at {dropped.location}" if dropped else None
+            _print({"abandoned": dropped and asdict(dropped)}, where or "no move is unfinished", as_json)
+            return
+        moved = store.move(to, location or f"keys-{to}", params=settings, progress=bar)
+    result = {"store": moved.after.adapter, "location": moved.after.location, **asdict(moved)}
+    sentence = f"moved {moved.records:,} records to {moved.after.adapter} at {moved.after.location}"
+    if moved.recall is not None:
+        sentence += f"; it finds {moved.recall:.2%} of the {moved.neighbors:,} nearest"
+    if moved.left:
+        note(f"the old keys are left at {moved.before.location}: {moved.left}")
     _print(result, sentence, as_json)
 
 

@@ -5,7 +5,7 @@ This package needs numpy alone. Engines are found through `registry`.
 
 from knnstore.datastore import registry
 from knnstore.datastore.checks import checked_k, checked_keys, checked_params, checked_records
-from knnstore.datastore.protocol import Datastore, Mode, SupportsOptimize, SupportsVerify
+from knnstore.datastore.protocol import Datastore, Mode, SupportsErase, SupportsOptimize, SupportsVerify
 from knnstore.datastore.ranges import IdRanges
 from knnstore.datastore.types import (
     Capabilities,
@@ -30,6 +30,7 @@ __all__ = [
     "Metric",
     "Mode",
     "Neighbors",
+    "SupportsErase",
     "SupportsOptimize",
     "SupportsVerify",
     "checked_k",

@@ -152,3 +152,25 @@ class SupportsVerify(Protocol):
     def verify(self) -> list[str]:
         """Check sizes and checksums of everything stored; one line for each problem found."""
         ...
+
+
+@runtime_checkable
+class SupportsErase(Protocol):
+    """An engine that can remove a whole datastore."""
+
+    @classmethod
+    def erase(cls, location: str | Path, **params: Any) -> None:
+        """Remove everything that the engine keeps at a location, and nothing else.
+
+        It may be damaged, or partly removed by a call that was interrupted; where nothing is, nothing
+        happens.
+
+        Args:
+            location: as in `Datastore.open`.
+            **params: those that it was opened with.
+
+        Raises:
+            LockedError: another process writes to it.
+            StoreUnavailableError: the engine cannot be reached.
+        """
+        ...

@@ -43,7 +43,8 @@ BUFFER_SIZE = 16 << 20
 
 _MANY_SEGMENTS = 32  # of one group; from here on flush merges the small ones
 _SPARSE = 0.25  # share of dead rows from which a segment is rewritten
-_OURS = re.compile(r"\d{8}\.(keys|ids|digests|index)")
+OWN_FILE = re.compile(r"\d{8}\.(keys|ids|digests|index)")
+"""How the files of segments and indexes are named."""
 
 
 class KeySegments(SegmentReader):
@@ -202,7 +203,7 @@ class KeySegments(SegmentReader):
                 folder.mkdir(exist_ok=True)
                 for path in folder.iterdir():  # what a crash left behind
                     orphan = f"{folder.name}/{path.name}" not in self._on_disk
-                    if orphan and _OURS.match(path.name):
+                    if orphan and OWN_FILE.match(path.name):
                         remove(path)
         return manifest
 

@@ -1,6 +1,7 @@
 """The store: documents in SQL and their keys in a vector engine, kept as one thing."""
 
 from knnstore.catalog import Document, Domain, Engine, Identity, NewDocument, StoredVersion
+from knnstore.store.moving import Moved
 from knnstore.store.provenance import Provenance
 from knnstore.store.records import TOKEN_LIMIT, positions_of, record_ids, tokens_of
 from knnstore.store.selection import EVERYTHING, Selection
@@ -16,6 +17,7 @@ __all__ = [
     "Identity",
     "Ingest",
     "KNNStore",
+    "Moved",
     "NewDocument",
     "Provenance",
     "Selection",

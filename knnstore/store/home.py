@@ -6,6 +6,7 @@
     HOME/catalog.db       the catalogue, when it is SQLite
     HOME/keys/            the datastore, when it is embedded
     HOME/writer.lock      held by the one process that writes
+    HOME/move.json        a move of the keys to another engine that is unfinished
 """
 
 import json

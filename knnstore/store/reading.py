@@ -12,7 +12,7 @@ from knnstore.datastore import Mode as DatastoreMode
 from knnstore.errors import (
     AmbiguousDocumentError,
     ConfigError,
-    DatastoreClosedError,
+    DatastoreError,
     DocumentNotFoundError,
     StoreUnavailableError,
 )
@@ -42,10 +42,7 @@ class StoreReader:
         self.identity: Identity = catalog.identity
         self._catalog = catalog
         self._tracer = Tracer(catalog)
-        self._engine = catalog.engine()
-        if mode == "a":  # which would make a new, empty one where the keys were lost
-            open_datastore(home, self.identity, self._engine, "r").close()
-        self._datastore = open_datastore(home, self.identity, self._engine, mode)
+        self._engine, self._datastore = self._open_current()
         self._view: View | None = None
         self._viewing = threading.Lock()
         self._opened = opened
@@ -81,8 +78,8 @@ class StoreReader:
             view = self.view()
             try:
                 found = view.search(queries, k, selection)
-            except DatastoreClosedError:
-                if self._view is view:
+            except DatastoreError:
+                if self._catalog.revision() == view.snapshot.revision:
                     raise
                 continue  # the keys were moved to another engine meanwhile
             # A commit between the two may have removed what the view still counts on.
@@ -96,10 +93,8 @@ class StoreReader:
         """What is live at the latest revision."""
         with self._viewing:
             if self._view is None or self._catalog.revision() != self._view.snapshot.revision:
-                engine = self._catalog.engine()
-                if engine != self._engine:  # the keys were moved by another process
-                    moved = open_datastore(self.home, self.identity, engine, self.mode)
-                    self._datastore, self._engine = moved, engine
+                if self._catalog.engine() != self._engine:  # the keys were moved by another process
+                    self._engine, self._datastore = self._open_current()
                 self._view = View(self._catalog.snapshot(), self._datastore, self._catalog)
             return self._view
 
@@ -174,8 +169,20 @@ class StoreReader:
 
     @property
     def datastore(self) -> Datastore:
-        """The datastore itself."""
-        return self._datastore
+        """The datastore itself; after a move another one."""
+        return self.view().datastore
+
+    def _open_current(self) -> tuple[Engine, Datastore]:
+        """Open the datastore that the catalogue names, also while the keys are being moved."""
+        while True:
+            engine = self._catalog.engine()
+            try:
+                if self.mode == "a":  # which would make a new, empty one where the keys were lost
+                    open_datastore(self.home, self.identity, engine, "r").close()
+                return engine, open_datastore(self.home, self.identity, engine, self.mode)
+            except DatastoreError:
+                if self._catalog.engine() == engine:
+                    raise
 
     def _close_datastore(self) -> None:
         self._datastore.close()  # the one in use now, after a move another than the first

@@ -1,22 +1,28 @@
 """The store: a catalogue and a datastore as one thing."""
 
+import json
 import os
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
 from knnstore.catalog import Catalog, CatalogWriter, Document, Domain, Engine, Identity, NewDocument
+from knnstore.catalog.checks import check_json
 from knnstore.datastore import SupportsOptimize
 from knnstore.datastore.files import WriterLock
-from knnstore.errors import ConfigError, DocumentNotFoundError, ReadOnlyError
+from knnstore.errors import ConfigError, DocumentNotFoundError, KnnstoreError, ReadOnlyError
+from knnstore.failpoints import failpoint
 from knnstore.progress import Progress
+from knnstore.store import moving
 from knnstore.store.home import Home
+from knnstore.store.moving import Moved
 from knnstore.store.reading import Mode, StoreReader, open_datastore
 from knnstore.store.records import TOKEN_LIMIT
 from knnstore.store.selection import Selection
-from knnstore.store.transfer import copy_records
+from knnstore.store.transfer import transfer
 from knnstore.store.verify import problems_of
 from knnstore.store.writing import Ingest, purge
 
@@ -44,6 +50,7 @@ class KNNStore(StoreReader):
             super().__init__(home, catalog, mode, opened)
             if self._writer is not None:  # settle what a killed writer left
                 purge(self._writer, self._datastore, self._writer.unsettled())
+                moving.settle_quietly(home, self._engine)
             self._opened = opened.pop_all()
 
     # -- opening and closing
@@ -169,58 +176,73 @@ class KNNStore(StoreReader):
         *,
         params: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
-    ) -> Engine:
-        """Move the keys to another engine: copy, compare, then switch in one transaction.
+    ) -> Moved:
+        """Move the keys to another engine: copy, compare, switch in one transaction, erase the old ones.
 
-        Until the switch the store is as it was. The old keys are left where they are, for readers
-        that have not noticed the switch yet.
+        Until the switch the store is as it was. When this was interrupted, the same call goes on where
+        it stopped; a call with another target erases the half-made copy first.
 
         Args:
             adapter: the new adapter's name.
             location: a new place: a URL or a folder, a relative one inside the home.
-            params: the new adapter's own parameters.
+            params: the new adapter's own parameters; JSON values.
             progress: hears of each batch.
 
-        Returns:
-            The engine that held the keys before.
-
         Raises:
-            DatastoreExistsError: something is at the location.
+            DatastoreExistsError: something else is at the location.
+            DatastoreError: the copy differs from its source, or an engine failed.
         """
+        started, progress = time.perf_counter(), progress or Progress()
+        check_json(params or {}, "the parameters")
+        target = Engine(adapter, location, json.loads(json.dumps(dict(params or {}))))
         with self._locked() as writer:
-            before, engine = self._engine, Engine(adapter, location, dict(params or {}))
-            target = open_datastore(self.home, self.identity, engine, "x")
+            self.view()  # follows a move whose answer was lost
+            before = self._engine
+            copy = moving.begin(self.home, self.identity, before, target, progress)
             try:
-                copy_records(self._datastore, target, progress or Progress())
-                writer.move(engine)
+                done = transfer(self._datastore, copy, progress)
+                with self._viewing:  # other threads see both changes or none
+                    writer.move(target)
+                    failpoint("move.switched")
+                    old, self._datastore, self._engine, self._view = self._datastore, copy, target, None
             except BaseException:
-                target.close()
+                with suppress(KnnstoreError):  # what is durable already serves the next try
+                    copy.close()
                 raise
-            with self._viewing:
-                old, self._datastore, self._engine, self._view = self._datastore, target, engine, None
             old.close()
-            return before
+            left = moving.settle(self.home, target)
+            return Moved(before, target, seconds=time.perf_counter() - started, left=left, **done._asdict())
+
+    def abandon_move(self) -> Engine | None:
+        """Give up a move that was interrupted, and erase what it had copied.
+
+        Returns:
+            Where it was going; None when there is no such move.
+        """
+        with self._locked():
+            return moving.abandon(self.home, self.identity, self._catalog.engine())
 
     def verify(self) -> list[str]:
         """Read everything that is stored and list what is wrong, one line each; empty when sound."""
         unsettled = len(self._writer.unsettled()) if self._writer is not None else 0
-        return problems_of(self._catalog, self._datastore, unsettled)
+        return problems_of(self._catalog, self.datastore, unsettled)
 
     def info(self) -> dict[str, Any]:
         """What the store is made for and what is in it."""
-        domains = self.domains()
+        domains, unfinished = self.domains(), moving.Plan.read(self.home)
         return {
             "home": str(self.home.path),
             "catalog": self.home.catalog_url.render_as_string(hide_password=True),
             "store": self._engine.adapter,
             "location": self._engine.location,
             "params": dict(self._engine.params),
+            "unfinished_move": unfinished.target.location if unfinished else None,
             **{name: getattr(self.identity, name) for name in Identity.__slots__},
             "model_fingerprint": self.identity.model_fingerprint.partition(":")[0],
             "domains": len(domains),
             "documents": sum(domain.documents for domain in domains),
             "tokens": sum(domain.tokens for domain in domains),
-            "records": self._datastore.count(),
+            "records": self.datastore.count(),
             "revision": self._catalog.revision(),
         }
 

@@ -1,65 +1,213 @@
-"""Moving the keys to another engine, without the model."""
+"""Copying the records of one datastore to another, and checking the copy against its source."""
 
-from collections.abc import Iterator
-from itertools import zip_longest
+import time
+from collections.abc import Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from knnstore.datastore import Datastore
+from knnstore.datastore import Datastore, Distances, Groups, IdRanges, Ids, Keys, Metric, SupportsOptimize
 from knnstore.errors import DatastoreError
 from knnstore.failpoints import failpoint
 from knnstore.progress import Progress
 
+SECONDS_AT_RISK = 10.0
+"""The copy is made durable so often: the work that an interruption can cost."""
+
+GIVE_UP = "the store stays where it is; drop the copy with `knnstore move --abandon`"
+
 _BATCH = 8192
-_HALF_PRECISION = 2**-10  # relative step of the coarser of two engines
+_ID_LIMIT = 2**63 - 1
+_QUERIES = 32
+_NEIGHBORS = 1024
+
+Batch = tuple[Ids, Keys, Groups]
 
 
-def copy_records(source: Datastore, target: Datastore, progress: Progress) -> None:
-    """Copy every record with its group, durably, and compare the two datastores record by record.
+class Transferred(NamedTuple):
+    """What `transfer` did and found."""
+
+    records: int
+    """Records of the source, each of which the target holds."""
+    copied: int
+    """Those of them that the target did not hold before."""
+    recall: float | None
+    """Share of the true nearest neighbours of some keys that the target finds; None without records."""
+    neighbors: int
+    """How many neighbours of each key that was."""
+
+
+def transfer(source: Datastore, target: Datastore, progress: Progress) -> Transferred:
+    """Make the target hold exactly the records of the source, ready to be searched, and check that it does.
+
+    What the target holds already, from a transfer that was interrupted, is not copied again. Every
+    record is compared, and the neighbours of a sample are compared with those that numpy finds.
 
     Args:
         source: only read.
-        target: empty, opened for writing.
+        target: opened for writing; holds nothing but records of the source, present or former.
         progress: hears of each batch.
 
     Raises:
-        DatastoreError: the target gives back something else than was put in.
+        DatastoreError: the target gives back other records than it was given, or does not find
+            the nearest ones although it says that its search is exact.
     """
-    progress.start("copying", total=source.count(), unit="rec")
-    for ids, keys, groups in source.iterate(batch_size=_BATCH):
-        target.add(ids, keys, groups)
-        progress.advance(len(ids))
+    queries, copied = _copy(source, target, progress)
+    if isinstance(target, SupportsOptimize):
+        progress.start("indexing")
+        target.optimize()
+        progress.finish()
+    failpoint("move.indexed")
+    nearest = _compare(source, target, queries, progress)
+    records = target.count()
+    failpoint("move.compared")
+    if not records:
+        return Transferred(0, copied, None, 0)
+    found = target.search(queries, nearest.k).distances
+    recall = float((found <= nearest.bounds()[:, None]).mean())
+    if target.capabilities.exact_search and recall < 1:
+        raise DatastoreError(f"the copy does not find the nearest records: {GIVE_UP}")
+    return Transferred(records, copied, recall, nearest.k)
+
+
+def _copy(source: Datastore, target: Datastore, progress: Progress) -> tuple[Keys, int]:
+    """Copy what is missing and delete what is left over, durably.
+
+    Returns:
+        Some keys of the source, evenly spread, shape (at most _QUERIES, dim); how many were copied.
+    """
+    total, present = source.count(), target.count()
+    if present:
+        progress.say(f"{min(present, total):,} of {total:,} records are there already")
+    progress.start("copying", total=max(0, total - present), unit="rec")
+    wanted = np.unique(np.linspace(0, total - 1, min(_QUERIES, total)).astype(np.int64))
+    sample: list[Keys] = [np.empty((0, source.dim), np.float32)]
+    row = seen = copied = 0
+    first = 0  # the lowest id that was not looked at yet
+    flushed = time.monotonic()
+    for batch in _read_ahead(source):
+        ids, keys, _ = batch
+        sample.append(keys[wanted[(wanted >= row) & (wanted < row + len(ids))] - row])
+        row += len(ids)
+        lacking = batch
+        if seen < present:
+            held = _settle(target, first, int(ids[-1]) + 1, ids)
+            seen += len(held)
+            lacking = _rows(batch, ~np.isin(ids, held))
+        first = int(ids[-1]) + 1
+        target.add(*lacking)
+        copied += len(lacking[0])
+        progress.advance(len(lacking[0]))
         failpoint("move.copied")
+        if time.monotonic() - flushed >= SECONDS_AT_RISK:
+            target.flush()
+            flushed = time.monotonic()
+            failpoint("move.flushed")
+    if seen < present:
+        _settle(target, first, _ID_LIMIT, np.empty(0, np.int64))
     target.flush()
     progress.finish()
+    return np.concatenate(sample), copied
+
+
+def _settle(target: Datastore, start: int, stop: int, wanted: Ids) -> Ids:
+    """Delete what the target holds between two ids beside what is wanted; returns all that it held."""
+    held = [batch[0] for batch in target.iterate(ids=IdRanges([(start, stop)]), batch_size=_BATCH)]
+    ids = np.concatenate(held) if held else np.empty(0, np.int64)
+    target.delete(IdRanges.of_ids(ids[~np.isin(ids, wanted)]))
+    return ids
+
+
+def _read_ahead(datastore: Datastore) -> Iterator[Batch]:
+    """Every record in batches, the next of which is read while the caller is busy with this one."""
+    batches = datastore.iterate(batch_size=_BATCH)
+    with ThreadPoolExecutor(1) as reader:
+        coming = reader.submit(next, batches, None)
+        while (batch := coming.result()) is not None:
+            coming = reader.submit(next, batches, None)
+            yield batch
+
+
+def _compare(source: Datastore, target: Datastore, queries: Keys, progress: Progress) -> "_Nearest":
+    """Compare every record of two datastores, and find the true neighbours of the queries on the way."""
     progress.start("comparing", total=source.count(), unit="rec")
-    for ours, theirs in zip_longest(_rebatched(source), _rebatched(target)):
-        if ours is None or theirs is None or not _same(ours, theirs):
-            raise DatastoreError("the copy differs from its source; the store stays where it is")
+    nearest = _Nearest(queries, min(_NEIGHBORS, source.count()), source.metric)
+    exact = target.capabilities.exact_keys
+    for ours, theirs in _aligned(_read_ahead(source), _read_ahead(target)):
+        if theirs is None or ours is None or not _same(ours, theirs, exact=exact):
+            raise DatastoreError(f"the copy differs from its source: {GIVE_UP}")
+        nearest.add(ours[1])
         progress.advance(len(ours[0]))
     progress.finish()
-    failpoint("move.compared")
+    return nearest
 
 
-def _rebatched(datastore: Datastore) -> Iterator[tuple[np.ndarray, ...]]:
-    """Every record in batches of one size: where an engine's own batches end is its own affair."""
-    waiting: list[tuple[np.ndarray, ...]] = []
-    rows = 0
-    for batch in datastore.iterate(batch_size=_BATCH):
-        waiting.append(batch)
-        rows += len(batch[0])
-        if rows >= _BATCH:
-            whole = tuple(np.concatenate(columns) for columns in zip(*waiting, strict=True))
-            yield tuple(column[:_BATCH] for column in whole)
-            waiting, rows = [tuple(column[_BATCH:] for column in whole)], rows - _BATCH
-    if rows:
-        yield tuple(np.concatenate(columns) for columns in zip(*waiting, strict=True))
+def _aligned(one: Iterable[Batch], other: Iterable[Batch]) -> Generator[tuple[Batch | None, Batch | None]]:
+    """Two streams of batches, cut at the same rows wherever each was cut; None where one has ended."""
+    streams = iter(one), iter(other)
+    ours, theirs = (next(stream, None) for stream in streams)
+    while ours is not None and theirs is not None:
+        rows = min(len(ours[0]), len(theirs[0]))
+        yield _rows(ours, slice(rows)), _rows(theirs, slice(rows))
+        ours, theirs = (
+            _rows(batch, slice(rows, None)) if len(batch[0]) > rows else next(stream, None)
+            for batch, stream in zip((ours, theirs), streams, strict=True)
+        )
+    if ours is not None or theirs is not None:
+        yield ours, theirs
 
 
-def _same(ours: tuple[np.ndarray, ...], theirs: tuple[np.ndarray, ...]) -> bool:
+def _rows(batch: Batch, rows: slice | NDArray[np.bool_]) -> Batch:
+    ids, keys, groups = batch
+    return ids[rows], keys[rows], groups[rows]
+
+
+def _same(ours: Batch, theirs: Batch, *, exact: bool) -> bool:
+    """Whether the records are equal; keys may be rounded to half precision unless they must be exact."""
     (ids, keys, groups), (their_ids, their_keys, their_groups) = ours, theirs
-    return (
-        np.array_equal(ids, their_ids)
-        and np.array_equal(groups, their_groups)
-        and np.allclose(keys, their_keys, rtol=_HALF_PRECISION, atol=1e-6)
-    )
+    if not (np.array_equal(ids, their_ids) and np.array_equal(groups, their_groups)):
+        return False
+    if np.array_equal(keys, their_keys):
+        return True
+    with np.errstate(over="ignore"):  # what exceeds the range of half precision is kept as it is
+        rounded = keys.astype(np.float16).astype(np.float32)
+    return not exact and bool(((their_keys == rounded) | (their_keys == keys)).all())
+
+
+class _Nearest:
+    """The distances of the k nearest of all keys that were added, for each query.
+
+    Args:
+        queries: float32, shape (q, dim).
+        k: how many.
+        metric: how distances are measured.
+    """
+
+    def __init__(self, queries: Keys, k: int, metric: Metric) -> None:
+        self.k = k
+        self._metric = metric
+        # Squared distances are the same from any origin; from one amid the keys, rounding loses least.
+        is_l2 = metric is Metric.L2 and len(queries) > 0
+        self._origin = queries.mean(axis=0) if is_l2 else np.zeros(queries.shape[1], np.float32)
+        self._queries = queries - self._origin
+        self._scale = (self._queries**2).sum(axis=1)
+        self._distances: Distances = np.full((len(queries), k), np.inf, np.float32)
+
+    def add(self, keys: Keys) -> None:
+        """Count in some keys, shape (n, dim)."""
+        if not self.k:
+            return
+        keys = keys - self._origin
+        distances = -(self._queries @ keys.T)
+        if self._metric is Metric.L2:
+            distances = 2 * distances + self._scale[:, None] + np.einsum("nd,nd->n", keys, keys)
+        both = np.concatenate([self._distances, distances], axis=1)
+        self._distances = np.partition(both, self.k - 1, axis=1)[:, : self.k]
+
+    def bounds(self) -> Distances:
+        """The distance up to which a record is among the k nearest of each query, with room for rounding."""
+        furthest = self._distances.max(axis=1)
+        bounds: Distances = furthest + 1e-3 * np.abs(furthest) + 1e-5 * self._scale
+        return bounds

@@ -151,10 +151,17 @@ def test_a_document_of_several_domains_is_named_with_its_domain(knnstore, store)
 
 def test_move_keeps_every_prediction(knnstore, store):
     before = knnstore("eval held-out.jsonl --json").json["knn_ppl"]
-    moved = knnstore("move --store faiss --location elsewhere --json").json
+    moved = knnstore("move --store faiss --location elsewhere --param index=exact --json").json
     assert (moved["location"], moved["before"]["location"]) == ("elsewhere", "keys")
-    assert moved["records"] == knnstore("info --json").json["records"]
-    assert knnstore("eval held-out.jsonl --json").json["knn_ppl"] == pytest.approx(before, rel=1e-5)
+    assert moved["after"]["params"] == {"index": "exact"}
+    assert moved["records"] == moved["copied"] == knnstore("info --json").json["records"]
+    assert (moved["recall"], moved["left"]) == (1, None)
+    assert knnstore("eval held-out.jsonl --json").json["knn_ppl"] == pytest.approx(before, rel=1e-6)
+    assert not (store / "keys").exists()
+    said = f"moved {moved['records']} records to faiss at keys; it finds 100.00% of the {moved['neighbors']} "
+    assert knnstore("move --store faiss --location keys").out.startswith(said)
+    assert knnstore("move --abandon").out == "no move is unfinished\n"
+    assert knnstore("move --abandon --json").json == {"abandoned": None}
 
 
 def test_info_and_upkeep(knnstore, store, model):

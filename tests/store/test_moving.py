@@ -1,0 +1,273 @@
+"""Moving the keys to another engine: what is moved, what is refused, what is left."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from knnstore import Progress
+from knnstore.datastore import Metric, registry
+from knnstore.errors import ConfigError, DatastoreError, DatastoreExistsError
+from knnstore.store import KNNStore
+
+TRIALS = Path(__file__).with_name("move_trials.py")
+STRANGER = Path(__file__).parents[1] / "datastore" / "stranger"
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """A function that installs an adapter `odd`: the stranger's, an exact one that removes nothing, with
+    methods of its own."""
+
+    def install(methods: str = "    pass") -> None:
+        site = tmp_path / "site"
+        metadata = site / "odd_vectors-1.0.dist-info"
+        metadata.mkdir(parents=True)
+        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: odd-vectors\nVersion: 1.0\n")
+        (metadata / "entry_points.txt").write_text("[knnstore.datastores]\nodd = odd_vectors:Odd\n")
+        source = "import numpy as np\nfrom stranger_vectors import OneFileDatastore as Base\n"
+        (site / "odd_vectors.py").write_text(f"{source}class Odd(Base):\n{methods}\n")
+        monkeypatch.syspath_prepend(STRANGER)
+        monkeypatch.syspath_prepend(site)
+        monkeypatch.delitem(sys.modules, "odd_vectors", raising=False)
+
+    return install
+
+
+class Said(Progress):
+    """Remembers what it hears."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.units = 0
+
+    def advance(self, amount: int) -> None:
+        self.units += amount
+
+    def say(self, message: str) -> None:
+        self.lines.append(message)
+
+
+def answers(store: KNNStore, n: int = 4) -> tuple[np.ndarray, np.ndarray]:
+    queries = np.random.default_rng(5).standard_normal((n, 8)).astype(np.float32)
+    found = store.search(queries, 30)
+    return found.ids, found.distances
+
+
+def same(found: tuple[np.ndarray, np.ndarray], before: tuple[np.ndarray, np.ndarray]) -> None:
+    assert np.array_equal(found[0], before[0])
+    assert np.allclose(found[1], before[1], rtol=1e-5)
+
+
+def interrupt(store: KNNStore, location: str) -> None:
+    """Begin a move whose progress fails in its second batch."""
+
+    class Failing(Progress):
+        def advance(self, amount: int) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        store.move("faiss", location, progress=Failing())
+
+
+@pytest.mark.slow
+def test_a_move_can_be_killed_anywhere_and_finished_given_up_or_redirected(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, TRIALS, tmp_path],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    report = json.loads(run.stdout)
+    assert report["problems"] == [], run.stderr[-3000:]
+    assert len(report["trials"]) >= 40
+
+
+def test_between_exact_engines_every_bit_of_a_key_and_every_answer_stays(store, writer, engine) -> None:
+    engine()
+    writer.add("law", "1", n=60)
+    writer.add("news", "2", n=60)
+    before = answers(store)
+    batches = [np.concatenate(column) for column in zip(*store.datastore.iterate(), strict=True)]
+    for adapter, location in (("odd", "a"), ("faiss", "b"), ("odd", "c")):
+        moved = store.move(adapter, location)
+        assert (moved.records, moved.copied, moved.recall) == (120, 120, 1.0)
+        assert [column.tobytes() for column in batches] == [
+            np.concatenate(column).tobytes() for column in zip(*store.datastore.iterate(), strict=True)
+        ]
+        same(answers(store), before)
+    assert store.verify() == []
+
+
+def test_the_old_keys_go_and_nothing_else_with_them(store, writer, home: Path) -> None:
+    writer.add("law", "1")
+    (home / "keys" / "notes.txt").write_text("mine")
+    (home / "keys" / "segments" / "mine.txt").write_text("mine")
+    moved = store.move("faiss", "elsewhere")
+    assert moved.left is None
+    left = {path.relative_to(home).as_posix() for path in (home / "keys").rglob("*")}
+    assert left == {"keys/notes.txt", "keys/segments", "keys/segments/mine.txt"}
+    store.move("faiss", "third")
+    assert not (home / "elsewhere").exists()
+    assert not (home / "move.json").exists()
+
+
+def test_where_the_engine_removes_nothing_the_user_is_told(store, writer, engine, home: Path) -> None:
+    engine()
+    writer.add("law", "1")
+    assert store.move("odd", "a").left is None
+    left = store.move("faiss", "b").left
+    assert left == "the adapter odd removes nothing; odd at a is yours to delete"
+    assert (home / "a" / "records.npz").exists()
+    assert not (home / "move.json").exists()
+
+
+def test_a_place_that_holds_something_is_refused_and_stays_as_it_is(store, writer, home, tmp_path) -> None:
+    writer.add("law", "1")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "mine.txt").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    other = registry.load("faiss").open(tmp_path / "other", dim=8, metric=Metric.L2, mode="x")
+    other.close()
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for place in ("notes", "file", "other"):
+        with pytest.raises(DatastoreExistsError, match="choose another --location"):
+            store.move("faiss", str(tmp_path / place))
+    for place in ("keys", "keys/inside", "."):
+        with pytest.raises(DatastoreExistsError):
+            store.move("faiss", place)
+    with pytest.raises(ConfigError):
+        store.move("faiss", "elsewhere", params={"colour": "red"})
+    with pytest.raises(ConfigError):
+        store.move("memory", "elsewhere")
+    assert store.engine.location == "keys"
+    store.close()
+    after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert {path: after.get(path) for path in before if "home" not in path.parts} == {
+        path: content for path, content in before.items() if "home" not in path.parts
+    }
+    assert not (home / "move.json").exists()
+
+
+def test_an_interrupted_move_goes_on_with_what_was_added_and_removed_since(store, writer, home) -> None:
+    writer.add("law", "1", "2", n=50)
+    interrupt(store, "elsewhere")
+    assert store.info()["unfinished_move"] == "elsewhere"
+    writer.add("law", "3", n=50)
+    store.remove_document("1")
+    store.close()
+    with KNNStore.open(home, "a") as again:
+        before, said = answers(again), Said()
+        moved = again.move("faiss", "elsewhere", progress=said)
+        assert (moved.records, moved.copied) == (100, 50)
+        assert said.lines == ["100 of 100 records are there already"]
+        assert said.units == 50 + 100  # copied, compared
+        same(answers(again), before)
+        assert again.verify() == []
+        assert again.info()["unfinished_move"] is None
+
+
+def test_an_unfinished_move_can_be_given_up_and_blocks_no_other(store, writer, home: Path) -> None:
+    writer.add("law", "1")
+    interrupt(store, "elsewhere")
+    dropped = store.abandon_move()
+    assert dropped is not None
+    assert dropped.location == "elsewhere"
+    assert not (home / "elsewhere").exists()
+    assert store.abandon_move() is None
+    interrupt(store, "elsewhere")
+    said = Said()
+    store.move("faiss", "third", progress=said)
+    assert said.lines == ["giving up the unfinished move to faiss at elsewhere"]
+    assert not (home / "elsewhere").exists()
+    assert store.verify() == []
+
+
+@pytest.mark.parametrize(
+    ("method", "problem"),
+    [
+        (
+            "    def iterate(self, **options):\n"
+            "        for ids, keys, groups in super().iterate(**options):\n"
+            "            keys[0, 0] += 1\n"
+            "            yield ids, keys, groups",
+            "the copy differs from its source",
+        ),
+        (
+            "    def add(self, ids, keys, groups):\n        super().add(ids[1:], keys[1:], groups[1:])",
+            "the copy differs from its source",
+        ),
+        (
+            "    def search(self, queries, k, *, where=None):\n"
+            "        found = super().search(-queries, k, where=where)\n"
+            "        return found",
+            "the copy does not find the nearest records",
+        ),
+    ],
+)
+def test_a_copy_that_is_not_the_same_is_not_switched_to(store, writer, engine, method, problem) -> None:
+    engine(method)
+    writer.add("law", "1", n=2000)
+    before = answers(store)
+    with pytest.raises(DatastoreError, match=f"{problem}.*--abandon"):
+        store.move("odd", "elsewhere")
+    assert store.engine.location == "keys"
+    same(answers(store), before)
+
+
+def test_the_recall_of_an_approximate_engine_is_reported(store, writer, engine) -> None:
+    engine(
+        "    def __init__(self, *arguments, **options):\n"
+        "        super().__init__(*arguments, **options)\n"
+        "        from dataclasses import replace\n"
+        "        self.capabilities = replace(self.capabilities, exact_search=False)\n"
+        "    def search(self, queries, k, *, where=None):\n"
+        "        found = super().search(queries, k, where=where)\n"
+        "        found.ids[:, k - k // 4:], found.distances[:, k - k // 4:] = -1, np.inf\n"
+        "        return found"
+    )
+    writer.add("law", "1", n=2000)
+    moved = store.move("odd", "elsewhere")
+    assert (moved.recall, moved.neighbors) == (0.75, 1024)
+
+
+def test_searches_go_on_while_the_keys_are_moved(store, writer, home) -> None:
+    writer.add("law", "1", n=200)
+    expected = answers(store)[0]
+    stop, searched, problems = threading.Event(), [0], []
+
+    def search(reader: KNNStore) -> None:
+        try:
+            while not stop.is_set():
+                assert np.array_equal(answers(reader)[0], expected)
+                searched[0] += 1
+        except BaseException as error:
+            problems.append(error)
+
+    with KNNStore.open(home) as reader:
+        threads = [threading.Thread(target=search, args=(handle,)) for handle in (reader, store)]
+        for thread in threads:
+            thread.start()
+        try:
+            for number in range(8):
+                store.move("faiss", f"place{number}")
+                KNNStore.open(home).close()
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+    assert problems == []
+    assert searched[0] > 8
+
+
+def test_a_store_without_records_moves_too(store) -> None:
+    moved = store.move("faiss", "elsewhere")
+    assert (moved.records, moved.recall, moved.neighbors) == (0, None, 0)
