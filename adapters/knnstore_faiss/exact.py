@@ -78,9 +78,7 @@ class ExactIndex:
             found = self._nearest_among(centred, reachable, self._slices(ids))
         if self._metric is Metric.L2:
             self._recompute(found, centred)
-        present = found.ids >= 0
-        found.ids[present] = self._ids[found.ids[present]]
-        return found.padded(k)
+        return found.named(self._ids).padded(k)
 
     def _update(self, segments: Sequence[Segment]) -> None:
         wanted = {id(segment.columns): segment for segment in segments}
@@ -136,11 +134,11 @@ class ExactIndex:
 
     def _recompute(self, found: Found, queries: Keys) -> None:
         """Compute those distances from the difference that cancellation made inexact."""
-        scale = self._norms[found.ids]
+        scale = self._norms.take(found.ids, mode="clip")  # what is missing is at infinity, not below any
         scale += np.einsum("qd,qd->q", queries, queries)[:, None]
         scale *= _CANCELLING
-        inexact = (found.distances < scale) & (found.ids >= 0)
-        of_query, at = np.nonzero(inexact)
+        inexact = found.distances < scale
+        of_query, at = np.divmod(np.flatnonzero(inexact), inexact.shape[1])
         for start in range(0, len(at), _CHUNK):
             some = of_query[start : start + _CHUNK], at[start : start + _CHUNK]
             difference = self._matrix[found.ids[some]]

@@ -107,9 +107,7 @@ class InvertedIndex:
         probes = lists if every_list else self._policy.probes(k * share, self.segment.rows, matching, lists)
         candidates = self._policy.candidates(reachable, k * share, matching, coarse=self._coarse)
         found = self._search_lists(queries, reachable, selector, probes, candidates)
-        present = found.ids >= 0
-        found.ids[present] = self._columns.ids[found.ids[present]]
-        return found.padded(k)
+        return found.named(self._columns.ids).padded(k)
 
     def _search_lists(
         self, queries: Keys, k: int, selector: faiss.IDSelector | None, probes: int, candidates: int

@@ -40,6 +40,13 @@ class Found:
             distances[ids < 0] = np.inf
         return cls(ids, distances)
 
+    def named(self, ids: Ids) -> "Found":
+        """The same with row r called ids[r]."""
+        named = ids.take(self.ids, mode="clip")
+        if len(named) and self.ids[:, -1].min() < 0:
+            named[self.ids < 0] = -1
+        return Found(named, self.distances)
+
     def padded(self, k: int) -> "Found":
         """The same with k columns, at least as many as there are."""
         short = k - self.ids.shape[1]

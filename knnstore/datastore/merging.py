@@ -104,7 +104,8 @@ def merge_plan(segments: Sequence[Segment], ratio: int) -> list[list[Segment]]:
         stack.append([segment])
         while len(stack) > 1:
             previous, last = (sum(s.live for s in run) for run in stack[-2:])
-            if previous >= ratio * last or previous + last > _LARGEST:
+            settled = len(stack[-2]) == 1 and previous >= ratio * last  # what is rewritten takes all along
+            if settled or previous + last > _LARGEST:
                 break
             stack[-2:] = [stack[-2] + stack[-1]]
     return [run for run in stack if len(run) > 1]

@@ -197,6 +197,18 @@ def test_few_segments_and_no_dead_rows(tmp_path: Path) -> None:
         assert not list((tmp_path / "store" / "segments").iterdir())
 
 
+def test_compacting_leaves_a_large_segment_alone_unless_it_is_rewritten_anyway(tmp_path: Path) -> None:
+    with closing(opened(tmp_path / "store")) as store:
+        for ids in (range(20), range(20, 40), range(40, 41)):
+            add(store, list(ids), 0)
+            store.flush()
+        store.compact()
+        assert [segment.rows for segment in store.snapshot()] == [41]
+        add(store, [50], 0)
+        store.compact()
+        assert sorted(segment.rows for segment in store.snapshot()) == [1, 41]
+
+
 def test_many_single_rows_stay_few_buffers(tmp_path: Path) -> None:
     with closing(opened(tmp_path / "store")) as store:
         for i in range(1000):
