@@ -1,5 +1,7 @@
-"""The Compose files as Docker Compose would understand them."""
+"""The Compose files as Docker Compose would understand them, and Docker Compose itself."""
 
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -59,3 +61,16 @@ def compose(request: pytest.FixtureRequest) -> dict[str, Any]:
         whole = merge(whole, over)
     assert isinstance(whole, dict)
     return whole
+
+
+@pytest.fixture(scope="session")
+def docker_compose() -> list[str]:
+    """The command Docker Compose, version 2 or later; what is done with it needs no engine."""
+    for command in (["docker-compose"], ["docker", "compose"]):
+        if shutil.which(command[0]) is None:
+            continue
+        asked = [*command, "version", "--short"]
+        told = subprocess.run(asked, capture_output=True, text=True, check=False)
+        if told.returncode == 0 and int(told.stdout.strip().lstrip("v").split(".")[0]) >= 2:
+            return command
+    pytest.skip("no docker-compose 2 on this machine (Debian 13: apt-get install docker-compose)")

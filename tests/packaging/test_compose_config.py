@@ -3,7 +3,6 @@
 import http.server
 import json
 import os
-import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -44,29 +43,13 @@ def validate() -> Callable[[Compose], Compose]:
 
 
 @pytest.fixture(scope="module")
-def config() -> Config:
-    """Runs ``docker-compose config``, version 2 or later; the variables of this machine stay out."""
-    plugins = [
-        Path(shutil.which("docker-compose") or "-"),
-        Path("/usr/libexec/docker/cli-plugins/docker-compose"),
-    ]
-    candidates = [["docker", "compose"], *([str(path)] for path in plugins if path.exists())]
-    for command in candidates:
-        try:
-            told = subprocess.run(
-                [*command, "version", "--short"], capture_output=True, text=True, check=False
-            )
-        except FileNotFoundError:
-            continue
-        if told.returncode == 0 and int(told.stdout.strip().lstrip("v").split(".")[0]) >= 2:
-            break
-    else:
-        pytest.skip("no docker-compose 2 on this machine (Debian 13: apt-get install docker-compose)")
+def config(docker_compose: list[str]) -> Config:
+    """Runs ``docker-compose config``; the variables of this machine stay out."""
 
     def run(files: list[Path]) -> "subprocess.CompletedProcess[str]":
         given = [argument for file in files for argument in ("--file", file)]
         return subprocess.run(
-            [*command, *given, "--profile", "cli", "config", "--format", "json"],
+            [*docker_compose, *given, "--profile", "cli", "config", "--format", "json"],
             env={"PATH": os.environ["PATH"], "HOME": "/nonexistent"},
             capture_output=True,
             text=True,
