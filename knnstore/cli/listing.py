@@ -1,14 +1,17 @@
 """Commands that say what there is; none needs the model."""
 
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import knnstore
 from knnstore.cli.models import load_tokenizer
 from knnstore.cli.options import DEFAULT_HOME, HomeOption, InDomainOption, JsonOption
-from knnstore.cli.output import print_json, print_pairs, print_table
+from knnstore.cli.output import note, print_json, print_pairs, print_table
+
+if TYPE_CHECKING:
+    from knnstore.datastore import Capabilities
 
 
 def domains(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:
@@ -94,7 +97,8 @@ def info(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:
 def adapters(as_json: JsonOption = False) -> None:
     """List the vector engines that are installed.
 
-    Says of each whether it can be used, and what it needs when it cannot.
+    Says of each the version of its library and of the package that brings the adapter, what it can do
+    with its default parameters, and, where it cannot be used, what to install.
 
     Examples:
       knnstore adapters
@@ -102,9 +106,31 @@ def adapters(as_json: JsonOption = False) -> None:
     """
     from knnstore.datastore import registry
 
-    rows = [asdict(adapter) for adapter in registry.describe()]
+    found = registry.describe()
     if as_json:
-        print_json(rows)
-    else:
-        shown = [{**row, "status": row["problem"] or "ready"} for row in rows]
-        print_table(shown, ["name", "distribution", "version", "status"])
+        print_json([asdict(adapter) for adapter in found])
+        return
+    rows = [
+        {
+            "name": adapter.name,
+            "engine": [f"{name} {version or '(missing)'}" for name, version in adapter.libraries.items()],
+            "adapter": f"{adapter.distribution} {adapter.version}",
+            "status": adapter.problem or ", ".join(["ready", *_abilities(adapter.capabilities)]),
+        }
+        for adapter in found
+    ]
+    print_table(rows, ["name", "engine", "adapter", "status"])
+    for adapter in found:
+        if adapter.note:
+            note(f"{adapter.name} cannot be used in a folder: {adapter.note}")
+
+
+def _abilities(capabilities: "Capabilities | None") -> list[str]:
+    if capabilities is None:
+        return []
+    return [
+        "exact" if capabilities.exact_search else "approximate",
+        "float32 keys" if capabilities.exact_keys else "float16 keys",
+        "durable" if capabilities.persistent else "gone with the process",
+        "many writers" if capabilities.shared_writers else "one writer",
+    ]

@@ -10,15 +10,26 @@ Nothing is imported before `load` is called for that very name, so a broken plug
 
 import difflib
 import logging
-from dataclasses import dataclass
-from importlib.metadata import Distribution, EntryPoint, distributions
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, distributions
+from importlib.metadata import version as version_of
+from pathlib import Path
 from typing import cast
 
 from knnstore.datastore.protocol import Datastore
+from knnstore.datastore.types import Capabilities
 from knnstore.errors import AdapterConflictError, AdapterError, AdapterLoadError, AdapterNotFoundError
 
 ENTRY_POINT_GROUP = "knnstore.datastores"
 """The entry-point group in which distributions offer adapters."""
+
+_OURSELVES = "knnstore"  # requires much that is not the engine of an adapter
+_NO_ENGINE = {_OURSELVES, "numpy"}
+_REQUIREMENT = re.compile(r"""(?P<name>[\w.-]+)[^;]*(;.*\bextra *== *["'](?P<extra>[\w.-]+))?""")
+_PROBE_DIM = 8
 
 _METHODS = [
     name
@@ -45,6 +56,15 @@ class AdapterInfo:
 
     problem: str | None
     """Why it cannot be loaded and what to do about it; None if it can."""
+
+    libraries: Mapping[str, str | None] = field(default_factory=dict)
+    """Version of each distribution that the engine is in; None for one that is not installed."""
+
+    capabilities: Capabilities | None = None
+    """What it can do with its default parameters, in a folder; None where that cannot be opened."""
+
+    note: str | None = None
+    """Why no datastore can be opened in a folder, where the adapter itself can be loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +96,66 @@ def load(name: str) -> type[Datastore]:
 
 
 def describe() -> list[AdapterInfo]:
-    """Try to import every adapter and report on each, sorted by name and distribution."""
-    rows = []
+    """Try every adapter, on an empty datastore in a temporary folder.
+
+    Returns:
+        A report on each, sorted by name and distribution; one that fails harms no other.
+    """
     offers = _offers()
-    for offer in offers:
-        name, problem = offer.entry_point.name, None
+    return sorted(
+        (_describe(offer, offers) for offer in offers), key=lambda row: (row.name, row.distribution)
+    )
+
+
+def _describe(offer: _Offer, offers: list[_Offer]) -> AdapterInfo:
+    problem = capabilities = note = None
+    try:
+        adapter = _load(offer.entry_point.name, offers)
+    except AdapterError as error:
+        problem = str(error)
+    else:
+        capabilities, note = _probe(adapter)
+    return AdapterInfo(
+        offer.entry_point.name,
+        offer.distribution.name,
+        offer.distribution.version,
+        problem,
+        _libraries(offer),
+        capabilities,
+        note,
+    )
+
+
+def _probe(adapter: type[Datastore]) -> tuple[Capabilities | None, str | None]:
+    """What an adapter says that it can do, or why it does not say so."""
+    with tempfile.TemporaryDirectory() as folder:
         try:
-            _load(name, offers)
-        except AdapterError as error:
-            problem = str(error)
-        rows.append(AdapterInfo(name, offer.distribution.name, offer.distribution.version, problem))
-    return sorted(rows, key=lambda row: (row.name, row.distribution))
+            with adapter.open(Path(folder) / "probe", dim=_PROBE_DIM, mode="x") as store:
+                return store.capabilities, None
+        except Exception as error:  # whatever an adapter does, the others are to be listed
+            reason = (str(error).splitlines() or [""])[0]
+            return None, reason or type(error).__name__
+
+
+def _libraries(offer: _Offer) -> dict[str, str | None]:
+    """What an adapter's engine comes in: the extra of its name, else all that its distribution requires."""
+    adapter, owner = offer.entry_point.name, offer.distribution
+    required = [match for line in owner.requires or () if (match := _REQUIREMENT.match(line))]
+    extras = [found for found in required if _belongs(found["extra"], adapter)]
+    if not extras and owner.name != _OURSELVES:
+        extras = [found for found in required if not found["extra"] and found["name"] not in _NO_ENGINE]
+    return {found["name"]: _version(found["name"]) for found in extras}
+
+
+def _belongs(extra: str | None, adapter: str) -> bool:
+    return extra is not None and (extra == adapter or extra.startswith(f"{adapter}-"))
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version_of(distribution)
+    except PackageNotFoundError:
+        return None
 
 
 def _offers() -> list[_Offer]:

@@ -36,12 +36,13 @@ def install(tmp_path, monkeypatch):
     """A function that makes a distribution with one module and puts it on the path."""
     before = set(sys.modules)
 
-    def install(name, entry_points, source="", *, extras=()):
+    def install(name, entry_points, source="", *, extras=(), requires=()):
         site = tmp_path / name
         metadata = site / f"{name.replace('-', '_')}-2.0.dist-info"
         metadata.mkdir(parents=True)
         lines = ["Metadata-Version: 2.1", f"Name: {name}", "Version: 2.0"]
         lines += [f"Provides-Extra: {extra}" for extra in extras]
+        lines += [f"Requires-Dist: {requirement}" for requirement in requires]
         (metadata / "METADATA").write_text("\n".join(lines) + "\n")
         (metadata / "entry_points.txt").write_text(f"[knnstore.datastores]\n{entry_points}\n")
         (site / f"{name.replace('-', '_')}.py").write_text(source)

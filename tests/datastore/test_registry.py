@@ -2,10 +2,12 @@
 
 import subprocess
 import sys
+from importlib.metadata import version
 
+import numpy as np
 import pytest
 
-from knnstore.datastore import registry
+from knnstore.datastore import Capabilities, registry
 from knnstore.datastore.memory import MemoryDatastore
 from knnstore.errors import AdapterConflictError, AdapterLoadError, AdapterNotFoundError
 from knnstore.testing import DatastoreTests
@@ -33,9 +35,38 @@ def test_memory_is_found():
 
 
 @pytest.mark.usefixtures("stranger")
-def test_describe_names_the_distribution():
+def test_describe_says_who_offers_an_adapter_and_what_it_can_do():
     row = next(row for row in registry.describe() if row.name == "stranger")
-    assert row == registry.AdapterInfo("stranger", "stranger-vectors", "1.0", None)
+    can = Capabilities(exact_search=True, exact_keys=False, persistent=True, shared_writers=False)
+    assert row == registry.AdapterInfo("stranger", "stranger-vectors", "1.0", None, {}, can)
+
+
+def test_describe_names_the_engine_s_library_and_its_version(install):
+    install("plain-vectors", "plain = plain_vectors:A", requires=["numpy>=2", "knnstore", "not-there>=1"])
+    install(
+        "extra-vectors",
+        "extra = extra_vectors:A",
+        requires=[
+            "filelock",
+            'numpy>=2; extra == "extra"',
+            "not-there; python_version > '3' and extra == 'dev'",
+        ],
+    )
+    libraries = {row.name: row.libraries for row in registry.describe()}
+    assert libraries["plain"] == {"not-there": None}
+    assert libraries["extra"] == {"numpy": np.__version__}
+    assert libraries["faiss"] == {"faiss-cpu": version("faiss-cpu")}
+    assert libraries["memory"] == {}
+
+
+def test_an_adapter_that_opens_no_folder_is_listed_with_the_reason(install):
+    source = "from knnstore.datastore.memory import MemoryDatastore\n\nclass A(MemoryDatastore):\n"
+    source += (
+        "    @classmethod\n    def open(cls, *a, **o):\n        raise OSError('only servers\\nare served')\n"
+    )
+    install("server-vectors", "server = server_vectors:A", source)
+    row = next(row for row in registry.describe() if row.name == "server")
+    assert (row.problem, row.capabilities, row.note) == (None, None, "only servers")
 
 
 def test_unknown_name_gets_a_guess():
