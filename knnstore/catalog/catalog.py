@@ -18,8 +18,25 @@ from sqlalchemy.orm import Session
 from knnstore.catalog import schema
 from knnstore.catalog.checks import check_name
 from knnstore.catalog.engine import connect, exclusive, is_sqlite_file, place, reading, translated_errors
-from knnstore.catalog.models import IS_LIVE, DocumentRow, DomainRow, SettingRow, StoreRow, TagRow, TokensRow
-from knnstore.catalog.types import Document, Domain, Engine, Identity, Snapshot, StoredVersion
+from knnstore.catalog.models import (
+    IS_LIVE,
+    IS_UNSETTLED,
+    DocumentRow,
+    DomainRow,
+    SettingRow,
+    StoreRow,
+    TagRow,
+    TokensRow,
+)
+from knnstore.catalog.types import (
+    Document,
+    Domain,
+    Engine,
+    Identity,
+    PlacedDocument,
+    Snapshot,
+    StoredVersion,
+)
 from knnstore.errors import StoreExistsError, StoreNotFoundError
 from knnstore.failpoints import failpoint
 
@@ -246,6 +263,14 @@ class Catalog:
             rows = current.execute(chosen).all()
         # Sorted here: databases order text differently.
         return sorted((Domain(name, count, int(tokens)) for name, count, tokens in rows), key=_name)
+
+    def unsettled(self) -> list[PlacedDocument]:
+        """The documents that are not live: being added or removed, or left so by a crash."""
+        chosen = select(DocumentRow).where(IS_UNSETTLED).order_by(DocumentRow.start)
+        with reading(self.sql) as current:
+            return [
+                PlacedDocument(row.id, row.domain_id, row.start, row.stop) for row in current.scalars(chosen)
+            ]
 
     # -- settings
 

@@ -69,6 +69,7 @@ class StoreRow(Base):
     vocab_size: Mapped[int]
     max_length: Mapped[int]
     stride: Mapped[int]
+    has_prefix: Mapped[bool]
 
     # Where the keys are; `knnstore move` changes these three in one transaction.
     adapter: Mapped[str] = mapped_column(String)

@@ -29,6 +29,8 @@ class Identity:
     """Tokens in a window, the prefix included."""
     stride: int
     """Tokens by which a window moves on."""
+    has_prefix: bool = True
+    """Whether a token comes before every document, so that its first token has a record too."""
 
 
 @dataclass(frozen=True, slots=True)

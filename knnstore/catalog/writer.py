@@ -20,7 +20,7 @@ from sqlalchemy.orm import Session
 
 from knnstore.catalog.catalog import Catalog, in_chunks, scope_of
 from knnstore.catalog.checks import check_json, check_name
-from knnstore.catalog.engine import LOCK, place, reading, session, translated_errors
+from knnstore.catalog.engine import LOCK, place, session, translated_errors
 from knnstore.catalog.models import (
     DELETING,
     IS_LIVE,
@@ -59,6 +59,7 @@ class CatalogWriter:
     """
 
     def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
         self._sql = catalog.sql
         if self._sql.dialect.name == "postgresql":
             catalog.opened.callback(_lock(self._sql).close)
@@ -162,12 +163,8 @@ class CatalogWriter:
                     _reveal(current)
 
     def unsettled(self) -> list[PlacedDocument]:
-        """The documents that are not live: left behind by a crash, replaced or removed."""
-        chosen = select(DocumentRow).where(IS_UNSETTLED).order_by(DocumentRow.start)
-        with reading(self._sql) as current:
-            return [
-                PlacedDocument(row.id, row.domain_id, row.start, row.stop) for row in current.scalars(chosen)
-            ]
+        """The documents that are not live; see `Catalog.unsettled`."""
+        return self.catalog.unsettled()
 
     def forget(self, rows: Sequence[int]) -> None:
         """Remove rows that are not live, and every domain that thereby has none, with its settings."""

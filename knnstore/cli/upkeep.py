@@ -151,7 +151,8 @@ def optimize(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> No
 def verify(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:
     """Read and check everything that is stored.
 
-    Prints what is wrong, a line each; the exit status is 1 then.
+    Prints what is wrong, a line each; the exit status is 1 then. Beside a writer at work, the
+    documents that it has not committed yet are reported too.
 
     Examples:
       knnstore verify
@@ -167,13 +168,14 @@ def verify(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None
 def repair(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:
     """Settle what an interrupted writer left, and verify.
 
-    Documents that were half added or half removed go. Every command that writes does this first.
+    Documents that were half added or half removed go; every command that writes does this first.
+    Records that belong to no document go as well.
 
     Examples:
       knnstore repair
     """
     with knnstore.open(home, "a") as store:
-        records, problems = store.datastore.count(), store.verify()
+        problems, records = store.repair(), store.datastore.count()
     sentence = "\n".join(problems) or f"sound: {records:,} records"
     _print({"records": records, "problems": problems}, sentence, as_json)
     if problems:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from knnstore.datastore import Metric
 from knnstore.errors import ConfigError, FingerprintMismatchError
 from knnstore.lm.keys import key_dim, locate
-from knnstore.lm.windows import check_window, max_length_of
+from knnstore.lm.windows import check_window, max_length_of, prefix_of
 from knnstore.store import Identity
 
 _VALUES_A_TENSOR = 16
@@ -100,6 +100,7 @@ def identify(
         vocab_size=max(len(tokenizer), model.config.get_text_config().vocab_size),
         max_length=window,
         stride=step,
+        has_prefix=prefix_of(tokenizer) is not None,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from knnstore.catalog import Catalog, CatalogWriter, Document, Domain, Engine, Identity, NewDocument
 from knnstore.catalog.checks import check_json
-from knnstore.datastore import SupportsOptimize
+from knnstore.datastore import IdRanges, SupportsOptimize
 from knnstore.datastore.files import WriterLock
 from knnstore.errors import ConfigError, DocumentNotFoundError, KnnstoreError, ReadOnlyError
 from knnstore.failpoints import failpoint
@@ -23,7 +23,7 @@ from knnstore.store.reading import Mode, StoreReader, open_datastore
 from knnstore.store.records import TOKEN_LIMIT
 from knnstore.store.selection import Selection
 from knnstore.store.transfer import transfer
-from knnstore.store.verify import problems_of
+from knnstore.store.verify import problems_of, strangers_in
 from knnstore.store.writing import Ingest, purge
 
 
@@ -224,8 +224,19 @@ class KNNStore(StoreReader):
 
     def verify(self) -> list[str]:
         """Read everything that is stored and list what is wrong, one line each; empty when sound."""
-        unsettled = len(self._writer.unsettled()) if self._writer is not None else 0
-        return problems_of(self._catalog, self.datastore, unsettled)
+        return problems_of(self._catalog, self.datastore)
+
+    def repair(self) -> list[str]:
+        """Remove records that belong to no document, and verify.
+
+        What an interrupted writer left was settled when the store was opened for writing.
+        """
+        with self._locked():
+            with suppress(KnnstoreError):  # which verifying reports
+                strangers = strangers_in(self._catalog, self._datastore)
+                self._datastore.delete(IdRanges.of_ids(strangers))
+                self._datastore.flush()
+            return self.verify()
 
     def info(self) -> dict[str, Any]:
         """What the store is made for and what is in it."""

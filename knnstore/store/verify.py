@@ -1,49 +1,59 @@
 """Checking that catalogue and datastore say the same of every token."""
 
 import numpy as np
+from numpy.typing import NDArray
 
-from knnstore.catalog import Catalog
-from knnstore.datastore import Datastore, SupportsVerify
+from knnstore.catalog import Catalog, PlacedDocument, Snapshot
+from knnstore.datastore import Datastore, Ids, SupportsVerify
 from knnstore.errors import KnnstoreError
-from knnstore.store.records import positions_of, tokens_of
+from knnstore.store.records import positions_of, ranges_of, tokens_of
 
 
-def problems_of(catalog: Catalog, datastore: Datastore, unsettled: int) -> list[str]:
+def problems_of(catalog: Catalog, datastore: Datastore) -> list[str]:
     """Read everything that is stored and list what is wrong, one line each.
 
     Args:
         catalog: what should be there.
         datastore: what is there; every record is read.
-        unsettled: documents that an interrupted writer left behind.
 
     Returns:
         Nothing when the store is sound.
     """
     problems = []
+    unsettled = catalog.unsettled()
     if unsettled:
-        problems.append(f"{unsettled} documents are half added or half removed: run `knnstore repair`")
+        problems.append(
+            f"{len(unsettled)} documents are half added or half removed: a writer is at work, or "
+            "`knnstore repair` settles what one has left"
+        )
     if isinstance(datastore, SupportsVerify):
         problems += datastore.verify()
     try:
-        problems += _compare(catalog, datastore, strangers_allowed=unsettled > 0)
+        problems += _compare(catalog, datastore, unsettled)
     except KnnstoreError as error:
         problems.append(str(error))
     return problems
 
 
-def _compare(catalog: Catalog, datastore: Datastore, *, strangers_allowed: bool) -> list[str]:
+def strangers_in(catalog: Catalog, datastore: Datastore) -> Ids:
+    """The records that belong to no live document, ascending."""
+    snapshot = catalog.snapshot()
+    return np.concatenate(
+        [np.zeros(0, np.int64), *(_strangers(ids, snapshot) for ids, _, _ in datastore.iterate())]
+    )
+
+
+def _compare(catalog: Catalog, datastore: Datastore, unsettled: list[PlacedDocument]) -> list[str]:
     """Compare each record with the token that the catalogue has at its position."""
     snapshot = catalog.snapshot()
+    first = 0 if catalog.identity.has_prefix else 1  # without one nothing predicts a first token
     records = np.zeros(len(snapshot.rows), np.int64)
     wrong = np.zeros(len(snapshot.rows), bool)
-    strangers = 0
-    text: tuple[int, np.ndarray[tuple[int], np.dtype[np.uint32]] | None] = (
-        -1,
-        None,
-    )  # the document read last
+    strangers = [np.zeros(0, np.int64)]
+    text: tuple[int, NDArray[np.uint32] | None] = (-1, None)  # the document read last
     for ids, _, groups in datastore.iterate():
+        strangers.append(_strangers(ids, snapshot))
         at = snapshot.documents_at(positions_of(ids))
-        strangers += int((at < 0).sum())
         for document in np.unique(at[at >= 0]).tolist():
             mine = at == document
             if text[0] != document:
@@ -52,16 +62,26 @@ def _compare(catalog: Catalog, datastore: Datastore, *, strangers_allowed: bool)
             records[document] += len(offsets)
             wrong[document] |= (
                 text[1] is None
+                or bool((offsets < first).any())
                 or bool((text[1][offsets] != tokens_of(ids[mine])).any())
                 or bool((groups[mine] != snapshot.groups[document]).any())
             )
-    # Without a prefix nothing predicts a document's first token, so it has no record.
-    missing = (snapshot.stops - snapshot.starts) - records > 1
-    names = catalog.labels(snapshot.rows[wrong | missing].tolist())
+    wrong |= records != np.maximum(snapshot.stops - snapshot.starts - first, 0)
+    names = catalog.labels(snapshot.rows[wrong].tolist())  # not of what was removed meanwhile
     problems = [
         f"document {id!r} of domain {domain!r} has lost records or has wrong ones: remove it and add it again"
         for id, domain in names.values()
     ]
-    if strangers and not strangers_allowed:
-        problems.append(f"{strangers} records belong to no document: run `knnstore repair`")
+    foreign = np.concatenate(strangers)
+    if len(foreign):  # a writer may have been at work since
+        for documents in (unsettled, catalog.unsettled()):
+            bounds = np.array([(d.start, d.stop) for d in documents], np.int64).reshape(-1, 2)
+            foreign = foreign[~ranges_of(bounds[:, 0], bounds[:, 1]).contains(foreign)]
+        foreign = _strangers(foreign, catalog.snapshot())
+    if len(foreign):
+        problems.append(f"{len(foreign)} records belong to no document: run `knnstore repair`")
     return problems
+
+
+def _strangers(ids: Ids, snapshot: Snapshot) -> Ids:
+    return ids[snapshot.documents_at(positions_of(ids)) < 0]

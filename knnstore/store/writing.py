@@ -90,12 +90,14 @@ class Ingest:
     def abandon(self) -> None:
         """Take back what was stored of the group; what fails here is left to recovery.
 
-        The catalogue is asked again what is not live: a commit whose answer was lost stands.
+        The catalogue is asked again what is live: a commit whose answer was lost stands. What is not
+        goes, also where another writer took over and has forgotten the documents already.
         """
-        own = {placed.row for placed in self._placed}
         with contextlib.suppress(KnnstoreError, OSError):
-            left = [placed for placed in self._catalog.unsettled() if placed.row in own]
-            purge(self._catalog, self._datastore, left)
+            live = self._catalog.catalog.labels(placed.row for placed in self._placed)
+            purge(
+                self._catalog, self._datastore, [placed for placed in self._placed if placed.row not in live]
+            )
 
     def __enter__(self) -> Self:
         return self

@@ -42,6 +42,7 @@ def upgrade() -> None:
         sa.Column("vocab_size", sa.Integer(), nullable=False),
         sa.Column("max_length", sa.Integer(), nullable=False),
         sa.Column("stride", sa.Integer(), nullable=False),
+        sa.Column("has_prefix", sa.Boolean(), nullable=False),
         sa.Column("adapter", sa.String(), nullable=False),
         sa.Column("location", sa.String(), nullable=False),
         sa.Column("params", sa.JSON(), nullable=False),

@@ -5,13 +5,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from knnstore.catalog import NewDocument
+from knnstore.catalog import Catalog, CatalogWriter, NewDocument
+from knnstore.datastore import IdRanges
 from knnstore.errors import (
     AmbiguousDocumentError,
     ConfigError,
     DatastoreError,
     DocumentNotFoundError,
     DomainNotFoundError,
+    FencedError,
     LockedError,
     ReadOnlyError,
     StoreExistsError,
@@ -211,6 +213,48 @@ def test_verify_finds_records_that_differ_from_the_catalogue(store, writer) -> N
     assert "'1' of domain 'law'" in problems[0]
 
 
+@pytest.mark.parametrize("has_prefix", [True, False])
+def test_verify_misses_not_one_record(home, identity, writer_of, has_prefix) -> None:
+    with KNNStore.create(home, replace(identity, has_prefix=has_prefix)) as store:
+        writer = writer_of(store)
+        writer.add("law", "1", "2")
+        ids = np.concatenate([ids for ids, _, _ in store.datastore.iterate()])
+        if not has_prefix:  # then a first token has no record
+            assert len(store.verify()) == 2
+            store.datastore.delete(IdRanges.of_ids(ids[[0, 20]]))
+        assert store.verify() == []
+        store.datastore.delete(IdRanges.of_ids(ids[25:26]))
+        (problem,) = store.verify()
+        assert "'2' of domain 'law'" in problem
+
+
+def test_readers_are_told_of_what_is_half_done_and_repair_settles_it(store, writer, home) -> None:
+    writer.add("law", "1")
+    with store.ingest([new := writer._new("law", "2", 20)]) as group, KNNStore.open(home) as reader:
+        assert "1 documents are half added" in reader.verify()[0]
+        writer.put(group, 0, new)
+        store.datastore.flush()
+        assert len(reader.verify()) == 1
+    assert store.verify() == []
+    store.datastore.add(np.array([77 << 40]), np.ones((1, 8), np.float32), np.array([1], np.int32))
+    (problem,) = store.verify()
+    assert problem == "1 records belong to no document: run `knnstore repair`"
+    assert store.repair() == []
+    assert store.datastore.count() == 40
+
+
+def test_a_writer_that_lost_the_store_takes_its_records_back(store, writer) -> None:
+    writer.add("law", "1")
+    catalog = Catalog.open(store.home.catalog_url)
+    with pytest.raises(FencedError), store.ingest([new := writer._new("law", "2", 20)]) as group:
+        other = CatalogWriter(catalog)
+        other.forget([document.row for document in other.unsettled()])  # as it recovers
+        writer.put(group, 0, new)
+    assert store.datastore.count() == 20
+    assert store.verify() == []
+    catalog.close()
+
+
 def test_moving_keeps_every_answer_and_readers_follow(store, writer, home) -> None:
     writer.add("law", "1", "2")
     writer.add("news", "3")
@@ -247,11 +291,12 @@ def test_settings_are_kept_for_each_set_of_domains(store) -> None:
     assert store.settings(["a"]) is None
 
 
-def test_documents_without_records_are_fine(store) -> None:
-    with store.ingest([NewDocument("one token", "law", "0" * 64, np.array([5], np.uint32))]):
-        pass  # without a prefix nothing predicts a first token
-    assert store.document("one token").tokens == 1
-    assert store.verify() == []
+def test_documents_without_records_are_fine(home, identity) -> None:
+    with KNNStore.create(home, replace(identity, has_prefix=False)) as store:
+        with store.ingest([NewDocument("one token", "law", "0" * 64, np.array([5], np.uint32))]):
+            pass  # without a prefix nothing predicts a first token
+        assert store.document("one token").tokens == 1
+        assert store.verify() == []
 
 
 def test_a_home_can_be_moved_to_another_folder(store, writer, home: Path) -> None:
