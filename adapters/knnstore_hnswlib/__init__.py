@@ -1,0 +1,5 @@
+"""hnswlib behind the `Datastore` protocol."""
+
+from knnstore_hnswlib.datastore import HnswlibDatastore
+
+__all__ = ["HnswlibDatastore"]

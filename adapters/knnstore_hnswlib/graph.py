@@ -1,0 +1,195 @@
+"""Approximate search: an hnswlib graph over the rows of one segment."""
+
+import errno
+import math
+from pathlib import Path
+
+import hnswlib
+import numpy as np
+
+from knnstore.datastore import Distances, IdRanges, Keys, Metric
+from knnstore.datastore.exact import ExactIndex
+from knnstore.datastore.files import MappedFile
+from knnstore.datastore.results import Found, merge
+from knnstore.datastore.rows import MappedColumns, Segment
+from knnstore.errors import CorruptDatastoreError, DatastoreError
+from knnstore_hnswlib.nodes import Members, first_of_equal
+from knnstore_hnswlib.policy import Policy
+
+_CHUNK = 1 << 16  # rows at a time
+
+# Measured: comparing a query with so many rows takes as long as one candidate of a search in a graph;
+# reading the rows takes as long again as comparing them with so many queries.
+_ROWS_PER_CANDIDATE = 160
+_QUERIES_PER_READING = 14
+
+
+def build(segment: Segment, policy: Policy, dim: int, metric: Metric, path: Path) -> None:
+    """Write a graph over a segment's distinct keys, dead or not, to a file.
+
+    Raises:
+        OSError: the disk is full or broken.
+        DatastoreError: hnswlib cannot build it.
+    """
+    keys = segment.columns.keys
+    nodes = np.unique(first_of_equal(keys))
+    chunks = [nodes[start : start + _CHUNK] for start in range(0, len(nodes), _CHUNK)]
+    graph = hnswlib.Index("l2", _components(dim, metric))
+    # With one more component sqrt(c - |x|²) all keys have the same norm: then the nearest in L2 are those
+    # with the greatest inner product (Bachrach et al., 2014). Linked by inner products themselves, keys of
+    # different norms are hard to reach: 0.61 instead of 0.96 of 200 neighbours among 50 clusters.
+    norms = [_norms(keys[some].astype(np.float32)) for some in chunks] if metric is Metric.IP else []
+    largest = max((part.max() for part in norms), default=0)
+    try:
+        graph.init_index(len(nodes), M=policy.M, ef_construction=policy.ef_construction)
+        for number, some in enumerate(chunks):
+            vectors = keys[some].astype(np.float32)
+            if metric is Metric.IP:
+                vectors = np.column_stack([vectors, np.sqrt(largest - norms[number])])
+            graph.add_items(vectors, some)
+    except RuntimeError as error:
+        raise DatastoreError(f"hnswlib cannot build a graph over {len(nodes)} keys: {error}") from error
+    graph.save_index(str(path))
+    # hnswlib notices no error while it writes; after one it writes nothing more.
+    written, wanted = path.stat().st_size, graph.index_file_size()
+    if written != wanted:
+        raise OSError(errno.ENOSPC, f"only {written} of {wanted} bytes were written", str(path))
+
+
+class GraphIndex:
+    """Searches one segment through its graph.
+
+    Args:
+        root: the datastore's directory.
+        segment: a segment whose entry names a graph.
+        dim: number of components of a key.
+        metric: how distances are measured.
+        policy: how far to search.
+
+    Raises:
+        FileNotFoundError: the file is gone; a newer manifest may have replaced it.
+        CorruptDatastoreError: the file is damaged.
+    """
+
+    def __init__(self, root: Path, segment: Segment, dim: int, metric: Metric, policy: Policy) -> None:
+        assert segment.entry is not None
+        assert segment.entry.index is not None
+        assert isinstance(segment.columns, MappedColumns)
+        self.file = segment.entry.index.file
+        self._columns = segment.columns
+        self._dim = dim
+        self._metric = metric
+        self._ef = policy.ef
+        mapped = MappedFile(root, self.file)
+        mapped.check()  # a damaged file kills the process that parses it
+        self._graph = hnswlib.Index("ip" if metric is Metric.IP else "l2", _components(dim, metric))
+        try:
+            self._graph.load_index(str(mapped.path))
+        except RuntimeError as error:
+            raise CorruptDatastoreError(f"{mapped.path} cannot be read: {error}") from error
+        self._graph.set_ef(policy.ef)  # not kept in the file; a search raises it to what it wants
+        self._nodes = np.sort(np.array(self._graph.get_ids_list(), np.int64))
+        self._first = np.arange(segment.rows)
+        if len(self._nodes) < segment.rows:
+            self._first = first_of_equal(segment.columns.keys)
+        if not np.array_equal(self._nodes, np.unique(self._first)):
+            raise CorruptDatastoreError(f"{mapped.path} belongs to other keys")
+        self._deleted = np.zeros(segment.rows, bool)
+        self.update(segment)
+
+    def update(self, segment: Segment) -> None:
+        """Search the rows that are live in this version of the segment; must not run beside a search."""
+        self.segment = segment
+        self._live = Members(segment.live_rows(), self._first)
+        died = self._nodes[self._live.without_rows()[self._nodes] & ~self._deleted[self._nodes]]
+        for node in died.tolist():
+            self._graph.mark_deleted(node)
+        self._deleted[died] = True
+
+    def matching(self, ids: IdRanges | None) -> Members:
+        """The live rows of the segment, of all records or of those with some ids."""
+        return self._live if ids is None else Members(self.segment.live_rows(ids), self._first)
+
+    def search(self, queries: Keys, k: int, matching: Members) -> Found:
+        """Find about the k nearest of some rows, and k always where there are k.
+
+        Args:
+            queries: float32, shape (q, dim), q >= 1.
+            k: how many, >= 1.
+            matching: from `matching`.
+        """
+        reachable = min(k, matching.size)
+        if reachable == 0:
+            return Found.nothing(len(queries), k)
+        wanted = self._wanted(reachable, matching)
+        if wanted >= self._live.nodes or self._are_few(matching, wanted, len(queries)):
+            return self._compare(queries, k, matching)
+        found = self._search_graph(queries, reachable, matching, wanted)
+        short = np.flatnonzero(found.ids[:, -1] < 0)
+        found = found.named(self._columns.ids).padded(k)
+        if len(short):  # too few of the nodes found match, or not enough can be reached
+            more = self._compare(queries[short], k, matching)
+            found.ids[short], found.distances[short] = more.ids, more.distances
+        return found
+
+    def _wanted(self, k: int, matching: Members) -> int:
+        """How many nodes to fetch so that about all queries find k rows that match."""
+        candidates = max(k, self._ef)
+        others = self._live.nodes - matching.nodes
+        if others == 0:
+            return candidates
+        surely = candidates + others
+        expected = math.ceil(1.1 * candidates * self._live.nodes / matching.nodes)
+        return min(surely, max(expected, 2 * candidates))
+
+    def _are_few(self, matching: Members, wanted: int, queries: int) -> bool:
+        """Whether comparing with all rows that match is faster than searching the graph."""
+        if 2 * matching.size > self.segment.rows:
+            return False
+        visited = wanted * len(self._nodes) / self._live.nodes  # deleted nodes are visited, too
+        return (1 + _QUERIES_PER_READING / queries) * matching.size < _ROWS_PER_CANDIDATE * visited
+
+    def _search_graph(self, queries: Keys, k: int, matching: Members, wanted: int) -> Found:
+        """Search the graph; found.ids are rows. A query that reaches too few nodes finds none."""
+        if self._metric is Metric.IP:
+            asked = np.column_stack([queries, np.zeros(len(queries), np.float32)])
+        else:
+            asked = queries
+        try:
+            nodes, distances = self._graph.knn_query(asked, wanted)
+        except RuntimeError:  # for one such query hnswlib refuses the answers of all
+            if len(queries) == 1:
+                return Found.nothing(1, k)
+            halves = [self._search_graph(half, k, matching, wanted) for half in np.array_split(queries, 2)]
+            return Found(
+                np.concatenate([half.ids for half in halves]),
+                np.concatenate([half.distances for half in halves]),
+            )
+        if self._metric is Metric.IP:
+            distances -= 1  # hnswlib's is 1 - qx
+        return matching.nearest(nodes.view(np.int64), distances, k)
+
+    def _compare(self, queries: Keys, k: int, matching: Members) -> Found:
+        """Compare with every row that matches."""
+        numbers = matching.numbers()
+        parts: list[Found] = []
+        for start in range(0, len(numbers), _CHUNK):
+            some = numbers[start : start + _CHUNK]
+            segment = Segment.in_memory(
+                self.segment.group, self._columns.ids[some], self._columns.keys_at(some)
+            )
+            index = ExactIndex(self._dim, self._metric)
+            index.update([segment])
+            parts = [merge([*parts, index.search(queries, k, None)], len(queries), k)]
+        return merge(parts, len(queries), k)
+
+
+def _components(dim: int, metric: Metric) -> int:
+    """How many components a key has in a graph."""
+    return dim + 1 if metric is Metric.IP else dim
+
+
+def _norms(keys: Keys) -> Distances:
+    """Squared norms, shape (n,)."""
+    norms: Distances = np.einsum("nd,nd->n", keys, keys)
+    return norms

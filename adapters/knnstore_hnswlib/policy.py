@@ -1,0 +1,57 @@
+"""The adapter's parameters: how graphs are built, how far they are searched, and which rows have one."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from knnstore.datastore import checked_params
+from knnstore.errors import ConfigError
+
+_LARGEST_M = 512
+_SMALL_SHARE = 8  # a segment has a graph from this fraction of `exact_up_to` on
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The adapter's parameters, checked.
+
+    Args:
+        M: links of a row, twice as many in the lowest layer; more find more and take more memory.
+        ef_construction: candidates for the links of a row; more make a better graph, more slowly.
+        ef: candidates of a search at least; there are never fewer than the neighbours wanted.
+        exact_up_to: rows of a group up to which every neighbour is found, without a graph.
+    """
+
+    M: int = 16
+    ef_construction: int = 200
+    ef: int = 128
+    exact_up_to: int = 1 << 16
+
+    @classmethod
+    def of(cls, params: dict[str, Any]) -> "Policy":
+        """Check the parameters that a user gave.
+
+        Raises:
+            ConfigError: one is unknown or has a bad value.
+        """
+        accepted = {field.name: field.default for field in fields(cls)}
+        policy = cls(**checked_params("hnswlib", params, accepted))
+        for name, least in (("M", 2), ("ef_construction", 1), ("ef", 1), ("exact_up_to", 0)):
+            value = getattr(policy, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(f"hnswlib: {name} must be an integer >= {least}, got {value!r}")
+        if policy.M > _LARGEST_M:
+            raise ConfigError(f"hnswlib: M must be at most {_LARGEST_M}, got {policy.M}")
+        return policy
+
+    @property
+    def of_graph(self) -> dict[str, Any]:
+        """What a graph is built with, as a manifest keeps it."""
+        return {"hnswlib": {"M": self.M, "ef_construction": self.ef_construction}}
+
+    def indexes(self, group_rows: int) -> bool:
+        """Whether a group of so many live rows is searched by graphs."""
+        return group_rows > self.exact_up_to
+
+    def has_graph(self, rows: int, group_rows: int) -> bool:
+        """Whether a segment of so many rows in a group of so many has a graph."""
+        return self.indexes(group_rows) and rows >= self.exact_up_to // _SMALL_SHARE

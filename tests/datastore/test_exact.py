@@ -1,0 +1,95 @@
+"""Exact search by matrix multiplication against float64, and the joining of results."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from knnstore.datastore import IdRanges, Metric, exact
+from knnstore.datastore.exact import ExactIndex
+from knnstore.datastore.results import Found, merge
+from knnstore.datastore.rows import Segment
+
+
+def true_distances(queries: np.ndarray, keys: np.ndarray, metric: Metric) -> np.ndarray:
+    q, x = queries.astype(np.float64), keys.astype(np.float64)
+    return ((q[:, None] - x) ** 2).sum(-1) if metric is Metric.L2 else -(q @ x.T)
+
+
+@pytest.mark.parametrize("metric", list(Metric))
+@pytest.mark.parametrize("shift", [0, 200])
+@pytest.mark.parametrize("queries", [1, 100])
+def test_near_duplicates_far_from_the_origin(
+    metric: Metric, shift: int, queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Distances are right to 1e-5 however much cancels, in any batch, in one product or several."""
+    rng = np.random.default_rng(0)
+    keys = (rng.normal(size=(2000, 64)) + shift).astype(np.float16).astype(np.float32)
+    asked = keys[:queries] + rng.normal(size=(queries, 64)).astype(np.float32) * 1e-2
+    index = ExactIndex(64, metric)
+    index.update([Segment.in_memory(0, np.arange(2000) * 3, keys)])
+    for size in (1 << 23, 5000):
+        monkeypatch.setattr(exact, "_PRODUCT_SIZE", size)
+        found = index.search(asked, 20, None)
+        truth = true_distances(asked, keys, metric)
+        own = np.take_along_axis(truth, found.ids // 3, axis=1)
+        np.testing.assert_allclose(found.distances, own, rtol=2e-5, atol=1e-5)
+        np.testing.assert_allclose(found.distances, np.sort(truth)[:, :20], rtol=2e-5, atol=1e-5)
+
+
+def test_rows_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments are added, die in parts and leave, and filters cut long and short slices."""
+    monkeypatch.setattr(exact, "_CHUNK", 70)
+    monkeypatch.setattr(exact, "_LONG_SLICE", 40)
+    rng = np.random.default_rng(0)
+    index, keys = ExactIndex(4, Metric.L2), rng.normal(size=(900, 4)).astype(np.float16)
+    queries = rng.normal(size=(5, 4)).astype(np.float32)
+    whole = [
+        Segment.in_memory(0, np.arange(start, start + 300), keys[start : start + 300])
+        for start in (0, 300, 600)
+    ]
+    dead = [IdRanges([(0, 20), (100, 290)]), IdRanges([(5, 6)]), IdRanges([(0, 299)])]
+    for dying, chosen in (
+        ((), [0]),
+        ((), [0, 1]),
+        ((1,), [1, 2, 0]),
+        ((0, 1, 2), [2, 0, 1]),
+        ((0, 1, 2), [1]),
+    ):
+        segments = [replace(whole[i], dead=dead[i] if i in dying else IdRanges()) for i in chosen]
+        index.update(segments)
+        alive = np.concatenate(
+            [s.first_id + np.flatnonzero(~s.dead.contains(np.arange(300))) for s in segments]
+        )
+        for ids in (None, IdRanges([(10, 15), (200, 560), (700, 701)]), IdRanges()):
+            rows = np.sort(alive if ids is None else alive[ids.contains(alive)])
+            found = index.search(queries, 50, ids)
+            truth = np.sort(true_distances(queries, keys[rows], Metric.L2))[:, :50]
+            assert index.count(ids) == len(rows)
+            assert ((found.ids >= 0).sum(axis=1) == truth.shape[1]).all()
+            assert np.isin(found.ids, [*rows, -1]).all()
+            np.testing.assert_allclose(found.distances[:, : truth.shape[1]], truth, rtol=1e-4, atol=1e-4)
+
+
+@given(
+    parts=st.lists(st.lists(st.integers(0, 9), max_size=8).map(sorted), max_size=4),
+    k=st.integers(1, 12),
+)
+def test_merge(parts: list[list[int]], k: int) -> None:
+    """Several sorted rows become the k least of all, padded at the end."""
+    width = [min(len(part), k) for part in parts]
+    found = merge(
+        [
+            Found(
+                np.array([part[:w]], np.int64).reshape(1, -1), np.array([part[:w]], np.float32).reshape(1, -1)
+            )
+            for part, w in zip(parts, width, strict=True)
+        ],
+        1,
+        k,
+    )
+    expected = sorted(value for part in parts for value in part)[:k]
+    assert found.ids[0].tolist() == expected + [-1] * (k - len(expected))
+    assert found.distances[0].tolist() == expected + [np.inf] * (k - len(expected))
