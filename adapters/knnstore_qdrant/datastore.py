@@ -1,0 +1,214 @@
+"""The Qdrant adapter: one collection for a store."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from knnstore.datastore import (
+    Capabilities,
+    Datastore,
+    Filter,
+    Groups,
+    IdRanges,
+    Ids,
+    Keys,
+    Metric,
+    Mode,
+    Neighbors,
+    checked_k,
+    checked_keys,
+    checked_records,
+)
+from knnstore.errors import ConfigError, DatastoreClosedError, ReadOnlyError
+from knnstore_qdrant.conditions import Condition, condition_of_filter, condition_of_ranges
+from knnstore_qdrant.opening import erase_points, open_points
+from knnstore_qdrant.options import Options
+from knnstore_qdrant.points import Points, missing
+
+_SCROLL_BYTES = 8 << 20  # of vectors in one answer
+
+
+class QdrantDatastore:
+    """Vectors in Qdrant: a server, its engine in this process, or the client's memory.
+
+    A point's id is the record's; its payload holds the group and the position, both indexed. A search
+    whose graph gives fewer than k neighbours is repeated exactly.
+
+    Args:
+        points: the open collection.
+        dim: number of components of a vector.
+        metric: how distances are measured.
+        mode: as in `Datastore.open`.
+        options: the adapter's parameters.
+    """
+
+    def __init__(self, points: Points, dim: int, metric: Metric, mode: Mode, options: Options) -> None:
+        self._dim, self._metric, self._mode, self._options = dim, metric, mode, options
+        self._opened = points
+        self._closed = False
+        self._closing = threading.Lock()
+
+    @classmethod
+    def open(
+        cls, location: str | Path, *, dim: int, metric: Metric = Metric.L2, mode: Mode = "a", **params: Any
+    ) -> Self:
+        """Open or create a collection; see `Datastore.open`.
+
+        Args:
+            location: ``http://HOST:PORT`` or ``https://…`` for a server, ``:memory:`` for one that ends
+                with the handle, or a directory, which Qdrant's engine then opens in this process.
+            dim: number of components of a vector, 1 to 65536.
+            metric: how distances are measured.
+            mode: as in `Datastore.open`.
+            **params: see `Options`.
+
+        Raises:
+            StoreUnavailableError: the server cannot be reached.
+            AdapterLoadError: the package that this location needs is not installed.
+        """
+        if not 1 <= dim <= 65536:
+            raise ConfigError(f"dim must be between 1 and 65536, got {dim}")
+        metric = Metric(metric)
+        options = Options.of(params)
+        return cls(open_points(location, dim, metric, mode, options), dim, metric, mode, options)
+
+    @classmethod
+    def erase(cls, location: str | Path, **params: Any) -> None:
+        """Remove the collection at a location; see `SupportsErase.erase`."""
+        erase_points(location, Options.of(params))
+
+    @property
+    def dim(self) -> int:
+        """Number of components of a vector."""
+        return self._dim
+
+    @property
+    def metric(self) -> Metric:
+        """How distances are measured."""
+        return self._metric
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What holds for this way of reaching Qdrant."""
+        points = self._opened
+        return Capabilities(
+            exact_search=points.exact_search,
+            exact_keys=points.exact_keys,
+            persistent=points.persistent,
+            shared_writers=points.shared_writers,
+        )
+
+    def add(self, ids: Ids, keys: Keys, groups: Groups) -> None:
+        """Store records, replacing those whose id is present; see `Datastore.add`.
+
+        If a server fails in the middle, some of the records may be stored: adding again completes them.
+        """
+        points = self._writable()
+        ids, keys, groups = checked_records(ids, keys, groups, self._dim)
+        if len(ids):
+            points.upsert(ids, keys, groups)
+
+    def search(self, queries: Keys, k: int, *, where: Filter | None = None) -> Neighbors:
+        """Find the k nearest records of each query; see `Datastore.search`."""
+        queries, k = checked_keys(queries, self._dim, what="queries"), checked_k(k)
+        points = self._points()
+        condition = None if where is None else condition_of_filter(where, self._ids_where)
+        if not len(queries) or (condition is not None and not condition):
+            return missing(len(queries), k)
+        exact = points.exact_search
+        found = points.query(queries, k, condition, exact=exact)
+        short = np.flatnonzero(found.ids[:, -1] < 0)
+        if len(short) and not exact:
+            # Few match, or the graph of those that match is not connected.
+            again = points.query(queries[short], k, condition, exact=True)
+            found.ids[short], found.distances[short] = again.ids, again.distances
+        return found
+
+    def delete(self, ids: IdRanges) -> int:
+        """Remove every record in the ranges; see `Datastore.delete`."""
+        points = self._writable()
+        condition = condition_of_ranges(ids, self._ids_where)
+        return points.delete(condition) if condition else 0
+
+    def count(self) -> int:
+        """How many records are live."""
+        return self._points().count(None)
+
+    def iterate(
+        self, *, ids: IdRanges | None = None, batch_size: int = 8192
+    ) -> Iterator[tuple[Ids, Keys, Groups]]:
+        """Yield every live record once, by ascending id; see `Datastore.iterate`."""
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        condition = None if ids is None else condition_of_ranges(ids, self._ids_where)
+        if condition is not None and not condition:
+            return
+        limit = min(batch_size, max(1, _SCROLL_BYTES // (4 * self._dim)))
+        first = 0
+        while True:
+            batch = self._points().scroll(first, limit, condition, keys=True)
+            found = len(batch[0])
+            if found:
+                first = int(batch[0][-1]) + 1  # now, for what is yielded is the caller's
+                yield batch
+            if found < limit:
+                return
+
+    def flush(self) -> None:
+        """Return when everything so far is durable; indexing goes on. See `Datastore.flush`."""
+        self._points().flush()
+
+    def optimize(self) -> None:
+        """Wait until all records are indexed and the space of removed ones is reclaimed.
+
+        Until then they are found too, by comparing with each. Call it after adding many.
+        """
+        self._writable().optimize()
+
+    def close(self) -> None:
+        """Flush, if opened for writing, and release everything."""
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+        try:
+            if self._mode != "r":
+                self._opened.flush()
+        finally:
+            self._opened.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _points(self) -> Points:
+        if self._closed:
+            raise DatastoreClosedError("this Qdrant store was closed; open it again")
+        return self._opened
+
+    def _writable(self) -> Points:
+        points = self._points()
+        if self._mode == "r":
+            raise ReadOnlyError("this Qdrant store was opened for reading; open it with mode 'a' to write")
+        return points
+
+    def _ids_where(self, condition: Condition) -> Ids:
+        """The ids of all points that a condition is true of."""
+        found, first, limit = [np.empty(0, np.int64)], 0, 10_000
+        while True:
+            ids, _, _ = self._points().scroll(first, limit, condition, keys=False)
+            found.append(ids)
+            if len(ids) < limit:
+                return np.concatenate(found)
+            first = int(ids[-1]) + 1
+
+
+_conforms: type[Datastore] = QdrantDatastore  # here a type checker compares every signature

@@ -1,0 +1,247 @@
+"""Qdrant without a server: its engine in this process, on a directory.
+
+::
+
+    DIR/store.json      dim and metric; there when the store is whole
+    DIR/qdrant-shard/   the engine's files, open in the one process that writes
+    DIR/flushed         a number that grows with each flush
+    DIR/changing.lock   held by the writer during a change, by a reader while it copies
+    DIR/qdrant-copy-*/  such a copy, for the moment that opening it takes
+
+The engine opens a directory once. So a reader opens a copy, takes a new one when the writer has
+flushed, and removes its files at once: they live on, without names, as long as they are open.
+"""
+
+import fcntl
+import json
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from knnstore.datastore import Groups, Ids, Keys, Metric, Mode, Neighbors
+from knnstore.datastore.files import WriterLock, publish, remove, sync_directory
+from knnstore.errors import (
+    ConfigError,
+    CorruptDatastoreError,
+    DatastoreExistsError,
+    DatastoreMismatchError,
+    DatastoreNotFoundError,
+    StoreUnavailableError,
+)
+from knnstore_qdrant.conditions import Condition
+from knnstore_qdrant.copying import copy_directory
+from knnstore_qdrant.options import Options
+from knnstore_qdrant.shard import Shard
+
+_POLL_SECONDS = 0.02
+_DESCRIPTION, _SHARD, _COPY = "store.json", "qdrant-shard", "qdrant-copy-"
+_OWN_FILES = (f"{_DESCRIPTION}.tmp", "flushed", "flushed.tmp", "changing.lock", "writer.json", "writer.lock")
+
+
+class EmbeddedPoints:
+    """The points in a directory.
+
+    Args:
+        root: the directory.
+        dim: number of components of a vector.
+        metric: how distances are measured.
+        mode: as in `Datastore.open`.
+        options: the adapter's parameters.
+    """
+
+    persistent = True
+    shared_writers = False
+
+    def __init__(self, root: Path, dim: int, metric: Metric, mode: Mode, options: Options) -> None:
+        self.exact_search = options.exact
+        self.exact_keys = options.datatype == "float32"
+        self._root, self._dim, self._metric, self._options = root, dim, metric, options
+        self._switching = threading.Lock()
+        self._shard: Shard | None = None
+        self._flushed = ""
+        self._lock: WriterLock | None = None
+        if mode == "r":
+            self._check_description()
+            return
+        root.mkdir(parents=True, exist_ok=True)
+        self._lock = WriterLock(root)
+        try:
+            self._open_for_writing(mode)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def upsert(self, ids: Ids, keys: Keys, groups: Groups) -> None:
+        """Store points, replacing those whose id is present."""
+        with self._changing() as shard:
+            shard.upsert(ids, keys, groups)
+
+    def query(self, queries: Keys, k: int, condition: Condition | None, *, exact: bool) -> Neighbors:
+        """The k points nearest to each query."""
+        return self._current().query(queries, k, condition, exact=exact)
+
+    def delete(self, condition: Condition) -> int:
+        """Remove points and say how many there were."""
+        with self._changing() as shard:
+            count = shard.count(condition)
+            if count:
+                shard.delete(condition)
+            return count
+
+    def count(self, condition: Condition | None) -> int:
+        """How many points there are."""
+        return self._current().count(condition)
+
+    def scroll(
+        self, first: int, limit: int, condition: Condition | None, *, keys: bool
+    ) -> tuple[Ids, Keys, Groups]:
+        """The points with the least ids >= `first`."""
+        return self._current().scroll(first, limit, condition, keys=keys)
+
+    def flush(self) -> None:
+        """Return when all changes so far survive a power loss, and let readers know."""
+        if self._lock is None:
+            return
+        with self._changing() as shard:
+            shard.flush()
+            self._flushed = str(int(self._flushed or 0) + 1)
+            publish(self._root / "flushed", self._flushed.encode(), "flushed")
+
+    def optimize(self) -> None:
+        """Index all points and reclaim the space of removed ones."""
+        with self._changing() as shard:
+            shard.optimize()
+        self.flush()
+
+    def close(self) -> None:
+        """Release the directory."""
+        shard, self._shard = self._shard, None
+        if self._lock is not None:
+            try:
+                if shard is not None:
+                    shard.close()
+            finally:
+                self._lock.release()
+
+    def _open_for_writing(self, mode: Mode) -> None:
+        exists = self._description.exists()
+        if exists and mode == "x":
+            raise DatastoreExistsError(f"a datastore is already at {self._root}")
+        strange = {path.name for path in self._root.iterdir()} - {_SHARD, *_OWN_FILES}
+        if not exists and strange:
+            raise DatastoreMismatchError(f"{self._root} holds {min(strange)!r} and is no store of Qdrant's")
+        (self._root / "changing.lock").touch(mode=0o600)
+        if exists:
+            self._check_description()
+            with self._locked(fcntl.LOCK_EX):  # so no reader is just opening one of these
+                for copy in self._root.glob(f"{_COPY}*"):
+                    shutil.rmtree(copy)
+            self._flushed = self._read_flushed()
+            self._shard = self._open(self._root / _SHARD)
+            return
+        shutil.rmtree(self._root / _SHARD, ignore_errors=True)  # of a creation that was killed
+        self._shard = Shard(self._root / _SHARD, self._dim, self._metric, self._options, create=True)
+        description = {"format": 1, "engine": "qdrant", "dim": self._dim, "metric": self._metric.value}
+        publish(self._description, json.dumps(description).encode(), "description")
+
+    def _open(self, path: Path) -> Shard:
+        return Shard(path, self._dim, self._metric, self._options, create=False)
+
+    @property
+    def _description(self) -> Path:
+        return self._root / _DESCRIPTION
+
+    def _check_description(self) -> None:
+        try:
+            described = json.loads(self._description.read_bytes())
+            dim, metric = int(described["dim"]), Metric(described["metric"])
+        except (FileNotFoundError, NotADirectoryError):
+            raise DatastoreNotFoundError(f"no datastore at {self._root}") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise CorruptDatastoreError(f"{self._description} is damaged: restore a backup") from error
+        if (dim, metric) != (self._dim, self._metric):
+            raise DatastoreMismatchError(
+                f"{self._root} has dim {dim} and metric {metric}, asked for {self._dim} and {self._metric}"
+            )
+
+    def _read_flushed(self) -> str:
+        try:
+            return (self._root / "flushed").read_text()
+        except FileNotFoundError:
+            return ""
+
+    @contextmanager
+    def _changing(self) -> Iterator[Shard]:
+        """Keep readers from copying during a change."""
+        with self._switching, self._locked(fcntl.LOCK_EX):
+            assert self._shard is not None
+            yield self._shard
+
+    def _current(self) -> Shard:
+        """The writer's shard, or a reader's newest copy."""
+        if self._lock is not None:
+            assert self._shard is not None
+            return self._shard
+        with self._switching:
+            if self._shard is None or self._flushed != self._read_flushed():
+                self._shard = self._copied()
+            return self._shard
+
+    def _copied(self) -> Shard:
+        with self._locked(fcntl.LOCK_SH):
+            flushed = self._read_flushed()
+            try:
+                copy = Path(tempfile.mkdtemp(prefix=_COPY, dir=self._root))
+            except OSError as error:
+                raise ConfigError(f"to read {self._root} one must be able to write there: {error}") from error
+            try:
+                copy_directory(self._root / _SHARD, copy / _SHARD)
+                shard = self._open(copy / _SHARD)
+            finally:
+                shutil.rmtree(copy, ignore_errors=True)
+        self._flushed = flushed
+        return shard
+
+    @contextmanager
+    def _locked(self, kind: int) -> Iterator[None]:
+        """Hold the lock between changes and copies; a reader gives up after `timeout`."""
+        deadline = time.monotonic() + self._options.timeout
+        with (self._root / "changing.lock").open("rb") as file:
+            while True:
+                with suppress(BlockingIOError):
+                    fcntl.flock(file, kind | fcntl.LOCK_NB)
+                    break
+                if kind == fcntl.LOCK_SH and time.monotonic() > deadline:
+                    raise StoreUnavailableError(
+                        f"store unavailable: {self._root} is being changed, probably optimized; try again"
+                    )
+                time.sleep(_POLL_SECONDS)
+            yield
+
+
+def erase_directory(root: Path) -> None:
+    """Remove what `EmbeddedPoints` keeps in a directory, and the directory when nothing else is in it.
+
+    Raises:
+        LockedError: another process writes there.
+    """
+    if not root.is_dir():
+        return
+    lock = WriterLock(root)
+    try:
+        remove(root / _DESCRIPTION)  # from now on nobody takes the rest for a store
+        sync_directory(root)
+        for folder in (root / _SHARD, *root.glob(f"{_COPY}*")):
+            if folder.exists():
+                shutil.rmtree(folder)
+        for name in _OWN_FILES:
+            remove(root / name)
+        with suppress(OSError):  # somebody put something there
+            root.rmdir()
+        sync_directory(root.parent)
+    finally:
+        lock.release()

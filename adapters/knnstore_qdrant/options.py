@@ -1,0 +1,133 @@
+"""The parameters of the adapter."""
+
+from dataclasses import dataclass, fields
+from typing import Any, Self, get_type_hints
+
+from knnstore.datastore import checked_params
+from knnstore.errors import ConfigError
+
+_CHOICES = {
+    "quantization": ("none", "scalar", "binary"),
+    "datatype": ("float32", "float16"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a collection is made, reached and searched.
+
+    What concerns making it takes effect when it is made and is kept with it by Qdrant.
+    """
+
+    # -- making it
+
+    m: int = 16
+    """Links of a point in the graph (HNSW, Malkov and Yashunin 2018), >= 2."""
+
+    ef_construct: int = 100
+    """Candidates kept while a point is linked, >= 4."""
+
+    quantization: str = "none"
+    """``"scalar"`` (8 bits a component) or ``"binary"`` (1 bit) codes are kept in memory and searched; what
+    they find is compared again with the vectors."""
+
+    datatype: str = "float32"
+    """How vectors are kept: ``"float32"`` or ``"float16"``."""
+
+    on_disk: bool = False
+    """Leave the vectors on disk, cached by the operating system; sensible with `quantization`."""
+
+    graph_on_disk: bool = False
+    """Leave the graph on disk too."""
+
+    indexing_threshold: int = 20_000
+    """Kilobytes of vectors from which a segment gets a graph, >= 1."""
+
+    full_scan_threshold: int = 10_000
+    """Kilobytes of vectors up to which those that match a filter are all compared, >= 1."""
+
+    # -- searching it
+
+    ef: int = 128
+    """Candidates kept while the graph is searched, >= 1; never fewer than k."""
+
+    exact: bool = False
+    """Compare each query with every point."""
+
+    oversampling: float = 2.0
+    """How many times k points are taken from the codes to be compared again, >= 1."""
+
+    # -- a server
+
+    collection: str = "knnstore"
+    """The collection's name; stores on one server need different ones."""
+
+    timeout: float = 10.0
+    """Seconds within which a read is answered or the store said to be unavailable, > 0; a write is tried
+    again for six times as long."""
+
+    api_key_file: str = ""
+    """A file with the API key; without it the environment's KNNSTORE_QDRANT_API_KEY, if set."""
+
+    prefer_grpc: bool = True
+    """Use gRPC when the server answers there; REST otherwise."""
+
+    grpc_port: int = 6334
+    """The server's port for gRPC."""
+
+    parallel: int = 4
+    """Requests in flight while many records are added, >= 1."""
+
+    shards: int = 1
+    """Parts of the collection, spread over the nodes of a cluster, >= 1."""
+
+    replicas: int = 1
+    """Nodes that hold each part, >= 1."""
+
+    write_consistency: int = 1
+    """Replicas that must have applied a write before it counts, 1 to `replicas`."""
+
+    @classmethod
+    def of(cls, params: dict[str, Any]) -> Self:
+        """Check what the user gave.
+
+        Raises:
+            ConfigError: a parameter is unknown or its value is not allowed.
+        """
+        defaults = {field.name: field.default for field in fields(cls)}
+        values = checked_params("qdrant", params, accepted=defaults)
+        types = get_type_hints(cls)
+        for name, value in values.items():
+            values[name] = _checked(name, value, types[name])
+        options = cls(**values)
+        for name, least in _LEAST.items():
+            if getattr(options, name) < least:
+                raise ConfigError(f"{name} must be at least {least}, got {getattr(options, name)}")
+        if options.write_consistency > options.replicas:
+            raise ConfigError(
+                f"write_consistency {options.write_consistency} is more than the {options.replicas} replicas"
+            )
+        return options
+
+
+_LEAST: dict[str, float] = {
+    **dict.fromkeys(("ef", "parallel", "shards", "replicas", "write_consistency", "grpc_port"), 1),
+    **dict.fromkeys(("indexing_threshold", "full_scan_threshold"), 1),
+    "m": 2,
+    "ef_construct": 4,
+    "oversampling": 1,
+    "timeout": 0.1,
+}
+
+
+def _checked(name: str, value: Any, kind: type) -> Any:
+    """Return a value of the wanted type, or say what is wrong with it."""
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind:
+        what = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}[kind]
+        raise ConfigError(f"{name} must be {what}, got {value!r}")
+    choices = _CHOICES.get(name)
+    if choices and value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+    return value

@@ -1,0 +1,89 @@
+"""What the datastore asks of Qdrant, whichever way it is reached."""
+
+from typing import Protocol
+
+import numpy as np
+
+from knnstore.datastore import Groups, Ids, Keys, Metric, Neighbors
+from knnstore_qdrant.conditions import Condition
+
+
+class Points(Protocol):
+    """The points of one collection. A condition of None means all of them, and none is ever empty.
+
+    A writing method returns when its change can be seen, or raises when that is not certain.
+    """
+
+    exact_search: bool
+    """Every search compares with all points."""
+
+    exact_keys: bool
+    """Vectors are kept as float32."""
+
+    persistent: bool
+    """Points outlive the handle."""
+
+    shared_writers: bool
+    """Several processes may write."""
+
+    def upsert(self, ids: Ids, keys: Keys, groups: Groups) -> None:
+        """Store points, replacing those whose id is present."""
+        ...
+
+    def query(self, queries: Keys, k: int, condition: Condition | None, *, exact: bool) -> Neighbors:
+        """The k points nearest to each query, as `Datastore.search` gives them.
+
+        Args:
+            queries: shape (q, dim), q >= 1.
+            k: how many.
+            condition: among which points.
+            exact: compare with all of them instead of walking a graph.
+        """
+        ...
+
+    def delete(self, condition: Condition) -> int:
+        """Remove points and say how many there were."""
+        ...
+
+    def count(self, condition: Condition | None) -> int:
+        """How many points there are, exactly."""
+        ...
+
+    def scroll(
+        self, first: int, limit: int, condition: Condition | None, *, keys: bool
+    ) -> tuple[Ids, Keys, Groups]:
+        """The points with the least ids >= `first`, ascending; fewer than `limit` only at the end.
+
+        Args:
+            first: the least id wanted.
+            limit: how many, >= 1.
+            condition: among which points.
+            keys: whether vectors and groups are wanted; they have no rows otherwise.
+        """
+        ...
+
+    def flush(self) -> None:
+        """Return when all changes so far survive a power loss."""
+        ...
+
+    def optimize(self) -> None:
+        """Return when all points are indexed."""
+        ...
+
+    def close(self) -> None:
+        """Release everything."""
+        ...
+
+
+def missing(queries: int, k: int) -> Neighbors:
+    """A result in which every neighbour is missing."""
+    return Neighbors(np.full((queries, k), -1, np.int64), np.full((queries, k), np.inf, np.float32))
+
+
+def distances_of(found: Neighbors, metric: Metric) -> Neighbors:
+    """Turn Qdrant's scores into distances, in place: it gives the root of L2 and the inner product itself."""
+    if metric is Metric.L2:
+        np.square(found.distances, out=found.distances)
+    else:
+        np.negative(found.distances, out=found.distances, where=found.ids >= 0)
+    return found

@@ -1,0 +1,182 @@
+"""The Qdrant adapter: the conformance kit on each way of reaching Qdrant, and its traps."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from knnstore_qdrant import QdrantDatastore
+from knnstore_qdrant.conditions import TOKEN_BITS, Condition, condition_of_ranges
+
+from knnstore.datastore import Filter, IdRanges, Keys, Neighbors
+from knnstore.errors import ConfigError, DatastoreMismatchError, LockedError
+from knnstore.testing import DatastoreTests
+from knnstore.testing.filtering import FilterTests
+from knnstore.testing.searching import SearchTests
+
+DIM = 16
+
+
+class TestMemory(DatastoreTests):
+    datastore_class = QdrantDatastore
+
+    @pytest.fixture
+    def location(self) -> str:
+        return ":memory:"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """An empty folder, in memory where there is room: most of the time of these tests is syncing."""
+    memory = Path("/dev/shm")
+    if not memory.is_dir() or shutil.disk_usage(memory).free < 2 << 30:
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir=memory) as name:
+        yield Path(name)
+
+
+class TestEmbedded(DatastoreTests):
+    datastore_class = QdrantDatastore
+
+    @pytest.fixture
+    def location(self, folder: Path) -> Path:
+        return folder / "datastore"
+
+
+class Optimizing(QdrantDatastore):
+    """Searches through the graph, however few the records."""
+
+    def search(self, queries: Keys, k: int, *, where: Filter | None = None) -> Neighbors:
+        self.optimize()
+        return super().search(queries, k, where=where)
+
+
+class TestEmbeddedGraph(SearchTests, FilterTests):
+    datastore_class = Optimizing
+    params: ClassVar[dict[str, Any]] = {"indexing_threshold": 1, "full_scan_threshold": 1}
+
+    @pytest.fixture
+    def location(self, folder: Path) -> Path:
+        return folder / "datastore"
+
+
+BLOCK = 1 << TOKEN_BITS
+EDGES = st.integers(-2, 2)
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), EDGES, st.integers(0, 4), EDGES), max_size=4), st.booleans())
+def test_ranges_of_ids_become_conditions(bounds: list[tuple[int, int, int, int]], few: bool) -> None:
+    """A condition is true of exactly the points whose ids are in the ranges, wherever these begin and end."""
+    last = 2**63 - 1
+    borders = [sorted((max(0, a * BLOCK + b), max(0, c * BLOCK + d))) for a, b, c, d in bounds]
+    ranges = IdRanges(
+        [(start, stop) for start, stop in borders] + ([] if few else [(last - BLOCK - 3, last)])
+    )
+    stored = np.array([a * BLOCK + b for a in range(6) for b in range(-3, 4) if a * BLOCK + b >= 0])
+    stored = np.append(stored, [last - BLOCK - 3, last - BLOCK, last - 1])
+
+    def holds(condition: Condition) -> np.ndarray:
+        positions = stored >> TOKEN_BITS
+        true = np.isin(stored, condition.ids)
+        for start, stop in condition.positions:
+            true |= (positions >= start) & (positions < stop)
+        return true
+
+    condition = condition_of_ranges(ranges, lambda asked: stored[holds(asked)])
+    np.testing.assert_array_equal(holds(condition), ranges.contains(stored))
+
+
+def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "manifest").touch()
+    with pytest.raises(DatastoreMismatchError, match="'manifest'"):
+        QdrantDatastore.open(tmp_path, dim=DIM)
+
+
+def test_a_creation_that_was_killed_can_be_repeated(folder: Path) -> None:
+    QdrantDatastore.open(folder / "store", dim=DIM, mode="x").close()
+    (folder / "store" / "store.json").unlink()
+    QdrantDatastore.open(folder / "store", dim=DIM, mode="x").close()
+
+
+def test_erasing_leaves_what_is_not_ours(folder: Path) -> None:
+    place = folder / "store"
+    with QdrantDatastore.open(place, dim=DIM) as store:
+        with pytest.raises(LockedError):
+            QdrantDatastore.erase(place)
+        store.add(np.array([1]), np.zeros((1, DIM), np.float32), np.array([0]))
+    (place / "notes").touch()
+    QdrantDatastore.erase(place)
+    assert [path.name for path in place.iterdir()] == ["notes"]
+    (place / "notes").unlink()
+    QdrantDatastore.erase(place)
+    QdrantDatastore.erase(place)
+    assert not place.exists()
+
+
+def test_reading_leaves_no_copy_behind(folder: Path) -> None:
+    """The engine opens a folder once, so a reader opens a copy, whose files go at once."""
+    place = folder / "store"
+    keys = np.random.default_rng(0).normal(size=(300, DIM)).astype(np.float32)
+    with QdrantDatastore.open(place, dim=DIM, indexing_threshold=1) as store:
+        store.add(np.arange(300) << TOKEN_BITS, keys, np.zeros(300, np.int32))
+        store.optimize()
+        (place / "qdrant-copy-killed").mkdir()
+        with QdrantDatastore.open(place, dim=DIM, mode="r") as reader:
+            assert reader.search(keys[7:8], 1).ids[0, 0] == 7 << TOKEN_BITS
+            assert [path.name for path in place.glob("qdrant-copy-*")] == ["qdrant-copy-killed"]
+    QdrantDatastore.open(place, dim=DIM).close()
+    assert not [*place.glob("qdrant-copy-*")]
+
+
+@pytest.mark.parametrize(("quantization", "recall"), [("none", 0.85), ("scalar", 0.85), ("binary", 0.25)])
+@pytest.mark.parametrize("datatype", ["float32", "float16"])
+def test_a_graph_finds_the_nearest(folder: Path, quantization: str, recall: float, datatype: str) -> None:
+    """Near all neighbours at exact distances, also by codes, within a group, and far more than `ef`."""
+    rng = np.random.default_rng(0)
+    keys = rng.normal(size=(4000, 64)).astype(np.float16).astype(np.float32)
+    groups = (np.arange(4000) % 4).astype(np.int32)
+    with QdrantDatastore.open(
+        folder / "store",
+        dim=64,
+        indexing_threshold=1,
+        full_scan_threshold=1,
+        quantization=quantization,
+        datatype=datatype,
+        on_disk=True,
+        oversampling=4,
+    ) as store:
+        store.add(np.arange(4000) << TOKEN_BITS, keys, groups)
+        store.optimize()
+        queries = keys[:20] + 0.1
+        for k, where, chosen in (
+            (10, None, groups >= 0),
+            (300, None, groups >= 0),
+            (10, Filter(IdRanges([(0, 2**62)]), frozenset([2])), groups == 2),
+        ):
+            found = store.search(queries, k, where=where)
+            true = ((queries[:, None].astype(np.float64) - keys) ** 2).sum(-1)
+            own = np.take_along_axis(true, found.ids >> TOKEN_BITS, axis=1)
+            np.testing.assert_allclose(found.distances, own, rtol=1e-4)
+            furthest = np.sort(np.where(chosen, true, np.inf), axis=1)[:, k - 1 : k]
+            assert chosen[found.ids >> TOKEN_BITS].all()
+            assert (own <= furthest * (1 + 1e-5)).mean() >= recall
+
+
+def test_parameters(tmp_path: Path) -> None:
+    for params, message in (
+        ({"m": 1}, "m must be at least 2, got 1"),
+        ({"timeout": "5"}, "timeout must be a number"),
+        ({"exact": 1}, "exact must be true or false"),
+        ({"quantization": "product"}, "one of none, scalar, binary"),
+        ({"replicas": 2, "write_consistency": 3}, "write_consistency 3 is more than the 2 replicas"),
+        ({"api_key": "secret"}, "has no parameter 'api_key'; accepted: api_key_file"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            QdrantDatastore.open(tmp_path / "store", dim=DIM, **params)
+    assert not (tmp_path / "store").exists()
