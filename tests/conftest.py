@@ -1,16 +1,20 @@
-"""What every test may use: a real PostgreSQL, and the URL of a new catalogue on each database."""
+"""What every test may use: a real PostgreSQL, the URL of a new catalogue on each database, a sudden end."""
 
 import os
 import pwd
 import shutil
+import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 
 import pytest
 from sqlalchemy import URL, create_engine, text
+
+from knnstore import failpoints
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores already
@@ -141,3 +145,28 @@ def catalog_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[URL]
     url = server.new_database()
     yield url
     server.drop(url)
+
+
+@pytest.fixture
+def killed_at() -> Callable[[str, Callable[[], None]], bool]:
+    """Runs a function in a child that is killed at a failpoint; False when it was never passed."""
+
+    def run(failpoint: str, work: Callable[[], None]) -> bool:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # forking beside pytest-xdist's threads
+            child = os.fork()
+        if child == 0:
+            try:
+                failpoints.arm(failpoint)
+                work()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        status = os.waitpid(child, 0)[1]
+        if os.WIFSIGNALED(status):
+            assert os.WTERMSIG(status) == signal.SIGKILL
+            return True
+        assert os.WEXITSTATUS(status) == 0, "the child failed with an exception"
+        return False
+
+    return run

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import numpy as np
 from sqlalchemy import Engine as SqlEngine
-from sqlalchemy import Select, func, insert, select
+from sqlalchemy import Select, delete, func, insert, select
 from sqlalchemy.engine import URL
 from sqlalchemy.orm import Session
 
@@ -69,11 +69,21 @@ class Catalog:
                 if row is None:
                     raise _not_found(engine.url)
                 self.identity = Identity(**{name: getattr(row, name) for name in Identity.__slots__})
+                self.created_at = _utc(row.created_at)
             self.opened = opened.pop_all()
 
     @classmethod
-    def create(cls, url: URL, identity: Identity, engine: Engine) -> Self:
+    def create(
+        cls, url: URL, identity: Identity, engine: Engine, *, created_at: datetime | None = None
+    ) -> Self:
         """Make the tables and the store's row, in one transaction.
+
+        Args:
+            url: the database.
+            identity: what the store is made for.
+            engine: where its keys are.
+            created_at: if not None, a store of this very moment that was never written to is the
+                same one, whose making was interrupted; it is made anew.
 
         Raises:
             StoreExistsError: the database already holds a store.
@@ -85,8 +95,10 @@ class Catalog:
             with exclusive(sql) as connection:
                 if not schema.is_empty(connection):
                     schema.check(connection)
-                    if connection.scalar(select(StoreRow.id)) is not None:
+                    there = connection.execute(select(StoreRow.created_at, StoreRow.writer_epoch)).first()
+                    if there and (_utc(there.created_at) != created_at or there.writer_epoch > 0):
                         raise StoreExistsError(f"{place(url)} already holds a store's catalogue")
+                    connection.execute(delete(StoreRow))
                 schema.upgrade(connection)
                 values = {name: getattr(identity, name) for name in Identity.__slots__}
                 where = {
@@ -94,7 +106,8 @@ class Catalog:
                     "location": engine.location,
                     "params": dict(engine.params),
                 }
-                connection.execute(insert(StoreRow).values(id=1, **values, **where))
+                moment = {} if created_at is None else {"created_at": created_at}
+                connection.execute(insert(StoreRow).values(id=1, **values, **where, **moment))
                 failpoint("catalog.create.inside")
             failed.pop_all()
         return cls(sql)

@@ -11,26 +11,25 @@
 
 import json
 import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Self
 
 from sqlalchemy.engine import URL
 
 from knnstore.catalog import parse_url
-from knnstore.datastore.files import publish, sync_directory
-from knnstore.errors import ConfigError, StoreExistsError, StoreNotFoundError
+from knnstore.datastore.files import publish
+from knnstore.errors import ConfigError, StoreNotFoundError
 
 FORMAT = 1
 CATALOG_VARIABLE = "KNNSTORE_CATALOG"
 """Environment variable with the catalogue's URL and its password, which is not written in the home."""
 
-_DESCRIPTION = "knnstore.json"
+DESCRIPTION = "knnstore.json"
+"""The file that makes a folder a home."""
 
 
 class Home:
-    """An existing home; use `create` and `open`.
+    """A home; use `open` for one that is there.
 
     Args:
         path: the folder.
@@ -46,42 +45,27 @@ class Home:
         return location if "://" in location else str(self.path / location)
 
     @classmethod
-    @contextmanager
-    def create(cls, path: str | os.PathLike[str], catalog: str | None) -> Iterator["Home"]:
-        """Make a home beside its place, and move it there when the block ends well.
-
-        So a home is whole or not there. A password in the catalogue's URL is not written.
+    def new(cls, path: Path, catalog: str | None) -> Self:
+        """A home that is still to be made.
 
         Args:
-            path: the folder; new or empty.
+            path: the folder.
             catalog: the catalogue's URL; None is SQLite in the home.
 
         Raises:
-            StoreExistsError: a store is there.
-            ConfigError: the folder holds other files, or the URL cannot be used.
+            ConfigError: the URL cannot be used.
         """
-        folder = Path(path).resolve()
-        if (folder / _DESCRIPTION).exists():
-            raise StoreExistsError(f"{folder} is a knnstore already; remove it or choose another --home")
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise ConfigError(f"{folder} is there and not an empty folder; choose another --home")
-        unfinished = folder.with_name(f".{folder.name}.unfinished")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        try:
-            url = cls._catalog_url(unfinished, catalog)
-            saved = None if catalog is None else url._replace(password=None).render_as_string()
-            yield cls(unfinished, url)
-            description = json.dumps({"format": FORMAT, "catalog": saved}, indent=2)
-            publish(unfinished / _DESCRIPTION, description.encode() + b"\n", "home")
-            os.rename(unfinished, folder)
-            sync_directory(folder.parent)
-        except BaseException:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            raise
+        return cls(path, cls._catalog_url(path, catalog))
+
+    def write(self) -> None:
+        """Say durably where the catalogue is; a password in its URL is not written."""
+        inside = self.catalog_url == self._catalog_url(self.path, None)
+        saved = None if inside else self.catalog_url._replace(password=None).render_as_string()
+        description = json.dumps({"format": FORMAT, "catalog": saved}, indent=2)
+        publish(self.path / DESCRIPTION, description.encode() + b"\n", "home")
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], catalog: str | None = None) -> "Home":
+    def open(cls, path: str | os.PathLike[str], catalog: str | None = None) -> Self:
         """Read a home's description.
 
         Args:
@@ -95,12 +79,12 @@ class Home:
         """
         folder = Path(path)
         try:
-            description = json.loads((folder / _DESCRIPTION).read_bytes())
+            description = json.loads((folder / DESCRIPTION).read_bytes())
             written, saved = description["format"], description["catalog"]
         except (FileNotFoundError, NotADirectoryError) as error:
             raise StoreNotFoundError(f"no knnstore at {folder}; make one with `knnstore init`") from error
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{folder / _DESCRIPTION} is damaged: {error}") from error
+            raise ConfigError(f"{folder / DESCRIPTION} is damaged: {error}") from error
         if written != FORMAT:
             raise ConfigError(f"{folder} has format {written}, this package reads {FORMAT}: upgrade knnstore")
         url = cls._catalog_url(folder, saved)

@@ -17,9 +17,10 @@ from knnstore.errors import ConfigError, DocumentNotFoundError, KnnstoreError, R
 from knnstore.failpoints import failpoint
 from knnstore.progress import Progress
 from knnstore.store import moving
+from knnstore.store.creating import make_store
 from knnstore.store.home import Home
 from knnstore.store.moving import Moved
-from knnstore.store.reading import Mode, StoreReader, open_datastore
+from knnstore.store.reading import Mode, StoreReader
 from knnstore.store.records import TOKEN_LIMIT
 from knnstore.store.selection import Selection
 from knnstore.store.transfer import transfer
@@ -68,6 +69,8 @@ class KNNStore(StoreReader):
     ) -> Self:
         """Make a new, empty store and open it for writing.
 
+        When this was interrupted, the same call goes through.
+
         Args:
             home: the folder that the store is known by; new or empty.
             identity: what the store is made for.
@@ -78,6 +81,7 @@ class KNNStore(StoreReader):
 
         Raises:
             StoreExistsError: there is a store already.
+            DatastoreExistsError: somebody's keys are at the location.
             ConfigError: a parameter is wrong or the vocabulary has more than 2**20 tokens.
             AdapterError: the adapter is not installed.
         """
@@ -85,9 +89,7 @@ class KNNStore(StoreReader):
             raise ConfigError(f"the vocabulary has {identity.vocab_size} tokens; a store takes {TOKEN_LIMIT}")
         engine = Engine(store, location or "keys", dict(params or {}))
         place = Path(home).resolve()  # a relative one may be the folder that is replaced
-        with Home.create(place, catalog) as made:
-            open_datastore(made, identity, engine, "x").close()
-            Catalog.create(made.catalog_url, identity, engine).close()
+        make_store(place, identity, engine, catalog)
         found = Home.open(place, catalog)  # with its password, which is not written
         return cls(found, Catalog.open(found.catalog_url), "a")
 

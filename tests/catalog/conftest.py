@@ -1,9 +1,6 @@
 """Catalogues for the tests: opened, closed at the end, and filled by hand."""
 
 import hashlib
-import os
-import signal
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -12,7 +9,6 @@ import numpy as np
 import pytest
 from sqlalchemy import URL
 
-from knnstore import failpoints
 from knnstore.catalog import Catalog, CatalogWriter, Engine, Identity, NewDocument
 
 IDENTITY = Identity("gpt2", "a" * 64, "b" * 64, "ffn_input:11", 768, "l2", 50257, 1024, 512)
@@ -74,28 +70,3 @@ def document() -> Callable[..., NewDocument]:
         return NewDocument(id, domain, content, values, metadata or {}, frozenset(tags))
 
     return make
-
-
-@pytest.fixture
-def killed_at() -> Callable[[str, Callable[[], None]], bool]:
-    """Runs a function in a child that is killed at a failpoint; False when it was never passed."""
-
-    def run(failpoint: str, work: Callable[[], None]) -> bool:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # forking beside pytest-xdist's threads
-            child = os.fork()
-        if child == 0:
-            try:
-                failpoints.arm(failpoint)
-                work()
-                os._exit(0)
-            finally:
-                os._exit(1)
-        status = os.waitpid(child, 0)[1]
-        if os.WIFSIGNALED(status):
-            assert os.WTERMSIG(status) == signal.SIGKILL
-            return True
-        assert os.WEXITSTATUS(status) == 0, "the child failed with an exception"
-        return False
-
-    return run
