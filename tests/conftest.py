@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
@@ -62,12 +63,17 @@ class PostgresServer:
         self.execute("postgres", f"CREATE ROLE {PASSWORD_ROLE} LOGIN SUPERUSER PASSWORD '{PASSWORD}'")
 
     def stop(self) -> None:
+        """End the server as a crash would."""
         self._run("pg_ctl", "-D", self.folder / "data", "-m", "immediate", "stop")
+
+    def resume(self) -> None:
+        """Start the server again, which recovers from its log."""
+        self._run("pg_ctl", "-D", self.folder / "data", "-w", "-l", self.folder / "log", "start")
 
     def restart(self) -> None:
         """Crash the server and start it again, as a power loss would."""
         self.stop()
-        self._run("pg_ctl", "-D", self.folder / "data", "-w", "-l", self.folder / "log", "start")
+        self.resume()
 
     def new_database(self) -> URL:
         name = next(self._names)
@@ -115,9 +121,8 @@ def postgres_binaries() -> Path | None:
     return found[-1].parent if found else Path(elsewhere).parent if elsewhere else None
 
 
-@pytest.fixture(scope="session")
-def postgres() -> Iterator[PostgresServer]:
-    """A running PostgreSQL server; one for each pytest process."""
+@contextmanager
+def running_server() -> Iterator[PostgresServer]:
     binaries = postgres_binaries()
     if binaries is None:
         reason = "PostgreSQL's initdb is not installed (Debian: apt-get install postgresql)"
@@ -133,6 +138,20 @@ def postgres() -> Iterator[PostgresServer]:
             yield server
         finally:
             server.stop()
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    """A running PostgreSQL server; one for each pytest process."""
+    with running_server() as server:
+        yield server
+
+
+@pytest.fixture
+def own_postgres() -> Iterator[PostgresServer]:
+    """A PostgreSQL server that the test may stop."""
+    with running_server() as server:
+        yield server
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
