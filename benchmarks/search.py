@@ -139,7 +139,7 @@ def indexed_tier(root: Path, keys: Keys, queries: Keys, repeats: int, factory: s
                 root, dim=dim, mode="r", index=factory, exact_distances=exact_distances
             ) as store:
                 found = store.search(queries, k)
-                candidates = Policy().candidates(k, k, rows, coarse=coarse)
+                candidates = Policy().candidates(k, rows, coarse=coarse)
                 ranked = faiss.IndexRefineSearchParameters(k_factor=candidates / k, base_index_params=wanted)
                 other = (ranking, ranked) if exact_distances else (raw, wanted)
                 seconds = alternate(

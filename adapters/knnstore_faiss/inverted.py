@@ -6,12 +6,13 @@ import faiss
 import numpy as np
 
 from knnstore.datastore import Distances, IdRanges, Keys, Metric
+from knnstore.datastore.exact import ExactIndex
 from knnstore.datastore.files import BLOCK, MappedFile
+from knnstore.datastore.results import Found
 from knnstore.datastore.rows import MappedColumns, Segment, StoredKeys
 from knnstore.errors import CorruptDatastoreError, DatastoreError
-from knnstore_faiss.exact import ExactIndex
+from knnstore_faiss.flat import found_by_faiss, nearest_rows
 from knnstore_faiss.policy import Policy, new_index
-from knnstore_faiss.results import Found
 
 _CHUNK = 1 << 16  # rows given to FAISS at a time
 _FEW_ROWS = 4096  # matching rows up to which they are compared one by one
@@ -84,30 +85,20 @@ class InvertedIndex:
         """The live rows of the segment, of all records or of those with some ids."""
         return self._live if ids is None else self.segment.live_rows(ids)
 
-    def search(
-        self, queries: Keys, k: int, rows: IdRanges, *, share: float, every_list: bool = False
-    ) -> Found:
-        """Find about those of the k nearest of the group that are among some rows of this segment.
-
-        Args:
-            queries: float32, shape (q, dim).
-            k: how many, >= 1.
-            rows: from `matching`.
-            share: about which part of the k nearest is expected here, in (0, 1].
-            every_list: visit all lists, so that k rows are found if there are k.
-        """
-        matching = rows.size
-        reachable = min(k, matching)
-        if reachable == 0 or len(queries) == 0:
-            return Found.nothing(len(queries), k)
-        if matching <= max(_FEW_ROWS, 4 * k):
-            return self._search_few(queries, k, rows)
-        selector = self._live_selector if rows is self._live else _selector(rows, self.segment.rows)
-        lists = self._index.nlist
-        probes = lists if every_list else self._policy.probes(k * share, self.segment.rows, matching, lists)
-        candidates = self._policy.candidates(reachable, k * share, matching, coarse=self._coarse)
-        found = self._search_lists(queries, reachable, selector, probes, candidates)
-        return found.named(self._columns.ids).padded(k)
+    def search(self, queries: Keys, k: int, matching: IdRanges) -> Found:
+        """Find about the k nearest of some rows, and k always where there are k; see `SegmentIndex`."""
+        if matching.size <= max(_FEW_ROWS, 4 * k):
+            return self._search_few(queries, k, matching)
+        lists, rows = self._index.nlist, self.segment.rows
+        selector = self._live_selector if matching is self._live else _selector(matching, rows)
+        candidates = self._policy.candidates(k, matching.size, coarse=self._coarse)
+        probes = self._policy.probes(k, rows, matching.size, lists)
+        found = self._search_lists(queries, k, selector, probes, candidates)
+        short = np.flatnonzero(found.ids[:, -1] < 0)
+        if len(short):  # the lists visited did not hold enough matching rows: visit all of them
+            more = self._search_lists(queries[short], k, selector, lists, candidates)
+            found.ids[short], found.distances[short] = more.ids, more.distances
+        return found.named(self._columns.ids)
 
     def _search_lists(
         self, queries: Keys, k: int, selector: faiss.IDSelector | None, probes: int, candidates: int
@@ -116,17 +107,17 @@ class InvertedIndex:
         wanted = faiss.SearchParametersIVF(nprobe=probes, sel=selector)
         if not self._policy.exact_distances:
             distances, rows = self._index.search(queries, k, params=wanted)
-            return Found.of_faiss(rows, distances, self._metric)
+            return found_by_faiss(rows, distances, self._metric)
         if len(queries) * candidates * BLOCK < self._columns.keys_file.file.size and not self._checked:
             # Fewer bytes to check than the whole file: the first queries need not wait for all of it.
             distances, rows = self._index.search(queries, candidates, params=wanted)
-            return self._ranked(queries, Found.of_faiss(rows, distances, self._metric), k)
+            return self._ranked(queries, found_by_faiss(rows, distances, self._metric), k)
         if self._ranking is None:
             self._stored = _view(self._columns.keys, self._metric)
             self._ranking = faiss.IndexRefine(self._index, self._stored)
         ranked = faiss.IndexRefineSearchParameters(k_factor=candidates / k, base_index_params=wanted)
         distances, rows = self._ranking.search(queries, k, params=ranked)
-        return Found.of_faiss(rows, distances, self._metric)
+        return found_by_faiss(rows, distances, self._metric)
 
     @property
     def _checked(self) -> bool:
@@ -147,7 +138,7 @@ class InvertedIndex:
         few = Segment.in_memory(
             self.segment.group, self._columns.ids[numbers], self._columns.keys_at(numbers)
         )
-        index = ExactIndex(self._dim, self._metric)
+        index = ExactIndex(self._dim, self._metric, nearest_rows)
         index.update([few])
         return index.search(queries, k, None)
 

@@ -99,17 +99,16 @@ class Policy:
         codes = next(m for m in range(max(1, dim // 4), dim + 1) if dim % m == 0)
         return f"{quantizer},PQ{codes}x4fs"
 
-    def probes(self, k: float, rows: int, matching: int, lists: int) -> int:
+    def probes(self, k: int, rows: int, matching: int, lists: int) -> int:
         """How many lists to visit for about the k nearest of the rows that match a filter."""
         unfiltered = self.nprobe or math.ceil(_CODES_PER_NEIGHBOUR * k * lists / rows) + _LEAST_PROBES
         return min(math.ceil(unfiltered * rows / matching), lists)
 
-    def candidates(self, k: int, expected: float, rows: int, *, coarse: bool) -> int:
+    def candidates(self, k: int, rows: int, *, coarse: bool) -> int:
         """How many candidates to rank again by their exact distances, k at least.
 
         Args:
             k: neighbours wanted.
-            expected: about how many of the k nearest of all are expected among these rows.
             rows: how many rows match.
             coarse: whether the index's own distances are too rough to choose the k nearest.
         """
@@ -118,7 +117,7 @@ class Policy:
         if self.rerank:
             wanted = k * self.rerank
         else:
-            wanted = max(math.ceil(_RANKED_AGAIN * expected), _LEAST_RANKED_AGAIN) if coarse else k
+            wanted = max(_RANKED_AGAIN * k, _LEAST_RANKED_AGAIN) if coarse else k
         return max(k, min(wanted, rows))
 
 

@@ -5,13 +5,10 @@ from typing import Any, Self
 
 from knnstore.datastore import Capabilities, Datastore, Metric, Mode
 from knnstore.datastore.embedded import EmbeddedDatastore
-from knnstore.datastore.files import StoredFile
-from knnstore.datastore.manifest import IndexEntry
 from knnstore.datastore.rows import Segment
 from knnstore.datastore.segments import KeySegments
 from knnstore.errors import ConfigError
-from knnstore_hnswlib.graph import build
-from knnstore_hnswlib.group import GroupIndex
+from knnstore_hnswlib.graph import GraphIndex, build
 from knnstore_hnswlib.policy import Policy
 
 
@@ -25,10 +22,11 @@ class HnswlibDatastore(EmbeddedDatastore):
         policy: which graphs to build and how far to search them.
     """
 
+    merge_ratio = 2
+
     def __init__(self, segments: KeySegments, dim: int, metric: Metric, policy: Policy) -> None:
         super().__init__(segments, dim, metric)
         self._policy = policy
-        self._damaged: set[StoredFile] = set()
 
     @classmethod
     def open(
@@ -53,37 +51,19 @@ class HnswlibDatastore(EmbeddedDatastore):
         """Durable, in half precision, with one writer; approximate in large groups."""
         return Capabilities(exact_search=False, exact_keys=False, persistent=True, shared_writers=False)
 
-    def optimize(self) -> None:
-        """Merge segments, reclaim the space of deleted records, and build graphs for what is large.
+    def _is_indexed(self, group_rows: int) -> bool:
+        return self._policy.indexes(group_rows)
 
-        Until then added records are searched exactly, so call it after adding many. A segment is merged
-        only with others that hold half as many records together, for its graph is then built anew.
-        """
-        self._segments.compact(ratio=2)
-        for found in self._segments.by_group().values():
-            live = sum(segment.live for segment in found)
-            for segment in found:
-                # What another thread added meanwhile is in memory and has no entry yet.
-                if segment.entry and self._policy.has_graph(segment.rows, live):
-                    self._index(segment, segment.entry.index)
+    def _index_parameters(self, rows: int, group_rows: int) -> dict[str, Any] | None:
+        return self._policy.of_graph if self._policy.has_graph(rows, group_rows) else None
 
-    def _new_index(self) -> GroupIndex:
-        return GroupIndex(self._segments.root, self._dim, self._metric, self._policy, self._damaged)
+    def _build_index(self, segment: Segment, parameters: dict[str, Any], path: Path) -> None:
+        build(segment, self._policy, self._dim, self._metric, path)
 
-    def _index(self, segment: Segment, present: IndexEntry | None) -> None:
-        """Give a segment its graph, unless it has it, undamaged."""
-        if (
-            present
-            and present.parameters == self._policy.of_graph
-            and present.file not in self._damaged
-            and self._segments.intact(present.file)
-        ):
-            return
-        self._segments.write_index(
-            segment,
-            lambda path: build(segment, self._policy, self._dim, self._metric, path),
-            self._policy.of_graph,
-        )
+    def _open_index(self, segment: Segment, parameters: dict[str, Any]) -> GraphIndex | None:
+        if "hnswlib" not in parameters:
+            return None
+        return GraphIndex(self._segments.root, segment, self._dim, self._metric, self._policy)
 
 
 _conforms: type[Datastore] = HnswlibDatastore  # here a type checker compares every signature

@@ -23,6 +23,10 @@ _CHUNK = 1 << 16  # rows at a time
 _ROWS_PER_CANDIDATE = 160
 _QUERIES_PER_READING = 14
 
+# With a filter so many times the nodes are fetched that hold k matching rows on average, and these more.
+_OVER_FETCHED = 1.05
+_LEAST_OVER_FETCHED = 32
+
 
 def build(segment: Segment, policy: Policy, dim: int, metric: Metric, path: Path) -> None:
     """Write a graph over a segment's distinct keys, dead or not, to a file.
@@ -121,30 +125,26 @@ class GraphIndex:
         reachable = min(k, matching.size)
         if reachable == 0:
             return Found.nothing(len(queries), k)
-        wanted = self._wanted(reachable, matching)
-        if wanted >= self._live.nodes or self._are_few(matching, wanted, len(queries)):
-            return self._compare(queries, k, matching)
-        found = self._search_graph(queries, reachable, matching, wanted)
-        short = np.flatnonzero(found.ids[:, -1] < 0)
-        found = found.named(self._columns.ids).padded(k)
-        if len(short):  # too few of the nodes found match, or not enough can be reached
-            more = self._compare(queries[short], k, matching)
+        wanted = k
+        if matching.nodes < self._live.nodes:
+            wanted = math.ceil(_OVER_FETCHED * k * self._live.nodes / matching.nodes) + _LEAST_OVER_FETCHED
+        # On many cores graphs gain more than this reckons with: no reason to leave one where most rows match.
+        found = self._attempt(queries, k, matching, wanted, compare=2 * matching.size <= self.segment.rows)
+        # Where too few of the nodes found match, or too few can be reached, the next attempt goes further.
+        while len(short := np.flatnonzero(found.ids[:, reachable - 1] < 0)):
+            wanted *= 2
+            more = self._attempt(queries[short], k, matching, wanted, compare=True)
             found.ids[short], found.distances[short] = more.ids, more.distances
         return found
 
-    def _wanted(self, k: int, matching: Members) -> int:
-        """How many nodes to fetch so that about all queries find k rows that match."""
-        others = self._live.nodes - matching.nodes
-        expected = math.ceil(1.1 * k * self._live.nodes / matching.nodes) + self._ef
-        return k + others if others <= k else max(2 * k, expected)
-
-    def _are_few(self, matching: Members, wanted: int, queries: int) -> bool:
-        """Whether comparing with all rows that match is faster than searching the graph."""
-        if 2 * matching.size > self.segment.rows:
-            return False
+    def _attempt(self, queries: Keys, k: int, matching: Members, wanted: int, *, compare: bool) -> Found:
+        """Search the graph for some number of nodes, or all rows that match, if allowed and faster."""
         # hnswlib raises its `ef` to what is wanted; deleted nodes are visited, too.
-        visited = max(wanted, self._ef) * len(self._nodes) / self._live.nodes
-        return (1 + _QUERIES_PER_READING / queries) * matching.size < _ROWS_PER_CANDIDATE * visited
+        visited = max(wanted, self._ef) * len(self._nodes) / max(1, self._live.nodes)
+        rows = (1 + _QUERIES_PER_READING / len(queries)) * matching.size
+        if wanted >= self._live.nodes or (compare and rows < _ROWS_PER_CANDIDATE * visited):
+            return self._compare(queries, k, matching)
+        return self._search_graph(queries, k, matching, wanted).named(self._columns.ids)
 
     def _search_graph(self, queries: Keys, k: int, matching: Members, wanted: int) -> Found:
         """Search the graph; found.ids are rows. A query that reaches too few nodes finds none."""

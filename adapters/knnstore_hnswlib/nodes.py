@@ -53,8 +53,9 @@ class Members:
         numbers = self.numbers()
         nodes = first[numbers]
         self._rows = numbers[np.argsort(nodes, kind="stable")]
-        self._counts = np.bincount(nodes, minlength=len(first))
+        self._counts: NDArray[np.int64] = np.bincount(nodes, minlength=len(first))
         self._starts = np.cumsum(self._counts) - self._counts
+        self._any_row = np.append(self._rows, -1)[self._starts]
         self.nodes = int(np.count_nonzero(self._counts))
         self._every_node_once = self.nodes == len(numbers) == len(first)
 
@@ -82,8 +83,19 @@ class Members:
             k: how many rows, at least 1.
         """
         if self._every_node_once:
-            return Found(np.ascontiguousarray(nodes[:, :k]), np.ascontiguousarray(distances[:, :k])).padded(k)
+            return Found(nodes[:, :k], distances[:, :k]).padded(k)
         counts = self._counts[nodes]
+        found = Found(self._any_row[nodes[:, :k]], distances[:, :k].copy()).padded(k)
+        # Only queries that found other nodes than those of one row need more than that.
+        others = np.flatnonzero((counts[:, :k] != 1).any(axis=1) | (nodes.shape[1] < k))
+        if len(others):
+            expanded = self._expanded(nodes[others], distances[others], counts[others], k)
+            found.ids[others], found.distances[others] = expanded.ids, expanded.distances
+        return found
+
+    def _expanded(
+        self, nodes: NDArray[np.int64], distances: Distances, counts: NDArray[np.int64], k: int
+    ) -> Found:
         # The flat list of all rows: each node's rows follow each other, and so do the nodes of a query.
         before = np.cumsum(counts, axis=1) - counts
         of_query, of_node = np.nonzero((counts > 0) & (before < k))

@@ -1,41 +1,24 @@
 """What the adapters of libraries that run in the process share: all but the index."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Self
 
 from knnstore.datastore.checks import checked_k, checked_keys, checked_records
 from knnstore.datastore.erasing import erase_segments
+from knnstore.datastore.exact import ExactIndex, NearestRows, nearest_rows
+from knnstore.datastore.files import StoredFile
+from knnstore.datastore.group import GroupIndex, SegmentIndex
 from knnstore.datastore.locks import ReadersWriterLock
 from knnstore.datastore.protocol import Mode
 from knnstore.datastore.ranges import IdRanges
-from knnstore.datastore.results import Found, merge
+from knnstore.datastore.results import merge
 from knnstore.datastore.rows import Segment
 from knnstore.datastore.segments import KeySegments
 from knnstore.datastore.types import Capabilities, Filter, Groups, Ids, Keys, Metric, Neighbors
-
-
-class GroupSearch(Protocol):
-    """Searches the records of one group."""
-
-    def holds(self, segments: Sequence[Segment]) -> bool:
-        """Whether these are the segments of the last `update`."""
-        ...
-
-    def update(self, segments: Sequence[Segment]) -> None:
-        """Search exactly these segments from now on; never runs beside a search.
-
-        Raises:
-            FileNotFoundError: the file of an index is gone, the first time that it is: a newer manifest
-                may have replaced it.
-        """
-        ...
-
-    def search(self, queries: Keys, k: int, ids: IdRanges | None) -> Found:
-        """Find the k nearest records of each query, of all or of those with some ids."""
-        ...
 
 
 class EmbeddedDatastore(ABC):
@@ -43,22 +26,31 @@ class EmbeddedDatastore(ABC):
 
     The keys are kept in half precision; every index is derived from them. One process may write, any
     number may read what it flushes. Nothing is indexed before the first search of a handle, so
-    filling a store costs no memory.
+    filling a store costs no memory. An adapter says which segments have an index, builds it and opens it.
 
     Args:
         segments: the open directory.
         dim: number of components of a vector.
         metric: how distances are measured.
+        nearest: the engine's own search where there is no index.
     """
 
-    def __init__(self, segments: KeySegments, dim: int, metric: Metric) -> None:
+    merge_ratio: ClassVar[int] = 10
+    """How much larger than the next one `optimize` leaves a segment: an index that is dear to build is
+    built anew for fewer rows if this is small, and a search has fewer segments if it is large."""
+
+    def __init__(
+        self, segments: KeySegments, dim: int, metric: Metric, nearest: NearestRows = nearest_rows
+    ) -> None:
         self._segments = segments
+        self._nearest = nearest
         self._dim = dim
         self._metric = metric
         self._lock = ReadersWriterLock()
         self._held: tuple[Segment, ...] | None = None
         self._by_group: dict[int, list[Segment]] = {}
-        self._indexes: dict[int, GroupSearch] = {}
+        self._indexes: dict[int, GroupIndex] = {}
+        self._damaged: set[StoredFile] = set()
 
     @classmethod
     @abstractmethod
@@ -78,12 +70,29 @@ class EmbeddedDatastore(ABC):
         """What this engine can do."""
 
     @abstractmethod
-    def optimize(self) -> None:
-        """Build indexes and reclaim the space of deleted records; see `SupportsOptimize`."""
+    def _is_indexed(self, group_rows: int) -> bool:
+        """Whether a group of so many live rows is searched by indexes at all."""
 
     @abstractmethod
-    def _new_index(self) -> GroupSearch:
-        """Make the search of a group; it holds nothing yet."""
+    def _index_parameters(self, rows: int, group_rows: int) -> dict[str, Any] | None:
+        """What describes the index of a segment of so many rows, all of it JSON; None for no index."""
+
+    @abstractmethod
+    def _build_index(self, segment: Segment, parameters: dict[str, Any], path: Path) -> None:
+        """Write the index of a segment to a file."""
+
+    @abstractmethod
+    def _open_index(self, segment: Segment, parameters: dict[str, Any]) -> SegmentIndex | None:
+        """Open the index that the segment's entry names; None if it is another engine's.
+
+        Args:
+            segment: one with an index.
+            parameters: what the index was built with.
+
+        Raises:
+            FileNotFoundError: its file is gone.
+            CorruptDatastoreError: its file is damaged.
+        """
 
     @property
     def dim(self) -> int:
@@ -136,6 +145,23 @@ class EmbeddedDatastore(ABC):
         """Return when everything so far is durable; see `Datastore.flush`."""
         self._segments.flush()
 
+    def optimize(self) -> None:
+        """Merge segments, reclaim the space of deleted records, and index segments that are large.
+
+        Until then added records are searched exactly, so call it after adding many.
+        """
+        self._segments.compact(ratio=self.merge_ratio)
+        for found in self._segments.by_group().values():
+            live = sum(segment.live for segment in found)
+            for segment in found:
+                parameters = self._index_parameters(segment.rows, live)
+                if segment.entry is None or parameters is None:  # what was added meanwhile has no entry yet
+                    continue
+                present = segment.entry.index
+                if present is None or present.parameters != parameters or not self._intact(present.file):
+                    build = partial(self._build_index, segment, parameters)
+                    self._segments.write_index(segment, build, parameters)
+
     def verify(self) -> list[str]:
         """Check the size and the SHA-256 of every file; one line for each problem."""
         return self._segments.verify()
@@ -153,6 +179,9 @@ class EmbeddedDatastore(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _intact(self, file: StoredFile) -> bool:
+        return file not in self._damaged and self._segments.intact(file)
 
     def _chosen(self, groups: frozenset[int] | None) -> list[int]:
         """The groups to search that have records."""
@@ -175,7 +204,12 @@ class EmbeddedDatastore(ABC):
             try:
                 for group in self._chosen(groups):
                     if group not in self._indexes:
-                        self._indexes[group] = self._new_index()
+                        self._indexes[group] = GroupIndex(
+                            ExactIndex(self._dim, self._metric, self._nearest),
+                            self._open_index,
+                            self._is_indexed,
+                            self._damaged,
+                        )
                     self._indexes[group].update(self._by_group[group])
                 return
             except FileNotFoundError:  # a writer replaced an index while a reader opened it

@@ -211,7 +211,7 @@ def test_rows_out_of_reach(tmp_path: Path) -> None:
         store.search(asked, 1)
         (index,) = store._indexes.values()
         with pytest.raises(RuntimeError, match="contiguous 2D array"):
-            index._graphs[0]._graph.knn_query(asked, 900)  # type: ignore[attr-defined]
+            index._indexes[0]._graph.knn_query(asked, 900)  # type: ignore[attr-defined]
         found = store.search(asked, 900)
         truth = np.sort(true_distances(asked, keys))[:, :900]
         np.testing.assert_allclose(found.distances, truth, rtol=1e-4, atol=1e-2)
