@@ -75,13 +75,13 @@ def test_a_server_that_crashes_during_ingest_loses_nothing_acknowledged(
     assert "\n" not in str(caught.value)
     with pytest.raises(StoreUnavailableError):
         reader.search(writer.keys["law", "1"], 5)
+    store.close()  # as a command does that failed
 
     own_postgres.resume()
     for _ in range(3):  # the handle of before, with its connections of before
         after = reader.search(writer.keys["law", "1"], 5)
         assert np.array_equal(after.ids, before.ids)
     assert {document.id for document in reader.documents()} == {"1", "2"}
-    store.close()
 
     with KNNStore.open(home, "a") as again:  # the second run
         second = writer_of(again)
