@@ -40,6 +40,11 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], N
     return install
 
 
+def need(adapter: str) -> None:
+    """Skip where the library of an adapter's engine is not installed."""
+    pytest.importorskip({"qdrant": "qdrant_edge"}.get(adapter, adapter))
+
+
 class Said(Progress):
     """Remembers what it hears."""
 
@@ -60,6 +65,10 @@ def answers(store: KNNStore, n: int = 4) -> tuple[np.ndarray, np.ndarray]:
     return found.ids, found.distances
 
 
+def contents(store: KNNStore) -> list[bytes]:
+    return [np.concatenate(column).tobytes() for column in zip(*store.datastore.iterate(), strict=True)]
+
+
 def same(found: tuple[np.ndarray, np.ndarray], before: tuple[np.ndarray, np.ndarray]) -> None:
     assert np.array_equal(found[0], before[0])
     assert np.allclose(found[1], before[1], rtol=1e-5)
@@ -77,9 +86,13 @@ def interrupt(store: KNNStore, location: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_move_can_be_killed_anywhere_and_finished_given_up_or_redirected(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("adapter", "prefix", "least"), [("faiss", "", 40), ("qdrant", "move.", 10)])
+def test_a_move_can_be_killed_anywhere_and_finished_given_up_or_redirected(
+    tmp_path: Path, adapter: str, prefix: str, least: int
+) -> None:
+    need(adapter)
     run = subprocess.run(
-        [sys.executable, TRIALS, tmp_path],
+        [sys.executable, TRIALS, tmp_path, adapter, prefix],
         check=False,
         capture_output=True,
         text=True,
@@ -88,23 +101,38 @@ def test_a_move_can_be_killed_anywhere_and_finished_given_up_or_redirected(tmp_p
     assert run.returncode == 0, run.stderr[-3000:]
     report = json.loads(run.stdout)
     assert report["problems"] == [], run.stderr[-3000:]
-    assert len(report["trials"]) >= 40
+    assert len(report["trials"]) >= least
 
 
 def test_between_exact_engines_every_bit_of_a_key_and_every_answer_stays(store, writer, engine) -> None:
     engine()
     writer.add("law", "1", n=60)
     writer.add("news", "2", n=60)
-    before = answers(store)
-    batches = [np.concatenate(column) for column in zip(*store.datastore.iterate(), strict=True)]
+    before, batches = answers(store), contents(store)
     for adapter, location in (("odd", "a"), ("faiss", "b"), ("odd", "c")):
         moved = store.move(adapter, location)
         assert (moved.records, moved.copied, moved.recall) == (120, 120, 1.0)
-        assert [column.tobytes() for column in batches] == [
-            np.concatenate(column).tobytes() for column in zip(*store.datastore.iterate(), strict=True)
-        ]
+        assert contents(store) == batches
         same(answers(store), before)
     assert store.verify() == []
+
+
+@pytest.mark.parametrize("adapter", ["hnswlib", "qdrant"])
+def test_to_another_engine_and_back_every_bit_of_a_key_stays(store, writer, home, adapter) -> None:
+    need(adapter)
+    writer.add("law", "1", n=700)
+    writer.add("news", "2", n=700)
+    writer.add("law", "1", n=600)  # leaves rows that are dead
+    before, batches = answers(store), contents(store)
+    for to, location in ((adapter, "a"), ("faiss", "b")):
+        moved = store.move(to, location)
+        assert (moved.records, moved.recall, moved.left) == (1300, 1.0, None)
+        assert contents(store) == batches
+        same(answers(store), before)
+        assert store.verify() == []
+        writer.add("new", to)
+        store.remove_domain("new")
+    assert {path.name for path in home.iterdir() if path.is_dir()} == {"b"}
 
 
 def test_the_old_keys_go_and_nothing_else_with_them(store, writer, home: Path) -> None:
