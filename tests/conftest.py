@@ -1,4 +1,4 @@
-"""What every test may use: a real PostgreSQL, the URL of a new catalogue on each database, a sudden end."""
+"""What every test may use: PostgreSQL, a new catalogue on each database, death at a failpoint, a Qdrant server."""
 
 import os
 import pwd
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import URL, create_engine, text
@@ -189,3 +190,15 @@ def killed_at() -> Callable[[str, Callable[[], None]], bool]:
         return False
 
     return run
+
+
+@pytest.fixture
+def qdrant_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A running `QdrantServer` (see tests/qdrant_server) without collections."""
+    pytest.importorskip("qdrant_client")
+    pytest.importorskip("qdrant_edge")
+    monkeypatch.syspath_prepend(Path(__file__).with_name("qdrant_server"))
+    from qdrant_server import QdrantServer
+
+    with QdrantServer(tmp_path / "qdrant") as server:
+        yield server

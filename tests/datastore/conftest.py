@@ -1,26 +1,11 @@
-"""Distributions made of real files, and a Qdrant server."""
+"""Distributions made of real files: a module and the metadata that pip would have written."""
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 _STRANGER = Path(__file__).parent / "stranger"
-_QDRANT_SERVER = Path(__file__).parents[1] / "qdrant_server"
-
-
-@pytest.fixture
-def qdrant_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A running `QdrantServer` (see tests/qdrant_server) without collections."""
-    pytest.importorskip("qdrant_client")
-    pytest.importorskip("qdrant_edge")
-    monkeypatch.syspath_prepend(_QDRANT_SERVER)
-    from qdrant_server import QdrantServer
-
-    with QdrantServer(tmp_path / "qdrant") as server:
-        yield server
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ class Kind(StrEnum):
     BUSY = "busy"
     """429 with Retry-After; nothing was done."""
     STALL = "stall"
-    """Done and answered, but only after `seconds`."""
+    """Done and answered, but only after `seconds`; neither, if the fault is cleared before."""
     ACKNOWLEDGED = "acknowledged"
     """The update is answered with `acknowledged` and done `seconds` later or before the next update, as
     updates are done in order; never if `seconds` is 0."""
@@ -96,7 +96,7 @@ class Faults:
 
     def __init__(self, forget: Callable[[bool], None]) -> None:
         self.calls: list[str] = []
-        self.stopping = threading.Event()
+        self._well_again = threading.Event()
         self._forget = forget
         self._faults: list[Fault] = []
         self._late: list[Callable[[], Any]] = []
@@ -114,22 +114,19 @@ class Faults:
         return fault
 
     def clear(self) -> None:
-        """Behave, and forget the calls."""
+        """Behave, and forget the calls; what stalls or was to be done late is never done."""
         with self._lock:
             self._faults.clear()
             self.calls.clear()
+            self._late.clear()
+            self._well_again.set()
+            self._well_again = threading.Event()
+        for timer in self._timers:
+            timer.cancel()
 
     def counted(self) -> Counter[str]:
         """How often each endpoint was called."""
         return Counter(self.calls)
-
-    def stop(self) -> None:
-        """End stalls; what was to be done late is never done."""
-        self.stopping.set()
-        with self._lock:
-            self._late.clear()
-        for timer in self._timers:
-            timer.cancel()
 
     def answer(self, endpoint: str, work: Callable[[], Any]) -> Any:
         """Do the work of a call, or spoil it.
@@ -140,6 +137,7 @@ class Faults:
         """
         with self._lock:
             self.calls.append(endpoint)
+            well_again = self._well_again
             fault = next((fault for fault in self._faults if fault.hits(endpoint)), None)
         if endpoint in UPDATES:
             self._do_what_is_late()
@@ -165,7 +163,7 @@ class Faults:
                     self._later(work, fault.seconds)
                 return UpdateResult(operation_id=0, status=UpdateStatus(kind.value))
             case Kind.STALL:
-                if self.stopping.wait(fault.seconds):
+                if well_again.wait(fault.seconds):
                     raise ConnectionLost
                 return work()
 

@@ -33,7 +33,7 @@ _CODES = {
 def serve(port: int, engine: Engine, faults: Faults, api_key: str | None) -> tuple[grpc.Server, int]:
     """Start the services; returns the server and its port, a free one if 0 was given."""
     options = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", -1)]
-    server = grpc.server(ThreadPoolExecutor(8), options=options)
+    server = grpc.server(ThreadPoolExecutor(32), options=options)
     answering = _Answering(engine, faults, api_key)
     add_QdrantServicer_to_server(Root(answering), server)
     add_CollectionsServicer_to_server(Collections(answering), server)

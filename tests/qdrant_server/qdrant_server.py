@@ -65,7 +65,7 @@ class QdrantServer:
         """Refuse and end connections; does nothing if it does not run."""
         if self._engine is None:
             return
-        self.faults.stop()
+        self.faults.clear()
         self._http.shutdown()
         self._http.server_close()
         self._grpc.stop(0).wait()
