@@ -105,6 +105,7 @@ class GraphIndex:
         """Search the rows that are live in this version of the segment; must not run beside a search."""
         self.segment = segment
         self._live = Members(segment.live_rows(), self._first)
+        self._last_filter: tuple[IdRanges | None, Members] = None, self._live
         died = self._nodes[self._live.without_rows()[self._nodes] & ~self._deleted[self._nodes]]
         for node in died.tolist():
             self._graph.mark_deleted(node)
@@ -112,7 +113,13 @@ class GraphIndex:
 
     def matching(self, ids: IdRanges | None) -> Members:
         """The live rows of the segment, of all records or of those with some ids."""
-        return self._live if ids is None else Members(self.segment.live_rows(ids), self._first)
+        if ids is None:
+            return self._live
+        last, matching = self._last_filter
+        if last != ids:  # generating text, each token is searched for with the same filter
+            matching = Members(self.segment.live_rows(ids), self._first)
+            self._last_filter = ids, matching
+        return matching
 
     def search(self, queries: Keys, k: int, matching: Members) -> Found:
         """Find about the k nearest of some rows, and k always where there are k.
@@ -131,7 +138,10 @@ class GraphIndex:
         # On many cores graphs gain more than this reckons with: no reason to leave one where most rows match.
         found = self._attempt(queries, k, matching, wanted, compare=2 * matching.size <= self.segment.rows)
         # Where too few of the nodes found match, or too few can be reached, the next attempt goes further.
-        while len(short := np.flatnonzero(found.ids[:, reachable - 1] < 0)):
+        while wanted < self._live.nodes:
+            short = np.flatnonzero(found.ids[:, reachable - 1] < 0)
+            if len(short) == 0:
+                break
             wanted *= 2
             more = self._attempt(queries[short], k, matching, wanted, compare=True)
             found.ids[short], found.distances[short] = more.ids, more.distances

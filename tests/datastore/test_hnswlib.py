@@ -141,8 +141,10 @@ def test_most_are_dead(tmp_path: Path) -> None:
     """Few of a graph's rows are live: they are found, and optimize builds a graph of them alone."""
     keys, queries = clustered(4000), clustered(10, seed=1)
     with filled(tmp_path, keys) as store:
-        assert store.search(keys[:3], 1).ids[:, 0].tolist() == [0, 3, 6]
+        where = Filter(IdRanges([(6, 3 * 3902)]))
+        assert store.search(keys[2:5], 1, where=where).ids[:, 0].tolist() == [6, 9, 12]
         store.delete(IdRanges([(0, 3 * 3900)]))
+        assert store.search(keys[2:5], 3, where=where).ids.max(axis=1).tolist() == [3 * 3901] * 3
         for _ in range(2):
             found = store.search(queries, 100)
             assert (np.sort(found.ids) == 3 * np.arange(3900, 4000)).all()
