@@ -1,23 +1,22 @@
 """Reading the catalogue: the store's identity, its documents, domains, tags and settings."""
 
-import hashlib
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from datetime import UTC, datetime
+from datetime import datetime
 from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 from sqlalchemy import Engine as SqlEngine
-from sqlalchemy import Select, delete, func, insert, select
+from sqlalchemy import Select, func, select
 from sqlalchemy.engine import URL
 from sqlalchemy.orm import Session
 
 from knnstore.catalog import schema
 from knnstore.catalog.checks import check_name
 from knnstore.catalog.engine import connect, exclusive, is_sqlite_file, place, reading, translated_errors
+from knnstore.catalog.making import make_catalog
 from knnstore.catalog.models import (
     IS_LIVE,
     IS_UNSETTLED,
@@ -28,6 +27,7 @@ from knnstore.catalog.models import (
     TagRow,
     TokensRow,
 )
+from knnstore.catalog.statements import in_chunks, scope_of, utc
 from knnstore.catalog.types import (
     Document,
     Domain,
@@ -37,16 +37,7 @@ from knnstore.catalog.types import (
     Snapshot,
     StoredVersion,
 )
-from knnstore.errors import StoreExistsError, StoreNotFoundError
-from knnstore.failpoints import failpoint
-
-_IDS_A_STATEMENT = 500  # far below SQLite's limit of bound values
-
-
-def in_chunks(values: Iterable[Any]) -> Iterator[list[Any]]:
-    """Cut values into lists short enough for one SQL statement."""
-    listed = list(values)
-    return (listed[at : at + _IDS_A_STATEMENT] for at in range(0, len(listed), _IDS_A_STATEMENT))
+from knnstore.errors import StoreNotFoundError
 
 
 class Catalog:
@@ -69,7 +60,7 @@ class Catalog:
                 if row is None:
                     raise _not_found(engine.url)
                 self.identity = Identity(**{name: getattr(row, name) for name in Identity.__slots__})
-                self.created_at = _utc(row.created_at)
+                self.created_at = utc(row.created_at)
             self.opened = opened.pop_all()
 
     @classmethod
@@ -92,23 +83,7 @@ class Catalog:
         sql = connect(url)
         with ExitStack() as failed:
             failed.callback(sql.dispose)
-            with exclusive(sql) as connection:
-                if not schema.is_empty(connection):
-                    schema.check(connection)
-                    there = connection.execute(select(StoreRow.created_at, StoreRow.writer_epoch)).first()
-                    if there and (_utc(there.created_at) != created_at or there.writer_epoch > 0):
-                        raise StoreExistsError(f"{place(url)} already holds a store's catalogue")
-                    connection.execute(delete(StoreRow))
-                schema.upgrade(connection)
-                values = {name: getattr(identity, name) for name in Identity.__slots__}
-                where = {
-                    "adapter": engine.adapter,
-                    "location": engine.location,
-                    "params": dict(engine.params),
-                }
-                moment = {} if created_at is None else {"created_at": created_at}
-                connection.execute(insert(StoreRow).values(id=1, **values, **where, **moment))
-                failpoint("catalog.create.inside")
+            make_catalog(sql, identity, engine, created_at)
             failed.pop_all()
         return cls(sql)
 
@@ -202,7 +177,7 @@ class Catalog:
                     tags=tuple(sorted(tags.get(row.id, ()))),
                     metadata=row.attributes,
                     content_hash=row.content_hash,
-                    added_at=_utc(row.added_at).isoformat(),
+                    added_at=utc(row.added_at).isoformat(),
                 )
                 for row, name in rows
             ]
@@ -338,13 +313,3 @@ def _not_found(url: URL) -> StoreNotFoundError:
 
 def _name(domain: Domain) -> str:
     return domain.name
-
-
-def _utc(moment: datetime) -> datetime:
-    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).astimezone(UTC)  # SQLite drops the zone
-
-
-def scope_of(domains: Iterable[str]) -> tuple[str, list[str]]:
-    """The key under which settings for a set of domains are saved, and their names in order."""
-    names = sorted(set(domains))
-    return hashlib.sha256(json.dumps(names).encode()).hexdigest(), names

@@ -18,7 +18,7 @@ from sqlalchemy import Connection, delete, exists, select, text, update
 from sqlalchemy import Engine as SqlEngine
 from sqlalchemy.orm import Session
 
-from knnstore.catalog.catalog import Catalog, in_chunks, scope_of
+from knnstore.catalog.catalog import Catalog
 from knnstore.catalog.checks import check_json, check_name
 from knnstore.catalog.engine import LOCK, place, session, translated_errors
 from knnstore.catalog.models import (
@@ -34,6 +34,7 @@ from knnstore.catalog.models import (
     TagRow,
     TokensRow,
 )
+from knnstore.catalog.statements import in_chunks, scope_of
 from knnstore.catalog.types import TOKEN_BITS, Engine, NewDocument, PlacedDocument
 from knnstore.errors import CatalogError, DocumentNotFoundError, FencedError, InputError, LockedError
 from knnstore.failpoints import failpoint
