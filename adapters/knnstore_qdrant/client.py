@@ -13,7 +13,8 @@ from knnstore_qdrant.points import distances_of, missing
 
 Result = TypeVar("Result")
 
-_DISTANCES = {Metric.L2: models.Distance.EUCLID, Metric.IP: models.Distance.DOT}
+DISTANCES = {Metric.L2: models.Distance.EUCLID, Metric.IP: models.Distance.DOT}
+"""What Qdrant calls the metrics."""
 
 
 class ClientPoints:
@@ -41,8 +42,8 @@ class ClientPoints:
         """Make a call that changes nothing."""
         raise NotImplementedError
 
-    def write(self, call: Callable[[], models.UpdateResult]) -> None:
-        """Make a call that changes something, until its result says ``completed``."""
+    def change(self, call: Callable[[], models.UpdateResult]) -> None:
+        """Make a call that changes points."""
         raise NotImplementedError
 
     def upsert(self, ids: Ids, keys: Keys, groups: Groups) -> None:
@@ -55,7 +56,7 @@ class ClientPoints:
                 for group, position in zip(groups.tolist(), (ids >> TOKEN_BITS).tolist(), strict=True)
             ],
         )
-        self.write(lambda: self._client.upsert(self._name, batch, wait=True))
+        self.change(lambda: self._client.upsert(self._name, batch, wait=True))
 
     def query(self, queries: Keys, k: int, condition: Condition | None, *, exact: bool) -> Neighbors:
         """The k points nearest to each query."""
@@ -77,7 +78,7 @@ class ClientPoints:
         count = self.count(condition)
         if count:
             selector = models.FilterSelector(filter=filter_of(condition))
-            self.write(lambda: self._client.delete(self._name, selector, wait=True))
+            self.change(lambda: self._client.delete(self._name, selector, wait=True))
         return count
 
     def count(self, condition: Condition | None) -> int:
@@ -111,12 +112,6 @@ class ClientPoints:
     def close(self) -> None:
         """Close the connections."""
         self._client.close()
-
-    def create(self) -> None:
-        """Make the collection; the payload indexes are made before the first point."""
-        self._client.create_collection(
-            self._name, models.VectorParams(size=self._dim, distance=_DISTANCES[self._metric])
-        )
 
     def _params(self, k: int, exact: bool) -> models.SearchParams | None:
         return models.SearchParams(hnsw_ef=max(k, self._options.ef), exact=exact)

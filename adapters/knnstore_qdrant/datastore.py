@@ -30,6 +30,7 @@ from knnstore_qdrant.options import Options
 from knnstore_qdrant.points import Points, missing
 
 _SCROLL_BYTES = 8 << 20  # of vectors in one answer
+_NEIGHBORS_AT_ONCE = 1 << 16  # in one answer: each is a Python object for a moment
 
 
 class QdrantDatastore:
@@ -119,14 +120,16 @@ class QdrantDatastore:
         condition = None if where is None else condition_of_filter(where, self._ids_where)
         if not len(queries) or (condition is not None and not condition):
             return missing(len(queries), k)
-        exact = points.exact_search
-        found = points.query(queries, k, condition, exact=exact)
-        short = np.flatnonzero(found.ids[:, -1] < 0)
-        if len(short) and not exact:
-            # Few match, or the graph of those that match is not connected.
-            again = points.query(queries[short], k, condition, exact=True)
-            found.ids[short], found.distances[short] = again.ids, again.distances
-        return found
+        size = max(1, _NEIGHBORS_AT_ONCE // k)
+        parts = [
+            self._nearest(points, queries[start : start + size], k, condition)
+            for start in range(0, len(queries), size)
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        return Neighbors(
+            np.concatenate([part.ids for part in parts]), np.concatenate([part.distances for part in parts])
+        )
 
     def delete(self, ids: IdRanges) -> int:
         """Remove every record in the ranges; see `Datastore.delete`."""
@@ -199,6 +202,16 @@ class QdrantDatastore:
         if self._mode == "r":
             raise ReadOnlyError("this Qdrant store was opened for reading; open it with mode 'a' to write")
         return points
+
+    @staticmethod
+    def _nearest(points: Points, queries: Keys, k: int, condition: Condition | None) -> Neighbors:
+        found = points.query(queries, k, condition, exact=points.exact_search)
+        short = np.flatnonzero(found.ids[:, -1] < 0)
+        if len(short) and not points.exact_search:
+            # Few match, or the graph of those that match is not connected.
+            again = points.query(queries[short], k, condition, exact=True)
+            found.ids[short], found.distances[short] = again.ids, again.distances
+        return found
 
     def _ids_where(self, condition: Condition) -> Ids:
         """The ids of all points that a condition is true of."""

@@ -7,7 +7,7 @@ from qdrant_client import QdrantClient, models
 
 from knnstore.datastore import Metric, Mode
 from knnstore.errors import DatastoreNotFoundError
-from knnstore_qdrant.client import ClientPoints, Result
+from knnstore_qdrant.client import DISTANCES, ClientPoints, Result
 from knnstore_qdrant.options import Options
 
 
@@ -21,13 +21,14 @@ class MemoryPoints(ClientPoints):
     def __init__(self, dim: int, metric: Metric, options: Options) -> None:
         super().__init__(QdrantClient(":memory:"), dim, metric, options)
         self._thread = ThreadPoolExecutor(1)  # it is not made for several, and so each has its turn
-        self.create()
+        vectors = models.VectorParams(size=dim, distance=DISTANCES[metric])
+        self._client.create_collection(self._name, vectors)
 
     def read(self, call: Callable[[], Result]) -> Result:
         """Make a call after those that came before."""
         return self._thread.submit(call).result()
 
-    def write(self, call: Callable[[], models.UpdateResult]) -> None:
+    def change(self, call: Callable[[], models.UpdateResult]) -> None:
         """Make a call after those that came before."""
         self.read(call)
 

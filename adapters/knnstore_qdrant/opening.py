@@ -4,7 +4,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from knnstore.datastore import Metric, Mode
-from knnstore.errors import AdapterLoadError, ConfigError
+from knnstore.errors import AdapterLoadError
 from knnstore_qdrant.options import Options
 from knnstore_qdrant.points import Points
 
@@ -15,7 +15,10 @@ def open_points(location: str | Path, dim: int, metric: Metric, mode: Mode, opti
     """Open or create a collection; see `QdrantDatastore.open`."""
     place = str(location)
     if "://" in place:
-        raise ConfigError(f"{place}: a store of Qdrant's is a directory or :memory:")
+        _need("qdrant_client", "qdrant", place)
+        from knnstore_qdrant.connecting import open_server
+
+        return open_server(place, dim, metric, mode, options)
     if Path(place).name == MEMORY:  # a store's relative location comes with its folder
         _need("qdrant_client", "qdrant", place)
         from knnstore_qdrant.memory import open_memory
@@ -29,7 +32,12 @@ def open_points(location: str | Path, dim: int, metric: Metric, mode: Mode, opti
 
 def erase_points(location: str | Path, options: Options) -> None:
     """Remove everything at a location; see `SupportsErase.erase`."""
-    if Path(location).name != MEMORY:
+    if "://" in str(location):
+        _need("qdrant_client", "qdrant", str(location))
+        from knnstore_qdrant.connecting import erase_server
+
+        erase_server(str(location), options)
+    elif Path(location).name != MEMORY:
         _need("qdrant_edge", "qdrant-edge", str(location))
         from knnstore_qdrant.embedded import erase_directory
 

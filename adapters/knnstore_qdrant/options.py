@@ -63,8 +63,8 @@ class Options:
     """The collection's name; stores on one server need different ones."""
 
     timeout: float = 10.0
-    """Seconds within which a read is answered or the store said to be unavailable, > 0; a write is tried
-    again for six times as long."""
+    """Seconds within which a read is answered or the store said to be unavailable, >= 0.1; a write is
+    tried for three times as long."""
 
     api_key_file: str = ""
     """A file with the API key; without it the environment's KNNSTORE_QDRANT_API_KEY, if set."""
@@ -78,8 +78,8 @@ class Options:
     parallel: int = 4
     """Requests in flight while many records are added, >= 1."""
 
-    shards: int = 1
-    """Parts of the collection, spread over the nodes of a cluster, >= 1."""
+    shards: int = 0
+    """Parts of the collection, spread over the nodes of a cluster; 0 lets the server decide."""
 
     replicas: int = 1
     """Nodes that hold each part, >= 1."""
@@ -111,8 +111,9 @@ class Options:
 
 
 _LEAST: dict[str, float] = {
-    **dict.fromkeys(("ef", "parallel", "shards", "replicas", "write_consistency", "grpc_port"), 1),
+    **dict.fromkeys(("ef", "parallel", "replicas", "write_consistency", "grpc_port"), 1),
     **dict.fromkeys(("indexing_threshold", "full_scan_threshold"), 1),
+    "shards": 0,
     "m": 2,
     "ef_construct": 4,
     "oversampling": 1,

@@ -22,6 +22,7 @@ from qdrant_edge import (
     Point,
     QuantizationSearchParams,
     Query,
+    QueryBatchRequest,
     QueryRequest,
     RangeFloat,
     ScalarQuantizationConfig,
@@ -102,12 +103,17 @@ class Shard:
             hnsw_ef=max(k, self._options.ef), exact=exact, quantization=None if exact else self._quantized
         )
         chosen = None if condition is None else _filter(condition)
+        batch = QueryBatchRequest(
+            [
+                QueryRequest(k, query=Query.Nearest(query), params=params, filter=chosen)
+                for query in queries.tolist()  # lists are taken faster than arrays
+            ]
+        )
         with engine_errors(self._path):
-            for row, query in enumerate(queries):
-                request = QueryRequest(k, query=Query.Nearest(query), params=params, filter=chosen)
-                hits = self._shard.query(request)
-                found.ids[row, : len(hits)] = [hit.id for hit in hits]
-                found.distances[row, : len(hits)] = [hit.score for hit in hits]
+            answers = self._shard.query_batch(batch)
+        for row, hits in enumerate(answers):
+            found.ids[row, : len(hits)] = [hit.id for hit in hits]
+            found.distances[row, : len(hits)] = [hit.score for hit in hits]
         return distances_of(found, self._metric)
 
     def delete(self, condition: Condition) -> None:

@@ -153,7 +153,7 @@ def test_a_graph_finds_the_nearest(folder: Path, quantization: str, recall: floa
     ) as store:
         store.add(np.arange(4000) << TOKEN_BITS, keys, groups)
         store.optimize()
-        queries = keys[:20] + 0.1
+        queries = (keys[:20] + 0.1).astype(np.float16).astype(np.float32)  # as float16 stores them
         for k, where, chosen in (
             (10, None, groups >= 0),
             (300, None, groups >= 0),

@@ -1,0 +1,129 @@
+"""A Qdrant server over gRPC: points as bytes, without the client's object for each of them.
+
+For k=1024 these objects take several times longer than the search, and vectors as lists of floats
+longer than their bytes.
+"""
+
+from typing import Any
+
+import numpy as np
+from grpc import RpcError
+from qdrant_client import grpc
+from qdrant_client.conversions.conversion import RestToGrpc
+
+from knnstore.datastore import Groups, Ids, Keys, Neighbors
+from knnstore.errors import DatastoreError
+from knnstore_qdrant.client import filter_of
+from knnstore_qdrant.collection import MARK, Collection
+from knnstore_qdrant.conditions import GROUP, POSITION, TOKEN_BITS, Condition
+from knnstore_qdrant.points import distances_of, missing
+from knnstore_qdrant.server import ServerPoints
+
+_PROBE_SECONDS = 2.0
+
+
+def answers_over_grpc(collection: Collection) -> bool:
+    """Say whether the server at the port for gRPC is the one that REST reaches."""
+    request: Any = grpc.GetCollectionInfoRequest(collection_name=collection.name)
+    timeout = min(_PROBE_SECONDS, collection.options.timeout)
+    try:
+        answer = collection.client.grpc_collections.Get(request, timeout=timeout)
+    except RpcError:
+        return False
+    mark: str = answer.result.config.metadata[MARK].string_value
+    return collection.mark is not None and mark == collection.mark
+
+
+class GrpcPoints(ServerPoints):
+    """The points of a collection on a server that answers over gRPC."""
+
+    def send(self, ids: Ids, keys: Keys, groups: Groups) -> None:
+        """Store points with one request."""
+        prefix = _dense_prefix(self._dim)
+        rows = zip(ids.tolist(), keys, groups.tolist(), (ids >> TOKEN_BITS).tolist(), strict=True)
+        points = [
+            grpc.PointStruct(
+                id=grpc.PointId(num=number),
+                vectors=grpc.Vectors(vector=grpc.Vector(dense=_dense(prefix, key))),
+                payload={
+                    GROUP: grpc.Value(integer_value=group),
+                    POSITION: grpc.Value(integer_value=position),
+                },
+            )
+            for number, key, group, position in rows
+        ]
+        request: Any = grpc.UpsertPoints(collection_name=self._name, points=points, wait=True)
+
+        def upsert() -> str:
+            answer = self._client.grpc_points.Upsert(request, timeout=self.attempts.seconds_left())
+            return str(grpc.UpdateStatus.Name(answer.result.status)).lower()
+
+        self.attempts.change(upsert)
+
+    def query(self, queries: Keys, k: int, condition: Condition | None, *, exact: bool) -> Neighbors:
+        """The k points nearest to each query."""
+        prefix = _dense_prefix(self._dim)
+        shared: dict[str, Any] = {
+            "collection_name": self._name,
+            "limit": k,
+            "params": RestToGrpc.convert_search_params(self._params(k, exact)),
+            "filter": None if condition is None else RestToGrpc.convert_filter(filter_of(condition)),
+            "with_payload": grpc.WithPayloadSelector(enable=False),
+        }
+        request: Any = grpc.QueryBatchPoints(
+            collection_name=self._name,
+            query_points=[
+                grpc.QueryPoints(
+                    query=grpc.Query(nearest=grpc.VectorInput(dense=_dense(prefix, query))), **shared
+                )
+                for query in queries
+            ],
+        )
+        answer = self.read(
+            lambda: self._client.grpc_points.QueryBatch(request, timeout=self.attempts.seconds_left())
+        )
+        if len(answer.result) != len(queries):
+            answered = f"{len(answer.result)} of {len(queries)} queries"
+            raise DatastoreError(f"{self.attempts.place} answered {answered}")
+        found = missing(len(queries), k)
+        for row, batch in enumerate(answer.result):
+            hits = batch.result
+            found.ids[row, : len(hits)] = [hit.id.num for hit in hits]
+            found.distances[row, : len(hits)] = [hit.score for hit in hits]
+        return distances_of(found, self._metric)
+
+    def scroll(
+        self, first: int, limit: int, condition: Condition | None, *, keys: bool
+    ) -> tuple[Ids, Keys, Groups]:
+        """The points with the least ids >= `first`."""
+        request: Any = grpc.ScrollPoints(
+            collection_name=self._name,
+            offset=grpc.PointId(num=first),
+            limit=limit,
+            filter=None if condition is None else RestToGrpc.convert_filter(filter_of(condition)),
+            with_payload=grpc.WithPayloadSelector(enable=keys),
+            with_vectors=grpc.WithVectorsSelector(enable=keys),
+        )
+        answer = self.read(
+            lambda: self._client.grpc_points.Scroll(request, timeout=self.attempts.seconds_left())
+        )
+        ids = np.array([point.id.num for point in answer.result], np.int64)
+        known = answer.result if keys else []
+        vectors = np.empty((len(known), self._dim), np.float32)
+        for row, point in enumerate(known):
+            vector = point.vectors.vector
+            vectors[row] = vector.dense.data or vector.data  # servers before 1.16 fill the latter
+        groups = [point.payload[GROUP].integer_value for point in known]
+        return ids, vectors, np.array(groups, np.int32)
+
+
+def _dense_prefix(dim: int) -> bytes:
+    """What stands before the floats of a serialized vector."""
+    zeros: Any = grpc.DenseVector(data=[0.0] * dim)
+    serialized: bytes = zeros.SerializeToString()
+    return serialized[: len(serialized) - 4 * dim]
+
+
+def _dense(prefix: bytes, vector: Keys) -> Any:
+    message: Any = grpc.DenseVector
+    return message.FromString(prefix + vector.astype("<f4", copy=False).tobytes())
