@@ -6,7 +6,7 @@ import faiss
 import numpy as np
 
 from knnstore.datastore import Distances, IdRanges, Keys, Metric
-from knnstore.datastore.exact import ExactIndex
+from knnstore.datastore.exact import compare_rows
 from knnstore.datastore.files import BLOCK, MappedFile
 from knnstore.datastore.results import Found
 from knnstore.datastore.rows import MappedColumns, Segment, StoredKeys
@@ -66,7 +66,6 @@ class InvertedIndex:
         self.segment = segment
         self.file = segment.entry.index.file
         self._columns = segment.columns
-        self._dim = dim
         self._metric = metric
         self._policy = policy
         self._index = _read(root, segment, dim, metric)
@@ -88,7 +87,7 @@ class InvertedIndex:
     def search(self, queries: Keys, k: int, matching: IdRanges) -> Found:
         """Find about the k nearest of some rows, and k always where there are k; see `SegmentIndex`."""
         if matching.size <= max(_FEW_ROWS, 4 * k):
-            return self._search_few(queries, k, matching)
+            return compare_rows(self.segment, matching, queries, k, self._metric, nearest_rows)
         lists, rows = self._index.nlist, self.segment.rows
         selector = self._live_selector if matching is self._live else _selector(matching, rows)
         candidates = self._policy.candidates(k, matching.size, coarse=self._coarse)
@@ -131,16 +130,6 @@ class InvertedIndex:
             distances[present] = _distances(query, keys, self._metric)
         found.sort_rows(np.arange(len(queries)))
         return Found(np.ascontiguousarray(found.ids[:, :k]), np.ascontiguousarray(found.distances[:, :k]))
-
-    def _search_few(self, queries: Keys, k: int, rows: IdRanges) -> Found:
-        """Compare with every matching row."""
-        numbers = np.concatenate([np.arange(start, stop) for start, stop in rows])
-        few = Segment.in_memory(
-            self.segment.group, self._columns.ids[numbers], self._columns.keys_at(numbers)
-        )
-        index = ExactIndex(self._dim, self._metric, nearest_rows)
-        index.update([few])
-        return index.search(queries, k, None)
 
 
 def _read(root: Path, segment: Segment, dim: int, metric: Metric) -> faiss.IndexIVF:

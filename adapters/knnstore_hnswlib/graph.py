@@ -8,9 +8,9 @@ import hnswlib
 import numpy as np
 
 from knnstore.datastore import Distances, IdRanges, Keys, Metric
-from knnstore.datastore.exact import ExactIndex
+from knnstore.datastore.exact import compare_rows
 from knnstore.datastore.files import MappedFile
-from knnstore.datastore.results import Found, merge
+from knnstore.datastore.results import Found
 from knnstore.datastore.rows import MappedColumns, Segment
 from knnstore.errors import CorruptDatastoreError, DatastoreError
 from knnstore_hnswlib.nodes import Members, first_of_equal
@@ -81,7 +81,6 @@ class GraphIndex:
         assert isinstance(segment.columns, MappedColumns)
         self.file = segment.entry.index.file
         self._columns = segment.columns
-        self._dim = dim
         self._metric = metric
         self._ef = policy.ef
         mapped = MappedFile(root, self.file)
@@ -153,7 +152,7 @@ class GraphIndex:
         visited = max(wanted, self._ef) * len(self._nodes) / max(1, self._live.nodes)
         rows = (1 + _QUERIES_PER_READING / len(queries)) * matching.size
         if wanted >= self._live.nodes or (compare and rows < _ROWS_PER_CANDIDATE * visited):
-            return self._compare(queries, k, matching)
+            return compare_rows(self.segment, matching.rows, queries, k, self._metric)
         return self._search_graph(queries, k, matching, wanted).named(self._columns.ids)
 
     def _search_graph(self, queries: Keys, k: int, matching: Members, wanted: int) -> Found:
@@ -175,20 +174,6 @@ class GraphIndex:
         if self._metric is Metric.IP:
             distances -= 1  # hnswlib's is 1 - qx
         return matching.nearest(nodes.view(np.int64), distances, k)
-
-    def _compare(self, queries: Keys, k: int, matching: Members) -> Found:
-        """Compare with every row that matches."""
-        numbers = matching.numbers()
-        parts: list[Found] = []
-        for start in range(0, len(numbers), _CHUNK):
-            some = numbers[start : start + _CHUNK]
-            segment = Segment.in_memory(
-                self.segment.group, self._columns.ids[some], self._columns.keys_at(some)
-            )
-            index = ExactIndex(self._dim, self._metric)
-            index.update([segment])
-            parts = [merge([*parts, index.search(queries, k, None)], len(queries), k)]
-        return merge(parts, len(queries), k)
 
 
 def _components(dim: int, metric: Metric) -> int:

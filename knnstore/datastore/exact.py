@@ -231,6 +231,35 @@ class ExactIndex:
         self._spans.append(_Span(segment.columns, segment.dead, start, self._rows))
 
 
+def compare_rows(
+    segment: Segment,
+    rows: IdRanges,
+    queries: Keys,
+    k: int,
+    metric: Metric,
+    nearest: NearestRows = nearest_rows,
+) -> Found:
+    """Find the k nearest of some rows of a segment by comparing with each; found.ids are record ids.
+
+    Args:
+        segment: is read in pieces.
+        rows: row numbers.
+        queries: float32, shape (q, dim).
+        k: how many, at least 1.
+        metric: how distances are measured.
+        nearest: an engine's own search of a matrix.
+    """
+    numbers = np.concatenate([np.empty(0, np.int64), *(np.arange(start, stop) for start, stop in rows)])
+    found = Found.nothing(len(queries), k)
+    for start in range(0, len(numbers), _CHUNK):
+        some = numbers[start : start + _CHUNK]
+        ids, keys = segment.columns.ids[some], segment.columns.keys_at(some)
+        piece = ExactIndex(queries.shape[1], metric, nearest)
+        piece.update([Segment.in_memory(segment.group, ids, keys)])
+        found = merge([found, piece.search(queries, k, None)], len(queries), k)
+    return found
+
+
 def _centre(segments: Sequence[Segment]) -> Keys:
     """About the mean key, rounded so that subtracting it from keys in half precision is exact."""
     largest = max(segments, key=lambda segment: segment.live)
