@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from knnstore.catalog import Catalog, Snapshot
 from knnstore.datastore import Datastore, Filter, IdRanges, Keys, Neighbors
-from knnstore.errors import DocumentNotFoundError, DomainNotFoundError
+from knnstore.errors import CorruptDatastoreError, DocumentNotFoundError, DomainNotFoundError
 from knnstore.store.records import ranges_of
 from knnstore.store.selection import EVERYTHING, Selection
 
@@ -24,6 +24,9 @@ class Scope(NamedTuple):
 
     where: Filter | None
     """The same set for the datastore; None when it is everything that is live."""
+
+    has_records: bool
+    """Whether there must be records: every token but a document's first has one."""
 
 
 class View:
@@ -54,14 +57,22 @@ class View:
 
         Returns:
             ids and distances of shape (q, k); -1 and +inf where fewer records match.
+
+        Raises:
+            CorruptDatastoreError: the datastore finds nothing where there must be something.
         """
-        live, where = self.scope(selection)
+        live, where, has_records = self.scope(selection)
         found = self.datastore.search(queries, k, where=where)
         strangers = ~live.contains(found.ids) & (found.ids >= 0)
         if strangers.any():
             # A record that is not live yet, or no more, took a place: search by exact ids.
             found = self.datastore.search(queries, k, where=Filter(live))
             strangers = ~live.contains(found.ids) & (found.ids >= 0)
+        if has_records and (found.ids[:, 0] < 0).any():
+            raise CorruptDatastoreError(
+                "the engine has none of the records that the catalogue lists: it lost them, or came back "
+                "without its data; restore it, or see `knnstore verify`"
+            )
         return _without(found, strangers) if strangers.any() else found
 
     def scope(self, selection: Selection) -> Scope:
@@ -91,13 +102,14 @@ class View:
 
     def _resolve(self, selection: Selection) -> Scope:
         chosen = self._chosen(selection)
-        live = ranges_of(self.snapshot.starts[chosen], self.snapshot.stops[chosen])
+        starts, stops = self.snapshot.starts[chosen], self.snapshot.stops[chosen]
+        live, has_records = ranges_of(starts, stops), bool((stops - starts > 1).any())
         if selection == EVERYTHING:
-            return Scope(live, None)
+            return Scope(live, None, has_records)
         groups = None
         if selection.domains is not None and Selection(domains=selection.domains) == selection:
             groups = frozenset(self._group(name) for name in selection.domains)
-        return Scope(live, Filter(live, groups))
+        return Scope(live, Filter(live, groups), has_records)
 
     def _chosen(self, selection: Selection) -> NDArray[np.bool_]:
         """Which documents of the snapshot meet every condition."""
