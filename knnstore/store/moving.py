@@ -130,6 +130,12 @@ def begin(home: Home, identity: Identity, source: Engine, target: Engine, progre
     return opened
 
 
+def unfinished(home: Home, engine: Engine) -> Engine | None:
+    """Where a move goes that was interrupted before it switched; `engine` is what the catalogue names."""
+    plan = Plan.read(home)
+    return None if plan is None or plan.target == engine else plan.target
+
+
 def settle(home: Home, engine: Engine) -> str | None:
     """Erase the old keys of a move that has switched, if there is one.
 
@@ -140,15 +146,10 @@ def settle(home: Home, engine: Engine) -> str | None:
     Returns:
         Why the old keys are still there, if they are; None otherwise.
     """
-    plan = Plan.read(home)
-    if plan is None or plan.target != engine:
-        return None
     try:
-        left = _erase(home, plan.source)
+        return _settle(home, engine)
     except (KnnstoreError, OSError) as error:
         return f"{error}; the next writer tries again"
-    _forget(home)
-    return left
 
 
 def settle_quietly(home: Home, engine: Engine) -> None:
@@ -176,30 +177,43 @@ def abandon(home: Home, identity: Identity, engine: Engine) -> Engine | None:
     plan = Plan.read(home)
     if plan is None or plan.target == engine:
         return None
-    if plan.made or _is_empty(home, identity, plan.target):
-        left = _erase(home, plan.target)
-        if left:
-            _logger.warning("the unfinished copy stays: %s", left)
-    _forget(home)
+    left = _abandon(home, identity, plan)
+    if left:
+        _logger.warning("the unfinished copy stays: %s", left)
     return plan.target
 
 
 def _give_up(home: Home, identity: Identity, source: Engine, plan: Plan, progress: Progress) -> None:
     """Clear the way for another move: what was left of this one is erased, or named."""
-    problem: str | None = None
-    if plan.target == source:  # it did switch, but its old keys could not be erased
-        problem = settle(home, source)
-        place = plan.source
-    else:
-        place = plan.target
-        progress.say(f"giving up the unfinished move to {_place(place)}")
-        try:
-            abandon(home, identity, source)
-        except (KnnstoreError, OSError) as error:
-            problem = str(error)
+    switched = plan.target == source  # only its old keys could not be erased
+    place = _place(plan.source if switched else plan.target)
+    try:
+        if switched:
+            problem = _settle(home, source)
+        else:
+            progress.say(f"giving up the unfinished move to {place}")
+            problem = _abandon(home, identity, plan)
+    except (KnnstoreError, OSError) as error:
+        problem = str(error)
     if problem:
-        progress.say(f"remove what is left at {_place(place)} yourself: {problem}")
+        progress.say(f"remove what is left at {place} yourself: {problem}")
     _forget(home)
+
+
+def _settle(home: Home, engine: Engine) -> str | None:
+    plan = Plan.read(home)
+    if plan is None or plan.target != engine:
+        return None
+    left = _erase(home, plan.source)
+    _forget(home)
+    return left
+
+
+def _abandon(home: Home, identity: Identity, plan: Plan) -> str | None:
+    """Erase the target of a move that has not switched; returns why it is left to the user, if it is."""
+    left = _erase(home, plan.target) if plan.made or _is_empty(home, identity, plan.target) else None
+    _forget(home)
+    return left
 
 
 def _check_free(home: Home, identity: Identity, source: Engine, target: Engine) -> None:

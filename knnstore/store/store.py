@@ -242,14 +242,14 @@ class KNNStore(StoreReader):
 
     def info(self) -> dict[str, Any]:
         """What the store is made for and what is in it."""
-        domains, unfinished = self.domains(), moving.Plan.read(self.home)
+        domains, unfinished = self.domains(), moving.unfinished(self.home, self._catalog.engine())
         return {
             "home": str(self.home.path),
             "catalog": self.home.catalog_url.render_as_string(hide_password=True),
             "store": self._engine.adapter,
             "location": self._engine.location,
             "params": dict(self._engine.params),
-            "unfinished_move": unfinished.target.location if unfinished else None,
+            "unfinished_move": unfinished.location if unfinished else None,
             **{name: getattr(self.identity, name) for name in Identity.__slots__},
             "model_fingerprint": self.identity.model_fingerprint.partition(":")[0],
             "domains": len(domains),

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from knnstore.datastore import Capabilities, Datastore, IdRanges, Metric
+from knnstore.datastore import Capabilities, Datastore, IdRanges, Metric, SupportsErase
 from knnstore.errors import (
     ConfigError,
     DatastoreClosedError,
@@ -194,6 +194,31 @@ class LifecycleTests(KitBase):
             assert 1 // store.count()
         with pytest.raises(DatastoreClosedError):
             store.count()
+
+    def test_erasing_leaves_nothing_and_takes_nothing_else(
+        self, open_store: OpenStore, location: str | Path, records: Records
+    ) -> None:
+        """An engine that can erase removes its datastore; what else is in the folder stays.
+
+        If this fails, check that `erase` removes what `open` and `add` made, by name, and nothing more.
+        """
+        if not issubclass(self.datastore_class, SupportsErase):
+            pytest.skip("it has no erase, which is optional: moving away from it leaves the old keys")
+        store = open_store()
+        require_persistent(store)
+        records.put(store)
+        store.close()
+        strange = Path(location) / "not of the datastore" if isinstance(location, Path) else None
+        if strange:
+            strange.write_text("kept")
+        for _ in range(2):  # the first may have been interrupted
+            self.datastore_class.erase(location, **self.params)
+        with pytest.raises(DatastoreNotFoundError):
+            open_store(mode="r")
+        if strange:
+            assert strange.read_text() == "kept"
+            strange.unlink()
+        assert open_store(mode="x").count() == 0
 
     def test_unreachable_server_is_reported(
         self, open_store: OpenStore, unreachable_location: str | None, records: Records

@@ -3,6 +3,8 @@
 Most of the defects were met in real engines and adapters.
 """
 
+import shutil
+
 import numpy as np
 from stranger_vectors import OneFileDatastore
 
@@ -194,6 +196,16 @@ class _SharesThroughTheClass(MemoryDatastore):
 
 class TestSharesThroughTheClass(DatastoreTests):
     datastore_class = _SharesThroughTheClass
+
+
+class _ErasesTheFolder(OneFileDatastore):
+    @classmethod
+    def erase(cls, location, **params):
+        shutil.rmtree(location, ignore_errors=True)
+
+
+class TestErasesTheFolder(DatastoreTests):
+    datastore_class = _ErasesTheFolder
 
 
 class TestDropsACase(DatastoreTests):

@@ -27,6 +27,7 @@ _EXPECTED = {
     "ReadsOnce": ["test_reader_sees_what_is_flushed"],
     "SaysSharedAndIsNot": ["test_second_writer"],
     "SharesThroughTheClass": ["test_persistent_is_true"],
+    "ErasesTheFolder": ["test_erasing_leaves_nothing_and_takes_nothing_else"],
     "DropsACase": ["test_no_case_is_missing_or_overridden"],
     "OverridesACase": ["test_no_case_is_missing_or_overridden"],
 }

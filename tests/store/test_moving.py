@@ -158,6 +158,51 @@ def test_where_the_engine_removes_nothing_the_user_is_told(store, writer, engine
     assert not (home / "move.json").exists()
 
 
+def test_old_keys_that_cannot_be_erased_now_are_erased_by_a_later_writer(
+    store, writer, engine, home, tmp_path, caplog
+) -> None:
+    down = tmp_path / "down"
+    engine(
+        "    @classmethod\n"
+        "    def erase(cls, location, **params):\n"
+        "        import shutil\n"
+        "        from pathlib import Path\n"
+        "        from knnstore.errors import StoreUnavailableError\n"
+        f"        if Path({str(down)!r}).exists():\n"
+        "            raise StoreUnavailableError('store unavailable: no answer')\n"
+        "        shutil.rmtree(location, ignore_errors=True)"
+    )
+    writer.add("law", "1")
+    store.move("odd", "a")
+    down.touch()
+    assert store.move("faiss", "b").left == "store unavailable: no answer; the next writer tries again"
+    assert store.info()["unfinished_move"] is None
+    store.close()
+    KNNStore.open(home, "a").close()  # which must not fail for it
+    assert "no answer" in caplog.text
+    assert (home / "a").exists()
+    down.unlink()
+    KNNStore.open(home).close()
+    assert (home / "a").exists()
+    KNNStore.open(home, "a").close()
+    assert not (home / "a").exists()
+    assert not (home / "move.json").exists()
+
+
+def test_what_an_unreachable_engine_keeps_blocks_no_other_move(store, writer, engine, tmp_path) -> None:
+    engine(
+        "    @classmethod\n"
+        "    def erase(cls, location, **params):\n"
+        "        raise ConnectionError('no answer')"
+    )
+    writer.add("law", "1")
+    store.move("odd", "a")
+    store.move("faiss", "b")
+    said = Said()
+    assert store.move("faiss", "c", progress=said).left is None
+    assert said.lines == ["remove what is left at odd at a yourself: no answer"]
+
+
 def test_a_place_that_holds_something_is_refused_and_stays_as_it_is(store, writer, home, tmp_path) -> None:
     writer.add("law", "1")
     (tmp_path / "notes").mkdir()
