@@ -1,6 +1,6 @@
 # The command line of knnstore: docker build -t knnstore .
 #
-# For a GPU: --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu128
+# For a GPU, with the CUDA version of your driver: --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu130
 
 FROM python:3.11-slim-trixie AS build
 
