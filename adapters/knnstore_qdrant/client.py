@@ -77,9 +77,13 @@ class ClientPoints:
         """Remove points and say how many there were."""
         count = self.count(condition)
         if count:
-            selector = models.FilterSelector(filter=filter_of(condition))
-            self.change(lambda: self._client.delete(self._name, selector, wait=True))
+            self.remove(condition)
         return count
+
+    def remove(self, condition: Condition) -> None:
+        """Remove points."""
+        selector = models.FilterSelector(filter=filter_of(condition))
+        self.change(lambda: self._client.delete(self._name, selector, wait=True))
 
     def count(self, condition: Condition | None) -> int:
         """How many points there are."""

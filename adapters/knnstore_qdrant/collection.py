@@ -96,7 +96,7 @@ class Collection:
             if create and field not in info.payload_schema:
                 self._index(field, index)
         # A process that was killed during a bulk load left it so.
-        self._put_off = create and info.config.optimizer_config.max_optimization_threads == 0
+        self._put_off = create and info.config.optimizer_config.indexing_threshold == 0
         self.mark = self._mark(info)
         self.exact_keys = vectors.datatype in (None, models.Datatype.FLOAT32)
         self.quantized = (info.config.quantization_config or vectors.quantization_config) is not None
@@ -114,15 +114,14 @@ class Collection:
         """Put indexing off during a bulk load: it would be done again and again while points come."""
         self._added += records
         if self._added >= _BULK and not self._put_off:
-            self._configure(models.OptimizersConfigDiff(max_optimization_threads=0))
+            self._configure(models.OptimizersConfigDiff(indexing_threshold=0))
             self._put_off = True
 
     def let_index(self) -> None:
         """Let the server index what was put off, beside other work."""
         self._added = 0
         if self._put_off:
-            automatic = models.MaxOptimizationThreadsSetting.AUTO
-            self._configure(models.OptimizersConfigDiff(max_optimization_threads=automatic))
+            self._configure(models.OptimizersConfigDiff(indexing_threshold=self.options.indexing_threshold))
             self._put_off = False
 
     def index(self) -> None:

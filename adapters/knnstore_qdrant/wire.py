@@ -54,11 +54,9 @@ class GrpcPoints(ServerPoints):
         ]
         request: Any = grpc.UpsertPoints(collection_name=self._name, points=points, wait=True)
 
-        def upsert() -> str:
-            answer = self._client.grpc_points.Upsert(request, timeout=self.attempts.seconds_left())
-            return str(grpc.UpdateStatus.Name(answer.result.status)).lower()
-
-        self.attempts.change(upsert)
+        self.attempts.change(
+            lambda: _status(self._client.grpc_points.Upsert(request, timeout=self.attempts.seconds_left()))
+        )
 
     def query(self, queries: Keys, k: int, condition: Condition | None, *, exact: bool) -> Neighbors:
         """The k points nearest to each query."""
@@ -67,7 +65,7 @@ class GrpcPoints(ServerPoints):
             "collection_name": self._name,
             "limit": k,
             "params": RestToGrpc.convert_search_params(self._params(k, exact)),
-            "filter": None if condition is None else RestToGrpc.convert_filter(filter_of(condition)),
+            "filter": _filter(condition),
             "with_payload": grpc.WithPayloadSelector(enable=False),
         }
         request: Any = grpc.QueryBatchPoints(
@@ -92,6 +90,22 @@ class GrpcPoints(ServerPoints):
             found.distances[row, : len(hits)] = [hit.score for hit in hits]
         return distances_of(found, self._metric)
 
+    def remove(self, condition: Condition) -> None:
+        """Remove points."""
+        selector = grpc.PointsSelector(filter=_filter(condition))
+        request: Any = grpc.DeletePoints(collection_name=self._name, points=selector, wait=True)
+        self.attempts.change(
+            lambda: _status(self._client.grpc_points.Delete(request, timeout=self.attempts.seconds_left()))
+        )
+
+    def count(self, condition: Condition | None) -> int:
+        """How many points there are."""
+        request: Any = grpc.CountPoints(collection_name=self._name, filter=_filter(condition), exact=True)
+        answer = self.read(
+            lambda: self._client.grpc_points.Count(request, timeout=self.attempts.seconds_left())
+        )
+        return int(answer.result.count)
+
     def scroll(
         self, first: int, limit: int, condition: Condition | None, *, keys: bool
     ) -> tuple[Ids, Keys, Groups]:
@@ -100,7 +114,7 @@ class GrpcPoints(ServerPoints):
             collection_name=self._name,
             offset=grpc.PointId(num=first),
             limit=limit,
-            filter=None if condition is None else RestToGrpc.convert_filter(filter_of(condition)),
+            filter=_filter(condition),
             with_payload=grpc.WithPayloadSelector(enable=keys),
             with_vectors=grpc.WithVectorsSelector(enable=keys),
         )
@@ -115,6 +129,14 @@ class GrpcPoints(ServerPoints):
             vectors[row] = vector.dense.data or vector.data  # servers before 1.16 fill the latter
         groups = [point.payload[GROUP].integer_value for point in known]
         return ids, vectors, np.array(groups, np.int32)
+
+
+def _status(answer: Any) -> str:
+    return str(grpc.UpdateStatus.Name(answer.result.status)).lower()
+
+
+def _filter(condition: Condition | None) -> Any:
+    return None if condition is None else RestToGrpc.convert_filter(filter_of(condition))
 
 
 def _dense_prefix(dim: int) -> bytes:

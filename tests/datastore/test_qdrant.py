@@ -1,20 +1,30 @@
 """The Qdrant adapter: the conformance kit on each way of reaching Qdrant, and its traps."""
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
+from uuid import uuid4
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from knnstore_qdrant import QdrantDatastore
+from knnstore_qdrant import QdrantDatastore, collection
 from knnstore_qdrant.conditions import TOKEN_BITS, Condition, condition_of_ranges
+from knnstore_qdrant.wire import GrpcPoints
+from qdrant_client import QdrantClient, models
 
 from knnstore.datastore import Filter, IdRanges, Keys, Neighbors
-from knnstore.errors import ConfigError, DatastoreMismatchError, LockedError
+from knnstore.errors import (
+    ConfigError,
+    DatastoreError,
+    DatastoreExistsError,
+    DatastoreMismatchError,
+    LockedError,
+)
 from knnstore.testing import DatastoreTests
 from knnstore.testing.filtering import FilterTests
 from knnstore.testing.searching import SearchTests
@@ -28,6 +38,20 @@ class TestMemory(DatastoreTests):
     @pytest.fixture
     def location(self) -> str:
         return ":memory:"
+
+
+if SERVER := os.environ.get("KNNSTORE_TEST_QDRANT_URL"):
+
+    class TestServer(DatastoreTests):
+        """Against a real server, whose API key the adapter's own variable holds."""
+
+        datastore_class = QdrantDatastore
+
+        @pytest.fixture
+        def location(self) -> Iterator[str]:
+            self.params = {"collection": f"knnstore-test-{uuid4().hex}"}
+            yield str(SERVER)
+            QdrantDatastore.erase(str(SERVER), **self.params)
 
 
 @pytest.fixture
@@ -180,3 +204,113 @@ def test_parameters(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             QdrantDatastore.open(tmp_path / "store", dim=DIM, **params)
     assert not (tmp_path / "store").exists()
+
+
+# -- a server, played by tests/qdrant_server
+
+
+def some(n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The arguments of an `add`."""
+    keys = np.random.default_rng(0).normal(size=(n, DIM)).astype(np.float32)
+    return np.arange(n) << TOKEN_BITS, keys, np.zeros(n, np.int32)
+
+
+@pytest.mark.parametrize(
+    "address", ["http://me:sesame@host:6333", "https://host?api-key=sesame", "ftp://sesame", "http://h:port"]
+)
+def test_addresses(address: str) -> None:
+    """Only places are addresses, and what may be a secret is not repeated."""
+    with pytest.raises(ConfigError) as refused:
+        QdrantDatastore.open(address, dim=DIM)
+    assert "sesame" not in str(refused.value)
+
+
+def test_api_key(qdrant_server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key comes from the environment or a file, opens REST and gRPC, and stands in no message."""
+    key_file = tmp_path / "key"
+    key_file.write_text("sesame\n")
+    with type(qdrant_server)(tmp_path / "locked", api_key="sesame") as server:
+        ports = {"grpc_port": server.grpc_port}
+        for key in ("", "wrong"):
+            monkeypatch.setenv("KNNSTORE_QDRANT_API_KEY", key)
+            with pytest.raises(DatastoreError, match="refuses the API key") as refused:
+                QdrantDatastore.open(server.url, dim=DIM, **ports)
+            assert "wrong" not in str(refused.value)
+        with QdrantDatastore.open(server.url, dim=DIM, api_key_file=str(key_file), **ports) as store:
+            store.add(*some(3))
+        monkeypatch.setenv("KNNSTORE_QDRANT_API_KEY", "sesame")
+        with QdrantDatastore.open(server.url, dim=DIM, mode="r", **ports) as store:
+            assert isinstance(store._opened, GrpcPoints)
+            assert store.count() == 3
+
+
+def test_grpc_only_where_the_same_server_answers(qdrant_server: Any, tmp_path: Path) -> None:
+    """Another server at the port for gRPC, even one with a collection of this name, is not asked."""
+    with type(qdrant_server)(tmp_path / "other") as other:
+        QdrantDatastore.open(other.url, dim=DIM, grpc_port=other.grpc_port).close()
+        for port in (other.grpc_port, 1):
+            with QdrantDatastore.open(qdrant_server.url, dim=DIM, grpc_port=port) as store:
+                assert not isinstance(store._opened, GrpcPoints)
+                store.add(*some(4))
+        with QdrantDatastore.open(other.url, dim=DIM, grpc_port=other.grpc_port) as store:
+            assert isinstance(store._opened, GrpcPoints)
+            assert store.count() == 0
+
+
+def test_somebody_else_s_collection(qdrant_server: Any) -> None:
+    """It is neither used nor removed."""
+    client = QdrantClient(qdrant_server.url, check_compatibility=False)
+    client.create_collection("knnstore", models.VectorParams(size=DIM, distance=models.Distance.EUCLID))
+    client.upsert("knnstore", [models.PointStruct(id=1, vector=[0.0] * DIM)])
+    ports = {"grpc_port": qdrant_server.grpc_port}
+    with pytest.raises(DatastoreMismatchError, match="not made by knnstore"):
+        QdrantDatastore.open(qdrant_server.url, dim=DIM, **ports)
+    with pytest.raises(DatastoreExistsError, match="collection=NAME"):
+        QdrantDatastore.open(qdrant_server.url, dim=DIM, mode="x", **ports)
+    with pytest.raises(DatastoreMismatchError, match="not made by knnstore"):
+        QdrantDatastore.erase(qdrant_server.url, **ports)
+    with QdrantDatastore.open(qdrant_server.url, dim=DIM, collection="mine", **ports) as store:
+        assert store.count() == 0
+    QdrantDatastore.erase(qdrant_server.url, collection="mine", **ports)
+    QdrantDatastore.erase(qdrant_server.url, collection="mine", **ports)
+    assert [found.name for found in client.get_collections().collections] == ["knnstore"]
+    client.close()
+
+
+def test_indexing_is_put_off_during_a_bulk_load(qdrant_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until `optimize` or `close`; the next writer ends it if this one was killed."""
+    monkeypatch.setattr(collection, "_BULK", 1000)
+    client = QdrantClient(qdrant_server.url, check_compatibility=False)
+
+    def threshold() -> object:
+        return client.get_collection("knnstore").config.optimizer_config.indexing_threshold
+
+    params = {"indexing_threshold": 500, "grpc_port": qdrant_server.grpc_port}
+    ids, keys, groups = some(1200)
+    with QdrantDatastore.open(qdrant_server.url, dim=DIM, **params) as store:
+        store.add(ids[:900], keys[:900], groups[:900])
+        assert threshold() == 500
+        store.add(ids[900:], keys[900:], groups[900:])
+        assert threshold() == 0
+        store.optimize()
+        assert threshold() == 500
+        assert store.count() == 1200
+        off = models.OptimizersConfigDiff(indexing_threshold=0)
+        client.update_collection("knnstore", optimizers_config=off)
+    QdrantDatastore.open(qdrant_server.url, dim=DIM, **params).close()
+    assert threshold() == 500
+    client.close()
+
+
+@pytest.mark.parametrize("prefer_grpc", [False, True])
+def test_filters_that_end_within_a_position(qdrant_server: Any, prefer_grpc: bool) -> None:
+    """Ids at the borders of a range are looked up where they are too many to be listed."""
+    ids = np.array([5, BLOCK - 1, BLOCK, 2 * BLOCK + 7, 3 * BLOCK])
+    _, keys, groups = some(5)
+    params = {"prefer_grpc": prefer_grpc, "grpc_port": qdrant_server.grpc_port}
+    with QdrantDatastore.open(qdrant_server.url, dim=DIM, **params) as store:
+        store.add(ids, keys, groups)
+        for start, stop in ((6, 2 * BLOCK + 7), (6, 2 * BLOCK + 8), (0, BLOCK - 1), (BLOCK, 3 * BLOCK)):
+            expected = ids[(ids >= start) & (ids < stop)]
+            found = store.search(keys[:1], 5, where=Filter(IdRanges([(start, stop)]))).ids[0]
+            assert sorted(found[found >= 0].tolist()) == expected.tolist()
