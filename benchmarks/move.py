@@ -4,7 +4,7 @@
     python benchmarks/move.py --keys KEYS.npy --rows N --engine qdrant
     python benchmarks/move.py --smoke                a few seconds
 
-JSON goes to stdout, a line for each engine to stderr. A store of four domains on FAISS is moved with
+JSON goes to stdout, a line for each engine to stderr. A store on FAISS is moved with
 `KNNStore.move`: read, written durably, indexed, every record compared, recall measured, switched. In
 turn with it, in one process, the same keys are loaded from memory into the same engine, ready to be
 searched: with its adapter, and with its library alone where that takes a few lines. A ratio is that of the
@@ -31,20 +31,19 @@ from knnstore.catalog import Identity, NewDocument
 from knnstore.datastore import Keys, SupportsOptimize, registry
 from knnstore.store import KNNStore
 
-DOMAINS = 4
 BATCH = 8192
 DOCUMENT = 1000
 """Tokens of a document."""
 ENGINES = ("faiss", "hnswlib", "qdrant")
 
 
-def fill(home: Path, keys: Keys) -> None:
+def fill(home: Path, keys: Keys, domains: int) -> None:
     """Make a store on FAISS that holds these keys, the domains one after the other."""
     rows, dim = keys.shape
     identity = Identity("none", "0" * 64, "0" * 64, "key", dim, "l2", 1000, 16, 8)
     tokens = np.random.default_rng(0).integers(0, 1000, rows).astype(np.uint32)
     with KNNStore.create(home, identity) as store:
-        for domain, of_domain in enumerate(np.array_split(np.arange(rows), DOMAINS)):
+        for domain, of_domain in enumerate(np.array_split(np.arange(rows), domains)):
             parts = [of_domain[at : at + DOCUMENT] for at in range(0, len(of_domain), DOCUMENT)]
             new = [
                 NewDocument(str(number), f"domain {domain}", f"{part[0]:064x}", tokens[part])
@@ -76,11 +75,11 @@ def moved(home: Path, engine: str) -> tuple[float, dict[str, Any]]:
     return seconds, {"recall": result.recall, "neighbors": result.neighbors}
 
 
-def loaded(folder: Path, engine: str, keys: Keys) -> float:
+def loaded(folder: Path, engine: str, keys: Keys, domains: int) -> float:
     """Load an engine through its adapter; returns the seconds."""
     ids, groups = (
         np.arange(len(keys)) << 20,
-        np.repeat(np.arange(DOMAINS, dtype=np.int32), [len(part) for part in np.array_split(keys, DOMAINS)]),
+        np.repeat(np.arange(domains, dtype=np.int32), [len(part) for part in np.array_split(keys, domains)]),
     )
     start = time.perf_counter()
     with registry.load(engine).open(folder, dim=keys.shape[1], mode="x") as store:
@@ -93,7 +92,7 @@ def loaded(folder: Path, engine: str, keys: Keys) -> float:
         return time.perf_counter() - start
 
 
-def faiss_alone(folder: Path, keys: Keys) -> float:
+def faiss_alone(folder: Path, keys: Keys, domains: int) -> float:
     """Build and write the index that the adapter chooses for each domain."""
     import faiss
     from knnstore_faiss.policy import Policy, new_index
@@ -101,7 +100,7 @@ def faiss_alone(folder: Path, keys: Keys) -> float:
     from knnstore.datastore import Metric
 
     start = time.perf_counter()
-    for domain, part in enumerate(np.array_split(keys, DOMAINS)):
+    for domain, part in enumerate(np.array_split(keys, domains)):
         factory = Policy().factory(len(part), len(part), keys.shape[1])
         index = new_index(factory, keys.shape[1], Metric.L2) if factory else faiss.IndexFlatL2(keys.shape[1])
         if factory:
@@ -114,14 +113,14 @@ def faiss_alone(folder: Path, keys: Keys) -> float:
     return time.perf_counter() - start
 
 
-def hnswlib_alone(folder: Path, keys: Keys) -> float:
+def hnswlib_alone(folder: Path, keys: Keys, domains: int) -> float:
     """Build and write a graph of each domain with the adapter's parameters."""
     import hnswlib
     from knnstore_hnswlib.policy import Policy
 
     policy = Policy()
     start = time.perf_counter()
-    for domain, part in enumerate(np.array_split(keys, DOMAINS)):
+    for domain, part in enumerate(np.array_split(keys, domains)):
         graph = hnswlib.Index("l2", keys.shape[1])
         graph.init_index(len(part), M=policy.M, ef_construction=policy.ef_construction)
         graph.add_items(part)
@@ -129,10 +128,10 @@ def hnswlib_alone(folder: Path, keys: Keys) -> float:
     return time.perf_counter() - start
 
 
-ALONE: dict[str, Callable[[Path, Keys], float]] = {"faiss": faiss_alone, "hnswlib": hnswlib_alone}
+ALONE: dict[str, Callable[[Path, Keys, int], float]] = {"faiss": faiss_alone, "hnswlib": hnswlib_alone}
 
 
-def compare(home: Path, engine: str, keys: Keys, repeats: int) -> dict[str, Any]:
+def compare(home: Path, engine: str, keys: Keys, domains: int, repeats: int) -> dict[str, Any]:
     """Move and load in turn, each time from another one on."""
     seconds: dict[str, list[float]] = {"move": [], "adapter": []}
     if engine in ALONE:
@@ -147,11 +146,11 @@ def compare(home: Path, engine: str, keys: Keys, repeats: int) -> dict[str, Any]
                     copied(home, folder / "home")
                     taken, found = moved(folder / "home", engine)
                 elif side == "adapter":
-                    taken = loaded(folder / "store", engine, keys)
+                    taken = loaded(folder / "store", engine, keys, domains)
                 else:
-                    taken = ALONE[engine](folder, keys)
+                    taken = ALONE[engine](folder, keys, domains)
             seconds[side].append(taken)
-    result = {"engine": engine, "records": len(keys), "dim": keys.shape[1], **found}
+    result = {"engine": engine, "records": len(keys), "domains": domains, "dim": keys.shape[1], **found}
     for side, times in seconds.items():
         result[f"{side}_records_per_s"] = round(len(keys) / statistics.median(times))
         if side != "move":
@@ -167,6 +166,7 @@ def main() -> None:
     )
     parser.add_argument("--keys", type=Path, help="a .npy file with keys, shape (n, dim), of any float type")
     parser.add_argument("--rows", type=int, default=200_000)
+    parser.add_argument("--domains", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--engine", action="append", choices=ENGINES, help="repeatable; default is each one")
     parser.add_argument("--smoke", action="store_true", help="small sizes, to see that it runs")
@@ -182,9 +182,9 @@ def main() -> None:
     usable = {row.name for row in registry.describe() if row.problem is None and row.capabilities}
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder) / "home"
-        fill(home, keys)
+        fill(home, keys, options.domains)
         for engine in options.engine or [name for name in ENGINES if name in usable]:
-            results["moves"].append(compare(home, engine, keys, repeats))
+            results["moves"].append(compare(home, engine, keys, options.domains, repeats))
             line = "  ".join(f"{name}={value}" for name, value in results["moves"][-1].items())
             print(line, file=sys.stderr)
     json.dump(results, sys.stdout, indent=2)
