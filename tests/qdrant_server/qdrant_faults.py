@@ -95,7 +95,8 @@ class Faults:
     """
 
     def __init__(self, forget: Callable[[bool], None]) -> None:
-        self.calls: list[str] = []
+        self.calls: list[tuple[str, str]] = []
+        """The protocol ("rest" or "grpc") and the endpoint of each."""
         self._well_again = threading.Event()
         self._forget = forget
         self._faults: list[Fault] = []
@@ -126,9 +127,9 @@ class Faults:
 
     def counted(self) -> Counter[str]:
         """How often each endpoint was called."""
-        return Counter(self.calls)
+        return Counter(endpoint for _, endpoint in self.calls)
 
-    def answer(self, endpoint: str, work: Callable[[], Any]) -> Any:
+    def answer(self, protocol: str, endpoint: str, work: Callable[[], Any]) -> Any:
         """Do the work of a call, or spoil it.
 
         Raises:
@@ -136,7 +137,7 @@ class Faults:
             ConnectionLost: the connection must be reset.
         """
         with self._lock:
-            self.calls.append(endpoint)
+            self.calls.append((protocol, endpoint))
             well_again = self._well_again
             fault = next((fault for fault in self._faults if fault.hits(endpoint)), None)
         if endpoint in UPDATES:

@@ -56,7 +56,7 @@ class _Answering:
         try:
             if self._api_key not in (None, dict(context.invocation_metadata()).get("api-key")):
                 raise ApiError(401, "Must provide an API key or an Authorization bearer token")
-            return self._faults.answer(endpoint, lambda: translated(work))
+            return self._faults.answer("grpc", endpoint, lambda: translated(work))
         except ConnectionLost:
             context.abort(grpc.StatusCode.UNAVAILABLE, "Connection reset by peer")
         except ApiError as error:

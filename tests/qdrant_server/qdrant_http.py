@@ -99,12 +99,12 @@ class Handler(BaseHTTPRequestHandler):
         if len(body) > MAX_BODY:
             raise ApiError(413, f"JSON payload ({len(body)} bytes) is larger than allowed")
         if not path:
-            return self.server.faults.answer("info", lambda: VERSION)
+            return self.server.faults.answer("rest", "info", lambda: VERSION)
         try:
             endpoint, work = self._collections(path[1:], body) or self._points(path[1:], body, wait)
         except ValidationError as error:
             raise ApiError(400, f"Format error in JSON body: {error}") from error
-        return _envelope(self.server.faults.answer(endpoint, lambda: translated(work)))
+        return _envelope(self.server.faults.answer("rest", endpoint, lambda: translated(work)))
 
     def _control(self, body: bytes) -> Any:
         """The endpoint of the tests: PUT a fault, DELETE all, GET how often each endpoint was called."""
