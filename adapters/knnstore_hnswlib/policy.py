@@ -6,6 +6,19 @@ from typing import Any
 from knnstore.datastore import checked_params
 from knnstore.errors import ConfigError
 
+# Measured with keys of a language model (the last FFN's input of a 4-layer GPT-2, dim 256) over technical
+# prose, 256 queries of other documents a batch, by hnswlib 0.8 with ef=128 on two busy cores.
+# Time is relative to exact search over the same rows; recall is against exact search.
+#
+#      rows    k=1024: time  recall    k=64: time  recall
+#    16 384             4.5    .996           .69    .997
+#    32 768             2.3    .995           .44    .989
+#    65 536              .8    .994           .16    .995
+#   100 000              .9    .993           .17    .997
+#   200 000              .36   .992           .08    .993
+#
+# At k=64 one query in 256 found none of its neighbours in some of these graphs, as it did in all that were
+# built with `ef_construction` 100. With `ef` 192 none was lost, recall was .999, and time 1.4 times as long.
 _LARGEST_M = 512
 _SMALL_SHARE = 8  # a segment has a graph from this fraction of `exact_up_to` on
 
@@ -23,7 +36,7 @@ class Policy:
 
     M: int = 16
     ef_construction: int = 200
-    ef: int = 128
+    ef: int = 200
     exact_up_to: int = 1 << 16
 
     @classmethod
