@@ -30,7 +30,7 @@ from knnstore_qdrant.options import Options
 from knnstore_qdrant.points import Points, missing
 
 _SCROLL_BYTES = 8 << 20  # of vectors in one answer
-_NEIGHBORS_AT_ONCE = 1 << 16  # in one answer: each is a Python object for a moment
+_NEIGHBORS_AT_ONCE = 1 << 14  # in one answer: each is a Python object for a moment
 
 
 class QdrantDatastore:

@@ -63,6 +63,7 @@ class EmbeddedPoints:
         self._switching = threading.Lock()
         self._shard: Shard | None = None
         self._flushed = ""
+        self._changed = False
         self._lock: WriterLock | None = None
         if mode == "r":
             self._check_description()
@@ -104,12 +105,13 @@ class EmbeddedPoints:
 
     def flush(self) -> None:
         """Return when all changes so far survive a power loss, and let readers know."""
-        if self._lock is None:
+        if not self._changed:
             return
         with self._changing() as shard:
             shard.flush()
             self._flushed = str(int(self._flushed or 0) + 1)
             publish(self._root / "flushed", self._flushed.encode(), "flushed")
+            self._changed = False
 
     def optimize(self) -> None:
         """Index all points and reclaim the space of removed ones."""
@@ -179,6 +181,7 @@ class EmbeddedPoints:
         """Keep readers from copying during a change."""
         with self._switching, self._locked(fcntl.LOCK_EX):
             assert self._shard is not None
+            self._changed = True
             yield self._shard
 
     def _current(self) -> Shard:
