@@ -32,6 +32,7 @@ from knnstore.testing.searching import SearchTests
 DIM = 16
 
 
+@pytest.mark.slow  # it filters in Python, point by point
 class TestMemory(DatastoreTests):
     datastore_class = QdrantDatastore
 
