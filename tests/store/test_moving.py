@@ -275,7 +275,7 @@ def test_to_a_server_that_fails_in_the_middle_and_back(store, writer, home, tmp_
     monkeypatch.setattr(transfer, "_BATCH", 100)
     writer.add("law", "1", n=400)
     writer.add("news", "2", n=200)
-    before, batches, params = answers(store), contents(store), {"timeout": 0.2}
+    before, batches, params = answers(store), contents(store), {"timeout": 1.0}
     with QdrantServer(tmp_path / "qdrant") as server:
         server.faults.add("refuse", "upsert", first=4, times=FOREVER)
         with pytest.raises(StoreUnavailableError):
@@ -289,7 +289,7 @@ def test_to_a_server_that_fails_in_the_middle_and_back(store, writer, home, tmp_
         same(answers(store), before)
         assert not (home / "keys").exists()
         with pytest.raises(DatastoreExistsError, match="already at"):
-            store.move("qdrant", server.url, params={"timeout": 0.3})
+            store.move("qdrant", server.url, params={"timeout": 2.0})
         assert store.move("faiss", "back").left is None
         assert store.move("qdrant", server.url).copied == 600  # for the collection was removed
         store.move("faiss", "again")
