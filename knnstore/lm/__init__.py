@@ -1,22 +1,33 @@
 """The language model: keys, windows, mixing, and a transformers model with a store."""
 
+from knnstore.lm.bins import BinnedLambda
 from knnstore.lm.build import Added
+from knnstore.lm.calibrate import Calibration, CalibrationRecord
+from knnstore.lm.closed_forms import NearnessLambda, RelativeConfidence
 from knnstore.lm.evaluate import Evaluation
 from knnstore.lm.explain import Source, TokenExplanation
-from knnstore.lm.mixing import FixedLambda, KNNSettings, Mixer, Retrieved
+from knnstore.lm.mixing import Chosen, FixedLambda, KNNSettings, Mixer, Retrieved
 from knnstore.lm.modeling import KNNLMForCausalLM
 from knnstore.lm.opening import create, load
+from knnstore.lm.token_table import TokenTable
 
 __all__ = [
     "Added",
+    "BinnedLambda",
+    "Calibration",
+    "CalibrationRecord",
+    "Chosen",
     "Evaluation",
     "FixedLambda",
     "KNNLMForCausalLM",
     "KNNSettings",
     "Mixer",
+    "NearnessLambda",
+    "RelativeConfidence",
     "Retrieved",
     "Source",
     "TokenExplanation",
+    "TokenTable",
     "create",
     "load",
 ]

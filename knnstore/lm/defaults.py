@@ -1,6 +1,7 @@
 """The settings of a store for which none were fitted."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -11,6 +12,8 @@ from knnstore.store import EVERYTHING, KNNStore, Selection
 DEFAULT_K = 1024
 DEFAULT_LAMBDA = 0.5
 """Between the best values published in the model's own domain (0.25) and far from it (0.65 and more)."""
+CALIBRATION = "calibration"
+"""Under this name saved settings hold how they were found."""
 
 _TEMPERATURE_SHARE = 0.1
 _SAMPLE = 8192
@@ -39,6 +42,16 @@ def save_default_settings(store: KNNStore) -> None:
     store.save_settings({name: value for name, value in values.items() if name != "selection"})
 
 
+def saved_for(store: KNNStore, selection: Selection = EVERYTHING) -> dict[str, Any] | None:
+    """What is saved for the domains selected, else for the whole store, if anything.
+
+    Beside the values of `KNNSettings.to_dict` it may hold a record of `knnstore.lm.calibrate`.
+    """
+    saved = store.settings(selection.domains) if selection.domains else None
+    saved = saved or store.settings()
+    return dict(saved) if saved else None
+
+
 def settings_for(store: KNNStore, selection: Selection = EVERYTHING) -> KNNSettings:
     """The settings saved for the domains selected, else those of the whole store, else the default.
 
@@ -46,7 +59,8 @@ def settings_for(store: KNNStore, selection: Selection = EVERYTHING) -> KNNSetti
         store: where they are saved.
         selection: becomes part of the settings.
     """
-    saved = store.settings(selection.domains) if selection.domains else None
-    saved = saved or store.settings()
+    saved = saved_for(store, selection)
+    if saved:
+        saved.pop(CALIBRATION, None)
     settings = KNNSettings.from_dict(saved) if saved else default_settings(store)
     return replace(settings, selection=selection)

@@ -21,14 +21,24 @@ class Encoded(NamedTuple):
     """float32, shape (n, d)."""
 
     states: Tensor
-    """Opaque, shape (n, ...): what `Encoder.gold_log_probs` makes probabilities from."""
+    """Opaque, shape (n, ...): what `Encoder.log_probs` makes probabilities from."""
+
+
+class LogProbs(NamedTuple):
+    """What the base model predicts at n positions."""
+
+    gold: Tensor
+    """log p_LM of one token each, float32, shape (n,), <= 0."""
+
+    best: Tensor
+    """log p_LM of the likeliest token, float32, shape (n,), <= 0: the model's confidence."""
 
 
 class Encoder:
     """A causal language model as a source of keys and of gold-token probabilities.
 
     The output head, most of the cost of a small model, runs only on the positions asked for and
-    only by `gold_log_probs`. Some models do more than their head between hidden state and logits (cap or
+    only by `log_probs`. Some models do more than their head between hidden state and logits (cap or
     scale them); this is found by one trial, and for them the logits of the full model are used.
 
     Args:
@@ -80,26 +90,31 @@ class Encoder:
         return Encoded(keys.flatten(0, 1)[wanted].float(), states.flatten(0, 1)[wanted])
 
     def gold_log_probs(self, states: Tensor, gold: NDArray[np.int64] | Tensor) -> Tensor:
-        """Return the base model's log-probability of one token at each position.
+        """Return the first part of `log_probs` alone."""
+        return self.log_probs(states, gold).gold
+
+    def log_probs(self, states: Tensor, gold: NDArray[np.int64] | Tensor) -> LogProbs:
+        """Return the base model's log-probability of one token at each position, and of its best guess.
 
         Memory stays bounded: the vocabulary is touched for a few positions at a time.
 
         Args:
             states: from `encode`, n positions.
             gold: token ids, shape (n,).
-
-        Returns:
-            float32, shape (n,), <= 0.
         """
         tokens = torch.as_tensor(gold, device=states.device)[:, None]
-        log_probs = torch.empty(len(states), device=states.device)
+        found = LogProbs(
+            torch.empty(len(states), device=states.device), torch.empty(len(states), device=states.device)
+        )
         rows = max(1, _CHUNK_VALUES // self.model.config.get_text_config().vocab_size)
         with torch.inference_mode():
             for start in range(0, len(states), rows):
                 part = slice(start, start + rows)
                 logits = (self.head(states[part]) if self._head_suffices() else states[part]).float()
-                log_probs[part] = logits.gather(1, tokens[part])[:, 0] - logits.logsumexp(1)
-        return log_probs
+                total = logits.logsumexp(1)
+                found.gold[part] = logits.gather(1, tokens[part])[:, 0] - total
+                found.best[part] = logits.amax(1) - total
+        return found
 
     def _stops_at_keys(self) -> bool:
         if self._may_stop is None:

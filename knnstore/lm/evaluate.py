@@ -1,25 +1,26 @@
 """Perplexity of the base model and of the mixture, touching only the gold token.
 
 exp(total negative log-likelihood / tokens predicted), over the same windows as storing, so every
-token counts once, whatever document it is in.
+token counts once, whatever document it is in; and the same total over words and over bytes.
 """
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from knnstore.documents import TextDocument
 from knnstore.errors import InputError
 from knnstore.lm.encoder import Encoder
-from knnstore.lm.interpolation import gold_knn_probs, mix_gold, neighbor_weights
+from knnstore.lm.interpolation import gold_knn_probs, mix_gold
 from knnstore.lm.mixing import KNNSettings
-from knnstore.lm.scoring import BATCH_TOKENS, score
-from knnstore.lm.text import in_chunks, tokenized
+from knnstore.lm.scoring import BATCH_TOKENS, count_predicted, score_held_out
+from knnstore.lm.token_table import TokenTable
 from knnstore.progress import Progress
-from knnstore.store import KNNStore, Selection
+from knnstore.store import KNNStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +34,20 @@ class Evaluation:
     """Of the model alone."""
     knn_ppl: float
     """Of the mixture."""
+    words: int
+    """Of the texts, as white space divides them."""
+    base_word_ppl: float
+    """For each word, which compares models with different tokenizers; ``bytes`` likewise."""
+    knn_word_ppl: float
+    bytes: int
+    """Of the texts in UTF-8."""
+    base_byte_ppl: float
+    knn_byte_ppl: float
     helped: float
     """Share of tokens to which p_kNN gives more probability than p_LM."""
     k: int
     temperature: float
+    """Mean T over the tokens."""
     lam: float
     """Mean λ over the tokens."""
     mixer: str
@@ -55,6 +66,7 @@ def evaluate(
     *,
     leave_out: bool = False,
     batch_tokens: int = BATCH_TOKENS,
+    table: TokenTable | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
     """Measure perplexity with and without the store.
@@ -68,6 +80,7 @@ def evaluate(
         leave_out: a document that is itself in the store does not retrieve from itself; else it
             does, and `Evaluation.stored` names it.
         batch_tokens: tokens in one forward pass.
+        table: takes in a row for each token.
         progress: hears of each batch.
 
     Raises:
@@ -75,48 +88,62 @@ def evaluate(
     """
     listed = list(documents)
     twins = store.stored_content((document.content_hash for document in listed), settings.selection)
-    groups: list[tuple[Sequence[TextDocument], Selection]] = [(listed, settings.selection)]
-    if leave_out and twins:
-        groups = [([d for d in listed if d.content_hash not in twins], settings.selection)]
-        groups += [
-            ([d], settings.selection.without(d.content_hash)) for d in listed if d.content_hash in twins
-        ]
-
     if progress is not None:  # tokenised twice, for the time left: little against the forward pass
-        lengths = (len(ids) for ahead in in_chunks(listed) for ids in tokenized(ahead, tokenizer))
-        progress.start("evaluating", total=sum(lengths))
+        progress.start("evaluating", total=count_predicted(listed, tokenizer))
     started = time.perf_counter()
     tokens, helped = 0, 0
-    lm_total, mixed_total, lam_total = 0.0, 0.0, 0.0
-    for members, selection in groups:
-        for scores in score(
-            store, encoder, tokenizer, members,
-            k=settings.k, selection=selection, batch_tokens=batch_tokens, progress=progress,
-        ):  # fmt: skip
-            weights = neighbor_weights(scores.distances, settings.temperature)
-            knn = gold_knn_probs(weights, scores.tokens, scores.gold)
-            lam = settings.mixer(scores.retrieved())
-            mixed = mix_gold(scores.lm_log_probs, knn, weights.sum(1) > 0, lam)
-            tokens += len(scores.gold)
-            helped += int((knn > scores.lm_log_probs.exp()).sum())
-            lm_total += float(scores.lm_log_probs.double().sum())
-            mixed_total += float(mixed.double().sum())
-            lam_total += float(lam.double().sum())
+    lm_total, mixed_total, lam_total, temperature_total = 0.0, 0.0, 0.0, 0.0
+    for scores in score_held_out(
+        store, encoder, tokenizer, listed, k=settings.k, selection=settings.selection,
+        left_out=twins if leave_out else (), batch_tokens=batch_tokens, progress=progress,
+    ):  # fmt: skip
+        weights, lam, temperature = settings.weigh(scores.retrieved())
+        knn = gold_knn_probs(weights, scores.tokens, scores.gold)
+        mixed = mix_gold(scores.lm_log_probs, knn, weights.sum(1) > 0, lam)
+        count = len(scores.gold)
+        tokens += count
+        helped += int((knn > scores.lm_log_probs.exp()).sum())
+        lm_total += float(scores.lm_log_probs.double().sum())
+        mixed_total += float(mixed.double().sum())
+        lam_total += float(lam.double().sum())
+        temperature_total += (
+            float(temperature.double().sum()) if isinstance(temperature, Tensor) else temperature * count
+        )
+        if table is not None:
+            table.add(scores, knn, lam, mixed)
     seconds = time.perf_counter() - started
     if progress is not None:
         progress.finish()
     if not tokens:
         raise InputError("nothing to evaluate: the documents hold no token to predict")
+    if table is not None:
+        table.name(listed)
+    words = sum(len(document.text.split()) for document in listed)
+    in_bytes = sum(len(document.text.encode()) for document in listed)
     return Evaluation(
         documents=len(listed),
         tokens=tokens,
-        base_ppl=math.exp(-lm_total / tokens),
-        knn_ppl=math.exp(-mixed_total / tokens),
+        base_ppl=_perplexity(lm_total, tokens),
+        knn_ppl=_perplexity(mixed_total, tokens),
+        words=words,
+        base_word_ppl=_perplexity(lm_total, words),
+        knn_word_ppl=_perplexity(mixed_total, words),
+        bytes=in_bytes,
+        base_byte_ppl=_perplexity(lm_total, in_bytes),
+        knn_byte_ppl=_perplexity(mixed_total, in_bytes),
         helped=helped / tokens,
         k=settings.k,
-        temperature=settings.temperature,
+        temperature=temperature_total / tokens,
         lam=lam_total / tokens,
         mixer=settings.mixer.name,
         tokens_per_s=tokens / seconds,
         stored=tuple(document.id for document in listed if document.content_hash in twins),
     )
+
+
+def _perplexity(total: float, units: int) -> float:
+    """Exponentiate the mean negative log-likelihood; infinite where it exceeds what a float holds."""
+    try:
+        return math.exp(-total / units)
+    except (OverflowError, ZeroDivisionError):
+        return math.inf

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from knnstore.datastore import Ids
 from knnstore.lm.encoder import Encoder
-from knnstore.lm.interpolation import gold_knn_probs, mix_gold, neighbor_weights
+from knnstore.lm.interpolation import gold_knn_probs, mix_gold
 from knnstore.lm.mixing import KNNSettings
 from knnstore.lm.scoring import BATCH_TOKENS, score_batch
 from knnstore.lm.windows import pack, prefix_of
@@ -88,10 +88,10 @@ def explain_tokens(
         batch_tokens=BATCH_TOKENS,
     ):
         scores = score_batch(store, encoder, batch, settings.k, settings.selection)
-        weights = neighbor_weights(scores.distances, settings.temperature)
+        weights, lambdas, _ = settings.weigh(scores.retrieved())
         found = weights.sum(1) > 0
         p_knn = gold_knn_probs(weights, scores.tokens, scores.gold)
-        lam = settings.mixer(scores.retrieved()) * found
+        lam = lambdas.where(found, 0.0)
         p = mix_gold(scores.lm_log_probs, p_knn, found, lam).exp()
         for row, position in enumerate(batch.positions.tolist()):
             if position < start:

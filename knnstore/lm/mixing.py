@@ -1,16 +1,20 @@
-"""How much to trust retrieval: the settings of a query, and the protocol that chooses λ."""
+"""How much to trust retrieval: the settings of a query, and the protocol that chooses λ and T."""
 
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from knnstore.errors import ConfigError
+from knnstore.lm.interpolation import PerQuery, neighbor_weights
 from knnstore.store.selection import EVERYTHING, Selection
+
+MAX_LAMBDA = 0.999
+"""The largest λ that is fitted or computed, so that what was not retrieved remains possible."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,29 +24,57 @@ class Retrieved:
     distances: Tensor
     """float32, shape (n, k), ascending in each row; +inf where a neighbour is missing."""
 
-    tokens: Tensor
-    """int64, shape (n, k); anything where a neighbour is missing."""
+    lm_max: Tensor
+    """log p_LM of the token that the model finds likeliest, float32, shape (n,): its confidence."""
+
+    tokens: Tensor | None = None
+    """int64, shape (n, k); anything where a neighbour is missing. Not kept by `ScoredText`."""
 
     keys: Tensor | None = None
-    """The queries themselves, float32, shape (n, d), for mixers that look at the context."""
+    """The queries themselves, float32, shape (n, d). Not kept by `ScoredText`."""
 
-    lm_log_probs: Tensor | None = None
-    """log p_LM over the vocabulary, float32, shape (n, v), where it was computed."""
+
+class Chosen(NamedTuple):
+    """What a mixer chose for n queries."""
+
+    lam: Tensor
+    """λ, float32, shape (n,), between 0 and 1; rows without a neighbour do not matter."""
+
+    temperature: PerQuery
+    """T > 0, one for all or of shape (n,)."""
 
 
 class Mixer(Protocol):
-    """A way to choose λ for each query."""
+    """A way to choose λ, and if it likes T, for each query."""
 
     @property
     def name(self) -> str:
         """A short name for reports, e.g. ``fixed``."""
         ...
 
-    def __call__(self, retrieved: Retrieved) -> Tensor:
-        """Return λ, float32, shape (n,), between 0 and 1; rows without a neighbour do not matter."""
+    def __call__(self, retrieved: Retrieved, temperature: float) -> Chosen:
+        """Choose for each query.
+
+        Args:
+            retrieved: what is known.
+            temperature: that of the settings, for a mixer that has no better one or scales it.
+        """
         ...
 
 
+MIXERS: dict[str, Callable[..., Mixer]] = {}
+"""The mixers that settings can be saved with, by name: dataclasses whose fields are JSON values."""
+
+M = TypeVar("M", bound=Callable[..., Mixer])
+
+
+def savable(mixer: M) -> M:
+    """Enter a class of mixers in `MIXERS`, under its ``name``."""
+    MIXERS[mixer.name] = mixer  # type: ignore[attr-defined]
+    return mixer
+
+
+@savable
 @dataclass(frozen=True, slots=True)
 class FixedLambda:
     """The same λ everywhere (Khandelwal et al. 2020)."""
@@ -56,13 +88,23 @@ class FixedLambda:
         if not 0 <= self.lam <= 1:
             raise ConfigError(f"lambda must be between 0 and 1, got {self.lam}")
 
-    def __call__(self, retrieved: Retrieved) -> Tensor:
-        """Return λ, float32, shape (n,)."""
-        return torch.full((len(retrieved.distances),), self.lam, device=retrieved.distances.device)
+    def __call__(self, retrieved: Retrieved, temperature: float) -> Chosen:
+        """Choose λ and the temperature given."""
+        lam = torch.full((len(retrieved.distances),), self.lam, device=retrieved.distances.device)
+        return Chosen(lam, temperature)
 
 
-MIXERS: dict[str, Callable[..., Mixer]] = {FixedLambda.name: FixedLambda}
-"""The mixers that settings can be saved with, by name: dataclasses whose fields are JSON values."""
+class Weighed(NamedTuple):
+    """The settings applied to n queries."""
+
+    weights: Tensor
+    """p_kNN of each neighbour, see `neighbor_weights`; shape (n, k)."""
+
+    lam: Tensor
+    """λ, shape (n,)."""
+
+    temperature: PerQuery
+    """T in force."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +122,7 @@ class KNNSettings:
     """T > 0, in the unit of the distances; larger gives far neighbours more weight."""
 
     mixer: Mixer = FixedLambda(0.25)
-    """Chooses λ for each query."""
+    """Chooses λ for each query; some scale T as well."""
 
     selection: Selection = EVERYTHING
     """Which documents are retrieved from."""
@@ -100,6 +142,15 @@ class KNNSettings:
     def retrieves(self) -> bool:
         """Whether a search can make any difference: False when λ is 0 everywhere."""
         return not (isinstance(self.mixer, FixedLambda) and self.mixer.lam == 0)
+
+    def weigh(self, retrieved: Retrieved) -> "Weighed":
+        """Apply the mixer.
+
+        Args:
+            retrieved: n queries with k neighbours each.
+        """
+        lam, temperature = self.mixer(retrieved, self.temperature)
+        return Weighed(neighbor_weights(retrieved.distances, temperature), lam, temperature)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain values for JSON.

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from knnstore.errors import ConfigError, StoreNotFoundError
-from knnstore.lm.interpolation import mix, neighbor_weights
+from knnstore.lm.interpolation import mix
 from knnstore.lm.keys import KeyCapture, keep_positions, locate
 from knnstore.lm.loading import check_matches, load
 from knnstore.lm.mixing import KNNSettings, Retrieved
@@ -292,9 +292,8 @@ class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: i
         for start in range(0, len(rows), step):
             at = slice(start, start + step)
             log_probs = flat_logits[at].float().log_softmax(-1)
-            lambdas = settings.mixer(
-                Retrieved(distances[at], ids[at], keys=flat_keys[at].float(), lm_log_probs=log_probs)
+            weighed = settings.weigh(
+                Retrieved(distances[at], log_probs.amax(-1), tokens=ids[at], keys=flat_keys[at].float())
             )
-            weights = neighbor_weights(distances[at], settings.temperature)
-            parts.append(mix(log_probs, weights, ids[at], lambdas))
+            parts.append(mix(log_probs, weighed.weights, ids[at], weighed.lam))
         return torch.cat(parts).reshape(logits.shape)

@@ -1,9 +1,11 @@
 """Running the model and one search over every token of held-out documents."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -26,6 +28,8 @@ class TokenScores:
 
     lm_log_probs: Tensor
     """log p_LM of each token, float32, shape (n,)."""
+    lm_max: Tensor
+    """log p_LM of the token that was likeliest there, float32, shape (n,)."""
     ids: Ids
     """The neighbours' records, shape (n, k), -1 where one is missing."""
     distances: Tensor
@@ -36,10 +40,14 @@ class TokenScores:
     """The tokens themselves, int64, shape (n,)."""
     keys: Tensor
     """What was searched for, float32, shape (n, d)."""
+    documents: NDArray[np.int64]
+    """Index of each token's document, in the order given; shape (n,)."""
+    positions: NDArray[np.int64]
+    """Of each token in its document, shape (n,)."""
 
     def retrieved(self) -> Retrieved:
-        """What a mixer chooses λ from."""
-        return Retrieved(self.distances, self.tokens, keys=self.keys)
+        """What a mixer chooses from."""
+        return Retrieved(self.distances, self.lm_max, tokens=self.tokens, keys=self.keys)
 
 
 def score_batch(store: KNNStore, encoder: Encoder, batch: Batch, k: int, selection: Selection) -> TokenScores:
@@ -47,13 +55,17 @@ def score_batch(store: KNNStore, encoder: Encoder, batch: Batch, k: int, selecti
     encoded = encoder.encode(batch.input_ids, batch.at)
     keys = encoded.keys.cpu()
     found = store.search(keys.numpy(), k, selection)
+    log_probs = encoder.log_probs(encoded.states, batch.gold)
     return TokenScores(
-        lm_log_probs=encoder.gold_log_probs(encoded.states, batch.gold).cpu(),
+        lm_log_probs=log_probs.gold.cpu(),
+        lm_max=log_probs.best.cpu(),
         ids=found.ids,
         distances=torch.from_numpy(found.distances),
         tokens=torch.from_numpy(tokens_of(found.ids)),
         gold=torch.from_numpy(batch.gold),
         keys=keys,
+        documents=batch.documents,
+        positions=batch.positions,
     )
 
 
@@ -84,6 +96,7 @@ def score(
         The scores of a batch of windows; together every token once.
     """
     shown = progress or Progress()
+    before = 0
     for ahead in in_chunks(documents):
         for batch in pack(
             tokenized(ahead, tokenizer),
@@ -92,5 +105,57 @@ def score(
             stride=store.identity.stride,
             batch_tokens=batch_tokens,
         ):
-            yield score_batch(store, encoder, batch, k, selection)
+            scores = score_batch(store, encoder, batch, k, selection)
+            yield replace(scores, documents=scores.documents + before)
             shown.advance(len(batch.at))
+        before += len(ahead)
+
+
+def score_held_out(
+    store: KNNStore,
+    encoder: Encoder,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[TextDocument],
+    *,
+    k: int,
+    selection: Selection,
+    left_out: Collection[str] = (),
+    batch_tokens: int = BATCH_TOKENS,
+    progress: Progress | None = None,
+) -> Iterator[TokenScores]:
+    """Score held-out documents, of which some are in the store and do not retrieve from themselves.
+
+    Args:
+        store: where to search.
+        encoder: the store's model.
+        tokenizer: the model's tokenizer.
+        documents: all of them.
+        k: neighbours of each token.
+        selection: among which documents to search.
+        left_out: content hashes of documents that are not among what they retrieve from.
+        batch_tokens: tokens in one forward pass, padding included.
+        progress: hears of each batch.
+
+    Yields:
+        As `score`.
+    """
+    others = [at for at, document in enumerate(documents) if document.content_hash not in left_out]
+    groups = [(others, selection)] + [
+        ([at], selection.without(document.content_hash))
+        for at, document in enumerate(documents)
+        if document.content_hash in left_out
+    ]
+    for members, reached in groups:
+        for scores in score(
+            store, encoder, tokenizer, [documents[at] for at in members],
+            k=k, selection=reached, batch_tokens=batch_tokens, progress=progress,
+        ):  # fmt: skip
+            yield replace(scores, documents=np.array(members, np.int64)[scores.documents])
+
+
+def count_predicted(documents: Iterable[TextDocument], tokenizer: PreTrainedTokenizerBase) -> int:
+    """Count the tokens that `score` predicts: all, or without a prefix all but each document's first."""
+    context = 0 if prefix_of(tokenizer) is not None else 1
+    return sum(
+        max(0, len(ids) - context) for ahead in in_chunks(documents) for ids in tokenized(ahead, tokenizer)
+    )

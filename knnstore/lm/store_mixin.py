@@ -10,13 +10,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from knnstore.documents import OnBad, documents_of
 from knnstore.errors import ConfigError, InputError
 from knnstore.lm.build import COMMIT_TOKENS, Added, add_documents
-from knnstore.lm.defaults import save_default_settings, settings_for
+from knnstore.lm.calibrate import Calibration, calibrate
+from knnstore.lm.defaults import DEFAULT_K, save_default_settings, settings_for
 from knnstore.lm.encoder import Encoder
 from knnstore.lm.evaluate import Evaluation, evaluate
 from knnstore.lm.explain import TokenExplanation, explain_tokens
 from knnstore.lm.keys import KeyLocation
 from knnstore.lm.mixing import KNNSettings
 from knnstore.lm.scoring import BATCH_TOKENS
+from knnstore.lm.token_table import TokenTable
 from knnstore.lm.windows import prefix_of
 from knnstore.progress import Progress
 from knnstore.store import KNNStore
@@ -85,6 +87,7 @@ class StoreMixin:
         knn: KNNSettings | None = None,
         *,
         leave_out: bool = False,
+        table: TokenTable | None = None,
         progress: Progress | None = None,
     ) -> Evaluation:
         """Measure perplexity on held-out documents with and without the store; see `evaluate`.
@@ -93,6 +96,7 @@ class StoreMixin:
             documents: as in `add`.
             knn: settings of this call; default ``self.knn``.
             leave_out: a document that is itself in the store does not retrieve from itself.
+            table: takes in a row for each token.
             progress: hears of each batch.
         """
         return evaluate(
@@ -102,8 +106,48 @@ class StoreMixin:
             documents_of(documents),
             knn or self.knn,
             leave_out=leave_out,
+            table=table,
             progress=progress,
         )
+
+    def calibrate(
+        self,
+        documents: Iterable[object],
+        *,
+        domains: Iterable[str] | None = None,
+        max_k: int = DEFAULT_K,
+        leave_out: bool = False,
+        progress: Progress | None = None,
+    ) -> Calibration:
+        """Fit all settings on held-out text and save the best; see `calibrate`.
+
+        ``self.knn`` has them from then on if it selects the same domains.
+
+        Args:
+            documents: as in `add`.
+            domains: what to retrieve from, and what the settings are saved for; default the whole store.
+            max_k: neighbours to search for; smaller numbers are tried as well.
+            leave_out: a document that is itself in the store does not retrieve from itself; else it
+                is refused.
+            progress: hears of each batch.
+
+        Raises:
+            ReadOnlyError: the store was opened for reading.
+            InputError: a document is in the store, or there is too little text.
+        """
+        found = calibrate(
+            self.store,
+            self.encoder,
+            self._known_tokenizer(),
+            documents_of(documents),
+            domains=domains,
+            max_k=max_k,
+            leave_out=leave_out,
+            progress=progress,
+        )
+        if found.record is not None and set(found.record.domains) == set(self.knn.selection.domains or ()):
+            self.knn = settings_for(self.store, self.knn.selection)
+        return found
 
     def explain(
         self,

@@ -189,6 +189,9 @@ class ExactStore:
                 distances[row, : len(order)] = squares[order]
         return Neighbors(ids, distances)
 
+    def provenance(self, ids) -> list[None]:
+        return [None] * len(ids)
+
 
 @pytest.fixture(scope="session")
 def make_store(tokenizer: PreTrainedTokenizerFast) -> Callable[..., ExactStore]:

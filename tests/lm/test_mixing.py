@@ -1,4 +1,4 @@
-"""Settings and the fixed mixer."""
+"""Settings and the mixers."""
 
 import dataclasses
 import json
@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from knnstore.errors import ConfigError
-from knnstore.lm.mixing import MIXERS, FixedLambda, KNNSettings, Retrieved
+from knnstore.lm.mixing import MIXERS, Chosen, FixedLambda, KNNSettings, Retrieved
 from knnstore.store import Selection
 
 
 class HalfWhereNear:
     name = "half-where-near"
 
-    def __call__(self, retrieved):
-        return (retrieved.distances[:, 0] < 1).float() / 2
+    def __call__(self, retrieved, temperature):
+        return Chosen((retrieved.distances[:, 0] < 1).float() / 2, temperature)
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,8 @@ class Nearer:
     limit: float
     name = "nearer"
 
-    def __call__(self, retrieved):
-        return (retrieved.distances[:, 0] < self.limit) * self.lam
+    def __call__(self, retrieved, temperature):
+        return Chosen((retrieved.distances[:, 0] < self.limit) * self.lam, temperature)
 
 
 def test_a_mixer_needs_one_entry_to_be_saved(monkeypatch):
@@ -84,5 +84,5 @@ def test_lam_is_short_for_a_fixed_mixer():
 
 
 def test_a_fixed_mixer_gives_one_float32_a_query():
-    retrieved = Retrieved(torch.zeros(3, 2), torch.zeros(3, 2, dtype=torch.long))
-    assert torch.equal(FixedLambda(0.5)(retrieved), torch.full((3,), 0.5))
+    retrieved = Retrieved(torch.zeros(3, 2), torch.zeros(3))
+    assert torch.equal(FixedLambda(0.5)(retrieved, 2.0).lam, torch.full((3,), 0.5))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from knnstore.errors import ConfigError, FingerprintMismatchError
-from knnstore.lm.mixing import KNNSettings
+from knnstore.lm.mixing import Chosen, KNNSettings
 from knnstore.lm.modeling import KNNLMForCausalLM
 from knnstore.store import Selection, tokens_of
 
@@ -233,16 +233,16 @@ def test_a_mixer_sees_the_query_and_chooses_for_each(gpt2, make_store):
 
         name = "first"
 
-        def __call__(self, retrieved):
+        def __call__(self, retrieved, temperature):
             assert retrieved.keys.shape == (6, 32)
-            assert retrieved.lm_log_probs.shape == (6, 101)
-            return torch.tensor([1.0, 0, 0, 0, 0, 0])
+            assert torch.equal(retrieved.lm_max, base[0].amax(-1))
+            return Chosen(torch.tensor([1.0, 0, 0, 0, 0, 0]), temperature)
 
     store = make_store(gpt2, [SEQUENCE])
     ids = torch.tensor([SEQUENCE[:6]])
     with torch.no_grad():
-        logits = KNNLMForCausalLM(gpt2, store)(ids, knn=KNNSettings(k=1, mixer=First())).logits
         base = gpt2(ids).logits.log_softmax(-1)
+        logits = KNNLMForCausalLM(gpt2, store)(ids, knn=KNNSettings(k=1, mixer=First())).logits
     assert logits[0, 0].argmax() == SEQUENCE[1]
     assert logits[0, 0].max() == 0
     assert torch.equal(logits[0, 1:], base[0, 1:])

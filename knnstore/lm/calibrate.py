@@ -1,0 +1,155 @@
+"""Finding the settings for a user's own model, store and text, and keeping a record of how."""
+
+import hashlib
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Self
+
+from transformers import PreTrainedTokenizerBase
+
+from knnstore.documents import TextDocument
+from knnstore.errors import ConfigError, InputError, ReadOnlyError
+from knnstore.lm.comparison import Comparison, check_enough, compare
+from knnstore.lm.defaults import CALIBRATION, DEFAULT_K, saved_for, settings_for
+from knnstore.lm.encoder import Encoder
+from knnstore.lm.scored_text import score_once
+from knnstore.lm.scoring import count_predicted
+from knnstore.progress import Progress
+from knnstore.store import EVERYTHING, KNNStore, Selection
+
+STALE_GROWTH = 1.25
+"""Settings are stale when the records retrieved from have grown or shrunk by more than this factor."""
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationRecord:
+    """How saved settings were found."""
+
+    date: str
+    """ISO 8601, UTC."""
+    mixer: str
+    """Name of the candidate."""
+    documents: int
+    tokens: int
+    """Of the held-out text."""
+    text_hash: str
+    """SHA-256 over the content hashes of the held-out documents, in any order."""
+    revision: int
+    """Of the store."""
+    records: int
+    """How many were retrieved from."""
+    base_ppl: float
+    knn_ppl: float
+    """Held out: of tokens in documents that were not fitted on."""
+    domains: tuple[str, ...]
+    """What the settings were found for; none is the whole store."""
+
+    @classmethod
+    def of(cls, store: KNNStore, selection: Selection = EVERYTHING) -> Self | None:
+        """The record of the settings that `settings_for` returns; None when they were not calibrated."""
+        saved = (saved_for(store, selection) or {}).get(CALIBRATION)
+        return None if saved is None else cls(**{**saved, "domains": tuple(saved["domains"])})
+
+    def growth(self, store: KNNStore) -> float:
+        """By which factor the records have become more since."""
+        return _records(store, self.domains) / self.records
+
+    def is_stale(self, store: KNNStore) -> bool:
+        """Whether the store has changed so much that other settings will be better."""
+        return not 1 / STALE_GROWTH <= self.growth(store) <= STALE_GROWTH
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What `calibrate` found."""
+
+    comparison: Comparison
+    record: CalibrationRecord | None
+    """As it was saved; None when nothing was, because no candidate beats the model alone."""
+    scoring_seconds: float
+    fitting_seconds: float
+
+
+def calibrate(
+    store: KNNStore,
+    encoder: Encoder,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Iterable[TextDocument],
+    *,
+    domains: Iterable[str] | None = None,
+    max_k: int = DEFAULT_K,
+    leave_out: bool = False,
+    progress: Progress | None = None,
+) -> Calibration:
+    """Fit all settings on held-out text, and save the best for these domains.
+
+    One pass of model and search, then everything is fitted without either; see `compare`. Nothing is
+    saved unless the perplexity is below the model's own, beyond chance.
+
+    Args:
+        store: where to search; opened for writing.
+        encoder: the store's model.
+        tokenizer: the model's tokenizer.
+        documents: held-out text of the kind that is to be predicted.
+        domains: what to retrieve from, and what the settings are saved for; default the whole store.
+        max_k: neighbours to search for; smaller numbers are tried as well.
+        leave_out: a document that is itself in the store does not retrieve from itself; else it is refused.
+        progress: hears of each batch.
+
+    Raises:
+        ReadOnlyError: the store was opened for reading.
+        InputError: a document is in the store, or there is too little text.
+    """
+    if store.mode != "a":
+        raise ReadOnlyError('calibrated settings are saved in the store: open it for writing, mode "a"')
+    if max_k < 1:
+        raise ConfigError(f"max_k must be at least 1, got {max_k}")
+    names = tuple(sorted(set(domains or ())))
+    selection = Selection(domains=names) if names else EVERYTHING
+    revision, records = store.view().snapshot.revision, _records(store, names)
+    listed = list({document.content_hash: document for document in documents}.values())
+    twins = store.stored_content((document.content_hash for document in listed), selection)
+    if twins and not leave_out:
+        first = next(document for document in listed if document.content_hash in twins)
+        raise InputError(
+            f"{len(twins):,} of the held-out documents are in the store, {first.id!r} for one: it would find "
+            "itself. Give other documents, or leave each out of its own search (leave_out, --leave-out)"
+        )
+    check_enough(len(listed), count_predicted(listed, tokenizer))
+    if not records:
+        raise InputError("the store is empty: add documents before calibrating")
+    started = time.perf_counter()
+    scored = score_once(
+        store, encoder, tokenizer, listed,
+        k=min(max_k, records), selection=selection, left_out=twins, progress=progress,
+    )  # fmt: skip
+    between = time.perf_counter()
+    found = compare(scored, settings_for(store, selection))
+    fitted = time.perf_counter()
+    record = None
+    if found.beats_base:
+        best = found.best
+        contents = sorted(document.content_hash for document in listed)
+        record = CalibrationRecord(
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            mixer=best.name,
+            documents=found.documents,
+            tokens=found.tokens,
+            text_hash=hashlib.sha256("\n".join(contents).encode()).hexdigest(),
+            revision=revision,
+            records=records,
+            base_ppl=found.base.ppl,
+            knn_ppl=best.held_out.ppl,
+            domains=names,
+        )
+        values = best.settings.to_dict()
+        del values["selection"]
+        store.save_settings({**values, CALIBRATION: {**asdict(record), "domains": list(names)}}, names)
+    return Calibration(found, record, between - started, fitted - between)
+
+
+def _records(store: KNNStore, domains: tuple[str, ...]) -> int:
+    """Tokens stored under these domains, or under all when none is named."""
+    return sum(domain.tokens for domain in store.domains() if not domains or domain.name in domains)

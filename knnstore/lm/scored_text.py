@@ -1,0 +1,119 @@
+"""Held-out text after one pass of model and search: all that settings are fitted and judged by."""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from knnstore.documents import TextDocument
+from knnstore.lm.encoder import Encoder
+from knnstore.lm.interpolation import mix_gold
+from knnstore.lm.mixing import KNNSettings, Retrieved
+from knnstore.lm.scoring import count_predicted, score_held_out
+from knnstore.progress import Progress
+from knnstore.store import KNNStore, Selection
+
+_CHUNK_VALUES = 1 << 20
+"""How many neighbours are weighed at once: what stays in a CPU's cache."""
+
+
+class Mixed(NamedTuple):
+    """The mixture at n tokens."""
+
+    log_probs: Tensor
+    """log p of each token, float32, shape (n,)."""
+    lam: Tensor
+    """λ in force, 0 where nothing was found: float32, shape (n,)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredText:
+    """n tokens with k neighbours each; no model and no search is needed any more.
+
+    5 bytes a neighbour: 50,000 tokens with 1,024 neighbours take 256 MB.
+    """
+
+    lm_log_probs: Tensor
+    """log p_LM of each token, float32, shape (n,)."""
+    lm_max: Tensor
+    """log p_LM of the token that was likeliest there, float32, shape (n,)."""
+    distances: Tensor
+    """To the neighbours, float32, shape (n, k), ascending, +inf where one is missing."""
+    hits: Tensor
+    """Whether a neighbour carries the token, bool, shape (n, k)."""
+    documents: Tensor
+    """Index of each token's document, int64, shape (n,)."""
+
+    def __len__(self) -> int:
+        return len(self.lm_log_probs)
+
+    @property
+    def k(self) -> int:
+        """Neighbours of each token."""
+        return self.distances.shape[1]
+
+    def chunks(self, k: int, tokens: Tensor | None = None) -> Iterator[Tensor]:
+        """Indices of tokens to weigh together with k neighbours each; of all, or of those given."""
+        every = torch.arange(len(self)) if tokens is None else tokens
+        step = max(1, _CHUNK_VALUES // k)
+        return (every[start : start + step] for start in range(0, len(every), step))
+
+    def retrieved(self, k: int, tokens: Tensor) -> Retrieved:
+        """What a mixer chooses from, with the k nearest neighbours of some tokens."""
+        return Retrieved(self.distances[tokens, :k], self.lm_max[tokens])
+
+    def log_probs(self, settings: KNNSettings, tokens: Tensor | None = None) -> Mixed:
+        """Mix as `settings` say; its selection is not looked at.
+
+        Args:
+            settings: with a k of at most that of the pass.
+            tokens: indices, int64, shape (m,); default all.
+
+        Returns:
+            One entry for each of the m tokens.
+        """
+        parts = []
+        for chunk in self.chunks(settings.k, tokens):
+            weights, lam, _ = settings.weigh(self.retrieved(settings.k, chunk))
+            found = weights.sum(1) > 0
+            knn = (weights * self.hits[chunk, : settings.k]).sum(1).clamp_(max=1.0)
+            parts.append((mix_gold(self.lm_log_probs[chunk], knn, found, lam), lam.where(found, 0.0)))
+        return Mixed(*(torch.cat(part) for part in zip(*parts, strict=True)))
+
+
+def score_once(
+    store: KNNStore,
+    encoder: Encoder,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[TextDocument],
+    *,
+    k: int,
+    selection: Selection,
+    left_out: Collection[str] = (),
+    progress: Progress | None = None,
+) -> ScoredText:
+    """Run the model and one search over every token of held-out documents; see `score_held_out`."""
+    shown = progress or Progress()
+    total = count_predicted(documents, tokenizer)
+    shown.start("scoring", total=total)
+    scored = ScoredText(
+        torch.empty(total), torch.empty(total), torch.empty(total, k),
+        torch.empty((total, k), dtype=torch.bool), torch.empty(total, dtype=torch.int64),
+    )  # fmt: skip
+    done = 0
+    for part in score_held_out(
+        store, encoder, tokenizer, documents,
+        k=k, selection=selection, left_out=left_out, progress=shown,
+    ):  # fmt: skip
+        rows = slice(done, done + len(part.gold))
+        scored.lm_log_probs[rows] = part.lm_log_probs
+        scored.lm_max[rows] = part.lm_max
+        scored.distances[rows] = part.distances
+        scored.hits[rows] = part.tokens == part.gold[:, None]
+        scored.documents[rows] = torch.from_numpy(part.documents)
+        done = rows.stop
+    shown.finish()
+    return scored

@@ -1,0 +1,70 @@
+"""What an evaluation says about every single token."""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, TextIO
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from knnstore.documents import TextDocument
+from knnstore.lm.scoring import TokenScores
+
+COLUMNS = ("document", "position", "token", "text", "p_lm", "p_knn", "lambda", "p", "distance")
+"""``position`` counts a document's tokens from 0, ``token`` is the token's id, ``distance`` that of
+the nearest neighbour, null where there is none."""
+
+
+class TokenTable:
+    """Collects a row for every evaluated token; 48 bytes each until it is written."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[NDArray[Any], ...]] = []
+        self._documents: Sequence[TextDocument] = ()
+
+    def add(self, scores: TokenScores, p_knn: Tensor, lam: Tensor, log_p: Tensor) -> None:
+        """Take in a batch.
+
+        Args:
+            scores: n tokens.
+            p_knn: p_kNN of each.
+            lam: λ in force.
+            log_p: log p of the mixture.
+        """
+        columns = (scores.lm_log_probs.exp(), p_knn, lam, log_p.exp(), scores.distances[:, 0])
+        tensors = (column.numpy() for column in columns)
+        self._parts.append((scores.documents, scores.positions, scores.gold.numpy(), *tensors))
+
+    def name(self, documents: Sequence[TextDocument]) -> None:
+        """Say what documents the scores count."""
+        self._documents = documents
+
+    def rows(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
+        """Yield a value for each of `COLUMNS`, in the order of the text."""
+        if not self._parts:
+            return
+        columns = [np.concatenate(column) for column in zip(*self._parts, strict=True)]
+        for at in np.lexsort((columns[1], columns[0])).tolist():
+            document, position, token, *numbers = (column[at].item() for column in columns)
+            text = tokenizer.decode([token], clean_up_tokenization_spaces=False)
+            numbers[-1] = numbers[-1] if np.isfinite(numbers[-1]) else None
+            values = (self._documents[document].id, position, token, text, *numbers)
+            yield dict(zip(COLUMNS, values, strict=True))
+
+    def write(self, file: TextIO, tokenizer: PreTrainedTokenizerBase, *, as_json: bool) -> None:
+        """Write all rows.
+
+        Args:
+            file: opened for writing text.
+            tokenizer: the model's.
+            as_json: JSON Lines; else tab-separated values under a heading, texts as JSON strings.
+        """
+        if not as_json:
+            file.write("\t".join(COLUMNS) + "\n")
+        for row in self.rows(tokenizer):
+            if as_json:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            else:
+                file.write("\t".join(json.dumps(value, ensure_ascii=False) for value in row.values()) + "\n")

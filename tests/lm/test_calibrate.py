@@ -1,0 +1,157 @@
+"""Calibrating a real store: what is saved, for what, when nothing is, and what uses it."""
+
+import json
+import math
+import shutil
+from io import StringIO
+
+import numpy as np
+import pytest
+
+import knnstore
+from knnstore.documents import TextDocument
+from knnstore.errors import InputError, ReadOnlyError
+from knnstore.lm import CalibrationRecord, KNNSettings, TokenTable
+from knnstore.lm.defaults import settings_for
+from knnstore.lm.scored_text import score_once
+from knnstore.store import EVERYTHING, Selection
+
+RNG = np.random.default_rng(7)
+PHRASES = [" ".join(f"w{i}" for i in RNG.integers(4, 60, 12)) for _ in range(30)]
+
+
+def phrased(count: int, name: str) -> list[dict[str, str]]:
+    """Documents made of the same phrases in another order."""
+    return [
+        {"id": f"{name}{at}", "text": " ".join(PHRASES[i] for i in RNG.integers(0, 30, 9))}
+        for at in range(count)
+    ]
+
+
+STORED, HELD_OUT = phrased(12, "s"), phrased(12, "h")
+
+
+@pytest.fixture(scope="module")
+def filled(make_model, tokenizer, tmp_path_factory):
+    """A home with the domains phrases and noise."""
+    path, home = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("filled") / "home"
+    make_model("gpt2").save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    lm = knnstore.create(home, model=str(path), max_length=32, stride=16)
+    with lm.store:
+        lm.add(STORED, domain="phrases")
+        noise = [" ".join(f"w{i}" for i in RNG.integers(60, 100, 50)) for _ in range(4)]
+        lm.add(noise, domain="noise")
+    return home
+
+
+@pytest.fixture
+def lm(filled, tmp_path):
+    shutil.copytree(filled, tmp_path / "home")
+    opened = knnstore.load(tmp_path / "home", "a")
+    yield opened
+    opened.store.close()
+
+
+def test_the_winner_is_saved_for_its_domains_and_used(lm):
+    before = lm.evaluate(HELD_OUT, settings_for(lm.store, Selection(domains=("phrases",))))
+    found = lm.calibrate(HELD_OUT, domains=["phrases"], max_k=64)
+    record = found.record
+    assert record is not None
+    assert (record.documents, record.tokens, record.domains) == (12, 12 * 108, ("phrases",))
+    assert record.records == 12 * 108
+    assert record.knn_ppl < record.base_ppl == pytest.approx(before.base_ppl, rel=1e-5)
+    used = settings_for(lm.store, Selection(domains=("phrases",)))
+    assert used == KNNSettings(
+        k=found.comparison.best.settings.k,
+        temperature=found.comparison.best.settings.temperature,
+        mixer=found.comparison.best.settings.mixer,
+        selection=Selection(domains=("phrases",)),
+    )
+    assert lm.evaluate(HELD_OUT, used).knn_ppl < before.knn_ppl
+    assert CalibrationRecord.of(lm.store, Selection(domains=("phrases",))) == record
+    # Other domains keep theirs.
+    assert CalibrationRecord.of(lm.store) is None
+    assert CalibrationRecord.of(lm.store, Selection(domains=("noise",))) is None
+    assert not record.is_stale(lm.store)
+    lm.add(phrased(4, "more"), domain="phrases")
+    assert record.is_stale(lm.store)
+    assert record.growth(lm.store) == pytest.approx(16 / 12)
+
+
+def test_what_is_saved_for_the_whole_store_is_used_from_then_on(lm):
+    found = lm.calibrate(HELD_OUT, max_k=16)
+    assert lm.knn == found.comparison.best.settings
+    home = lm.store.home.path
+    lm.store.close()
+    again = knnstore.load(home)
+    assert again.knn == lm.knn
+    with pytest.raises(ReadOnlyError, match="open it for writing"):
+        again.calibrate(HELD_OUT)
+    again.store.close()
+
+
+def test_nothing_is_saved_that_does_not_beat_the_model(lm):
+    before = lm.store.settings()
+    other = [" ".join(f"w{i}" for i in RNG.integers(4, 60, 108)) for _ in range(12)]
+    found = lm.calibrate(other, domains=["noise"], max_k=16)
+    assert found.record is None
+    assert lm.store.settings(["noise"]) is None
+    assert lm.store.settings() == before
+
+
+def test_documents_of_the_store_are_refused_or_left_out(lm):
+    with pytest.raises(InputError, match="2 of the held-out documents are in the store, 's0' for one"):
+        lm.calibrate([*HELD_OUT, *STORED[:2]])
+    assert lm.calibrate(STORED, domains=["noise"], max_k=4).comparison.documents == 12
+    left_out = lm.calibrate(STORED, max_k=16, leave_out=True)
+    honest = lm.evaluate(STORED, left_out.comparison.best.settings, leave_out=True)
+    assert left_out.comparison.base.ppl == pytest.approx(honest.base_ppl, rel=1e-5)
+    assert left_out.comparison.best.held_out.ppl == pytest.approx(honest.knn_ppl, rel=0.2)
+
+
+@pytest.mark.parametrize("documents", [HELD_OUT[:7], [f"w5 w{at}" for at in range(6, 20)], []])
+def test_too_little_text_is_refused_before_the_pass(lm, documents):
+    with pytest.raises(InputError, match="at least 8 documents and 1,000 tokens are needed"):
+        lm.calibrate(documents)
+
+
+def test_the_cached_pass_agrees_with_the_evaluation(lm):
+    documents = [TextDocument(row["id"], row["text"]) for row in HELD_OUT]
+    scored = score_once(lm.store, lm.encoder, lm.tokenizer, documents, k=64, selection=EVERYTHING)
+    fitted = lm.calibrate(HELD_OUT, max_k=64).comparison.candidates
+    for settings in [
+        KNNSettings(k=20, temperature=3.0, lam=0.4),
+        *(candidate.settings for candidate in fitted),
+    ]:
+        evaluated = lm.evaluate(HELD_OUT, settings)
+        mixed, lam = scored.log_probs(settings)
+        assert math.exp(-mixed.double().mean()) == pytest.approx(evaluated.knn_ppl, rel=1e-4)
+        assert float(lam.mean()) == pytest.approx(evaluated.lam, rel=1e-3, abs=1e-6)
+
+
+def test_every_token_has_a_row_that_adds_up(lm):
+    texts = [{"id": "b", "text": "w5 w6 w7\tw8"}, {"id": "a", "text": " ".join(["w9 w10"] * 30)}]
+    table, knn = TokenTable(), KNNSettings(k=5, temperature=4.0, lam=0.25)
+    found = lm.evaluate(texts, knn, table=table)
+    rows = list(table.rows(lm.tokenizer))
+    assert [(row["document"], row["position"]) for row in rows] == [
+        *(("b", at) for at in range(4)), *(("a", at) for at in range(60)),
+    ]  # fmt: skip
+    assert [row["text"] for row in rows[:4]] == ["w5", "w6", "w7", "w8"]
+    losses = -np.log([row["p"] for row in rows])
+    assert math.exp(losses.mean()) == pytest.approx(found.knn_ppl, rel=1e-5)
+    assert found.helped == np.mean([row["p_knn"] > row["p_lm"] for row in rows])
+    for row in rows:
+        assert row["p"] == pytest.approx(0.75 * row["p_lm"] + 0.25 * row["p_knn"], rel=1e-4)
+        assert row["distance"] >= 0
+    words, in_bytes = 64, sum(len(row["text"].encode()) for row in texts)
+    assert (found.words, found.bytes) == (words, in_bytes)
+    assert found.knn_word_ppl == pytest.approx(math.exp(losses.sum() / words), rel=1e-5)
+    assert found.knn_byte_ppl == pytest.approx(math.exp(losses.sum() / in_bytes), rel=1e-5)
+    lines, values = StringIO(), StringIO()
+    table.write(lines, lm.tokenizer, as_json=True)
+    table.write(values, lm.tokenizer, as_json=False)
+    assert [json.loads(line) for line in lines.getvalue().splitlines()] == rows
+    heading, *cells = (line.split("\t") for line in values.getvalue().splitlines())
+    assert [dict(zip(heading, map(json.loads, row), strict=True)) for row in cells] == rows

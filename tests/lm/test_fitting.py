@@ -1,0 +1,167 @@
+"""Fits against a brute-force search, and the comparison of candidates."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from knnstore.errors import InputError
+from knnstore.lm import BinnedLambda, KNNSettings
+from knnstore.lm.bins import bins_of
+from knnstore.lm.comparison import MIN_TOKENS, compare
+from knnstore.lm.fitting import fit_bins, fit_fixed, fit_lambdas, gather_evidence
+from knnstore.lm.scored_text import ScoredText
+
+
+def made(seed: int = 0, tokens: int = 1200, k: int = 16, documents: int = 12) -> ScoredText:
+    """Tokens of which the near ones are retrieved well and the far ones badly."""
+    rng = np.random.default_rng(seed)
+    nearest = rng.uniform(1, 100, (tokens, 1))
+    distances = nearest + np.sort(rng.exponential(20, (tokens, k)), axis=1)
+    # The nearer a neighbour, the likelier it has the token.
+    hits = rng.random((tokens, k)) < 0.9 * np.exp(-distances / 60)
+    return ScoredText(
+        torch.from_numpy(np.log(rng.uniform(0.001, 0.4, tokens)).astype(np.float32)),
+        torch.from_numpy(np.log(rng.uniform(0.4, 0.9, tokens)).astype(np.float32)),
+        torch.from_numpy(distances.astype(np.float32)),
+        torch.from_numpy(hits),
+        torch.from_numpy(rng.integers(0, documents, tokens)),
+    )
+
+
+def knn_probs(scored: ScoredText, k: int, temperature: float) -> np.ndarray:
+    distances = scored.distances[:, :k].double().numpy()
+    weights = np.exp(-(distances - distances[:, :1]) / temperature)
+    return (weights * scored.hits[:, :k].numpy()).sum(1) / weights.sum(1)
+
+
+def loss(scored: ScoredText, k: int, temperature: float, lam: float) -> float:
+    lm = scored.lm_log_probs.double().exp().numpy()
+    return float(-np.log((1 - lam) * lm + lam * knn_probs(scored, k, temperature)).mean())
+
+
+def test_the_fixed_fit_is_as_good_as_a_fine_grid():
+    scored = made()
+    for evidence in gather_evidence(scored, [4, 16]):
+        fitted = fit_fixed(evidence)
+        assert fitted.k == evidence.k
+        grid = min(
+            loss(scored, evidence.k, temperature, lam)
+            for temperature in np.geomspace(0.5, 500, 60)
+            for lam in np.linspace(0.01, 0.99, 50)
+        )
+        found = -float(scored.log_probs(fitted).log_probs.double().mean())
+        assert found == pytest.approx(loss(scored, fitted.k, fitted.temperature, fitted.mixer.lam), abs=1e-5)
+        assert found < grid + 1e-4
+
+
+def test_lambda_is_that_of_expectation_maximisation():
+    rng = np.random.default_rng(3)
+    lm, knn, bins = rng.uniform(0.01, 0.5, 300), rng.beta(0.3, 1, (300, 2)), rng.integers(0, 3, 300)
+    tensors = (torch.tensor(lm[:, None]).float(), torch.tensor(knn).float(), torch.tensor(bins))
+    lam, _ = fit_lambdas(*tensors, 4, torch.tensor([0.3, 0.6]), 10.0)
+    for bin in range(4):
+        for column, prior in enumerate((0.3, 0.6)):
+            a, b, expected = knn[bins == bin, column], lm[bins == bin], 0.5
+            for _ in range(3000):
+                share = expected * a / (expected * a + (1 - expected) * b)
+                expected = (share.sum() + 10 * prior) / (len(a) + 10)
+            assert float(lam[bin, column]) == pytest.approx(expected, abs=1e-4)
+    free, _ = fit_lambdas(*tensors[:1], torch.zeros(300, 1), torch.zeros(300, dtype=torch.long), 1)
+    assert float(free) == 0
+
+
+def test_bins_give_more_where_neighbours_are_near():
+    scored = made(tokens=4000)
+    evidence = gather_evidence(scored, [16])[0]
+    for temperatures in (False, True):
+        fitted = fit_bins(evidence, 4, temperatures=temperatures)
+        lambdas = fitted.mixer.lambdas
+        assert list(lambdas) == sorted(lambdas, reverse=True)
+        better = scored.log_probs(fitted).log_probs.mean()
+        assert better > scored.log_probs(fit_fixed(evidence)).log_probs.mean() + 0.01
+    divided = fit_bins(evidence, 4, 4)
+    assert (len(divided.mixer.distance_edges), len(divided.mixer.confidence_edges)) == (3, 3)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 1000), st.integers(2, 12), st.booleans())
+def test_a_bin_without_tokens_has_the_values_of_all_tokens(seed, bins, temperatures):
+    scored = made(seed, tokens=60)
+    # Two distances and two confidences that always come together: half of the cells are empty.
+    near = torch.rand(60, generator=torch.Generator().manual_seed(seed)) < 0.5
+    near[0], near[1] = True, False
+    scored.distances.copy_(torch.where(near[:, None], 1.0, 50.0) + torch.arange(16.0))
+    scored.lm_max.copy_(torch.where(near, -0.5, -3.0))
+    evidence = gather_evidence(scored, [16])[0]
+    fitted, fixed = fit_bins(evidence, bins, bins, temperatures=temperatures), fit_fixed(evidence)
+    mixer = fitted.mixer
+    assert isinstance(mixer, BinnedLambda)
+    assert all(0 <= lam <= 1 for lam in mixer.lambdas)
+    bins_hit = bins_of(scored.retrieved(16, torch.arange(60)), mixer.distance_edges, mixer.confidence_edges)
+    empty = set(range(len(mixer.lambdas))) - set(bins_hit.tolist())
+    assert empty
+    for bin in empty if temperatures else ():
+        assert mixer.lambdas[bin] == pytest.approx(fixed.mixer.lam, abs=1e-3)
+        assert mixer.temperature_factors[bin] == pytest.approx(1, abs=1e-3)
+        assert fitted.temperature == pytest.approx(fixed.temperature)
+
+
+def test_tokens_without_neighbours_count_with_the_models_probability():
+    scored = made()
+    scored.distances[::3] = torch.inf
+    scored.distances[1::3, 5:] = torch.inf
+    fitted = fit_bins(gather_evidence(scored, [4, 16])[1], 4, temperatures=True)
+    mixed, lam = scored.log_probs(fitted)
+    assert torch.equal(mixed[::3], scored.lm_log_probs[::3])
+    assert not lam[::3].any()
+    assert bool(mixed.isfinite().all())
+
+
+def test_each_half_is_judged_by_what_was_fitted_on_the_other():
+    scored = made(documents=8)
+    scored.documents.copy_(torch.arange(1200) // 150)  # of one length: every other one is in a half
+    found = compare(scored, KNNSettings(k=1000, temperature=30.0, lam=0.25))
+    assert found.beats_base
+    assert [c.settings.k for c in found.candidates if c.name == "fixed"] == [4, 16]
+    by_name = {candidate.name: candidate for candidate in found.candidates}
+    total = 0.0
+    for half in (scored.documents % 2 == 0, scored.documents % 2 == 1):
+        fitted = fit_bins(gather_evidence(scored, [16])[0].only(~half), 8, 8)
+        total -= float(scored.log_probs(fitted).log_probs[half].double().sum())
+    assert by_name["bins 8x8"].held_out.ppl == pytest.approx(math.exp(total / 1200), rel=1e-5)
+    for candidate in found.candidates:
+        assert candidate.held_out.ppl >= found.best.held_out.ppl
+        assert candidate.held_out.low < candidate.held_out.ppl < candidate.held_out.high
+        assert candidate.change.ppl == pytest.approx(candidate.held_out.ppl / found.base.ppl)
+    assert found.current is not None
+    assert found.current.held_out.ppl == pytest.approx(math.exp(loss(scored, 16, 30.0, 0.25)), rel=1e-4)
+
+
+def test_a_store_that_knows_nothing_does_not_beat_the_model():
+    scored = made()
+    scored.hits.zero_()
+    found = compare(scored)
+    assert not found.beats_base
+    assert next(c for c in found.candidates if c.name == "fixed").lam == pytest.approx(0)
+
+
+def test_intervals_are_those_of_resampled_documents():
+    scored = made(documents=30, tokens=3000)
+    found = compare(scored)
+    per_document = [scored.lm_log_probs[scored.documents == at].double() for at in range(30)]
+    rng, ppls = np.random.default_rng(9), []
+    for _ in range(1000):
+        drawn = torch.cat([per_document[at] for at in rng.integers(0, 30, 30)])
+        ppls.append(math.exp(-float(drawn.mean())))
+    assert found.base.low == pytest.approx(np.quantile(ppls, 0.025), rel=0.01)
+    assert found.base.high == pytest.approx(np.quantile(ppls, 0.975), rel=0.01)
+
+
+@pytest.mark.parametrize(("tokens", "documents"), [(MIN_TOKENS - 1, 12), (1200, 7)])
+def test_too_little_text_is_refused(tokens, documents):
+    with pytest.raises(InputError, match="at least 8 documents and 1,000 tokens"):
+        compare(made(tokens=tokens, documents=documents))

@@ -1,0 +1,145 @@
+"""Every mixer that settings can be saved with: its formula, its bounds, and the paths that use it."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from knnstore.errors import ConfigError
+from knnstore.lm import (
+    BinnedLambda,
+    FixedLambda,
+    KNNLMForCausalLM,
+    KNNSettings,
+    NearnessLambda,
+    RelativeConfidence,
+    Retrieved,
+)
+from knnstore.lm.explain import explain_tokens
+from knnstore.lm.interpolation import mix
+from knnstore.lm.mixing import MIXERS
+
+CONFIDENCES = st.floats(-20, 0, width=32)
+DISTANCES = st.one_of(st.floats(-1e4, 1e4, width=32), st.just(math.inf))
+
+
+def edges(values):
+    return st.lists(values, max_size=4, unique=True).map(sorted).map(tuple)
+
+
+@st.composite
+def binned(draw):
+    near, sure = draw(edges(st.floats(-100, 500, width=32))), draw(edges(CONFIDENCES))
+    bins = (len(near) + 1) * (len(sure) + 1)
+    lambdas = draw(st.lists(st.floats(0, 1), min_size=bins, max_size=bins))
+    factors = draw(st.one_of(st.just(()), st.lists(st.floats(0.01, 100), min_size=bins, max_size=bins)))
+    return BinnedLambda(near, lambdas, factors, sure)
+
+
+MIXER = st.one_of(
+    st.builds(FixedLambda, st.floats(0, 1)),
+    binned(),
+    st.just(NearnessLambda()),
+    st.builds(RelativeConfidence, st.floats(-2, 2), st.floats(0.01, 3)),
+)
+
+
+def retrieved_of(distances, confidence) -> Retrieved:
+    return Retrieved(torch.from_numpy(np.sort(distances, axis=1)), torch.from_numpy(confidence))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    MIXER,
+    st.floats(0.01, 1e4),
+    arrays(np.float32, (5, 4), elements=DISTANCES),
+    arrays(np.float32, 5, elements=CONFIDENCES),
+)
+def test_every_mixture_is_a_distribution(mixer, temperature, distances, confidence):
+    chosen = KNNSettings(k=4, temperature=temperature, mixer=mixer).weigh(retrieved_of(distances, confidence))
+    assert chosen.lam.dtype == torch.float32
+    assert bool(((chosen.lam >= 0) & (chosen.lam <= 1)).all())
+    assert bool((torch.as_tensor(chosen.temperature) > 0).all())
+    log_lm = torch.randn(5, 7, generator=torch.Generator().manual_seed(0)).log_softmax(1)
+    mixed = mix(log_lm, chosen.weights, torch.arange(20).reshape(5, 4) % 7, chosen.lam)
+    assert mixed.exp().sum(1).numpy() == pytest.approx(np.ones(5), abs=1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(MIXER, st.integers(1, 2000), st.floats(0.01, 1e4))
+def test_settings_with_any_mixer_survive_json(mixer, k, temperature):
+    assert mixer.name in MIXERS
+    saved = KNNSettings(k=k, temperature=temperature, mixer=mixer)
+    assert KNNSettings.from_dict(json.loads(json.dumps(saved.to_dict()))) == saved
+
+
+def test_bins_hold_what_is_between_their_edges():
+    mixer = BinnedLambda((10.0, 20.0), (0.1, 0.2, 0.3, 0.4, 0.5, 0.6), (1, 2, 3, 4, 5, 6), (-1.0,))
+    distances = torch.tensor([[5.0], [5.0], [10.0], [19.0], [20.0], [torch.inf], [-torch.inf]])
+    confidence = torch.tensor([-2.0, -0.5, -2.0, -1.0, -9.0, 0.0, -9.0])
+    lam, temperature = mixer(Retrieved(distances, confidence), 10.0)
+    assert lam.tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.1])
+    assert temperature.tolist() == pytest.approx([10, 20, 30, 40, 50, 60, 10])
+
+
+def test_the_closed_forms_are_those_of_the_papers():
+    distances = torch.tensor([[20.0, 60.0, 80.0], [120.0, 130.0, torch.inf], [0.0, 0.0, 0.0]])
+    retrieved = Retrieved(distances, torch.zeros(3))
+    assert NearnessLambda()(retrieved, 100.0).lam.tolist() == pytest.approx([0.8, 0.0, 0.999])
+    logits = [(0.4 - ratio) / 0.1 for ratio in (20 / 80, 120 / 130, 1.0)]
+    expected = [1 / (1 + math.exp(-logit)) for logit in logits]
+    assert RelativeConfidence(0.4, 0.1)(retrieved, 100.0).lam.tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("mixer", "values"),
+    [
+        (BinnedLambda, ((2.0, 1.0), (0.1, 0.2, 0.3))),
+        (BinnedLambda, ((1.0, math.inf), (0.1, 0.2, 0.3))),
+        (BinnedLambda, ((1.0,), (0.1,))),
+        (BinnedLambda, ((1.0,), (0.1, 1.2))),
+        (BinnedLambda, ((1.0,), (0.1, 0.2), (1.0,))),
+        (BinnedLambda, ((1.0,), (0.1, 0.2), (1.0, 0.0))),
+        (RelativeConfidence, (0.4, 0.0)),
+        (RelativeConfidence, (math.nan, 0.1)),
+    ],
+)
+def test_what_makes_no_sense_is_refused(mixer, values):
+    with pytest.raises(ConfigError):
+        mixer(*values)
+
+
+@pytest.mark.parametrize(
+    "mixer",
+    [
+        BinnedLambda((20.0, 60.0), (0.7, 0.3, 0.6, 0.2, 0.5, 0.1), (0.5, 1, 2, 1, 0.3, 4), (-2.0,)),
+        NearnessLambda(),
+        RelativeConfidence(0.6, 0.2),
+    ],
+    ids=lambda mixer: mixer.name,
+)
+def test_scoring_explaining_and_generating_agree(mixer, make_model, make_store, tokenizer):
+    """One text through all three: forward, `explain`, and beams over a padded batch."""
+    base = make_model("gpt2")
+    generator = np.random.default_rng(1)
+    store = make_store(base, generator.integers(4, 100, (6, 20)).tolist())
+    knn = KNNSettings(k=9, temperature=60.0, mixer=mixer)
+    lm = KNNLMForCausalLM.from_base(base, store, knn, tokenizer)
+    ids = generator.integers(4, 100, 12).tolist()
+    explained = explain_tokens(store, lm.encoder, tokenizer, np.array(ids), knn, neighbors=0)
+    with torch.no_grad():
+        whole = lm(torch.tensor([[0, *ids]])).logits[0].log_softmax(-1)
+    expected = [float(whole[at, token].exp()) for at, token in enumerate(ids)]
+    assert [token.p for token in explained] == pytest.approx(expected, rel=1e-3)
+    assert len({round(token.lam, 4) for token in explained}) > 1
+    one = torch.tensor([[0, *ids[:5]]])
+    padded = torch.tensor([[2, 2, 0, *ids[:3]], [0, *ids[:5]]])
+    options = {"max_new_tokens": 4, "num_beams": 3, "do_sample": False, "pad_token_id": 2}
+    alone = lm.generate(one, attention_mask=torch.ones_like(one), **options)[0, 6:]
+    batched = lm.generate(padded, attention_mask=(padded != 2).long(), **options)[1, 6:]
+    assert batched.tolist() == alone.tolist()
