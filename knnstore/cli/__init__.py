@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 import knnstore
-from knnstore.cli import asking, building, demo, listing, upkeep
+from knnstore.cli import asking, building, calibrating, demo, listing, upkeep
 from knnstore.cli.options import DEFAULT_HOME, HOME_VARIABLE
 from knnstore.cli.output import one_line
 from knnstore.errors import KnnstoreError
@@ -60,6 +60,7 @@ database = typer.Typer(help="Look after the catalogue's database.", no_args_is_h
 _register(app, building.init, "init")
 _register(app, building.add, "add")
 _register(app, asking.evaluate, "eval")
+_register(app, calibrating.calibrate, "calibrate")
 _register(app, asking.generate, "generate")
 _register(app, asking.explain, "explain")
 _register(app, listing.domains, "domains")

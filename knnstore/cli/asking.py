@@ -2,7 +2,9 @@
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -51,6 +53,14 @@ def evaluate(
         typer.Option("--leave-out", help="A document that is in the store does not retrieve from itself."),
     ] = False,
     skip_bad: SkipBadOption = False,
+    per_token: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write a row for each token: JSON Lines where the name ends in .jsonl, else "
+            "tab-separated values.",
+        ),
+    ] = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     home: HomeOption = DEFAULT_HOME,
@@ -58,14 +68,17 @@ def evaluate(
 ) -> None:
     """Measure perplexity with and without the store.
 
-    The documents should not be in the store. Prints a JSON object (tokens, base_ppl, knn_ppl, k,
-    temperature, lambda, mixer, tokens_per_s and more), with --json on one line.
+    The documents should not be in the store. Prints a JSON object (tokens, base_ppl, knn_ppl, the
+    same for words and bytes, k, temperature, lambda, mixer, tokens_per_s and more), with --json on
+    one line.
 
     Examples:
       knnstore eval held-out.jsonl
+      knnstore eval held-out.jsonl --per-token tokens.tsv
       knnstore eval held-out.jsonl --domain news --k 64 --temperature 20 --lambda 0.5 --json
     """
     from knnstore.documents import read_documents
+    from knnstore.lm.token_table import TokenTable
 
     bad: list[InputError] = []
 
@@ -73,15 +86,21 @@ def evaluate(
         bad.append(error)
         note(f"skipped {one_line(error)}")
 
-    with Bar() as bar:
+    table = None if per_token is None else TokenTable()
+    with Bar() as bar, ExitStack() as opened:
+        # Opened first: that it cannot be written is to be known before the work.
+        file = None if per_token is None else opened.enter_context(per_token.open("w", encoding="utf-8"))
         lm = open_model(home, "r", device=device, dtype=dtype)
         with lm.store:
             found = lm.evaluate(
                 read_documents(files, on_bad=skip if skip_bad else None),
                 knn=_settings(lm, k, temperature, lam, domains, tags),
                 leave_out=leave_out,
+                table=table,
                 progress=bar,
             )
+        if file is not None and table is not None and per_token is not None and lm.tokenizer is not None:
+            table.write(file, lm.tokenizer, as_json=per_token.suffix == ".jsonl")
     if found.stored and not leave_out:
         note(
             f"warning: {len(found.stored):,} of these documents are among those retrieved from, "
@@ -261,11 +280,30 @@ def _settings(
     domains: list[str] | None,
     tags: list[str] | None,
 ) -> "KNNSettings":
-    """The settings of this call: what was given, else what is saved for these domains."""
+    """The settings of this call: what was given, else what is saved for these domains.
+
+    Says so where calibrated settings are used, and where they are stale.
+    """
     from knnstore import Selection
+    from knnstore.lm.calibrate import CalibrationRecord
     from knnstore.lm.defaults import settings_for
 
     selection = Selection(domains=tuple(domains) if domains else None, tags=tuple(tags) if tags else None)
     given: dict[str, Any] = {"k": k, "temperature": temperature, "lam": lam}
-    settings = settings_for(lm.store, selection)
-    return replace(settings, **{name: value for name, value in given.items() if value is not None})
+    settings = replace(
+        settings_for(lm.store, selection),
+        **{name: value for name, value in given.items() if value is not None},
+    )
+    record = CalibrationRecord.of(lm.store, selection)
+    if record is not None and lam is None:
+        of = f" for {printable(', '.join(record.domains))}" if record.domains else ""
+        note(
+            f"settings calibrated{of} on {record.date[:10]} with {record.tokens:,} tokens: {record.mixer}, "
+            f"k={settings.k:,}, T={settings.temperature:.4g}"
+        )
+        if record.is_stale(lm.store):
+            note(
+                f"warning: these settings are stale, the records they were found for are "
+                f"{record.growth(lm.store):.2f} times as many now; run knnstore calibrate again"
+            )
+    return settings

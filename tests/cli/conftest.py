@@ -5,6 +5,7 @@ import shlex
 import shutil
 from collections.abc import Callable
 from contextlib import chdir
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,10 @@ HELD_OUT = {
     "h-1": "The harbour wall was quiet in the winter.",
     "h-2": "The council said the boats were lost.",
 }
+
+_ORDERS = list(permutations([*LETTERS.values(), *NEWS.values()]))[::12]
+DEV = {f"dev-{at}": " ".join(sentences) for at, sentences in enumerate(_ORDERS)}
+"""Enough to calibrate on; rearranged, so that nothing of it is a stored document."""
 
 
 class Outcome:
@@ -83,6 +88,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
         (folder / "letters" / name).write_text(text)
     write_rows(folder / "news.jsonl", NEWS)
     write_rows(folder / "held-out.jsonl", HELD_OUT)
+    write_rows(folder / "dev.jsonl", DEV)
     (folder / "examples").mkdir()
     (folder / "examples" / "tiny-lm").symlink_to(model)
     with chdir(folder):

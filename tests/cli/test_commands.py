@@ -74,6 +74,8 @@ def test_eval_agrees_with_the_store(knnstore, store):
     assert found.out.count("\n") == 1
     fields = {"tokens", "base_ppl", "knn_ppl", "k", "temperature", "lambda", "mixer", "tokens_per_s"}
     assert fields <= found.json.keys()
+    assert found.json["bytes"] > found.json["words"] > 0
+    assert 1 < found.json["knn_byte_ppl"] < found.json["knn_ppl"] < found.json["knn_word_ppl"]
     assert (found.json["k"], found.json["temperature"], found.json["lambda"]) == (4, 2.0, 0.5)
     alone = knnstore("eval held-out.jsonl --lambda 0 --json").json
     assert alone["knn_ppl"] == alone["base_ppl"] == found.json["base_ppl"]
@@ -87,6 +89,60 @@ def test_eval_warns_of_stored_documents_and_can_leave_them_out(knnstore, store):
     without = knnstore("eval news.jsonl --lambda 0.9 --leave-out --json")
     assert without.err == ""
     assert without.json["knn_ppl"] > 2 * inside.json["knn_ppl"]
+
+
+def test_calibrated_settings_are_used_and_named(knnstore, store):
+    before = knnstore("eval dev.jsonl --domain news --json").json
+    found = knnstore("calibrate dev.jsonl --domain news --max-k 16 --json").json
+    assert found["saved"]["domains"] == ["news"]
+    names = [row["mixer"] for row in found["candidates"]]
+    assert names[:4] == ["model alone", "current", "fixed", "fixed"]
+    assert found["candidates"][0]["ppl"] == pytest.approx(before["base_ppl"], rel=1e-5)
+    after = knnstore("eval dev.jsonl --domain news --json")
+    assert after.err.startswith("settings calibrated for news on 20")
+    assert (after.json["mixer"], after.json["k"]) == (
+        found["settings"]["mixer"]["name"],
+        found["settings"]["k"],
+    )
+    assert after.json["knn_ppl"] < before["knn_ppl"]
+    for line in ("generate 'The harbour' --max-new-tokens 2", "explain 'The harbour'"):
+        assert knnstore(f"{line} --domain news").err.startswith("settings calibrated for news")
+        assert knnstore(line).err == ""
+    assert knnstore("eval dev.jsonl --domain news --k 4 --temperature 2 --lambda 0.5").err == ""
+    knnstore("remove --document n-18")
+    assert "warning: these settings are stale" in knnstore("explain 'The harbour' --domain news").err
+    table = knnstore("calibrate dev.jsonl --max-k 16")
+    assert table.out.splitlines()[0].split() == [
+        "mixer",
+        "k",
+        "temperature",
+        "lambda",
+        "ppl",
+        "low",
+        "high",
+        "quotient",
+    ]
+    assert table.err.startswith("saved for the whole store: ")
+
+
+def test_calibrate_refuses_what_it_cannot_fit(knnstore, store):
+    refused = knnstore("calibrate held-out.jsonl")
+    assert (refused.status, refused.out) == (1, "")
+    assert refused.err.startswith("error: 2 documents of ")
+    inside = knnstore("calibrate dev.jsonl news.jsonl")
+    assert inside.status == 1
+    assert "3 of the held-out documents are in the store, 'n-17' for one" in inside.err
+
+
+def test_eval_writes_a_row_for_each_token(knnstore, store):
+    found = knnstore("eval held-out.jsonl --per-token tokens.jsonl --json").json
+    rows = [json.loads(line) for line in Path("tokens.jsonl").read_text().splitlines()]
+    assert len(rows) == found["tokens"]
+    first = json.loads(Path("held-out.jsonl").read_text().splitlines()[0])
+    assert "".join(row["text"] for row in rows if row["document"] == first["id"]) == first["text"]
+    knnstore("eval held-out.jsonl --per-token tokens.tsv")
+    assert len(Path("tokens.tsv").read_text().splitlines()) == 1 + found["tokens"]
+    assert knnstore("eval held-out.jsonl --per-token missing/tokens.tsv").status == 1
 
 
 def test_generate_and_its_sources(knnstore, store):
