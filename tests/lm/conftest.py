@@ -1,6 +1,7 @@
 """Tiny random models of the families that knnstore is tried on, and an exact store in a few lines."""
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,7 +121,7 @@ def make_model() -> Callable[[str], PreTrainedModel]:
     def make(name: str) -> PreTrainedModel:
         config = FAMILIES[name].config if name in FAMILIES else ODD_FAMILIES[name]
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config).eval()
+        model = AutoModelForCausalLM.from_config(deepcopy(config)).eval()  # saving writes its dtype there
         # Larger weights than the default's: predictions and keys must depend on the context.
         with torch.no_grad():
             for parameter in model.parameters():
