@@ -223,13 +223,13 @@ def test_ef(tmp_path: Path) -> None:
     """`ef` is set whenever a graph is read, for the file does not keep it; k goes before it."""
     keys, queries = clustered(4000), clustered(50, seed=1)
     distances = true_distances(queries, keys)
-    filled(tmp_path, keys).close()
+    filled(tmp_path, keys, M=4, ef_construction=20).close()
     found = {}
     for ef in (1, 400):
         reader = opened(tmp_path, mode="r", ef=ef)
         assert (reader.search(queries, 300).ids >= 0).all()
         found[ef] = recall(reader.search(queries, 1).distances, distances, 1)
-    assert found[1] < 0.9 < 0.99 < found[400]
+    assert found[1] < 0.9 < 0.95 < found[400]
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "emptied", "removed"])
