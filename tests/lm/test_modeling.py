@@ -143,10 +143,7 @@ def test_other_key_locations(gpt2, make_store, key):
         assert knn_model(torch.tensor([SEQUENCE[:-1]])).logits[0].argmax(-1).tolist() == SEQUENCE[1:]
 
 
-def test_incremental_logits_are_those_of_the_whole(model, store):
-    # With all records: else rounding may exchange the last neighbour for another.
-    everything = KNNSettings(k=100, temperature=20.0, lam=0.4)
-    knn_model = KNNLMForCausalLM.from_base(model, store, everything)
+def test_incremental_logits_are_those_of_the_whole(knn_model):
     with torch.no_grad():
         whole = knn_model(torch.tensor([SEQUENCE])).logits
         cache, steps = None, []
