@@ -1,5 +1,6 @@
 """Points reached through qdrant-client, over REST or in its memory."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ DISTANCES = {Metric.L2: models.Distance.EUCLID, Metric.IP: models.Distance.DOT}
 """What Qdrant calls the metrics."""
 
 
-class ClientPoints:
+class ClientPoints(ABC):
     """The points of one collection, as qdrant-client's own calls give them.
 
     A subclass says how a call is made: beside others, and again after a failure.
@@ -38,13 +39,13 @@ class ClientPoints:
         self._client, self._dim, self._metric, self._options = client, dim, metric, options
         self._name = options.collection
 
+    @abstractmethod
     def read(self, call: Callable[[], Result]) -> Result:
         """Make a call that changes nothing."""
-        raise NotImplementedError
 
+    @abstractmethod
     def change(self, call: Callable[[], models.UpdateResult]) -> None:
         """Make a call that changes points."""
-        raise NotImplementedError
 
     def upsert(self, ids: Ids, keys: Keys, groups: Groups) -> None:
         """Store points, replacing those whose id is present."""
@@ -107,10 +108,10 @@ class ClientPoints:
             np.array([record.payload[GROUP] for record in known], np.int32),
         )
 
-    def flush(self) -> None:
+    def flush(self) -> None:  # noqa: B027 - a default that a subclass may keep
         """Do nothing: each change was completed when it returned."""
 
-    def optimize(self) -> None:
+    def optimize(self) -> None:  # noqa: B027 - likewise
         """Do nothing."""
 
     def close(self) -> None:
