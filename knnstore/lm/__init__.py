@@ -6,9 +6,10 @@ from knnstore.lm.calibrate import Calibration, CalibrationRecord
 from knnstore.lm.closed_forms import NearnessLambda, RelativeConfidence
 from knnstore.lm.evaluate import Evaluation
 from knnstore.lm.explain import Source, TokenExplanation
-from knnstore.lm.mixing import Chosen, FixedLambda, KNNSettings, Mixer, Retrieved
+from knnstore.lm.mixing import Chosen, FixedLambda, Mixer, Retrieved
 from knnstore.lm.modeling import KNNLMForCausalLM
 from knnstore.lm.opening import create, load
+from knnstore.lm.settings import KNNSettings
 from knnstore.lm.token_table import TokenTable
 
 __all__ = [

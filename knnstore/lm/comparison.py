@@ -19,8 +19,8 @@ from torch import Tensor
 
 from knnstore.errors import InputError
 from knnstore.lm.fitting import Evidence, fit_bins, fit_fixed, fit_nearness, fit_relative, gather_evidence
-from knnstore.lm.mixing import KNNSettings
 from knnstore.lm.scored_text import ScoredText
+from knnstore.lm.settings import KNNSettings
 
 MIN_DOCUMENTS = 8
 MIN_TOKENS = 1_000

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from knnstore.datastore import Metric
-from knnstore.lm.mixing import KNNSettings
+from knnstore.lm.settings import KNNSettings
 from knnstore.store import EVERYTHING, KNNStore, Selection
 
 DEFAULT_K = 1024

@@ -16,8 +16,8 @@ from knnstore.documents import TextDocument
 from knnstore.errors import InputError
 from knnstore.lm.encoder import Encoder
 from knnstore.lm.interpolation import gold_knn_probs, mix_gold
-from knnstore.lm.mixing import KNNSettings
 from knnstore.lm.scoring import BATCH_TOKENS, count_predicted, score_held_out
+from knnstore.lm.settings import KNNSettings
 from knnstore.lm.token_table import TokenTable
 from knnstore.progress import Progress
 from knnstore.store import KNNStore

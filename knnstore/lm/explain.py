@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from knnstore.datastore import Ids
 from knnstore.lm.encoder import Encoder
 from knnstore.lm.interpolation import gold_knn_probs, mix_gold
-from knnstore.lm.mixing import KNNSettings
 from knnstore.lm.scoring import BATCH_TOKENS, score_batch
+from knnstore.lm.settings import KNNSettings
 from knnstore.lm.windows import pack, prefix_of
 from knnstore.store import KNNStore, tokens_of
 

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from knnstore.lm.bins import BinnedLambda, bins_of
 from knnstore.lm.closed_forms import NearnessLambda, RelativeConfidence, relative_distance
-from knnstore.lm.mixing import MAX_LAMBDA, FixedLambda, KNNSettings, Retrieved
+from knnstore.lm.mixing import MAX_LAMBDA, FixedLambda, Retrieved
 from knnstore.lm.scored_text import ScoredText
+from knnstore.lm.settings import KNNSettings
 
 PRIOR_TOKENS = 32.0
 """The weight, in tokens, with which all tokens together speak in the fit of each bin."""

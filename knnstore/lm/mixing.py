@@ -1,17 +1,14 @@
-"""How much to trust retrieval: the settings of a query, and the protocol that chooses λ and T."""
+"""How much to trust retrieval: the protocol that chooses λ and T for each query, and its simplest form."""
 
-import dataclasses
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import InitVar, dataclass
-from typing import Any, NamedTuple, Protocol, Self, TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from knnstore.errors import ConfigError
-from knnstore.lm.interpolation import PerQuery, neighbor_weights
-from knnstore.store.selection import EVERYTHING, Selection
+from knnstore.lm.interpolation import PerQuery
 
 MAX_LAMBDA = 0.999
 """The largest λ that is fitted or computed, so that what was not retrieved remains possible."""
@@ -94,112 +91,12 @@ class FixedLambda:
         return Chosen(lam, temperature)
 
 
-class Weighed(NamedTuple):
-    """The settings applied to n queries."""
-
-    weights: Tensor
-    """p_kNN of each neighbour, see `neighbor_weights`; shape (n, k)."""
-
-    lam: Tensor
-    """λ, shape (n,)."""
-
-    temperature: PerQuery
-    """T in force."""
-
-
-@dataclass(frozen=True, slots=True)
-class KNNSettings:
-    """How a language model uses a store. The defaults are those of Khandelwal et al. 2020.
+def mixer_of(values: Mapping[str, Any]) -> Mixer:
+    """Make a mixer from its ``name`` and its fields.
 
     Raises:
-        ConfigError: a value is out of range.
+        ConfigError: there is none of this name, or it has other fields.
     """
-
-    k: int = 1024
-    """Neighbours of each query, >= 1."""
-
-    temperature: float = 1.0
-    """T > 0, in the unit of the distances; larger gives far neighbours more weight."""
-
-    mixer: Mixer = FixedLambda(0.25)
-    """Chooses λ for each query; some scale T as well."""
-
-    selection: Selection = EVERYTHING
-    """Which documents are retrieved from."""
-
-    lam: InitVar[float | None] = None
-    """Short for ``mixer=FixedLambda(lam)``; not kept as an attribute."""
-
-    def __post_init__(self, lam: float | None) -> None:
-        if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
-            raise ConfigError(f"k must be an integer of at least 1, got {self.k!r}")
-        if not (self.temperature > 0 and math.isfinite(self.temperature)):
-            raise ConfigError(f"temperature must be above 0 and finite, got {self.temperature}")
-        if lam is not None:
-            object.__setattr__(self, "mixer", FixedLambda(lam))
-
-    @property
-    def retrieves(self) -> bool:
-        """Whether a search can make any difference: False when λ is 0 everywhere."""
-        return not (isinstance(self.mixer, FixedLambda) and self.mixer.lam == 0)
-
-    def weigh(self, retrieved: Retrieved) -> "Weighed":
-        """Apply the mixer.
-
-        Args:
-            retrieved: n queries with k neighbours each.
-        """
-        lam, temperature = self.mixer(retrieved, self.temperature)
-        return Weighed(neighbor_weights(retrieved.distances, temperature), lam, temperature)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the settings as plain values for JSON.
-
-        Raises:
-            ConfigError: the mixer is none of `MIXERS`.
-        """
-        mixer: Any = self.mixer
-        if mixer.name not in MIXERS:
-            raise ConfigError(f"settings with the mixer {mixer.name!r} cannot be written as values")
-        return {
-            "k": self.k,
-            "temperature": self.temperature,
-            "mixer": {"name": mixer.name, **dataclasses.asdict(mixer)},
-            "selection": dataclasses.asdict(self.selection),
-        }
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Make settings from what `to_dict` returned; what is absent has its default.
-
-        ``lambda`` is short for a fixed mixer.
-
-        Raises:
-            ConfigError: a name is unknown or a value is out of range.
-        """
-        known = {name: name for name in ("k", "temperature", "mixer", "selection")} | {"lambda": "lam"}
-        unknown = sorted(set(values) - set(known))
-        if unknown:
-            raise ConfigError(f"unknown setting {unknown[0]!r}; known: {', '.join(known)}")
-        given = {known[name]: value for name, value in values.items()}
-        if "mixer" in given:
-            given["mixer"] = _mixer_of(given["mixer"])
-        if "selection" in given:
-            parts = {field.name for field in dataclasses.fields(Selection)}
-            if not set(given["selection"]) <= parts:
-                raise ConfigError(
-                    f"unknown part of a selection in {given['selection']}; known: {sorted(parts)}"
-                )
-            given["selection"] = Selection(
-                **{
-                    name: tuple(value) if isinstance(value, list) else value
-                    for name, value in given["selection"].items()
-                }
-            )
-        return cls(**given)
-
-
-def _mixer_of(values: Mapping[str, Any]) -> Mixer:
     fields = dict(values)
     name = fields.pop("name", None)
     if name not in MIXERS:

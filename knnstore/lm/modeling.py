@@ -17,7 +17,8 @@ from knnstore.errors import ConfigError, StoreNotFoundError
 from knnstore.lm.interpolation import mix
 from knnstore.lm.keys import KeyCapture, keep_positions, locate
 from knnstore.lm.loading import check_matches, load
-from knnstore.lm.mixing import KNNSettings, Retrieved
+from knnstore.lm.mixing import Retrieved
+from knnstore.lm.settings import KNNSettings
 from knnstore.lm.store_mixin import StoreMixin
 from knnstore.store import KNNStore, tokens_of
 

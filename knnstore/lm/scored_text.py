@@ -11,8 +11,9 @@ from transformers import PreTrainedTokenizerBase
 from knnstore.documents import TextDocument
 from knnstore.lm.encoder import Encoder
 from knnstore.lm.interpolation import mix_gold
-from knnstore.lm.mixing import KNNSettings, Retrieved
+from knnstore.lm.mixing import Retrieved
 from knnstore.lm.scoring import count_predicted, score_held_out
+from knnstore.lm.settings import KNNSettings
 from knnstore.progress import Progress
 from knnstore.store import KNNStore, Selection
 

@@ -16,8 +16,8 @@ from knnstore.lm.encoder import Encoder
 from knnstore.lm.evaluate import Evaluation, evaluate
 from knnstore.lm.explain import TokenExplanation, explain_tokens
 from knnstore.lm.keys import KeyLocation
-from knnstore.lm.mixing import KNNSettings
 from knnstore.lm.scoring import BATCH_TOKENS
+from knnstore.lm.settings import KNNSettings
 from knnstore.lm.token_table import TokenTable
 from knnstore.lm.windows import prefix_of
 from knnstore.progress import Progress

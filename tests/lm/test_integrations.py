@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, TextIteratorStreamer, Trainer, Tr
 
 from knnstore.lm.encoder import Encoder
 from knnstore.lm.keys import locate
-from knnstore.lm.mixing import KNNSettings
 from knnstore.lm.modeling import KNNLMForCausalLM
+from knnstore.lm.settings import KNNSettings
 from knnstore.lm.windows import pack
 from knnstore.store import KNNStore, NewDocument, Selection
 

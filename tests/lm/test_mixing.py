@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from knnstore.errors import ConfigError
-from knnstore.lm.mixing import MIXERS, Chosen, FixedLambda, KNNSettings, Retrieved
+from knnstore.lm.mixing import MIXERS, Chosen, FixedLambda, Retrieved
+from knnstore.lm.settings import KNNSettings
 from knnstore.store import Selection
 
 

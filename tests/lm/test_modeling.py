@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from knnstore.errors import ConfigError, FingerprintMismatchError
-from knnstore.lm.mixing import Chosen, KNNSettings
+from knnstore.lm.mixing import Chosen
 from knnstore.lm.modeling import KNNLMForCausalLM
+from knnstore.lm.settings import KNNSettings
 from knnstore.store import Selection, tokens_of
 
 SEQUENCE = [0, 40, 41, 42, 50, 51, 52, 40, 41, 60, 70, 71, 72, 90, 33, 44, 40, 13, 14, 15]
