@@ -127,5 +127,9 @@ class FencedError(CatalogError):
     """Another writer took over; this one must not commit any more."""
 
 
+class CorruptWeightsError(KnnstoreError):
+    """A file of fitted weights is missing or damaged."""
+
+
 class FingerprintMismatchError(KnnstoreError):
     """The model, tokenizer or key location differs from the store's."""

@@ -268,6 +268,11 @@ class Catalog:
             row = current.get(SettingRow, scope_of(domains)[0])
             return None if row is None else row.payload
 
+    def all_settings(self) -> list[Mapping[str, Any]]:
+        """The settings saved for every set of domains."""
+        with reading(self.sql) as current:
+            return list(current.scalars(select(SettingRow.payload)))
+
     # -- parts
 
     @staticmethod

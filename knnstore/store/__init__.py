@@ -6,6 +6,7 @@ from knnstore.store.provenance import Provenance
 from knnstore.store.records import TOKEN_LIMIT, positions_of, record_ids, tokens_of
 from knnstore.store.selection import EVERYTHING, Selection
 from knnstore.store.store import KNNStore
+from knnstore.store.weights import Weights
 from knnstore.store.writing import Ingest
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "Provenance",
     "Selection",
     "StoredVersion",
+    "Weights",
     "positions_of",
     "record_ids",
     "tokens_of",

@@ -5,6 +5,7 @@
     HOME/knnstore.json    format, and the catalogue's URL when it is not in the home
     HOME/catalog.db       the catalogue, when it is SQLite
     HOME/keys/            the datastore, when it is embedded
+    HOME/weights/         what was fitted and is too large for SQL, as settings name it
     HOME/writer.lock      held by the one process that writes
     HOME/move.json        a move of the keys to another engine that is unfinished
 """

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -20,6 +21,7 @@ from knnstore.store.home import Home
 from knnstore.store.provenance import Provenance, Tokens, Tracer
 from knnstore.store.selection import EVERYTHING, Selection
 from knnstore.store.view import View
+from knnstore.store.weights import FOLDER, Weights, load_weights
 
 Mode = Literal["r", "a"]
 
@@ -161,6 +163,19 @@ class StoreReader:
     def settings(self, domains: Sequence[str] = ()) -> Mapping[str, Any] | None:
         """The retrieval settings saved for exactly this set of domains, if any."""
         return self._catalog.settings(domains)
+
+    def load_weights(self, name: str) -> Weights:
+        """Read fitted weights that settings name.
+
+        Raises:
+            ConfigError: this is not the name of a file of weights.
+            CorruptWeightsError: the file is missing or damaged.
+        """
+        return load_weights(self._weights, name)
+
+    @property
+    def _weights(self) -> Path:
+        return self.home.path / FOLDER
 
     @property
     def engine(self) -> Engine:

@@ -9,6 +9,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
+from numpy.typing import NDArray
+
 from knnstore.catalog import Catalog, CatalogWriter, Document, Domain, Engine, Identity, NewDocument
 from knnstore.catalog.checks import check_json
 from knnstore.datastore import IdRanges, SupportsOptimize
@@ -25,6 +27,7 @@ from knnstore.store.records import TOKEN_LIMIT
 from knnstore.store.selection import Selection
 from knnstore.store.transfer import transfer
 from knnstore.store.verify import problems_of, strangers_in
+from knnstore.store.weights import Weights, names_in, problem_of, save_weights, sweep
 from knnstore.store.writing import Ingest, purge
 
 
@@ -43,6 +46,7 @@ class KNNStore(StoreReader):
     def __init__(self, home: Home, catalog: Catalog, mode: Mode) -> None:
         self._writer: CatalogWriter | None = None
         self._writing = threading.RLock()
+        self._unnamed_weights: set[str] = set()
         with ExitStack() as opened:
             opened.callback(catalog.close)
             if mode == "a":
@@ -167,9 +171,27 @@ class KNNStore(StoreReader):
         return domain
 
     def save_settings(self, payload: Mapping[str, Any], domains: Sequence[str] = ()) -> None:
-        """Save retrieval settings for exactly this set of domains."""
+        """Save retrieval settings for exactly this set of domains; weights that none names are removed."""
         with self._locked() as writer:
             writer.save_settings(domains, payload)
+            self._unnamed_weights -= set(names_in(payload))
+            sweep(self._weights, self._unnamed_weights | set(names_in(self._catalog.all_settings())))
+
+    def save_weights(self, tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, Any]) -> str:
+        """Write fitted weights durably to a file in the home.
+
+        Args:
+            tensors: by name.
+            metadata: what is to be known about them; JSON values.
+
+        Returns:
+            The name for settings, which this handle is to save with `save_settings`: a file that
+            none name is removed with the next change of settings by another handle.
+        """
+        with self._locked():
+            name = save_weights(self._weights, Weights(tensors, metadata))
+            self._unnamed_weights.add(name)
+            return name
 
     def move(
         self,
@@ -226,7 +248,9 @@ class KNNStore(StoreReader):
 
     def verify(self) -> list[str]:
         """Read everything that is stored and list what is wrong, one line each; empty when sound."""
-        return problems_of(self._catalog, self.datastore)
+        named = sorted(set(names_in(self._catalog.all_settings())))
+        damaged = [problem for name in named if (problem := problem_of(self._weights, name))]
+        return problems_of(self._catalog, self.datastore) + damaged
 
     def repair(self) -> list[str]:
         """Remove records that belong to no document, and verify.
