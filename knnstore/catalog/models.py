@@ -70,6 +70,7 @@ class StoreRow(Base):
     max_length: Mapped[int]
     stride: Mapped[int]
     has_prefix: Mapped[bool]
+    projection: Mapped[str | None] = mapped_column(String)
 
     # Where the keys are; `knnstore move` changes these three in one transaction.
     adapter: Mapped[str] = mapped_column(String)

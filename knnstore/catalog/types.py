@@ -31,6 +31,8 @@ class Identity:
     """Tokens by which a window moves on."""
     has_prefix: bool = True
     """Whether a token comes before every document, so that its first token has a record too."""
+    projection: str | None = None
+    """File of the weights that project the keys to `dim` components; None keeps them as they are."""
 
 
 @dataclass(frozen=True, slots=True)

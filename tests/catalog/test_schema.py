@@ -28,8 +28,8 @@ NEXT_MIGRATION = '''
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0002"
-down_revision = "0001"
+revision = "9998"
+down_revision = "0002"
 
 
 def upgrade() -> None:
@@ -44,7 +44,7 @@ def next_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the package had one migration more, in a folder whose name has a %."""
     folder = tmp_path / "100%" / "migrations"
     shutil.copytree(schema.script_location(), folder)
-    (folder / "versions" / "0002_next.py").write_text(NEXT_MIGRATION)
+    (folder / "versions" / "9998_next.py").write_text(NEXT_MIGRATION)
     monkeypatch.setattr(schema, "script_location", lambda: folder)
 
 
@@ -123,7 +123,7 @@ def test_an_older_schema_is_upgraded_on_request(
 def test_an_upgrade_that_fails_changes_nothing(
     catalog_url: URL, create: Creator, next_release: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failing = schema.script_location() / "versions" / "0002_next.py"
+    failing = schema.script_location() / "versions" / "9998_next.py"
     failing.write_text(NEXT_MIGRATION + "    raise ZeroDivisionError\n")
     with pytest.raises(ZeroDivisionError):
         create(catalog_url)
