@@ -1,4 +1,4 @@
-"""Where in a model the keys are, found from its structure, and how they are read from a forward pass."""
+"""How keys are read from the forward pass of a model."""
 
 import threading
 from dataclasses import dataclass
@@ -19,7 +19,8 @@ Side = Literal["input", "output"]
 class KeyLocation:
     """The tensor that serves as key: what one module of a model takes in or gives out.
 
-    ``str(location)`` is the canonical name, e.g. ``transformer.h.3.mlp:input``; `locate` takes it back.
+    ``str(location)`` is the canonical name, e.g. ``transformer.h.3.mlp:input``, which
+    `knnstore.lm.locations.locate` takes back.
     """
 
     path: str
@@ -30,40 +31,6 @@ class KeyLocation:
 
     def __str__(self) -> str:
         return f"{self.path}:{self.side}"
-
-
-def locate(model: PreTrainedModel, key: str = "ffn_input") -> KeyLocation:
-    """Find a key location in a causal language model.
-
-    ``ffn_input`` is what enters the feed-forward part of the last decoder layer, after layer
-    normalisation in pre-norm models; the best key of Khandelwal et al. 2020, table 5.
-    ``final_hidden`` is what the decoder gives to the output head. Anything else is the path of a
-    module, with ``:input`` (the default) or ``:output`` after it.
-
-    Raises:
-        ConfigError: the model has no such place; names the candidates.
-
-    Example:
-        >>> from transformers import GPT2Config, GPT2LMHeadModel
-        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=50))
-        >>> str(locate(model))
-        'transformer.h.1.mlp:input'
-    """
-    if key == "ffn_input":
-        return KeyLocation(_path_of(model, _last_ffn(model)), "input")
-    if key == "final_hidden":
-        return KeyLocation(_path_of(model, _decoder(model)), "output")
-    path, colon, side = key.rpartition(":")
-    if not colon:
-        path, side = key, "input"
-    if side not in ("input", "output"):
-        raise ConfigError(f"key {key!r}: after the colon stands 'input' or 'output', not {side!r}")
-    if not path or path not in dict(model.named_modules()):
-        raise ConfigError(
-            f"key {key!r}: {type(model).__name__} has no module {path!r}; "
-            f"use ffn_input, final_hidden or one of: {_candidates(model)}"
-        )
-    return KeyLocation(path, "input" if side == "input" else "output")
 
 
 def key_dim(model: PreTrainedModel, location: KeyLocation) -> int:
@@ -219,63 +186,3 @@ def keep_positions(values: Tensor, logits_to_keep: int | Tensor) -> Tensor:
     if wanted.dtype == torch.bool:
         return values[wanted]
     return values.take_along_dim(wanted[..., None], dim=1)
-
-
-def _last_ffn(model: PreTrainedModel) -> nn.Module:
-    """Find the feed-forward part of the last decoder layer."""
-    children = dict(_last_layer(model).named_children())
-    names = list(children)
-    attentions = [i for i, name in enumerate(names) if _is_attention(children[name])]
-    if attentions:
-        for name in names[attentions[0] + 1 :]:
-            # Norms have vectors for weights, dropouts and activations have none.
-            if not _is_attention(children[name]) and _has_matrix(children[name]):
-                return children[name]
-    raise ConfigError(
-        f"key 'ffn_input': {type(model).__name__} has no feed-forward part after an attention in its "
-        f"last layer; name the key's module, one of: {_candidates(model)}"
-    )
-
-
-def _decoder(model: PreTrainedModel) -> nn.Module:
-    decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
-    return decoder
-
-
-def _last_layer(model: PreTrainedModel) -> nn.Module:
-    """Find the last decoder layer: the end of the outermost list of modules in the decoder."""
-    lists = [
-        (path.count("."), module)
-        for path, module in _decoder(model).named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) > 0
-    ]
-    if not lists:
-        raise ConfigError(f"{type(model).__name__} has no list of decoder layers; name the key's module")
-    outermost = min(depth for depth, _ in lists)
-    # Beside the layers there may be lists of other parts; the layers are the larger thing.
-    layers: nn.ModuleList = max(
-        (module for depth, module in lists if depth == outermost),
-        key=lambda module: sum(parameter.numel() for parameter in module.parameters()),
-    )
-    return layers[-1]
-
-
-def _is_attention(module: nn.Module) -> bool:
-    name = type(module).__name__.lower()
-    return ("attention" in name or "attn" in name) and "norm" not in name
-
-
-def _has_matrix(module: nn.Module) -> bool:
-    # Quantised layers keep their weights in buffers.
-    return any(weight.ndim >= 2 for weight in (*module.parameters(), *module.buffers()))
-
-
-def _candidates(model: PreTrainedModel) -> str:
-    layer = _last_layer(model)
-    path = _path_of(model, layer)
-    return ", ".join(f"{path}.{name} ({type(child).__name__})" for name, child in layer.named_children())
-
-
-def _path_of(model: PreTrainedModel, wanted: nn.Module) -> str:
-    paths: dict[nn.Module, str] = {module: path for path, module in model.named_modules()}
-    return paths[wanted]

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from knnstore.datastore import Metric
 from knnstore.errors import ConfigError, FingerprintMismatchError
-from knnstore.lm.keys import key_dim, locate
+from knnstore.lm.keys import key_dim
+from knnstore.lm.locations import locate
 from knnstore.lm.windows import check_window, max_length_of, prefix_of
 from knnstore.store import Identity
 

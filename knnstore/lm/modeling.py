@@ -15,8 +15,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from knnstore.errors import ConfigError, StoreNotFoundError
 from knnstore.lm.interpolation import mix
-from knnstore.lm.keys import KeyCapture, keep_positions, locate
+from knnstore.lm.keys import KeyCapture, keep_positions
 from knnstore.lm.loading import check_matches, load
+from knnstore.lm.locations import locate
 from knnstore.lm.mixing import Retrieved
 from knnstore.lm.settings import KNNSettings
 from knnstore.lm.store_mixin import StoreMixin

@@ -30,8 +30,9 @@ from transformers import (
 
 from knnstore.datastore import Neighbors
 from knnstore.lm.encoder import Encoder
-from knnstore.lm.keys import key_dim, locate
+from knnstore.lm.keys import key_dim
 from knnstore.lm.loading import model_fingerprint, tokenizer_fingerprint
+from knnstore.lm.locations import locate
 from knnstore.store import EVERYTHING, Identity, record_ids
 
 VOCABULARY = 101

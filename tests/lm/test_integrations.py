@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, TextIteratorStreamer, Trainer, TrainingArguments, pipeline
 
 from knnstore.lm.encoder import Encoder
-from knnstore.lm.keys import locate
+from knnstore.lm.locations import locate
 from knnstore.lm.modeling import KNNLMForCausalLM
 from knnstore.lm.settings import KNNSettings
 from knnstore.lm.windows import pack

@@ -8,7 +8,8 @@ import torch
 
 from knnstore.errors import ConfigError
 from knnstore.lm.encoder import Encoder
-from knnstore.lm.keys import KeyCapture, KeyLocation, hidden_forward, key_dim, keys_forward, locate
+from knnstore.lm.keys import KeyCapture, KeyLocation, hidden_forward, key_dim, keys_forward
+from knnstore.lm.locations import locate
 
 IDS = torch.tensor([[5, 17, 42, 99, 3, 8], [60, 61, 62, 5, 17, 42]])
 
