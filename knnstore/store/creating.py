@@ -33,6 +33,7 @@ from knnstore.errors import (
 )
 from knnstore.store.home import DESCRIPTION, Home
 from knnstore.store.reading import open_datastore
+from knnstore.store.weights import FOLDER, Weights, save_weights
 
 _NAME = "creation.json"
 
@@ -63,7 +64,13 @@ class Creation:
         publish(folder / _NAME, json.dumps(content).encode(), "creation")
 
 
-def make_store(path: Path, identity: Identity, engine: Engine, catalog: str | None) -> None:
+def make_store(
+    path: Path,
+    identity: Identity,
+    engine: Engine,
+    catalog: str | None,
+    projection: Weights | None = None,
+) -> None:
     """Make a home with an empty datastore and a catalogue; it is whole or not there.
 
     Args:
@@ -71,6 +78,7 @@ def make_store(path: Path, identity: Identity, engine: Engine, catalog: str | No
         identity: what the store is made for.
         engine: where the keys are to be.
         catalog: the catalogue's URL, whose password is not written; None is SQLite in the home.
+        projection: the weights that the identity names, if it does.
 
     Raises:
         StoreExistsError: a store is there, or in the catalogue's database.
@@ -100,6 +108,8 @@ def make_store(path: Path, identity: Identity, engine: Engine, catalog: str | No
         with open_datastore(home, identity, engine, "a" if begun else "x") as made:
             if made.count():
                 raise _occupied(engine)
+        if projection is not None:
+            save_weights(unfinished / FOLDER, projection)
         Catalog.create(home.catalog_url, identity, engine, created_at=creation.moment).close()
         home.write()
         os.rename(unfinished, folder)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -70,6 +71,7 @@ class KNNStore(StoreReader):
         location: str | None = None,
         params: Mapping[str, Any] | None = None,
         catalog: str | None = None,
+        projection: Weights | None = None,
     ) -> Self:
         """Make a new, empty store and open it for writing.
 
@@ -82,6 +84,7 @@ class KNNStore(StoreReader):
             location: where the adapter keeps the keys: a URL or a folder; default ``HOME/keys``.
             params: the adapter's own parameters.
             catalog: the catalogue's SQLAlchemy URL; default is SQLite in the home.
+            projection: kept in the home for as long as the store is, and named by its identity.
 
         Raises:
             StoreExistsError: there is a store already.
@@ -93,7 +96,9 @@ class KNNStore(StoreReader):
             raise ConfigError(f"the vocabulary has {identity.vocab_size} tokens; a store takes {TOKEN_LIMIT}")
         engine = Engine(store, location or "keys", dict(params or {}))
         place = Path(home).resolve()  # a relative one may be the folder that is replaced
-        make_store(place, identity, engine, catalog)
+        if projection is not None:
+            identity = replace(identity, projection=projection.name)
+        make_store(place, identity, engine, catalog, projection)
         found = Home.open(place, catalog)  # with its password, which is not written
         return cls(found, Catalog.open(found.catalog_url), "a")
 
@@ -175,7 +180,7 @@ class KNNStore(StoreReader):
         with self._locked() as writer:
             writer.save_settings(domains, payload)
             self._unnamed_weights -= set(names_in(payload))
-            sweep(self._weights, self._unnamed_weights | set(names_in(self._catalog.all_settings())))
+            sweep(self._weights, self._unnamed_weights | self._named_weights())
 
     def save_weights(self, tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, Any]) -> str:
         """Write fitted weights durably to a file in the home.
@@ -248,7 +253,7 @@ class KNNStore(StoreReader):
 
     def verify(self) -> list[str]:
         """Read everything that is stored and list what is wrong, one line each; empty when sound."""
-        named = sorted(set(names_in(self._catalog.all_settings())))
+        named = sorted(self._named_weights())
         damaged = [problem for name in named if (problem := problem_of(self._weights, name))]
         return problems_of(self._catalog, self.datastore) + damaged
 
@@ -290,6 +295,9 @@ class KNNStore(StoreReader):
                 self._datastore.optimize()
 
     # -- parts
+
+    def _named_weights(self) -> set[str]:
+        return {*names_in(self.identity.projection or ""), *names_in(self._catalog.all_settings())}
 
     def _remove(self, rows: Sequence[int]) -> None:
         with self._locked() as writer:
