@@ -45,6 +45,10 @@ class Neighbors:
     distances: Distances
     """float32, shape (q, k)."""
 
+    log_weights: NDArray[np.float32] | None = None
+    """The log of how many records each stands for, shape (q, k): added by a store that was pruned, and
+    never by an adapter. None where each stands for itself."""
+
 
 @dataclass(frozen=True, slots=True)
 class Filter:

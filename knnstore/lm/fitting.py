@@ -80,8 +80,11 @@ def gather_evidence(scored: ScoredText, ks: Sequence[int]) -> list[Evidence]:
         rows = slice(done, done + len(chunk))
         distances, hits = scored.distances[chunk, : ks[-1]], scored.hits[chunk, : ks[-1]]
         gaps = distances[:, :1] - distances
+        factors = scored.retrieved(ks[-1], chunk).log_weights
         for column, temperature in enumerate(temperatures):
             weights = (gaps / temperature).exp_()
+            if factors is not None:
+                weights *= factors.exp()
             total = torch.stack([weights[:, part].sum(1) for part in slices]).cumsum(0)
             weights *= hits
             gold = torch.stack([weights[:, part].sum(1) for part in slices]).cumsum(0)

@@ -17,12 +17,15 @@ PerQuery = float | Tensor
 """One value for all queries, or a tensor of shape (n,)."""
 
 
-def neighbor_weights(distances: Tensor, temperature: PerQuery) -> Tensor:
+def neighbor_weights(distances: Tensor, temperature: PerQuery, log_weights: Tensor | None = None) -> Tensor:
     """Turn distances into the probability that p_kNN gives to each neighbour.
+
+    A neighbour of weight w counts as w of them at its distance, whatever T is: exp(-d / T + log w).
 
     Args:
         distances: float32, shape (n, k), +inf where a neighbour is missing, k >= 1.
         temperature: T > 0; larger is flatter.
+        log_weights: log w, float32, shape (n, k), finite; None is w = 1.
 
     Returns:
         float32, shape (n, k). Rows sum to 1, or to 0 when no neighbour was found.
@@ -32,6 +35,8 @@ def neighbor_weights(distances: Tensor, temperature: PerQuery) -> Tensor:
     nearest = distances.amin(1, keepdim=True)
     found = nearest.isfinite()
     scores = (torch.where(found, nearest, 0.0) - distances) / temperatures.reshape(-1, 1)
+    if log_weights is not None:
+        scores = scores + log_weights
     return torch.where(found, scores, 0.0).softmax(1) * found
 
 

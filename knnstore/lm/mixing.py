@@ -30,6 +30,10 @@ class Retrieved:
     keys: Tensor | None = None
     """The queries themselves, float32, shape (n, d). Not kept by `ScoredText`."""
 
+    log_weights: Tensor | None = None
+    """The log of how many records each neighbour stands for, float32, shape (n, k); None where each stands
+    for itself, as in a store that was not pruned."""
+
 
 class Chosen(NamedTuple):
     """What a mixer chose for n queries."""

@@ -19,6 +19,7 @@ from knnstore.lm.keys import KeyCapture, keep_positions
 from knnstore.lm.loading import check_matches, load
 from knnstore.lm.locations import locate
 from knnstore.lm.mixing import Retrieved
+from knnstore.lm.sequence_state import sequence_ids_of
 from knnstore.lm.settings import KNNSettings
 from knnstore.lm.store_mixin import StoreMixin
 from knnstore.store import KNNStore, tokens_of
@@ -189,11 +190,16 @@ class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: i
         knn: KNNSettings | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Let the base model prepare its inputs, and pass the settings by it."""
+        """Let the base model prepare its inputs, and pass by it the settings and the texts so far."""
+        mask = kwargs.get("attention_mask")
+        sequence_ids = None
+        # The mask is longer where a prompt was given as embeddings, or was read in an earlier call.
+        if inputs_embeds is None if mask is None else mask.shape == input_ids.shape:
+            sequence_ids = sequence_ids_of(input_ids, mask)
         if inputs_embeds is not None:
             kwargs["inputs_embeds"] = inputs_embeds
         inputs: dict[str, Any] = self.base.prepare_inputs_for_generation(input_ids, *args, **kwargs)
-        return {**inputs, "knn": knn}
+        return {**inputs, "knn": knn, "sequence_ids": sequence_ids}
 
     def forward(
         self,
@@ -206,6 +212,7 @@ class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: i
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         knn: KNNSettings | None = None,
+        sequence_ids: Tensor | None = None,
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
@@ -224,6 +231,8 @@ class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: i
             use_cache: whether to return a cache.
             logits_to_keep: how many of the last positions to predict from (0 is all), or which ones.
             knn: settings of this call; default ``self.knn``.
+            sequence_ids: with a cache, the whole texts: int64, shape (b, past + t), -1 for padding;
+                see `knnstore.lm.sequence_state`. `generate` gives them.
             return_dict: False returns a tuple.
             **kwargs: whatever else the base model takes, and ``num_items_in_batch`` for the loss.
 
@@ -288,6 +297,10 @@ class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: i
         ids = torch.zeros((len(rows), settings.k), dtype=torch.long, device=logits.device)
         distances[rows] = torch.from_numpy(found.distances).to(logits.device)
         ids[rows] = torch.from_numpy(tokens).to(logits.device)
+        log_weights = None
+        if found.log_weights is not None:
+            log_weights = torch.zeros_like(distances)
+            log_weights[rows] = torch.from_numpy(found.log_weights).to(logits.device)
         flat_keys, flat_logits = keys.flatten(0, -2).to(logits.device), logits.flatten(0, -2)
         parts = []
         step = max(1, _CHUNK_VALUES // logits.shape[-1])
@@ -295,7 +308,13 @@ class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: i
             at = slice(start, start + step)
             log_probs = flat_logits[at].float().log_softmax(-1)
             weighed = settings.weigh(
-                Retrieved(distances[at], log_probs.amax(-1), tokens=ids[at], keys=flat_keys[at].float())
+                Retrieved(
+                    distances[at],
+                    log_probs.amax(-1),
+                    tokens=ids[at],
+                    keys=flat_keys[at].float(),
+                    log_weights=None if log_weights is None else log_weights[at],
+                )
             )
             parts.append(mix(log_probs, weighed.weights, ids[at], weighed.lam))
         return torch.cat(parts).reshape(logits.shape)

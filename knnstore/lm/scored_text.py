@@ -1,7 +1,7 @@
 """Held-out text after one pass of model and search: all that settings are fitted and judged by."""
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -47,6 +47,8 @@ class ScoredText:
     """Whether a neighbour carries the token, bool, shape (n, k)."""
     documents: Tensor
     """Index of each token's document, int64, shape (n,)."""
+    log_weights: Tensor | None = None
+    """Of the neighbours, float32, shape (n, k); None where each stands for itself."""
 
     def __len__(self) -> int:
         return len(self.lm_log_probs)
@@ -64,7 +66,8 @@ class ScoredText:
 
     def retrieved(self, k: int, tokens: Tensor) -> Retrieved:
         """What a mixer chooses from, with the k nearest neighbours of some tokens."""
-        return Retrieved(self.distances[tokens, :k], self.lm_max[tokens])
+        log_weights = None if self.log_weights is None else self.log_weights[tokens, :k]
+        return Retrieved(self.distances[tokens, :k], self.lm_max[tokens], log_weights=log_weights)
 
     def log_probs(self, settings: KNNSettings, tokens: Tensor | None = None) -> Mixed:
         """Mix as `settings` say; its selection is not looked at.
@@ -104,6 +107,7 @@ def score_once(
         torch.empty(total), torch.empty(total), torch.empty(total, k),
         torch.empty((total, k), dtype=torch.bool), torch.empty(total, dtype=torch.int64),
     )  # fmt: skip
+    log_weights = None
     done = 0
     for part in score_held_out(
         store, encoder, tokenizer, documents,
@@ -115,6 +119,9 @@ def score_once(
         scored.distances[rows] = part.distances
         scored.hits[rows] = part.tokens == part.gold[:, None]
         scored.documents[rows] = torch.from_numpy(part.documents)
+        if part.log_weights is not None:
+            log_weights = torch.zeros(total, k) if log_weights is None else log_weights
+            log_weights[rows] = part.log_weights
         done = rows.stop
     shown.finish()
-    return scored
+    return replace(scored, log_weights=log_weights)

@@ -44,10 +44,18 @@ class TokenScores:
     """Index of each token's document, in the order given; shape (n,)."""
     positions: NDArray[np.int64]
     """Of each token in its document, shape (n,)."""
+    log_weights: Tensor | None = None
+    """Of the neighbours, float32, shape (n, k); see `Retrieved`."""
 
     def retrieved(self) -> Retrieved:
         """What a mixer chooses from."""
-        return Retrieved(self.distances, self.lm_max, tokens=self.tokens, keys=self.keys)
+        return Retrieved(
+            self.distances,
+            self.lm_max,
+            tokens=self.tokens,
+            keys=self.keys,
+            log_weights=self.log_weights,
+        )
 
 
 def score_batch(store: KNNStore, encoder: Encoder, batch: Batch, k: int, selection: Selection) -> TokenScores:
@@ -66,6 +74,7 @@ def score_batch(store: KNNStore, encoder: Encoder, batch: Batch, k: int, selecti
         keys=keys,
         documents=batch.documents,
         positions=batch.positions,
+        log_weights=None if found.log_weights is None else torch.from_numpy(found.log_weights),
     )
 
 

@@ -72,7 +72,8 @@ class KNNSettings:
             retrieved: n queries with k neighbours each.
         """
         lam, temperature = self.mixer(retrieved, self.temperature)
-        return Weighed(neighbor_weights(retrieved.distances, temperature), lam, temperature)
+        weights = neighbor_weights(retrieved.distances, temperature, retrieved.log_weights)
+        return Weighed(weights, lam, temperature)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain values for JSON.

@@ -136,3 +136,18 @@ def test_gradients_flow_to_the_model_alone():
         shift[at] = step
         slope = (loss(logits.detach() + shift) - loss(logits.detach() - shift)) / (2 * step)
         assert logits.grad[at].item() == pytest.approx(slope.item(), abs=1e-3)
+
+
+@settings(deadline=None)
+@given(queries(), st.integers(1, 4), st.sampled_from([0.01, 1.0, 30.0, 1e4]))
+def test_a_weight_counts_for_as_many_copies_at_any_temperature(case, copies, temperature):
+    _, distances, tokens, _, _ = case
+    counts = (np.arange(distances.shape[1]) * copies) % 4 + 1
+    once, ids = torch.from_numpy(distances), torch.from_numpy(tokens)
+    merged = neighbor_weights(once, temperature, torch.from_numpy(counts).log().expand_as(once))
+    repeats = torch.from_numpy(counts)
+    unmerged = neighbor_weights(once.repeat_interleave(repeats, 1), temperature)
+    for gold in range(7):
+        wanted = torch.full((len(ids),), gold)
+        expected = gold_knn_probs(unmerged, ids.repeat_interleave(repeats, 1), wanted)
+        torch.testing.assert_close(gold_knn_probs(merged, ids, wanted), expected, rtol=1e-4, atol=1e-6)
