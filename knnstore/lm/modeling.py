@@ -19,6 +19,7 @@ from knnstore.lm.keys import KeyCapture, keep_positions
 from knnstore.lm.loading import check_matches, load
 from knnstore.lm.locations import locate
 from knnstore.lm.mixing import Retrieved
+from knnstore.lm.projection import Projection
 from knnstore.lm.sequence_state import sequence_ids_of
 from knnstore.lm.settings import KNNSettings
 from knnstore.lm.store_mixin import StoreMixin
@@ -75,6 +76,7 @@ class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: i
         self.tokenizer = tokenizer
         self.knn = knn or KNNSettings()
         self.location = locate(base, store.identity.key)
+        self.projection = Projection.of(store)
         self.generation_config = base.generation_config
         self._base_accepts = frozenset(inspect.signature(base.forward).parameters)
         if hasattr(base, "hf_device_map"):
@@ -262,6 +264,8 @@ class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: i
             assert tokens is not None
             batch, length = tokens.shape[:2]
             keys = keep_positions(capture.keys(batch, length), logits_to_keep)
+            if self.projection is not None:
+                keys = self.projection(keys)
             attended = torch.ones((batch, length), dtype=torch.bool, device=keys.device)
             if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
                 attended = attention_mask[:, -length:].to(keys.device) != 0
