@@ -1,6 +1,6 @@
 """Reading the catalogue: the store's identity, its documents, domains, tags and settings."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import datetime
 from itertools import chain
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 from sqlalchemy import Engine as SqlEngine
 from sqlalchemy import Select, func, select
 from sqlalchemy.engine import URL
@@ -207,6 +208,13 @@ class Catalog:
             chosen = select(TokensRow.tokens).join(DocumentRow).where(DocumentRow.id == row, IS_LIVE)
             blob = current.scalars(chosen).one_or_none()
         return None if blob is None else np.frombuffer(blob, "<u4")
+
+    def token_blocks(self, rows: Iterable[int]) -> Iterator[NDArray[np.uint32]]:
+        """Yield the token ids of the documents that are still live, each of shape (n,), in any order."""
+        with reading(self.sql) as current:
+            for chunk in in_chunks(rows):
+                chosen = select(TokensRow.tokens).join(DocumentRow).where(DocumentRow.id.in_(chunk), IS_LIVE)
+                yield from (np.frombuffer(blob, "<u4") for blob in current.scalars(chosen))
 
     def versions(self, domain: str, ids: Iterable[str]) -> dict[str, StoredVersion]:
         """The live versions of these documents of a domain, by external id."""

@@ -23,7 +23,7 @@ from knnstore.cli.options import (
     SkipBadOption,
     TagsOption,
 )
-from knnstore.cli.output import Bar, note, one_line, print_json, print_table, printable
+from knnstore.cli.output import Bar, note, one_line, print_json, print_json_lines, print_table, printable
 
 if TYPE_CHECKING:
     from knnstore import KNNLMForCausalLM, KNNSettings
@@ -69,8 +69,10 @@ def evaluate(
     """Measure perplexity with and without the store.
 
     The documents should not be in the store. Prints a JSON object (tokens, base_ppl, knn_ppl, the
-    same for words and bytes, k, temperature, lambda, mixer, tokens_per_s and more), with --json on
-    one line.
+    same for words and bytes, helped: the share of tokens to which retrieval gives more probability
+    than the model, k, temperature, lambda, mixer, tokens_per_s and more), with --json on one line.
+    by_frequency and by_distance divide the tokens by how often they are stored and by how near the
+    nearest neighbour is.
 
     Examples:
       knnstore eval held-out.jsonl
@@ -109,7 +111,7 @@ def evaluate(
     result = asdict(found)
     result = {"lambda" if name == "lam" else name: value for name, value in result.items()}
     result["skipped"] = len(bad)
-    print_json(result, indent=None if as_json else 2)
+    (print_json if as_json else print_json_lines)(result)
 
 
 def generate(

@@ -12,9 +12,26 @@ import typer
 from knnstore.progress import Progress
 
 
-def print_json(value: Any, *, indent: int | None = None) -> None:
-    """Print a value as JSON, on one line unless an indent is given; what is not finite is null."""
-    typer.echo(json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, indent=indent))
+def print_json(value: Any) -> None:
+    """Print a value as JSON on one line; what is not finite is null."""
+    typer.echo(_json(value))
+
+
+def print_json_lines(pairs: Mapping[str, Any]) -> None:
+    """Print an object as JSON, a line for each value, and for each object in a list of them."""
+    lines = []
+    for name, value in pairs.items():
+        rows = value if isinstance(value, list | tuple) else ()
+        if rows and all(isinstance(row, Mapping) for row in rows):
+            written = "[\n" + ",\n".join(f"    {_json(row)}" for row in rows) + "\n  ]"
+        else:
+            written = _json(value)
+        lines.append(f"  {_json(name)}: {written}")
+    typer.echo("{\n" + ",\n".join(lines) + "\n}")
+
+
+def _json(value: Any) -> str:
+    return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
 
 
 def _finite(value: Any) -> Any:

@@ -4,7 +4,6 @@ exp(total negative log-likelihood / tokens predicted), over the same windows as 
 token counts once, whatever document it is in; and the same total over words and over bytes.
 """
 
-import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from knnstore.lm.encoder import Encoder
 from knnstore.lm.interpolation import gold_knn_probs, mix_gold
 from knnstore.lm.scoring import BATCH_TOKENS, count_predicted, score_held_out
 from knnstore.lm.settings import KNNSettings
+from knnstore.lm.slices import Slice, TokenLosses, perplexity
 from knnstore.lm.token_table import TokenTable
 from knnstore.progress import Progress
 from knnstore.store import KNNStore
@@ -55,6 +55,10 @@ class Evaluation:
     stored: tuple[str, ...]
     """Ids of evaluated documents that retrieval can reach with the same text; left out of it when
     `evaluate` was told so."""
+    by_frequency: tuple[Slice, ...]
+    """Tokens divided by how often the selection holds them."""
+    by_distance: tuple[Slice, ...]
+    """Tokens divided by the distance to the nearest neighbour, into tenths."""
 
 
 def evaluate(
@@ -91,7 +95,7 @@ def evaluate(
     if progress is not None:  # tokenised twice, for the time left: little against the forward pass
         progress.start("evaluating", total=count_predicted(listed, tokenizer))
     started = time.perf_counter()
-    tokens, helped = 0, 0
+    tokens, helped, losses = 0, 0, TokenLosses()
     lm_total, mixed_total, lam_total, temperature_total = 0.0, 0.0, 0.0, 0.0
     for scores in score_held_out(
         store, encoder, tokenizer, listed, k=settings.k, selection=settings.selection,
@@ -102,7 +106,9 @@ def evaluate(
         mixed = mix_gold(scores.lm_log_probs, knn, weights.sum(1) > 0, lam)
         count = len(scores.gold)
         tokens += count
-        helped += int((knn > scores.lm_log_probs.exp()).sum())
+        better = knn > scores.lm_log_probs.exp()
+        helped += int(better.sum())
+        losses.add(scores.gold, scores.lm_log_probs, mixed, better, scores.distances[:, 0])
         lm_total += float(scores.lm_log_probs.double().sum())
         mixed_total += float(mixed.double().sum())
         lam_total += float(lam.double().sum())
@@ -116,21 +122,22 @@ def evaluate(
         progress.finish()
     if not tokens:
         raise InputError("nothing to evaluate: the documents hold no token to predict")
+    counts = store.token_counts(settings.selection)
     if table is not None:
-        table.name(listed)
+        table.name(listed, counts)
     words = sum(len(document.text.split()) for document in listed)
     in_bytes = sum(len(document.text.encode()) for document in listed)
     return Evaluation(
         documents=len(listed),
         tokens=tokens,
-        base_ppl=_perplexity(lm_total, tokens),
-        knn_ppl=_perplexity(mixed_total, tokens),
+        base_ppl=perplexity(lm_total, tokens),
+        knn_ppl=perplexity(mixed_total, tokens),
         words=words,
-        base_word_ppl=_perplexity(lm_total, words),
-        knn_word_ppl=_perplexity(mixed_total, words),
+        base_word_ppl=perplexity(lm_total, words),
+        knn_word_ppl=perplexity(mixed_total, words),
         bytes=in_bytes,
-        base_byte_ppl=_perplexity(lm_total, in_bytes),
-        knn_byte_ppl=_perplexity(mixed_total, in_bytes),
+        base_byte_ppl=perplexity(lm_total, in_bytes),
+        knn_byte_ppl=perplexity(mixed_total, in_bytes),
         helped=helped / tokens,
         k=settings.k,
         temperature=temperature_total / tokens,
@@ -138,12 +145,6 @@ def evaluate(
         mixer=settings.mixer.name,
         tokens_per_s=tokens / seconds,
         stored=tuple(document.id for document in listed if document.content_hash in twins),
+        by_frequency=losses.by_frequency(counts),
+        by_distance=losses.by_distance(),
     )
-
-
-def _perplexity(total: float, units: int) -> float:
-    """Exponentiate the mean negative log-likelihood; infinite where it exceeds what a float holds."""
-    try:
-        return math.exp(-total / units)
-    except (OverflowError, ZeroDivisionError):
-        return math.inf

@@ -12,9 +12,11 @@ from transformers import PreTrainedTokenizerBase
 from knnstore.documents import TextDocument
 from knnstore.lm.scoring import TokenScores
 
-COLUMNS = ("document", "position", "token", "text", "p_lm", "p_knn", "lambda", "p", "distance")
+COLUMNS = (
+    "document", "position", "token", "text", "p_lm", "p_knn", "lambda", "p", "distance", "frequency",
+)  # fmt: skip
 """``position`` counts a document's tokens from 0, ``token`` is the token's id, ``distance`` that of
-the nearest neighbour, null where there is none."""
+the nearest neighbour, null where there is none, ``frequency`` how often the token was stored."""
 
 
 class TokenTable:
@@ -23,6 +25,7 @@ class TokenTable:
     def __init__(self) -> None:
         self._parts: list[tuple[NDArray[Any], ...]] = []
         self._documents: Sequence[TextDocument] = ()
+        self._counts = np.zeros(0, np.int64)
 
     def add(self, scores: TokenScores, p_knn: Tensor, lam: Tensor, log_p: Tensor) -> None:
         """Take in a batch.
@@ -37,9 +40,9 @@ class TokenTable:
         tensors = (column.numpy() for column in columns)
         self._parts.append((scores.documents, scores.positions, scores.gold.numpy(), *tensors))
 
-    def name(self, documents: Sequence[TextDocument]) -> None:
-        """Say what documents the scores count."""
-        self._documents = documents
+    def name(self, documents: Sequence[TextDocument], counts: NDArray[np.int64]) -> None:
+        """Say what documents the scores count, and how often each token of the vocabulary was stored."""
+        self._documents, self._counts = documents, counts
 
     def rows(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
         """Yield a value for each of `COLUMNS`, in the order of the text."""
@@ -50,7 +53,8 @@ class TokenTable:
             document, position, token, *numbers = (column[at].item() for column in columns)
             text = tokenizer.decode([token], clean_up_tokenization_spaces=False)
             numbers[-1] = numbers[-1] if np.isfinite(numbers[-1]) else None
-            values = (self._documents[document].id, position, token, text, *numbers)
+            name, frequency = self._documents[document].id, int(self._counts[token])
+            values = (name, position, token, text, *numbers, frequency)
             yield dict(zip(COLUMNS, values, strict=True))
 
     def write(self, file: TextIO, tokenizer: PreTrainedTokenizerBase, *, as_json: bool) -> None:

@@ -7,6 +7,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 from knnstore.catalog import Catalog, Document, Domain, Engine, Identity, StoredVersion
 from knnstore.datastore import Datastore, Ids, Keys, Metric, Neighbors, registry
 from knnstore.datastore import Mode as DatastoreMode
@@ -159,6 +162,10 @@ class StoreReader:
     def stored_content(self, hashes: Iterable[str], selection: Selection = EVERYTHING) -> set[str]:
         """Which of these content hashes belong to a live document of the selection."""
         return self.view().content(hashes, selection)
+
+    def token_counts(self, selection: Selection = EVERYTHING) -> NDArray[np.int64]:
+        """How often the selected documents hold each token of the vocabulary, int64, shape (v,)."""
+        return self.view().token_counts(selection, self.identity.vocab_size)
 
     def settings(self, domains: Sequence[str] = ()) -> Mapping[str, Any] | None:
         """The retrieval settings saved for exactly this set of domains, if any."""

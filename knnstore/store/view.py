@@ -46,6 +46,7 @@ class View:
         self.datastore = datastore
         self._catalog = catalog
         self._scopes: OrderedDict[Selection, Scope] = OrderedDict()
+        self._counts: tuple[Selection, NDArray[np.int64]] | None = None
 
     def search(self, queries: Keys, k: int, selection: Selection) -> Neighbors:
         """The k nearest live records of each query, among the selected documents.
@@ -99,6 +100,28 @@ class View:
         reached = self._chosen(selection) & self._among(row for rows in twins.values() for row in rows)
         there = set(self.snapshot.rows[reached].tolist())
         return {hash for hash, rows in twins.items() if not there.isdisjoint(rows)}
+
+    def token_counts(self, selection: Selection, vocabulary: int) -> NDArray[np.int64]:
+        """How often the selected documents hold each token, remembering the latest answer.
+
+        Args:
+            selection: which documents.
+            vocabulary: how many tokens there are, v.
+
+        Returns:
+            int64, shape (v,), not to be written to.
+
+        Raises:
+            DomainNotFoundError, DocumentNotFoundError: as `scope`.
+        """
+        if self._counts is None or self._counts[0] != selection:
+            counts = np.zeros(vocabulary, np.int64)
+            chosen = self.snapshot.rows[self._chosen(selection)]
+            for tokens in self._catalog.token_blocks(chosen.tolist()):
+                counts += np.bincount(tokens, minlength=vocabulary)
+            counts.setflags(write=False)
+            self._counts = selection, counts
+        return self._counts[1]
 
     def _resolve(self, selection: Selection) -> Scope:
         chosen = self._chosen(selection)

@@ -77,8 +77,16 @@ def test_eval_agrees_with_the_store(knnstore, store):
     assert found.json["bytes"] > found.json["words"] > 0
     assert 1 < found.json["knn_byte_ppl"] < found.json["knn_ppl"] < found.json["knn_word_ppl"]
     assert (found.json["k"], found.json["temperature"], found.json["lambda"]) == (4, 2.0, 0.5)
+    for slices in (found.json["by_frequency"], found.json["by_distance"]):
+        assert sum(part["tokens"] for part in slices) == found.json["tokens"]
     alone = knnstore("eval held-out.jsonl --lambda 0 --json").json
     assert alone["knn_ppl"] == alone["base_ppl"] == found.json["base_ppl"]
+    shown = knnstore("eval held-out.jsonl --lambda 0")
+    again = json.loads(shown.out)
+    assert {**again, "tokens_per_s": 0} == {**alone, "tokens_per_s": 0}
+    assert shown.out.count("\n") == 2 + len(again) + sum(
+        1 + len(again[n]) for n in ("by_frequency", "by_distance")
+    )
 
 
 def test_eval_warns_of_stored_documents_and_can_leave_them_out(knnstore, store):

@@ -29,6 +29,7 @@ def phrased(count: int, name: str) -> list[dict[str, str]]:
 
 
 STORED, HELD_OUT = phrased(12, "s"), phrased(12, "h")
+NOISE = [" ".join(f"w{i}" for i in RNG.integers(60, 100, 50)) for _ in range(4)]
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +41,7 @@ def filled(make_model, tokenizer, tmp_path_factory):
     lm = knnstore.create(home, model=str(path), max_length=32, stride=16)
     with lm.store:
         lm.add(STORED, domain="phrases")
-        noise = [" ".join(f"w{i}" for i in RNG.integers(60, 100, 50)) for _ in range(4)]
-        lm.add(noise, domain="noise")
+        lm.add(NOISE, domain="noise")
     return home
 
 
@@ -145,6 +145,11 @@ def test_every_token_has_a_row_that_adds_up(lm):
     for row in rows:
         assert row["p"] == pytest.approx(0.75 * row["p_lm"] + 0.25 * row["p_knn"], rel=1e-4)
         assert row["distance"] >= 0
+        texts_stored = [*(document["text"] for document in STORED), *NOISE]
+        assert row["frequency"] == sum(text.split().count(row["text"]) for text in texts_stored)
+    never = [part.tokens for part in found.by_frequency if part.high == 0]
+    assert sum(never) == sum(row["frequency"] == 0 for row in rows)
+    assert sum(part.tokens for part in found.by_distance) == len(rows)
     words, in_bytes = 64, sum(len(row["text"].encode()) for row in texts)
     assert (found.words, found.bytes) == (words, in_bytes)
     assert found.knn_word_ppl == pytest.approx(math.exp(losses.sum() / words), rel=1e-5)

@@ -60,6 +60,19 @@ def test_excluding_by_content_leaves_exactly_that_document_out(store, writer) ->
     assert {place.document for place in store.provenance(found.ids[:, 0])} == {"2"}
 
 
+def test_tokens_are_counted_in_what_is_selected(store, writer) -> None:
+    writer.add("a", "1", "2", n=300)
+    writer.add("b", "1", n=50)
+
+    def counted(*documents: tuple[str, str]) -> list[int]:
+        return np.bincount(np.concatenate([writer.tokens[at] for at in documents]), minlength=1000).tolist()
+
+    assert store.token_counts().tolist() == counted(("a", "1"), ("a", "2"), ("b", "1"))
+    assert store.token_counts(Selection(domains=("b",))).tolist() == counted(("b", "1"))
+    store.remove_document("2")
+    assert store.token_counts().tolist() == counted(("a", "1"), ("b", "1"))
+
+
 def test_provenance_names_document_position_and_surroundings(store, writer) -> None:
     writer.add("law", "1", "2")
     found = store.search(writer.keys["law", "2"][5:6], 1)
