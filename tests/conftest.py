@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -193,12 +194,30 @@ def killed_at() -> Callable[[str, Callable[[], None]], bool]:
 
 
 @pytest.fixture
-def qdrant_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def patience(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """How long a call to a Qdrant server may take, whatever a store was told.
+
+    Long, so that a busy machine is no fault; short while ``is_in_vain()``, so that no test waits for nothing.
+    """
+    from knnstore_qdrant.attempts import Attempts
+
+    patience = SimpleNamespace(is_in_vain=lambda: False)
+    seconds = property(lambda _: 0.4 if patience.is_in_vain() else 60.0, lambda _, __: None)
+    monkeypatch.setattr(Attempts, "_timeout", seconds, raising=False)
+    return patience
+
+
+@pytest.fixture
+def qdrant_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[Any]:
     """A running `QdrantServer` (see tests/qdrant_server) without collections."""
     pytest.importorskip("qdrant_client")
     pytest.importorskip("qdrant_edge")
     monkeypatch.syspath_prepend(Path(__file__).with_name("qdrant_server"))
     from qdrant_server import QdrantServer
 
+    patience = request.getfixturevalue("patience")
     with QdrantServer(tmp_path / "qdrant") as server:
+        patience.is_in_vain = lambda: not server.is_running or server.faults.leave_unanswered
         yield server

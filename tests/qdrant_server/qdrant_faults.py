@@ -125,6 +125,11 @@ class Faults:
         for timer in self._timers:
             timer.cancel()
 
+    @property
+    def leave_unanswered(self) -> bool:
+        """Whether there are calls that nobody answers, however long one waits or how often one asks."""
+        return any(fault.kind is Kind.STALL or fault.times == FOREVER for fault in self._faults)
+
     def counted(self) -> Counter[str]:
         """How often each endpoint was called."""
         return Counter(endpoint for _, endpoint in self.calls)

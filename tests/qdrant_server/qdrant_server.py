@@ -51,6 +51,11 @@ class QdrantServer:
         """Where it listens for HTTP."""
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started and not stopped since."""
+        return self._engine is not None
+
     def start(self) -> None:
         """Open the collections and listen."""
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,6 @@ from knnstore.errors import ConfigError, DatastoreError, DatastoreExistsError, S
 from knnstore.store import KNNStore, transfer
 
 TRIALS = Path(__file__).with_name("move_trials.py")
-QDRANT_SERVER = Path(__file__).parents[1] / "qdrant_server"
 STRANGER = Path(__file__).parents[1] / "datastore" / "stranger"
 
 
@@ -265,34 +264,32 @@ def test_an_unfinished_move_can_be_given_up_and_blocks_no_other(store, writer, h
     assert store.verify() == []
 
 
-def test_to_a_server_that_fails_in_the_middle_and_back(store, writer, home, tmp_path, monkeypatch) -> None:
-    pytest.importorskip("qdrant_client")
+def test_to_a_server_that_fails_in_the_middle_and_back(
+    store, writer, home, qdrant_server, monkeypatch
+) -> None:
     need("qdrant")
-    monkeypatch.syspath_prepend(QDRANT_SERVER)
     from qdrant_faults import FOREVER
-    from qdrant_server import QdrantServer
 
     monkeypatch.setattr(transfer, "_BATCH", 100)
     writer.add("law", "1", n=400)
     writer.add("news", "2", n=200)
     before, batches, params = answers(store), contents(store), {"timeout": 1.0}
-    with QdrantServer(tmp_path / "qdrant") as server:
-        server.faults.add("refuse", "upsert", first=4, times=FOREVER)
-        with pytest.raises(StoreUnavailableError):
-            store.move("qdrant", server.url, params=params)
-        server.faults.clear()
-        assert store.engine.location == "keys"
-        same(answers(store), before)
-        moved = store.move("qdrant", server.url, params=params)
-        assert (moved.copied, moved.records, moved.recall) == (300, 600, 1.0)
-        assert contents(store) == batches
-        same(answers(store), before)
-        assert not (home / "keys").exists()
-        with pytest.raises(DatastoreExistsError, match="already at"):
-            store.move("qdrant", server.url, params={"timeout": 2.0})
-        assert store.move("faiss", "back").left is None
-        assert store.move("qdrant", server.url).copied == 600  # for the collection was removed
-        store.move("faiss", "again")
+    qdrant_server.faults.add("refuse", "upsert", first=4, times=FOREVER)
+    with pytest.raises(StoreUnavailableError):
+        store.move("qdrant", qdrant_server.url, params=params)
+    qdrant_server.faults.clear()
+    assert store.engine.location == "keys"
+    same(answers(store), before)
+    moved = store.move("qdrant", qdrant_server.url, params=params)
+    assert (moved.copied, moved.records, moved.recall) == (300, 600, 1.0)
+    assert contents(store) == batches
+    same(answers(store), before)
+    assert not (home / "keys").exists()
+    with pytest.raises(DatastoreExistsError, match="already at"):
+        store.move("qdrant", qdrant_server.url, params={"timeout": 2.0})
+    assert store.move("faiss", "back").left is None
+    assert store.move("qdrant", qdrant_server.url).copied == 600  # for the collection was removed
+    store.move("faiss", "again")
     same(answers(store), before)
 
 
