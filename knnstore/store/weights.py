@@ -65,6 +65,12 @@ class Weights:
         """The name of their file."""
         return name_of(self.encode())
 
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Weights) and self.encode() == other.encode())
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
 
 def name_of(content: bytes) -> str:
     """The name of the file with this content."""
