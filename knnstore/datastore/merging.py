@@ -55,35 +55,45 @@ def merged(
 
 
 class _Cursor:
-    """A place among some rows of a segment."""
+    """A place among the wanted rows of a segment; costs nothing for rows that are not wanted."""
 
     def __init__(self, segment: Segment, rows: IdRanges) -> None:
         self.segment = segment
         self.ids = segment.columns.ids if rows else np.empty(0, np.int64)
         self._rows = rows
-        self._row = 0
-        self._end = int(rows.stops[-1]) if rows else 0
+        # How many wanted rows there are before each range, and in all.
+        self._before = np.append(0, np.cumsum(rows.stops - rows.starts))
+        self._done = 0
         self.next_id = -1
 
     def advance(self) -> bool:
-        """Move to the next row that is wanted; False where none is left."""
-        if self._row >= self._end:
+        """Look at the next row; False where none is left."""
+        if self._done == self._before[-1]:
             return False
-        at = int(np.searchsorted(self._rows.stops, self._row, side="right"))
-        self._row = max(self._row, int(self._rows.starts[at]))
-        self.next_id = int(self.ids[self._row])
+        self.next_id = self._id(self._done)
         return True
 
     def id_after(self, rows: int) -> int:
         """The id of the last of the next so many rows."""
-        return int(self.ids[min(self._row + rows, self._end) - 1])
+        return self._id(min(self._done + rows, int(self._before[-1])) - 1)
 
     def take(self, bound: int) -> NDArray[np.int64]:
-        """Pass the rows with ids up to a bound and return those that are wanted."""
-        stop = int(np.searchsorted(self.ids[: self._end], bound, side="right"))
-        rows = np.arange(self._row, stop)
-        self._row = stop
-        return rows[self._rows.contains(rows)]
+        """Pass the rows with ids up to a bound and return them."""
+        row = int(np.searchsorted(self.ids, bound, side="right"))
+        at = int(np.searchsorted(self._rows.starts, row, side="right")) - 1
+        stop = int(self._before[at] + min(row, self._rows.stops[at]) - self._rows.starts[at])
+        taken = self._numbers(np.arange(self._done, stop))
+        self._done = stop
+        return taken
+
+    def _numbers(self, wanted: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The row numbers of the first wanted row (0), the second (1), and so on."""
+        at = np.searchsorted(self._before, wanted, side="right") - 1
+        numbers: NDArray[np.int64] = self._rows.starts[at] + wanted - self._before[at]
+        return numbers
+
+    def _id(self, wanted: int) -> int:
+        return int(self.ids[self._numbers(np.array([wanted]))[0]])
 
 
 def merge_plan(segments: Sequence[Segment], ratio: int) -> list[list[Segment]]:
