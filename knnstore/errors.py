@@ -131,5 +131,9 @@ class CorruptWeightsError(KnnstoreError):
     """A file of fitted weights is missing or damaged."""
 
 
+class OutdatedWeightsError(KnnstoreError):
+    """Fitted weights hold traces of a document that was removed or replaced since; they are not used."""
+
+
 class FingerprintMismatchError(KnnstoreError):
     """The model, tokenizer or key location differs from the store's."""

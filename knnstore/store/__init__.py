@@ -6,6 +6,7 @@ from knnstore.store.provenance import Provenance
 from knnstore.store.records import TOKEN_LIMIT, positions_of, record_ids, tokens_of
 from knnstore.store.selection import EVERYTHING, Selection
 from knnstore.store.store import KNNStore
+from knnstore.store.traces import Traces
 from knnstore.store.weights import Weights
 from knnstore.store.writing import Ingest
 
@@ -23,6 +24,7 @@ __all__ = [
     "Provenance",
     "Selection",
     "StoredVersion",
+    "Traces",
     "Weights",
     "positions_of",
     "record_ids",

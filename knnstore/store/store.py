@@ -26,6 +26,7 @@ from knnstore.store.moving import Moved
 from knnstore.store.reading import Mode, StoreReader
 from knnstore.store.records import TOKEN_LIMIT
 from knnstore.store.selection import Selection
+from knnstore.store.traces import traced_in
 from knnstore.store.transfer import transfer
 from knnstore.store.verify import problems_of, strangers_in
 from knnstore.store.weights import Weights, names_in, problem_of, save_weights, sweep
@@ -57,6 +58,7 @@ class KNNStore(StoreReader):
             if self._writer is not None:  # settle what a killed writer left
                 purge(self._writer, self._datastore, self._writer.unsettled())
                 moving.settle_quietly(home, self._engine)
+                self._sweep_weights()
             self._opened = opened.pop_all()
 
     # -- opening and closing
@@ -129,8 +131,10 @@ class KNNStore(StoreReader):
         Yields:
             The group, to which every token's key is to be added.
         """
-        with self._locked() as writer, Ingest(writer, self._datastore, documents) as group:
-            yield group
+        with self._locked() as writer:
+            with Ingest(writer, self._datastore, documents) as group:
+                yield group
+            self._sweep_weights()
 
     def describe(self, domain: str, changes: Mapping[str, tuple[Mapping[str, Any], Iterable[str]]]) -> None:
         """Set the metadata and tags of documents of a domain, by id, in one transaction; records stay.
@@ -180,7 +184,7 @@ class KNNStore(StoreReader):
         with self._locked() as writer:
             writer.save_settings(domains, payload)
             self._unnamed_weights -= set(names_in(payload))
-            sweep(self._weights, self._unnamed_weights | self._named_weights())
+            self._sweep_weights()
 
     def save_weights(self, tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, Any]) -> str:
         """Write fitted weights durably to a file in the home.
@@ -272,6 +276,7 @@ class KNNStore(StoreReader):
     def info(self) -> dict[str, Any]:
         """What the store is made for and what is in it."""
         domains, unfinished = self.domains(), moving.unfinished(self.home, self._catalog.engine())
+        snapshot, traced = self.view().snapshot, dict(traced_in(self._catalog.all_settings()))
         return {
             "home": str(self.home.path),
             "catalog": self.home.catalog_url.render_as_string(hide_password=True),
@@ -286,6 +291,11 @@ class KNNStore(StoreReader):
             "tokens": sum(domain.tokens for domain in domains),
             "records": self.datastore.count(),
             "revision": self._catalog.revision(),
+            "substitutes": [
+                f"of {', '.join(traces.domains) or 'the whole store'}: "
+                + ("ready" if traces.are_whole(snapshot) else "outdated, documents of it are gone")
+                for traces in traced.values()
+            ],
         }
 
     def optimize(self) -> None:
@@ -297,12 +307,20 @@ class KNNStore(StoreReader):
     # -- parts
 
     def _named_weights(self) -> set[str]:
-        return {*names_in(self.identity.projection or ""), *names_in(self._catalog.all_settings())}
+        """The files that are to be there: not those with traces of a document that is gone."""
+        settings, snapshot = self._catalog.all_settings(), self.view().snapshot
+        outdated = {name for name, traces in traced_in(settings) if not traces.are_whole(snapshot)}
+        return {*names_in(self.identity.projection or ""), *names_in(settings)} - outdated
+
+    def _sweep_weights(self) -> None:
+        if self._weights.is_dir():
+            sweep(self._weights, self._unnamed_weights | self._named_weights())
 
     def _remove(self, rows: Sequence[int]) -> None:
         with self._locked() as writer:
             writer.retire(rows)
             purge(writer, self._datastore, writer.unsettled())
+            self._sweep_weights()
 
     def _rows(self, domain: str, ids: Iterable[str]) -> dict[str, int]:
         """The primary keys of live documents of a domain, by id."""

@@ -1,0 +1,98 @@
+"""Weights fitted on the store's documents: gone, file and all, as soon as one of the documents is."""
+
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+
+from knnstore.store import KNNStore, Selection, Traces
+
+
+@pytest.fixture
+def fitted(store, writer):
+    """Documents a and b of law and c of news, with weights fitted on law and on everything."""
+    writer.add("law", "a", "b")
+    writer.add("news", "c")
+    names = {}
+    for domains in (("law",), ()):
+        traces = Traces.of(store.view().snapshot, domains)
+        names[domains] = store.save_weights({"w": np.zeros(4, np.float32)}, asdict(traces))
+        store.save_settings({"part": [{"weights": names[domains], "traces": asdict(traces)}]}, domains)
+    return names
+
+
+def whole(store):
+    """Which of the weights may be used, by their domains; and that exactly their files are there."""
+    snapshot = store.view().snapshot
+    found = {}
+    for domains in (("law",), ()):
+        saved = (store.settings(domains) or {}).get("part")
+        if saved and Traces.from_dict(saved[0]["traces"]).are_whole(snapshot):
+            found[domains] = saved[0]["weights"]
+    assert {file.name for file in (store.home.path / "weights").iterdir()} == set(found.values())
+    assert store.verify() == []
+    return set(found)
+
+
+def test_what_is_added_leaves_them_as_they_are(store, writer, fitted) -> None:
+    writer.add("law", "new")
+    writer.add("tax", "d")
+    writer.add("law", "empty", n=0)
+    assert whole(store) == {("law",), ()}
+    assert store.info()["substitutes"] == ["of law: ready", "of the whole store: ready"]
+
+
+def test_a_document_removed_takes_them_with_it(store, writer, fitted) -> None:
+    store.remove_document("c")
+    assert whole(store) == {("law",)}
+    assert store.info()["substitutes"] == [
+        "of law: ready",
+        "of the whole store: outdated, documents of it are gone",
+    ]
+    store.remove_document("a")
+    assert whole(store) == set()
+    writer.add("law", "a", "e", "f")  # as many as before, and more
+    assert whole(store) == set()
+
+
+def test_a_document_replaced_takes_them_with_it(store, writer, fitted) -> None:
+    writer.add("law", "b")
+    assert whole(store) == set()
+
+
+def test_a_domain_removed_takes_them_with_it_even_if_its_name_comes_back(store, writer, fitted) -> None:
+    store.remove_domain("law")
+    assert whole(store) == set()
+    writer.add("law", "a", "b")
+    assert whole(store) == set()
+
+
+@pytest.mark.parametrize("moment", ["catalog.retire.after", "catalog.forget.after"])
+def test_a_killed_removal_is_finished_by_the_next_writer(store, fitted, home, killed_at, moment) -> None:
+    store.close()
+
+    def remove() -> None:
+        with KNNStore.open(home, "a") as writing:
+            writing.remove_document("a")
+
+    assert killed_at(moment, remove)
+    with KNNStore.open(home) as reader:
+        assert reader.info()["substitutes"] == ["of " + name for name in (
+            "law: outdated, documents of it are gone", "the whole store: outdated, documents of it are gone",
+        )]  # fmt: skip
+    with KNNStore.open(home, "a") as again:
+        assert whole(again) == set()
+
+
+def test_only_a_selection_that_reaches_all_of_them_may_show_traces(store, fitted) -> None:
+    snapshot = store.view().snapshot
+    law, everything = Traces.of(snapshot, ["law"]), Traces.of(snapshot)
+    for selection, law_is, everything_is in [
+        (Selection(), True, True),
+        (Selection(domains=("news", "law")), True, False),
+        (Selection(domains=("news",)), False, False),
+        (Selection(tags=("final",)), False, False),
+        (Selection(domains=("law",), documents=("a",)), False, False),
+        (Selection().without("0" * 64), False, False),
+    ]:
+        assert (law.are_within(selection), everything.are_within(selection)) == (law_is, everything_is)
