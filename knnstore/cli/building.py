@@ -40,12 +40,29 @@ def init(
     key: Annotated[
         str,
         typer.Option(
-            metavar="PLACE", help="Where the keys are taken: ffn_input, final_hidden or a module's path."
+            metavar="PLACE",
+            help="Where the keys are taken: ffn_input or attention_input of the last layer (@2: of layer 2), "
+            "final_hidden, each also with _before_norm behind the name; or a module's path.",
         ),
     ] = "ffn_input",
     metric: Annotated[
         str, typer.Option(metavar="NAME", help="Distance: l2 (squared Euclidean) or ip (inner product).")
     ] = "l2",
+    dim: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            show_default="all",
+            help="Project the keys to so many components, the principal ones of a sample's keys (PCA).",
+        ),
+    ] = None,
+    sample: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE", help="Text of the kind to be stored, for --dim; as `add` reads it; repeatable."
+        ),
+    ] = None,
     max_length: Annotated[
         int | None,
         typer.Option(min=2, metavar="TOKENS", show_default="the model's limit", help="Length of a window."),
@@ -68,25 +85,36 @@ def init(
     Examples:
       knnstore init --model examples/tiny-lm
       knnstore --home other.knn init --model examples/tiny-lm --store faiss
+      knnstore --home small.knn init --model examples/tiny-lm --dim 16 --sample news.jsonl
     """
     import knnstore
+    from knnstore.documents import read_documents
 
     quiet_transformers()
-    with knnstore.create(
-        home,
-        model,
-        store=store,
-        location=location,
-        params=read_params(params),
-        catalog=catalog,
-        key=key,
-        metric=metric,
-        max_length=max_length,
-        stride=stride,
-        device=device,
-        dtype=dtype,
-    ).store as made:
+    with (
+        Bar() as bar,
+        knnstore.create(
+            home,
+            model,
+            store=store,
+            location=location,
+            params=read_params(params),
+            catalog=catalog,
+            key=key,
+            metric=metric,
+            dim=dim,
+            sample=read_documents(sample) if sample else None,
+            max_length=max_length,
+            stride=stride,
+            device=device,
+            dtype=dtype,
+            progress=bar,
+        ).store as made,
+    ):
         found = made.info()
+        if made.identity.projection is not None:
+            fitted = made.load_weights(made.identity.projection).metadata
+            note(f"{dim} components keep {fitted['kept']:.1%} of the variance of {fitted['keys']:,} keys")
     if as_json:
         print_json(found)
     else:

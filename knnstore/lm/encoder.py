@@ -9,9 +9,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from knnstore.lm.keys import KeyCapture, KeyLocation, hidden_forward, keys_forward
+from knnstore.lm.projection import Projection
 
 _CHUNK_VALUES = 1 << 24
 """How many logits are in memory at once: 64 MiB of float32."""
+
+_LOWEST = -1e30  # a token that the model rules out at -inf adds nothing to the entropy
 
 
 class Encoded(NamedTuple):
@@ -33,6 +36,9 @@ class LogProbs(NamedTuple):
     best: Tensor
     """log p_LM of the likeliest token, float32, shape (n,), <= 0: the model's confidence."""
 
+    entropy: Tensor
+    """Of p_LM, in nats, float32, shape (n,), >= 0."""
+
 
 class Encoder:
     """A causal language model as a source of keys and of gold-token probabilities.
@@ -44,11 +50,15 @@ class Encoder:
     Args:
         model: a causal language model in evaluation mode.
         location: where the keys are.
+        projection: how they are brought to fewer dimensions; None leaves them as they are.
     """
 
-    def __init__(self, model: PreTrainedModel, location: KeyLocation) -> None:
+    def __init__(
+        self, model: PreTrainedModel, location: KeyLocation, projection: Projection | None = None
+    ) -> None:
         self.model = model
         self.location = location
+        self.projection = projection
         self.head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         self._head_is_all: bool | None = None
         self._may_stop: bool | None = None
@@ -67,7 +77,7 @@ class Encoder:
             return self.encode(input_ids, at).keys
         ids = torch.as_tensor(input_ids, device=self.model.device)
         wanted = torch.as_tensor(at, device=self.model.device)
-        return keys_forward(self.model, self.location, ids).flatten(0, 1)[wanted].float()
+        return self._projected(keys_forward(self.model, self.location, ids).flatten(0, 1)[wanted])
 
     def encode(self, input_ids: NDArray[np.int64] | Tensor, at: NDArray[np.int64] | Tensor) -> Encoded:
         """Run the model over rows of tokens.
@@ -87,14 +97,14 @@ class Encoder:
             with torch.inference_mode(), KeyCapture(self.model, self.location) as capture:
                 states = self.model(ids, use_cache=False).logits
             keys = capture.keys(*ids.shape)
-        return Encoded(keys.flatten(0, 1)[wanted].float(), states.flatten(0, 1)[wanted])
+        return Encoded(self._projected(keys.flatten(0, 1)[wanted]), states.flatten(0, 1)[wanted])
 
     def gold_log_probs(self, states: Tensor, gold: NDArray[np.int64] | Tensor) -> Tensor:
         """Return the first part of `log_probs` alone."""
         return self.log_probs(states, gold).gold
 
     def log_probs(self, states: Tensor, gold: NDArray[np.int64] | Tensor) -> LogProbs:
-        """Return the base model's log-probability of one token at each position, and of its best guess.
+        """Return the base model's log-probability of one token and of its best guess, and its entropy.
 
         Memory stays bounded: the vocabulary is touched for a few positions at a time.
 
@@ -103,9 +113,7 @@ class Encoder:
             gold: token ids, shape (n,).
         """
         tokens = torch.as_tensor(gold, device=states.device)[:, None]
-        found = LogProbs(
-            torch.empty(len(states), device=states.device), torch.empty(len(states), device=states.device)
-        )
+        found = LogProbs(*(torch.empty(len(states), device=states.device) for _ in LogProbs._fields))
         rows = max(1, _CHUNK_VALUES // self.model.config.get_text_config().vocab_size)
         with torch.inference_mode():
             for start in range(0, len(states), rows):
@@ -114,7 +122,11 @@ class Encoder:
                 total = logits.logsumexp(1)
                 found.gold[part] = logits.gather(1, tokens[part])[:, 0] - total
                 found.best[part] = logits.amax(1) - total
+                found.entropy[part] = total - (logits.softmax(1) * logits.clamp(min=_LOWEST)).sum(1)
         return found
+
+    def _projected(self, keys: Tensor) -> Tensor:
+        return keys.float() if self.projection is None else self.projection(keys)
 
     def _stops_at_keys(self) -> bool:
         if self._may_stop is None:

@@ -1,15 +1,23 @@
 """Making a store for a model, and loading the model that a store was made for."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from knnstore.documents import documents_of
+from knnstore.errors import ConfigError
 from knnstore.lm.defaults import settings_for
+from knnstore.lm.encoder import Encoder
 from knnstore.lm.loading import identify
 from knnstore.lm.loading import load as load_model
+from knnstore.lm.locations import locate
 from knnstore.lm.modeling import KNNLMForCausalLM
+from knnstore.lm.projection import described, fit_projection
+from knnstore.lm.sampling import sample_keys
+from knnstore.progress import Progress
 from knnstore.store import KNNStore
 from knnstore.store.reading import Mode
 
@@ -24,10 +32,13 @@ def create(
     catalog: str | None = None,
     key: str = "ffn_input",
     metric: str = "l2",
+    dim: int | None = None,
+    sample: Iterable[object] | None = None,
     max_length: int | None = None,
     stride: int | None = None,
     device: str | None = None,
     dtype: str | torch.dtype | None = None,
+    progress: Progress | None = None,
 ) -> KNNLMForCausalLM:
     """Make an empty store for a model and open both, the store for writing.
 
@@ -38,23 +49,40 @@ def create(
         location: where it keeps them: a URL or a folder; default ``HOME/keys``.
         params: the adapter's own parameters.
         catalog: SQLAlchemy URL of the catalogue; default is SQLite in the home.
-        key: where in the model the keys are taken: ``ffn_input``, ``final_hidden`` or a module's path.
+        key: where in the model the keys are taken: ``ffn_input`` or another place; see `locate`.
         metric: ``l2`` or ``ip``.
+        dim: to how many components the keys are projected (PCA); default is as many as they have.
+        sample: documents of the kind to be stored, on whose keys the projection is fitted.
         max_length: tokens in a window; default is the model's limit.
         stride: tokens by which a window moves on; default is half of it.
         device: where the model runs; default is the GPU if there is one, else the CPU.
         dtype: of its weights; see `knnstore.lm.loading.load`.
+        progress: hears of the sample's keys.
 
     Raises:
         StoreExistsError: there is a store already.
         ConfigError: something given cannot be used.
+        InputError: a document of the sample cannot be used.
     """
+    if (dim is None) != (sample is None):
+        raise ConfigError("dim and sample belong together: the keys are projected as fits those of a sample")
     base, tokenizer = load_model(model, device=device, dtype=dtype)
     name = os.path.abspath(model) if os.path.isdir(model) else model
     identity = identify(
         base, tokenizer, name=name, key=key, metric=metric, max_length=max_length, stride=stride
     )
-    made = KNNStore.create(home, identity, store=store, location=location, params=params, catalog=catalog)
+    projection = None
+    if dim is not None and sample is not None:
+        keys = sample_keys(
+            Encoder(base, locate(base, identity.key)), tokenizer, documents_of(sample),
+            max_length=identity.max_length, stride=identity.stride, progress=progress,
+        )  # fmt: skip
+        fitted, kept = fit_projection(keys, dim, metric)
+        identity = replace(identity, dim=dim)
+        projection = fitted.weights({**described(identity), "keys": len(keys), "kept": kept})
+    made = KNNStore.create(
+        home, identity, store=store, location=location, params=params, catalog=catalog, projection=projection
+    )
     return KNNLMForCausalLM.from_base(base, made, tokenizer=tokenizer)
 
 

@@ -16,6 +16,7 @@ from knnstore.lm.encoder import Encoder
 from knnstore.lm.evaluate import Evaluation, evaluate
 from knnstore.lm.explain import TokenExplanation, explain_tokens
 from knnstore.lm.keys import KeyLocation
+from knnstore.lm.projection import Projection
 from knnstore.lm.scoring import BATCH_TOKENS
 from knnstore.lm.settings import KNNSettings
 from knnstore.lm.token_table import TokenTable
@@ -31,6 +32,7 @@ class StoreMixin:
     store: KNNStore
     tokenizer: PreTrainedTokenizerBase | None
     location: KeyLocation
+    projection: Projection | None
     knn: KNNSettings
 
     def add(
@@ -225,7 +227,7 @@ class StoreMixin:
     def encoder(self) -> Encoder:
         """The base model as a source of keys and gold-token probabilities."""
         if self._encoder is None:
-            self._encoder = Encoder(self.base, self.location)
+            self._encoder = Encoder(self.base, self.location, self.projection)
         return self._encoder
 
     _encoder: Encoder | None = None
