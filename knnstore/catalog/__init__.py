@@ -2,6 +2,7 @@
 
 from knnstore.catalog.catalog import Catalog
 from knnstore.catalog.engine import parse_url
+from knnstore.catalog.survivors import DROPPED, PrunedDocument, Survivors
 from knnstore.catalog.types import (
     TOKEN_BITS,
     Document,
@@ -16,6 +17,7 @@ from knnstore.catalog.types import (
 from knnstore.catalog.writer import CatalogWriter
 
 __all__ = [
+    "DROPPED",
     "TOKEN_BITS",
     "Catalog",
     "CatalogWriter",
@@ -25,7 +27,9 @@ __all__ = [
     "Identity",
     "NewDocument",
     "PlacedDocument",
+    "PrunedDocument",
     "Snapshot",
     "StoredVersion",
+    "Survivors",
     "parse_url",
 ]

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import datetime
-from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,12 +22,15 @@ from knnstore.catalog.models import (
     IS_UNSETTLED,
     DocumentRow,
     DomainRow,
+    PrunedRow,
     SettingRow,
     StoreRow,
     TagRow,
     TokensRow,
 )
+from knnstore.catalog.snapshots import read_engine, read_pruned, read_snapshot, records_of_document
 from knnstore.catalog.statements import in_chunks, scope_of, utc
+from knnstore.catalog.survivors import PrunedDocument
 from knnstore.catalog.types import (
     Document,
     Domain,
@@ -130,27 +132,12 @@ class Catalog:
     def engine(self) -> Engine:
         """Which adapter holds the keys now; `move` changes it."""
         with reading(self.sql) as current:
-            row = current.get_one(StoreRow, 1)
-            return Engine(row.adapter, row.location, row.params)
+            return read_engine(current)
 
     def snapshot(self) -> Snapshot:
         """Which documents are live, all at one revision."""
-        documents = (
-            select(DocumentRow.id, DocumentRow.domain_id, DocumentRow.start, DocumentRow.stop)
-            .where(IS_LIVE)
-            .order_by(DocumentRow.start, DocumentRow.stop)  # an empty document before its neighbour
-        )
-        domains = select(DomainRow.name, DomainRow.id).where(
-            DomainRow.id.in_(select(DocumentRow.domain_id).where(IS_LIVE))
-        )
         with reading(self.sql) as current:
-            revision = current.scalars(select(StoreRow.revision)).one()
-            values = chain.from_iterable(current.execute(documents))
-            table = np.fromiter(values, np.int64).reshape(-1, 4).T.copy()
-            names = dict(current.execute(domains).all())
-        table.setflags(write=False)
-        rows, groups, starts, stops = table
-        return Snapshot(revision, rows, groups, starts, stops, names)
+            return read_snapshot(current, has_prefix=self.identity.has_prefix)
 
     # -- documents
 
@@ -216,6 +203,11 @@ class Catalog:
                 chosen = select(TokensRow.tokens).join(DocumentRow).where(DocumentRow.id.in_(chunk), IS_LIVE)
                 yield from (np.frombuffer(blob, "<u4") for blob in current.scalars(chosen))
 
+    def pruned(self, rows: Iterable[int]) -> dict[int, PrunedDocument]:
+        """What was pruned of these documents, of those that are live and were pruned."""
+        with reading(self.sql) as current:
+            return read_pruned(current, rows)
+
     def versions(self, domain: str, ids: Iterable[str]) -> dict[str, StoredVersion]:
         """The live versions of these documents of a domain, by external id."""
         found: dict[str, StoredVersion] = {}
@@ -250,15 +242,22 @@ class Catalog:
     def domains(self) -> list[Domain]:
         """Every domain that has a live document, by name."""
         chosen = (
-            select(DomainRow.name, func.count(), func.sum(DocumentRow.stop - DocumentRow.start))
+            select(
+                DomainRow.name,
+                func.count(),
+                func.sum(DocumentRow.stop - DocumentRow.start),
+                func.sum(records_of_document(has_prefix=self.identity.has_prefix)),
+            )
+            .select_from(DomainRow)
             .join(DocumentRow)
+            .outerjoin(PrunedRow, PrunedRow.document_id == DocumentRow.id)
             .where(IS_LIVE)
             .group_by(DomainRow.name)
         )
         with reading(self.sql) as current:
             rows = current.execute(chosen).all()
         # Sorted here: databases order text differently.
-        return sorted((Domain(name, count, int(tokens)) for name, count, tokens in rows), key=_name)
+        return sorted((Domain(name, *map(int, sums)) for name, *sums in rows), key=_name)
 
     def unsettled(self) -> list[PlacedDocument]:
         """The documents that are not live: being added or removed, or left so by a crash."""

@@ -13,6 +13,7 @@ from sqlalchemy import (
     BigInteger,
     CheckConstraint,
     DateTime,
+    Double,
     ForeignKey,
     Index,
     Integer,
@@ -153,6 +154,26 @@ class TokensRow(Base):
     )
     tokens: Mapped[bytes] = mapped_column(LargeBinary)
     """Little-endian uint32."""
+
+
+class PrunedRow(Base):
+    """Which records of one document pruning has left."""
+
+    __tablename__ = "knnstore_document_pruned"
+
+    document_id: Mapped[int] = mapped_column(
+        _RowId,
+        ForeignKey("knnstore_documents.id", ondelete="CASCADE"),
+        primary_key=True,
+        autoincrement=False,
+    )
+    records: Mapped[int]
+    """How many are left."""
+    scale: Mapped[float] = mapped_column(Double)
+    """What each token counts; above 1 where others were dropped at random."""
+    survivors: Mapped[bytes] = mapped_column(LargeBinary)
+    """zlib of a little-endian int64 for each token: how many positions after its own the record is that
+    stands for it; 0 where its own is left, the least integer where there is none."""
 
 
 class TagRow(Base):

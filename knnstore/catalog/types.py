@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from knnstore.catalog.survivors import Survivors
+
 TOKEN_BITS = 20
 """Bits of a record id that hold the token; vocabularies up to 2**20."""
 
@@ -90,6 +92,8 @@ class Domain:
     name: str
     documents: int
     tokens: int
+    records: int
+    """How many records are stored for them: fewer than tokens once the domain was pruned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +116,8 @@ class Snapshot:
     """Which documents are live at one revision, sorted by position. The arrays are read-only."""
 
     revision: int
+    engine: Engine
+    """Where the keys are."""
     rows: NDArray[np.int64]
     """Primary keys, shape (n,)."""
     groups: NDArray[np.int64]
@@ -119,6 +125,10 @@ class Snapshot:
     starts: NDArray[np.int64]
     """First position of each document, shape (n,), ascending."""
     stops: NDArray[np.int64]
+    records: NDArray[np.int64]
+    """How many records each document has, shape (n,)."""
+    survivors: Survivors | None
+    """Which ones these are in the documents that were pruned; None when none was."""
     domains: Mapping[str, int]
     """Id of each domain that has a live document, by name."""
 

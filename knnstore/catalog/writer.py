@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Any
 
 from sqlalchemy import Connection, delete, exists, select, text, update
@@ -29,12 +30,14 @@ from knnstore.catalog.models import (
     PENDING,
     DocumentRow,
     DomainRow,
+    PrunedRow,
     SettingRow,
     StoreRow,
     TagRow,
     TokensRow,
 )
 from knnstore.catalog.statements import in_chunks, scope_of
+from knnstore.catalog.survivors import PrunedDocument
 from knnstore.catalog.types import TOKEN_BITS, Engine, NewDocument, PlacedDocument
 from knnstore.errors import CatalogError, DocumentNotFoundError, FencedError, InputError, LockedError
 from knnstore.failpoints import failpoint
@@ -213,9 +216,33 @@ class CatalogWriter:
             current.merge(row)
             _reveal(current)
 
-    def move(self, engine: Engine) -> None:
-        """Point the store at the engine that holds its keys from now on."""
+    def move(self, engine: Engine, pruned: Mapping[int, PrunedDocument] = MappingProxyType({})) -> None:
+        """Point the store at the engine that holds its keys from now on.
+
+        Args:
+            engine: holds all records, or what pruning has left of them.
+            pruned: which are left in some documents, by primary key.
+
+        Raises:
+            CatalogError: a document is live no more, or has another number of tokens; nothing changes.
+        """
         with self._transaction("move") as current:
+            for chunk in in_chunks(pruned):
+                live = select(DocumentRow.id, DocumentRow.start, DocumentRow.stop)
+                found = current.execute(live.where(DocumentRow.id.in_(chunk), IS_LIVE)).all()
+                lengths = {row: stop - start for row, start, stop in found}
+                if any(lengths.get(row) != len(pruned[row].survivors) for row in chunk):
+                    raise CatalogError("a document to prune is not live, or another one")
+                for row, start, _ in found:
+                    document = pruned[row]
+                    current.merge(
+                        PrunedRow(
+                            document_id=row,
+                            records=int(document.kept(start).sum()),
+                            scale=document.scale,
+                            survivors=document.packed(start),
+                        )
+                    )
             current.execute(
                 update(StoreRow).values(
                     adapter=engine.adapter, location=engine.location, params=dict(engine.params)

@@ -98,9 +98,9 @@ class StoreReader:
         """What is live at the latest revision."""
         with self._viewing:
             if self._view is None or self._catalog.revision() != self._view.snapshot.revision:
-                if self._catalog.engine() != self._engine:  # the keys were moved by another process
-                    self._engine, self._datastore = self._open_current()
-                self._view = View(self._catalog.snapshot(), self._datastore, self._catalog)
+                while (snapshot := self._catalog.snapshot()).engine != self._engine:
+                    self._engine, self._datastore = self._open_current()  # moved by another process
+                self._view = View(snapshot, self._datastore, self._catalog)
             return self._view
 
     def provenance(self, ids: Ids, *, before: int = 16, after: int = 8) -> list[Provenance | None]:

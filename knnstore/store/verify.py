@@ -47,26 +47,30 @@ def _compare(catalog: Catalog, datastore: Datastore, unsettled: list[PlacedDocum
     """Compare each record with the token that the catalogue has at its position."""
     snapshot = catalog.snapshot()
     first = 0 if catalog.identity.has_prefix else 1  # without one nothing predicts a first token
+    survivors = snapshot.survivors
     records = np.zeros(len(snapshot.rows), np.int64)
     wrong = np.zeros(len(snapshot.rows), bool)
     strangers = [np.zeros(0, np.int64)]
     text: tuple[int, NDArray[np.uint32] | None] = (-1, None)  # the document read last
     for ids, _, groups in datastore.iterate():
         strangers.append(_strangers(ids, snapshot))
-        at = snapshot.documents_at(positions_of(ids))
+        positions = positions_of(ids)
+        at = snapshot.documents_at(positions)
+        left = np.ones(len(ids), bool) if survivors is None else survivors.has_record(positions)
         for document in np.unique(at[at >= 0]).tolist():
             mine = at == document
             if text[0] != document:
                 text = (document, catalog.tokens(int(snapshot.rows[document])))
-            offsets = positions_of(ids[mine]) - snapshot.starts[document]
+            offsets = positions[mine] - snapshot.starts[document]
             records[document] += len(offsets)
             wrong[document] |= (
                 text[1] is None
                 or bool((offsets < first).any())
+                or not left[mine].all()
                 or bool((text[1][offsets] != tokens_of(ids[mine])).any())
                 or bool((groups[mine] != snapshot.groups[document]).any())
             )
-    wrong |= records != np.maximum(snapshot.stops - snapshot.starts - first, 0)
+    wrong |= records != snapshot.records
     names = catalog.labels(snapshot.rows[wrong].tolist())  # not of what was removed meanwhile
     problems = [
         f"document {id!r} of domain {domain!r} has lost records or has wrong ones: remove it and add it again"

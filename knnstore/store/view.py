@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from knnstore.catalog import Catalog, Snapshot
 from knnstore.datastore import Datastore, Filter, IdRanges, Keys, Neighbors
 from knnstore.errors import CorruptDatastoreError, DocumentNotFoundError, DomainNotFoundError
-from knnstore.store.records import ranges_of
+from knnstore.store.records import positions_of, ranges_of
 from knnstore.store.selection import EVERYTHING, Selection
 
 _SCOPES_KEPT = 64
@@ -26,7 +27,7 @@ class Scope(NamedTuple):
     """The same set for the datastore; None when it is everything that is live."""
 
     has_records: bool
-    """Whether there must be records: every token but a document's first has one."""
+    """Whether there must be records."""
 
 
 class View:
@@ -57,7 +58,8 @@ class View:
             selection: where to look.
 
         Returns:
-            ids and distances of shape (q, k); -1 and +inf where fewer records match.
+            ids and distances of shape (q, k); -1 and +inf where fewer records match. With log weights if a
+            live document was pruned so that records stand for others.
 
         Raises:
             CorruptDatastoreError: the datastore finds nothing where there must be something.
@@ -74,7 +76,12 @@ class View:
                 "the engine has none of the records that the catalogue lists: it lost them, or came back "
                 "without its data; restore it, or see `knnstore verify`"
             )
-        return _without(found, strangers) if strangers.any() else found
+        if strangers.any():
+            found = _without(found, strangers)
+        survivors = self.snapshot.survivors
+        if survivors is None:
+            return found
+        return replace(found, log_weights=survivors.log_weights_at(positions_of(found.ids)))
 
     def scope(self, selection: Selection) -> Scope:
         """Resolve a selection, remembering the latest ones.
@@ -125,8 +132,8 @@ class View:
 
     def _resolve(self, selection: Selection) -> Scope:
         chosen = self._chosen(selection)
-        starts, stops = self.snapshot.starts[chosen], self.snapshot.stops[chosen]
-        live, has_records = ranges_of(starts, stops), bool((stops - starts > 1).any())
+        live = ranges_of(self.snapshot.starts[chosen], self.snapshot.stops[chosen])
+        has_records = bool(self.snapshot.records[chosen].any())
         if selection == EVERYTHING:
             return Scope(live, None, has_records)
         groups = None

@@ -1,0 +1,78 @@
+"""Reading what is live, and what pruning has left of it, all at one revision."""
+
+from collections.abc import Iterable
+from itertools import chain
+
+import numpy as np
+from sqlalchemy import ColumnElement, case, func, select
+from sqlalchemy.orm import Session
+
+from knnstore.catalog.models import IS_LIVE, DocumentRow, DomainRow, PrunedRow, StoreRow
+from knnstore.catalog.statements import in_chunks
+from knnstore.catalog.survivors import PrunedDocument, Survivors
+from knnstore.catalog.types import Engine, Snapshot
+
+_PRUNED = (
+    select(DocumentRow.id, DocumentRow.start, PrunedRow.survivors, PrunedRow.scale)
+    .join(PrunedRow, PrunedRow.document_id == DocumentRow.id)
+    .where(IS_LIVE)
+)
+
+
+def read_engine(current: Session) -> Engine:
+    """Which adapter holds the keys."""
+    row = current.get_one(StoreRow, 1)
+    return Engine(row.adapter, row.location, row.params)
+
+
+def read_snapshot(current: Session, *, has_prefix: bool) -> Snapshot:
+    """Which documents are live.
+
+    Args:
+        current: in a transaction that sees one moment.
+        has_prefix: see `Identity`.
+    """
+    records = records_of_document(has_prefix=has_prefix)
+    documents = (
+        select(DocumentRow.id, DocumentRow.domain_id, DocumentRow.start, DocumentRow.stop, records)
+        .outerjoin(PrunedRow, PrunedRow.document_id == DocumentRow.id)
+        .where(IS_LIVE)
+        .order_by(DocumentRow.start, DocumentRow.stop)  # an empty document before its neighbour
+    )
+    domains = select(DomainRow.name, DomainRow.id).where(
+        DomainRow.id.in_(select(DocumentRow.domain_id).where(IS_LIVE))
+    )
+    revision = current.scalars(select(StoreRow.revision)).one()
+    values = chain.from_iterable(current.execute(documents))
+    table = np.fromiter(values, np.int64).reshape(-1, 5).T.copy()
+    table.setflags(write=False)
+    rows, groups, starts, stops, counts = table
+    names = dict(current.execute(domains).all())
+    return Snapshot(
+        revision, read_engine(current), rows, groups, starts, stops, counts, read_survivors(current), names
+    )
+
+
+def read_pruned(current: Session, rows: Iterable[int]) -> dict[int, PrunedDocument]:
+    """What was pruned of these documents, of those that are live and were pruned, by primary key."""
+    statements = (_PRUNED.where(DocumentRow.id.in_(chunk)) for chunk in in_chunks(rows))
+    found = chain.from_iterable(current.execute(statement) for statement in statements)
+    return {row: PrunedDocument.unpacked(blob, scale, start) for row, start, blob, scale in found}
+
+
+def read_survivors(current: Session) -> Survivors | None:
+    """The records that pruning has left in all documents; None when no live one was pruned."""
+    found = current.execute(_PRUNED)
+    documents = {start: PrunedDocument.unpacked(blob, scale, start) for _, start, blob, scale in found}
+    return Survivors.of(documents) if documents else None
+
+
+def records_of_document(*, has_prefix: bool) -> ColumnElement[int]:
+    """How many records a document has, in a statement that joins `PrunedRow` from the outside.
+
+    Args:
+        has_prefix: see `Identity`; without one nothing predicts a document's first token.
+    """
+    tokens = DocumentRow.stop - DocumentRow.start
+    stored = tokens if has_prefix else case((tokens > 0, tokens - 1), else_=tokens)
+    return func.coalesce(PrunedRow.records, stored)
