@@ -15,6 +15,7 @@ from torch import Tensor
 
 from knnstore.lm.bins import BinnedLambda, bins_of
 from knnstore.lm.closed_forms import NearnessLambda, RelativeConfidence, relative_distance
+from knnstore.lm.ladder import gold_on_ladder, ladder
 from knnstore.lm.mixing import MAX_LAMBDA, FixedLambda, Retrieved
 from knnstore.lm.scored_text import ScoredText
 from knnstore.lm.settings import KNNSettings
@@ -22,8 +23,7 @@ from knnstore.lm.settings import KNNSettings
 PRIOR_TOKENS = 32.0
 """The weight, in tokens, with which all tokens together speak in the fit of each bin."""
 
-_OCTAVES = (-6.0, 3.0)
-_STEP = 0.5
+_SAMPLE = 2048  # tokens to choose the temperatures by
 _BISECTIONS = 24
 _LEAST = 1e-30  # probabilities are kept above, so that quotients stay finite in float32
 
@@ -71,45 +71,22 @@ def gather_evidence(scored: ScoredText, ks: Sequence[int]) -> list[Evidence]:
         ks: ascending, the last at most ``scored.k``.
     """
     found = scored.distances[:, 0].isfinite().nonzero()[:, 0]
-    temperatures = _ladder(scored, found)
+    temperatures = ladder(scored.distances[found[:: max(1, len(found) // _SAMPLE)]])
     knn = torch.empty(len(ks), len(found), len(temperatures))
     relative = torch.empty(len(ks), len(found))
-    slices = [slice(start, stop) for start, stop in zip([0, *ks], ks, strict=False)]
     done = 0
     for chunk in scored.chunks(ks[-1], found):
         rows = slice(done, done + len(chunk))
-        distances, hits = scored.distances[chunk, : ks[-1]], scored.hits[chunk, : ks[-1]]
-        gaps = distances[:, :1] - distances
-        factors = scored.retrieved(ks[-1], chunk).log_weights
-        for column, temperature in enumerate(temperatures):
-            weights = (gaps / temperature).exp_()
-            if factors is not None:
-                weights *= factors.exp()
-            total = torch.stack([weights[:, part].sum(1) for part in slices]).cumsum(0)
-            weights *= hits
-            gold = torch.stack([weights[:, part].sum(1) for part in slices]).cumsum(0)
-            knn[:, rows, column] = (gold / total).clamp_(max=1.0)
+        retrieved = scored.retrieved(ks[-1], chunk)
+        knn[:, rows] = gold_on_ladder(
+            retrieved.distances, scored.hits[chunk, : ks[-1]], ks, temperatures, retrieved.log_weights
+        )
         for at, k in enumerate(ks):
             relative[at, rows] = relative_distance(scored.retrieved(k, chunk))
         done = rows.stop
     nearest = scored.retrieved(1, found)
     lm = scored.lm_log_probs[found].exp().clamp_(min=_LEAST)[:, None]
     return [Evidence(k, temperatures, knn[at], lm, nearest, relative[at], found) for at, k in enumerate(ks)]
-
-
-def _ladder(scored: ScoredText, found: Tensor) -> Tensor:
-    """Temperatures around the neighbours' typical distance from the nearest one."""
-    some = found[:: max(1, len(found) // 2048)]
-    distances = scored.distances[some]
-    gaps = torch.where(distances.isfinite(), distances - distances[:, :1], 0.0)
-    spread = float((gaps.sum(1) / distances.isfinite().sum(1)).mean())
-    # The temperature of SK-MT's formula is of the size of the distances themselves.
-    largest = max(spread * 2 ** _OCTAVES[1], 2 * float(distances[:, 0].abs().mean()))
-    smallest = spread * 2 ** _OCTAVES[0] or largest / 2
-    if largest <= 0:  # nothing but exact copies: any T will do
-        smallest, largest = 0.5, 1.0
-    steps = int(np.ceil(np.log2(largest / smallest) / _STEP)) + 1
-    return smallest * 2 ** (_STEP * torch.arange(steps))
 
 
 def fit_lambdas(
