@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 from knnstore.documents import TextDocument
 from knnstore.errors import InputError
 from knnstore.lm.encoder import Encoder
-from knnstore.lm.interpolation import gold_knn_probs, mix_gold
 from knnstore.lm.scoring import BATCH_TOKENS, count_predicted, score_held_out
 from knnstore.lm.settings import KNNSettings
 from knnstore.lm.slices import Slice, TokenLosses, perplexity
@@ -98,12 +97,13 @@ def evaluate(
     tokens, helped, losses = 0, 0, TokenLosses()
     lm_total, mixed_total, lam_total, temperature_total = 0.0, 0.0, 0.0, 0.0
     for scores in score_held_out(
-        store, encoder, tokenizer, listed, k=settings.k, selection=settings.selection,
+        store, encoder, tokenizer, listed, k=settings.k, selection=settings.selection, cache=settings.cache,
         left_out=twins if leave_out else (), batch_tokens=batch_tokens, progress=progress,
     ):  # fmt: skip
-        weights, lam, temperature = settings.weigh(scores.retrieved())
-        knn = gold_knn_probs(weights, scores.tokens, scores.gold)
-        mixed = mix_gold(scores.lm_log_probs, knn, weights.sum(1) > 0, lam)
+        weighed = settings.weigh(scores.retrieved())
+        lam, temperature = weighed.lam, weighed.temperature
+        knn = weighed.knn_probs(scores.gold)
+        mixed = weighed.mixed_gold(scores.lm_log_probs, knn)
         count = len(scores.gold)
         tokens += count
         better = knn > scores.lm_log_probs.exp()

@@ -6,15 +6,21 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from knnstore.datastore import Ids
+from knnstore.lm.continuous_cache import ReadText
 from knnstore.lm.encoder import Encoder
-from knnstore.lm.interpolation import gold_knn_probs, mix_gold
 from knnstore.lm.scoring import BATCH_TOKENS, score_batch
 from knnstore.lm.settings import KNNSettings
 from knnstore.lm.windows import pack, prefix_of
 from knnstore.store import KNNStore, tokens_of
+
+THIS_TEXT = "(this text)"
+"""Stands for a document where a token was found in the explained text itself."""
+
+_BEFORE, _AFTER = 16, 8  # tokens of context, as the store gives
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +36,7 @@ class Source:
     """Squared for l2, the negated inner product for ip."""
     document: str
     domain: str
+    """`THIS_TEXT` and empty where the explained text itself is the source, by the continuous cache."""
     position: int
     """Index of the token in the document."""
     context: str
@@ -52,7 +59,7 @@ class TokenExplanation:
     p: float
     """The mixture."""
     neighbors: tuple[Source, ...]
-    """The nearest records, nearest first."""
+    """The nearest records, nearest first; with a continuous cache those of the largest shares."""
 
 
 def explain_tokens(
@@ -72,7 +79,7 @@ def explain_tokens(
         encoder: the store's model.
         tokenizer: the model's tokenizer.
         tokens: the text, shape (n,).
-        settings: k, temperature, mixer and selection.
+        settings: k, temperature, mixer, selection and cache.
         neighbors: how many sources to name for each token.
         start: the first position to explain.
 
@@ -80,6 +87,7 @@ def explain_tokens(
         An entry for each predicted token from `start` on, in order.
     """
     explained: dict[int, TokenExplanation] = {}
+    read = None if settings.cache is None else ReadText(settings.cache.size, store.identity.metric)
     for batch in pack(
         [tokens],
         prefix=prefix_of(tokenizer),
@@ -87,16 +95,26 @@ def explain_tokens(
         stride=store.identity.stride,
         batch_tokens=BATCH_TOKENS,
     ):
-        scores = score_batch(store, encoder, batch, settings.k, settings.selection)
-        weights, lambdas, _ = settings.weigh(scores.retrieved())
-        found = weights.sum(1) > 0
-        p_knn = gold_knn_probs(weights, scores.tokens, scores.gold)
-        lam = lambdas.where(found, 0.0)
-        p = mix_gold(scores.lm_log_probs, p_knn, found, lam).exp()
+        scores = score_batch(store, encoder, batch, settings.k, settings.selection, read)
+        weighed = settings.weigh(scores.retrieved())
+        p_knn = weighed.knn_probs(scores.gold)
+        lam = weighed.lam.where(weighed.weights.sum(1) > 0, 0.0)
+        p = weighed.mixed_gold(scores.lm_log_probs, p_knn).exp()
         for row, position in enumerate(batch.positions.tolist()):
             if position < start:
                 continue
-            token = int(batch.gold[row])
+            token, weights = int(batch.gold[row]), weighed.weights[row]
+            sources = _stored(
+                store,
+                tokenizer,
+                scores.ids[row, :neighbors],
+                scores.distances[row, :neighbors].tolist(),
+                weights[:neighbors].tolist(),
+            )
+            if scores.recent is not None:
+                shares = weights[scores.ids.shape[1] :]
+                here = _here(tokenizer, tokens, position, scores.recent.distances[row], shares, neighbors)
+                sources = sorted([*sources, *here], key=lambda source: -source.share)[:neighbors]
             explained[position] = TokenExplanation(
                 position=position,
                 token=token,
@@ -105,26 +123,21 @@ def explain_tokens(
                 p_knn=float(p_knn[row]),
                 lam=float(lam[row]),
                 p=float(p[row]),
-                neighbors=_sources(
-                    store,
-                    tokenizer,
-                    scores.ids[row, :neighbors],
-                    scores.distances[row, :neighbors].tolist(),
-                    weights[row, :neighbors].tolist(),
-                ),
+                neighbors=tuple(sources),
             )
     return [explained[position] for position in sorted(explained)]
 
 
-def _sources(
+def _stored(
     store: KNNStore,
     tokenizer: PreTrainedTokenizerBase,
     ids: Ids,
     distances: Sequence[float],
     shares: Sequence[float],
-) -> tuple[Source, ...]:
+) -> list[Source]:
+    """Name records of the store."""
     traced = zip(store.provenance(ids), tokens_of(ids).tolist(), distances, shares, strict=True)
-    return tuple(
+    return [
         Source(
             token=token,
             text=_text(tokenizer, [token]),
@@ -138,7 +151,45 @@ def _sources(
         )
         for place, token, distance, share in traced
         if place is not None
-    )
+    ]
+
+
+def _here(
+    tokenizer: PreTrainedTokenizerBase,
+    tokens: NDArray[np.integer[Any]],
+    position: int,
+    distances: Tensor,
+    shares: Tensor,
+    count: int,
+) -> list[Source]:
+    """Name the places of the text itself that have most of one token's p_kNN.
+
+    Args:
+        tokenizer: the model's.
+        tokens: the text.
+        position: of the token.
+        distances: to the places before it, shape (m,), the last is its neighbour.
+        shares: of p_kNN, shape (m,).
+        count: how many to name.
+    """
+    named = []
+    for column in shares.sort(descending=True, stable=True).indices[:count].tolist():
+        at = position - len(shares) + column
+        if distances[column].isfinite():
+            named.append(
+                Source(
+                    token=int(tokens[at]),
+                    text=_text(tokenizer, [int(tokens[at])]),
+                    share=float(shares[column]),
+                    distance=float(distances[column]),
+                    document=THIS_TEXT,
+                    domain="",
+                    position=at,
+                    context=_text(tokenizer, tokens[max(0, at - _BEFORE) : at].tolist()),
+                    continuation=_text(tokenizer, tokens[at + 1 : min(at + 1 + _AFTER, position)].tolist()),
+                )
+            )
+    return named
 
 
 def _text(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from knnstore.errors import ConfigError
+from knnstore.lm.continuous_cache import Recent
 from knnstore.lm.interpolation import PerQuery
 
 MAX_LAMBDA = 0.999
@@ -33,6 +34,9 @@ class Retrieved:
     log_weights: Tensor | None = None
     """The log of how many records each neighbour stands for, float32, shape (n, k); None where each stands
     for itself, as in a store that was not pruned."""
+
+    recent: Recent | None = None
+    """What stands before in the same text; None where no cache is in use."""
 
 
 class Chosen(NamedTuple):

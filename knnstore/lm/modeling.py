@@ -13,7 +13,9 @@ from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBa
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from knnstore.datastore import Neighbors
 from knnstore.errors import ConfigError, StoreNotFoundError
+from knnstore.lm.continuous_cache import Recent
 from knnstore.lm.interpolation import mix
 from knnstore.lm.keys import KeyCapture, keep_positions
 from knnstore.lm.loading import check_matches, load
@@ -23,6 +25,8 @@ from knnstore.lm.projection import Projection
 from knnstore.lm.sequence_state import sequence_ids_of
 from knnstore.lm.settings import KNNSettings
 from knnstore.lm.store_mixin import StoreMixin
+from knnstore.lm.text_keys import TextKeys
+from knnstore.lm.windows import Tokens
 from knnstore.store import KNNStore, tokens_of
 
 CONFIG_NAME = "knn_config.json"
@@ -78,6 +82,7 @@ class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: i
         self.location = locate(base, store.identity.key)
         self.projection = Projection.of(store)
         self.generation_config = base.generation_config
+        self._text_keys = TextKeys(self._keys_of, store.identity.metric)
         self._base_accepts = frozenset(inspect.signature(base.forward).parameters)
         if hasattr(base, "hf_device_map"):
             self.hf_device_map = base.hf_device_map
@@ -259,36 +264,64 @@ class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: i
         with KeyCapture(self.base, self.location) as capture:
             output = self.base(**inputs, **kwargs, return_dict=True)
         logits = output.logits
-        if settings.retrieves:
+        if settings.retrieves or settings.cache is not None:
             tokens = input_ids if input_ids is not None else inputs_embeds
             assert tokens is not None
             batch, length = tokens.shape[:2]
-            keys = keep_positions(capture.keys(batch, length), logits_to_keep)
+            every_key = capture.keys(batch, length)
+            keys = keep_positions(every_key, logits_to_keep)
             if self.projection is not None:
                 keys = self.projection(keys)
+            recent = None
+            if settings.cache is not None:
+                if sequence_ids is None:
+                    sequence_ids = _whole_texts(input_ids, attention_mask, past_key_values)
+                if self.projection is not None:
+                    every_key = self.projection(every_key)
+                at = torch.arange(batch * length, device=keys.device).reshape(batch, length, 1)
+                recent = self._text_keys.look_back(
+                    sequence_ids,
+                    every_key.float(),
+                    keep_positions(at, logits_to_keep).flatten(),
+                    settings.cache.size,
+                    goes_on=use_cache is not False,
+                )
             attended = torch.ones((batch, length), dtype=torch.bool, device=keys.device)
             if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
                 attended = attention_mask[:, -length:].to(keys.device) != 0
             attended = keep_positions(attended[..., None], logits_to_keep)[..., 0]
-            logits = self._mixed(logits, keys, attended, settings)
+            logits = self._mixed(logits, keys, attended, recent, settings)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=logits.shape[-1], **loss_options)
         mixed: CausalLMOutputWithPast = type(output)(**{**output, "loss": loss, "logits": logits})
         return mixed.to_tuple() if return_dict is False else mixed
 
-    def _mixed(self, logits: Tensor, keys: Tensor, attended: Tensor, settings: KNNSettings) -> Tensor:
+    def _keys_of(self, tokens: Tokens) -> Tensor:
+        """The keys of a text, float32, shape (n, d)."""
+        return self.encoder.keys(tokens[None], np.arange(len(tokens)))
+
+    def _mixed(
+        self, logits: Tensor, keys: Tensor, attended: Tensor, recent: Recent | None, settings: KNNSettings
+    ) -> Tensor:
         """Return the mixture for all positions, or the very `logits` when nothing was found.
 
         Args:
             logits: shape (..., v).
             keys: shape (..., d).
             attended: bool, shape (...): which positions to search.
+            recent: what each position finds in its own text, or None.
             settings: the settings.
         """
         queries = keys[attended].float().cpu().numpy()
-        found = self.store.search(queries, settings.k, settings.selection)
-        if not len(queries) or not np.isfinite(found.distances).any():
+        if settings.retrieves:
+            found = self.store.search(queries, settings.k, settings.selection)
+        else:
+            found = Neighbors(np.full((len(queries), 1), -1), np.full((len(queries), 1), np.inf, np.float32))
+        if not len(queries) or not (
+            np.isfinite(found.distances).any()
+            or (recent is not None and bool(recent.distances.isfinite().any()))
+        ):
             return logits
         tokens = np.where(found.ids >= 0, tokens_of(found.ids), 0)
         if tokens.max() >= logits.shape[-1]:
@@ -297,8 +330,8 @@ class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: i
                 "use the model that the store was made with"
             )
         rows = attended.to(logits.device).flatten()
-        distances = torch.full((len(rows), settings.k), torch.inf, device=logits.device)
-        ids = torch.zeros((len(rows), settings.k), dtype=torch.long, device=logits.device)
+        distances = torch.full((len(rows), found.ids.shape[1]), torch.inf, device=logits.device)
+        ids = torch.zeros(distances.shape, dtype=torch.long, device=logits.device)
         distances[rows] = torch.from_numpy(found.distances).to(logits.device)
         ids[rows] = torch.from_numpy(tokens).to(logits.device)
         log_weights = None
@@ -318,7 +351,28 @@ class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: i
                     tokens=ids[at],
                     keys=flat_keys[at].float(),
                     log_weights=None if log_weights is None else log_weights[at],
+                    recent=None if recent is None else recent.rows(at).to(logits.device),
                 )
             )
-            parts.append(mix(log_probs, weighed.weights, ids[at], weighed.lam))
+            assert weighed.tokens is not None
+            parts.append(mix(log_probs, weighed.weights, weighed.tokens, weighed.lam))
         return torch.cat(parts).reshape(logits.shape)
+
+
+def _whole_texts(
+    input_ids: Tensor | None, attention_mask: Tensor | None, past_key_values: Cache | None
+) -> Tensor:
+    """The texts of a forward pass that begins at their beginning, see `knnstore.lm.sequence_state`.
+
+    Raises:
+        ConfigError: the tokens before or at these positions are not known.
+    """
+    if input_ids is None:
+        raise ConfigError("the continuous cache needs token ids: give input_ids, or settings without a cache")
+    if past_key_values is not None and int(past_key_values.get_seq_length()) > 0:
+        raise ConfigError(
+            "the continuous cache needs the tokens read before: give sequence_ids with past_key_values, or "
+            "settings without a cache"
+        )
+    mask = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2 else None
+    return sequence_ids_of(input_ids, mask)

@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from knnstore.documents import TextDocument
+from knnstore.lm.continuous_cache import Reading
 from knnstore.lm.encoder import Encoder
-from knnstore.lm.interpolation import mix_gold
 from knnstore.lm.mixing import Retrieved
 from knnstore.lm.scoring import count_predicted, score_held_out
 from knnstore.lm.settings import KNNSettings
@@ -34,7 +34,8 @@ class Mixed(NamedTuple):
 class ScoredText:
     """n tokens with k neighbours each; no model and no search is needed any more.
 
-    5 bytes a neighbour: 50,000 tokens with 1,024 neighbours take 256 MB.
+    5 bytes a neighbour and 4 a component of a key: 50,000 tokens with 1,024 neighbours take 256 MB, their
+    keys of 288 components 58 MB.
     """
 
     lm_log_probs: Tensor
@@ -49,6 +50,8 @@ class ScoredText:
     """Index of each token's document, int64, shape (n,)."""
     log_weights: Tensor | None = None
     """Of the neighbours, float32, shape (n, k); None where each stands for itself."""
+    reading: Reading | None = None
+    """What a continuous cache needs; None where it was not asked for."""
 
     def __len__(self) -> int:
         return len(self.lm_log_probs)
@@ -81,10 +84,16 @@ class ScoredText:
         """
         parts = []
         for chunk in self.chunks(settings.k, tokens):
-            weights, lam, _ = settings.weigh(self.retrieved(settings.k, chunk))
-            found = weights.sum(1) > 0
-            knn = (weights * self.hits[chunk, : settings.k]).sum(1).clamp_(max=1.0)
-            parts.append((mix_gold(self.lm_log_probs[chunk], knn, found, lam), lam.where(found, 0.0)))
+            retrieved, hits = self.retrieved(settings.k, chunk), self.hits[chunk, : settings.k]
+            if settings.cache is not None:
+                assert self.reading is not None
+                recent = self.reading.look_back(chunk, settings.cache.size)
+                retrieved = replace(retrieved, recent=recent)
+                hits = torch.cat([hits, recent.tokens == self.reading.gold[chunk, None]], 1)
+            weighed = settings.weigh(retrieved)
+            knn = (weighed.weights * hits).sum(1).clamp_(max=1.0)
+            mixed = weighed.mixed_gold(self.lm_log_probs[chunk], knn)
+            parts.append((mixed, weighed.lam.where(weighed.weights.sum(1) > 0, 0.0)))
         return Mixed(*(torch.cat(part) for part in zip(*parts, strict=True)))
 
 
@@ -107,6 +116,7 @@ def score_once(
         torch.empty(total), torch.empty(total), torch.empty(total, k),
         torch.empty((total, k), dtype=torch.bool), torch.empty(total, dtype=torch.int64),
     )  # fmt: skip
+    keys, gold = torch.empty(total, store.identity.dim), torch.empty(total, dtype=torch.int64)
     log_weights = None
     done = 0
     for part in score_held_out(
@@ -119,9 +129,11 @@ def score_once(
         scored.distances[rows] = part.distances
         scored.hits[rows] = part.tokens == part.gold[:, None]
         scored.documents[rows] = torch.from_numpy(part.documents)
+        keys[rows], gold[rows] = part.keys, part.gold
         if part.log_weights is not None:
             log_weights = torch.zeros(total, k) if log_weights is None else log_weights
             log_weights[rows] = part.log_weights
         done = rows.stop
     shown.finish()
-    return replace(scored, log_weights=log_weights)
+    reading = Reading(keys, gold, scored.documents, store.identity.metric)
+    return replace(scored, log_weights=log_weights, reading=reading)

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from knnstore.datastore import Ids
 from knnstore.documents import TextDocument
+from knnstore.lm.continuous_cache import CacheSettings, ReadText, Recent
 from knnstore.lm.encoder import Encoder
 from knnstore.lm.mixing import Retrieved
 from knnstore.lm.text import in_chunks, tokenized
@@ -46,6 +47,8 @@ class TokenScores:
     """Of each token in its document, shape (n,)."""
     log_weights: Tensor | None = None
     """Of the neighbours, float32, shape (n, k); see `Retrieved`."""
+    recent: Recent | None = None
+    """What stands before each token in its document; None without a cache."""
 
     def retrieved(self) -> Retrieved:
         """What a mixer chooses from."""
@@ -55,26 +58,36 @@ class TokenScores:
             tokens=self.tokens,
             keys=self.keys,
             log_weights=self.log_weights,
+            recent=self.recent,
         )
 
 
-def score_batch(store: KNNStore, encoder: Encoder, batch: Batch, k: int, selection: Selection) -> TokenScores:
+def score_batch(
+    store: KNNStore,
+    encoder: Encoder,
+    batch: Batch,
+    k: int,
+    selection: Selection,
+    read: ReadText | None = None,
+) -> TokenScores:
     """Score the tokens that one batch of windows predicts; see `score`."""
     encoded = encoder.encode(batch.input_ids, batch.at)
     keys = encoded.keys.cpu()
     found = store.search(keys.numpy(), k, selection)
     log_probs = encoder.log_probs(encoded.states, batch.gold)
+    gold = torch.from_numpy(batch.gold)
     return TokenScores(
         lm_log_probs=log_probs.gold.cpu(),
         lm_max=log_probs.best.cpu(),
         ids=found.ids,
         distances=torch.from_numpy(found.distances),
         tokens=torch.from_numpy(tokens_of(found.ids)),
-        gold=torch.from_numpy(batch.gold),
+        gold=gold,
         keys=keys,
         documents=batch.documents,
         positions=batch.positions,
         log_weights=None if found.log_weights is None else torch.from_numpy(found.log_weights),
+        recent=None if read is None else read.follow(keys, gold, batch.documents, batch.positions),
     )
 
 
@@ -86,6 +99,7 @@ def score(
     *,
     k: int,
     selection: Selection,
+    cache: CacheSettings | None = None,
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress | None = None,
 ) -> Iterator[TokenScores]:
@@ -98,6 +112,7 @@ def score(
         documents: read once, a few at a time.
         k: neighbours of each token.
         selection: among which documents to search.
+        cache: how far to look back in each document; None is not at all.
         batch_tokens: tokens in one forward pass, padding included.
         progress: hears of each batch.
 
@@ -107,6 +122,7 @@ def score(
     shown = progress or Progress()
     before = 0
     for ahead in in_chunks(documents):
+        read = None if cache is None else ReadText(cache.size, store.identity.metric)
         for batch in pack(
             tokenized(ahead, tokenizer),
             prefix=prefix_of(tokenizer),
@@ -114,7 +130,7 @@ def score(
             stride=store.identity.stride,
             batch_tokens=batch_tokens,
         ):
-            scores = score_batch(store, encoder, batch, k, selection)
+            scores = score_batch(store, encoder, batch, k, selection, read)
             yield replace(scores, documents=scores.documents + before)
             shown.advance(len(batch.at))
         before += len(ahead)
@@ -129,6 +145,7 @@ def score_held_out(
     k: int,
     selection: Selection,
     left_out: Collection[str] = (),
+    cache: CacheSettings | None = None,
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress | None = None,
 ) -> Iterator[TokenScores]:
@@ -141,6 +158,7 @@ def score_held_out(
         documents: all of them.
         k: neighbours of each token.
         selection: among which documents to search.
+        cache: how far to look back in each document; None is not at all.
         left_out: content hashes of documents that are not among what they retrieve from.
         batch_tokens: tokens in one forward pass, padding included.
         progress: hears of each batch.
@@ -157,7 +175,7 @@ def score_held_out(
     for members, reached in groups:
         for scores in score(
             store, encoder, tokenizer, [documents[at] for at in members],
-            k=k, selection=reached, batch_tokens=batch_tokens, progress=progress,
+            k=k, selection=reached, cache=cache, batch_tokens=batch_tokens, progress=progress,
         ):  # fmt: skip
             yield replace(scores, documents=np.array(members, np.int64)[scores.documents])
 

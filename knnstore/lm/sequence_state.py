@@ -84,7 +84,7 @@ class PrefixStates(Generic[V]):
     Threads may share it.
 
     Args:
-        capacity: states that are kept; twice as many as one `get` asks for if that is more.
+        capacity: states that are kept; twice as many as any one call has named if that is more.
     """
 
     def __init__(self, capacity: int = 1 << 14) -> None:
@@ -107,6 +107,7 @@ class PrefixStates(Generic[V]):
     def put(self, names: Sequence[bytes], values: Sequence[V]) -> None:
         """Keep states, in place of any that have the same names."""
         with self._lock:
+            self._capacity = max(self._capacity, 2 * len(names))
             for name, value in zip(names, values, strict=True):
                 self._states[name] = value
                 self._states.move_to_end(name)

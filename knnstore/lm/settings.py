@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import InitVar, dataclass
 from typing import Any, NamedTuple, Self
 
+import torch
 from torch import Tensor
 
 from knnstore.errors import ConfigError
-from knnstore.lm.interpolation import PerQuery, neighbor_weights
+from knnstore.lm.continuous_cache import CacheSettings, Recent
+from knnstore.lm.interpolation import PerQuery, gold_knn_probs, mix_gold, neighbor_weights
 from knnstore.lm.mixing import MIXERS, FixedLambda, Mixer, Retrieved, mixer_of
 from knnstore.store.selection import EVERYTHING, Selection
 
@@ -20,13 +22,26 @@ class Weighed(NamedTuple):
     """The settings applied to n queries."""
 
     weights: Tensor
-    """p_kNN of each neighbour, see `neighbor_weights`; shape (n, k)."""
+    """p_kNN of each neighbour, see `neighbor_weights`; shape (n, k), with a cache (n, k + m)."""
 
     lam: Tensor
-    """λ, shape (n,)."""
+    """λ of all neighbours together, shape (n,)."""
 
     temperature: PerQuery
-    """T in force."""
+    """T in force, for the neighbours from the store."""
+
+    tokens: Tensor | None
+    """Of the neighbours, int64, shape of `weights`: the store's first, then the cache's. None where
+    those of the store are not known."""
+
+    def knn_probs(self, gold: Tensor) -> Tensor:
+        """Give p_kNN of one token for each query, float32, shape (n,); `gold` is int64 of that shape."""
+        assert self.tokens is not None
+        return gold_knn_probs(self.weights, self.tokens, gold)
+
+    def mixed_gold(self, lm_log_probs: Tensor, knn_probs: Tensor) -> Tensor:
+        """Mix log p_LM and p_kNN of one token for each query to log p; see `mix_gold`."""
+        return mix_gold(lm_log_probs, knn_probs, self.weights.sum(1) > 0, self.lam)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +63,9 @@ class KNNSettings:
 
     selection: Selection = EVERYTHING
     """Which documents are retrieved from."""
+
+    cache: CacheSettings | None = None
+    """How far the text itself counts that is being read; None is not at all."""
 
     lam: InitVar[float | None] = None
     """Short for ``mixer=FixedLambda(lam)``; not kept as an attribute."""
@@ -73,7 +91,11 @@ class KNNSettings:
         """
         lam, temperature = self.mixer(retrieved, self.temperature)
         weights = neighbor_weights(retrieved.distances, temperature, retrieved.log_weights)
-        return Weighed(weights, lam, temperature)
+        weighed = Weighed(weights, lam, temperature, retrieved.tokens)
+        if self.cache is None:
+            return weighed
+        assert retrieved.recent is not None
+        return _joined(weighed, retrieved.recent, self.cache)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain values for JSON.
@@ -89,6 +111,7 @@ class KNNSettings:
             "temperature": self.temperature,
             "mixer": {"name": mixer.name, **dataclasses.asdict(mixer)},
             "selection": dataclasses.asdict(self.selection),
+            "cache": None if self.cache is None else dataclasses.asdict(self.cache),
         }
 
     @classmethod
@@ -100,13 +123,17 @@ class KNNSettings:
         Raises:
             ConfigError: a name is unknown or a value is out of range.
         """
-        known = {name: name for name in ("k", "temperature", "mixer", "selection")} | {"lambda": "lam"}
+        known = {name: name for name in ("k", "temperature", "mixer", "selection", "cache")} | {
+            "lambda": "lam"
+        }
         unknown = sorted(set(values) - set(known))
         if unknown:
             raise ConfigError(f"unknown setting {unknown[0]!r}; known: {', '.join(known)}")
         given = {known[name]: value for name, value in values.items()}
         if "mixer" in given:
             given["mixer"] = mixer_of(given["mixer"])
+        if given.get("cache") is not None:
+            given["cache"] = _cache_of(given["cache"])
         if "selection" in given:
             parts = {field.name for field in dataclasses.fields(Selection)}
             if not set(given["selection"]) <= parts:
@@ -120,3 +147,25 @@ class KNNSettings:
                 }
             )
         return cls(**given)
+
+
+def _joined(weighed: Weighed, recent: Recent, cache: CacheSettings) -> Weighed:
+    """Mix the cache with what was mixed before: (1 - λ_c) (λ p_kNN + (1 - λ) p_LM) + λ_c p_cache.
+
+    All neighbours together then have λ' = 1 - (1 - λ_c) (1 - λ), and share it as their weights.
+    """
+    weights = neighbor_weights(recent.distances, cache.temperature)
+    lam = weighed.lam * (weighed.weights.sum(1) > 0)
+    lam_cache = cache.lam * (weights.sum(1) > 0)
+    lam_store = lam * (1 - lam_cache)
+    together = lam_store + lam_cache
+    parts = torch.cat([weighed.weights * lam_store[:, None], weights * lam_cache[:, None]], 1)
+    tokens = None if weighed.tokens is None else torch.cat([weighed.tokens, recent.tokens], 1)
+    return Weighed(parts / together.where(together > 0, 1.0)[:, None], together, weighed.temperature, tokens)
+
+
+def _cache_of(values: Mapping[str, Any]) -> CacheSettings:
+    try:
+        return CacheSettings(**values)
+    except TypeError as error:
+        raise ConfigError(f"the cache has other settings: {error}") from error

@@ -21,17 +21,16 @@ def test_prefixes_have_the_same_name_exactly_where_they_are_equal():
 
 def test_what_was_not_used_for_longest_is_forgotten_first():
     states = PrefixStates[int](capacity=3)
-    states.put([b"a", b"b", b"c"], [1, 2, 3])
+    for name, value in ((b"a", 1), (b"b", 2), (b"c", 3)):
+        states.put([name], [value])
     assert states.get([b"a"]) == [1]
     states.put([b"d"], [4])
-    assert states.get([b"a", b"b"]) == [1, None]
-    assert states.get([b"c", b"d"]) == [3, 4]
+    assert [states.get([name])[0] for name in (b"a", b"b", b"c", b"d")] == [1, None, 3, 4]
     assert len(states) == 3
 
 
 def test_a_call_that_needs_more_finds_all_of_it_in_the_next():
     states, names = PrefixStates[int](capacity=1), prefix_names(np.arange(20))
-    assert states.get(names) == [None] * 20
     states.put(names, range(20))
     assert states.get(names) == list(range(20))
 
