@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 import knnstore
-from knnstore.cli import asking, building, calibrating, demo, listing, upkeep
+from knnstore.cli import asking, building, calibrating, demo, listing, probing, upkeep
 from knnstore.cli.options import DEFAULT_HOME, HOME_VARIABLE
 from knnstore.cli.output import one_line
 from knnstore.errors import KnnstoreError
@@ -58,6 +58,7 @@ app = typer.Typer(
 database = typer.Typer(help="Look after the catalogue's database.", no_args_is_help=True)
 
 _register(app, building.init, "init")
+_register(app, probing.probe_keys, "probe-keys")
 _register(app, building.add, "add")
 _register(app, asking.evaluate, "eval")
 _register(app, calibrating.calibrate, "calibrate")

@@ -7,7 +7,7 @@ are not independent.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -93,12 +93,15 @@ class Comparison:
         return self.best.change.high < 1
 
 
-def compare(scored: ScoredText, current: KNNSettings | None = None) -> Comparison:
+def compare(
+    scored: ScoredText, current: KNNSettings | None = None, *, fits: Mapping[str, Fit] = MIXER_FITS
+) -> Comparison:
     """Fit every candidate and judge it on documents that it was not fitted on.
 
     Args:
         scored: held-out text.
         current: settings to compare the candidates with.
+        fits: what is fitted beside a fixed λ.
 
     Raises:
         InputError: there is too little text.
@@ -122,7 +125,7 @@ def compare(scored: ScoredText, current: KNNSettings | None = None) -> Compariso
 
     fixed = [judge("fixed", fit_fixed, of) for of in evidence]
     at = min(range(len(fixed)), key=lambda index: fixed[index].held_out.ppl)
-    others = [judge(name, fit, evidence[at]) for name, fit in MIXER_FITS.items()]
+    others = [judge(name, fit, evidence[at]) for name, fit in fits.items()]
     before = None
     if current is not None:
         kept = replace(current, k=min(current.k, scored.k))

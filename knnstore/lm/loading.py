@@ -88,7 +88,7 @@ def identify(
     if metric not in {choice.value for choice in Metric}:
         raise ConfigError(f"metric {metric!r} is none of {', '.join(Metric)}")
     location = locate(model, key)
-    window = _window(model, max_length)
+    window = window_of(model, max_length)
     step = stride or max(1, window // 2)
     check_window(window, step)
     return Identity(
@@ -105,8 +105,12 @@ def identify(
     )
 
 
-def _window(model: PreTrainedModel, max_length: int | None) -> int:
-    """The length of windows: what was asked for, at most what the model takes."""
+def window_of(model: PreTrainedModel, max_length: int | None = None) -> int:
+    """The length of windows: what was asked for, which the model must take; default its limit.
+
+    Raises:
+        ConfigError: the model takes less, or has no limit and nothing was asked for.
+    """
     try:
         limit = max_length_of(model.config)
     except ConfigError:

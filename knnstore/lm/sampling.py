@@ -22,7 +22,9 @@ KEYS_FITTED_ON = 32_768
 _CHARACTERS_PER_TOKEN = 8  # more than most texts have
 
 
-def sample_documents(documents: Iterable[TextDocument], characters: int) -> list[TextDocument]:
+def sample_documents(
+    documents: Iterable[TextDocument], characters: int, *, longest: int | None = None
+) -> list[TextDocument]:
     """Choose documents at random until their texts are about so long together; the same ones each time.
 
     Those with the lowest hashes are chosen: in whichever order they come, and each text once. Memory is
@@ -31,6 +33,7 @@ def sample_documents(documents: Iterable[TextDocument], characters: int) -> list
     Args:
         documents: read once, to the end.
         characters: to reach, if there are so many; the last document may exceed it.
+        longest: characters of a document that are counted; default all.
 
     Returns:
         In random order.
@@ -38,22 +41,30 @@ def sample_documents(documents: Iterable[TextDocument], characters: int) -> list
     chosen: list[tuple[int, int, TextDocument]] = []  # a heap with the highest hash first
     hashes: set[int] = set()
     size = 0
+
+    def counted(document: TextDocument) -> int:
+        return len(document.text) if longest is None else min(len(document.text), longest)
+
     for at, document in enumerate(documents):
         hash = int(document.content_hash, 16)
         if hash in hashes:
             continue
         heapq.heappush(chosen, (-hash, at, document))
         hashes.add(hash)
-        size += len(document.text)
-        while size - len(chosen[0][2].text) >= characters:
+        size += counted(document)
+        while size - counted(chosen[0][2]) >= characters:
             negative, _, dropped = heapq.heappop(chosen)
             hashes.remove(-negative)
-            size -= len(dropped.text)
+            size -= counted(dropped)
     return [document for *_, document in sorted(chosen, reverse=True)]
 
 
 def sample_tokens(
-    documents: Iterable[TextDocument], tokenizer: PreTrainedTokenizerBase, count: int
+    documents: Iterable[TextDocument],
+    tokenizer: PreTrainedTokenizerBase,
+    count: int,
+    *,
+    longest: int | None = None,
 ) -> list[NDArray[np.uint32]]:
     """Choose documents at random, see `sample_documents`, of so many tokens together.
 
@@ -61,14 +72,19 @@ def sample_tokens(
         documents: read once, to the end.
         tokenizer: makes their tokens.
         count: tokens; the last document is cut there.
+        longest: tokens where each document is cut; default nowhere.
 
     Returns:
         The tokens of each document; fewer in all where there is less text.
     """
     texts: list[NDArray[np.uint32]] = []
-    for ahead in in_chunks(sample_documents(documents, _CHARACTERS_PER_TOKEN * count)):
+    longest = longest or count
+    chosen = sample_documents(
+        documents, _CHARACTERS_PER_TOKEN * count, longest=_CHARACTERS_PER_TOKEN * longest
+    )
+    for ahead in in_chunks(chosen):
         for tokens in tokenized(ahead, tokenizer):
-            texts.append(tokens[:count])
+            texts.append(tokens[: min(count, longest)])
             count -= len(texts[-1])
             if count == 0:
                 return texts

@@ -35,6 +35,9 @@ HELD_OUT = {
 _ORDERS = list(permutations([*LETTERS.values(), *NEWS.values()]))[::12]
 DEV = {f"dev-{at}": " ".join(sentences) for at, sentences in enumerate(_ORDERS)}
 """Enough to calibrate on; rearranged, so that nothing of it is a stored document."""
+_MORE = list(permutations([*LETTERS.values(), *NEWS.values()]))[5::4]
+ARTICLES = {f"a-{at}": " ".join(sentences) for at, sentences in enumerate(_MORE)}
+"""Enough to probe on."""
 
 
 class Outcome:
@@ -89,6 +92,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     write_rows(folder / "news.jsonl", NEWS)
     write_rows(folder / "held-out.jsonl", HELD_OUT)
     write_rows(folder / "dev.jsonl", DEV)
+    write_rows(folder / "articles.jsonl", ARTICLES)
     (folder / "examples").mkdir()
     (folder / "examples" / "tiny-lm").symlink_to(model)
     with chdir(folder):

@@ -1,0 +1,61 @@
+"""Probing key locations: exact neighbours, and places of which is known how good they are."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from knnstore.documents import TextDocument
+from knnstore.errors import ConfigError, InputError
+from knnstore.lm.probing import default_keys, nearest_keys, probe_keys
+
+RNG = np.random.default_rng(7)
+PHRASES = [" ".join(f"w{i}" for i in RNG.integers(4, 60, 12)) for _ in range(30)]
+DOCUMENTS = [TextDocument(f"d{at}", " ".join(PHRASES[i] for i in RNG.integers(0, 30, 9))) for at in range(36)]
+
+
+@pytest.mark.parametrize("metric", ["l2", "ip"])
+def test_neighbours_are_the_nearest(metric, monkeypatch) -> None:
+    monkeypatch.setattr("knnstore.lm.probing._DISTANCES", 1000)  # several steps
+    keys = torch.from_numpy(RNG.standard_normal((300, 8)).astype(np.float32)) + 100
+    queries = keys[:20] + torch.from_numpy(RNG.standard_normal((20, 8)).astype(np.float32))
+    distances, rows = nearest_keys(queries, keys, 7, metric)
+    differences = (queries.double()[:, None] - keys.double()).square().sum(-1)
+    exact = differences if metric == "l2" else -(queries.double() @ keys.double().T)
+    expected = exact.sort(1)
+    torch.testing.assert_close(distances.double(), expected.values[:, :7], rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(exact.gather(1, rows), expected.values[:, :7], rtol=1e-4, atol=1e-3)
+
+
+def test_a_place_that_says_nothing_is_last_and_does_not_beat_the_model(make_model, tokenizer) -> None:
+    model = make_model("gpt2")
+    with torch.no_grad():  # what enters the attention is the same for every token
+        model.transformer.h[1].ln_1.weight.zero_()
+    keys = ["attention_input", "ffn_input"]
+    found = probe_keys(model, tokenizer, DOCUMENTS, keys=keys, metrics=["l2"], dims=[8], max_length=32)
+    assert [(candidate.key, candidate.dim) for candidate in found.candidates[-1:]] == [(keys[0], 32)]
+    assert found.candidates[-1].fitted.held_out.ppl > 30  # no more than how frequent the tokens are
+    best = found.best
+    assert best is not None
+    assert best.fitted.held_out.ppl < 10 < found.base.ppl
+    assert sorted(candidate.dim for candidate in found.candidates) == [8, 32, 32]
+    losses = [candidate.fitted.held_out.ppl for candidate in found.candidates]
+    assert losses == sorted(losses)
+    assert (found.stored, found.held_out, found.documents) == (24 * 108, 12 * 108, 12)
+    assert all(math.isfinite(candidate.fitted.change.high) for candidate in found.candidates)
+
+
+def test_each_place_of_a_model_is_probed_once(make_model) -> None:
+    assert len(default_keys(make_model("gpt2"))) == 10
+    assert len(default_keys(make_model("cohere2"))) == 8  # attention and feed-forward share a norm
+
+
+def test_what_cannot_be_probed_is_refused(make_model, tokenizer) -> None:
+    model = make_model("gpt2")
+    with pytest.raises(InputError, match="23 documents of 2,484 tokens are too little"):
+        probe_keys(model, tokenizer, DOCUMENTS[:23])
+    with pytest.raises(ConfigError, match="no module"):
+        probe_keys(model, tokenizer, DOCUMENTS, keys=["nowhere"])
+    with pytest.raises(ConfigError, match="none of l2, ip"):
+        probe_keys(model, tokenizer, DOCUMENTS, metrics=["cosine"])
