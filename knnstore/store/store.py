@@ -1,9 +1,7 @@
 """The store: a catalogue and a datastore as one thing."""
 
-import json
 import os
 import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -13,27 +11,23 @@ from typing import Any, Self
 from numpy.typing import NDArray
 
 from knnstore.catalog import Catalog, CatalogWriter, Document, Domain, Engine, Identity, NewDocument
-from knnstore.catalog.checks import check_json
 from knnstore.datastore import IdRanges, SupportsOptimize
 from knnstore.datastore.files import WriterLock
-from knnstore.errors import ConfigError, DocumentNotFoundError, KnnstoreError, ReadOnlyError
-from knnstore.failpoints import failpoint
-from knnstore.progress import Progress
+from knnstore.errors import ConfigError, DocumentNotFoundError, KnnstoreError
 from knnstore.store import moving
 from knnstore.store.creating import make_store
 from knnstore.store.home import Home
-from knnstore.store.moving import Moved
-from knnstore.store.reading import Mode, StoreReader
+from knnstore.store.reading import Mode
 from knnstore.store.records import TOKEN_LIMIT
+from knnstore.store.relocating import RelocatableStore
 from knnstore.store.selection import Selection
 from knnstore.store.traces import traced_in
-from knnstore.store.transfer import transfer
 from knnstore.store.verify import problems_of, strangers_in
 from knnstore.store.weights import Weights, names_in, problem_of, save_weights, sweep
 from knnstore.store.writing import Ingest, purge
 
 
-class KNNStore(StoreReader):
+class KNNStore(RelocatableStore):
     """Documents with their keys, searched by key; open one with `create` or `open`.
 
     One process writes and any number read; readers see each commit without reopening. A handle
@@ -202,59 +196,6 @@ class KNNStore(StoreReader):
             self._unnamed_weights.add(name)
             return name
 
-    def move(
-        self,
-        adapter: str,
-        location: str,
-        *,
-        params: Mapping[str, Any] | None = None,
-        progress: Progress | None = None,
-    ) -> Moved:
-        """Move the keys to another engine: copy, compare, switch in one transaction, erase the old ones.
-
-        Until the switch the store is as it was. When this was interrupted, the same call goes on where
-        it stopped; a call with another target erases the half-made copy first.
-
-        Args:
-            adapter: the new adapter's name.
-            location: a new place: a URL or a folder, a relative one inside the home.
-            params: the new adapter's own parameters; JSON values.
-            progress: hears of each batch.
-
-        Raises:
-            DatastoreExistsError: something else is at the location.
-            DatastoreError: the copy differs from its source, or an engine failed.
-        """
-        started, progress = time.perf_counter(), progress or Progress()
-        check_json(params or {}, "the parameters")
-        target = Engine(adapter, location, json.loads(json.dumps(dict(params or {}))))
-        with self._locked() as writer:
-            self.view()  # follows a move whose answer was lost
-            before = self._engine
-            copy = moving.begin(self.home, self.identity, before, target, progress)
-            try:
-                done = transfer(self._datastore, copy, progress)
-                with self._viewing:  # other threads see both changes or none
-                    writer.move(target)
-                    failpoint("move.switched")
-                    old, self._datastore, self._engine, self._view = self._datastore, copy, target, None
-            except BaseException:
-                with suppress(KnnstoreError):  # what is durable already serves the next try
-                    copy.close()
-                raise
-            old.close()
-            left = moving.settle(self.home, target)
-            return Moved(before, target, seconds=time.perf_counter() - started, left=left, **done._asdict())
-
-    def abandon_move(self) -> Engine | None:
-        """Give up a move that was interrupted, and erase what it had copied.
-
-        Returns:
-            Where it was going; None when there is no such move.
-        """
-        with self._locked():
-            return moving.abandon(self.home, self.identity, self._catalog.engine())
-
     def verify(self) -> list[str]:
         """Read everything that is stored and list what is wrong, one line each; empty when sound."""
         named = sorted(self._named_weights())
@@ -330,10 +271,3 @@ class KNNStore(StoreReader):
             if id not in found:
                 raise DocumentNotFoundError(f"no document {id!r} in domain {domain!r}")
         return {id: version.row for id, version in found.items()}
-
-    @contextmanager
-    def _locked(self) -> Iterator[CatalogWriter]:
-        if self._writer is None:
-            raise ReadOnlyError(f"{self.home.path} was opened for reading; open it with mode 'a' to write")
-        with self._writing:
-            yield self._writer

@@ -22,6 +22,7 @@ _BATCH = 8192
 _ID_LIMIT = 2**63 - 1
 _QUERIES = 32
 _NEIGHBORS = 1024
+_NOTHING = IdRanges()
 
 Batch = tuple[Ids, Keys, Groups]
 
@@ -39,7 +40,9 @@ class Transferred(NamedTuple):
     """How many neighbours of each key that was."""
 
 
-def transfer(source: Datastore, target: Datastore, progress: Progress) -> Transferred:
+def transfer(
+    source: Datastore, target: Datastore, progress: Progress, *, without: IdRanges = _NOTHING
+) -> Transferred:
     """Make the target hold exactly the records of the source, ready to be searched, and check that it does.
 
     What the target holds already, from a transfer that was interrupted, is not copied again. Every
@@ -49,18 +52,20 @@ def transfer(source: Datastore, target: Datastore, progress: Progress) -> Transf
         source: only read.
         target: opened for writing; holds nothing but records of the source, present or former.
         progress: hears of each batch.
+        without: records of the source that the target shall not hold.
 
     Raises:
         DatastoreError: the target gives back other records than it was given, or does not find
             the nearest ones although it says that its search is exact.
     """
-    queries, copied = _copy(source, target, progress)
+    total = source.count() - without.size
+    queries, copied = _copy(_read_ahead(source, without), total, target, progress)
     if isinstance(target, SupportsOptimize):
         progress.start("indexing")
         target.optimize()
         progress.finish()
     failpoint("move.indexed")
-    nearest = _compare(source, target, queries, progress)
+    nearest = _compare(_read_ahead(source, without), total, target, queries, progress)
     records = target.count()
     failpoint("move.compared")
     if not records:
@@ -72,22 +77,28 @@ def transfer(source: Datastore, target: Datastore, progress: Progress) -> Transf
     return Transferred(records, copied, recall, nearest.k)
 
 
-def _copy(source: Datastore, target: Datastore, progress: Progress) -> tuple[Keys, int]:
+def _copy(batches: Iterable[Batch], total: int, target: Datastore, progress: Progress) -> tuple[Keys, int]:
     """Copy what is missing and delete what is left over, durably.
+
+    Args:
+        batches: of what the target shall hold.
+        total: how many records these are.
+        target: opened for writing.
+        progress: hears of each batch.
 
     Returns:
         Some keys of the source, evenly spread, shape (at most _QUERIES, dim); how many were copied.
     """
-    total, present = source.count(), target.count()
+    present = target.count()
     if present:
         progress.say(f"{min(present, total):,} of {total:,} records are there already")
     progress.start("copying", total=max(0, total - present), unit="rec")
     wanted = np.unique(np.linspace(0, total - 1, min(_QUERIES, total)).astype(np.int64))
-    sample: list[Keys] = [np.empty((0, source.dim), np.float32)]
+    sample: list[Keys] = [np.empty((0, target.dim), np.float32)]
     row = seen = copied = 0
     first = 0  # the lowest id that was not looked at yet
     flushed = time.monotonic()
-    for batch in _read_ahead(source):
+    for batch in batches:
         ids, keys, _ = batch
         sample.append(keys[wanted[(wanted >= row) & (wanted < row + len(ids))] - row])
         row += len(ids)
@@ -120,22 +131,26 @@ def _settle(target: Datastore, start: int, stop: int, wanted: Ids) -> Ids:
     return ids
 
 
-def _read_ahead(datastore: Datastore) -> Iterator[Batch]:
-    """Every record in batches, the next of which is read while the caller is busy with this one."""
+def _read_ahead(datastore: Datastore, without: IdRanges = _NOTHING) -> Iterator[Batch]:
+    """The records in batches, none empty; the next is read while the caller is busy with this one."""
     batches = datastore.iterate(batch_size=_BATCH)
     with ThreadPoolExecutor(1) as reader:
         coming = reader.submit(next, batches, None)
         while (batch := coming.result()) is not None:
             coming = reader.submit(next, batches, None)
-            yield batch
+            batch = _rows(batch, ~without.contains(batch[0])) if without else batch
+            if len(batch[0]):
+                yield batch
 
 
-def _compare(source: Datastore, target: Datastore, queries: Keys, progress: Progress) -> "_Nearest":
-    """Compare every record of two datastores, and find the true neighbours of the queries on the way."""
-    progress.start("comparing", total=source.count(), unit="rec")
-    nearest = _Nearest(queries, min(_NEIGHBORS, source.count()), source.metric)
+def _compare(
+    batches: Iterable[Batch], total: int, target: Datastore, queries: Keys, progress: Progress
+) -> "_Nearest":
+    """Compare what the target holds with what it shall, and find the queries' true neighbours on the way."""
+    progress.start("comparing", total=total, unit="rec")
+    nearest = _Nearest(queries, min(_NEIGHBORS, total), target.metric)
     exact = target.capabilities.exact_keys
-    for ours, theirs in _aligned(_read_ahead(source), _read_ahead(target)):
+    for ours, theirs in _aligned(batches, _read_ahead(target)):
         if theirs is None or ours is None or not _same(ours, theirs, exact=exact):
             raise DatastoreError(f"the copy differs from its source: {GIVE_UP}")
         nearest.add(ours[1])

@@ -1,0 +1,168 @@
+"""Choosing which records of a domain stay when it is pruned."""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from knnstore.catalog import DROPPED
+from knnstore.datastore import Keys
+from knnstore.progress import Progress
+
+NEAREST = 16
+"""Candidates that each record has to be merged with, before more are looked for."""
+
+_BLOCK_VALUES = 1 << 24  # distances in memory at once: 64 MiB
+
+
+class Choice(NamedTuple):
+    """What becomes of n records."""
+
+    heirs: NDArray[np.int64]
+    """Which record stands for each, shape (n,): its own index where it stays, `DROPPED` where none does."""
+
+    scale: float = 1.0
+    """By how much those that stay weigh more, standing for any that were dropped."""
+
+
+def drop_at_random(count: int, left: int, seed: int) -> Choice:
+    """Let records stay at random, each with the same probability, and each weigh as much more.
+
+    So a domain that was pruned keeps its part of p_kNN beside others that were not.
+
+    Args:
+        count: how many there are.
+        left: how many shall stay, at most `count`.
+        seed: the same gives the same choice.
+    """
+    stay = np.random.default_rng(seed).choice(count, left, replace=False, shuffle=False)
+    return Choice(_only(stay, count), scale=count / left)
+
+
+def drop_highest(scores: NDArray[np.floating], left: int) -> Choice:
+    """Let the records with the lowest scores stay, of equal ones the first.
+
+    Args:
+        scores: shape (n,).
+        left: how many shall stay, at most n.
+    """
+    return Choice(_only(np.argsort(scores, kind="stable")[:left], len(scores)))
+
+
+def merge_nearest(
+    tokens: NDArray[np.int64],
+    keys: Keys,
+    weights: NDArray[np.floating],
+    left: int,
+    progress: Progress | None = None,
+) -> Choice:
+    """Merge the two nearest records that carry the same token, again and again.
+
+    The heavier of the two stays, of equal ones the first, and stands for both. He et al. 2021
+    (https://arxiv.org/abs/2109.04212) merge among each record's k nearest, in random order; the nearest
+    pairs first cost far less perplexity and stop at any number. What is nearest is measured by Euclidean
+    distance, whatever the store's metric: where keys are equal, p_kNN stays as it was.
+
+    Args:
+        tokens: shape (n,).
+        keys: float32, shape (n, dim).
+        weights: how many records each stands for already, shape (n,).
+        left: how many shall stay; one of each token always does.
+        progress: hears of each record that is compared with the others of its token.
+    """
+    shown = progress or Progress()
+    into = np.arange(len(tokens))
+    masses = np.array(weights, np.float64)
+    alive = np.arange(len(tokens))
+    while len(alive) > max(left, len(np.unique(tokens[alive]))):
+        shown.start("comparing", total=len(alive), unit="rec")
+        pairs, distances = _nearest_pairs(tokens[alive], keys[alive], shown)
+        shown.finish()
+        gone, heirs = _merge_pairs(pairs, distances, masses[alive], len(alive) - left)
+        into[alive[gone]] = alive[heirs]
+        np.add.at(masses, alive[heirs], masses[alive[gone]])
+        alive = np.flatnonzero(into == np.arange(len(into)))
+    while not np.array_equal(into, into[into]):  # the heir of an heir
+        into = into[into]
+    return Choice(into)
+
+
+def _only(stay: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    heirs = np.full(count, DROPPED, np.int64)
+    heirs[stay] = stay
+    return heirs
+
+
+def _nearest_pairs(
+    tokens: NDArray[np.int64], keys: Keys, progress: Progress
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Pair each record with the `NEAREST` ones of the same token.
+
+    Returns:
+        Pairs (lower index, higher index), shape (m, 2), and their squared distances, nearest first.
+    """
+    found: list[NDArray[np.int64]] = [np.empty((0, 2), np.int64)]
+    lengths: list[NDArray[np.float32]] = [np.empty(0, np.float32)]
+    order = np.argsort(tokens, kind="stable")
+    borders = np.flatnonzero(np.diff(tokens[order])) + 1
+    for rows in np.split(order, borders):
+        near = min(NEAREST, len(rows) - 1)
+        if near > 0:
+            some = keys[rows]
+            some = some - some.mean(axis=0)  # from amid the keys, rounding loses least
+            squares = np.einsum("nd,nd->n", some, some)
+            step = max(1, _BLOCK_VALUES // len(rows))
+            for start in range(0, len(rows), step):
+                part = np.arange(start, min(start + step, len(rows)))
+                distances = squares[part, None] + squares - 2 * (some[part] @ some.T)
+                distances[np.arange(len(part)), part] = np.inf
+                at = np.argpartition(distances, near - 1, axis=1)[:, :near]
+                pairs = np.stack([np.repeat(rows[part], near), rows[at.ravel()]], axis=1)
+                found.append(np.sort(pairs, axis=1))
+                lengths.append(np.maximum(np.take_along_axis(distances, at, axis=1).ravel(), 0))
+        progress.advance(len(rows))
+    pairs, distances = np.concatenate(found), np.concatenate(lengths)
+    nearest_first = np.lexsort((pairs[:, 1], pairs[:, 0], distances))
+    return pairs[nearest_first], distances[nearest_first]
+
+
+def _merge_pairs(
+    pairs: NDArray[np.int64],
+    distances: NDArray[np.float32],
+    weights: NDArray[np.float64],
+    most: int,
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Merge along pairs, nearest first, while both are there.
+
+    Two records that are each other's nearest are merged by the greedy algorithm whatever it does before, so
+    all such pairs are merged at once.
+
+    Args:
+        pairs: shape (m, 2), nearest first.
+        distances: of each pair, ascending.
+        weights: of each record, shape (n,).
+        most: how many merges.
+
+    Returns:
+        The records that go and those that each is merged into, nearest pairs first.
+    """
+    weights = weights.copy()
+    ranks = np.arange(len(pairs))
+    merges = [np.empty((0, 3), np.int64)]  # rank, who goes, into whom
+    while len(pairs):
+        best = np.full(len(weights), len(distances))
+        for side in (0, 1):
+            np.minimum.at(best, pairs[:, side], ranks)
+        mutual = (best[pairs[:, 0]] == ranks) & (best[pairs[:, 1]] == ranks)
+        first, second = pairs[mutual].T
+        first_stays = weights[first] >= weights[second]
+        heirs, gone = np.where(first_stays, first, second), np.where(first_stays, second, first)
+        weights[heirs] += weights[gone]
+        merges.append(np.stack([ranks[mutual], gone, heirs], axis=1))
+        there = np.ones(len(weights), bool)
+        there[gone] = False
+        remain = there[pairs[:, 0]] & there[pairs[:, 1]]
+        pairs, ranks = pairs[remain], ranks[remain]
+    done = np.concatenate(merges)
+    _, gone, heirs = done[np.argsort(done[:, 0])[:most]].T
+    return gone, heirs
