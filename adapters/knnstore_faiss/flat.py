@@ -3,7 +3,7 @@
 import faiss
 import numpy as np
 
-from knnstore.datastore import Distances, Ids, Keys, Metric
+from knnstore.datastore import Distances, Ids, Keys, Metric, exact
 from knnstore.datastore.results import Found
 
 # FAISS multiplies matrices only from a number of queries on, 20 by default, and compares row by row
@@ -13,6 +13,8 @@ faiss.cvar.distance_compute_blas_threshold = 1
 
 def nearest_rows(queries: Keys, keys: Keys, norms: Distances, k: int, metric: Metric) -> Found:
     """Find the k nearest rows of a matrix; see `knnstore.datastore.exact.nearest_rows`."""
+    if len(queries) == 1:  # a product with one vector, for which numpy takes half the time
+        return exact.nearest_rows(queries, keys, norms, k, metric)
     rows = np.empty((len(queries), k), np.int64)
     distances = np.empty((len(queries), k), np.float32)
     shape = (keys.shape[1], len(queries), len(keys), k)
