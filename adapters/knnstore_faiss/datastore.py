@@ -3,8 +3,12 @@
 from pathlib import Path
 from typing import Any, Self
 
-from knnstore.datastore import Capabilities, Datastore, Metric, Mode
+import numpy as np
+
+from knnstore.datastore import Capabilities, Datastore, Filter, Keys, Metric, Mode, Neighbors
+from knnstore.datastore.checks import checked_keys
 from knnstore.datastore.embedded import EmbeddedDatastore
+from knnstore.datastore.files import StoredFile
 from knnstore.datastore.rows import Segment
 from knnstore.datastore.segments import KeySegments
 from knnstore.errors import ConfigError
@@ -26,6 +30,7 @@ class FaissDatastore(EmbeddedDatastore):
     def __init__(self, segments: KeySegments, dim: int, metric: Metric, policy: Policy) -> None:
         super().__init__(segments, dim, metric, nearest_rows)
         self._policy = policy
+        self._measuring: dict[StoredFile, InvertedIndex | None] = {}
 
     @classmethod
     def open(
@@ -38,7 +43,7 @@ class FaissDatastore(EmbeddedDatastore):
             dim: number of components of a vector, >= 1.
             metric: how distances are measured.
             mode: as in `Datastore.open`.
-            **params: `index`, `nprobe`, `rerank` and `exact_distances`; see `Policy`.
+            **params: `index`, `nprobe`, `rerank`, `exact_distances` and `neighbors`; see `Policy`.
         """
         if dim < 1:
             raise ConfigError(f"dim must be at least 1, got {dim}")
@@ -49,11 +54,50 @@ class FaissDatastore(EmbeddedDatastore):
     @property
     def capabilities(self) -> Capabilities:
         """Durable, in half precision, with one writer."""
-        exact = self._policy.index == "exact"
+        exact = self._policy.index == "exact" or (
+            self._policy.neighbors == "exact" and self._policy.exact_distances
+        )
         return Capabilities(exact_search=exact, exact_keys=False, persistent=True, shared_writers=False)
 
+    def search(self, queries: Keys, k: int, *, where: Filter | None = None) -> Neighbors:
+        """Find the k nearest records of each query; see `Datastore.search`."""
+        found = super().search(queries, k, where=where)
+        if self._policy.neighbors == ("index" if self._policy.exact_distances else "exact"):
+            return self._measured_again(checked_keys(queries, self._dim, what="queries"), found)
+        return found
+
     def _is_indexed(self, group_rows: int) -> bool:
-        return self._policy.indexes(group_rows)
+        return self._policy.neighbors != "exact" and self._policy.indexes(group_rows)
+
+    def _measured_again(self, queries: Keys, found: Neighbors) -> Neighbors:
+        """Replace the distances of neighbours in indexes by those that are wanted, and sort by them."""
+        distances = found.distances.copy()
+        for segments in self._segments.by_group().values():
+            if not self._policy.indexes(sum(segment.live for segment in segments)):
+                continue
+            for segment in segments:
+                index = self._index_of(segment)
+                if index is None:
+                    continue
+                ids = segment.columns.ids
+                rows = np.minimum(np.searchsorted(ids, found.ids), segment.rows - 1)
+                inside = (ids[rows] == found.ids) & ~segment.dead.contains(rows)
+                for query in np.flatnonzero(inside.any(axis=1)):
+                    mine = inside[query]
+                    distances[query, mine] = index.distances_to(queries[query], rows[query, mine])
+        order = np.argsort(distances, axis=1, kind="stable")
+        return Neighbors(
+            np.take_along_axis(found.ids, order, axis=1), np.take_along_axis(distances, order, axis=1)
+        )
+
+    def _index_of(self, segment: Segment) -> InvertedIndex | None:
+        if segment.entry is None or segment.entry.index is None:
+            return None
+        file = segment.entry.index.file
+        if file not in self._measuring:
+            opened = self._open_index(segment, segment.entry.index.parameters)
+            self._measuring = {**self._measuring, file: opened}
+        return self._measuring[file]
 
     def _index_parameters(self, rows: int, group_rows: int) -> dict[str, Any] | None:
         factory = self._policy.factory(rows, group_rows, self._dim)

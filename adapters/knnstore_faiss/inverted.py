@@ -4,6 +4,7 @@ from pathlib import Path
 
 import faiss
 import numpy as np
+from numpy.typing import NDArray
 
 from knnstore.datastore import Distances, IdRanges, Keys, Metric
 from knnstore.datastore.exact import compare_rows
@@ -99,12 +100,32 @@ class InvertedIndex:
             found.ids[short], found.distances[short] = more.ids, more.distances
         return found.named(self._columns.ids)
 
+    def distances_to(self, query: Keys, rows: NDArray[np.int64]) -> Distances:
+        """Measure one query against some rows: by their keys, or by what the index has of them.
+
+        Args:
+            query: float32, shape (dim,).
+            rows: distinct, shape (m,).
+
+        Returns:
+            float32, shape (m,).
+        """
+        if self._policy.exact_distances:
+            return _distances(query, self._columns.keys_at(rows).astype(np.float32), self._metric)
+        selector = _selector(IdRanges.of_ids(np.sort(rows)), self.segment.rows)
+        wanted = faiss.SearchParametersIVF(nprobe=self._index.nlist, sel=selector)
+        distances, found = self._index.search(query[None], len(rows), params=wanted)
+        measured = found_by_faiss(found, distances, self._metric)
+        order = np.argsort(measured.ids[0])
+        ours: Distances = measured.distances[0, order[np.searchsorted(measured.ids[0], rows, sorter=order)]]
+        return ours
+
     def _search_lists(
         self, queries: Keys, k: int, selector: faiss.IDSelector | None, probes: int, candidates: int
     ) -> Found:
         """Search some lists for each query; found.ids are rows."""
         wanted = faiss.SearchParametersIVF(nprobe=probes, sel=selector)
-        if not self._policy.exact_distances:
+        if not self._policy.ranks_again:
             distances, rows = self._index.search(queries, k, params=wanted)
             return found_by_faiss(rows, distances, self._metric)
         if len(queries) * candidates * BLOCK < self._columns.keys_file.file.size and not self._checked:

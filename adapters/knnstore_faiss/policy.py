@@ -1,7 +1,7 @@
 """Which index for how many rows, and how far to search it."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import faiss
@@ -52,12 +52,18 @@ class Policy:
             the index, 1 is off.
         exact_distances: compute the returned distances from the stored keys; else return the
             index's own, which are approximate, and rank nothing again.
+        neighbors: which keys are chosen: ``"index"``, those that are nearest by the index's own
+            distances; ``"exact"``, the nearest of all; ``"auto"``, the nearest by exact distances of the
+            candidates that the index finds. With ``"exact"`` and without `exact_distances` the indexes
+            are asked for their distances to just these keys: to measure what is lost by either, not
+            to be fast.
     """
 
     index: str = "auto"
     nprobe: int = 0
     rerank: int = 0
     exact_distances: bool = True
+    neighbors: str = "auto"
 
     @classmethod
     def of(cls, params: dict[str, Any], dim: int, metric: Metric) -> "Policy":
@@ -66,7 +72,7 @@ class Policy:
         Raises:
             ConfigError: one is unknown or has a bad value.
         """
-        accepted = {"index": "auto", "nprobe": 0, "rerank": 0, "exact_distances": True}
+        accepted = {field.name: field.default for field in fields(cls)}
         policy = cls(**checked_params("faiss", params, accepted))
         for name in ("nprobe", "rerank"):
             value = getattr(policy, name)
@@ -74,9 +80,16 @@ class Policy:
                 raise ConfigError(f"faiss: {name} must be an integer >= 0, got {value!r}")
         if not isinstance(policy.exact_distances, bool):
             raise ConfigError(f"faiss: exact_distances must be true or false, got {policy.exact_distances!r}")
+        if policy.neighbors not in ("auto", "index", "exact"):
+            raise ConfigError(f"faiss: neighbors must be auto, index or exact, got {policy.neighbors!r}")
         if policy.index not in ("auto", "exact"):
             new_index(policy.index, dim, metric)
         return policy
+
+    @property
+    def ranks_again(self) -> bool:
+        """Whether an index's candidates are ranked by their exact distances."""
+        return self.exact_distances and self.neighbors == "auto"
 
     def indexes(self, group_rows: int) -> bool:
         """Whether a group of so many live rows is searched by indexes at all."""
@@ -112,7 +125,7 @@ class Policy:
             rows: how many rows match.
             coarse: whether the index's own distances are too rough to choose the k nearest.
         """
-        if not self.exact_distances:
+        if not self.ranks_again:
             return k
         if self.rerank:
             wanted = k * self.rerank

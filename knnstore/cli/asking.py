@@ -22,6 +22,7 @@ from knnstore.cli.options import (
     NeighborsOption,
     SkipBadOption,
     TagsOption,
+    read_params,
 )
 from knnstore.cli.output import Bar, note, one_line, print_json, print_json_lines, print_table, printable
 
@@ -61,6 +62,14 @@ def evaluate(
             "tab-separated values.",
         ),
     ] = None,
+    params: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--param",
+            metavar="NAME=VALUE",
+            help="A parameter of the engine in place of the store's, this time; repeatable.",
+        ),
+    ] = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     home: HomeOption = DEFAULT_HOME,
@@ -92,7 +101,7 @@ def evaluate(
     with Bar() as bar, ExitStack() as opened:
         # Opened first: that it cannot be written is to be known before the work.
         file = None if per_token is None else opened.enter_context(per_token.open("w", encoding="utf-8"))
-        lm = open_model(home, "r", device=device, dtype=dtype)
+        lm = open_model(home, "r", device=device, dtype=dtype, params=read_params(params))
         with lm.store:
             found = lm.evaluate(
                 read_documents(files, on_bad=skip if skip_bad else None),

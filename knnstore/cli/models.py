@@ -1,5 +1,6 @@
 """Loading the model of a store, for the commands that need it."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,7 +12,12 @@ if TYPE_CHECKING:
 
 
 def open_model(
-    home: Path, mode: Literal["r", "a"], *, device: str | None, dtype: str | None
+    home: Path,
+    mode: Literal["r", "a"],
+    *,
+    device: str | None,
+    dtype: str | None,
+    params: Mapping[str, Any] | None = None,
 ) -> "KNNLMForCausalLM":
     """Open a store with its model; see `knnstore.load`."""
     import knnstore
@@ -19,7 +25,7 @@ def open_model(
 
     Home.open(home)  # importing torch takes seconds: say before that there is no store
     quiet_transformers()
-    return knnstore.load(home, mode, device=device, dtype=dtype)
+    return knnstore.load(home, mode, params=params, device=device, dtype=dtype)
 
 
 def load_tokenizer(model: str) -> Any:

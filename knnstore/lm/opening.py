@@ -90,6 +90,7 @@ def load(
     home: str | os.PathLike[str],
     mode: Mode = "r",
     *,
+    params: Mapping[str, Any] | None = None,
     device: str | None = None,
     dtype: str | torch.dtype | None = None,
 ) -> KNNLMForCausalLM:
@@ -98,6 +99,7 @@ def load(
     Args:
         home: the folder that the store is known by.
         mode: ``"r"`` to read, beside a writer; ``"a"`` to read and write.
+        params: parameters of the adapter in place of the store's own; for reading only.
         device: where the model runs; default is the GPU if there is one, else the CPU.
         dtype: of its weights; see `knnstore.lm.loading.load`.
 
@@ -105,7 +107,7 @@ def load(
         StoreNotFoundError: there is no store.
         FingerprintMismatchError: what is at the model's place is another model now.
     """
-    opened = KNNStore.open(home, mode)
+    opened = KNNStore.open(home, mode, params=params)
     try:
         base, tokenizer = load_model(opened.identity.model, device=device, dtype=dtype)
         return KNNLMForCausalLM.from_base(base, opened, tokenizer=tokenizer, knn=settings_for(opened))

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -39,13 +40,22 @@ class StoreReader:
         catalog: its catalogue.
         mode: how the datastore is opened.
         opened: what is to be released by `close`; the datastore is added to it.
+        params: parameters of the adapter in place of the store's own.
     """
 
-    def __init__(self, home: Home, catalog: Catalog, mode: Mode, opened: ExitStack) -> None:
+    def __init__(
+        self,
+        home: Home,
+        catalog: Catalog,
+        mode: Mode,
+        opened: ExitStack,
+        params: Mapping[str, Any] | None = None,
+    ) -> None:
         self.home = home
         self.mode: Mode = mode
         self.identity: Identity = catalog.identity
         self._catalog = catalog
+        self._params = dict(params or {})
         self._tracer = Tracer(catalog)
         self._engine, self._datastore = self._open_current()
         self._view: View | None = None
@@ -201,7 +211,8 @@ class StoreReader:
             try:
                 if self.mode == "a":  # which would make a new, empty one where the keys were lost
                     open_datastore(self.home, self.identity, engine, "r").close()
-                return engine, open_datastore(self.home, self.identity, engine, self.mode)
+                given = replace(engine, params={**engine.params, **self._params})
+                return engine, open_datastore(self.home, self.identity, given, self.mode)
             except DatastoreError:
                 if self._catalog.engine() == engine:
                     raise

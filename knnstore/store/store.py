@@ -37,9 +37,12 @@ class KNNStore(RelocatableStore):
         home: where the store is.
         catalog: its catalogue.
         mode: ``"r"`` or ``"a"``.
+        params: see `open`.
     """
 
-    def __init__(self, home: Home, catalog: Catalog, mode: Mode) -> None:
+    def __init__(
+        self, home: Home, catalog: Catalog, mode: Mode, params: Mapping[str, Any] | None = None
+    ) -> None:
         self._writer: CatalogWriter | None = None
         self._writing = threading.RLock()
         self._unnamed_weights: set[str] = set()
@@ -48,7 +51,7 @@ class KNNStore(RelocatableStore):
             if mode == "a":
                 opened.callback(WriterLock(home.path).release)
                 self._writer = CatalogWriter(catalog)
-            super().__init__(home, catalog, mode, opened)
+            super().__init__(home, catalog, mode, opened, params)
             if self._writer is not None:  # settle what a killed writer left
                 purge(self._writer, self._datastore, self._writer.unsettled())
                 moving.settle_quietly(home, self._engine)
@@ -99,19 +102,25 @@ class KNNStore(RelocatableStore):
         return cls(found, Catalog.open(found.catalog_url), "a")
 
     @classmethod
-    def open(cls, home: str | os.PathLike[str], mode: Mode = "r") -> Self:
+    def open(
+        cls, home: str | os.PathLike[str], mode: Mode = "r", *, params: Mapping[str, Any] | None = None
+    ) -> Self:
         """Open a store.
 
         Args:
             home: the folder that the store is known by.
             mode: ``"r"`` to read, beside a writer; ``"a"`` to read and write, as the only writer.
+            params: parameters of the adapter in place of the store's own, as long as this handle reads.
 
         Raises:
             StoreNotFoundError: there is none.
             LockedError: mode ``"a"`` while another process writes; names it.
+            ConfigError: a parameter is wrong, or given for writing.
         """
+        if params and mode != "r":
+            raise ConfigError("other parameters of the engine are for reading; `knnstore move` changes them")
         found = Home.open(home)
-        return cls(found, Catalog.open(found.catalog_url), mode)
+        return cls(found, Catalog.open(found.catalog_url), mode, params)
 
     # -- changing it
 

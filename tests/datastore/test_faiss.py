@@ -201,7 +201,8 @@ def test_parameters(tmp_path: Path) -> None:
         ({"nprobe": -1}, "nprobe must be an integer >= 0, got -1"),
         ({"nprobe": "8"}, "nprobe must be an integer"),
         ({"exact_distances": 1}, "true or false"),
-        ({"probes": 3}, "accepted: exact_distances, index, nprobe, rerank"),
+        ({"neighbors": "all"}, "auto, index or exact"),
+        ({"probes": 3}, "accepted: exact_distances, index, neighbors, nprobe, rerank"),
     ):
         with pytest.raises(ConfigError, match=message):
             FaissDatastore.open(tmp_path / "store", dim=DIM, **params)
@@ -269,3 +270,47 @@ def test_an_index_that_is_known_to_be_intact_is_not_read_again(tmp_path: Path) -
         assert path.name in store.verify()[0]
         store.optimize()
         assert store.verify() == []
+
+
+@pytest.mark.parametrize("metric", Metric)
+@pytest.mark.parametrize("index", ["IVF16,SQ4", "IVF16,PQ4x4fs"])
+def test_which_neighbours_and_which_distances_are_chosen_apart(
+    tmp_path: Path, index: str, metric: Metric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inverted, "_FEW_ROWS", 0)
+    keys, queries, k = clustered(4000), clustered(9, seed=1), 40
+    with filled(tmp_path, keys, metric=metric, index=index) as store:
+        store.optimize()
+        store.delete(IdRanges([(0, 300)]))
+    exact = -(queries @ keys.T) if metric is Metric.IP else ((queries[:, None] - keys) ** 2).sum(-1)
+    exact[:, :100] = np.inf
+
+    def searched(**params: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Rows, distances, and the exact distances of the same rows."""
+        given = {"index": index, "nprobe": 2, **params}
+        with FaissDatastore.open(tmp_path / "store", dim=DIM, metric=metric, mode="r", **given) as reader:
+            found = reader.search(queries, k)
+        assert (np.diff(found.distances, axis=1) >= 0).all()
+        rows = found.ids // 3
+        return rows, found.distances, np.take_along_axis(exact, rows, 1)
+
+    nearest = np.sort(np.argsort(exact, 1)[:, :k], 1)
+    rows, distances, true = searched(neighbors="exact")
+    np.testing.assert_array_equal(np.sort(rows, 1), nearest)
+    np.testing.assert_allclose(distances, true, rtol=1e-4, atol=1e-3)
+
+    rows, distances, true = searched(neighbors="exact", exact_distances=False)
+    np.testing.assert_array_equal(np.sort(rows, 1), nearest)
+    assert np.abs(distances - true).max() > 0.1
+    everything, coded, _ = searched(exact_distances=False, nprobe=16)
+    for row in range(len(queries)):  # as the index says when it visits all of its lists
+        shared, ours, theirs = np.intersect1d(rows[row], everything[row], return_indices=True)
+        assert len(shared) > 0
+        np.testing.assert_allclose(distances[row, ours], coded[row, theirs], rtol=1e-4, atol=1e-3)
+
+    rows, distances, true = searched(neighbors="index")
+    np.testing.assert_allclose(distances, true, rtol=1e-4, atol=1e-3)
+    approximate, distances, true = searched(exact_distances=False)
+    np.testing.assert_array_equal(np.sort(rows, 1), np.sort(approximate, 1))
+    assert np.abs(distances - true).max() > 0.1
+    assert (np.sort(rows, 1) != nearest).any()

@@ -379,3 +379,19 @@ def test_the_current_folder_can_be_a_home(identity, tmp_path, monkeypatch) -> No
     monkeypatch.chdir(tmp_path / "here")
     KNNStore.create(".", identity).close()
     KNNStore.open(tmp_path / "here").close()
+
+
+def test_a_reader_may_have_the_engine_search_otherwise(writer, home) -> None:
+    writer.add("law", "1", "2", n=200)
+    writer.store.optimize()
+    query = np.zeros((1, 8), np.float32)
+    for params in ({"index": "exact"}, {"index": "IVF4,SQ8", "nprobe": 1}):
+        with KNNStore.open(home, params=params) as reader:
+            assert reader.datastore.capabilities.exact_search == (params["index"] == "exact")
+            assert (reader.search(query, 3).ids >= 0).all()
+            assert reader.engine.params == {}
+    with pytest.raises(ConfigError, match="accepted: "):
+        KNNStore.open(home, params={"probes": 1})
+    writer.store.close()
+    with pytest.raises(ConfigError, match="knnstore move"):
+        KNNStore.open(home, "a", params={"index": "exact"})
