@@ -146,10 +146,12 @@ def calibrate(
         )
         values = best.settings.to_dict()
         del values["selection"]
+        for weights in best.settings.weights:
+            store.save_weights(weights.tensors, weights.metadata)
         store.save_settings({**values, CALIBRATION: {**asdict(record), "domains": list(names)}}, names)
     return Calibration(found, record, between - started, fitted - between)
 
 
 def _records(store: KNNStore, domains: tuple[str, ...]) -> int:
-    """Tokens stored under these domains, or under all when none is named."""
-    return sum(domain.tokens for domain in store.domains() if not domains or domain.name in domains)
+    """Records stored under these domains, or under all when none is named."""
+    return sum(domain.records for domain in store.domains() if not domains or domain.name in domains)

@@ -1,13 +1,18 @@
 """The settings of a store for which none were fitted."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from knnstore.datastore import Metric
+from knnstore.errors import CorruptWeightsError, FingerprintMismatchError
+from knnstore.lm.mixing import LoadWeights
+from knnstore.lm.projection import described
 from knnstore.lm.settings import KNNSettings
-from knnstore.store import EVERYTHING, KNNStore, Selection
+from knnstore.store import EVERYTHING, KNNStore, Selection, Weights
+from knnstore.store.weights import load_weights
 
 DEFAULT_K = 1024
 DEFAULT_LAMBDA = 0.5
@@ -62,5 +67,40 @@ def settings_for(store: KNNStore, selection: Selection = EVERYTHING) -> KNNSetti
     saved = saved_for(store, selection)
     if saved:
         saved.pop(CALIBRATION, None)
-    settings = KNNSettings.from_dict(saved) if saved else default_settings(store)
+    if not saved:
+        return replace(default_settings(store), selection=selection)
+    try:
+        settings = KNNSettings.from_dict(saved, weights_for(store))
+    except CorruptWeightsError:  # or they were replaced between the two
+        again = saved_for(store, selection) or {}
+        again.pop(CALIBRATION, None)
+        if again == saved:
+            raise
+        settings = KNNSettings.from_dict(again, weights_for(store))
     return replace(settings, selection=selection)
+
+
+def weights_for(store: KNNStore, folder: Path | None = None) -> LoadWeights:
+    """Read weights that saved settings name, and refuse what was not fitted for a store's keys.
+
+    Args:
+        store: which keys they are to be used with.
+        folder: where they are; default is the store's home.
+
+    Returns:
+        A function of their name; it raises `CorruptWeightsError` when their file is missing or damaged,
+        and `FingerprintMismatchError` when they are for another model, place in it, metric or dimension.
+    """
+
+    def load(name: str) -> Weights:
+        found = store.load_weights(name) if folder is None else load_weights(folder, name)
+        expected = described(store.identity)
+        known = {key: found.metadata.get(key) for key in expected}
+        if known != expected:
+            raise FingerprintMismatchError(
+                f"the weights {name} were fitted for {known}, the store's keys are {expected}: run "
+                "knnstore calibrate again"
+            )
+        return found
+
+    return load

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from knnstore.errors import ConfigError
-from knnstore.lm.interpolation import neighbor_weights
+from knnstore.lm.interpolation import PerQuery, neighbor_weights
 from knnstore.lm.mixing import Chosen, Retrieved, savable
 
 
@@ -56,7 +56,7 @@ class DomainWeights:
         _, lam, temperatures = self.weigh(retrieved, temperature)
         return Chosen(lam, temperatures)
 
-    def weigh(self, retrieved: Retrieved, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    def weigh(self, retrieved: Retrieved, temperature: float) -> tuple[Tensor, Tensor, PerQuery]:
         """Weigh each neighbour by λ_j p_kNN^(j), divided by the sum of the λ_j of the domains found.
 
         Args:

@@ -50,6 +50,8 @@ class Evaluation:
     lam: float
     """Mean λ over the tokens."""
     mixer: str
+    searched: float
+    """Share of tokens for which a search was made; the others were skipped."""
     tokens_per_s: float
     stored: tuple[str, ...]
     """Ids of evaluated documents that retrieval can reach with the same text; left out of it when
@@ -94,21 +96,22 @@ def evaluate(
     if progress is not None:  # tokenised twice, for the time left: little against the forward pass
         progress.start("evaluating", total=count_predicted(listed, tokenizer))
     started = time.perf_counter()
-    tokens, helped, losses = 0, 0, TokenLosses()
+    tokens, helped, searched, losses = 0, 0, 0, TokenLosses()
     lm_total, mixed_total, lam_total, temperature_total = 0.0, 0.0, 0.0, 0.0
     for scores in score_held_out(
-        store, encoder, tokenizer, listed, k=settings.k, selection=settings.selection, cache=settings.cache,
+        store, encoder, tokenizer, listed, settings,
         left_out=twins if leave_out else (), batch_tokens=batch_tokens, progress=progress,
     ):  # fmt: skip
         weighed = settings.weigh(scores.retrieved())
-        lam, temperature = weighed.lam, weighed.temperature
+        lam, temperature = weighed.lam.where(weighed.weights.sum(1) > 0, 0.0), weighed.temperature
         knn = weighed.knn_probs(scores.gold)
         mixed = weighed.mixed_gold(scores.lm_log_probs, knn)
         count = len(scores.gold)
         tokens += count
+        searched += int(scores.searched.sum())
         better = knn > scores.lm_log_probs.exp()
         helped += int(better.sum())
-        losses.add(scores.gold, scores.lm_log_probs, mixed, better, scores.distances[:, 0])
+        losses.add(scores.gold, scores.lm_log_probs, mixed, better, scores.distances.amin(1))
         lm_total += float(scores.lm_log_probs.double().sum())
         mixed_total += float(mixed.double().sum())
         lam_total += float(lam.double().sum())
@@ -143,6 +146,7 @@ def evaluate(
         temperature=temperature_total / tokens,
         lam=lam_total / tokens,
         mixer=settings.mixer.name,
+        searched=searched / tokens,
         tokens_per_s=tokens / seconds,
         stored=tuple(document.id for document in listed if document.content_hash in twins),
         by_frequency=losses.by_frequency(counts),

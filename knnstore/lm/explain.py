@@ -95,7 +95,7 @@ def explain_tokens(
         stride=store.identity.stride,
         batch_tokens=BATCH_TOKENS,
     ):
-        scores = score_batch(store, encoder, batch, settings.k, settings.selection, read)
+        scores = score_batch(store, encoder, batch, settings, read)
         weighed = settings.weigh(scores.retrieved())
         p_knn = weighed.knn_probs(scores.gold)
         lam = weighed.lam.where(weighed.weights.sum(1) > 0, 0.0)
@@ -104,12 +104,13 @@ def explain_tokens(
             if position < start:
                 continue
             token, weights = int(batch.gold[row]), weighed.weights[row]
+            nearest = scores.distances[row].sort(stable=True).indices[:neighbors]
             sources = _stored(
                 store,
                 tokenizer,
-                scores.ids[row, :neighbors],
-                scores.distances[row, :neighbors].tolist(),
-                weights[:neighbors].tolist(),
+                scores.ids[row, nearest.numpy()],
+                scores.distances[row, nearest].tolist(),
+                weights[nearest].tolist(),
             )
             if scores.recent is not None:
                 shares = weights[scores.ids.shape[1] :]

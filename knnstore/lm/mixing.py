@@ -1,7 +1,7 @@
 """How much to trust retrieval: the protocol that chooses λ and T for each query, and its simplest form."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from knnstore.errors import ConfigError
 from knnstore.lm.continuous_cache import Recent
 from knnstore.lm.interpolation import PerQuery
+from knnstore.store import Weights
 
 MAX_LAMBDA = 0.999
 """The largest λ that is fitted or computed, so that what was not retrieved remains possible."""
@@ -30,6 +31,12 @@ class Retrieved:
 
     keys: Tensor | None = None
     """The queries themselves, float32, shape (n, d). Not kept by `ScoredText`."""
+
+    lm_entropy: Tensor | None = None
+    """Entropy of p_LM in nats, float32, shape (n,)."""
+
+    distinct: Tensor | None = None
+    """`distinct_tokens`, where `tokens` were not kept."""
 
     log_weights: Tensor | None = None
     """The log of how many records each neighbour stands for, float32, shape (n, k); None where each stands
@@ -68,7 +75,11 @@ class Mixer(Protocol):
 
 
 MIXERS: dict[str, Callable[..., Mixer]] = {}
-"""The mixers that settings can be saved with, by name: dataclasses whose fields are JSON values."""
+"""The mixers that settings can be saved with, by name: dataclasses whose fields are JSON values, or `Weights`
+under the name ``weights``."""
+
+LoadWeights = Callable[[str], Weights]
+"""Reads the weights that settings name."""
 
 M = TypeVar("M", bound=Callable[..., Mixer])
 
@@ -99,17 +110,43 @@ class FixedLambda:
         return Chosen(lam, temperature)
 
 
-def mixer_of(values: Mapping[str, Any]) -> Mixer:
+def plain(part: Any) -> dict[str, Any]:
+    """The fields of a part of settings as values for JSON: weights as the name of their file."""
+    values = {field.name: getattr(part, field.name) for field in fields(part) if field.init}
+    return {name: value.name if isinstance(value, Weights) else value for name, value in values.items()}
+
+
+def with_weights(values: Mapping[str, Any], load: LoadWeights | None) -> dict[str, Any]:
+    """Undo `plain` for the weights that some values name.
+
+    Raises:
+        ConfigError: they name weights, and there is nothing to load them with.
+    """
+    given = dict(values)
+    if "weights" in given:
+        if load is None:
+            raise ConfigError(
+                f"these settings need {given['weights']} of a store: read them with its load_weights"
+            )
+        given["weights"] = load(given["weights"])
+    return given
+
+
+def mixer_of(values: Mapping[str, Any], load: LoadWeights | None = None) -> Mixer:
     """Make a mixer from its ``name`` and its fields.
+
+    Args:
+        values: as `plain` gives them, with the name.
+        load: reads the weights of a mixer that has some.
 
     Raises:
         ConfigError: there is none of this name, or it has other fields.
     """
-    fields = dict(values)
-    name = fields.pop("name", None)
+    given = with_weights(values, load)
+    name = given.pop("name", None)
     if name not in MIXERS:
         raise ConfigError(f"unknown mixer {name!r}; known: {', '.join(MIXERS)}")
     try:
-        return MIXERS[name](**fields)
+        return MIXERS[name](**given)
     except TypeError as error:
         raise ConfigError(f"the mixer {name!r} has other settings: {error}") from error

@@ -16,6 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from knnstore.datastore import Neighbors
 from knnstore.errors import ConfigError, StoreNotFoundError
 from knnstore.lm.continuous_cache import Recent
+from knnstore.lm.defaults import weights_for
 from knnstore.lm.interpolation import mix
 from knnstore.lm.keys import KeyCapture, keep_positions
 from knnstore.lm.loading import check_matches, load
@@ -24,10 +25,12 @@ from knnstore.lm.mixing import Retrieved
 from knnstore.lm.projection import Projection
 from knnstore.lm.sequence_state import sequence_ids_of
 from knnstore.lm.settings import KNNSettings
+from knnstore.lm.skipping import entropy_of, search_some
 from knnstore.lm.store_mixin import StoreMixin
 from knnstore.lm.text_keys import TextKeys
 from knnstore.lm.windows import Tokens
 from knnstore.store import KNNStore, tokens_of
+from knnstore.store.weights import save_weights
 
 CONFIG_NAME = "knn_config.json"
 _FORMAT = 1
@@ -140,12 +143,14 @@ class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: i
             store = KNNStore.open(config["store"])
         options = {"revision": config["revision"], **options}
         base, tokenizer = load(config["base"], device=device, dtype=dtype, **options)
-        return cls(base, store, knn or KNNSettings.from_dict(config["knn"]), tokenizer)
+        if knn is None:
+            knn = KNNSettings.from_dict(config["knn"], weights_for(store, Path(directory)))
+        return cls(base, store, knn, tokenizer)
 
     def save_pretrained(  # type: ignore[override]
         self, save_directory: str | os.PathLike[str], **_: Any
     ) -> None:
-        """Write where the base model and the store are, and the settings; never any weights.
+        """Write where the base model and the store are, and the settings; never any weights but a gate's.
 
         Args:
             save_directory: folder for ``knn_config.json``; made when it does not exist.
@@ -167,6 +172,8 @@ class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: i
         }
         directory = Path(save_directory)
         directory.mkdir(parents=True, exist_ok=True)
+        for weights in self.knn.weights:
+            save_weights(directory, weights)
         (directory / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
     # -- what transformers asks of a model
@@ -314,8 +321,12 @@ class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: i
             settings: the settings.
         """
         queries = keys[attended].float().cpu().numpy()
+        step = max(1, _CHUNK_VALUES // logits.shape[-1])
         if settings.retrieves:
-            found = self.store.search(queries, settings.k, settings.selection)
+            searched = np.ones(len(queries), bool)
+            if settings.skip is not None:
+                searched = settings.skip.searched_of(keys[attended], logits[attended.to(logits.device)], step)
+            found = search_some(self.store, queries, searched, settings.k, settings.selection, settings.mixer)
         else:
             found = Neighbors(np.full((len(queries), 1), -1), np.full((len(queries), 1), np.inf, np.float32))
         if not len(queries) or not (
@@ -340,7 +351,6 @@ class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: i
             log_weights[rows] = torch.from_numpy(found.log_weights).to(logits.device)
         flat_keys, flat_logits = keys.flatten(0, -2).to(logits.device), logits.flatten(0, -2)
         parts = []
-        step = max(1, _CHUNK_VALUES // logits.shape[-1])
         for start in range(0, len(rows), step):
             at = slice(start, start + step)
             log_probs = flat_logits[at].float().log_softmax(-1)
@@ -350,6 +360,7 @@ class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: i
                     log_probs.amax(-1),
                     tokens=ids[at],
                     keys=flat_keys[at].float(),
+                    lm_entropy=entropy_of(log_probs),
                     log_weights=None if log_weights is None else log_weights[at],
                     recent=None if recent is None else recent.rows(at).to(logits.device),
                 )

@@ -1,8 +1,8 @@
 """Held-out text after one pass of model and search: all that settings are fitted and judged by."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +11,9 @@ from transformers import PreTrainedTokenizerBase
 from knnstore.documents import TextDocument
 from knnstore.lm.continuous_cache import Reading
 from knnstore.lm.encoder import Encoder
+from knnstore.lm.gate import DISTINCT_AMONG, distinct_tokens, powers_up_to
 from knnstore.lm.mixing import Retrieved
+from knnstore.lm.projection import described
 from knnstore.lm.scoring import count_predicted, score_held_out
 from knnstore.lm.settings import KNNSettings
 from knnstore.progress import Progress
@@ -51,7 +53,13 @@ class ScoredText:
     log_weights: Tensor | None = None
     """Of the neighbours, float32, shape (n, k); None where each stands for itself."""
     reading: Reading | None = None
-    """What a continuous cache needs; None where it was not asked for."""
+    """What a continuous cache needs, and the keys for a gate; None where it was not asked for."""
+    lm_entropy: Tensor | None = None
+    """Entropy of p_LM in nats, float32, shape (n,)."""
+    distinct: Tensor | None = None
+    """`distinct_tokens` among the neighbours, int16, shape (n, r)."""
+    fitted_for: Mapping[str, Any] | None = None
+    """What weights that are fitted on this text are for; see `described`."""
 
     def __len__(self) -> int:
         return len(self.lm_log_probs)
@@ -70,7 +78,14 @@ class ScoredText:
     def retrieved(self, k: int, tokens: Tensor) -> Retrieved:
         """What a mixer chooses from, with the k nearest neighbours of some tokens."""
         log_weights = None if self.log_weights is None else self.log_weights[tokens, :k]
-        return Retrieved(self.distances[tokens, :k], self.lm_max[tokens], log_weights=log_weights)
+        return Retrieved(
+            self.distances[tokens, :k],
+            self.lm_max[tokens],
+            keys=None if self.reading is None else self.reading.keys[tokens],
+            lm_entropy=None if self.lm_entropy is None else self.lm_entropy[tokens],
+            distinct=None if self.distinct is None else self.distinct[tokens],
+            log_weights=log_weights,
+        )
 
     def log_probs(self, settings: KNNSettings, tokens: Tensor | None = None) -> Mixed:
         """Mix as `settings` say; its selection is not looked at.
@@ -117,11 +132,13 @@ def score_once(
         torch.empty((total, k), dtype=torch.bool), torch.empty(total, dtype=torch.int64),
     )  # fmt: skip
     keys, gold = torch.empty(total, store.identity.dim), torch.empty(total, dtype=torch.int64)
+    lm_entropy = torch.empty(total)
+    distinct = torch.empty((total, len(powers_up_to(min(k, DISTINCT_AMONG)))), dtype=torch.int16)
     log_weights = None
     done = 0
     for part in score_held_out(
-        store, encoder, tokenizer, documents,
-        k=k, selection=selection, left_out=left_out, progress=shown,
+        store, encoder, tokenizer, documents, KNNSettings(k=k, selection=selection),
+        left_out=left_out, progress=shown,
     ):  # fmt: skip
         rows = slice(done, done + len(part.gold))
         scored.lm_log_probs[rows] = part.lm_log_probs
@@ -130,10 +147,19 @@ def score_once(
         scored.hits[rows] = part.tokens == part.gold[:, None]
         scored.documents[rows] = torch.from_numpy(part.documents)
         keys[rows], gold[rows] = part.keys, part.gold
+        lm_entropy[rows] = part.lm_entropy
+        distinct[rows] = distinct_tokens(part.tokens, part.distances)
         if part.log_weights is not None:
             log_weights = torch.zeros(total, k) if log_weights is None else log_weights
             log_weights[rows] = part.log_weights
         done = rows.stop
     shown.finish()
     reading = Reading(keys, gold, scored.documents, store.identity.metric)
-    return replace(scored, log_weights=log_weights, reading=reading)
+    return replace(
+        scored,
+        log_weights=log_weights,
+        reading=reading,
+        lm_entropy=lm_entropy,
+        distinct=distinct,
+        fitted_for=described(store.identity),
+    )

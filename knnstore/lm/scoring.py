@@ -11,13 +11,15 @@ from transformers import PreTrainedTokenizerBase
 
 from knnstore.datastore import Ids
 from knnstore.documents import TextDocument
-from knnstore.lm.continuous_cache import CacheSettings, ReadText, Recent
+from knnstore.lm.continuous_cache import ReadText, Recent
 from knnstore.lm.encoder import Encoder
 from knnstore.lm.mixing import Retrieved
+from knnstore.lm.settings import KNNSettings
+from knnstore.lm.skipping import search_some
 from knnstore.lm.text import in_chunks, tokenized
 from knnstore.lm.windows import Batch, pack, prefix_of
 from knnstore.progress import Progress
-from knnstore.store import KNNStore, Selection, tokens_of
+from knnstore.store import KNNStore, tokens_of
 
 BATCH_TOKENS = 4_096
 """Tokens in one forward pass, padding included."""
@@ -31,6 +33,10 @@ class TokenScores:
     """log p_LM of each token, float32, shape (n,)."""
     lm_max: Tensor
     """log p_LM of the token that was likeliest there, float32, shape (n,)."""
+    lm_entropy: Tensor
+    """Entropy of p_LM in nats, float32, shape (n,)."""
+    searched: NDArray[np.bool_]
+    """For which of them a search was made, shape (n,)."""
     ids: Ids
     """The neighbours' records, shape (n, k), -1 where one is missing."""
     distances: Tensor
@@ -57,6 +63,7 @@ class TokenScores:
             self.lm_max,
             tokens=self.tokens,
             keys=self.keys,
+            lm_entropy=self.lm_entropy,
             log_weights=self.log_weights,
             recent=self.recent,
         )
@@ -66,19 +73,23 @@ def score_batch(
     store: KNNStore,
     encoder: Encoder,
     batch: Batch,
-    k: int,
-    selection: Selection,
+    settings: KNNSettings,
     read: ReadText | None = None,
 ) -> TokenScores:
     """Score the tokens that one batch of windows predicts; see `score`."""
+    skip = settings.skip
     encoded = encoder.encode(batch.input_ids, batch.at)
     keys = encoded.keys.cpu()
-    found = store.search(keys.numpy(), k, selection)
     log_probs = encoder.log_probs(encoded.states, batch.gold)
+    lm_max, lm_entropy = log_probs.best.cpu(), log_probs.entropy.cpu()
+    searched = np.ones(len(keys), bool) if skip is None else skip.searched(keys, lm_max, lm_entropy).numpy()
+    found = search_some(store, keys.numpy(), searched, settings.k, settings.selection, settings.mixer)
     gold = torch.from_numpy(batch.gold)
     return TokenScores(
         lm_log_probs=log_probs.gold.cpu(),
-        lm_max=log_probs.best.cpu(),
+        lm_max=lm_max,
+        lm_entropy=lm_entropy,
+        searched=searched,
         ids=found.ids,
         distances=torch.from_numpy(found.distances),
         tokens=torch.from_numpy(tokens_of(found.ids)),
@@ -96,10 +107,8 @@ def score(
     encoder: Encoder,
     tokenizer: PreTrainedTokenizerBase,
     documents: Iterable[TextDocument],
+    settings: KNNSettings,
     *,
-    k: int,
-    selection: Selection,
-    cache: CacheSettings | None = None,
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress | None = None,
 ) -> Iterator[TokenScores]:
@@ -110,9 +119,7 @@ def score(
         encoder: the store's model.
         tokenizer: the model's tokenizer.
         documents: read once, a few at a time.
-        k: neighbours of each token.
-        selection: among which documents to search.
-        cache: how far to look back in each document; None is not at all.
+        settings: what to search for and where, how far to look back, and for which tokens not to search.
         batch_tokens: tokens in one forward pass, padding included.
         progress: hears of each batch.
 
@@ -122,6 +129,7 @@ def score(
     shown = progress or Progress()
     before = 0
     for ahead in in_chunks(documents):
+        cache = settings.cache
         read = None if cache is None else ReadText(cache.size, store.identity.metric)
         for batch in pack(
             tokenized(ahead, tokenizer),
@@ -130,7 +138,7 @@ def score(
             stride=store.identity.stride,
             batch_tokens=batch_tokens,
         ):
-            scores = score_batch(store, encoder, batch, k, selection, read)
+            scores = score_batch(store, encoder, batch, settings, read)
             yield replace(scores, documents=scores.documents + before)
             shown.advance(len(batch.at))
         before += len(ahead)
@@ -141,11 +149,9 @@ def score_held_out(
     encoder: Encoder,
     tokenizer: PreTrainedTokenizerBase,
     documents: Sequence[TextDocument],
+    settings: KNNSettings,
     *,
-    k: int,
-    selection: Selection,
     left_out: Collection[str] = (),
-    cache: CacheSettings | None = None,
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress | None = None,
 ) -> Iterator[TokenScores]:
@@ -156,9 +162,7 @@ def score_held_out(
         encoder: the store's model.
         tokenizer: the model's tokenizer.
         documents: all of them.
-        k: neighbours of each token.
-        selection: among which documents to search.
-        cache: how far to look back in each document; None is not at all.
+        settings: what to search for and where, how far to look back, and for which tokens not to search.
         left_out: content hashes of documents that are not among what they retrieve from.
         batch_tokens: tokens in one forward pass, padding included.
         progress: hears of each batch.
@@ -167,15 +171,15 @@ def score_held_out(
         As `score`.
     """
     others = [at for at, document in enumerate(documents) if document.content_hash not in left_out]
-    groups = [(others, selection)] + [
-        ([at], selection.without(document.content_hash))
+    groups = [(others, settings)] + [
+        ([at], replace(settings, selection=settings.selection.without(document.content_hash)))
         for at, document in enumerate(documents)
         if document.content_hash in left_out
     ]
     for members, reached in groups:
         for scores in score(
-            store, encoder, tokenizer, [documents[at] for at in members],
-            k=k, selection=reached, cache=cache, batch_tokens=batch_tokens, progress=progress,
+            store, encoder, tokenizer, [documents[at] for at in members], reached,
+            batch_tokens=batch_tokens, progress=progress,
         ):  # fmt: skip
             yield replace(scores, documents=np.array(members, np.int64)[scores.documents])
 

@@ -11,8 +11,20 @@ from torch import Tensor
 
 from knnstore.errors import ConfigError
 from knnstore.lm.continuous_cache import CacheSettings, Recent
+from knnstore.lm.domain_weights import DomainWeights
 from knnstore.lm.interpolation import PerQuery, gold_knn_probs, mix_gold, neighbor_weights
-from knnstore.lm.mixing import MIXERS, FixedLambda, Mixer, Retrieved, mixer_of
+from knnstore.lm.mixing import (
+    MIXERS,
+    FixedLambda,
+    LoadWeights,
+    Mixer,
+    Retrieved,
+    mixer_of,
+    plain,
+    with_weights,
+)
+from knnstore.lm.skipping import Skipping
+from knnstore.store import Weights
 from knnstore.store.selection import EVERYTHING, Selection
 
 _KHANDELWAL = FixedLambda(0.25)
@@ -67,6 +79,9 @@ class KNNSettings:
     cache: CacheSettings | None = None
     """How far the text itself counts that is being read; None is not at all."""
 
+    skip: Skipping | None = None
+    """For which queries no search is made; None searches for all."""
+
     lam: InitVar[float | None] = None
     """Short for ``mixer=FixedLambda(lam)``; not kept as an attribute."""
 
@@ -89,8 +104,11 @@ class KNNSettings:
         Args:
             retrieved: n queries with k neighbours each.
         """
-        lam, temperature = self.mixer(retrieved, self.temperature)
-        weights = neighbor_weights(retrieved.distances, temperature, retrieved.log_weights)
+        if isinstance(self.mixer, DomainWeights):
+            weights, lam, temperature = self.mixer.weigh(retrieved, self.temperature)
+        else:
+            lam, temperature = self.mixer(retrieved, self.temperature)
+            weights = neighbor_weights(retrieved.distances, temperature, retrieved.log_weights)
         weighed = Weighed(weights, lam, temperature, retrieved.tokens)
         if self.cache is None:
             return weighed
@@ -109,29 +127,41 @@ class KNNSettings:
         return {
             "k": self.k,
             "temperature": self.temperature,
-            "mixer": {"name": mixer.name, **dataclasses.asdict(mixer)},
+            "mixer": {"name": mixer.name, **plain(mixer)},
             "selection": dataclasses.asdict(self.selection),
             "cache": None if self.cache is None else dataclasses.asdict(self.cache),
+            "skip": None if self.skip is None else plain(self.skip),
         }
 
+    @property
+    def weights(self) -> list[Weights]:
+        """What `to_dict` only names: to be saved before its values are."""
+        parts = (getattr(part, "weights", None) for part in (self.mixer, self.skip))
+        return [part for part in parts if isinstance(part, Weights)]
+
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+    def from_dict(cls, values: Mapping[str, Any], load: LoadWeights | None = None) -> Self:
         """Make settings from what `to_dict` returned; what is absent has its default.
 
         ``lambda`` is short for a fixed mixer.
 
+        Args:
+            values: the settings as plain values.
+            load: reads the weights that they name, see `weights_for`; needed by a gate.
+
         Raises:
             ConfigError: a name is unknown or a value is out of range.
         """
-        known = {name: name for name in ("k", "temperature", "mixer", "selection", "cache")} | {
-            "lambda": "lam"
-        }
+        names = ("k", "temperature", "mixer", "selection", "cache", "skip")
+        known = {name: name for name in names} | {"lambda": "lam"}
         unknown = sorted(set(values) - set(known))
         if unknown:
             raise ConfigError(f"unknown setting {unknown[0]!r}; known: {', '.join(known)}")
         given = {known[name]: value for name, value in values.items()}
         if "mixer" in given:
-            given["mixer"] = mixer_of(given["mixer"])
+            given["mixer"] = mixer_of(given["mixer"], load)
+        if given.get("skip") is not None:
+            given["skip"] = _skipping_of(given["skip"], load)
         if given.get("cache") is not None:
             given["cache"] = _cache_of(given["cache"])
         if "selection" in given:
@@ -169,3 +199,10 @@ def _cache_of(values: Mapping[str, Any]) -> CacheSettings:
         return CacheSettings(**values)
     except TypeError as error:
         raise ConfigError(f"the cache has other settings: {error}") from error
+
+
+def _skipping_of(values: Mapping[str, Any], load: LoadWeights | None) -> Skipping:
+    try:
+        return Skipping(**with_weights(values, load))
+    except TypeError as error:
+        raise ConfigError(f"what is skipped has other settings: {error}") from error

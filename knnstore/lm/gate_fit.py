@@ -1,0 +1,95 @@
+"""Fitting the networks that choose λ and T, and where to search, on text that was scored once."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from knnstore.lm.fitting import Evidence, fit_fixed
+from knnstore.lm.gate import GateLambda, chosen_by, gate_features, start_of
+from knnstore.lm.mixing import FixedLambda
+from knnstore.lm.network import fit_network
+from knnstore.lm.scored_text import ScoredText
+from knnstore.lm.settings import KNNSettings
+from knnstore.lm.skipping import Skipping, skip_features
+
+_NOTHING = -1e9  # nats: a threshold below any estimate
+_LEAST = 1e-30  # probabilities are kept above, so that logarithms stay finite in float32
+
+
+def fit_gate(evidence: Evidence, scored: ScoredText) -> KNNSettings:
+    """Fit a network that chooses λ and T of each token, beginning with the best fixed ones.
+
+    What it minimises is the negative log-likelihood of the mixture; p_kNN between two temperatures of
+    the ladder is taken in a straight line, so that nothing depends on k.
+
+    Args:
+        evidence: of the tokens to fit on.
+        scored: the text that they are of.
+    """
+    fixed = fit_fixed(evidence)
+    assert isinstance(fixed.mixer, FixedLambda)
+    scale = float(evidence.nearest.distances[:, 0].abs().median().clamp(min=1e-6))
+    features = torch.cat(
+        [
+            gate_features(scored.retrieved(evidence.k, tokens), scale)
+            for tokens in scored.chunks(evidence.k, evidence.tokens)
+        ]
+    )
+    lm, ladder = evidence.lm[:, 0], evidence.temperatures.log2()
+
+    def loss(outputs: Tensor, rows: Tensor) -> Tensor:
+        lam, temperature = chosen_by(outputs, fixed.temperature)
+        assert isinstance(temperature, Tensor)
+        knn = _at(evidence.knn[rows], (temperature.log2() - ladder[0]) / (ladder[1] - ladder[0]))
+        return -(lm[rows] + lam * (knn - lm[rows])).clamp(min=_LEAST).log().mean()
+
+    documents = scored.documents[evidence.tokens]
+    network = fit_network(features, loss, documents, start_of(fixed.mixer.lam))
+    mixer = GateLambda(network.weights({**_purpose(scored), "of": "gate", "scale": scale}))
+    return KNNSettings(evidence.k, fixed.temperature, mixer)
+
+
+def fit_skipping(scored: ScoredText, settings: KNNSettings, tokens: Tensor) -> Skipping:
+    """Fit a network that estimates, before a search, how much log p will gain by it.
+
+    Args:
+        scored: the text.
+        settings: what is done with the neighbours.
+        tokens: indices of those to fit on, int64, shape (n,).
+
+    Returns:
+        It, with a threshold at which nothing is skipped.
+    """
+    gains = scored.log_probs(settings, tokens).log_probs - scored.lm_log_probs[tokens]
+    spread = gains.std().clamp(min=1e-6)
+    target = gains / spread
+
+    def loss(outputs: Tensor, rows: Tensor) -> Tensor:
+        return torch.nn.functional.mse_loss(outputs[:, 0], target[rows])
+
+    network = fit_network(
+        features_before(scored, tokens), loss, scored.documents[tokens], [float(target.mean())]
+    )
+    return Skipping(network.weights({**_purpose(scored), "of": "skipping", "scale": float(spread)}), _NOTHING)
+
+
+def features_before(scored: ScoredText, tokens: Tensor) -> Tensor:
+    """What is known of some tokens before a search; see `skip_features`."""
+    assert scored.reading is not None
+    assert scored.lm_entropy is not None
+    return skip_features(scored.reading.keys[tokens], scored.lm_max[tokens], scored.lm_entropy[tokens])
+
+
+def _purpose(scored: ScoredText) -> dict[str, Any]:
+    return dict(scored.fitted_for or {})
+
+
+def _at(columns: Tensor, position: Tensor) -> Tensor:
+    """Interpolate each row of (n, m) at a fractional column, kept between the first and the last."""
+    last = columns.shape[1] - 1
+    position = position.clamp(0, last)
+    below = position.detach().floor().long().clamp(max=max(last - 1, 0))
+    above = (below + 1).clamp(max=last)
+    low, high = (columns.gather(1, at[:, None])[:, 0] for at in (below, above))
+    return low + (position - below) * (high - low)

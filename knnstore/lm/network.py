@@ -1,0 +1,119 @@
+"""A small network over what is known of a token: fitted in seconds, the same each time, kept as `Weights`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from knnstore.store import Weights
+
+_HIDDEN = (128, 64)
+_DROPOUT = 0.2
+_EPOCHS = 12
+_PATIENCE = 3
+_BATCH = 512
+_RATE = 2e-3
+_DECAY = 1e-2
+_APART = 8  # every eighth document decides when to stop
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""The mean loss of some tokens, from the network's outputs, shape (m, o), and their indices, shape (m,)."""
+
+
+class Network(nn.Module):
+    """A multilayer perceptron over standardised features.
+
+    Args:
+        mean: of the features, shape (f,).
+        scale: their standard deviation, above 0, shape (f,).
+        hidden: units of each hidden layer.
+        outputs: how many values it gives; it begins with `start` for every token.
+        start: shape (outputs,).
+    """
+
+    mean: Tensor
+    scale: Tensor
+
+    def __init__(
+        self, mean: Tensor, scale: Tensor, start: Sequence[float], hidden: Sequence[int] = _HIDDEN
+    ) -> None:
+        super().__init__()
+        self.register_buffer("mean", mean)
+        self.register_buffer("scale", scale)
+        widths = [len(mean), *hidden]
+        layers: list[nn.Module] = []
+        for width, following in zip(widths, hidden, strict=False):
+            layers += [nn.Linear(width, following), nn.ReLU(), nn.Dropout(_DROPOUT)]
+        last = nn.Linear(widths[-1], len(start))
+        nn.init.zeros_(last.weight)
+        with torch.no_grad():
+            last.bias.copy_(torch.tensor(start))
+        self.layers = nn.Sequential(*layers, last)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return the outputs, float32, shape (n, o), of features of shape (n, f)."""
+        outputs: Tensor = self.layers((features - self.mean) / self.scale)
+        return outputs
+
+    def weights(self, metadata: Mapping[str, Any]) -> Weights:
+        """What `of` makes this network from again, with what else is to be known about it."""
+        return Weights({name: value.numpy() for name, value in self.state_dict().items()}, metadata)
+
+    @classmethod
+    def of(cls, weights: Weights) -> Self:
+        """Make a network from its `weights`, for use."""
+        state = {name: torch.from_numpy(value.copy()) for name, value in weights.tensors.items()}
+        biases = [len(value) for name, value in state.items() if name.endswith("bias")]
+        made = cls(state["mean"], state["scale"], [0.0] * biases[-1], biases[:-1])
+        made.load_state_dict(state)
+        return made.eval().requires_grad_(requires_grad=False)
+
+
+def fit_network(features: Tensor, loss: Loss, documents: Tensor, start: Sequence[float]) -> Network:
+    """Fit a network by Adam, until it becomes no better on documents kept apart.
+
+    Deterministic on one machine. When nothing that is learned helps there, `start` is what remains.
+
+    Args:
+        features: float32, shape (n, f).
+        loss: to be minimised.
+        documents: of each token, int64, shape (n,); whole documents are kept apart.
+        start: the best constant outputs.
+    """
+    _, order = torch.unique(documents, return_inverse=True)
+    apart = order % _APART == 0
+    inner, outer = (~apart).nonzero()[:, 0], apart.nonzero()[:, 0]
+    scale, mean = torch.std_mean(features[inner], 0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network = Network(mean, scale.clamp(min=1e-6), start)
+        optimizer = torch.optim.AdamW(network.parameters(), lr=_RATE, weight_decay=_DECAY)
+        steps = _EPOCHS * -(-len(inner) // _BATCH)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RATE, total_steps=steps)
+        best, kept, worse = _judged(network, features, loss, outer), _copied(network), 0
+        for _ in range(_EPOCHS):
+            network.train()
+            for rows in inner[torch.randperm(len(inner))].split(_BATCH):
+                optimizer.zero_grad()
+                loss(network(features[rows]), rows).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                schedule.step()
+            network.eval()
+            found = _judged(network, features, loss, outer)
+            worse = 0 if found < best else worse + 1
+            if not worse:
+                best, kept = found, _copied(network)
+            if worse == _PATIENCE:
+                break
+        network.load_state_dict(kept)
+    return network.eval().requires_grad_(requires_grad=False)
+
+
+def _judged(network: Network, features: Tensor, loss: Loss, rows: Tensor) -> float:
+    with torch.inference_mode():
+        return float(loss(network.eval()(features[rows]), rows))
+
+
+def _copied(network: Network) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in network.state_dict().items()}
