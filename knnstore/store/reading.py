@@ -1,7 +1,7 @@
 """Reading a store: searching, tracing and listing what is live."""
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from knnstore.errors import (
     DocumentNotFoundError,
     StoreUnavailableError,
 )
+from knnstore.store.following import follow
 from knnstore.store.home import Home
 from knnstore.store.provenance import Provenance, Tokens, Tracer
 from knnstore.store.selection import EVERYTHING, Selection
@@ -89,20 +90,21 @@ class StoreReader:
             Record ids (see `tokens_of`) and distances, shape (q, k), nearest first; id -1 at
             distance +inf where fewer records match.
         """
-        for _ in range(_SEARCH_ATTEMPTS):
-            view = self.view()
-            try:
-                found = view.search(queries, k, selection)
-            except DatastoreError:
-                if self._catalog.revision() == view.snapshot.revision:
-                    raise
-                continue  # the keys were moved to another engine meanwhile
-            # A commit between the two may have removed what the view still counts on.
-            if self._catalog.revision() == view.snapshot.revision:
-                return found
-        raise StoreUnavailableError(
-            f"each of {_SEARCH_ATTEMPTS} searches was overtaken by a commit; try again"
-        )
+        return self._at_one_revision(lambda view: view.search(queries, k, selection))
+
+    def follow(self, queries: Keys, ids: Ids, selection: Selection = EVERYTHING) -> Neighbors:
+        """Measure queries against the records that come after some of others in their documents.
+
+        Args:
+            queries: float32, shape (q, dim).
+            ids: records of any search, int64, shape (q, m), -1 for none.
+            selection: among which documents.
+
+        Returns:
+            Record ids and distances, shape (q, m), each in the place of the record before it; -1 and +inf
+            where that was a document's last, and where the document is live no more.
+        """
+        return self._at_one_revision(lambda view: follow(view, queries, ids, selection))
 
     def view(self) -> View:
         """What is live at the latest revision."""
@@ -203,6 +205,23 @@ class StoreReader:
     def datastore(self) -> Datastore:
         """The datastore itself; after a move another one."""
         return self.view().datastore
+
+    def _at_one_revision(self, look: Callable[[View], Neighbors]) -> Neighbors:
+        """Look at the keys and the catalogue together, again if a commit came between."""
+        for _ in range(_SEARCH_ATTEMPTS):
+            view = self.view()
+            try:
+                found = look(view)
+            except DatastoreError:
+                if self._catalog.revision() == view.snapshot.revision:
+                    raise
+                continue  # the keys were moved to another engine meanwhile
+            # A commit between the two may have removed what the view still counts on.
+            if self._catalog.revision() == view.snapshot.revision:
+                return found
+        raise StoreUnavailableError(
+            f"each of {_SEARCH_ATTEMPTS} searches was overtaken by a commit; try again"
+        )
 
     def _open_current(self) -> tuple[Engine, Datastore]:
         """Open the datastore that the catalogue names, also while the keys are being moved."""

@@ -1,0 +1,75 @@
+"""Following records into their documents: the record that comes after one, and how far a query is from it.
+
+The next position of a document holds the next record, so these pointers need no space and none can lead
+into another document or to anything that was removed.
+"""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from knnstore.datastore import Ids, Keys, Metric, Neighbors
+from knnstore.datastore.types import Distances
+from knnstore.store.records import positions_of, ranges_of
+from knnstore.store.selection import Selection
+
+if TYPE_CHECKING:
+    from knnstore.store.view import View
+
+_CHUNK_VALUES = 1 << 22
+"""How many components of keys are subtracted at once: 16 MiB of float32."""
+
+
+def follow(view: "View", queries: Keys, ids: Ids, selection: Selection) -> Neighbors:
+    """Measure each query against the records that come after some of others in their documents.
+
+    Args:
+        view: what is live.
+        queries: float32, shape (q, dim).
+        ids: records as of any revision, int64, shape (q, m), -1 for none.
+        selection: where the records may be.
+
+    Returns:
+        ids and distances of shape (q, m), each in the place of the record before it; -1 and +inf where that
+        was a document's last, and where there is no such record any more. With log weights as `View.search`.
+    """
+    positions = positions_of(ids) + 1
+    documents = view.snapshot.documents_at(positions)
+    # What comes before a document's first position is another document, or one that was removed.
+    follows = documents >= 0
+    follows &= (ids >= 0) & (positions > view.snapshot.starts.take(documents, mode="clip"))
+    wanted = np.unique(positions[follows])
+    after = Neighbors(np.full(ids.shape, -1, np.int64), np.full(ids.shape, np.inf, np.float32))
+    live = ranges_of(wanted, wanted + 1) & view.scope(selection).live
+    stored = list(view.datastore.iterate(ids=live)) if live else []
+    if stored:
+        known, keys = (np.concatenate(column) for column in list(zip(*stored, strict=True))[:2])
+        at = np.minimum(np.searchsorted(positions_of(known), positions), len(known) - 1)
+        follows &= positions_of(known)[at] == positions
+        rows, columns = np.nonzero(follows)
+        chosen = at[rows, columns]
+        after.ids[rows, columns] = known[chosen]
+        after.distances[rows, columns] = _distances(queries, keys, rows, chosen, view.datastore.metric)
+    survivors = view.snapshot.survivors
+    if survivors is None:
+        return after
+    return replace(after, log_weights=survivors.log_weights_at(positions_of(after.ids)))
+
+
+def _distances(
+    queries: Keys, keys: Keys, rows: NDArray[np.int64], at: NDArray[np.int64], metric: Metric
+) -> Distances:
+    """Measure n pairs of a query and a key, given by their numbers; shape (n,)."""
+    distances = np.empty(len(rows), np.float32)
+    step = max(1, _CHUNK_VALUES // queries.shape[1])
+    for start in range(0, len(rows), step):
+        part = slice(start, start + step)
+        if metric is Metric.L2:
+            difference = keys[at[part]]
+            difference -= queries[rows[part]]
+            distances[part] = np.einsum("nd,nd->n", difference, difference)
+        else:
+            distances[part] = -np.einsum("nd,nd->n", keys[at[part]], queries[rows[part]])
+    return distances
