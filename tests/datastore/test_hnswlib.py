@@ -20,6 +20,8 @@ from knnstore_hnswlib.nodes import Members, first_of_equal
 from knnstore.datastore import Filter, IdRanges, Keys, Metric, Neighbors
 from knnstore.errors import ConfigError, DatastoreError
 from knnstore.testing import DatastoreTests
+from knnstore.testing.filtering import FilterTests
+from knnstore.testing.searching import SearchTests
 
 DIM = 16
 GRAPHS: dict[str, Any] = {"exact_up_to": 0, "M": 16, "ef_construction": 100, "ef": 100}
@@ -34,7 +36,7 @@ class Optimizing(HnswlibDatastore):
         return super().search(queries, k, where=where)
 
 
-class TestDefaults(DatastoreTests):
+class TestDefaults(SearchTests, FilterTests):  # what it shares with the FAISS adapter is tested there
     datastore_class = HnswlibDatastore
 
 

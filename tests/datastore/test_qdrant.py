@@ -1,8 +1,6 @@
 """The Qdrant adapter: the conformance kit on each way of reaching Qdrant, and its traps."""
 
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -55,23 +53,12 @@ if SERVER := os.environ.get("KNNSTORE_TEST_QDRANT_URL"):
             QdrantDatastore.erase(str(SERVER), **self.params)
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    """An empty folder, in memory where there is room: most of the time of these tests is syncing."""
-    memory = Path("/dev/shm")
-    if not memory.is_dir() or shutil.disk_usage(memory).free < 2 << 30:
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(dir=memory) as name:
-        yield Path(name)
-
-
 class TestEmbedded(DatastoreTests):
     datastore_class = QdrantDatastore
 
     @pytest.fixture
-    def location(self, folder: Path) -> Path:
-        return folder / "datastore"
+    def location(self, tmp_path: Path) -> Path:
+        return tmp_path / "datastore"
 
 
 class Optimizing(QdrantDatastore):
@@ -87,8 +74,8 @@ class TestEmbeddedGraph(SearchTests, FilterTests):
     params: ClassVar[dict[str, Any]] = {"indexing_threshold": 1, "full_scan_threshold": 1}
 
     @pytest.fixture
-    def location(self, folder: Path) -> Path:
-        return folder / "datastore"
+    def location(self, tmp_path: Path) -> Path:
+        return tmp_path / "datastore"
 
 
 BLOCK = 1 << TOKEN_BITS
@@ -123,14 +110,14 @@ def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
         QdrantDatastore.open(tmp_path, dim=DIM)
 
 
-def test_a_creation_that_was_killed_can_be_repeated(folder: Path) -> None:
-    QdrantDatastore.open(folder / "store", dim=DIM, mode="x").close()
-    (folder / "store" / "store.json").unlink()
-    QdrantDatastore.open(folder / "store", dim=DIM, mode="x").close()
+def test_a_creation_that_was_killed_can_be_repeated(tmp_path: Path) -> None:
+    QdrantDatastore.open(tmp_path / "store", dim=DIM, mode="x").close()
+    (tmp_path / "store" / "store.json").unlink()
+    QdrantDatastore.open(tmp_path / "store", dim=DIM, mode="x").close()
 
 
-def test_erasing_leaves_what_is_not_ours(folder: Path) -> None:
-    place = folder / "store"
+def test_erasing_leaves_what_is_not_ours(tmp_path: Path) -> None:
+    place = tmp_path / "store"
     with QdrantDatastore.open(place, dim=DIM) as store:
         with pytest.raises(LockedError):
             QdrantDatastore.erase(place)
@@ -144,9 +131,9 @@ def test_erasing_leaves_what_is_not_ours(folder: Path) -> None:
     assert not place.exists()
 
 
-def test_reading_leaves_no_copy_behind(folder: Path) -> None:
+def test_reading_leaves_no_copy_behind(tmp_path: Path) -> None:
     """The engine opens a folder once, so a reader opens a copy, whose files go at once."""
-    place = folder / "store"
+    place = tmp_path / "store"
     keys = np.random.default_rng(0).normal(size=(300, DIM)).astype(np.float32)
     with QdrantDatastore.open(place, dim=DIM, indexing_threshold=1) as store:
         store.add(np.arange(300) << TOKEN_BITS, keys, np.zeros(300, np.int32))
@@ -161,13 +148,13 @@ def test_reading_leaves_no_copy_behind(folder: Path) -> None:
 
 @pytest.mark.parametrize(("quantization", "recall"), [("none", 0.85), ("scalar", 0.85), ("binary", 0.25)])
 @pytest.mark.parametrize("datatype", ["float32", "float16"])
-def test_a_graph_finds_the_nearest(folder: Path, quantization: str, recall: float, datatype: str) -> None:
+def test_a_graph_finds_the_nearest(tmp_path: Path, quantization: str, recall: float, datatype: str) -> None:
     """Near all neighbours at exact distances, also by codes, within a group, and far more than `ef`."""
     rng = np.random.default_rng(0)
     keys = rng.normal(size=(4000, 64)).astype(np.float16).astype(np.float32)
     groups = (np.arange(4000) % 4).astype(np.int32)
     with QdrantDatastore.open(
-        folder / "store",
+        tmp_path / "store",
         dim=64,
         indexing_threshold=1,
         full_scan_threshold=1,

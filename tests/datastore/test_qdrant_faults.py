@@ -1,11 +1,9 @@
 """Qdrant over real HTTP and gRPC: the conformance kit, and a server that misbehaves at every call."""
 
 import itertools
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
-from uuid import uuid4
 
 import numpy as np
 import pytest
@@ -26,9 +24,6 @@ ONCE = ["refuse", "error", "busy", "cut", "lost", "acknowledged", "wait_timeout"
 FOREVER = 2**62
 
 
-REAL_SERVER = os.environ.get("KNNSTORE_TEST_QDRANT_URL", "")
-
-
 @pytest.mark.slow  # both and the next: in sum
 class TestOverRest(DatastoreTests):
     datastore_class = QdrantDatastore
@@ -47,18 +42,6 @@ class TestOverRest(DatastoreTests):
 @pytest.mark.slow
 class TestOverGrpc(TestOverRest):
     prefer_grpc = True
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not REAL_SERVER, reason="KNNSTORE_TEST_QDRANT_URL names no real server")
-class TestOnRealServer(DatastoreTests):
-    datastore_class = QdrantDatastore
-
-    @pytest.fixture
-    def location(self) -> Iterator[str]:
-        self.params = {"collection": f"knnstore-test-{uuid4()}"}
-        yield REAL_SERVER
-        QdrantDatastore.erase(REAL_SERVER, **self.params)
 
 
 class Spoilt:

@@ -11,6 +11,8 @@ import pytest
 
 from knnstore.datastore import Datastore, Filter, IdRanges, registry
 from knnstore.testing import DatastoreTests
+from knnstore.testing.filtering import FilterTests
+from knnstore.testing.searching import SearchTests
 
 GUIDE = Path(__file__).parents[2] / "docs" / "write-an-adapter.md"
 
@@ -34,13 +36,17 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[type[Datastore
     del sys.modules["knnstore_usearch"]
 
 
+@pytest.fixture(autouse=True)
+def installed(request: pytest.FixtureRequest, adapter: type[Datastore]) -> None:
+    if request.cls is not None:
+        request.cls.datastore_class = adapter
+
+
 class TestUsearch(DatastoreTests):
-    @pytest.fixture(autouse=True)
-    def installed(self, adapter: type[Datastore]) -> None:
-        type(self).datastore_class = adapter
+    """With its defaults."""
 
 
-class TestUsearchGraphs(TestUsearch):
+class TestUsearchGraphs(SearchTests, FilterTests):
     params: ClassVar[dict[str, Any]] = {"exact_up_to": 0}
 
 
