@@ -26,12 +26,7 @@ class Optimizing(FaissDatastore):
         return super().search(queries, k, where=where)
 
 
-class TestExact(DatastoreTests):
-    datastore_class = FaissDatastore
-    params: ClassVar[dict[str, Any]] = {"index": "exact"}
-
-
-class TestAuto(DatastoreTests):
+class TestAuto(DatastoreTests):  # which is exact search as long as sets are small
     datastore_class = FaissDatastore
 
 
