@@ -4,6 +4,7 @@ from knnstore.lm.bins import BinnedLambda
 from knnstore.lm.build import Added
 from knnstore.lm.calibrate import Calibration, CalibrationRecord
 from knnstore.lm.closed_forms import NearnessLambda, RelativeConfidence
+from knnstore.lm.domain_weights import DomainWeights
 from knnstore.lm.evaluate import Evaluation
 from knnstore.lm.explain import Source, TokenExplanation
 from knnstore.lm.mixing import Chosen, FixedLambda, Mixer, Retrieved
@@ -18,6 +19,7 @@ __all__ = [
     "Calibration",
     "CalibrationRecord",
     "Chosen",
+    "DomainWeights",
     "Evaluation",
     "FixedLambda",
     "KNNLMForCausalLM",

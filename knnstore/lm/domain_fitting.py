@@ -4,17 +4,16 @@ The log-likelihood of p = λ_0 p_LM + Σ_j λ_j p_kNN^(j) is concave in λ; expe
 The temperatures are taken from a ladder, in turns, while they make it larger.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from knnstore.lm.domain_weights import DomainWeights
-from knnstore.lm.ladder import gold_on_ladder, ladder
+from knnstore.lm.ladder import between_rungs
 from knnstore.lm.mixing import MAX_LAMBDA
+from knnstore.lm.scored_text import Mixed
 from knnstore.lm.settings import KNNSettings
-from knnstore.store import KNNStore, Selection, tokens_of
 
 MOST_DOMAINS = 16
 _LEAST = 1e-30  # probabilities are kept above, so that quotients stay finite
@@ -44,85 +43,27 @@ class DomainEvidence:
         """The evidence of some tokens, bool, shape (n,)."""
         return replace(self, knn=self.knn[:, wanted], found=self.found[:, wanted], lm=self.lm[wanted])
 
-    def log_probs(self, settings: KNNSettings, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Mix as settings say that were fitted on evidence of the same pass.
+    def log_probs(self, settings: KNNSettings, tokens: Tensor) -> Mixed:
+        """Mix as settings with `DomainWeights` for these domains say.
 
         Args:
-            settings: their T_j are among the temperatures.
+            settings: where a T_j is between two of the ladder, so is p_kNN^(j).
             tokens: indices, int64, shape (m,).
 
         Returns:
-            log p of each of the m tokens, and λ in force: float32, shape (m,).
+            One entry for each of the m tokens.
         """
         mixer = settings.mixer
         assert isinstance(mixer, DomainWeights)
-        wanted = (settings.temperature * torch.tensor(mixer.temperature_factors)).log()
-        rungs = (self.temperatures.log() - wanted[:, None]).abs().argmin(1)
-        lambdas = torch.tensor(mixer.lambdas)
-        knn = torch.stack([self.knn[at, tokens, rung] for at, rung in enumerate(rungs.tolist())])
-        lm, found = self.lm[tokens], self.found[:, tokens]
-        mixed = (lm + lambdas @ (knn - lm)).clamp(min=_LEAST)
-        return mixed.log(), lambdas @ found.float()
-
-
-class DomainPass:
-    """Computes `DomainEvidence` while text is scored.
-
-    Args:
-        domains: their names.
-        k: neighbours of each token in each of them.
-        total: how many tokens will come.
-    """
-
-    def __init__(self, domains: Sequence[str], k: int, total: int) -> None:
-        self.domains = tuple(domains)
-        self.k = k
-        self._done = 0
-        self._temperatures = torch.empty(0)
-        self._knn = torch.empty(0)
-        self._found = torch.zeros((len(domains), total), dtype=torch.bool)
-        self._lm = torch.empty(total)
-
-    def add(
-        self, store: KNNStore, keys: Tensor, gold: Tensor, lm_log_probs: Tensor, selection: Selection
-    ) -> None:
-        """Search every domain for a batch of n tokens.
-
-        Args:
-            store: where to search.
-            keys: float32, shape (n, d).
-            gold: the tokens, int64, shape (n,).
-            lm_log_probs: log p_LM of each, float32, shape (n,).
-            selection: among which documents; its domains are those of the pass.
-        """
-        rows = slice(self._done, self._done + len(gold))
-        self._lm[rows] = lm_log_probs.exp().clamp(min=_LEAST)
-        for number, domain in enumerate(self.domains):
-            neighbors = store.search(keys.numpy(), self.k, replace(selection, domains=(domain,)))
-            distances = torch.from_numpy(neighbors.distances)
-            found = distances[:, 0].isfinite()
-            if not len(self._temperatures):
-                self._temperatures = ladder(distances[found])
-                size = (*self._found.shape, len(self._temperatures))
-                self._knn = torch.empty(size)
-            knn = self._lm[rows, None].repeat(1, len(self._temperatures))
-            log_weights = neighbors.log_weights
-            hits = torch.from_numpy(tokens_of(neighbors.ids)) == gold[:, None]
-            knn[found] = gold_on_ladder(
-                distances[found], hits[found], [self.k], self._temperatures,
-                None if log_weights is None else torch.from_numpy(log_weights)[found],
-            )[0]  # fmt: skip
-            self._knn[number, rows] = knn
-            self._found[number, rows] = found
-        self._done = rows.stop
-
-    def evidence(self) -> DomainEvidence:
-        """What was found so far."""
-        done = slice(self._done)
-        return DomainEvidence(
-            self.k, self.domains, self._temperatures,
-            self._knn[:, done], self._found[:, done], self._lm[done],
-        )  # fmt: skip
+        lm = self.lm[tokens]
+        mixed, lam = lm.clone(), torch.zeros_like(lm)
+        for number in mixer.searched:
+            at = self.domains.index(mixer.domains[number])
+            factor = mixer.temperature_factors[number] if mixer.temperature_factors else 1.0
+            knn = between_rungs(self.knn[at, tokens], self.temperatures, settings.temperature * factor)
+            mixed += mixer.lambdas[number] * (knn - lm)
+            lam += mixer.lambdas[number] * self.found[at, tokens]
+        return Mixed(mixed.clamp_(min=_LEAST).log(), lam)
 
 
 def fit_domains(evidence: DomainEvidence) -> KNNSettings:

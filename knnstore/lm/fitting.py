@@ -71,7 +71,7 @@ def gather_evidence(scored: ScoredText, ks: Sequence[int]) -> list[Evidence]:
         ks: ascending, the last at most ``scored.k``.
     """
     found = scored.distances[:, 0].isfinite().nonzero()[:, 0]
-    temperatures = ladder(scored.distances[found[:: max(1, len(found) // _SAMPLE)]])
+    temperatures = temperatures_for(scored)
     knn = torch.empty(len(ks), len(found), len(temperatures))
     relative = torch.empty(len(ks), len(found))
     done = 0
@@ -87,6 +87,12 @@ def gather_evidence(scored: ScoredText, ks: Sequence[int]) -> list[Evidence]:
     nearest = scored.retrieved(1, found)
     lm = scored.lm_log_probs[found].exp().clamp_(min=_LEAST)[:, None]
     return [Evidence(k, temperatures, knn[at], lm, nearest, relative[at], found) for at, k in enumerate(ks)]
+
+
+def temperatures_for(scored: ScoredText) -> Tensor:
+    """The ladder for a text in which something was found, float32, shape (m,), ascending."""
+    found = scored.distances[:, 0].isfinite().nonzero()[:, 0]
+    return ladder(scored.distances[found[:: max(1, len(found) // _SAMPLE)]])
 
 
 def fit_lambdas(

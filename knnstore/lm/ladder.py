@@ -67,3 +67,30 @@ def gold_on_ladder(
             gold = torch.stack([weights[:, part].sum(1) for part in slices]).cumsum(0)
             knn[:, rows, column] = (gold / total).clamp_(max=1.0)
     return knn
+
+
+def between_rungs(knn: Tensor, temperatures: Tensor, wanted: Tensor | float) -> Tensor:
+    """Take p_kNN at any temperature: between the rungs, on the cubic through the nearest four.
+
+    Args:
+        knn: at each temperature, shape (n, m).
+        temperatures: ascending by a constant factor, shape (m,), m = 1 or m >= 4.
+        wanted: a temperature for each token, shape (n,), or one for all; at most the last one.
+
+    Returns:
+        float32, shape (n,).
+    """
+    if len(temperatures) == 1:
+        return knn[:, 0]
+    scale, last = temperatures.log(), len(temperatures) - 1
+    place = (torch.as_tensor(wanted).log() - scale[0]) / (scale[1] - scale[0])
+    place = place.clamp(0, last).expand(len(knn))
+    first = (place.floor() - 1).clamp(0, last - 3)
+    at, total = place - first, torch.zeros(len(knn))
+    for node in range(4):
+        factor = torch.ones(len(knn))
+        for other in range(4):
+            if other != node:
+                factor = factor * (at - other) / (node - other)
+        total += factor * knn.gather(1, first.long()[:, None] + node)[:, 0]
+    return total.clamp_(0, 1)

@@ -45,6 +45,11 @@ def retrieve(store: KNNStore, queries: Keys, k: int, selection: Selection, mixer
     )
 
 
+def columns_of(k: int, mixer: Mixer) -> int:
+    """How many neighbours `retrieve` finds for each query."""
+    return k * max(1, len(mixer.searched)) if isinstance(mixer, DomainWeights) else k
+
+
 def _search(store: KNNStore, queries: Keys, k: int, selection: Selection, domain: str) -> Neighbors:
     if selection.domains is not None and domain not in selection.domains:
         _tell(store, domain, "which is not selected here")

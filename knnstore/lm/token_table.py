@@ -36,7 +36,7 @@ class TokenTable:
             lam: λ in force.
             log_p: log p of the mixture.
         """
-        columns = (scores.lm_log_probs.exp(), p_knn, lam, log_p.exp(), scores.distances[:, 0])
+        columns = (scores.lm_log_probs.exp(), p_knn, lam, log_p.exp(), scores.distances.amin(1))
         tensors = (column.numpy() for column in columns)
         self._parts.append((scores.documents, scores.positions, scores.gold.numpy(), *tensors))
 
