@@ -1,0 +1,37 @@
+"""The experiments, each a module: a title, what papers claim, a rule for the verdict, and `run`.
+
+``MINUTES`` is about how long each takes on two cores with the default limits; only the proportions matter.
+"""
+
+from experiments import (
+    adaptation,
+    components,
+    drift,
+    exactness,
+    harm,
+    key_locations,
+    lambdas,
+    larger_store,
+    many_neighbours,
+    mixers,
+    neighbours,
+    sizes,
+    temperature,
+)
+
+EXPERIMENTS = [
+    components,
+    adaptation,
+    larger_store,
+    sizes,
+    neighbours,
+    many_neighbours,
+    lambdas,
+    temperature,
+    key_locations,
+    exactness,
+    mixers,
+    harm,
+    drift,
+]
+"""In the order of the report."""

@@ -1,0 +1,133 @@
+"""What speaks against it: text that is written freely."""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from finding import Finding, Plot, Table, count, settle
+from lab import Lab
+from torch import Tensor
+
+from knnstore.lm import KNNSettings
+from knnstore.lm.comparison import RESAMPLES, Interval
+from knnstore.lm.interpolation import neighbor_weights
+from knnstore.lm.text import tokenized
+from knnstore.lm.windows import prefix_of
+from knnstore.store import tokens_of
+
+TITLE = "In free generation retrieval becomes less certain the longer the text"
+CLAIM = """Wang et al. 2023: texts written with retrieval are not better by any measure of theirs; along a
+text that is generated the entropy of p_kNN grows faster than along a real one, since the queries drift
+away from the store."""
+RULE = """in a domain it holds if the slope of the entropy of p_kNN along texts that the mixture
+generated, less the slope along the real continuations of the same prompts, is above 0 with its whole
+interval (bootstrap over prompts); the contrary if it is below. Prompts are the first 32 tokens of
+documents of test; continuations are sampled from the whole distribution, without top-p or top-k."""
+MINUTES = 12.0
+PROMPT = 32
+BLOCKS = 8
+
+
+def run(lab: Lab) -> Finding:
+    """Continue prompts with and without the store, and compare with how they really go on."""
+    rows, holds, lines = [], [], {}
+    for domain in lab.domains:
+        lab.say(f"{domain}: generating")
+        length = lab.limits.generated
+        prompts, real = split(lab, domain)
+        settings = lab.calibrated(domain)
+        texts = {
+            "real": real,
+            "the model alone": generate(lab, prompts, length, replace(settings, mixer=FixedNone)),
+            "the mixture": generate(lab, prompts, length, settings),
+        }
+        slopes = {}
+        for name, text in texts.items():
+            knn_entropy, log_probs = look(lab, prompts, text, settings)
+            slopes[name] = slope(knn_entropy)
+            lines[f"{domain}, {name}"] = by_position(knn_entropy)
+            rows.append(
+                [domain, name, float(knn_entropy.mean()), resampled(slopes[name] * 100),
+                 float((-log_probs.double().mean()).exp()), distinct(text, 1), distinct(text, 3)]
+            )  # fmt: skip
+        difference = resampled(slopes["the mixture"] - slopes["real"])
+        holds.append(True if difference.low > 0 else False if difference.high < 0 else None)
+    head = ["domain", "text", "entropy of p_kNN, nats", "its slope in 100 tokens",
+            "perplexity under the model alone", "distinct tokens", "distinct triples"]  # fmt: skip
+    return Finding(
+        settle(holds),
+        f"The entropy of p_kNN grew faster along generated text, beyond chance, in {count(holds)}.",
+        [Table(head, rows)],
+        [Plot("drift", "Entropy of p_kNN along the text", "tokens after the prompt", "nats", lines)],
+    )
+
+
+FixedNone = KNNSettings(lam=0.0).mixer
+
+
+def split(lab: Lab, domain: str) -> tuple[Tensor, Tensor]:
+    """Beginnings of test documents, each behind the prefix, and how they go on."""
+    prefix, length = prefix_of(lab.tokenizer), PROMPT + lab.limits.generated
+    texts = [ids.astype(np.int64) for ids in tokenized(lab.texts[domain]["test"], lab.tokenizer)]
+    long = [torch.from_numpy(ids[:length]) for ids in texts if len(ids) >= length][: lab.limits.prompts]
+    together = torch.stack(long)
+    prompts = together[:, :PROMPT]
+    if prefix is not None:
+        prompts = torch.cat([torch.full((len(long), 1), prefix), prompts], 1)
+    return prompts, together[:, PROMPT:]
+
+
+def generate(lab: Lab, prompts: Tensor, length: int, settings: KNNSettings) -> Tensor:
+    """Sample continuations."""
+    torch.manual_seed(0)
+    written = lab.base.lm.generate(
+        prompts, attention_mask=torch.ones_like(prompts), knn=settings, do_sample=True, top_k=0,
+        max_new_tokens=length, min_new_tokens=length, pad_token_id=lab.tokenizer.eos_token_id,
+    )  # fmt: skip
+    return written[:, prompts.shape[1] :]
+
+
+def look(lab: Lab, prompts: Tensor, text: Tensor, settings: KNNSettings) -> tuple[Tensor, Tensor]:
+    """Entropy of p_kNN at each token, and its log-probability by the model alone; shape (b, t)."""
+    lm = lab.base.lm
+    ids = torch.cat([prompts, text], 1)
+    rows, width = ids.shape
+    column = torch.arange(prompts.shape[1] - 1, width - 1)
+    at = (torch.arange(rows)[:, None] * width + column).flatten()
+    encoded = lm.encoder.encode(ids, at)
+    log_probs = lm.encoder.gold_log_probs(encoded.states, text.flatten())
+    found = lm.store.search(encoded.keys.numpy(), settings.k, settings.selection)
+    weights = neighbor_weights(torch.from_numpy(found.distances), settings.temperature)
+    tokens = torch.from_numpy(np.where(found.ids >= 0, tokens_of(found.ids), 0))
+    entropy = torch.empty(len(at))
+    for row in range(len(at)):  # a token that was found often counts once
+        p = torch.zeros(lm.store.identity.vocab_size).scatter_add_(0, tokens[row], weights[row])
+        entropy[row] = -torch.xlogy(p, p).sum()
+    return entropy.reshape(text.shape), log_probs.reshape(text.shape)
+
+
+def slope(values: Tensor) -> Tensor:
+    """By how much each row rises with every column: least squares, shape (b,)."""
+    x = torch.arange(values.shape[1], dtype=torch.float64)
+    x -= x.mean()
+    return (values.double() * x).sum(1) / (x * x).sum()
+
+
+def resampled(values: Tensor) -> Interval:
+    """A mean over prompts, with an interval of 95 %."""
+    drawn = np.random.default_rng(0).integers(len(values), size=(RESAMPLES, len(values)))
+    low, high = np.quantile(values.numpy()[drawn].mean(1), [0.025, 0.975])
+    return Interval(float(values.mean()), float(low), float(high))
+
+
+def by_position(values: Tensor) -> list[tuple[float, float]]:
+    """Means over blocks of columns."""
+    blocks = values.mean(0).chunk(BLOCKS)
+    middles = torch.arange(values.shape[1]).double().chunk(BLOCKS)
+    return [(float(at.mean()), float(block.mean())) for at, block in zip(middles, blocks, strict=True)]
+
+
+def distinct(text: Tensor, n: int) -> float:
+    """The share of a text's n-grams that are distinct, mean over texts."""
+    grams = text.unfold(1, n, 1)
+    return float(np.mean([len(torch.unique(rows, dim=0)) / len(rows) for rows in grams]))

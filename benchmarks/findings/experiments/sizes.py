@@ -1,0 +1,53 @@
+"""Larger stores."""
+
+from itertools import pairwise
+
+from finding import Finding, Plot, Table, below, count, every, settle
+from judging import best_fixed, interval, lambda_interval, ratio
+from lab import FRACTIONS, Lab
+
+TITLE = "The larger the store, the lower the perplexity and the larger the best λ"
+CLAIM = """Khandelwal et al. 2020, figure 2: perplexity falls with the logarithm of the store's size,
+without an end in sight, and the best λ rises (from about 0.25 to 0.55)."""
+RULE = """in a domain it holds if every doubling of the store lowers perplexity and the perplexity of the
+whole store, divided by that of the smallest part, is below 1 with its whole interval; and if the best λ
+of the whole store is above the interval of λ for the smallest part. Reproduced if it holds in three of
+four domains, not reproduced if the contrary of either holds in half of them."""
+MINUTES = 40.0
+
+
+def run(lab: Lab) -> Finding:
+    """Score every nested part of every store, T and λ fitted on dev for each."""
+    rows, holds, losses, weights = [], [], {}, {}
+    for domain in lab.domains:
+        seen, test = [], {}
+        for fraction in FRACTIONS[: lab.limits.fractions]:
+            dev = lab.base.scored(domain, "dev", fraction=fraction)
+            held_out = lab.base.scored(domain, "test", fraction=fraction)
+            settings = best_fixed(dev)
+            test[fraction] = held_out.log_probs(settings).log_probs
+            lam = lambda_interval(dev, dev.k, settings.temperature)
+            tokens = lab.base.stored(domain).tokens[f"1/{fraction}"]
+            seen.append((tokens, interval(held_out, test[fraction]), lam, settings.temperature))
+        whole = ratio(held_out, test[1], test[max(test)])
+        perplexities = [of.ppl for _, of, _, _ in seen]  # the largest store first
+        falls = all(large < small for large, small in pairwise(perplexities))
+        first, last = seen[-1][2], seen[0][2]
+        grows = True if last.ppl > first.high else False if last.ppl < first.low else None
+        holds.append(every([below(whole), None if below(whole) and not falls else True, grows]))
+        rows += [[domain, tokens, of, lam, temperature] for tokens, of, lam, temperature in reversed(seen)]
+        losses[domain] = [(float(tokens), of.ppl) for tokens, of, _, _ in seen]
+        weights[domain] = [(float(tokens), lam.ppl) for tokens, _, lam, _ in seen]
+    return Finding(
+        settle(holds),
+        f"Perplexity fell with every doubling, and the best λ rose, in {count(holds)}.",
+        [Table(["domain", "stored tokens", "perplexity", "best λ", "T"], rows)],
+        [
+            Plot(
+                "sizes", "Perplexity by size of the store", "stored tokens", "perplexity", losses, log_x=True
+            ),
+            Plot(
+                "sizes-lambda", "Best λ by size of the store", "stored tokens", "best λ", weights, log_x=True
+            ),
+        ],
+    )

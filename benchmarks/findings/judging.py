@@ -1,0 +1,102 @@
+"""Perplexities with intervals, and fits, of text that was scored once."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from knnstore.lm import KNNSettings
+from knnstore.lm.comparison import RESAMPLES, Interval, _Judged
+from knnstore.lm.continuous_cache import CacheSettings
+from knnstore.lm.fitting import fit_fixed, fit_lambdas, gather_evidence
+from knnstore.lm.interpolation import neighbor_weights
+from knnstore.lm.scored_text import ScoredText
+
+LAMBDAS = torch.arange(0, 100) / 100
+_LEAST = 1e-30
+
+
+def ppl(log_probs: Tensor) -> float:
+    """Perplexity of tokens, each with its log-probability."""
+    return math.exp(-float(log_probs.double().mean()))
+
+
+def interval(scored: ScoredText, log_probs: Tensor) -> Interval:
+    """Perplexity with an interval of 95 %, of the bootstrap over documents.
+
+    Args:
+        scored: what the tokens are of.
+        log_probs: of each of them.
+    """
+    return _Judged(scored)(log_probs)[0]
+
+
+def ratio(scored: ScoredText, log_probs: Tensor, reference: Tensor) -> Interval:
+    """A perplexity divided by another, with an interval over the same resamples of documents.
+
+    Args:
+        scored: what the tokens are of.
+        log_probs: of each of them.
+        reference: log-probabilities of the same tokens, of what is compared with.
+    """
+    return _Judged(replace(scored, lm_log_probs=reference))(log_probs)[1]
+
+
+def knn_probs(scored: ScoredText, k: int, temperature: float) -> Tensor:
+    """p_kNN of each token, shape (n,)."""
+    parts = []
+    for chunk in scored.chunks(k):
+        found = scored.retrieved(k, chunk)
+        weights = neighbor_weights(found.distances, temperature, found.log_weights)
+        parts.append((weights * scored.hits[chunk, :k]).sum(1).clamp_(max=1.0))
+    return torch.cat(parts)
+
+
+def best_lambda(scored: ScoredText, k: int, temperature: float) -> float:
+    """The likeliest λ at a temperature."""
+    lm = scored.lm_log_probs.exp().clamp(min=_LEAST)[:, None]
+    bins = torch.zeros(len(scored), dtype=torch.long)
+    return fit_lambdas(lm, knn_probs(scored, k, temperature)[:, None], bins, 1)[0].item()
+
+
+def best_fixed(scored: ScoredText, k: int | None = None) -> KNNSettings:
+    """The likeliest T and λ at one k; default that of the pass."""
+    return fit_fixed(gather_evidence(scored, [k or scored.k])[0])
+
+
+def lambda_interval(scored: ScoredText, k: int, temperature: float) -> Interval:
+    """The likeliest λ on a grid of hundredths, with an interval over resampled documents."""
+    lm, knn = scored.lm_log_probs.exp().clamp(min=_LEAST), knn_probs(scored, k, temperature)
+    _, documents = torch.unique(scored.documents, return_inverse=True)
+    losses = torch.zeros(int(documents.max()) + 1, len(LAMBDAS), dtype=torch.float64)
+    for column, lam in enumerate(LAMBDAS.tolist()):
+        log_probs = (lm + lam * (knn - lm)).clamp(min=_LEAST).log().double()
+        losses[:, column].index_add_(0, documents, -log_probs)
+    found = losses.numpy()
+    draws = np.random.default_rng(0).multinomial(len(found), np.full(len(found), 1 / len(found)), RESAMPLES)
+    grid = LAMBDAS.numpy()
+    low, high = np.quantile(grid[(draws @ found).argmin(1)], [0.025, 0.975])
+    return Interval(float(grid[found.sum(0).argmin()]), float(low), float(high))
+
+
+def cache_probs(scored: ScoredText, size: int, temperatures: Tensor) -> Tensor:
+    """What a continuous cache gives each token at each temperature, shape (n, m)."""
+    parts = []
+    for chunk in scored.chunks(size):
+        recent = scored.reading.look_back(chunk, size)
+        hits = recent.tokens == scored.reading.gold[chunk, None]
+        weights = [neighbor_weights(recent.distances, float(temperature)) for temperature in temperatures]
+        parts.append(torch.stack([(of * hits).sum(1).clamp_(max=1.0) for of in weights], 1))
+    return torch.cat(parts)
+
+
+def with_cache(scored: ScoredText, settings: KNNSettings, size: int = 500) -> KNNSettings:
+    """Settings with the continuous cache that is likeliest beside what they mix already."""
+    before = scored.log_probs(settings).log_probs.exp().clamp(min=_LEAST)[:, None]
+    temperatures = best_fixed(scored).temperature * 2.0 ** torch.arange(-4, 4)
+    bins = torch.zeros(len(scored), dtype=torch.long)
+    lam, loss = fit_lambdas(before, cache_probs(scored, size, temperatures), bins, 1)
+    at = int(loss.argmin())
+    return replace(settings, cache=CacheSettings(size, float(temperatures[at]), lam[0, at].item()))
