@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 import knnstore
-from knnstore.cli import asking, building, calibrating, demo, listing, probing, upkeep
+from knnstore.cli import asking, building, calibrating, demo, listing, probing, substituting, upkeep
 from knnstore.cli.options import DEFAULT_HOME, HOME_VARIABLE
 from knnstore.cli.output import one_line
 from knnstore.errors import KnnstoreError
@@ -62,6 +62,7 @@ _register(app, probing.probe_keys, "probe-keys")
 _register(app, building.add, "add")
 _register(app, asking.evaluate, "eval")
 _register(app, calibrating.calibrate, "calibrate")
+_register(app, substituting.substitute, "substitute")
 _register(app, asking.generate, "generate")
 _register(app, asking.explain, "explain")
 _register(app, listing.domains, "domains")

@@ -25,6 +25,7 @@ from knnstore.cli.options import (
     read_params,
 )
 from knnstore.cli.output import Bar, note, one_line, print_json, print_json_lines, print_table, printable
+from knnstore.cli.substituting import trained_substitute, warn_of_outdated
 
 if TYPE_CHECKING:
     from knnstore import KNNLMForCausalLM, KNNSettings
@@ -52,6 +53,13 @@ def evaluate(
     leave_out: Annotated[
         bool,
         typer.Option("--leave-out", help="A document that is in the store does not retrieve from itself."),
+    ] = False,
+    substitute: Annotated[
+        bool,
+        typer.Option(
+            "--substitute",
+            help="Measure beside it the substitute trained for these domains, without any retrieval.",
+        ),
     ] = False,
     skip_bad: SkipBadOption = False,
     per_token: Annotated[
@@ -106,6 +114,7 @@ def evaluate(
             found = lm.evaluate(
                 read_documents(files, on_bad=skip if skip_bad else None),
                 knn=_settings(lm, k, temperature, lam, domains, tags),
+                substitute=trained_substitute(lm.store, domains, tags) if substitute else None,
                 leave_out=leave_out,
                 table=table,
                 progress=bar,
@@ -230,6 +239,7 @@ def explain(
         typer.echo(
             f"{printable(token.text)!r:<20} p_LM {token.p_lm:.4f}  p_kNN {token.p_knn:.4f}  "
             f"λ {token.lam:.2f}  p {token.p:.4f}"
+            + ("" if token.p_sub is None else f"  p_sub {token.p_sub:.4f}")
         )
         for source in token.neighbors:
             typer.echo(
@@ -305,6 +315,7 @@ def _settings(
         settings_for(lm.store, selection),
         **{name: value for name, value in given.items() if value is not None},
     )
+    warn_of_outdated(lm.store, selection)
     record = CalibrationRecord.of(lm.store, selection)
     if record is not None and lam is None:
         of = f" for {printable(', '.join(record.domains))}" if record.domains else ""

@@ -11,6 +11,8 @@ from knnstore.lm.mixing import Chosen, FixedLambda, Mixer, Retrieved
 from knnstore.lm.modeling import KNNLMForCausalLM
 from knnstore.lm.opening import create, load
 from knnstore.lm.settings import KNNSettings
+from knnstore.lm.substitute import Substitute
+from knnstore.lm.substitute_training import TrainedSubstitute
 from knnstore.lm.token_table import TokenTable
 
 __all__ = [
@@ -29,8 +31,10 @@ __all__ = [
     "RelativeConfidence",
     "Retrieved",
     "Source",
+    "Substitute",
     "TokenExplanation",
     "TokenTable",
+    "TrainedSubstitute",
     "create",
     "load",
 ]

@@ -16,6 +16,7 @@ from knnstore.lm.defaults import CALIBRATION, DEFAULT_K, saved_for, settings_for
 from knnstore.lm.encoder import Encoder
 from knnstore.lm.scored_text import score_once
 from knnstore.lm.scoring import count_predicted
+from knnstore.lm.substitute import TRAINED
 from knnstore.progress import Progress
 from knnstore.store import EVERYTHING, KNNStore, Selection
 
@@ -146,6 +147,8 @@ def calibrate(
         )
         values = best.settings.to_dict()
         del values["selection"]
+        if trained_before := (store.settings(names) or {}).get(TRAINED):
+            values[TRAINED] = trained_before
         for weights in best.settings.weights:
             store.save_weights(weights.tensors, weights.metadata)
         store.save_settings({**values, CALIBRATION: {**asdict(record), "domains": list(names)}}, names)

@@ -11,6 +11,7 @@ from knnstore.errors import CorruptWeightsError, FingerprintMismatchError
 from knnstore.lm.mixing import LoadWeights
 from knnstore.lm.projection import described
 from knnstore.lm.settings import KNNSettings
+from knnstore.lm.substitute import TRAINED
 from knnstore.store import EVERYTHING, KNNStore, Selection, Weights
 from knnstore.store.weights import load_weights
 
@@ -52,13 +53,18 @@ def saved_for(store: KNNStore, selection: Selection = EVERYTHING) -> dict[str, A
 
     Beside the values of `KNNSettings.to_dict` it may hold a record of `knnstore.lm.calibrate`.
     """
-    saved = store.settings(selection.domains) if selection.domains else None
-    saved = saved or store.settings()
-    return dict(saved) if saved else None
+    for domains in (selection.domains or (), ()):
+        saved = {name: value for name, value in (store.settings(domains) or {}).items() if name != TRAINED}
+        if saved:
+            return saved
+    return None
 
 
 def settings_for(store: KNNStore, selection: Selection = EVERYTHING) -> KNNSettings:
     """The settings saved for the domains selected, else those of the whole store, else the default.
+
+    A substitute is left out that may not be used for the selection, or that was trained on documents
+    which are gone.
 
     Args:
         store: where they are saved.
@@ -77,6 +83,10 @@ def settings_for(store: KNNStore, selection: Selection = EVERYTHING) -> KNNSetti
         if again == saved:
             raise
         settings = KNNSettings.from_dict(again, weights_for(store))
+    substitute = settings.substitute
+    if substitute and (not substitute.traces.are_within(selection) or substitute.is_outdated(store)):
+        works_alone = settings.retrieves or settings.cache is not None
+        settings = replace(settings, substitute=None) if works_alone else default_settings(store)
     return replace(settings, selection=selection)
 
 

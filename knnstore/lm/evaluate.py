@@ -12,11 +12,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from knnstore.documents import TextDocument
-from knnstore.errors import InputError
+from knnstore.errors import ConfigError, InputError
 from knnstore.lm.encoder import Encoder
 from knnstore.lm.scoring import BATCH_TOKENS, count_predicted, score_held_out
 from knnstore.lm.settings import KNNSettings
 from knnstore.lm.slices import Slice, TokenLosses, perplexity
+from knnstore.lm.substitute import Heads, Substitute
 from knnstore.lm.token_table import TokenTable
 from knnstore.progress import Progress
 from knnstore.store import KNNStore
@@ -60,6 +61,10 @@ class Evaluation:
     """Tokens divided by how often the selection holds them."""
     by_distance: tuple[Slice, ...]
     """Tokens divided by the distance to the nearest neighbour, into tenths."""
+    substitute_ppl: float | None
+    """Of the model with a substitute and without any retrieval; None when none was given."""
+    substitute_share: float | None
+    """What part of the mixture's gain the substitute has: of the difference of the logarithms."""
 
 
 def evaluate(
@@ -69,6 +74,7 @@ def evaluate(
     documents: Iterable[TextDocument],
     settings: KNNSettings,
     *,
+    substitute: Substitute | None = None,
     leave_out: bool = False,
     batch_tokens: int = BATCH_TOKENS,
     table: TokenTable | None = None,
@@ -82,6 +88,7 @@ def evaluate(
         tokenizer: the model's tokenizer.
         documents: held-out documents.
         settings: k, temperature, mixer and the selection to retrieve from.
+        substitute: measured apart, for comparison; that of the settings is part of the mixture.
         leave_out: a document that is itself in the store does not retrieve from itself; else it
             does, and `Evaluation.stored` names it.
         batch_tokens: tokens in one forward pass.
@@ -90,9 +97,16 @@ def evaluate(
 
     Raises:
         InputError: there is not one token to predict.
+        ConfigError: a substitute was trained on a document that is to be left out.
     """
     listed = list(documents)
     twins = store.stored_content((document.content_hash for document in listed), settings.selection)
+    if leave_out and twins and (substitute or settings.substitute):
+        raise ConfigError(
+            f"{len(twins):,} of the documents are in the store, and the substitute was trained on them: they "
+            "can be left out of retrieval, not of it; give other documents"
+        )
+    heads, substitute_total = Heads(store, encoder.model.device), 0.0
     if progress is not None:  # tokenised twice, for the time left: little against the forward pass
         progress.start("evaluating", total=count_predicted(listed, tokenizer))
     started = time.perf_counter()
@@ -105,7 +119,10 @@ def evaluate(
         weighed = settings.weigh(scores.retrieved())
         lam, temperature = weighed.lam.where(weighed.weights.sum(1) > 0, 0.0), weighed.temperature
         knn = weighed.knn_probs(scores.gold)
-        mixed = weighed.mixed_gold(scores.lm_log_probs, knn)
+        model = heads.mix_gold(settings.substitute, scores.lm_log_probs, scores.keys, scores.gold)
+        mixed = weighed.mixed_gold(model, knn)
+        apart = heads.mix_gold(substitute, scores.lm_log_probs, scores.keys, scores.gold)
+        substitute_total += float(apart.double().sum())
         count = len(scores.gold)
         tokens += count
         searched += int(scores.searched.sum())
@@ -151,4 +168,10 @@ def evaluate(
         stored=tuple(document.id for document in listed if document.content_hash in twins),
         by_frequency=losses.by_frequency(counts),
         by_distance=losses.by_distance(),
+        substitute_ppl=None if substitute is None else perplexity(substitute_total, tokens),
+        substitute_share=(
+            None
+            if substitute is None or mixed_total <= lm_total
+            else (substitute_total - lm_total) / (mixed_total - lm_total)
+        ),
     )

@@ -14,6 +14,7 @@ from knnstore.lm.continuous_cache import ReadText
 from knnstore.lm.encoder import Encoder
 from knnstore.lm.scoring import BATCH_TOKENS, score_batch
 from knnstore.lm.settings import KNNSettings
+from knnstore.lm.substitute import Heads
 from knnstore.lm.windows import pack, prefix_of
 from knnstore.store import KNNStore, tokens_of
 
@@ -60,6 +61,8 @@ class TokenExplanation:
     """The mixture."""
     neighbors: tuple[Source, ...]
     """The nearest records, nearest first; with a continuous cache those of the largest shares."""
+    p_sub: float | None = None
+    """Of the substitute; None where the settings have none."""
 
 
 def explain_tokens(
@@ -88,6 +91,7 @@ def explain_tokens(
     """
     explained: dict[int, TokenExplanation] = {}
     read = None if settings.cache is None else ReadText(settings.cache.size, store.identity.metric)
+    heads = Heads(store, encoder.model.device)
     for batch in pack(
         [tokens],
         prefix=prefix_of(tokenizer),
@@ -99,7 +103,11 @@ def explain_tokens(
         weighed = settings.weigh(scores.retrieved())
         p_knn = weighed.knn_probs(scores.gold)
         lam = weighed.lam.where(weighed.weights.sum(1) > 0, 0.0)
-        p = weighed.mixed_gold(scores.lm_log_probs, p_knn).exp()
+        model = heads.mix_gold(settings.substitute, scores.lm_log_probs, scores.keys, scores.gold)
+        p = weighed.mixed_gold(model, p_knn).exp()
+        p_sub = None
+        if settings.substitute is not None:
+            p_sub = heads(settings.substitute).gold_log_probs(scores.keys, scores.gold).exp()
         for row, position in enumerate(batch.positions.tolist()):
             if position < start:
                 continue
@@ -125,6 +133,7 @@ def explain_tokens(
                 lam=float(lam[row]),
                 p=float(p[row]),
                 neighbors=tuple(sources),
+                p_sub=None if p_sub is None else float(p_sub[row]),
             )
     return [explained[position] for position in sorted(explained)]
 

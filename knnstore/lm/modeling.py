@@ -27,6 +27,7 @@ from knnstore.lm.sequence_state import sequence_ids_of
 from knnstore.lm.settings import KNNSettings
 from knnstore.lm.skipping import entropy_of, search_some
 from knnstore.lm.store_mixin import StoreMixin
+from knnstore.lm.substitute import Heads
 from knnstore.lm.text_keys import TextKeys
 from knnstore.lm.windows import Tokens
 from knnstore.store import KNNStore, tokens_of
@@ -84,6 +85,7 @@ class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: i
         self.knn = knn or KNNSettings()
         self.location = locate(base, store.identity.key)
         self.projection = Projection.of(store)
+        self._heads = Heads(store, base.device)
         self.generation_config = base.generation_config
         self._text_keys = TextKeys(self._keys_of, store.identity.metric)
         self._base_accepts = frozenset(inspect.signature(base.forward).parameters)
@@ -271,7 +273,7 @@ class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: i
         with KeyCapture(self.base, self.location) as capture:
             output = self.base(**inputs, **kwargs, return_dict=True)
         logits = output.logits
-        if settings.retrieves or settings.cache is not None:
+        if settings.retrieves or settings.cache is not None or settings.substitute is not None:
             tokens = input_ids if input_ids is not None else inputs_embeds
             assert tokens is not None
             batch, length = tokens.shape[:2]
@@ -332,6 +334,7 @@ class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: i
         if not len(queries) or not (
             np.isfinite(found.distances).any()
             or (recent is not None and bool(recent.distances.isfinite().any()))
+            or settings.substitute is not None
         ):
             return logits
         tokens = np.where(found.ids >= 0, tokens_of(found.ids), 0)
@@ -366,6 +369,7 @@ class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: i
                 )
             )
             assert weighed.tokens is not None
+            log_probs = self._heads.mix(settings.substitute, log_probs, flat_keys[at].float())
             parts.append(mix(log_probs, weighed.weights, weighed.tokens, weighed.lam))
         return torch.cat(parts).reshape(logits.shape)
 

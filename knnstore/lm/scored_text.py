@@ -16,6 +16,7 @@ from knnstore.lm.mixing import Retrieved
 from knnstore.lm.projection import described
 from knnstore.lm.scoring import count_predicted, score_held_out
 from knnstore.lm.settings import KNNSettings
+from knnstore.lm.substitute import SubstituteHead
 from knnstore.progress import Progress
 from knnstore.store import KNNStore, Selection
 
@@ -60,6 +61,8 @@ class ScoredText:
     """`distinct_tokens` among the neighbours, int16, shape (n, r)."""
     fitted_for: Mapping[str, Any] | None = None
     """What weights that are fitted on this text are for; see `described`."""
+    substitute: Tensor | None = None
+    """log p_sub of each token, float32, shape (n,); None where it was scored without a substitute."""
 
     def __len__(self) -> int:
         return len(self.lm_log_probs)
@@ -107,7 +110,11 @@ class ScoredText:
                 hits = torch.cat([hits, recent.tokens == self.reading.gold[chunk, None]], 1)
             weighed = settings.weigh(retrieved)
             knn = (weighed.weights * hits).sum(1).clamp_(max=1.0)
-            mixed = weighed.mixed_gold(self.lm_log_probs[chunk], knn)
+            model = self.lm_log_probs[chunk]
+            if settings.substitute is not None:
+                assert self.substitute is not None
+                model = settings.substitute.mix(model, self.substitute[chunk])
+            mixed = weighed.mixed_gold(model, knn)
             parts.append((mixed, weighed.lam.where(weighed.weights.sum(1) > 0, 0.0)))
         return Mixed(*(torch.cat(part) for part in zip(*parts, strict=True)))
 
@@ -121,9 +128,13 @@ def score_once(
     k: int,
     selection: Selection,
     left_out: Collection[str] = (),
+    head: SubstituteHead | None = None,
     progress: Progress | None = None,
 ) -> ScoredText:
-    """Run the model and one search over every token of held-out documents; see `score_held_out`."""
+    """Run the model and one search over every token of held-out documents; see `score_held_out`.
+
+    With the `head` of a substitute this is scored too.
+    """
     shown = progress or Progress()
     total = count_predicted(documents, tokenizer)
     shown.start("scoring", total=total)
@@ -135,6 +146,7 @@ def score_once(
     lm_entropy = torch.empty(total)
     distinct = torch.empty((total, len(powers_up_to(min(k, DISTINCT_AMONG)))), dtype=torch.int16)
     log_weights = None
+    substitute = None if head is None else torch.empty(total)
     done = 0
     for part in score_held_out(
         store, encoder, tokenizer, documents, KNNSettings(k=k, selection=selection),
@@ -152,6 +164,8 @@ def score_once(
         if part.log_weights is not None:
             log_weights = torch.zeros(total, k) if log_weights is None else log_weights
             log_weights[rows] = part.log_weights
+        if head is not None and substitute is not None:
+            substitute[rows] = head.gold_log_probs(part.keys, part.gold)
         done = rows.stop
     shown.finish()
     reading = Reading(keys, gold, scored.documents, store.identity.metric)
@@ -162,4 +176,5 @@ def score_once(
         lm_entropy=lm_entropy,
         distinct=distinct,
         fitted_for=described(store.identity),
+        substitute=substitute,
     )

@@ -24,6 +24,7 @@ from knnstore.lm.mixing import (
     with_weights,
 )
 from knnstore.lm.skipping import Skipping
+from knnstore.lm.substitute import Substitute
 from knnstore.store import Weights
 from knnstore.store.selection import EVERYTHING, Selection
 
@@ -82,6 +83,9 @@ class KNNSettings:
     skip: Skipping | None = None
     """For which queries no search is made; None searches for all."""
 
+    substitute: Substitute | None = None
+    """A trained substitute, mixed with the model before the store is; alone with ``lam=0``."""
+
     lam: InitVar[float | None] = None
     """Short for ``mixer=FixedLambda(lam)``; not kept as an attribute."""
 
@@ -90,6 +94,11 @@ class KNNSettings:
             raise ConfigError(f"k must be an integer of at least 1, got {self.k!r}")
         if not (self.temperature > 0 and math.isfinite(self.temperature)):
             raise ConfigError(f"temperature must be above 0 and finite, got {self.temperature}")
+        if self.substitute is not None and not self.substitute.traces.are_within(self.selection):
+            raise ConfigError(
+                "the selection leaves out documents that the substitute was trained on: train one on the "
+                "domains selected, or use none"
+            )
         if lam is not None:
             object.__setattr__(self, "mixer", FixedLambda(lam))
 
@@ -131,6 +140,7 @@ class KNNSettings:
             "selection": dataclasses.asdict(self.selection),
             "cache": None if self.cache is None else dataclasses.asdict(self.cache),
             "skip": None if self.skip is None else plain(self.skip),
+            "substitute": None if self.substitute is None else dataclasses.asdict(self.substitute),
         }
 
     @property
@@ -152,7 +162,7 @@ class KNNSettings:
         Raises:
             ConfigError: a name is unknown or a value is out of range.
         """
-        names = ("k", "temperature", "mixer", "selection", "cache", "skip")
+        names = ("k", "temperature", "mixer", "selection", "cache", "skip", "substitute")
         known = {name: name for name in names} | {"lambda": "lam"}
         unknown = sorted(set(values) - set(known))
         if unknown:
@@ -164,6 +174,8 @@ class KNNSettings:
             given["skip"] = _skipping_of(given["skip"], load)
         if given.get("cache") is not None:
             given["cache"] = _cache_of(given["cache"])
+        if given.get("substitute") is not None:
+            given["substitute"] = Substitute.from_dict(given["substitute"])
         if "selection" in given:
             parts = {field.name for field in dataclasses.fields(Selection)}
             if not set(given["selection"]) <= parts:

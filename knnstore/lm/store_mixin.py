@@ -19,6 +19,8 @@ from knnstore.lm.keys import KeyLocation
 from knnstore.lm.projection import Projection
 from knnstore.lm.scoring import BATCH_TOKENS
 from knnstore.lm.settings import KNNSettings
+from knnstore.lm.substitute import Substitute
+from knnstore.lm.substitute_training import EPOCHS, LEARNING_RATE, TrainedSubstitute, train_substitute
 from knnstore.lm.token_table import TokenTable
 from knnstore.lm.windows import prefix_of
 from knnstore.progress import Progress
@@ -88,6 +90,7 @@ class StoreMixin:
         documents: Iterable[object],
         knn: KNNSettings | None = None,
         *,
+        substitute: Substitute | None = None,
         leave_out: bool = False,
         table: TokenTable | None = None,
         progress: Progress | None = None,
@@ -97,6 +100,7 @@ class StoreMixin:
         Args:
             documents: as in `add`.
             knn: settings of this call; default ``self.knn``.
+            substitute: measured apart, for comparison.
             leave_out: a document that is itself in the store does not retrieve from itself.
             table: takes in a row for each token.
             progress: hears of each batch.
@@ -107,6 +111,7 @@ class StoreMixin:
             self._known_tokenizer(),
             documents_of(documents),
             knn or self.knn,
+            substitute=substitute,
             leave_out=leave_out,
             table=table,
             progress=progress,
@@ -150,6 +155,42 @@ class StoreMixin:
         if found.record is not None and set(found.record.domains) == set(self.knn.selection.domains or ()):
             self.knn = settings_for(self.store, self.knn.selection)
         return found
+
+    def train_substitute(
+        self,
+        *,
+        domains: Iterable[str] | None = None,
+        rows: int = 1,
+        epochs: int = EPOCHS,
+        learning_rate: float = LEARNING_RATE,
+        seed: int = 0,
+        progress: Progress | None = None,
+    ) -> TrainedSubstitute:
+        """Train and save a substitute of the store, which needs no retrieval; see `train_substitute`.
+
+        Args:
+            domains: what to train on, and what it is saved for; default the whole store.
+            rows: of each token, >= 1.
+            epochs: at most.
+            learning_rate: at the beginning.
+            seed: of all that is random.
+            progress: hears of each batch.
+
+        Raises:
+            ReadOnlyError: the store was opened for reading.
+            InputError: there are fewer than two documents.
+        """
+        return train_substitute(
+            self.store,
+            self.encoder,
+            self._known_tokenizer(),
+            domains=domains,
+            rows=rows,
+            epochs=epochs,
+            learning_rate=learning_rate,
+            seed=seed,
+            progress=progress,
+        )
 
     def explain(
         self,
