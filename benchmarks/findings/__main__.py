@@ -30,8 +30,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import report
 from experiments import EXPERIMENTS
-from lab import Lab, Limits, read, write_json
+from lab import Lab
+from memory import write_json
 from smoke import SMOKE_LIMITS, TINY_LM, smoke_texts
+from texts import Limits, read
 
 
 def say(message: str) -> None:

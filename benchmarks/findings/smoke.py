@@ -3,7 +3,7 @@
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from lab import Limits
+from texts import Limits
 
 from knnstore.documents import TextDocument
 

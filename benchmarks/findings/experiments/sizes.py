@@ -4,7 +4,7 @@ from itertools import pairwise
 
 from finding import Finding, Plot, Table, below, count, every, settle
 from judging import best_fixed, interval, lambda_interval, ratio
-from lab import FRACTIONS, Lab
+from lab import Lab
 
 TITLE = "The larger the store, the lower the perplexity and the larger the best λ"
 CLAIM = """Khandelwal et al. 2020, figure 2: perplexity falls with the logarithm of the store's size,
@@ -21,7 +21,7 @@ def run(lab: Lab) -> Finding:
     rows, holds, losses, weights = [], [], {}, {}
     for domain in lab.domains:
         seen, test = [], {}
-        for fraction in FRACTIONS[: lab.limits.fractions]:
+        for fraction in lab.fractions:
             dev = lab.base.scored(domain, "dev", fraction=fraction)
             held_out = lab.base.scored(domain, "test", fraction=fraction)
             settings = best_fixed(dev)

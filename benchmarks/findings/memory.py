@@ -1,0 +1,156 @@
+"""A model with a store, and passes over held-out text, each made once and kept."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from texts import leveled
+from torch import Tensor
+
+import knnstore
+from knnstore.lm import KNNLMForCausalLM
+from knnstore.lm.continuous_cache import Reading
+from knnstore.lm.scored_text import ScoredText, score_once
+from knnstore.store import Selection
+
+if TYPE_CHECKING:
+    from lab import Lab
+
+
+class Stored(NamedTuple):
+    """What storing a domain took."""
+
+    tokens: dict[str, int]
+    """Of each fraction, ``1/1`` being everything."""
+    seconds: float
+
+
+Make = Callable[[Path], KNNLMForCausalLM]
+"""Makes a home and opens it for writing."""
+
+
+class Memory:
+    """A model with a store.
+
+    Args:
+        lab: where texts come from.
+        folder: for the home and what is found with it.
+        make: called once.
+    """
+
+    def __init__(self, lab: "Lab", folder: Path, make: Make) -> None:
+        self._lab, self.folder, self._make = lab, folder, make
+
+    @cached_property
+    def lm(self) -> KNNLMForCausalLM:
+        """The model with its store, opened for writing."""
+        home, made = self.folder / "home", self.folder / "made"
+        if made.is_file():
+            return knnstore.load(home, "a", device="cpu")
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        lm = self._make(home)
+        made.touch()
+        return lm
+
+    def close(self) -> None:
+        """Close the store, if it was opened."""
+        if "lm" in self.__dict__:
+            self.lm.store.close()
+
+    def stored(self, domain: str) -> Stored:
+        """Store a domain if it is not there; says what that took."""
+        lm, record = self.lm, self.folder / f"stored-{domain}.json"
+        if not record.is_file():
+            self._lab.say(f"{domain}: storing, {self.folder.name}")
+            if any(there.name == domain for there in lm.store.domains()):
+                lm.store.remove_domain(domain)  # of a run that was interrupted: its time is not known
+            tokens, seconds = {}, 0.0
+            documents = leveled(self._lab.texts[domain]["store"], self._lab.fractions)
+            # The smallest part first, so that each part is a run of records.
+            for fraction in reversed(self._lab.fractions):
+                parts = [f"1/{larger}" for larger in self._lab.fractions if larger <= fraction]
+                added = lm.add(
+                    [one for one, least in documents if least == fraction], domain=domain, tags=parts
+                )
+                seconds += added.seconds
+                for part in parts:
+                    tokens[part] = tokens.get(part, 0) + added.tokens
+            write_json(record, {"tokens": tokens, "seconds": seconds})
+        return Stored(**json.loads(record.read_text()))
+
+    def scored(
+        self,
+        domain: str,
+        split: str,
+        *,
+        fraction: int = 1,
+        k: int | None = None,
+        params: Mapping[str, Any] | None = None,
+    ) -> ScoredText:
+        """Held-out text of a domain after one pass of model and search.
+
+        Args:
+            domain: of the text and of the store.
+            split: ``dev`` or ``test``.
+            fraction: which part of the store to search.
+            k: neighbours; default that of the limits, at most as many as there are.
+            params: of the FAISS adapter, in place of those of the store.
+        """
+        stored = self.stored(domain)
+        k = min(k or self._lab.limits.k, stored.tokens[f"1/{fraction}"])
+        given = "".join(f"-{name}={value}" for name, value in (params or {}).items())
+        file = self.folder / "passes" / f"{domain}-{split}-{fraction}-{k}{given}.safetensors"
+        if not file.is_file():
+            self._lab.say(f"{domain}: scoring {split}, 1/{fraction} of the store, k={k}{given}")
+            selection = Selection(domains=(domain,), tags=None if fraction == 1 else (f"1/{fraction}",))
+            lm = (
+                self.lm
+                if params is None
+                else knnstore.load(self.folder / "home", params=params, device="cpu")
+            )
+            texts = self._lab.texts[domain][split]
+            scored = score_once(lm.store, lm.encoder, lm.tokenizer, texts, k=k, selection=selection)
+            if params is not None:
+                lm.store.close()
+            save_scored(file, scored)
+        return load_scored(file)
+
+
+def save_scored(file: Path, scored: ScoredText) -> None:
+    """Write a pass whole or not at all."""
+    values = {field.name: getattr(scored, field.name) for field in fields(scored)}
+    reading = values.pop("reading")
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    rest = {name: value for name, value in values.items() if name not in tensors}
+    tensors |= {"reading.keys": reading.keys, "reading.gold": reading.gold}
+    file.parent.mkdir(exist_ok=True)
+    part = file.with_suffix(".part")
+    metadata = {"rest": json.dumps(rest), "metric": str(reading.metric)}
+    save_file({name: value.contiguous() for name, value in tensors.items()}, part, metadata)
+    os.replace(part, file)
+
+
+def load_scored(file: Path) -> ScoredText:
+    """Read what `save_scored` wrote."""
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    keys, gold = tensors.pop("reading.keys"), tensors.pop("reading.gold")
+    reading = Reading(keys, gold, tensors["documents"], metadata["metric"])
+    return ScoredText(**tensors, **json.loads(metadata["rest"]), reading=reading)
+
+
+def write_json(file: Path, values: Any) -> None:
+    """Write a file whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(part, file)

@@ -1,0 +1,98 @@
+"""The documents of an experiment: which of a data folder are used, and in which parts they are stored."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from knnstore.documents import TextDocument, read_documents
+from knnstore.lm.loading import load
+from knnstore.lm.scoring import BATCH_TOKENS
+from knnstore.lm.text import in_chunks, tokenized
+from knnstore.lm.windows import Batch, pack, prefix_of
+
+SPLITS = ("store", "dev", "test")
+FRACTIONS = (1, 2, 4, 8, 16, 32)
+"""Nested parts of every store: one half, one quarter, ... of its documents' tokens."""
+MIN_DOCUMENTS = 12
+"""Of dev and test, however long they are: fewer make an interval over documents meaningless."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much of the data is used."""
+
+    documents: int | None = None
+    """Of each split of a domain."""
+    store_tokens: int = 400_000
+    """Of a domain's store: whole documents, the first ones, until there are so many."""
+    held_out_tokens: int = 20_000
+    """Of dev and of test likewise, but at least `MIN_DOCUMENTS`."""
+    train_tokens: int | None = None
+    """Of a domain's store, to fine-tune on: the largest nested part with no more; default is all of it."""
+    k: int = 1024
+    fractions: int = len(FRACTIONS)
+    generated: int = 128
+    """Tokens of each continuation."""
+    prompts: int = 32
+
+
+def read(folder: Path, domains: Sequence[str], model: str, limits: Limits) -> dict[str, Any]:
+    """Read the documents of each domain's splits, as many as the limits allow.
+
+    Args:
+        folder: with a folder for each domain, which holds ``store.jsonl``, ``dev.jsonl``, ``test.jsonl``.
+        domains: their names; none is all.
+        model: whose tokens are counted.
+        limits: how much is used.
+    """
+    names = domains or sorted(path.name for path in folder.iterdir() if (path / "store.jsonl").is_file())
+    tokenizer = load(model, device="cpu").tokenizer
+    return {
+        name: {
+            split: cut(read_documents([folder / name / f"{split}.jsonl"]), split, tokenizer, limits)
+            for split in SPLITS
+        }
+        for name in names
+    }
+
+
+def cut(documents: Iterator[TextDocument], split: str, tokenizer: Any, limits: Limits) -> list[TextDocument]:
+    """The first documents of a split, as many as the limits allow."""
+    enough, least = (limits.store_tokens, 0) if split == "store" else (limits.held_out_tokens, MIN_DOCUMENTS)
+    taken: list[TextDocument] = []
+    tokens = 0
+    for document in documents:
+        if len(taken) == limits.documents or (tokens >= enough and len(taken) >= least):
+            break
+        taken.append(document)
+        tokens += len(tokenized([document], tokenizer)[0])
+    return taken
+
+
+def leveled(documents: Sequence[TextDocument], fractions: Sequence[int]) -> list[tuple[TextDocument, int]]:
+    """Each document with the smallest nested part that it is in, in an order drawn once.
+
+    Args:
+        documents: of a store.
+        fractions: 1, 2, 4, ...: the parts are one half, one quarter, ... of the text.
+    """
+    order = np.random.default_rng(0).permutation(len(documents))
+    sizes = [len(documents[at].text) for at in order]
+    shares = (np.cumsum(sizes) - 0.5 * np.array(sizes)) / sum(sizes)
+    shares[0] = 0  # every part has a document
+    return [
+        (documents[at], max(fraction for fraction in fractions if share * fraction <= 1))
+        for at, share in zip(order.tolist(), shares, strict=True)
+    ]
+
+
+def batches(documents: Sequence[TextDocument], tokenizer: Any, length: int) -> Iterator[Batch]:
+    """The windows of held-out text in the order in which they are scored."""
+    for ahead in in_chunks(documents):
+        yield from pack(
+            tokenized(ahead, tokenizer), prefix=prefix_of(tokenizer),
+            max_length=length, stride=max(1, length // 2), batch_tokens=BATCH_TOKENS,
+        )  # fmt: skip
