@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from knnstore.cli.cache_options import CacheLambdaOption, CacheOption, CacheTemperatureOption, cache_of
 from knnstore.cli.models import open_model
 from knnstore.cli.options import (
     DEFAULT_HOME,
@@ -50,6 +51,9 @@ def evaluate(
     k: NeighborsOption = None,
     temperature: KNNTemperatureOption = None,
     lam: LambdaOption = None,
+    cache: CacheOption = None,
+    cache_temperature: CacheTemperatureOption = None,
+    cache_lambda: CacheLambdaOption = None,
     leave_out: Annotated[
         bool,
         typer.Option("--leave-out", help="A document that is in the store does not retrieve from itself."),
@@ -89,11 +93,13 @@ def evaluate(
     same for words and bytes, helped: the share of tokens to which retrieval gives more probability
     than the model, k, temperature, lambda, mixer, tokens_per_s and more), with --json on one line.
     by_frequency and by_distance divide the tokens by how often they are stored and by how near the
-    nearest neighbour is.
+    nearest neighbour is. With a continuous cache store_ppl is that of the mixture without it, and
+    cache_ppl that of the model with the cache alone.
 
     Examples:
       knnstore eval held-out.jsonl
       knnstore eval held-out.jsonl --per-token tokens.tsv
+      knnstore eval held-out.jsonl --cache 400 --cache-lambda 0.1
       knnstore eval held-out.jsonl --domain news --k 64 --temperature 20 --lambda 0.5 --json
     """
     from knnstore.documents import read_documents
@@ -113,7 +119,9 @@ def evaluate(
         with lm.store:
             found = lm.evaluate(
                 read_documents(files, on_bad=skip if skip_bad else None),
-                knn=_settings(lm, k, temperature, lam, domains, tags),
+                knn=_settings(
+                    lm, k, temperature, lam, domains, tags, (cache, cache_temperature, cache_lambda)
+                ),
                 substitute=trained_substitute(lm.store, domains, tags) if substitute else None,
                 leave_out=leave_out,
                 table=table,
@@ -157,6 +165,9 @@ def generate(
         typer.Option(metavar="T", help="Divides the distances of neighbours, as --temperature of eval."),
     ] = None,
     lam: LambdaOption = None,
+    cache: CacheOption = None,
+    cache_temperature: CacheTemperatureOption = None,
+    cache_lambda: CacheLambdaOption = None,
     explain: Annotated[
         bool, typer.Option("--explain", help="Name the documents that the text came from.")
     ] = False,
@@ -172,7 +183,7 @@ def generate(
       knnstore generate "The harbour was" --domain letters --temperature 0.8 --seed 1 --explain
     """
     lm = open_model(home, "r", device=device, dtype=dtype)
-    settings = _settings(lm, k, knn_temperature, lam, domains, tags)
+    settings = _settings(lm, k, knn_temperature, lam, domains, tags, (cache, cache_temperature, cache_lambda))
     text = sys.stdin.read() if prompt == "-" else prompt
     with lm.store:
         continuation = lm.generate_text(
@@ -210,6 +221,9 @@ def explain(
     k: NeighborsOption = None,
     temperature: KNNTemperatureOption = None,
     lam: LambdaOption = None,
+    cache: CacheOption = None,
+    cache_temperature: CacheTemperatureOption = None,
+    cache_lambda: CacheLambdaOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     home: HomeOption = DEFAULT_HOME,
@@ -229,7 +243,7 @@ def explain(
     with lm.store:
         explained = lm.explain(
             sys.stdin.read() if text == "-" else text,
-            knn=_settings(lm, k, temperature, lam, domains, tags),
+            knn=_settings(lm, k, temperature, lam, domains, tags, (cache, cache_temperature, cache_lambda)),
             neighbors=neighbors,
         )
     if as_json:
@@ -244,7 +258,7 @@ def explain(
         for source in token.neighbors:
             typer.echo(
                 f"    {source.share:6.2%}  {source.distance:8.1f}  "
-                f"{printable(source.domain)}/{printable(source.document)}:{source.position}  "
+                f"{_place(source)}:{source.position}  "
                 f"{_passage(source)}"
             )
 
@@ -284,6 +298,10 @@ def credits_of(tokens: Iterable["TokenExplanation"]) -> list[dict[str, Any]]:
     ]
 
 
+def _place(source: "Source") -> str:
+    return printable(f"{source.domain}/{source.document}" if source.domain else source.document)
+
+
 def _passage(source: "Source") -> str:
     return printable(f"{source.context}[{source.text}]{source.continuation}".strip())
 
@@ -300,6 +318,7 @@ def _settings(
     lam: float | None,
     domains: list[str] | None,
     tags: list[str] | None,
+    cache: tuple[int | None, float | None, float | None],
 ) -> "KNNSettings":
     """The settings of this call: what was given, else what is saved for these domains.
 
@@ -315,6 +334,7 @@ def _settings(
         settings_for(lm.store, selection),
         **{name: value for name, value in given.items() if value is not None},
     )
+    settings = replace(settings, cache=cache_of(settings, *cache, only_store=lam is not None))
     warn_of_outdated(lm.store, selection)
     record = CalibrationRecord.of(lm.store, selection)
     if record is not None and lam is None:

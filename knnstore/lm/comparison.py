@@ -8,7 +8,7 @@ are not independent.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knnstore.errors import InputError
+from knnstore.lm.cache_fitting import fit_cache, gather_cache_evidence
 from knnstore.lm.fitting import Evidence, fit_bins, fit_fixed, fit_nearness, fit_relative, gather_evidence
 from knnstore.lm.scored_text import ScoredText
 from knnstore.lm.settings import KNNSettings
@@ -67,6 +68,8 @@ class Candidate:
     """Mean λ over the tokens."""
     change: Interval
     """Its perplexity divided by that of the model alone, over the same resamples."""
+    log_probs: Tensor = field(repr=False, compare=False)
+    """log p of every token, by settings fitted on the other half: float32, shape (n,)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,8 @@ class Comparison:
     base: Interval
     """The model alone."""
     candidates: tuple[Candidate, ...]
-    """A fixed λ with each k, then the other mixers."""
+    """A fixed λ with each k, then the other mixers; then a continuous cache without the store, and
+    on top of the best of these."""
     current: Candidate | None
     """The settings in force until now, with at most the k of the pass; nothing was fitted here."""
 
@@ -121,16 +125,34 @@ def compare(
             tokens = (~half).nonzero()[:, 0]
             log_probs[tokens], lam[tokens] = scored.log_probs(fit(of.only(half)), tokens)
         held_out, change = judged(log_probs)
-        return Candidate(name, fit(of), held_out, float(lam.mean()), change)
+        return Candidate(name, fit(of), held_out, float(lam.mean()), change, log_probs)
 
     fixed = [judge("fixed", fit_fixed, of) for of in evidence]
     at = min(range(len(fixed)), key=lambda index: fixed[index].held_out.ppl)
     others = [judge(name, fit, evidence[at]) for name, fit in fits.items()]
+    candidates = [*fixed, *others]
+    if scored.reading is not None:
+        cache = gather_cache_evidence(scored.reading)
+
+        def with_cache(name: str, settings: KNNSettings, below: Tensor, lam: float) -> Candidate:
+            log_probs = torch.empty(len(scored))
+            for half in (halves, ~halves):
+                log_probs[~half] = cache.mix(below, fit_cache(cache, below, half))[~half]
+            found = fit_cache(cache, below, torch.ones_like(halves))
+            held_out, change = judged(log_probs)
+            together = 1 - (1 - lam) * (1 - found.lam)
+            return Candidate(name, replace(settings, cache=found), held_out, together, change, log_probs)
+
+        best = min(candidates, key=lambda candidate: candidate.held_out.ppl)
+        candidates += [
+            with_cache("cache", KNNSettings(k=1, lam=0), scored.lm_log_probs, 0.0),
+            with_cache(f"{best.name} + cache", best.settings, best.log_probs, best.lam),
+        ]
     before = None
     if current is not None:
         kept = replace(current, k=min(current.k, scored.k))
         before = judge("current", lambda _: kept, evidence[at])
-    return Comparison(len(lengths), len(scored), judged.base, (*fixed, *others), before)
+    return Comparison(len(lengths), len(scored), judged.base, tuple(candidates), before)
 
 
 def check_enough(documents: int, tokens: int) -> None:

@@ -6,7 +6,7 @@ token counts once, whatever document it is in; and the same total over words and
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from knnstore.documents import TextDocument
 from knnstore.errors import ConfigError, InputError
 from knnstore.lm.encoder import Encoder
+from knnstore.lm.mixing import FixedLambda
 from knnstore.lm.scoring import BATCH_TOKENS, count_predicted, score_held_out
 from knnstore.lm.settings import KNNSettings
 from knnstore.lm.slices import Slice, TokenLosses, perplexity
@@ -34,6 +35,10 @@ class Evaluation:
     """Of the model alone."""
     knn_ppl: float
     """Of the mixture."""
+    store_ppl: float | None
+    """Of the mixture without its continuous cache; None where the settings have none."""
+    cache_ppl: float | None
+    """Of the model with the continuous cache alone; None where the settings have none."""
     words: int
     """Of the texts, as white space divides them."""
     base_word_ppl: float
@@ -111,6 +116,11 @@ def evaluate(
         progress.start("evaluating", total=count_predicted(listed, tokenizer))
     started = time.perf_counter()
     tokens, helped, searched, losses = 0, 0, 0, TokenLosses()
+    # The mixture's parts, each without the other, with the log-likelihood that it reaches.
+    parts = []
+    if settings.cache is not None:
+        parts = [replace(settings, cache=None), replace(settings, mixer=FixedLambda(0.0))]
+    part_totals = [0.0] * len(parts)
     lm_total, mixed_total, lam_total, temperature_total = 0.0, 0.0, 0.0, 0.0
     for scores in score_held_out(
         store, encoder, tokenizer, listed, settings,
@@ -121,6 +131,9 @@ def evaluate(
         knn = weighed.knn_probs(scores.gold)
         model = heads.mix_gold(settings.substitute, scores.lm_log_probs, scores.keys, scores.gold)
         mixed = weighed.mixed_gold(model, knn)
+        for at, part in enumerate(parts):
+            alone = part.weigh(scores.retrieved())
+            part_totals[at] += float(alone.mixed_gold(model, alone.knn_probs(scores.gold)).double().sum())
         apart = heads.mix_gold(substitute, scores.lm_log_probs, scores.keys, scores.gold)
         substitute_total += float(apart.double().sum())
         count = len(scores.gold)
@@ -152,6 +165,8 @@ def evaluate(
         tokens=tokens,
         base_ppl=perplexity(lm_total, tokens),
         knn_ppl=perplexity(mixed_total, tokens),
+        store_ppl=perplexity(part_totals[0], tokens) if parts else None,
+        cache_ppl=perplexity(part_totals[1], tokens) if parts else None,
         words=words,
         base_word_ppl=perplexity(lm_total, words),
         knn_word_ppl=perplexity(mixed_total, words),

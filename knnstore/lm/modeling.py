@@ -270,6 +270,8 @@ class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: i
             "logits_to_keep": logits_to_keep,
         }
         inputs = {name: value for name, value in inputs.items() if name in self._base_accepts}
+        if settings.cache is not None and sequence_ids is None:
+            sequence_ids = _whole_texts(input_ids, attention_mask, past_key_values)
         with KeyCapture(self.base, self.location) as capture:
             output = self.base(**inputs, **kwargs, return_dict=True)
         logits = output.logits
@@ -283,8 +285,7 @@ class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: i
                 keys = self.projection(keys)
             recent = None
             if settings.cache is not None:
-                if sequence_ids is None:
-                    sequence_ids = _whole_texts(input_ids, attention_mask, past_key_values)
+                assert sequence_ids is not None
                 if self.projection is not None:
                     every_key = self.projection(every_key)
                 at = torch.arange(batch * length, device=keys.device).reshape(batch, length, 1)
