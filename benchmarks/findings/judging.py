@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from knnstore.lm import KNNSettings
+from knnstore.lm.cache_fitting import fit_cache, gather_cache_evidence
 from knnstore.lm.comparison import RESAMPLES, Interval, _Judged
-from knnstore.lm.continuous_cache import CacheSettings
 from knnstore.lm.fitting import fit_fixed, fit_lambdas, gather_evidence
 from knnstore.lm.interpolation import neighbor_weights
 from knnstore.lm.scored_text import ScoredText
@@ -81,22 +81,8 @@ def lambda_interval(scored: ScoredText, k: int, temperature: float) -> Interval:
     return Interval(float(grid[found.sum(0).argmin()]), float(low), float(high))
 
 
-def cache_probs(scored: ScoredText, size: int, temperatures: Tensor) -> Tensor:
-    """What a continuous cache gives each token at each temperature, shape (n, m)."""
-    parts = []
-    for chunk in scored.chunks(size):
-        recent = scored.reading.look_back(chunk, size)
-        hits = recent.tokens == scored.reading.gold[chunk, None]
-        weights = [neighbor_weights(recent.distances, float(temperature)) for temperature in temperatures]
-        parts.append(torch.stack([(of * hits).sum(1).clamp_(max=1.0) for of in weights], 1))
-    return torch.cat(parts)
-
-
-def with_cache(scored: ScoredText, settings: KNNSettings, size: int = 500) -> KNNSettings:
+def with_cache(scored: ScoredText, settings: KNNSettings) -> KNNSettings:
     """Settings with the continuous cache that is likeliest beside what they mix already."""
-    before = scored.log_probs(settings).log_probs.exp().clamp(min=_LEAST)[:, None]
-    temperatures = best_fixed(scored).temperature * 2.0 ** torch.arange(-4, 4)
-    bins = torch.zeros(len(scored), dtype=torch.long)
-    lam, loss = fit_lambdas(before, cache_probs(scored, size, temperatures), bins, 1)
-    at = int(loss.argmin())
-    return replace(settings, cache=CacheSettings(size, float(temperatures[at]), lam[0, at].item()))
+    evidence = gather_cache_evidence(scored.reading)
+    every_token = torch.ones(len(scored), dtype=torch.bool)
+    return replace(settings, cache=fit_cache(evidence, scored.log_probs(settings).log_probs, every_token))

@@ -16,6 +16,7 @@ from experiments import (
     mixers,
     neighbours,
     sizes,
+    substitute,
     temperature,
 )
 
@@ -31,6 +32,7 @@ EXPERIMENTS = [
     key_locations,
     exactness,
     mixers,
+    substitute,
     harm,
     drift,
 ]
