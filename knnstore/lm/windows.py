@@ -100,7 +100,8 @@ def pack(
 ) -> Iterator[Batch]:
     """Group the windows of many documents into batches of rows of similar length.
 
-    The longest come first, so that too large a batch fails at the start and not after an hour.
+    The longest come first, so that too large a batch fails at the start and not after an hour. Where a
+    document has several windows all are of the same length, so they stay together and in order.
 
     Args:
         documents: token ids of each document, shape (length,), without the prefix.

@@ -85,6 +85,10 @@ def test_batches_read_each_token_after_its_own_context(lengths, cut, batch_token
             seen.append((document, position))
     expected = [(d, p) for d, length in enumerate(lengths) for p in range(origin + 1, length)]
     assert sorted(seen) == expected
+    # A document's tokens are together and in order, which the continuous cache relies on.
+    runs = [[*run] for _, run in itertools.groupby(seen, key=lambda token: token[0])]
+    assert len({run[0][0] for run in runs}) == len(runs)
+    assert all(run == sorted(run) for run in runs)
 
 
 def test_nothing_to_predict_gives_no_batch():
