@@ -42,9 +42,9 @@ def substitute(
 
     A few rows for each token of the vocabulary are trained to predict, from the keys, what the store
     holds; the model itself stays as it is. Some documents are held out to stop in time and to find the
-    weight beside the model. `eval --substitute` measures what part of the store's gain it recovers. When
-    a document that it was trained on is removed or replaced, the substitute goes too, for it holds
-    traces of each.
+    weight beside the model. `eval --substitute` measures what part of the store's gain it recovers, and
+    `calibrate` tries it alone and beside the store from then on. When a document that it was trained
+    on is removed or replaced, the substitute goes too, for it holds traces of each.
 
     Examples:
       knnstore substitute

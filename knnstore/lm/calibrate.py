@@ -17,6 +17,7 @@ from knnstore.lm.encoder import Encoder
 from knnstore.lm.scored_text import score_once
 from knnstore.lm.scoring import count_predicted
 from knnstore.lm.substitute import TRAINED
+from knnstore.lm.substitute_fitting import score_substitute
 from knnstore.progress import Progress
 from knnstore.store import EVERYTHING, KNNStore, Selection
 
@@ -126,6 +127,8 @@ def calibrate(
         store, encoder, tokenizer, listed,
         k=min(max_k, records), selection=selection, left_out=twins, progress=progress,
     )  # fmt: skip
+    if not twins:  # which cannot be left out of a substitute
+        scored = score_substitute(scored, store, selection, encoder.model.device)
     between = time.perf_counter()
     found = compare(scored, settings_for(store, selection))
     fitted = time.perf_counter()

@@ -22,6 +22,7 @@ from knnstore.lm.cache_fitting import fit_cache, gather_cache_evidence
 from knnstore.lm.fitting import Evidence, fit_bins, fit_fixed, fit_nearness, fit_relative, gather_evidence
 from knnstore.lm.scored_text import ScoredText
 from knnstore.lm.settings import KNNSettings
+from knnstore.lm.substitute_fitting import fit_alone, fit_beside
 
 MIN_DOCUMENTS = 8
 MIN_TOKENS = 1_000
@@ -81,7 +82,8 @@ class Comparison:
     base: Interval
     """The model alone."""
     candidates: tuple[Candidate, ...]
-    """A fixed λ with each k, then the other mixers; then a continuous cache without the store, and
+    """A fixed λ with each k, then the other mixers; then a substitute without the store, and below the
+    best of some of these; then a continuous cache without the store, and
     on top of the best of these."""
     current: Candidate | None
     """The settings in force until now, with at most the k of the pass; nothing was fitted here."""
@@ -131,6 +133,19 @@ def compare(
     at = min(range(len(fixed)), key=lambda index: fixed[index].held_out.ppl)
     others = [judge(name, fit, evidence[at]) for name, fit in fits.items()]
     candidates = [*fixed, *others]
+    if scored.substitute is not None:
+        known = [candidate for candidate in candidates if candidate.name in {"fixed", *fits}]
+        known = [candidate for candidate in known if candidate.settings.k <= scored.k]
+        best = min(known, key=lambda candidate: candidate.held_out.ppl)
+        at_its_k = next(of for of in evidence if of.k == best.settings.k)
+        alone = partial(fit_alone, scored=scored, predicted=scored.substitute)
+        beside = partial(
+            fit_beside, scored=scored, predicted=scored.substitute, fit=fits.get(best.name, fit_fixed)
+        )
+        candidates += [
+            judge("substitute", alone, at_its_k),
+            judge(f"{best.name} + substitute", beside, at_its_k),
+        ]
     if scored.reading is not None:
         cache = gather_cache_evidence(scored.reading)
 

@@ -16,7 +16,7 @@ from knnstore.lm.mixing import Retrieved
 from knnstore.lm.projection import described
 from knnstore.lm.scoring import count_predicted, score_held_out
 from knnstore.lm.settings import KNNSettings
-from knnstore.lm.substitute import SubstituteHead
+from knnstore.lm.substitute import Substitute
 from knnstore.progress import Progress
 from knnstore.store import KNNStore, Selection
 
@@ -31,6 +31,14 @@ class Mixed(NamedTuple):
     """log p of each token, float32, shape (n,)."""
     lam: Tensor
     """λ in force, 0 where nothing was found: float32, shape (n,)."""
+
+
+class ScoredSubstitute(NamedTuple):
+    """A substitute, and what it predicts at n tokens."""
+
+    substitute: Substitute
+    log_probs: Tensor
+    """log p_sub of each token, float32, shape (n,)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +69,8 @@ class ScoredText:
     """`distinct_tokens` among the neighbours, int16, shape (n, r)."""
     fitted_for: Mapping[str, Any] | None = None
     """What weights that are fitted on this text are for; see `described`."""
-    substitute: Tensor | None = None
-    """log p_sub of each token, float32, shape (n,); None where it was scored without a substitute."""
+    substitute: ScoredSubstitute | None = None
+    """What a substitute predicts; None where the text was not scored with one."""
 
     def __len__(self) -> int:
         return len(self.lm_log_probs)
@@ -91,7 +99,7 @@ class ScoredText:
         )
 
     def log_probs(self, settings: KNNSettings, tokens: Tensor | None = None) -> Mixed:
-        """Mix as `settings` say; its selection is not looked at.
+        """Mix as `settings` say; its selection is not looked at, nor a substitute that was not scored.
 
         Args:
             settings: with a k of at most that of the pass.
@@ -111,9 +119,8 @@ class ScoredText:
             weighed = settings.weigh(retrieved)
             knn = (weighed.weights * hits).sum(1).clamp_(max=1.0)
             model = self.lm_log_probs[chunk]
-            if settings.substitute is not None:
-                assert self.substitute is not None
-                model = settings.substitute.mix(model, self.substitute[chunk])
+            if settings.substitute is not None and self.substitute is not None:
+                model = settings.substitute.mix(model, self.substitute.log_probs[chunk])
             mixed = weighed.mixed_gold(model, knn)
             parts.append((mixed, weighed.lam.where(weighed.weights.sum(1) > 0, 0.0)))
         return Mixed(*(torch.cat(part) for part in zip(*parts, strict=True)))
@@ -128,13 +135,9 @@ def score_once(
     k: int,
     selection: Selection,
     left_out: Collection[str] = (),
-    head: SubstituteHead | None = None,
     progress: Progress | None = None,
 ) -> ScoredText:
-    """Run the model and one search over every token of held-out documents; see `score_held_out`.
-
-    With the `head` of a substitute this is scored too.
-    """
+    """Run the model and one search over every token of held-out documents; see `score_held_out`."""
     shown = progress or Progress()
     total = count_predicted(documents, tokenizer)
     shown.start("scoring", total=total)
@@ -146,7 +149,6 @@ def score_once(
     lm_entropy = torch.empty(total)
     distinct = torch.empty((total, len(powers_up_to(min(k, DISTINCT_AMONG)))), dtype=torch.int16)
     log_weights = None
-    substitute = None if head is None else torch.empty(total)
     done = 0
     for part in score_held_out(
         store, encoder, tokenizer, documents, KNNSettings(k=k, selection=selection),
@@ -164,8 +166,6 @@ def score_once(
         if part.log_weights is not None:
             log_weights = torch.zeros(total, k) if log_weights is None else log_weights
             log_weights[rows] = part.log_weights
-        if head is not None and substitute is not None:
-            substitute[rows] = head.gold_log_probs(part.keys, part.gold)
         done = rows.stop
     shown.finish()
     reading = Reading(keys, gold, scored.documents, store.identity.metric)
@@ -176,5 +176,4 @@ def score_once(
         lm_entropy=lm_entropy,
         distinct=distinct,
         fitted_for=described(store.identity),
-        substitute=substitute,
     )

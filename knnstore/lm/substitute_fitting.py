@@ -8,13 +8,26 @@ from torch import Tensor
 
 from knnstore.lm.fitting import Evidence, fit_lambdas
 from knnstore.lm.mixing import FixedLambda
-from knnstore.lm.scored_text import ScoredText
+from knnstore.lm.scored_text import ScoredSubstitute, ScoredText
 from knnstore.lm.settings import KNNSettings
-from knnstore.lm.substitute import Substitute
+from knnstore.lm.substitute import load_head, trained_for
+from knnstore.store import KNNStore, Selection
 
 _ROUNDS = 2  # of fitting the store's part and the substitute's in turn
 _LEAST = 1e-30  # probabilities are kept above, so that quotients stay finite in float32
 _LEAST_LAMBDA = 1e-6
+
+
+def score_substitute(
+    scored: ScoredText, store: KNNStore, selection: Selection, device: torch.device
+) -> ScoredText:
+    """Let the substitute trained for a selection predict a text that was scored, if there is one in use."""
+    trained = trained_for(store, selection)
+    if trained is None or trained.is_outdated(store) or scored.reading is None:
+        return scored
+    head = load_head(store, trained, device)
+    log_probs = head.gold_log_probs(scored.reading.keys, scored.reading.gold)
+    return replace(scored, substitute=ScoredSubstitute(trained, log_probs))
 
 
 def fit_weight(without: Tensor, only: Tensor) -> float:
@@ -32,41 +45,39 @@ def fit_weight(without: Tensor, only: Tensor) -> float:
     return max(float(lam), _LEAST_LAMBDA)
 
 
-def fit_alone(evidence: Evidence, scored: ScoredText, substitute: Substitute) -> KNNSettings:
+def fit_alone(evidence: Evidence, scored: ScoredText, predicted: ScoredSubstitute) -> KNNSettings:
     """Fit the weight of a substitute beside the model, without a store.
 
     Args:
         evidence: of the tokens to fit on.
-        scored: the text, with its `ScoredText.substitute`.
-        substitute: the one with which it was scored.
+        scored: the text.
+        predicted: what the substitute predicts of it.
     """
-    assert scored.substitute is not None
-    lam = fit_weight(scored.lm_log_probs[evidence.tokens], scored.substitute[evidence.tokens])
-    return KNNSettings(evidence.k, 1.0, FixedLambda(0.0), substitute=replace(substitute, lam=lam))
+    at = evidence.tokens
+    lam = fit_weight(scored.lm_log_probs[at], predicted.log_probs[at])
+    return KNNSettings(1, 1.0, FixedLambda(0.0), substitute=replace(predicted.substitute, lam=lam))
 
 
 def fit_beside(
-    evidence: Evidence, scored: ScoredText, substitute: Substitute, fit: Callable[[Evidence], KNNSettings]
+    evidence: Evidence,
+    scored: ScoredText,
+    predicted: ScoredSubstitute,
+    fit: Callable[[Evidence], KNNSettings],
 ) -> KNNSettings:
     """Fit the weight of a substitute and, in turn, the settings of the store on top of it.
 
     Args:
         evidence: of the tokens to fit on.
-        scored: the text, with its `ScoredText.substitute`.
-        substitute: the one with which it was scored.
+        scored: the text.
+        predicted: what the substitute predicts of it.
         fit: fits the settings of the store.
     """
-    assert scored.substitute is not None
-    only = replace(scored, lm_log_probs=scored.substitute)
-    difference = scored.substitute[evidence.tokens].exp()[:, None] - evidence.lm
-    settings = fit_alone(evidence, scored, substitute)
+    at = evidence.tokens
+    only = replace(scored, lm_log_probs=predicted.log_probs)
+    difference = predicted.log_probs[at].exp()[:, None] - evidence.lm
+    lam = fit_weight(scored.lm_log_probs[at], predicted.log_probs[at])
+    settings = KNNSettings()
     for _ in range(_ROUNDS):
-        assert settings.substitute is not None
-        lam = settings.substitute.lam
         settings = fit(replace(evidence, lm=(evidence.lm + lam * difference).clamp(min=_LEAST)))
-        lam = fit_weight(
-            scored.log_probs(settings, evidence.tokens).log_probs,
-            only.log_probs(settings, evidence.tokens).log_probs,
-        )
-        settings = replace(settings, substitute=replace(substitute, lam=lam))
-    return settings
+        lam = fit_weight(scored.log_probs(settings, at).log_probs, only.log_probs(settings, at).log_probs)
+    return replace(settings, substitute=replace(predicted.substitute, lam=lam))

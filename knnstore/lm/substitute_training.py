@@ -82,7 +82,7 @@ def train_substitute(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> TrainedSubstitute:
-    """Train a substitute and save it for these domains; `evaluate` can measure it from then on.
+    """Train a substitute and save it for these domains; `calibrate` and `evaluate` know it from then on.
 
     Full softmax over the tokens that the documents hold, Adam with a falling learning rate, on the model's
     device; the keys are read from the store, so the model runs only over a few documents that are held

@@ -270,9 +270,25 @@ def test_generation_with_beams_in_a_padded_batch_is_the_best_of_forward(lm, subs
         assert beams[row, 4:].tolist() == kept[0][1][len(prompt) :]
 
 
-def test_calibration_keeps_what_was_trained(lm, trained) -> None:
-    assert lm.calibrate(phrased(12, "d"), domains=["phrases"], max_k=16).record is not None
-    assert trained_for(lm.store, Selection(domains=("phrases",))) == trained[1].substitute
+def test_calibration_tries_it_alone_and_beside_the_store(lm, trained) -> None:
+    phrases = Selection(domains=("phrases",))
+    found = lm.calibrate(phrased(12, "d"), domains=["phrases"], max_k=16)
+    names = [candidate.name for candidate in found.comparison.candidates]
+    at = names.index("substitute")
+    assert names[at + 1].endswith(" + substitute")
+    alone, beside = found.comparison.candidates[at : at + 2]
+    assert beside.held_out.ppl < alone.held_out.ppl
+    assert alone.settings.substitute.weights == trained[1].substitute.weights
+    assert alone.held_out.ppl < found.comparison.base.ppl
+    evaluated = lm.evaluate(HELD_OUT, replace(beside.settings, selection=phrases))
+    without = lm.evaluate(HELD_OUT, replace(beside.settings, selection=phrases, substitute=None))
+    assert evaluated.knn_ppl < without.knn_ppl
+    assert trained_for(lm.store, phrases) == trained[1].substitute  # kept beside what was calibrated
+    lm.store.remove_document("s1")
+    assert "substitute" not in [
+        candidate.name
+        for candidate in lm.calibrate(phrased(12, "e"), domains=["phrases"], max_k=16).comparison.candidates
+    ]
 
 
 def test_documents_that_it_was_trained_on_cannot_be_left_out(lm, substitute) -> None:
