@@ -65,7 +65,7 @@ class Lab:
         self.folder = out / "shared" / self.inputs[:12]
         self.folder.mkdir(parents=True, exist_ok=True)
         self._memories: dict[str, Memory] = {}
-        self._compared: dict[str, Comparison] = {}
+        self._compared: dict[tuple[str, str, int], Comparison] = {}
 
     def _hash(self) -> str:
         base = load(self.model, device="cpu").model
@@ -131,16 +131,24 @@ class Lab:
         """The text to report, likewise."""
         return self.base.scored(domain, "test")
 
-    def compared(self, domain: str) -> Comparison:
-        """All candidates of `knnstore calibrate`, fitted on dev."""
-        if domain not in self._compared:
-            self.say(f"{domain}: calibrating")
-            self._compared[domain] = compare(self.dev(domain))
-        return self._compared[domain]
+    def compared(self, domain: str, memory: Memory | None = None, fraction: int = 1) -> Comparison:
+        """All candidates of `knnstore calibrate`, fitted on dev.
 
-    def calibrated(self, domain: str) -> KNNSettings:
-        """The best way to mix the store alone, to retrieve from the domain."""
-        settings = store_alone(self.compared(domain)).settings
+        Args:
+            domain: of the text and of the store.
+            memory: model and store; default the base model's.
+            fraction: which part of the store to search.
+        """
+        of = memory or self.base
+        asked = of.folder.name, domain, fraction
+        if asked not in self._compared:
+            self.say(f"{domain}: calibrating, {asked[0]}")
+            self._compared[asked] = compare(of.scored(domain, "dev", fraction=fraction))
+        return self._compared[asked]
+
+    def calibrated(self, domain: str, memory: Memory | None = None, fraction: int = 1) -> KNNSettings:
+        """The best way to mix the store alone, to retrieve from the domain; arguments as of `compared`."""
+        settings = store_alone(self.compared(domain, memory, fraction)).settings
         return replace(settings, selection=Selection(domains=(domain,)))
 
     def fixed(self, domain: str) -> KNNSettings:

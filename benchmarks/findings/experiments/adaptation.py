@@ -2,9 +2,7 @@
 
 from finding import Finding, Table, count, settle
 from judging import interval, ppl, ratio, with_cache
-from lab import Lab, store_alone
-
-from knnstore.lm.comparison import compare
+from lab import Lab
 
 TITLE = "A store closes most of the gap to a model fine-tuned on the same text"
 CLAIM = """Khandelwal et al. 2020, table 4 (books, with a model of Wikipedia): 34.84 alone, 20.47 with a
@@ -25,7 +23,7 @@ def run(lab: Lab) -> Finding:
         stored, part = lab.base.stored(domain), f"1/{fraction}"
         seconds = stored.seconds * stored.tokens[part] / stored.tokens["1/1"]
         dev = lab.base.scored(domain, "dev", fraction=fraction)
-        settings = store_alone(compare(dev)).settings
+        settings = lab.calibrated(domain, fraction=fraction)
         store = test.log_probs(settings).log_probs
         both = test.log_probs(with_cache(dev, settings)).log_probs
         tuned = {epochs: lab.tuned(domain, epochs, fraction) for epochs in (1, 3)}

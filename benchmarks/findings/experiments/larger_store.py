@@ -2,9 +2,7 @@
 
 from finding import Finding, Table, below, count, settle
 from judging import interval, ratio
-from lab import Lab, store_alone
-
-from knnstore.lm.comparison import compare
+from lab import Lab
 
 TITLE = "A store of more text can replace training on it"
 CLAIM = """Khandelwal et al. 2020, table 3: a model trained on 100 million tokens has 19.59, with a store
@@ -22,7 +20,7 @@ def run(lab: Lab) -> Finding:
         fraction = lab.train_fraction(domain)
         few = lab.tuned(domain, 3, fraction * 4)
         memory = lab.memory(few.model, f"{domain}-3-{fraction * 4}")
-        settings = store_alone(compare(memory.scored(domain, "dev", fraction=fraction))).settings
+        settings = lab.calibrated(domain, memory, fraction)
         test = memory.scored(domain, "test", fraction=fraction)
         mixed = test.log_probs(settings).log_probs
         all_read = lab.tuned(domain, 3, fraction)
