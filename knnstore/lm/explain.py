@@ -10,12 +10,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from knnstore.datastore import Ids
-from knnstore.lm.continuous_cache import ReadText
 from knnstore.lm.encoder import Encoder
-from knnstore.lm.scoring import BATCH_TOKENS, score_batch
+from knnstore.lm.scoring import score_texts
 from knnstore.lm.settings import KNNSettings
 from knnstore.lm.substitute import Heads
-from knnstore.lm.windows import pack, prefix_of
+from knnstore.lm.windows import prefix_of
 from knnstore.store import KNNStore, tokens_of
 
 THIS_TEXT = "(this text)"
@@ -90,16 +89,8 @@ def explain_tokens(
         An entry for each predicted token from `start` on, in order.
     """
     explained: dict[int, TokenExplanation] = {}
-    read = None if settings.cache is None else ReadText(settings.cache.size, store.identity.metric)
     heads = Heads(store, encoder.model.device)
-    for batch in pack(
-        [tokens],
-        prefix=prefix_of(tokenizer),
-        max_length=store.identity.max_length,
-        stride=store.identity.stride,
-        batch_tokens=BATCH_TOKENS,
-    ):
-        scores = score_batch(store, encoder, batch, settings, read)
+    for scores in score_texts(store, encoder, [tokens], prefix_of(tokenizer), settings):
         weighed = settings.weigh(scores.retrieved())
         p_knn = weighed.knn_probs(scores.gold)
         lam = weighed.lam.where(weighed.weights.sum(1) > 0, 0.0)
@@ -108,10 +99,10 @@ def explain_tokens(
         p_sub = None
         if settings.substitute is not None:
             p_sub = heads(settings.substitute).gold_log_probs(scores.keys, scores.gold).exp()
-        for row, position in enumerate(batch.positions.tolist()):
+        for row, position in enumerate(scores.positions.tolist()):
             if position < start:
                 continue
-            token, weights = int(batch.gold[row]), weighed.weights[row]
+            token, weights = int(scores.gold[row]), weighed.weights[row]
             nearest = scores.distances[row].sort(stable=True).indices[:neighbors]
             sources = _stored(
                 store,

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
@@ -29,6 +30,7 @@ from knnstore.lm.skipping import entropy_of, search_some
 from knnstore.lm.store_mixin import StoreMixin
 from knnstore.lm.substitute import Heads
 from knnstore.lm.text_keys import TextKeys
+from knnstore.lm.text_pointers import STATES_KEPT, PointerStates, TextPass, retrieve_for_pass
 from knnstore.lm.windows import Tokens
 from knnstore.store import KNNStore, tokens_of
 from knnstore.store.weights import save_weights
@@ -198,12 +200,25 @@ class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: i
         """Set the base model's."""
         self.base.set_output_embeddings(new_embeddings)
 
+    def generate(self, *args: Any, knn: KNNSettings | None = None, **kwargs: Any) -> Any:
+        """Write text as `GenerationMixin.generate` does; pointers begin at the end of each prompt.
+
+        Args:
+            *args: as there.
+            knn: settings of this call; default ``self.knn``.
+            **kwargs: as there.
+        """
+        if (knn or self.knn).pointers is not None:
+            kwargs.setdefault("pointer_states", PointerStates(STATES_KEPT))
+        return super().generate(*args, knn=knn, **kwargs)  # type: ignore[misc]
+
     def prepare_inputs_for_generation(
         self,
         input_ids: Tensor,
         *args: Any,
         inputs_embeds: Tensor | None = None,
         knn: KNNSettings | None = None,
+        pointer_states: PointerStates | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Let the base model prepare its inputs, and pass by it the settings and the texts so far."""
@@ -215,7 +230,7 @@ class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: i
         if inputs_embeds is not None:
             kwargs["inputs_embeds"] = inputs_embeds
         inputs: dict[str, Any] = self.base.prepare_inputs_for_generation(input_ids, *args, **kwargs)
-        return {**inputs, "knn": knn, "sequence_ids": sequence_ids}
+        return {**inputs, "knn": knn, "sequence_ids": sequence_ids, "pointer_states": pointer_states}
 
     def forward(
         self,
@@ -229,6 +244,7 @@ class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: i
         logits_to_keep: int | Tensor = 0,
         knn: KNNSettings | None = None,
         sequence_ids: Tensor | None = None,
+        pointer_states: PointerStates | None = None,
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
@@ -249,6 +265,7 @@ class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: i
             knn: settings of this call; default ``self.knn``.
             sequence_ids: with a cache, the whole texts: int64, shape (b, past + t), -1 for padding;
                 see `knnstore.lm.sequence_state`. `generate` gives them.
+            pointer_states: what lets pointers go on from the pass before; `generate` gives it.
             return_dict: False returns a tuple.
             **kwargs: whatever else the base model takes, and ``num_items_in_batch`` for the loss.
 
@@ -300,7 +317,19 @@ class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: i
             if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
                 attended = attention_mask[:, -length:].to(keys.device) != 0
             attended = keep_positions(attended[..., None], logits_to_keep)[..., 0]
-            logits = self._mixed(logits, keys, attended, recent, settings)
+            text_pass = None
+            if settings.pointers is not None:
+                at = torch.arange(batch * length).reshape(batch, length, 1)
+                kept = keep_positions(at, logits_to_keep)[..., 0]
+                if sequence_ids is not None:
+                    text_pass = TextPass.of(sequence_ids, batch, length, kept, pointer_states)
+                else:  # what was read before this pass is not known: pointers begin in it
+                    mask = None
+                    if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
+                        mask = attention_mask[:, -length:]
+                    read = None if input_ids is None else sequence_ids_of(input_ids, mask)
+                    text_pass = TextPass.of(read, batch, length, kept, None)
+            logits = self._mixed(logits, keys, attended, recent, settings, text_pass)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=logits.shape[-1], **loss_options)
@@ -312,7 +341,13 @@ class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: i
         return self.encoder.keys(tokens[None], np.arange(len(tokens)))
 
     def _mixed(
-        self, logits: Tensor, keys: Tensor, attended: Tensor, recent: Recent | None, settings: KNNSettings
+        self,
+        logits: Tensor,
+        keys: Tensor,
+        attended: Tensor,
+        recent: Recent | None,
+        settings: KNNSettings,
+        text_pass: TextPass | None,
     ) -> Tensor:
         """Return the mixture for all positions, or the very `logits` when nothing was found.
 
@@ -322,6 +357,7 @@ class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: i
             attended: bool, shape (...): which positions to search.
             recent: what each position finds in its own text, or None.
             settings: the settings.
+            text_pass: what pointers go by, or None.
         """
         queries = keys[attended].float().cpu().numpy()
         step = max(1, _CHUNK_VALUES // logits.shape[-1])
@@ -329,7 +365,17 @@ class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: i
             searched = np.ones(len(queries), bool)
             if settings.skip is not None:
                 searched = settings.skip.searched_of(keys[attended], logits[attended.to(logits.device)], step)
-            found = search_some(self.store, queries, searched, settings.k, settings.selection, settings.mixer)
+
+            def search(rows: NDArray[np.int64]) -> Neighbors:
+                return search_some(
+                    self.store, queries[rows], searched[rows], settings.k, settings.selection, settings.mixer
+                )
+
+            if text_pass is None:
+                found = search(np.arange(len(queries)))
+            else:
+                asked = attended.cpu().numpy()
+                found = retrieve_for_pass(self.store, queries, text_pass, asked, settings, search)
         else:
             found = Neighbors(np.full((len(queries), 1), -1), np.full((len(queries), 1), np.inf, np.float32))
         if not len(queries) or not (

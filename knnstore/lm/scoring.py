@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,10 +10,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from knnstore.datastore import Ids
+from knnstore.datastore import Ids, Neighbors
 from knnstore.documents import TextDocument
 from knnstore.lm.continuous_cache import ReadText, Recent
 from knnstore.lm.encoder import Encoder
+from knnstore.lm.in_step import few_tokens, score_in_step
 from knnstore.lm.mixing import Retrieved
 from knnstore.lm.retrieval import columns_of
 from knnstore.lm.settings import KNNSettings
@@ -71,6 +73,64 @@ class TokenScores:
             recent=self.recent,
         )
 
+    def rows(self, rows: NDArray[np.int64]) -> "TokenScores":
+        """Some of the tokens, shape (m,)."""
+        at = torch.from_numpy(rows)
+        return TokenScores(
+            lm_log_probs=self.lm_log_probs[at],
+            lm_max=self.lm_max[at],
+            lm_entropy=self.lm_entropy[at],
+            searched=self.searched[rows],
+            ids=self.ids[rows],
+            distances=self.distances[at],
+            tokens=self.tokens[at],
+            gold=self.gold[at],
+            keys=self.keys[at],
+            documents=self.documents[rows],
+            positions=self.positions[rows],
+            log_weights=None if self.log_weights is None else self.log_weights[at],
+            recent=None if self.recent is None else self.recent.rows(at),
+        )
+
+    def with_neighbors(self, found: Neighbors, searched: NDArray[np.bool_]) -> "TokenScores":
+        """The same tokens with other neighbours."""
+        return replace(
+            self,
+            searched=searched,
+            ids=found.ids,
+            distances=torch.from_numpy(found.distances),
+            tokens=torch.from_numpy(tokens_of(found.ids)),
+            log_weights=None if found.log_weights is None else torch.from_numpy(found.log_weights),
+        )
+
+
+def read_batch(
+    encoder: Encoder, batch: Batch, settings: KNNSettings, read: ReadText | None = None
+) -> TokenScores:
+    """Run the model over one batch of windows; what is to be searched is marked, no neighbour is there."""
+    skip = settings.skip
+    encoded = encoder.encode(batch.input_ids, batch.at)
+    keys = encoded.keys.cpu()
+    log_probs = encoder.log_probs(encoded.states, batch.gold)
+    lm_max, lm_entropy = log_probs.best.cpu(), log_probs.entropy.cpu()
+    gold, nothing = torch.from_numpy(batch.gold), np.empty((len(keys), 0), np.int64)
+    return TokenScores(
+        lm_log_probs=log_probs.gold.cpu(),
+        lm_max=lm_max,
+        lm_entropy=lm_entropy,
+        searched=np.ones(len(keys), bool)
+        if skip is None
+        else skip.searched(keys, lm_max, lm_entropy).numpy(),
+        ids=nothing,
+        distances=torch.empty(nothing.shape),
+        tokens=torch.from_numpy(nothing),
+        gold=gold,
+        keys=keys,
+        documents=batch.documents,
+        positions=batch.positions,
+        recent=None if read is None else read.follow(keys, gold, batch.documents, batch.positions),
+    )
+
 
 def score_batch(
     store: KNNStore,
@@ -80,29 +140,11 @@ def score_batch(
     read: ReadText | None = None,
 ) -> TokenScores:
     """Score the tokens that one batch of windows predicts; see `score`."""
-    skip = settings.skip
-    encoded = encoder.encode(batch.input_ids, batch.at)
-    keys = encoded.keys.cpu()
-    log_probs = encoder.log_probs(encoded.states, batch.gold)
-    lm_max, lm_entropy = log_probs.best.cpu(), log_probs.entropy.cpu()
-    searched = np.ones(len(keys), bool) if skip is None else skip.searched(keys, lm_max, lm_entropy).numpy()
-    found = search_some(store, keys.numpy(), searched, settings.k, settings.selection, settings.mixer)
-    gold = torch.from_numpy(batch.gold)
-    return TokenScores(
-        lm_log_probs=log_probs.gold.cpu(),
-        lm_max=lm_max,
-        lm_entropy=lm_entropy,
-        searched=searched,
-        ids=found.ids,
-        distances=torch.from_numpy(found.distances),
-        tokens=torch.from_numpy(tokens_of(found.ids)),
-        gold=gold,
-        keys=keys,
-        documents=batch.documents,
-        positions=batch.positions,
-        log_weights=None if found.log_weights is None else torch.from_numpy(found.log_weights),
-        recent=None if read is None else read.follow(keys, gold, batch.documents, batch.positions),
+    scores = read_batch(encoder, batch, settings, read)
+    found = search_some(
+        store, scores.keys.numpy(), scores.searched, settings.k, settings.selection, settings.mixer
     )
+    return scores.with_neighbors(found, scores.searched)
 
 
 def score(
@@ -131,20 +173,43 @@ def score(
     """
     shown = progress or Progress()
     before = 0
+    prefix = prefix_of(tokenizer)
     for ahead in in_chunks(documents):
-        cache = settings.cache
-        read = None if cache is None else ReadText(cache.size, store.identity.metric)
-        for batch in pack(
-            tokenized(ahead, tokenizer),
-            prefix=prefix_of(tokenizer),
+        for scores in score_texts(
+            store, encoder, tokenized(ahead, tokenizer), prefix, settings, batch_tokens
+        ):
+            yield replace(scores, documents=scores.documents + before)
+            shown.advance(len(scores.gold))
+        before += len(ahead)
+
+
+def score_texts(
+    store: KNNStore,
+    encoder: Encoder,
+    texts: Sequence[NDArray[np.integer[Any]]],
+    prefix: int | None,
+    settings: KNNSettings,
+    batch_tokens: int = BATCH_TOKENS,
+) -> Iterator[TokenScores]:
+    """Score texts given by their tokens, see `score`; `TokenScores.documents` counts the texts."""
+    fitting = min(batch_tokens, max(1, _NEIGHBORS // columns_of(settings.k, settings.mixer)))
+    for members in [range(len(texts))] if settings.pointers is None else few_tokens(texts):
+        read = None if settings.cache is None else ReadText(settings.cache.size, store.identity.metric)
+        batches = pack(
+            [texts[at] for at in members],
+            prefix=prefix,
             max_length=store.identity.max_length,
             stride=store.identity.stride,
-            batch_tokens=min(batch_tokens, max(1, _NEIGHBORS // columns_of(settings.k, settings.mixer))),
-        ):
-            scores = score_batch(store, encoder, batch, settings, read)
-            yield replace(scores, documents=scores.documents + before)
-            shown.advance(len(batch.at))
-        before += len(ahead)
+            batch_tokens=fitting,
+        )
+        parts: Iterator[TokenScores]
+        if settings.pointers is None:
+            parts = (score_batch(store, encoder, batch, settings, read) for batch in batches)
+        else:
+            read_all = [read_batch(encoder, batch, settings, read) for batch in batches]
+            parts = score_in_step(store, read_all, settings)
+        for scores in parts:
+            yield replace(scores, documents=scores.documents + members.start)
 
 
 def score_held_out(

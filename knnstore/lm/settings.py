@@ -23,6 +23,7 @@ from knnstore.lm.mixing import (
     plain,
     with_weights,
 )
+from knnstore.lm.pointers import PointerSettings
 from knnstore.lm.skipping import Skipping
 from knnstore.lm.substitute import Substitute
 from knnstore.store import Weights
@@ -83,6 +84,9 @@ class KNNSettings:
     skip: Skipping | None = None
     """For which queries no search is made; None searches for all."""
 
+    pointers: PointerSettings | None = None
+    """When what was retrieved for the token before takes the place of a search; None is never."""
+
     substitute: Substitute | None = None
     """A trained substitute, mixed with the model before the store is; alone with ``lam=0``."""
 
@@ -101,6 +105,10 @@ class KNNSettings:
             )
         if lam is not None:
             object.__setattr__(self, "mixer", FixedLambda(lam))
+        if self.pointers is not None and isinstance(self.mixer, DomainWeights):
+            raise ConfigError(
+                "pointers do not go with weights of domains, which search in each: choose another mixer"
+            )
 
     @property
     def retrieves(self) -> bool:
@@ -140,6 +148,7 @@ class KNNSettings:
             "selection": dataclasses.asdict(self.selection),
             "cache": None if self.cache is None else dataclasses.asdict(self.cache),
             "skip": None if self.skip is None else plain(self.skip),
+            "pointers": None if self.pointers is None else dataclasses.asdict(self.pointers),
             "substitute": None if self.substitute is None else dataclasses.asdict(self.substitute),
         }
 
@@ -162,7 +171,7 @@ class KNNSettings:
         Raises:
             ConfigError: a name is unknown or a value is out of range.
         """
-        names = ("k", "temperature", "mixer", "selection", "cache", "skip", "substitute")
+        names = ("k", "temperature", "mixer", "selection", "cache", "skip", "pointers", "substitute")
         known = {name: name for name in names} | {"lambda": "lam"}
         unknown = sorted(set(values) - set(known))
         if unknown:
@@ -174,6 +183,8 @@ class KNNSettings:
             given["skip"] = _skipping_of(given["skip"], load)
         if given.get("cache") is not None:
             given["cache"] = _cache_of(given["cache"])
+        if given.get("pointers") is not None:
+            given["pointers"] = _pointers_of(given["pointers"])
         if given.get("substitute") is not None:
             given["substitute"] = Substitute.from_dict(given["substitute"])
         if "selection" in given:
@@ -211,6 +222,13 @@ def _cache_of(values: Mapping[str, Any]) -> CacheSettings:
         return CacheSettings(**values)
     except TypeError as error:
         raise ConfigError(f"the cache has other settings: {error}") from error
+
+
+def _pointers_of(values: Mapping[str, Any]) -> PointerSettings:
+    try:
+        return PointerSettings(**values)
+    except TypeError as error:
+        raise ConfigError(f"pointers have other settings: {error}") from error
 
 
 def _skipping_of(values: Mapping[str, Any], load: LoadWeights | None) -> Skipping:
