@@ -28,7 +28,7 @@ def test_neighbours_are_the_nearest(metric, monkeypatch) -> None:
     torch.testing.assert_close(exact.gather(1, rows), expected.values[:, :7], rtol=1e-4, atol=1e-3)
 
 
-def test_a_place_that_says_nothing_is_last_and_does_not_beat_the_model(make_model, tokenizer) -> None:
+def test_a_place_that_says_nothing_is_last(make_model, tokenizer) -> None:
     model = make_model("gpt2")
     with torch.no_grad():  # what enters the attention is the same for every token
         model.transformer.h[1].ln_1.weight.zero_()
@@ -38,7 +38,7 @@ def test_a_place_that_says_nothing_is_last_and_does_not_beat_the_model(make_mode
     assert found.candidates[-1].fitted.held_out.ppl > 30  # no more than how frequent the tokens are
     best = found.best
     assert best is not None
-    assert best.fitted.held_out.ppl < 10 < found.base.ppl
+    assert best.fitted.held_out.ppl < found.base.ppl / 4
     assert sorted(candidate.dim for candidate in found.candidates) == [8, 32, 32]
     losses = [candidate.fitted.held_out.ppl for candidate in found.candidates]
     assert losses == sorted(losses)
