@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 import knnstore
-from knnstore.cli import asking, building, calibrating, demo, listing, probing, substituting, upkeep
+from knnstore.cli import asking, building, calibrating, demo, listing, probing, pruning, substituting, upkeep
 from knnstore.cli.options import DEFAULT_HOME, HOME_VARIABLE
 from knnstore.cli.output import one_line
 from knnstore.errors import KnnstoreError
@@ -72,6 +72,7 @@ _register(app, upkeep.tag, "tag")
 _register(app, upkeep.remove, "remove")
 _register(app, listing.info, "info")
 _register(app, upkeep.move, "move")
+_register(app, pruning.prune, "prune")
 _register(app, upkeep.optimize, "optimize")
 _register(app, upkeep.verify, "verify")
 _register(app, upkeep.repair, "repair")

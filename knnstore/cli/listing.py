@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 def domains(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:
-    """List the domains with their documents and tokens.
+    """List the domains with their documents, tokens and records.
+
+    A domain that was pruned has fewer records than tokens.
 
     Examples:
       knnstore domains
@@ -26,7 +28,8 @@ def domains(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> Non
     if as_json:
         print_json(rows)
     else:
-        print_table([{"domain": row["name"], **row} for row in rows], ["domain", "documents", "tokens"])
+        columns = ["domain", "documents", "tokens", "records"]
+        print_table([{"domain": row["name"], **row} for row in rows], columns)
 
 
 def documents(

@@ -1,6 +1,6 @@
 """What a model with a store and a tokenizer can do beside what transformers knows."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from knnstore.lm.evaluate import Evaluation, evaluate
 from knnstore.lm.explain import TokenExplanation, explain_tokens
 from knnstore.lm.keys import KeyLocation
 from knnstore.lm.projection import Projection
+from knnstore.lm.prune import Pruning, prune
 from knnstore.lm.scoring import BATCH_TOKENS
 from knnstore.lm.settings import KNNSettings
 from knnstore.lm.substitute import Substitute
@@ -189,6 +190,52 @@ class StoreMixin:
             epochs=epochs,
             learning_rate=learning_rate,
             seed=seed,
+            progress=progress,
+        )
+
+    def prune(
+        self,
+        keep: float,
+        *,
+        method: str = "merge",
+        domains: Iterable[str] = (),
+        held_out: Iterable[object] = (),
+        leave_out: bool = False,
+        seed: int = 0,
+        location: str | None = None,
+        params: Mapping[str, Any] | None = None,
+        progress: Progress | None = None,
+    ) -> Pruning:
+        """Let only some records of each domain stay, and measure what it costs; see `prune`.
+
+        Args:
+            keep: share of each domain's tokens that shall have a record, above 0 and at most 1.
+            method: which records go: ``merge``, ``known`` or ``random``.
+            domains: the domains to prune; none is all.
+            held_out: documents as in `add`, by which the cost is measured before the switch.
+            leave_out: a held-out document that is itself in the store does not retrieve from itself; else
+                it is refused.
+            seed: of ``random``.
+            location: a new place for the keys; by default a folder beside the old one, in the home.
+            params: the adapter's parameters that differ from those in use.
+            progress: hears of each batch.
+
+        Raises:
+            ConfigError: the method is unknown, or `keep` is out of range.
+            InputError: a held-out document is in the store.
+        """
+        return prune(
+            self.store,
+            self.encoder,
+            self._known_tokenizer(),
+            keep,
+            method=method,
+            domains=tuple(domains),
+            held_out=documents_of(held_out),
+            leave_out=leave_out,
+            seed=seed,
+            location=location,
+            params=params,
             progress=progress,
         )
 

@@ -1,7 +1,7 @@
 """Pruning: which records of each domain go, and what the catalogue says of them afterwards."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -13,6 +13,7 @@ from knnstore.datastore import Datastore, IdRanges, Ids, Keys
 from knnstore.errors import CatalogError, ConfigError, DatastoreError
 from knnstore.progress import Progress
 from knnstore.store.choosing import Choice, drop_at_random, merge_nearest
+from knnstore.store.provenance import Tokens
 from knnstore.store.records import positions_of, record_ids, tokens_of
 
 
@@ -25,6 +26,8 @@ class DomainRecords:
     """Shape (n,), ascending."""
     weights: NDArray[np.float64]
     """How many each stands for, shape (n,)."""
+    documents: Sequence[tuple[int, Tokens]]
+    """The first position of each document, ascending, and its tokens."""
     datastore: Datastore
 
     @cached_property
@@ -136,16 +139,16 @@ def plan_pruning(
         at = np.flatnonzero(snapshot.groups == snapshot.domains[name])
         at = at[snapshot.stops[at] > snapshot.starts[at]]
         documents = {}
-        for index in at.tolist():
-            row, start = int(snapshot.rows[index]), int(snapshot.starts[index])
-            documents[row] = known.get(row) or _unpruned(start, int(snapshot.stops[index]), first)
-        ids = _record_ids(catalog, snapshot, at, documents)
+        for row, start, stop in zip(*(c[at].tolist() for c in _places(snapshot)), strict=True):
+            documents[row] = known.get(row) or _unpruned(start, stop, first)
+        texts = _texts(catalog, snapshot, at)
+        ids = _record_ids(texts, documents.values())
         tokens = int(np.maximum(snapshot.stops[at] - snapshot.starts[at] - first, 0).sum())
         left = max(1, round(keep * tokens))
         if len(ids) <= left:
             reports.append(PrunedDomain(name, tokens, len(ids), len(ids), 0, 0))
             continue
-        records = DomainRecords(name, ids, _weights_of(snapshot, ids), datastore)
+        records = DomainRecords(name, ids, _weights_of(snapshot, ids), texts, datastore)
         heirs, scale = choose(records, left, progress)
         stays, dropped = heirs == np.arange(len(ids)), int((heirs == DROPPED).sum())
         after = int(stays.sum())
@@ -166,17 +169,26 @@ def _unpruned(start: int, stop: int, first: int) -> PrunedDocument:
     return PrunedDocument(survivors)
 
 
-def _record_ids(
-    catalog: Catalog, snapshot: Snapshot, at: NDArray[np.int64], documents: Mapping[int, PrunedDocument]
-) -> Ids:
-    """The records that some documents of a snapshot have, ascending."""
-    parts = [np.empty(0, np.int64)]
-    for index in at.tolist():
-        row, start = int(snapshot.rows[index]), int(snapshot.starts[index])
+def _places(snapshot: Snapshot) -> tuple[NDArray[np.int64], ...]:
+    return snapshot.rows, snapshot.starts, snapshot.stops
+
+
+def _texts(catalog: Catalog, snapshot: Snapshot, at: NDArray[np.int64]) -> list[tuple[int, Tokens]]:
+    """The first position and the tokens of some documents of a snapshot."""
+    texts = []
+    for row, start in zip(snapshot.rows[at].tolist(), snapshot.starts[at].tolist(), strict=True):
         tokens = catalog.tokens(row)
         if tokens is None:
             raise CatalogError("a document was removed while its domain was pruned; try again")
-        offsets = np.flatnonzero(documents[row].kept(start))
+        texts.append((start, tokens))
+    return texts
+
+
+def _record_ids(texts: Sequence[tuple[int, Tokens]], documents: Iterable[PrunedDocument]) -> Ids:
+    """The records that some documents have, ascending."""
+    parts = [np.empty(0, np.int64)]
+    for (start, tokens), document in zip(texts, documents, strict=True):
+        offsets = np.flatnonzero(document.kept(start))
         parts.append(record_ids(start + offsets, tokens[offsets]))
     return np.concatenate(parts)
 

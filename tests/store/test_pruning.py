@@ -1,5 +1,9 @@
 """Smaller stores: which records stay, what they stand for, and what becomes of that when documents go."""
 
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -7,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from knnstore import failpoints
 from knnstore.catalog import NewDocument
 from knnstore.datastore import Neighbors
 from knnstore.errors import ConfigError, DomainNotFoundError
@@ -221,3 +226,56 @@ def test_what_cannot_be_done_is_said_and_changes_nothing(store, writer, home) ->
     assert store.info()["unfinished_move"] == "keys-2"
     assert store.prune(0.5, random_chooser()).after.location == "keys-2"
     assert not (home / "keys").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "place",
+    [
+        "move.planned",
+        "move.copied",
+        "move.compared",
+        "catalog.move.inside",
+        "catalog.move.after",
+        "move.erased",
+    ],
+)
+def test_a_reader_sees_all_of_it_or_none_when_it_is_killed(store, writer, home, place) -> None:
+    writer.add("law", "1", "2", n=60)
+    store.close()
+    switched = place in ("catalog.move.after", "move.erased")
+    prune = (
+        "import sys; from knnstore.store import KNNStore, random_chooser\n"
+        "with KNNStore.open(sys.argv[1], 'a') as store: store.prune(0.5, random_chooser())"
+    )
+    killed = subprocess.run(
+        [sys.executable, "-c", prune, home], check=False, env=os.environ | {failpoints.VARIABLE: place}
+    )
+    assert killed.returncode == -signal.SIGKILL
+
+    def state(handle: KNNStore) -> tuple[int, bool]:
+        found = handle.search(writer.keys["law", "1"], 10)
+        assert handle.verify() == []
+        return handle.datastore.count(), found.log_weights is not None
+
+    with KNNStore.open(home) as reader:
+        assert state(reader) == ((60, True) if switched else (120, False))
+        with KNNStore.open(home, "a") as again:
+            done = again.prune(0.5, random_chooser())
+            assert (done.before == done.after) == switched
+            assert state(again) == state(reader) == (60, True)
+    assert {path.name for path in home.iterdir() if path.is_dir()} == {"keys-2"}
+    assert not (home / "move.json").exists()
+
+
+def test_on_postgresql(postgres, home, identity, writer_of) -> None:
+    url = postgres.new_database().render_as_string(hide_password=False)
+    with KNNStore.create(home, identity, catalog=url) as made:
+        writer = writer_of(made)
+        writer.add("law", "1", "2", n=60)
+        made.prune(0.5, random_chooser())
+        assert [(domain.tokens, domain.records) for domain in made.domains()] == [(120, 60)]
+        with KNNStore.open(home) as reader:
+            assert reader.search(writer.keys["law", "1"], 5).log_weights is not None
+            made.remove_document("1")
+            assert reader.verify() == []
