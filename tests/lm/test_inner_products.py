@@ -49,6 +49,7 @@ def test_the_nearest_have_the_greatest_products(home) -> None:
         np.testing.assert_allclose(explained, expected, rtol=0.02, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_calibrating_finds_settings_that_help(home) -> None:
     lm = knnstore.load(home, "a")
     with lm.store:
