@@ -21,6 +21,7 @@ from knnstore.cli.options import (
     JsonOption,
     LambdaOption,
     NeighborsOption,
+    PointersOption,
     SkipBadOption,
     TagsOption,
     read_params,
@@ -54,6 +55,7 @@ def evaluate(
     cache: CacheOption = None,
     cache_temperature: CacheTemperatureOption = None,
     cache_lambda: CacheLambdaOption = None,
+    pointers: PointersOption = None,
     leave_out: Annotated[
         bool,
         typer.Option("--leave-out", help="A document that is in the store does not retrieve from itself."),
@@ -100,6 +102,7 @@ def evaluate(
       knnstore eval held-out.jsonl
       knnstore eval held-out.jsonl --per-token tokens.tsv
       knnstore eval held-out.jsonl --cache 400 --cache-lambda 0.1
+      knnstore eval held-out.jsonl --pointers 64
       knnstore eval held-out.jsonl --domain news --k 64 --temperature 20 --lambda 0.5 --json
     """
     from knnstore.documents import read_documents
@@ -120,7 +123,7 @@ def evaluate(
             found = lm.evaluate(
                 read_documents(files, on_bad=skip if skip_bad else None),
                 knn=_settings(
-                    lm, k, temperature, lam, domains, tags, (cache, cache_temperature, cache_lambda)
+                    lm, k, temperature, lam, domains, tags, (cache, cache_temperature, cache_lambda), pointers
                 ),
                 substitute=trained_substitute(lm.store, domains, tags) if substitute else None,
                 leave_out=leave_out,
@@ -168,6 +171,7 @@ def generate(
     cache: CacheOption = None,
     cache_temperature: CacheTemperatureOption = None,
     cache_lambda: CacheLambdaOption = None,
+    pointers: PointersOption = None,
     explain: Annotated[
         bool, typer.Option("--explain", help="Name the documents that the text came from.")
     ] = False,
@@ -183,7 +187,9 @@ def generate(
       knnstore generate "The harbour was" --domain letters --temperature 0.8 --seed 1 --explain
     """
     lm = open_model(home, "r", device=device, dtype=dtype)
-    settings = _settings(lm, k, knn_temperature, lam, domains, tags, (cache, cache_temperature, cache_lambda))
+    settings = _settings(
+        lm, k, knn_temperature, lam, domains, tags, (cache, cache_temperature, cache_lambda), pointers
+    )
     text = sys.stdin.read() if prompt == "-" else prompt
     with lm.store:
         continuation = lm.generate_text(
@@ -224,6 +230,7 @@ def explain(
     cache: CacheOption = None,
     cache_temperature: CacheTemperatureOption = None,
     cache_lambda: CacheLambdaOption = None,
+    pointers: PointersOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     home: HomeOption = DEFAULT_HOME,
@@ -243,7 +250,9 @@ def explain(
     with lm.store:
         explained = lm.explain(
             sys.stdin.read() if text == "-" else text,
-            knn=_settings(lm, k, temperature, lam, domains, tags, (cache, cache_temperature, cache_lambda)),
+            knn=_settings(
+                lm, k, temperature, lam, domains, tags, (cache, cache_temperature, cache_lambda), pointers
+            ),
             neighbors=neighbors,
         )
     if as_json:
@@ -319,6 +328,7 @@ def _settings(
     domains: list[str] | None,
     tags: list[str] | None,
     cache: tuple[int | None, float | None, float | None],
+    pointers: int | None,
 ) -> "KNNSettings":
     """The settings of this call: what was given, else what is saved for these domains.
 
@@ -327,14 +337,19 @@ def _settings(
     from knnstore import Selection
     from knnstore.lm.calibrate import CalibrationRecord
     from knnstore.lm.defaults import settings_for
+    from knnstore.lm.pointers import PointerSettings
 
     selection = Selection(domains=tuple(domains) if domains else None, tags=tuple(tags) if tags else None)
     given: dict[str, Any] = {"k": k, "temperature": temperature, "lam": lam}
+    if lam is not None:  # everywhere, then
+        given["skip"] = None
     settings = replace(
         settings_for(lm.store, selection),
-        **{name: value for name, value in given.items() if value is not None},
+        **{name: value for name, value in given.items() if value is not None or name == "skip"},
     )
     settings = replace(settings, cache=cache_of(settings, *cache, only_store=lam is not None))
+    if pointers is not None:
+        settings = replace(settings, pointers=PointerSettings(pointers) if pointers else None)
     warn_of_outdated(lm.store, selection)
     record = CalibrationRecord.of(lm.store, selection)
     if record is not None and lam is None:

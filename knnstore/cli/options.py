@@ -60,6 +60,16 @@ LambdaOption = Annotated[
     float | None,
     typer.Option("--lambda", min=0, max=1, metavar="L", help="Weight of retrieval: 0 is the model alone."),
 ]
+PointersOption = Annotated[
+    int | None,
+    typer.Option(
+        "--pointers",
+        min=0,
+        metavar="N",
+        help="Search only where fewer than N of the records retrieved for the token before lead on from it; "
+        "0 is everywhere.",
+    ),
+]
 DeviceOption = Annotated[
     str | None,
     typer.Option(
