@@ -11,9 +11,11 @@ from transformers import PreTrainedTokenizerBase
 
 from knnstore.documents import TextDocument
 from knnstore.errors import ConfigError, InputError, ReadOnlyError
-from knnstore.lm.comparison import Comparison, check_enough, compare
-from knnstore.lm.defaults import CALIBRATION, DEFAULT_K, saved_for, settings_for
+from knnstore.lm.comparison import Comparison, check_enough, compare, ks_up_to
+from knnstore.lm.defaults import CALIBRATION, saved_for, settings_for
+from knnstore.lm.domain_fitting import MOST_DOMAINS
 from knnstore.lm.encoder import Encoder
+from knnstore.lm.further_searches import FurtherSearches, WideEvidence
 from knnstore.lm.scored_text import score_once
 from knnstore.lm.scoring import count_predicted
 from knnstore.lm.substitute import TRAINED
@@ -21,6 +23,10 @@ from knnstore.lm.substitute_fitting import score_substitute
 from knnstore.progress import Progress
 from knnstore.store import EVERYTHING, KNNStore, Selection
 
+MAX_K = 4096
+"""Neighbours that are searched for: p_kNN over more of them was no better, see docs/prediction.md."""
+PASS_K = 1024
+"""Neighbours that are kept of each token, for mixers that look at them; of more, only p_kNN is."""
 STALE_GROWTH = 1.25
 """Settings are stale when the records retrieved from have grown or shrunk by more than this factor."""
 
@@ -81,14 +87,15 @@ def calibrate(
     documents: Iterable[TextDocument],
     *,
     domains: Iterable[str] | None = None,
-    max_k: int = DEFAULT_K,
+    max_k: int = MAX_K,
     leave_out: bool = False,
     progress: Progress | None = None,
 ) -> Calibration:
     """Fit all settings on held-out text, and save the best for these domains.
 
-    One pass of model and search, then everything is fitted without either; see `compare`. Nothing is
-    saved unless the perplexity is below the model's own, beyond chance.
+    One pass of the model, with searches for k up to `PASS_K`, for larger k and in each domain; then
+    everything is fitted without either; see `compare`. Nothing is saved unless the perplexity is below
+    the model's own, beyond chance.
 
     Args:
         store: where to search; opened for writing.
@@ -125,12 +132,20 @@ def calibrate(
     started = time.perf_counter()
     scored = score_once(
         store, encoder, tokenizer, listed,
-        k=min(max_k, records), selection=selection, left_out=twins, progress=progress,
+        k=min(max_k, records, PASS_K), selection=selection, left_out=twins, progress=progress,
     )  # fmt: skip
+    wide: list[WideEvidence] = []
+    apart = None
+    if bool(scored.distances[:, 0].isfinite().any()):
+        further = FurtherSearches(store, scored, listed, selection, twins, progress)
+        larger = [k for k in ks_up_to(min(max_k, records)) if k >= 2 * scored.k]
+        wide = further.with_k(larger) if larger else []
+        searched = [domain.name for domain in store.domains() if not names or domain.name in names]
+        apart = further.by_domain(searched, scored.k) if 2 <= len(searched) <= MOST_DOMAINS else None
     if not twins:  # which cannot be left out of a substitute
         scored = score_substitute(scored, store, selection, encoder.model.device)
     between = time.perf_counter()
-    found = compare(scored, settings_for(store, selection))
+    found = compare(scored, settings_for(store, selection), wide=wide, domains=apart)
     fitted = time.perf_counter()
     record = None
     if found.beats_base:

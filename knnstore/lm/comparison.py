@@ -7,10 +7,10 @@ are not independent.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -18,9 +18,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knnstore.errors import InputError
+from knnstore.lm.bins import BinnedLambda
 from knnstore.lm.cache_fitting import fit_cache, gather_cache_evidence
+from knnstore.lm.domain_fitting import DomainEvidence, fit_domains
+from knnstore.lm.domain_weights import DomainWeights
 from knnstore.lm.fitting import Evidence, fit_bins, fit_fixed, fit_nearness, fit_relative, gather_evidence
-from knnstore.lm.scored_text import ScoredText
+from knnstore.lm.further_searches import WideEvidence
+from knnstore.lm.mixing import FixedLambda
+from knnstore.lm.scored_text import Mixed, ScoredText
 from knnstore.lm.settings import KNNSettings
 from knnstore.lm.substitute_fitting import fit_alone, fit_beside
 
@@ -32,10 +37,11 @@ RESAMPLES = 1_000
 _K_STEP = 4
 
 Fit = Callable[[Evidence], KNNSettings]
+Mix = Callable[[KNNSettings, Tensor], Mixed]
+"""Judges settings by some tokens, given by their indices."""
+E = TypeVar("E", Evidence, DomainEvidence)
 
-MIXER_FITS: dict[str, Fit] = {
-    "sk-mt": fit_nearness,
-    "relative-confidence": fit_relative,
+BIN_FITS: dict[str, Fit] = {
     "bins 8": partial(fit_bins, distance_bins=8),
     "bins 32": partial(fit_bins, distance_bins=32),
     "bins 8 + T": partial(fit_bins, distance_bins=8, temperatures=True),
@@ -44,8 +50,11 @@ MIXER_FITS: dict[str, Fit] = {
     "bins 8x8 + T": partial(fit_bins, distance_bins=8, confidence_bins=8, temperatures=True),
     "bins 16x16 + T": partial(fit_bins, distance_bins=16, confidence_bins=16, temperatures=True),
 }
-"""What is fitted beside a fixed λ, at the k that is best for that: bins of the nearest distance, times
-bins of the model's confidence, and with T of its own in each where ``+ T``."""
+"""Bins of the nearest distance, times bins of the model's confidence, and with T of its own in each where
+``+ T``."""
+
+MIXER_FITS: dict[str, Fit] = {"sk-mt": fit_nearness, "relative-confidence": fit_relative, **BIN_FITS}
+"""What is fitted beside a fixed λ, at the k that is best for that."""
 
 
 class Interval(NamedTuple):
@@ -86,7 +95,8 @@ class Comparison:
     best of some of these; then a continuous cache without the store, and
     on top of the best of these."""
     current: Candidate | None
-    """The settings in force until now, with at most the k of the pass; nothing was fitted here."""
+    """The settings in force until now, with at most the k of the pass if theirs was not searched; nothing
+    was fitted here. None where there are none, or none that can be judged."""
 
     @property
     def best(self) -> Candidate:
@@ -100,7 +110,12 @@ class Comparison:
 
 
 def compare(
-    scored: ScoredText, current: KNNSettings | None = None, *, fits: Mapping[str, Fit] = MIXER_FITS
+    scored: ScoredText,
+    current: KNNSettings | None = None,
+    *,
+    fits: Mapping[str, Fit] = MIXER_FITS,
+    wide: Sequence[WideEvidence] = (),
+    domains: DomainEvidence | None = None,
 ) -> Comparison:
     """Fit every candidate and judge it on documents that it was not fitted on.
 
@@ -108,6 +123,9 @@ def compare(
         scored: held-out text.
         current: settings to compare the candidates with.
         fits: what is fitted beside a fixed λ.
+        wide: what the tokens say about settings with larger k; a fixed λ is fitted, and bins where that is
+            better than with the k of the pass.
+        domains: what they say about weights for each domain, which are fitted too.
 
     Raises:
         InputError: there is too little text.
@@ -115,23 +133,31 @@ def compare(
     lengths = torch.bincount(scored.documents).numpy()
     lengths = lengths[lengths > 0]
     check_enough(len(lengths), len(scored))
-    halves = _halves(scored.documents)
+    halves = in_halves(scored.documents)
     judged = _Judged(scored)
-    evidence = gather_evidence(scored, _ks(scored.k))
+    evidence = gather_evidence(scored, ks_up_to(scored.k))
     if not len(evidence[0].tokens):
         raise InputError("nothing can be fitted: the search found no neighbour of any token")
 
-    def judge(name: str, fit: Fit, of: Evidence) -> Candidate:
+    def judge(name: str, fit: Callable[[E], KNNSettings], of: E, mix: Mix = scored.log_probs) -> Candidate:
         log_probs, lam = torch.empty(len(scored)), torch.empty(len(scored))
         for half in (halves, ~halves):
             tokens = (~half).nonzero()[:, 0]
-            log_probs[tokens], lam[tokens] = scored.log_probs(fit(of.only(half)), tokens)
+            log_probs[tokens], lam[tokens] = mix(fit(of.only(half)), tokens)
         held_out, change = judged(log_probs)
         return Candidate(name, fit(of), held_out, float(lam.mean()), change, log_probs)
 
     fixed = [judge("fixed", fit_fixed, of) for of in evidence]
     at = min(range(len(fixed)), key=lambda index: fixed[index].held_out.ppl)
     others = [judge(name, fit, evidence[at]) for name, fit in fits.items()]
+    if wide:
+        with_k = [judge("fixed", fit_fixed, of.evidence, of.log_probs) for of in wide]
+        best, of = min(zip(with_k, wide, strict=True), key=lambda pair: pair[0].held_out.ppl)
+        if best.held_out.ppl < fixed[at].held_out.ppl:
+            others += [judge(name, fit, of.evidence, of.log_probs) for name, fit in BIN_FITS.items()]
+        fixed += with_k
+    if domains is not None:
+        others.append(judge("domains", fit_domains, domains, domains.log_probs))
     candidates = [*fixed, *others]
     if scored.substitute is not None:
         known = [candidate for candidate in candidates if candidate.name in {"fixed", *fits}]
@@ -165,9 +191,28 @@ def compare(
         ]
     before = None
     if current is not None:
-        kept = replace(current, k=min(current.k, scored.k))
-        before = judge("current", lambda _: kept, evidence[at])
+        kept, mix = _as_judged(current, scored, wide, domains)
+        before = judge("current", lambda _: kept, evidence[at], mix) if kept else None
     return Comparison(len(lengths), len(scored), judged.base, tuple(candidates), before)
+
+
+def _as_judged(
+    current: KNNSettings,
+    scored: ScoredText,
+    wide: Sequence[WideEvidence],
+    domains: DomainEvidence | None,
+) -> tuple[KNNSettings | None, Mix]:
+    """Settings as they can be judged without a search, and by what; None where they cannot."""
+    if isinstance(current.mixer, DomainWeights):
+        names = {current.mixer.domains[number] for number in current.mixer.searched}
+        if domains is None or current.cache is not None or not names <= set(domains.domains):
+            return None, scored.log_probs
+        return current, domains.log_probs
+    if isinstance(current.mixer, FixedLambda | BinnedLambda) and current.cache is None:
+        for of in wide:
+            if of.evidence.k == current.k:
+                return current, of.log_probs
+    return replace(current, k=min(current.k, scored.k)), scored.log_probs
 
 
 def check_enough(documents: int, tokens: int) -> None:
@@ -212,7 +257,7 @@ def _interval(loss: float, resampled: NDArray[np.float64]) -> Interval:
     return Interval(math.exp(loss), math.exp(low), math.exp(high))
 
 
-def _halves(documents: Tensor) -> Tensor:
+def in_halves(documents: Tensor) -> Tensor:
     """Which tokens are of the first half: whole documents, the longest dealt out first.
 
     Args:
@@ -231,7 +276,7 @@ def _halves(documents: Tensor) -> Tensor:
     return first[documents]
 
 
-def _ks(largest: int) -> list[int]:
+def ks_up_to(largest: int) -> list[int]:
     """The largest k and what is left when it is divided again and again; ascending."""
     ks = [largest]
     while ks[0] // _K_STEP >= _K_STEP:

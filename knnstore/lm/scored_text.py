@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from knnstore.documents import TextDocument
 from knnstore.lm.continuous_cache import Reading
+from knnstore.lm.domain_weights import DomainWeights
 from knnstore.lm.encoder import Encoder
 from knnstore.lm.gate import DISTINCT_AMONG, distinct_tokens, powers_up_to
 from knnstore.lm.mixing import Retrieved
@@ -108,6 +109,7 @@ class ScoredText:
         Returns:
             One entry for each of the m tokens.
         """
+        assert not isinstance(settings.mixer, DomainWeights), "judged by `DomainEvidence`"
         parts = []
         for chunk in self.chunks(settings.k, tokens):
             retrieved, hits = self.retrieved(settings.k, chunk), self.hits[chunk, : settings.k]

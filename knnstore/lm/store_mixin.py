@@ -10,8 +10,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from knnstore.documents import OnBad, documents_of
 from knnstore.errors import ConfigError, InputError
 from knnstore.lm.build import COMMIT_TOKENS, Added, add_documents
-from knnstore.lm.calibrate import Calibration, calibrate
-from knnstore.lm.defaults import DEFAULT_K, save_default_settings, settings_for
+from knnstore.lm.calibrate import MAX_K, Calibration, calibrate
+from knnstore.lm.defaults import save_default_settings, settings_for
 from knnstore.lm.encoder import Encoder
 from knnstore.lm.evaluate import Evaluation, evaluate
 from knnstore.lm.explain import TokenExplanation, explain_tokens
@@ -123,7 +123,7 @@ class StoreMixin:
         documents: Iterable[object],
         *,
         domains: Iterable[str] | None = None,
-        max_k: int = DEFAULT_K,
+        max_k: int = MAX_K,
         leave_out: bool = False,
         progress: Progress | None = None,
     ) -> Calibration:

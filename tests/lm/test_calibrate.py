@@ -119,7 +119,7 @@ def test_the_cached_pass_agrees_with_the_evaluation(lm):
     fitted = lm.calibrate(HELD_OUT, max_k=64).comparison.candidates
     for settings in [
         KNNSettings(k=20, temperature=3.0, lam=0.4),
-        *(candidate.settings for candidate in fitted),
+        *(candidate.settings for candidate in fitted if "domains" not in candidate.name),
     ]:
         evaluated = lm.evaluate(HELD_OUT, settings)
         mixed, lam = scored.log_probs(settings)

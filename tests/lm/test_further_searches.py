@@ -1,0 +1,155 @@
+"""Larger k and weights of domains in `calibrate`: against the evaluation that searches for real."""
+
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+import knnstore
+from knnstore.documents import TextDocument
+from knnstore.lm import BinnedLambda, DomainWeights, KNNSettings
+from knnstore.lm.comparison import compare
+from knnstore.lm.further_searches import FurtherSearches
+from knnstore.lm.ladder import between_rungs
+from knnstore.lm.scored_text import score_once
+from knnstore.store import EVERYTHING
+
+RNG = np.random.default_rng(3)
+PHRASES = [" ".join(f"w{i}" for i in RNG.integers(4, 100, 12)) for _ in range(40)]
+
+
+def phrased(count: int, name: str, phrases: range) -> list[TextDocument]:
+    return [
+        TextDocument(f"{name}{at}", " ".join(PHRASES[i] for i in RNG.choice(phrases, 9)))
+        for at in range(count)
+    ]
+
+
+HELD_OUT = [*phrased(6, "x", range(20)), *phrased(6, "y", range(20, 40))]
+
+
+@pytest.fixture(scope="module")
+def filled(make_model, tokenizer, tmp_path_factory):
+    """A home with the domains a and b, which know other phrases, and noise."""
+    path, home = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("filled") / "home"
+    make_model("gpt2").save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    lm = knnstore.create(home, model=str(path), max_length=32, stride=16)
+    with lm.store:
+        lm.add(phrased(4, "a", range(20)), domain="a")
+        lm.add(phrased(2, "b", range(20, 40)), domain="b")
+        lm.add([" ".join(f"w{i}" for i in RNG.integers(4, 100, 150)) for _ in range(2)], domain="noise")
+    return home
+
+
+@pytest.fixture
+def lm(filled, tmp_path):
+    shutil.copytree(filled, tmp_path / "home")
+    opened = knnstore.load(tmp_path / "home", "a")
+    yield opened
+    opened.store.close()
+
+
+@pytest.fixture
+def further(lm):
+    scored = score_once(lm.store, lm.encoder, lm.tokenizer, HELD_OUT, k=16, selection=EVERYTHING)
+    return FurtherSearches(lm.store, scored, HELD_OUT, EVERYTHING)
+
+
+def ppl(log_probs: torch.Tensor) -> float:
+    return math.exp(-float(log_probs.double().mean()))
+
+
+def test_larger_k_agrees_with_the_evaluation(lm, further):
+    every = torch.arange(len(further.scored))
+    wide = further.with_k([64, 300])
+    assert [of.evidence.k for of in wide] == [64, 300]
+    bins = BinnedLambda((20.0,), (0.7, 0.3), (1.0, 2.0))
+    rung = float(wide[0].evidence.temperatures[8])
+    for of in wide:
+        for given in (
+            KNNSettings(of.evidence.k, rung, lam=0.4),
+            KNNSettings(of.evidence.k, rung * 1.2, lam=0.4),
+            KNNSettings(of.evidence.k, rung, bins),
+        ):
+            mixed, lam = of.log_probs(given, every)
+            found = lm.evaluate(HELD_OUT, given)
+            assert ppl(mixed) == pytest.approx(found.knn_ppl, rel=1e-4 if given.temperature == rung else 2e-3)
+            assert float(lam.mean()) == pytest.approx(found.lam)
+
+
+def test_domains_searched_apart_agree_with_the_evaluation(lm, further):
+    evidence = further.by_domain(["a", "b", "noise"], 16)
+    temperature = float(evidence.temperatures[8])
+    given = KNNSettings(16, temperature, DomainWeights(("b", "a"), (0.2, 0.5), (2.0, 1.0)))
+    mixed, lam = evidence.log_probs(given, torch.arange(len(further.scored)))
+    found = lm.evaluate(HELD_OUT, given)
+    assert ppl(mixed) == pytest.approx(found.knn_ppl, rel=1e-4)
+    assert float(lam.mean()) == pytest.approx(found.lam) == pytest.approx(0.7)
+
+
+def test_documents_that_are_left_out_do_not_find_themselves(lm):
+    documents = [*HELD_OUT[:2], *HELD_OUT[6:8]]
+    lm.add(documents[1:3], domain="b")
+    twins = {one.content_hash for one in documents[1:3]}
+    scored = score_once(
+        lm.store, lm.encoder, lm.tokenizer, documents, k=16, selection=EVERYTHING, left_out=twins
+    )
+    further = FurtherSearches(lm.store, scored, documents, EVERYTHING, twins)
+    of = further.with_k([64])[0]
+    given = KNNSettings(64, float(of.evidence.temperatures[8]), lam=0.4)
+    honest = lm.evaluate(documents, given, leave_out=True).knn_ppl
+    assert ppl(of.log_probs(given, torch.arange(len(scored))).log_probs) == pytest.approx(honest, rel=1e-4)
+    assert honest > lm.evaluate(documents, given).knn_ppl * 1.1
+
+
+def test_calibrate_tries_larger_k_and_weights_of_domains(lm, monkeypatch):
+    monkeypatch.setattr("knnstore.lm.calibrate.PASS_K", 32)
+    found = lm.calibrate(HELD_OUT, max_k=512)
+    assert [one.settings.k for one in found.comparison.candidates if one.name == "fixed"] == [8, 32, 128, 512]
+    apart = next(one for one in found.comparison.candidates if one.name == "domains")
+    mixer = apart.settings.mixer
+    assert mixer.domains == ("a", "b", "noise")
+    assert 2 * mixer.lambdas[2] < min(mixer.lambdas[:2])
+    evaluated = lm.evaluate(HELD_OUT, apart.settings)
+    assert evaluated.knn_ppl == pytest.approx(apart.held_out.ppl, rel=0.1)
+
+
+def test_what_is_in_force_is_judged_with_its_own_weights_or_its_own_k(lm, further):
+    evidence = {"wide": further.with_k([300]), "domains": further.by_domain(["a", "b"], 16)}
+    temperature = 1.1 * float(evidence["domains"].temperatures[8])
+    for current in (
+        KNNSettings(16, temperature, DomainWeights(("b", "a"), (0.3, 0.4))),
+        KNNSettings(300, temperature, lam=0.5),
+    ):
+        found = compare(further.scored, current, fits={}, **evidence).current
+        assert found.settings == current
+        assert found.held_out.ppl == pytest.approx(lm.evaluate(HELD_OUT, current).knn_ppl, rel=2e-3)
+    gone = KNNSettings(16, temperature, DomainWeights(("gone",), (0.3,)))
+    assert compare(further.scored, gone, fits={}, domains=evidence["domains"]).current is None
+
+
+def test_all_records_are_the_largest_k(lm):
+    """More neighbours than there are records change nothing: p_kNN is then over every record."""
+    text, records = HELD_OUT[:2], lm.store.datastore.count()
+    ids, keys, _ = (np.concatenate(part) for part in zip(*lm.store.datastore.iterate(), strict=True))
+    given = KNNSettings(records, 10.0, lam=0.5)
+    found = lm.evaluate(text, given)
+    assert lm.evaluate(text, KNNSettings(records + 50, 10.0, lam=0.5)).knn_ppl == pytest.approx(found.knn_ppl)
+    scored = score_once(lm.store, lm.encoder, lm.tokenizer, text, k=1, selection=EVERYTHING)
+    distances = ((scored.reading.keys.numpy()[:, None].astype(np.float64) - keys) ** 2).sum(2)
+    masses = np.exp(-(distances - distances.min(1, keepdims=True)) / 10)
+    hits = (ids & (2**20 - 1)) == scored.reading.gold.numpy()[:, None]
+    p = 0.5 * scored.lm_log_probs.exp().numpy() + 0.5 * (masses * hits).sum(1) / masses.sum(1)
+    assert math.exp(-np.log(p).mean()) == pytest.approx(found.knn_ppl, rel=1e-4)
+
+
+def test_between_rungs_is_exact_on_rungs():
+    knn, temperatures = torch.rand(5, 4), torch.tensor([1.0, 2.0, 4.0, 8.0])
+    for column, temperature in enumerate(temperatures):
+        assert torch.allclose(between_rungs(knn, temperatures, float(temperature)), knn[:, column])
+    wanted = torch.tensor([1.0, 2.0, 4.0, 8.0, 100.0])
+    assert torch.allclose(between_rungs(knn, temperatures, wanted), knn[range(5), [0, 1, 2, 3, 3]])
+    assert torch.equal(between_rungs(knn[:, :1], temperatures[:1], 3.0), knn[:, 0])
