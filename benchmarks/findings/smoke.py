@@ -1,4 +1,4 @@
-"""Two small domains of text that comes with every installation of Python."""
+"""A small domain of text that comes with every installation of Python."""
 
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -8,11 +8,11 @@ from texts import Limits
 from knnstore.documents import TextDocument
 
 TINY_LM = Path(__file__).parent.parent.parent / "examples" / "tiny-lm"
-SMOKE_LIMITS = Limits(documents=24, k=64, fractions=3, generated=8, prompts=4)
+SMOKE_LIMITS = Limits(documents=24, k=32, fractions=3, generated=8, prompts=4)
 
 
 def smoke_texts() -> dict[str, dict[str, list[TextDocument]]]:
     """Topics of Python's help, cut short, as one domain."""
     long = [(name, " ".join(text.split())) for name, text in sorted(topics.items()) if len(text) > 900]
-    rows = [TextDocument(name, text[:450]) for name, text in long]
+    rows = [TextDocument(name, text[:390]) for name, text in long]
     return {"python": {"store": rows[16:40], "dev": rows[:8], "test": rows[8:16]}}

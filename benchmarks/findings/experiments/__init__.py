@@ -15,6 +15,7 @@ from experiments import (
     many_neighbours,
     mixers,
     neighbours,
+    pruning,
     sizes,
     substitute,
     temperature,
@@ -33,6 +34,7 @@ EXPERIMENTS = [
     exactness,
     mixers,
     substitute,
+    pruning,
     harm,
     drift,
 ]
