@@ -40,6 +40,20 @@ def calibrate(
         bool,
         typer.Option("--leave-out", help="A document that is in the store does not retrieve from itself."),
     ] = False,
+    networks: Annotated[
+        bool,
+        typer.Option(
+            "--networks/--no-networks",
+            help="Also fit a small network as one more mixer, and one that tells where searches can be left "
+            "out.",
+        ),
+    ] = True,
+    skip: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE", help="Save settings that leave out this share of the searches, as 0.5."
+        ),
+    ] = None,
     skip_bad: SkipBadOption = False,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
@@ -55,15 +69,18 @@ def calibrate(
     is saved for these domains (or the whole store) and used by eval, generate and explain from then
     on; nothing is saved unless it beats the model alone.
 
+    A second table tells what it costs to leave out those searches that are expected to help least.
+
     Examples:
       knnstore calibrate dev.jsonl
       knnstore calibrate dev.jsonl --domain news --json
+      knnstore calibrate dev.jsonl --skip 0.25
     """
     from knnstore.documents import read_documents
 
     bad: list[InputError] = []
 
-    def skip(error: "InputError") -> None:
+    def pass_over(error: "InputError") -> None:
         bad.append(error)
         note(f"skipped {one_line(error)}")
 
@@ -71,19 +88,26 @@ def calibrate(
         lm = open_model(home, "a", device=device, dtype=dtype)
         with lm.store:
             found = lm.calibrate(
-                read_documents(files, on_bad=skip if skip_bad else None),
+                read_documents(files, on_bad=pass_over if skip_bad else None),
                 domains=domains,
                 max_k=max_k,
                 leave_out=leave_out,
+                networks=networks,
+                skip=skip,
                 progress=bar,
             )
     rows = _rows(found.comparison)
+    savings = [
+        {"saved": of.share, "ppl": of.ppl, "quotient": of.quotient, "random": of.random}
+        for of in found.savings
+    ]
     if as_json:
         print_json(
             {
                 "candidates": rows,
                 "saved": None if found.record is None else asdict(found.record),
-                "settings": found.comparison.best.settings.to_dict() if found.record else None,
+                "settings": None if found.settings is None else found.settings.to_dict(),
+                "savings": savings,
                 "scoring_seconds": found.scoring_seconds,
                 "fitting_seconds": found.fitting_seconds,
                 "skipped": len(bad),
@@ -94,6 +118,19 @@ def calibrate(
             [{**row, "quotient": f"{row['quotient']:.3f}"} for row in rows],
             ["mixer", "k", "temperature", "lambda", "ppl", "low", "high", "quotient"],
         )
+        if savings:
+            note("leaving out the searches expected to help least, and its quotient when chosen at random:")
+            print_table(
+                [
+                    {
+                        "saved": f"{row['saved']:.0%}",
+                        "ppl": row["ppl"],
+                        **{name: f"{row[name]:.3f}" for name in ("quotient", "random")},
+                    }
+                    for row in savings
+                ],
+                ["saved", "ppl", "quotient", "random"],
+            )
     if found.record is None:
         raise ConfigError(
             f"no candidate beats the model alone (perplexity {found.comparison.base.ppl:,.2f}) beyond "

@@ -3,7 +3,7 @@
 import hashlib
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Self
 
@@ -11,13 +11,15 @@ from transformers import PreTrainedTokenizerBase
 
 from knnstore.documents import TextDocument
 from knnstore.errors import ConfigError, InputError, ReadOnlyError
-from knnstore.lm.comparison import Comparison, check_enough, compare, ks_up_to
+from knnstore.lm.comparison import Comparison, check_enough, compare, in_halves, ks_up_to
 from knnstore.lm.defaults import CALIBRATION, saved_for, settings_for
 from knnstore.lm.domain_fitting import MOST_DOMAINS
 from knnstore.lm.encoder import Encoder
 from knnstore.lm.further_searches import FurtherSearches, WideEvidence
+from knnstore.lm.savings import SHARES, Saving, judge_savings
 from knnstore.lm.scored_text import score_once
 from knnstore.lm.scoring import count_predicted
+from knnstore.lm.settings import KNNSettings
 from knnstore.lm.substitute import TRAINED
 from knnstore.lm.substitute_fitting import score_substitute
 from knnstore.progress import Progress
@@ -53,6 +55,8 @@ class CalibrationRecord:
     """Held out: of tokens in documents that were not fitted on."""
     domains: tuple[str, ...]
     """What the settings were found for; none is the whole store."""
+    skipped: float = 0.0
+    """Share of searches that they leave out."""
 
     @classmethod
     def of(cls, store: KNNStore, selection: Selection = EVERYTHING) -> Self | None:
@@ -78,6 +82,10 @@ class Calibration:
     """As it was saved; None when nothing was, because no candidate beats the model alone."""
     scoring_seconds: float
     fitting_seconds: float
+    savings: tuple[Saving, ...] = ()
+    """What it costs to leave out some of the searches of the best candidate; none without networks."""
+    settings: KNNSettings | None = None
+    """As they were saved."""
 
 
 def calibrate(
@@ -89,6 +97,8 @@ def calibrate(
     domains: Iterable[str] | None = None,
     max_k: int = MAX_K,
     leave_out: bool = False,
+    networks: bool = True,
+    skip: float | None = None,
     progress: Progress | None = None,
 ) -> Calibration:
     """Fit all settings on held-out text, and save the best for these domains.
@@ -105,12 +115,17 @@ def calibrate(
         domains: what to retrieve from, and what the settings are saved for; default the whole store.
         max_k: neighbours to search for; smaller numbers are tried as well.
         leave_out: a document that is itself in the store does not retrieve from itself; else it is refused.
+        networks: whether a gate is fitted as one more candidate, and where searches can be left out.
+        skip: share of searches that the saved settings leave out, above 0 and below 1; None is none.
         progress: hears of each batch.
 
     Raises:
         ReadOnlyError: the store was opened for reading.
+        ConfigError: `skip` or `max_k` is out of range.
         InputError: a document is in the store, or there is too little text.
     """
+    if skip is not None and not (networks and 0 < skip < 1):
+        raise ConfigError(f"the share of searches to skip must be above 0 and below 1, with networks: {skip}")
     if store.mode != "a":
         raise ReadOnlyError('calibrated settings are saved in the store: open it for writing, mode "a"')
     if max_k < 1:
@@ -145,11 +160,22 @@ def calibrate(
     if not twins:  # which cannot be left out of a substitute
         scored = score_substitute(scored, store, selection, encoder.model.device)
     between = time.perf_counter()
-    found = compare(scored, settings_for(store, selection), wide=wide, domains=apart)
+    found = compare(scored, settings_for(store, selection), wide=wide, domains=apart, networks=networks)
+    savings: dict[float, Saving] = {}
+    if found.beats_base and networks and found.best.settings.retrieves:
+        shares = sorted({*SHARES, *([] if skip is None else [skip])})
+        unsearched = scored.log_probs(KNNSettings(k=1, lam=0, cache=found.best.settings.cache)).log_probs
+        halves = in_halves(scored.documents)
+        judged = judge_savings(scored, found.best.log_probs, unsearched, halves, shares)
+        savings = dict(zip(shares, judged, strict=True))
     fitted = time.perf_counter()
-    record = None
+    record = settings = None
     if found.beats_base:
         best = found.best
+        settings, knn_ppl = best.settings, best.held_out.ppl
+        saving = None if skip is None else savings.get(skip)
+        if saving is not None:
+            settings, knn_ppl = replace(settings, skip=saving.skip), saving.ppl
         contents = sorted(document.content_hash for document in listed)
         record = CalibrationRecord(
             date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -160,17 +186,18 @@ def calibrate(
             revision=revision,
             records=records,
             base_ppl=found.base.ppl,
-            knn_ppl=best.held_out.ppl,
+            knn_ppl=knn_ppl,
             domains=names,
+            skipped=0.0 if saving is None else saving.share,
         )
-        values = best.settings.to_dict()
+        values = settings.to_dict()
         del values["selection"]
         if trained_before := (store.settings(names) or {}).get(TRAINED):
             values[TRAINED] = trained_before
-        for weights in best.settings.weights:
+        for weights in settings.weights:
             store.save_weights(weights.tensors, weights.metadata)
         store.save_settings({**values, CALIBRATION: {**asdict(record), "domains": list(names)}}, names)
-    return Calibration(found, record, between - started, fitted - between)
+    return Calibration(found, record, between - started, fitted - between, tuple(savings.values()), settings)
 
 
 def _records(store: KNNStore, domains: tuple[str, ...]) -> int:

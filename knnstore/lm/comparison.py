@@ -24,6 +24,7 @@ from knnstore.lm.domain_fitting import DomainEvidence, fit_domains
 from knnstore.lm.domain_weights import DomainWeights
 from knnstore.lm.fitting import Evidence, fit_bins, fit_fixed, fit_nearness, fit_relative, gather_evidence
 from knnstore.lm.further_searches import WideEvidence
+from knnstore.lm.gate_fit import fit_gate
 from knnstore.lm.mixing import FixedLambda
 from knnstore.lm.scored_text import Mixed, ScoredText
 from knnstore.lm.settings import KNNSettings
@@ -116,6 +117,7 @@ def compare(
     fits: Mapping[str, Fit] = MIXER_FITS,
     wide: Sequence[WideEvidence] = (),
     domains: DomainEvidence | None = None,
+    networks: bool = False,
 ) -> Comparison:
     """Fit every candidate and judge it on documents that it was not fitted on.
 
@@ -126,6 +128,7 @@ def compare(
         wide: what the tokens say about settings with larger k; a fixed λ is fitted, and bins where that is
             better than with the k of the pass.
         domains: what they say about weights for each domain, which are fitted too.
+        networks: whether a gate is fitted, which takes the longest of all.
 
     Raises:
         InputError: there is too little text.
@@ -150,6 +153,8 @@ def compare(
     fixed = [judge("fixed", fit_fixed, of) for of in evidence]
     at = min(range(len(fixed)), key=lambda index: fixed[index].held_out.ppl)
     others = [judge(name, fit, evidence[at]) for name, fit in fits.items()]
+    if networks:
+        others.append(judge("gate", partial(fit_gate, scored=scored), evidence[at]))
     if wide:
         with_k = [judge("fixed", fit_fixed, of.evidence, of.log_probs) for of in wide]
         best, of = min(zip(with_k, wide, strict=True), key=lambda pair: pair[0].held_out.ppl)

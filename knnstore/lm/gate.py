@@ -28,24 +28,27 @@ class GateLambda:
     """
 
     weights: Weights
-    """Of the network; ``scale`` in their metadata is the unit of distances."""
+    """Of the network; in their metadata ``scale`` is the unit of distances, and ``k`` how many neighbours
+    were looked at when it was fitted. With fewer the last one stands for those that are missing."""
 
     name = "gate"
 
     _network: Network = field(init=False, repr=False, compare=False)
     _scale: float = field(init=False, repr=False, compare=False)
+    _k: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_network", Network.of(self.weights))
         object.__setattr__(self, "_scale", float(self.weights.metadata["scale"]))
+        object.__setattr__(self, "_k", int(self.weights.metadata["k"]))
 
     def __call__(self, retrieved: Retrieved, temperature: float) -> Chosen:
         """Choose λ and T of each query."""
-        features = gate_features(retrieved, self._scale)
+        features = gate_features(retrieved, self._k, self._scale)
         expected = len(self._network.mean)
         if features.shape[1] != expected:
             raise ConfigError(
-                f"the gate was fitted for another model or another k: it takes {expected} features, here are "
+                f"the gate was fitted for another model: it takes {expected} features, here are "
                 f"{features.shape[1]}; calibrate again"
             )
         return chosen_by(self._network.to(features.device)(features), temperature)
@@ -62,38 +65,44 @@ def start_of(lam: float) -> list[float]:
     return [math.log(share / (1 - share)), 0.0]
 
 
-def gate_features(retrieved: Retrieved, scale: float) -> Tensor:
-    """What a gate sees of n queries with k neighbours.
+def gate_features(retrieved: Retrieved, k: int, scale: float) -> Tensor:
+    """What a gate sees of n queries.
 
     Args:
         retrieved: with `keys`, `lm_entropy`, and `tokens` or `distinct`.
+        k: how many neighbours are looked at.
         scale: a typical distance.
 
     Returns:
-        float32, shape (n, f): f = 2 + d + ⌊log₂ k⌋ + 1 + ⌊log₂ min(k, 64)⌋ + 1.
+        float32, shape (n, f): f = 2 + ⌊log₂ k⌋ + 1 + ⌊log₂ min(k, 64)⌋ + 1 + d.
     """
     assert retrieved.keys is not None
     assert retrieved.lm_entropy is not None
-    distances = retrieved.distances
-    ranks = torch.tensor(powers_up_to(distances.shape[1]), device=distances.device) - 1
-    found = distances.isfinite()
-    farthest = distances.where(found, -torch.inf).amax(1, keepdim=True)
-    filled = distances[:, ranks].where(found[:, ranks], farthest)
-    near = (filled.clamp(-_FAR, _FAR) / scale).asinh()  # as log for the far, and sound for inner products
-    distinct = retrieved.distinct
+    distances, distinct = retrieved.distances, retrieved.distinct
     if distinct is None:
         assert retrieved.tokens is not None
         distinct = distinct_tokens(retrieved.tokens, distances)
+    found = distances.isfinite()
+    farthest = distances.where(found, -torch.inf).amax(1, keepdim=True).clamp(min=-_FAR)
+    near = _at_powers(distances.where(found, farthest), k)
+    counted = len(powers_up_to(min(k, DISTINCT_AMONG)))
+    columns = torch.arange(counted, device=distinct.device).clamp(max=distinct.shape[1] - 1)
     return torch.cat(
         [
             retrieved.lm_max[:, None],
             retrieved.lm_entropy[:, None],
-            near,
-            distinct[:, : len(powers_up_to(min(distances.shape[1], DISTINCT_AMONG)))].float().log1p(),
+            (near / scale).asinh(),  # as a logarithm for the far, and sound for inner products
+            distinct[:, columns].float().log1p(),
             retrieved.keys.float(),
         ],
         1,
     )
+
+
+def _at_powers(ascending: Tensor, k: int) -> Tensor:
+    """The columns 1, 2, 4, ... up to k, counted from 1; the last one for those that are missing."""
+    columns = torch.tensor(powers_up_to(k), device=ascending.device) - 1
+    return ascending[:, columns.clamp(max=ascending.shape[1] - 1)]
 
 
 def distinct_tokens(tokens: Tensor, distances: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ def fit_gate(evidence: Evidence, scored: ScoredText) -> KNNSettings:
     scale = float(evidence.nearest.distances[:, 0].abs().median().clamp(min=1e-6))
     features = torch.cat(
         [
-            gate_features(scored.retrieved(evidence.k, tokens), scale)
+            gate_features(scored.retrieved(evidence.k, tokens), evidence.k, scale)
             for tokens in scored.chunks(evidence.k, evidence.tokens)
         ]
     )
@@ -46,39 +46,39 @@ def fit_gate(evidence: Evidence, scored: ScoredText) -> KNNSettings:
 
     documents = scored.documents[evidence.tokens]
     network = fit_network(features, loss, documents, start_of(fixed.mixer.lam))
-    mixer = GateLambda(network.weights({**_purpose(scored), "of": "gate", "scale": scale}))
+    mixer = GateLambda(network.weights({**_purpose(scored), "of": "gate", "k": evidence.k, "scale": scale}))
     return KNNSettings(evidence.k, fixed.temperature, mixer)
 
 
-def fit_skipping(scored: ScoredText, settings: KNNSettings, tokens: Tensor) -> Skipping:
+def fit_skipping(scored: ScoredText, gains: Tensor, tokens: Tensor) -> Skipping:
     """Fit a network that estimates, before a search, how much log p will gain by it.
 
     Args:
         scored: the text.
-        settings: what is done with the neighbours.
+        gains: log p of every token with a search less log p without, better of settings that were not
+            fitted on it; shape (len(scored),).
         tokens: indices of those to fit on, int64, shape (n,).
 
     Returns:
         It, with a threshold at which nothing is skipped.
     """
-    gains = scored.log_probs(settings, tokens).log_probs - scored.lm_log_probs[tokens]
-    spread = gains.std().clamp(min=1e-6)
-    target = gains / spread
+    scale = gains[tokens].std().clamp(min=1e-6)
+    target = gains[tokens] / scale
 
     def loss(outputs: Tensor, rows: Tensor) -> Tensor:
-        return torch.nn.functional.mse_loss(outputs[:, 0], target[rows])
+        return (outputs[:, 0] - target[rows]).square().mean()
 
-    network = fit_network(
-        features_before(scored, tokens), loss, scored.documents[tokens], [float(target.mean())]
-    )
-    return Skipping(network.weights({**_purpose(scored), "of": "skipping", "scale": float(spread)}), _NOTHING)
+    features = skip_features(*known_before(scored, tokens))
+    network = fit_network(features, loss, scored.documents[tokens], [float(target.mean())])
+    weights = network.weights({**_purpose(scored), "of": "skipping", "scale": float(scale)})
+    return Skipping(weights, _NOTHING)
 
 
-def features_before(scored: ScoredText, tokens: Tensor) -> Tensor:
-    """What is known of some tokens before a search; see `skip_features`."""
+def known_before(scored: ScoredText, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What is known of some tokens before a search: the arguments of `Skipping.expected`."""
     assert scored.reading is not None
     assert scored.lm_entropy is not None
-    return skip_features(scored.reading.keys[tokens], scored.lm_max[tokens], scored.lm_entropy[tokens])
+    return scored.reading.keys[tokens], scored.lm_max[tokens], scored.lm_entropy[tokens]
 
 
 def _purpose(scored: ScoredText) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from knnstore.store import Weights
 _HIDDEN = (128, 64)
 _DROPOUT = 0.2
 _EPOCHS = 12
-_PATIENCE = 3
+_STEPS = 160  # at least, where there is little text
+_PATIENCE = 0.25  # of all epochs
 _BATCH = 512
 _RATE = 2e-3
 _DECAY = 1e-2
@@ -64,8 +65,11 @@ class Network(nn.Module):
     def of(cls, weights: Weights) -> Self:
         """Make a network from its `weights`, for use."""
         state = {name: torch.from_numpy(value.copy()) for name, value in weights.tensors.items()}
-        biases = [len(value) for name, value in state.items() if name.endswith("bias")]
-        made = cls(state["mean"], state["scale"], [0.0] * biases[-1], biases[:-1])
+        biases = sorted(
+            (name for name in state if name.endswith(".bias")), key=lambda name: int(name.split(".")[1])
+        )
+        *hidden, outputs = (len(state[name]) for name in biases)
+        made = cls(state["mean"], state["scale"], [0.0] * outputs, hidden)
         made.load_state_dict(state)
         return made.eval().requires_grad_(requires_grad=False)
 
@@ -89,10 +93,11 @@ def fit_network(features: Tensor, loss: Loss, documents: Tensor, start: Sequence
         torch.manual_seed(0)
         network = Network(mean, scale.clamp(min=1e-6), start)
         optimizer = torch.optim.AdamW(network.parameters(), lr=_RATE, weight_decay=_DECAY)
-        steps = _EPOCHS * -(-len(inner) // _BATCH)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RATE, total_steps=steps)
+        batches = -(-len(inner) // _BATCH)
+        epochs = max(_EPOCHS, -(-_STEPS // batches))
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RATE, total_steps=epochs * batches)
         best, kept, worse = _judged(network, features, loss, outer), _copied(network), 0
-        for _ in range(_EPOCHS):
+        for _ in range(epochs):
             network.train()
             for rows in inner[torch.randperm(len(inner))].split(_BATCH):
                 optimizer.zero_grad()
@@ -104,7 +109,7 @@ def fit_network(features: Tensor, loss: Loss, documents: Tensor, start: Sequence
             worse = 0 if found < best else worse + 1
             if not worse:
                 best, kept = found, _copied(network)
-            if worse == _PATIENCE:
+            if worse >= _PATIENCE * epochs:
                 break
         network.load_state_dict(kept)
     return network.eval().requires_grad_(requires_grad=False)

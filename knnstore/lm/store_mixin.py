@@ -125,6 +125,8 @@ class StoreMixin:
         domains: Iterable[str] | None = None,
         max_k: int = MAX_K,
         leave_out: bool = False,
+        networks: bool = True,
+        skip: float | None = None,
         progress: Progress | None = None,
     ) -> Calibration:
         """Fit all settings on held-out text and save the best; see `calibrate`.
@@ -137,6 +139,8 @@ class StoreMixin:
             max_k: neighbours to search for; smaller numbers are tried as well.
             leave_out: a document that is itself in the store does not retrieve from itself; else it
                 is refused.
+            networks: whether a gate is fitted as one more candidate, and where searches can be left out.
+            skip: share of searches that the saved settings leave out, above 0 and below 1; None is none.
             progress: hears of each batch.
 
         Raises:
@@ -151,47 +155,13 @@ class StoreMixin:
             domains=domains,
             max_k=max_k,
             leave_out=leave_out,
+            networks=networks,
+            skip=skip,
             progress=progress,
         )
         if found.record is not None and set(found.record.domains) == set(self.knn.selection.domains or ()):
             self.knn = settings_for(self.store, self.knn.selection)
         return found
-
-    def train_substitute(
-        self,
-        *,
-        domains: Iterable[str] | None = None,
-        rows: int = 1,
-        epochs: int = EPOCHS,
-        learning_rate: float = LEARNING_RATE,
-        seed: int = 0,
-        progress: Progress | None = None,
-    ) -> TrainedSubstitute:
-        """Train and save a substitute of the store, which needs no retrieval; see `train_substitute`.
-
-        Args:
-            domains: what to train on, and what it is saved for; default the whole store.
-            rows: of each token, >= 1.
-            epochs: at most.
-            learning_rate: at the beginning.
-            seed: of all that is random.
-            progress: hears of each batch.
-
-        Raises:
-            ReadOnlyError: the store was opened for reading.
-            InputError: there are fewer than two documents.
-        """
-        return train_substitute(
-            self.store,
-            self.encoder,
-            self._known_tokenizer(),
-            domains=domains,
-            rows=rows,
-            epochs=epochs,
-            learning_rate=learning_rate,
-            seed=seed,
-            progress=progress,
-        )
 
     def prune(
         self,
@@ -236,6 +206,42 @@ class StoreMixin:
             seed=seed,
             location=location,
             params=params,
+            progress=progress,
+        )
+
+    def train_substitute(
+        self,
+        *,
+        domains: Iterable[str] | None = None,
+        rows: int = 1,
+        epochs: int = EPOCHS,
+        learning_rate: float = LEARNING_RATE,
+        seed: int = 0,
+        progress: Progress | None = None,
+    ) -> TrainedSubstitute:
+        """Train and save a substitute of the store, which needs no retrieval; see `train_substitute`.
+
+        Args:
+            domains: what to train on, and what it is saved for; default the whole store.
+            rows: of each token, >= 1.
+            epochs: at most.
+            learning_rate: at the beginning.
+            seed: of all that is random.
+            progress: hears of each batch.
+
+        Raises:
+            ReadOnlyError: the store was opened for reading.
+            InputError: there are fewer than two documents.
+        """
+        return train_substitute(
+            self.store,
+            self.encoder,
+            self._known_tokenizer(),
+            domains=domains,
+            rows=rows,
+            epochs=epochs,
+            learning_rate=learning_rate,
+            seed=seed,
             progress=progress,
         )
 

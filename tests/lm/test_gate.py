@@ -1,0 +1,237 @@
+"""Networks that choose λ and T, and where to search: what they find, and that loading changes nothing."""
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+import knnstore
+from knnstore.documents import TextDocument
+from knnstore.errors import ConfigError, CorruptWeightsError, FingerprintMismatchError
+from knnstore.lm.continuous_cache import Reading
+from knnstore.lm.defaults import settings_for, weights_for
+from knnstore.lm.fitting import fit_bins, fit_fixed, gather_evidence
+from knnstore.lm.gate import GateLambda, distinct_tokens, gate_features
+from knnstore.lm.gate_fit import fit_gate, known_before
+from knnstore.lm.modeling import KNNLMForCausalLM
+from knnstore.lm.network import Network
+from knnstore.lm.savings import judge_savings
+from knnstore.lm.scored_text import ScoredText, score_once
+from knnstore.lm.settings import KNNSettings
+from knnstore.lm.skipping import Skipping, skip_features
+from knnstore.store import EVERYTHING, KNNStore
+
+K = 8
+
+
+def synthetic(n: int, seed: int) -> tuple[ScoredText, torch.Tensor]:
+    """Tokens for which retrieval is right (all neighbours) or wrong (none), as the first component of the key
+    tells; distances and confidence tell nothing."""
+    rng = np.random.default_rng(seed)
+    right = torch.from_numpy(rng.random(n) < 0.5)
+    keys = torch.from_numpy(rng.standard_normal((n, 4)).astype(np.float32))
+    keys[:, 0] = right.float() * 2 - 1
+    noise = partial(torch.from_numpy)
+    documents = torch.arange(n) // 50
+    return ScoredText(
+        torch.full((n,), 0.05).log(),
+        noise(-rng.random(n).astype(np.float32)),
+        noise(rng.random((n, K)).astype(np.float32)).sort(1).values,
+        right[:, None].repeat(1, K),
+        documents,
+        reading=Reading(keys, torch.zeros(n, dtype=torch.long), documents, "l2"),
+        lm_entropy=noise(rng.random(n).astype(np.float32)),
+        distinct=torch.ones((n, 4), dtype=torch.int16),
+        fitted_for={},
+    ), right
+
+
+def test_distinct_tokens_are_counted_up_to_powers_of_two() -> None:
+    rng = np.random.default_rng(1)
+    tokens = rng.integers(0, 9, (50, 70))
+    distances = np.sort(rng.random((50, 70)).astype(np.float32), 1)
+    distances[10:20, 5:] = np.inf
+    distances[20] = np.inf
+    found = distinct_tokens(torch.from_numpy(tokens), torch.from_numpy(distances))
+    for row in range(50):
+        for column, limit in enumerate([1, 2, 4, 8, 16, 32, 64]):
+            near = {t for t, d in zip(tokens[row, :limit], distances[row, :limit], strict=True) if d < np.inf}
+            assert found[row, column] == len(near)
+
+
+def test_a_gate_finds_the_feature_on_which_lambda_depends() -> None:
+    (fitted, _), (other, right) = synthetic(4000, 0), synthetic(1000, 1)
+    (evidence,) = gather_evidence(fitted, [K])
+    settings = fit_gate(evidence, fitted)
+    found = other.log_probs(settings)
+    assert found.lam[right].min() > 0.9
+    assert found.lam[~right].max() < 0.1
+    # Oracle: λ = 1 and p = 1 where retrieval is right, λ = 0 and p = 0.05 elsewhere.
+    best = float((~right).float().mean()) * np.log(0.05)
+    assert float(found.log_probs.mean()) == pytest.approx(best, abs=0.05)
+    bins = fit_bins(evidence, 8, 8, temperatures=True)
+    assert float(other.log_probs(bins).log_probs.mean()) < best - 0.3
+    assert fit_gate(evidence, fitted) == settings  # the same again
+
+
+def test_what_nothing_depends_on_stays_at_the_best_fixed_lambda() -> None:
+    scored, _ = synthetic(4000, 2)
+    scored.reading.keys[:, 0] = 0
+    (evidence,) = gather_evidence(scored, [K])
+    fixed = scored.log_probs(fit_fixed(evidence)).log_probs.mean()
+    assert float(scored.log_probs(fit_gate(evidence, scored)).log_probs.mean() - fixed) > -0.01
+
+
+def test_searches_that_help_nobody_are_left_out_at_no_loss() -> None:
+    scored, right = synthetic(3000, 3)
+    (evidence,) = gather_evidence(scored, [K])
+    log_probs = scored.log_probs(fit_fixed(evidence)).log_probs
+    half, most = judge_savings(scored, log_probs, scored.lm_log_probs, scored.documents % 2 == 0, (0.5, 0.75))
+    assert half.quotient < 1 < half.random  # where retrieval is wrong, p_LM alone is better
+    assert half.quotient < most.quotient < most.random
+    searched = half.skip.searched(scored.reading.keys, scored.lm_max, scored.lm_entropy)
+    assert float((searched == right).float().mean()) > 0.97
+    # As by hand: gains lost, over all tokens.
+    gains = log_probs - scored.lm_log_probs
+    lost = gains[~right].sum() / 3000
+    assert half.quotient == pytest.approx(float(lost.exp()), rel=0.05)
+
+
+RNG = np.random.default_rng(7)
+PHRASES = [" ".join(f"w{i}" for i in RNG.integers(4, 60, 12)) for _ in range(20)]
+NOISE = [" ".join(f"w{i}" for i in RNG.integers(60, 100, 60)) for _ in range(20)]
+TEXTS = [" ".join(PHRASES[i] for i in RNG.integers(0, 20, 5)) for _ in range(30)]
+
+
+@pytest.fixture(scope="module")
+def lm(make_model, tokenizer, tmp_path_factory):
+    path, home = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("gated") / "home"
+    make_model("gpt2").save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    made = knnstore.create(home, model=str(path), max_length=64)
+    with made.store:
+        made.add(TEXTS[:10], domain="phrases")
+        yield made
+
+
+@pytest.fixture(scope="module")
+def scored(lm):
+    documents = [TextDocument(str(at), text) for at, text in enumerate(TEXTS[10:])]
+    return score_once(lm.store, lm.encoder, lm.tokenizer, documents, k=K, selection=EVERYTHING)
+
+
+@pytest.fixture(scope="module")
+def gated(scored) -> KNNSettings:
+    """A gate whose choices differ between tokens, and half of the searches left out."""
+    every = torch.arange(len(scored))
+    before = known_before(scored, every)
+    purpose = {**scored.fitted_for, "scale": 1.0, "k": K}
+    gate = unlike(gate_features(scored.retrieved(K, every), K, 1.0), [0.0, 0.0]).weights(purpose)
+    skip = Skipping(unlike(skip_features(*before), [0.0]).weights(purpose), 0.0)
+    skip = replace(skip, threshold=float(skip.expected(*before).median()))
+    return KNNSettings(K, temperature=4.0, mixer=GateLambda(gate), skip=skip)
+
+
+def unlike(features: torch.Tensor, start: list[float]) -> Network:
+    """A network that was not fitted and gives each token another value."""
+    torch.manual_seed(0)
+    network = Network(features.mean(0), features.std(0).clamp(min=1e-6), start).eval()
+    torch.nn.init.normal_(network.layers[-1].weight)
+    return network.requires_grad_(requires_grad=False)
+
+
+def test_a_skipped_query_is_not_searched_for_and_keeps_p_lm(lm, scored, gated, monkeypatch) -> None:
+    queries = []
+    search = KNNStore.search
+    monkeypatch.setattr(
+        KNNStore, "search", lambda self, q, *rest: queries.append(len(q)) or search(self, q, *rest)
+    )
+    found = lm.evaluate(TEXTS[10:], gated)
+    assert found.searched == pytest.approx(0.5, abs=0.02)
+    assert sum(queries) == round(found.searched * found.tokens)
+    reading = scored.reading
+    kept = gated.skip.searched(reading.keys, scored.lm_max, scored.lm_entropy)
+    everywhere = scored.log_probs(replace(gated, skip=None)).log_probs
+    expected = torch.where(kept, everywhere, scored.lm_log_probs)
+    assert found.knn_ppl == pytest.approx(float((-expected.double().mean()).exp()), rel=1e-3)
+    every = lm.evaluate(TEXTS[10:], replace(gated, skip=replace(gated.skip, threshold=1e9)))
+    assert (every.searched, every.knn_ppl) == (0, pytest.approx(every.base_ppl))
+
+
+def test_forward_and_generation_use_the_gate_as_scoring_does(lm, scored, gated) -> None:
+    ids = torch.tensor([[0, *lm._tokens(TEXTS[10]).tolist()]])
+    with torch.no_grad():
+        whole = lm(ids, knn=gated).logits
+        padded = lm(
+            torch.cat([torch.full((1, 3), 2), ids], 1),
+            attention_mask=torch.cat([torch.zeros(1, 3, dtype=torch.long), torch.ones_like(ids)], 1),
+            position_ids=torch.cat(
+                [torch.zeros(1, 3, dtype=torch.long), torch.arange(ids.shape[1])[None]], 1
+            ),
+            knn=gated,
+        ).logits
+    torch.testing.assert_close(padded[:, 3:], whole, atol=2e-3, rtol=1e-3)
+    kept = gated.skip.searched(scored.reading.keys, scored.lm_max, scored.lm_entropy)
+    mixed = torch.where(kept, scored.log_probs(replace(gated, skip=None)).log_probs, scored.lm_log_probs)
+    first = scored.documents == 0
+    torch.testing.assert_close(
+        whole[0, :-1].gather(1, ids[0, 1:, None])[:, 0], mixed[first], atol=5e-3, rtol=1e-2
+    )
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 2, "num_beams": 2, "knn": gated}
+    prompts = ids[:, :9]
+    alone = lm.generate(prompts, attention_mask=torch.ones_like(prompts), **options)
+    rows = torch.cat([torch.nn.functional.pad(ids[:, :7], (2, 0), value=2), prompts])
+    together = lm.generate(rows, attention_mask=(rows != 2).long(), **options)
+    assert together[1].tolist() == alone[0].tolist()
+
+
+def test_saved_and_loaded_it_chooses_the_same(lm, scored, gated, tmp_path) -> None:
+    for weights in gated.weights:
+        lm.store.save_weights(weights.tensors, weights.metadata)
+    values = gated.to_dict()
+    del values["selection"]
+    lm.store.save_settings(values)
+    with KNNStore.open(lm.store.home.path) as reader:
+        loaded = settings_for(reader)
+    assert loaded == gated
+    assert scored.log_probs(gated).lam.std() > 0.1
+    torch.testing.assert_close(scored.log_probs(loaded).lam, scored.log_probs(gated).lam, atol=0, rtol=0)
+    copied = KNNLMForCausalLM.from_base(lm.base, lm.store, gated, lm.tokenizer)
+    copied.save_pretrained(tmp_path)
+    assert KNNLMForCausalLM.from_pretrained(tmp_path, store=lm.store).knn == gated
+    with pytest.raises(ConfigError, match=r"need .*safetensors of a store"):
+        KNNSettings.from_dict(values)
+
+
+def test_a_gate_for_another_model_is_refused(lm, scored, gated) -> None:
+    weights = gated.mixer.weights
+    other = lm.store.save_weights(weights.tensors, {**weights.metadata, "model": "another"})
+    with pytest.raises(FingerprintMismatchError, match=r"fitted for .*another.*calibrate again"):
+        weights_for(lm.store)(other)
+    with pytest.raises(CorruptWeightsError, match="cannot be read"):
+        weights_for(lm.store)(f"{'0' * 64}.safetensors")
+    wider = replace(scored, reading=replace(scored.reading, keys=scored.reading.keys.repeat(1, 2)))
+    with pytest.raises(ConfigError, match="fitted for another model"):
+        wider.log_probs(gated)
+    # Fewer neighbours than it was fitted with are no other model.
+    assert scored.log_probs(replace(gated, k=2)).lam.isfinite().all()
+
+
+def test_calibration_tries_the_gate_and_saves_what_is_to_be_skipped(lm) -> None:
+    held_out = [*TEXTS[10:], *NOISE]
+    found = lm.calibrate(held_out, max_k=K, skip=0.3)
+    assert "gate" in {candidate.name for candidate in found.comparison.candidates}
+    shares = [of.share for of in found.savings]
+    assert len(shares) == 5
+    assert shares == sorted(shares)
+    assert 0 < shares[2] < 0.5
+    assert found.record.skipped == shares[2]
+    assert settings_for(lm.store) == found.settings == lm.knn
+    assert found.settings.skip is not None
+    assert isinstance(found.settings.mixer, GateLambda) == (found.comparison.best.name == "gate")
+    with pytest.raises(ConfigError, match="above 0 and below 1"):
+        lm.calibrate(held_out, skip=1.0)
+    without = lm.calibrate(held_out, max_k=K, networks=False)
+    assert (without.savings, without.settings.skip) == ((), None)
