@@ -143,7 +143,7 @@ class Lab:
         asked = of.folder.name, domain, fraction
         if asked not in self._compared:
             self.say(f"{domain}: calibrating, {asked[0]}")
-            self._compared[asked] = compare(of.scored(domain, "dev", fraction=fraction))
+            self._compared[asked] = compare(of.scored(domain, "dev", fraction=fraction), networks=True)
         return self._compared[asked]
 
     def calibrated(self, domain: str, memory: Memory | None = None, fraction: int = 1) -> KNNSettings:

@@ -18,6 +18,7 @@ from experiments import (
     pruning,
     retomaton,
     sizes,
+    skipping,
     substitute,
     temperature,
 )
@@ -34,6 +35,7 @@ EXPERIMENTS = [
     key_locations,
     exactness,
     mixers,
+    skipping,
     retomaton,
     substitute,
     pruning,
