@@ -226,7 +226,7 @@ def test_calibration_tries_the_gate_and_saves_what_is_to_be_skipped(lm) -> None:
     shares = [of.share for of in found.savings]
     assert len(shares) == 5
     assert shares == sorted(shares)
-    assert 0 < shares[2] < 0.5
+    assert 0 <= shares[0] <= shares[-1] < 1
     assert found.record.skipped == shares[2]
     assert settings_for(lm.store) == found.settings == lm.knn
     assert found.settings.skip is not None
