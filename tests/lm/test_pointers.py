@@ -35,6 +35,10 @@ def lm(make_model, tokenizer, tmp_path_factory):
     opened = knnstore.load(home, "a")
     opened.add([text(n) for n in (1, 2, 5, 8)], domain="one")
     opened.add([text(n) for n in (3, 6)], domain="two")
+    # Equal beginnings have equal keys, and of those at equal distances any may be found: make all different.
+    for ids, keys, groups in list(opened.store.datastore.iterate()):
+        noise = RNG.normal(scale=0.1, size=keys.shape).astype(np.float32)
+        opened.store.datastore.add(ids, keys + noise, groups)
     with opened.store:
         yield opened
 
