@@ -18,16 +18,23 @@ def print_json(value: Any) -> None:
 
 
 def print_json_lines(pairs: Mapping[str, Any]) -> None:
-    """Print an object as JSON, a line for each value, and for each object in a list of them."""
+    """Print an object as JSON, a line for each value, and for each object in a list of them.
+
+    In such objects numbers have six digits, so that their lines can be read.
+    """
     lines = []
     for name, value in pairs.items():
         rows = value if isinstance(value, list | tuple) else ()
         if rows and all(isinstance(row, Mapping) for row in rows):
-            written = "[\n" + ",\n".join(f"    {_json(row)}" for row in rows) + "\n  ]"
+            written = "[\n" + ",\n".join(f"    {_json(_short(row))}" for row in rows) + "\n  ]"
         else:
             written = _json(value)
         lines.append(f"  {_json(name)}: {written}")
     typer.echo("{\n" + ",\n".join(lines) + "\n}")
+
+
+def _short(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: float(f"{part:.6g}") if isinstance(part, float) else part for name, part in row.items()}
 
 
 def _json(value: Any) -> str:
