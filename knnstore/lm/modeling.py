@@ -8,37 +8,30 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from knnstore.datastore import Neighbors
 from knnstore.errors import ConfigError, StoreNotFoundError
-from knnstore.lm.continuous_cache import Recent
 from knnstore.lm.defaults import weights_for
-from knnstore.lm.interpolation import mix
 from knnstore.lm.keys import KeyCapture, keep_positions
 from knnstore.lm.loading import check_matches, load
 from knnstore.lm.locations import locate
-from knnstore.lm.mixing import Retrieved
+from knnstore.lm.mixed_logits import Positions, mix_logits
 from knnstore.lm.projection import Projection
-from knnstore.lm.sequence_state import sequence_ids_of
+from knnstore.lm.sequence_state import sequence_ids_of, whole_texts
 from knnstore.lm.settings import KNNSettings
-from knnstore.lm.skipping import entropy_of, search_some
 from knnstore.lm.store_mixin import StoreMixin
 from knnstore.lm.substitute import Heads
 from knnstore.lm.text_keys import TextKeys
-from knnstore.lm.text_pointers import STATES_KEPT, PointerStates, TextPass, retrieve_for_pass
+from knnstore.lm.text_pointers import STATES_KEPT, PointerStates, TextPass
 from knnstore.lm.windows import Tokens
-from knnstore.store import KNNStore, tokens_of
+from knnstore.store import KNNStore
 from knnstore.store.weights import save_weights
 
 CONFIG_NAME = "knn_config.json"
 _FORMAT = 1
-_CHUNK_VALUES = 1 << 24
-"""How many log-probabilities are mixed at once: 64 MiB of float32."""
 
 
 class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
@@ -288,48 +281,43 @@ class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: i
         }
         inputs = {name: value for name, value in inputs.items() if name in self._base_accepts}
         if settings.cache is not None and sequence_ids is None:
-            sequence_ids = _whole_texts(input_ids, attention_mask, past_key_values)
+            sequence_ids = whole_texts(input_ids, attention_mask, past_key_values)
         with KeyCapture(self.base, self.location) as capture:
             output = self.base(**inputs, **kwargs, return_dict=True)
         logits = output.logits
         if settings.retrieves or settings.cache is not None or settings.substitute is not None:
             tokens = input_ids if input_ids is not None else inputs_embeds
             assert tokens is not None
-            batch, length = tokens.shape[:2]
-            every_key = capture.keys(batch, length)
-            keys = keep_positions(every_key, logits_to_keep)
+            keys = capture.keys(*tokens.shape[:2])
             if self.projection is not None:
                 keys = self.projection(keys)
-            recent = None
+            batch, length = keys.shape[:2]
+            at = torch.arange(batch * length, device=keys.device).reshape(batch, length, 1)
+            kept = keep_positions(at, logits_to_keep)[..., 0]
+            mask = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2 else None
+            if mask is not None:
+                mask = mask[:, -length:].to(keys.device)
+            recent = text_pass = None
             if settings.cache is not None:
                 assert sequence_ids is not None
-                if self.projection is not None:
-                    every_key = self.projection(every_key)
-                at = torch.arange(batch * length, device=keys.device).reshape(batch, length, 1)
                 recent = self._text_keys.look_back(
                     sequence_ids,
-                    every_key.float(),
-                    keep_positions(at, logits_to_keep).flatten(),
+                    keys.float(),
+                    kept.flatten(),
                     settings.cache.size,
                     goes_on=use_cache is not False,
                 )
-            attended = torch.ones((batch, length), dtype=torch.bool, device=keys.device)
-            if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
-                attended = attention_mask[:, -length:].to(keys.device) != 0
-            attended = keep_positions(attended[..., None], logits_to_keep)[..., 0]
-            text_pass = None
             if settings.pointers is not None:
-                at = torch.arange(batch * length).reshape(batch, length, 1)
-                kept = keep_positions(at, logits_to_keep)[..., 0]
                 if sequence_ids is not None:
-                    text_pass = TextPass.of(sequence_ids, batch, length, kept, pointer_states)
+                    text_pass = TextPass.of(sequence_ids, batch, length, kept.cpu(), pointer_states)
                 else:  # what was read before this pass is not known: pointers begin in it
-                    mask = None
-                    if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
-                        mask = attention_mask[:, -length:]
                     read = None if input_ids is None else sequence_ids_of(input_ids, mask)
-                    text_pass = TextPass.of(read, batch, length, kept, None)
-            logits = self._mixed(logits, keys, attended, recent, settings, text_pass)
+                    text_pass = TextPass.of(read, batch, length, kept.cpu(), None)
+            attended = torch.ones_like(kept, dtype=torch.bool)
+            if mask is not None:
+                attended = mask.flatten()[kept] != 0
+            positions = Positions(keys.flatten(0, 1)[kept], attended, recent, text_pass)
+            logits = mix_logits(self.store, self._heads, logits, positions, settings)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=logits.shape[-1], **loss_options)
@@ -339,102 +327,3 @@ class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: i
     def _keys_of(self, tokens: Tokens) -> Tensor:
         """The keys of a text, float32, shape (n, d)."""
         return self.encoder.keys(tokens[None], np.arange(len(tokens)))
-
-    def _mixed(
-        self,
-        logits: Tensor,
-        keys: Tensor,
-        attended: Tensor,
-        recent: Recent | None,
-        settings: KNNSettings,
-        text_pass: TextPass | None,
-    ) -> Tensor:
-        """Return the mixture for all positions, or the very `logits` when nothing was found.
-
-        Args:
-            logits: shape (..., v).
-            keys: shape (..., d).
-            attended: bool, shape (...): which positions to search.
-            recent: what each position finds in its own text, or None.
-            settings: the settings.
-            text_pass: what pointers go by, or None.
-        """
-        queries = keys[attended].float().cpu().numpy()
-        step = max(1, _CHUNK_VALUES // logits.shape[-1])
-        if settings.retrieves:
-            searched = np.ones(len(queries), bool)
-            if settings.skip is not None:
-                searched = settings.skip.searched_of(keys[attended], logits[attended.to(logits.device)], step)
-
-            def search(rows: NDArray[np.int64]) -> Neighbors:
-                return search_some(
-                    self.store, queries[rows], searched[rows], settings.k, settings.selection, settings.mixer
-                )
-
-            if text_pass is None:
-                found = search(np.arange(len(queries)))
-            else:
-                asked = attended.cpu().numpy()
-                found = retrieve_for_pass(self.store, queries, text_pass, asked, settings, search)
-        else:
-            found = Neighbors(np.full((len(queries), 1), -1), np.full((len(queries), 1), np.inf, np.float32))
-        if not len(queries) or not (
-            np.isfinite(found.distances).any()
-            or (recent is not None and bool(recent.distances.isfinite().any()))
-            or settings.substitute is not None
-        ):
-            return logits
-        tokens = np.where(found.ids >= 0, tokens_of(found.ids), 0)
-        if tokens.max() >= logits.shape[-1]:
-            raise ConfigError(
-                f"the store holds token {tokens.max()}, the model's vocabulary has {logits.shape[-1]}; "
-                "use the model that the store was made with"
-            )
-        rows = attended.to(logits.device).flatten()
-        distances = torch.full((len(rows), found.ids.shape[1]), torch.inf, device=logits.device)
-        ids = torch.zeros(distances.shape, dtype=torch.long, device=logits.device)
-        distances[rows] = torch.from_numpy(found.distances).to(logits.device)
-        ids[rows] = torch.from_numpy(tokens).to(logits.device)
-        log_weights = None
-        if found.log_weights is not None:
-            log_weights = torch.zeros_like(distances)
-            log_weights[rows] = torch.from_numpy(found.log_weights).to(logits.device)
-        flat_keys, flat_logits = keys.flatten(0, -2).to(logits.device), logits.flatten(0, -2)
-        parts = []
-        for start in range(0, len(rows), step):
-            at = slice(start, start + step)
-            log_probs = flat_logits[at].float().log_softmax(-1)
-            weighed = settings.weigh(
-                Retrieved(
-                    distances[at],
-                    log_probs.amax(-1),
-                    tokens=ids[at],
-                    keys=flat_keys[at].float(),
-                    lm_entropy=entropy_of(log_probs),
-                    log_weights=None if log_weights is None else log_weights[at],
-                    recent=None if recent is None else recent.rows(at).to(logits.device),
-                )
-            )
-            assert weighed.tokens is not None
-            log_probs = self._heads.mix(settings.substitute, log_probs, flat_keys[at].float())
-            parts.append(mix(log_probs, weighed.weights, weighed.tokens, weighed.lam))
-        return torch.cat(parts).reshape(logits.shape)
-
-
-def _whole_texts(
-    input_ids: Tensor | None, attention_mask: Tensor | None, past_key_values: Cache | None
-) -> Tensor:
-    """The texts of a forward pass that begins at their beginning, see `knnstore.lm.sequence_state`.
-
-    Raises:
-        ConfigError: the tokens before or at these positions are not known.
-    """
-    if input_ids is None:
-        raise ConfigError("the continuous cache needs token ids: give input_ids, or settings without a cache")
-    if past_key_values is not None and int(past_key_values.get_seq_length()) > 0:
-        raise ConfigError(
-            "the continuous cache needs the tokens read before: give sequence_ids with past_key_values, or "
-            "settings without a cache"
-        )
-    mask = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2 else None
-    return sequence_ids_of(input_ids, mask)

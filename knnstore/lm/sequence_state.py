@@ -30,7 +30,9 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers.cache_utils import Cache
 
+from knnstore.errors import ConfigError
 from knnstore.lm.windows import Tokens
 
 PADDING = -1
@@ -52,6 +54,25 @@ def sequence_ids_of(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     if attention_mask is None:
         return input_ids
     return input_ids.masked_fill(attention_mask.to(input_ids.device) == 0, PADDING)
+
+
+def whole_texts(
+    input_ids: Tensor | None, attention_mask: Tensor | None, past_key_values: Cache | None
+) -> Tensor:
+    """The ``sequence_ids`` of a forward pass that begins at the beginning of its texts.
+
+    Raises:
+        ConfigError: the tokens before or at these positions are not known.
+    """
+    if input_ids is None:
+        raise ConfigError("the continuous cache needs token ids: give input_ids, or settings without a cache")
+    if past_key_values is not None and int(past_key_values.get_seq_length()) > 0:
+        raise ConfigError(
+            "the continuous cache needs the tokens read before: give sequence_ids with past_key_values, or "
+            "settings without a cache"
+        )
+    mask = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2 else None
+    return sequence_ids_of(input_ids, mask)
 
 
 def unpadded(sequence_ids: Tensor) -> list[Tokens]:
