@@ -1,14 +1,12 @@
 """What part of the gain needs no retrieval."""
 
-from dataclasses import replace
-
 from finding import Finding, Table, below, count, settle
 from judging import best_fixed, interval, ppl, ratio
 from lab import Lab
 
 from knnstore.lm.fitting import fit_fixed, gather_evidence
-from knnstore.lm.substitute import load_head
-from knnstore.lm.substitute_fitting import fit_alone, fit_beside
+from knnstore.lm.substitute_fitting import fit_alone, fit_beside, score_substitute
+from knnstore.store import Selection
 
 TITLE = "Part of the gain needs no store: trained rows for each token give it too"
 CLAIM = """Xu et al. 2023: with the store replaced by rows of weights for each token of the vocabulary,
@@ -25,17 +23,14 @@ def run(lab: Lab) -> Finding:
     """Train a substitute of every store and mix it alone and beside the store."""
     rows, holds, shares = [], [], []
     for domain in lab.domains:
-        dev, test, lm = lab.dev(domain), lab.test(domain), lab.base.lm
+        lm, selection = lab.base.lm, Selection(domains=(domain,))
+        dev, test = lab.dev(domain), lab.test(domain)  # which stores the domain first
         lab.say(f"{domain}: training a substitute")
         trained = lm.train_substitute(domains=[domain])
-        head = load_head(lm.store, trained.substitute)
-        dev, test = (
-            replace(of, substitute=head.gold_log_probs(of.reading.keys, of.reading.gold))
-            for of in (dev, test)
-        )
+        dev, test = (score_substitute(of, lm.store, selection, lm.device) for of in (dev, test))
         evidence = gather_evidence(dev, [dev.k])[0]
-        only = test.log_probs(fit_alone(evidence, dev, trained.substitute)).log_probs
-        beside = test.log_probs(fit_beside(evidence, dev, trained.substitute, fit_fixed)).log_probs
+        only = test.log_probs(fit_alone(evidence, dev, dev.substitute)).log_probs
+        beside = test.log_probs(fit_beside(evidence, dev, dev.substitute, fit_fixed)).log_probs
         store = test.log_probs(best_fixed(dev)).log_probs
         base = ppl(test.lm_log_probs)
         share = (base - ppl(only)) / (base - ppl(store))
