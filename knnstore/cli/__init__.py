@@ -15,7 +15,18 @@ import typer
 from typer.core import TyperGroup
 
 import knnstore
-from knnstore.cli import asking, building, calibrating, demo, listing, probing, pruning, substituting, upkeep
+from knnstore.cli import (
+    asking,
+    building,
+    calibrating,
+    demo,
+    evaluating,
+    listing,
+    probing,
+    pruning,
+    substituting,
+    upkeep,
+)
 from knnstore.cli.options import DEFAULT_HOME, HOME_VARIABLE
 from knnstore.cli.output import one_line
 from knnstore.errors import KnnstoreError
@@ -60,7 +71,7 @@ database = typer.Typer(help="Look after the catalogue's database.", no_args_is_h
 _register(app, building.init, "init")
 _register(app, probing.probe_keys, "probe-keys")
 _register(app, building.add, "add")
-_register(app, asking.evaluate, "eval")
+_register(app, evaluating.evaluate, "eval")
 _register(app, calibrating.calibrate, "calibrate")
 _register(app, substituting.substitute, "substitute")
 _register(app, asking.generate, "generate")

@@ -18,10 +18,10 @@ from knnstore.cli.options import (
     read_params,
 )
 from knnstore.cli.output import Bar, note, print_json, print_table
-from knnstore.store.pruning import Pruned, merge_chooser, random_chooser
 
 if TYPE_CHECKING:
     from knnstore.lm.prune import PruningCost
+    from knnstore.store.pruning import Pruned
 
 
 def prune(
@@ -84,6 +84,8 @@ def prune(
                 )  # fmt: skip
             pruned, cost = done.pruned, done.cost
         else:  # no model is needed
+            from knnstore.store.pruning import merge_chooser, random_chooser
+
             choose = merge_chooser() if method == "merge" else random_chooser(seed)
             with knnstore.open(home, "a") as store:
                 pruned = store.prune(
@@ -92,7 +94,7 @@ def prune(
     _report(pruned, cost, method, as_json=as_json)
 
 
-def _report(pruned: Pruned, cost: "PruningCost | None", method: str, *, as_json: bool) -> None:
+def _report(pruned: "Pruned", cost: "PruningCost | None", method: str, *, as_json: bool) -> None:
     rows: list[dict[str, Any]] = [asdict(domain) for domain in pruned.domains]
     if pruned.left:
         note(f"the old keys are left at {pruned.before.location}: {pruned.left}")

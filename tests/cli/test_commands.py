@@ -134,7 +134,7 @@ def test_calibrated_settings_are_used_and_named(knnstore, store):
         "high",
         "quotient",
     ]
-    assert table.err.startswith("saved for the whole store: ")
+    assert "\nsaved for the whole store: " in table.err
 
 
 def test_calibrate_refuses_what_it_cannot_fit(knnstore, store):

@@ -1,0 +1,66 @@
+"""The settings of commands that retrieve: what was given to them, else what is saved."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from knnstore.cli.cache_options import cache_of
+from knnstore.cli.output import note, printable
+from knnstore.cli.substituting import warn_of_outdated
+
+if TYPE_CHECKING:
+    from knnstore import KNNLMForCausalLM, KNNSettings
+
+KNNTemperatureOption = Annotated[
+    float | None,
+    typer.Option(
+        "--temperature", metavar="T", help="Divides the distances: larger gives far neighbours more weight."
+    ),
+]
+
+
+def settings_of(
+    lm: "KNNLMForCausalLM",
+    k: int | None,
+    temperature: float | None,
+    lam: float | None,
+    domains: list[str] | None,
+    tags: list[str] | None,
+    cache: tuple[int | None, float | None, float | None],
+    pointers: int | None,
+) -> "KNNSettings":
+    """The settings of this call: what was given, else what is saved for these domains.
+
+    Says so where calibrated settings are used, and where they are stale.
+    """
+    from knnstore import Selection
+    from knnstore.lm.calibrate import CalibrationRecord
+    from knnstore.lm.defaults import settings_for
+    from knnstore.lm.pointers import PointerSettings
+
+    selection = Selection(domains=tuple(domains) if domains else None, tags=tuple(tags) if tags else None)
+    given: dict[str, Any] = {"k": k, "temperature": temperature, "lam": lam}
+    if lam is not None:  # everywhere, then
+        given["skip"] = None
+    settings = replace(
+        settings_for(lm.store, selection),
+        **{name: value for name, value in given.items() if value is not None or name == "skip"},
+    )
+    settings = replace(settings, cache=cache_of(settings, *cache, only_store=lam is not None))
+    if pointers is not None:
+        settings = replace(settings, pointers=PointerSettings(pointers) if pointers else None)
+    warn_of_outdated(lm.store, selection)
+    record = CalibrationRecord.of(lm.store, selection)
+    if record is not None and lam is None:
+        of = f" for {printable(', '.join(record.domains))}" if record.domains else ""
+        note(
+            f"settings calibrated{of} on {record.date[:10]} with {record.tokens:,} tokens: {record.mixer}, "
+            f"k={settings.k:,}, T={settings.temperature:.4g}"
+        )
+        if record.is_stale(lm.store):
+            note(
+                f"warning: these settings are stale, the records they were found for are "
+                f"{record.growth(lm.store):.2f} times as many now; run knnstore calibrate again"
+            )
+    return settings
