@@ -171,7 +171,8 @@ class Lab:
         ]
 
     def tuned(self, domain: str, epochs: int, fraction: int = 1) -> Tuned:
-        """The base model fine-tuned on a fraction of a domain's store."""
+        """The base model fine-tuned on a fraction of a domain's store, or on the smallest that there is."""
+        fraction = min(fraction, self.fractions[-1])
         folder = self.folder / "tuned" / f"{domain}-{epochs}-{fraction}"
         record = folder / "tuned.json"
         if not record.is_file():
