@@ -1,7 +1,7 @@
 """The findings of the papers on kNN-LMs, tried again on your text with your model.
 
     python benchmarks/findings --data DIR --model DIR --out DIR [--only NAME ...]
-    python benchmarks/findings --smoke         under a minute, to see that it runs
+    python benchmarks/findings --smoke         about a minute, to see that it runs
 
 DIR holds a folder for each domain with ``store.jsonl``, ``dev.jsonl`` and ``test.jsonl``, rows
 ``{"id", "text"}``, split by document. Every experiment says whether a finding was reproduced, by a rule that
@@ -154,7 +154,7 @@ def main() -> None:
         parser.add_argument(
             option, type=int, default=field.default, metavar="N", help=f"default {field.default}"
         )
-    parser.add_argument("--smoke", action="store_true", help="under a minute, to see that it runs")
+    parser.add_argument("--smoke", action="store_true", help="about a minute, to see that it runs")
     options = parser.parse_args()
     chosen = [names[name] for name in options.only] if options.only else EXPERIMENTS
     if options.smoke:

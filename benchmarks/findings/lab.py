@@ -98,7 +98,7 @@ class Lab:
             index: of the FAISS adapter.
         """
         return self._memory(
-            name, lambda home: knnstore.create(home, model, device="cpu", params={"index": index})
+            name, model, lambda home: knnstore.create(home, model, device="cpu", params={"index": index})
         )
 
     def pruned(self, keep: float, method: str) -> Memory:
@@ -116,11 +116,11 @@ class Lab:
             lm.prune(keep, method=method)
             return lm
 
-        return self._memory(f"{method}-{keep}", make)
+        return self._memory(f"{method}-{keep}", self.model, make)
 
-    def _memory(self, name: str, make: Make) -> Memory:
+    def _memory(self, name: str, model: str, make: Make) -> Memory:
         if name not in self._memories:
-            self._memories[name] = Memory(self, self.folder / "homes" / name, make)
+            self._memories[name] = Memory(self, model, self.folder / "homes" / name, make)
         return self._memories[name]
 
     def dev(self, domain: str) -> ScoredText:

@@ -4,11 +4,12 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from texts import leveled
@@ -17,11 +18,16 @@ from torch import Tensor
 import knnstore
 from knnstore.lm import KNNLMForCausalLM
 from knnstore.lm.continuous_cache import Reading
+from knnstore.lm.gate import distinct_tokens
 from knnstore.lm.scored_text import ScoredText, score_once
-from knnstore.store import Selection
+from knnstore.store import KNNStore, Selection, tokens_of
 
 if TYPE_CHECKING:
     from lab import Lab
+
+
+_NEIGHBOURS = 1 << 22
+"""Of all queries that are searched for at once."""
 
 
 class Stored(NamedTuple):
@@ -41,12 +47,13 @@ class Memory:
 
     Args:
         lab: where texts come from.
+        model: folder of the model.
         folder: for the home and what is found with it.
         make: called once.
     """
 
-    def __init__(self, lab: "Lab", folder: Path, make: Make) -> None:
-        self._lab, self.folder, self._make = lab, folder, make
+    def __init__(self, lab: "Lab", model: str, folder: Path, make: Make) -> None:
+        self._lab, self.model, self.folder, self._make = lab, model, folder, make
 
     @cached_property
     def lm(self) -> KNNLMForCausalLM:
@@ -111,17 +118,38 @@ class Memory:
         if not file.is_file():
             self._lab.say(f"{domain}: scoring {split}, 1/{fraction} of the store, k={k}{given}")
             selection = Selection(domains=(domain,), tags=None if fraction == 1 else (f"1/{fraction}",))
-            lm = (
-                self.lm
-                if params is None
-                else knnstore.load(self.folder / "home", params=params, device="cpu")
-            )
-            texts = self._lab.texts[domain][split]
-            scored = score_once(lm.store, lm.encoder, lm.tokenizer, texts, k=k, selection=selection)
+            store = self.lm.store
             if params is not None:
-                lm.store.close()
+                store = KNNStore.open(self.folder / "home", params=params)
+            base, plain = self._lab.base, fraction == 1 and params is None
+            if self.model == self._lab.model and not (self is base and plain):
+                scored = search_again(base.scored(domain, split), store, k, selection)
+            else:
+                texts = self._lab.texts[domain][split]
+                scored = score_once(
+                    store, self.lm.encoder, self.lm.tokenizer, texts, k=k, selection=selection
+                )
+            if params is not None:
+                store.close()
             save_scored(file, scored)
         return load_scored(file)
+
+
+def search_again(scored: ScoredText, store: KNNStore, k: int, selection: Selection) -> ScoredText:
+    """Another search for a text that was scored with the same model, which need not run again."""
+    reading = scored.reading
+    parts = []
+    for at in torch.split(torch.arange(len(scored)), max(1, _NEIGHBOURS // k)):
+        found = store.search(reading.keys[at].numpy(), k, selection)
+        distances, tokens = torch.from_numpy(found.distances), torch.from_numpy(tokens_of(found.ids))
+        weights = torch.zeros(0) if found.log_weights is None else torch.from_numpy(found.log_weights)
+        hits = tokens == reading.gold[at, None]
+        parts.append((distances, hits, distinct_tokens(tokens, distances), weights))
+    distances, hits, distinct, log_weights = (torch.cat(column) for column in zip(*parts, strict=True))
+    return replace(
+        scored, distances=distances, hits=hits, distinct=distinct,
+        log_weights=log_weights if len(log_weights) else None,
+    )  # fmt: skip
 
 
 def save_scored(file: Path, scored: ScoredText) -> None:

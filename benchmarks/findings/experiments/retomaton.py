@@ -22,7 +22,7 @@ RULE = """in a domain it holds if, for every number of pointers in the table tha
 of the searches, perplexity is below that of leaving out as many at random, with the whole interval; the
 contrary if it is above once with the whole interval. One λ and one T, fitted on dev with all searches."""
 MINUTES = 45.0
-ENOUGH = (None, 256, 64, 16, 4, 1)
+ENOUGH = (None, 256, 64, 16, 1)
 """How many pointers replace a search; None searches always and adds them."""
 
 
