@@ -17,6 +17,7 @@ from knnstore_faiss.policy import Policy, new_index
 
 _CHUNK = 1 << 16  # rows given to FAISS at a time
 _FEW_ROWS = 4096  # matching rows up to which they are compared one by one
+_TABLES = 1 << 31  # bytes: the most that FAISS computes beside what is in the file of a product quantizer
 
 
 def build(segment: Segment, factory: str, dim: int, metric: Metric, path: Path) -> None:
@@ -159,7 +160,7 @@ def _read(root: Path, segment: Segment, dim: int, metric: Metric) -> faiss.Index
     assert segment.entry.index is not None
     mapped = MappedFile(root, segment.entry.index.file)
     mapped.check()
-    faiss.set_deserialization_vector_byte_limit(4 * mapped.file.size + (1 << 20))
+    faiss.set_deserialization_vector_byte_limit(4 * mapped.file.size + _TABLES)
     if bytes(mapped.bytes[:2]) != b"Iw":  # the inverted files; nothing else is ever written
         raise CorruptDatastoreError(f"{mapped.path} is no inverted file")
     try:

@@ -309,3 +309,14 @@ def test_which_neighbours_and_which_distances_are_chosen_apart(
     np.testing.assert_array_equal(np.sort(rows, 1), np.sort(approximate, 1))
     assert np.abs(distances - true).max() > 0.1
     assert (np.sort(rows, 1) != nearest).any()
+
+
+def test_an_index_whose_tables_are_larger_than_its_file_is_read(tmp_path: Path) -> None:
+    """FAISS computes a table for every list of a product quantizer, and counts it as if it were read."""
+    keys = clustered(12000, dim=32)
+    with filled(tmp_path, keys, index="IVF256,PQ16") as store:
+        store.optimize()
+    assert 0 < max(path.stat().st_size for path in tmp_path.rglob("*.index")) < 256 * 16 * 256 * 4 / 8
+    params = {"index": "IVF256,PQ16", "neighbors": "index", "nprobe": 256}
+    with FaissDatastore.open(tmp_path / "store", dim=32, mode="r", **params) as reader:
+        assert np.array_equal(reader.search(keys[:50], 1).ids[:, 0], np.arange(50) * 3)
