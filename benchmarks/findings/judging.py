@@ -9,7 +9,7 @@ from torch import Tensor
 
 from knnstore.lm import KNNSettings
 from knnstore.lm.cache_fitting import fit_cache, gather_cache_evidence
-from knnstore.lm.comparison import RESAMPLES, Interval, _Judged
+from knnstore.lm.comparison import RESAMPLES, Interval, Judge
 from knnstore.lm.fitting import fit_fixed, fit_lambdas, gather_evidence
 from knnstore.lm.interpolation import neighbor_weights
 from knnstore.lm.scored_text import ScoredText
@@ -30,7 +30,7 @@ def interval(scored: ScoredText, log_probs: Tensor) -> Interval:
         scored: what the tokens are of.
         log_probs: of each of them.
     """
-    return _Judged(scored)(log_probs)[0]
+    return Judge(scored)(log_probs)[0]
 
 
 def ratio(scored: ScoredText, log_probs: Tensor, reference: Tensor) -> Interval:
@@ -41,7 +41,7 @@ def ratio(scored: ScoredText, log_probs: Tensor, reference: Tensor) -> Interval:
         log_probs: of each of them.
         reference: log-probabilities of the same tokens, of what is compared with.
     """
-    return _Judged(replace(scored, lm_log_probs=reference))(log_probs)[1]
+    return Judge(replace(scored, lm_log_probs=reference))(log_probs)[1]
 
 
 def knn_probs(scored: ScoredText, k: int, temperature: float) -> Tensor:

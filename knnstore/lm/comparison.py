@@ -137,7 +137,7 @@ def compare(
     lengths = lengths[lengths > 0]
     check_enough(len(lengths), len(scored))
     halves = in_halves(scored.documents)
-    judged = _Judged(scored)
+    judged = Judge(scored)
     evidence = gather_evidence(scored, ks_up_to(scored.k))
     if not len(evidence[0].tokens):
         raise InputError("nothing can be fitted: the search found no neighbour of any token")
@@ -233,8 +233,12 @@ def check_enough(documents: int, tokens: int) -> None:
         )
 
 
-class _Judged:
-    """Perplexities with intervals, all over the same resamples of the documents."""
+class Judge:
+    """Gives perplexities with intervals, all over the same resamples of the documents.
+
+    Args:
+        scored: the text, and what the model alone thinks of it.
+    """
 
     def __init__(self, scored: ScoredText) -> None:
         _, self._documents = torch.unique(scored.documents, return_inverse=True)
