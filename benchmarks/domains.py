@@ -21,10 +21,9 @@ import torch
 
 import knnstore
 from knnstore.documents import TextDocument, read_documents
-from knnstore.lm import KNNLMForCausalLM
+from knnstore.lm import KNNLMForCausalLM, KNNSettings
 from knnstore.lm.interpolation import gold_knn_probs, mix_gold, neighbor_weights
 from knnstore.lm.scoring import score
-from knnstore.store import EVERYTHING
 
 TINY_LM = Path(__file__).parent.parent / "examples" / "tiny-lm"
 TEMPERATURES = (1.0, 2.0, 5.0, 10.0, 15.0, 20.0, 25.0, 30.0, 40.0, 60.0, 100.0)
@@ -38,7 +37,7 @@ class Scores:
     ) -> None:
         log_probs, knn, found = [], [], []
         started = time.perf_counter()
-        for part in score(lm.store, lm.encoder, lm.tokenizer, documents, k=k, selection=EVERYTHING):
+        for part in score(lm.store, lm.encoder, lm.tokenizer, documents, KNNSettings(k=k)):
             weights = [neighbor_weights(part.distances, temperature) for temperature in temperatures]
             log_probs.append(part.lm_log_probs)
             found.append(weights[0].sum(1) > 0)
