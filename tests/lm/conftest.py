@@ -1,5 +1,6 @@
 """Tiny random models of the families that knnstore is tried on, and an exact store in a few lines."""
 
+import shutil
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from transformers import (
     Qwen3Config,
 )
 
+import knnstore
 from knnstore.datastore import Neighbors
 from knnstore.lm.encoder import Encoder
 from knnstore.lm.keys import key_dim
@@ -223,3 +225,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
         model_max_length=64,
         model_input_names=["input_ids", "attention_mask"],
     )
+
+
+@pytest.fixture
+def lm(filled, tmp_path):
+    """A copy, open for writing, of the home that the module's own fixture `filled` makes."""
+    shutil.copytree(filled, tmp_path / "home")
+    opened = knnstore.load(tmp_path / "home", "a")
+    yield opened
+    opened.store.close()

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from dataclasses import replace
 from io import StringIO
 
@@ -44,14 +43,6 @@ def filled(make_model, tokenizer, tmp_path_factory):
         lm.add(STORED, domain="phrases")
         lm.add(NOISE, domain="noise")
     return home
-
-
-@pytest.fixture
-def lm(filled, tmp_path):
-    shutil.copytree(filled, tmp_path / "home")
-    opened = knnstore.load(tmp_path / "home", "a")
-    yield opened
-    opened.store.close()
 
 
 def test_the_winner_is_saved_for_its_domains_and_used(lm):

@@ -2,7 +2,6 @@
 
 import itertools
 import logging
-import shutil
 
 import numpy as np
 import pytest
@@ -189,14 +188,6 @@ def filled(make_model, tokenizer, tmp_path_factory):
         lm.add(phrased("b", count=3), domain="b")
         lm.add([" ".join(f"w{i}" for i in RNG.integers(4, 100, 99)) for _ in range(2)], domain="noise")
     return home
-
-
-@pytest.fixture
-def lm(filled, tmp_path):
-    shutil.copytree(filled, tmp_path / "home")
-    opened = knnstore.load(tmp_path / "home", "a")
-    yield opened
-    opened.store.close()
 
 
 MIXER = DomainWeights(("a", "b", "noise"), (0.3, 0.4, 0.0), (1.0, 2.0, 1.0))

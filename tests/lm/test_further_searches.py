@@ -1,7 +1,6 @@
 """Larger k and weights of domains in `calibrate`: against the evaluation that searches for real."""
 
 import math
-import shutil
 
 import numpy as np
 import pytest
@@ -42,14 +41,6 @@ def filled(make_model, tokenizer, tmp_path_factory):
         lm.add(phrased(2, "b", range(20, 40)), domain="b")
         lm.add([" ".join(f"w{i}" for i in RNG.integers(4, 100, 150)) for _ in range(2)], domain="noise")
     return home
-
-
-@pytest.fixture
-def lm(filled, tmp_path):
-    shutil.copytree(filled, tmp_path / "home")
-    opened = knnstore.load(tmp_path / "home", "a")
-    yield opened
-    opened.store.close()
 
 
 @pytest.fixture
