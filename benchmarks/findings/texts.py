@@ -1,7 +1,7 @@
 """The documents of an experiment: which of a data folder are used, and in which parts they are stored."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,12 @@ class Limits:
 
     documents: int | None = None
     """Of each split of a domain."""
-    store_tokens: int = 400_000
+    store_tokens: int = 272_000
     """Of a domain's store: whole documents, the first ones, until there are so many."""
-    held_out_tokens: int = 20_000
+    held_out_tokens: int = 15_000
     """Of dev and of test likewise, but at least `MIN_DOCUMENTS`."""
+    held_out_characters: int = 8_000
+    """Of each of their documents: its beginning."""
     train_tokens: int | None = None
     """Of a domain's store, to fine-tune on: the largest nested part with no more; default is all of it."""
     k: int = 1024
@@ -61,14 +63,16 @@ def read(folder: Path, domains: Sequence[str], model: str, limits: Limits) -> di
 
 def cut(documents: Iterator[TextDocument], split: str, tokenizer: Any, limits: Limits) -> list[TextDocument]:
     """The first documents of a split, as many as the limits allow."""
-    enough, least = (limits.store_tokens, 0) if split == "store" else (limits.held_out_tokens, MIN_DOCUMENTS)
+    stored = split == "store"
+    enough, least = (limits.store_tokens, 0) if stored else (limits.held_out_tokens, MIN_DOCUMENTS)
     taken: list[TextDocument] = []
     tokens = 0
     for document in documents:
         if len(taken) == limits.documents or (tokens >= enough and len(taken) >= least):
             break
-        taken.append(document)
-        tokens += len(tokenized([document], tokenizer)[0])
+        used = document if stored else replace(document, text=document.text[: limits.held_out_characters])
+        taken.append(used)
+        tokens += len(tokenized([used], tokenizer)[0])
     return taken
 
 

@@ -11,6 +11,7 @@ from knnstore.cli.cache_options import CacheLambdaOption, CacheOption, CacheTemp
 from knnstore.cli.models import open_model
 from knnstore.cli.options import (
     DEFAULT_HOME,
+    ClustersOption,
     DeviceOption,
     DomainsOption,
     DtypeOption,
@@ -60,6 +61,7 @@ def generate(
     cache_temperature: CacheTemperatureOption = None,
     cache_lambda: CacheLambdaOption = None,
     pointers: PointersOption = None,
+    clusters: ClustersOption = None,
     explain: Annotated[
         bool, typer.Option("--explain", help="Name the documents that the text came from.")
     ] = False,
@@ -76,8 +78,9 @@ def generate(
     """
     lm = open_model(home, "r", device=device, dtype=dtype)
     settings = settings_of(
-        lm, k, knn_temperature, lam, domains, tags, (cache, cache_temperature, cache_lambda), pointers
-    )
+        lm, k, knn_temperature, lam, domains, tags,
+        (cache, cache_temperature, cache_lambda), (pointers, clusters),
+    )  # fmt: skip
     text = sys.stdin.read() if prompt == "-" else prompt
     with lm.store:
         continuation = lm.generate_text(
@@ -119,6 +122,7 @@ def explain(
     cache_temperature: CacheTemperatureOption = None,
     cache_lambda: CacheLambdaOption = None,
     pointers: PointersOption = None,
+    clusters: ClustersOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     home: HomeOption = DEFAULT_HOME,
@@ -136,13 +140,11 @@ def explain(
     """
     lm = open_model(home, "r", device=device, dtype=dtype)
     with lm.store:
-        explained = lm.explain(
-            sys.stdin.read() if text == "-" else text,
-            knn=settings_of(
-                lm, k, temperature, lam, domains, tags, (cache, cache_temperature, cache_lambda), pointers
-            ),
-            neighbors=neighbors,
-        )
+        settings = settings_of(
+            lm, k, temperature, lam, domains, tags,
+            (cache, cache_temperature, cache_lambda), (pointers, clusters),
+        )  # fmt: skip
+        explained = lm.explain(sys.stdin.read() if text == "-" else text, knn=settings, neighbors=neighbors)
     if as_json:
         print_json([_json(token) for token in explained])
         return

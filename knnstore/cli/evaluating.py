@@ -11,6 +11,7 @@ from knnstore.cli.cache_options import CacheLambdaOption, CacheOption, CacheTemp
 from knnstore.cli.models import open_model
 from knnstore.cli.options import (
     DEFAULT_HOME,
+    ClustersOption,
     DeviceOption,
     DomainsOption,
     DtypeOption,
@@ -43,6 +44,7 @@ def evaluate(
     cache_temperature: CacheTemperatureOption = None,
     cache_lambda: CacheLambdaOption = None,
     pointers: PointersOption = None,
+    clusters: ClustersOption = None,
     leave_out: Annotated[
         bool,
         typer.Option("--leave-out", help="A document that is in the store does not retrieve from itself."),
@@ -89,7 +91,7 @@ def evaluate(
       knnstore eval held-out.jsonl
       knnstore eval held-out.jsonl --per-token tokens.tsv
       knnstore eval held-out.jsonl --cache 400 --cache-lambda 0.1
-      knnstore eval held-out.jsonl --pointers 64
+      knnstore eval held-out.jsonl --pointers 8 --clusters 1000
       knnstore eval held-out.jsonl --domain news --k 64 --temperature 20 --lambda 0.5 --json
     """
     from knnstore.documents import read_documents
@@ -107,11 +109,13 @@ def evaluate(
         file = None if per_token is None else opened.enter_context(per_token.open("w", encoding="utf-8"))
         lm = open_model(home, "r", device=device, dtype=dtype, params=read_params(params))
         with lm.store:
+            settings = settings_of(
+                lm, k, temperature, lam, domains, tags,
+                (cache, cache_temperature, cache_lambda), (pointers, clusters),
+            )  # fmt: skip
             found = lm.evaluate(
                 read_documents(files, on_bad=skip if skip_bad else None),
-                knn=settings_of(
-                    lm, k, temperature, lam, domains, tags, (cache, cache_temperature, cache_lambda), pointers
-                ),
+                knn=settings,
                 substitute=trained_substitute(lm.store, domains, tags) if substitute else None,
                 leave_out=leave_out,
                 table=table,

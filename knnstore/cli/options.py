@@ -70,6 +70,15 @@ PointersOption = Annotated[
         "0 is everywhere.",
     ),
 ]
+ClustersOption = Annotated[
+    int | None,
+    typer.Option(
+        "--clusters",
+        min=1,
+        metavar="SIZE",
+        help="With --pointers: compare all records of the clusters that they lead to, of SIZE on average.",
+    ),
+]
 DeviceOption = Annotated[
     str | None,
     typer.Option(

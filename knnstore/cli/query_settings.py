@@ -28,13 +28,15 @@ def settings_of(
     domains: list[str] | None,
     tags: list[str] | None,
     cache: tuple[int | None, float | None, float | None],
-    pointers: int | None,
+    pointers: tuple[int | None, int | None],
 ) -> "KNNSettings":
     """The settings of this call: what was given, else what is saved for these domains.
 
     Says so where calibrated settings are used, and where they are stale.
+    The cache is given as its size, temperature and λ, pointers as how many suffice and the size of clusters.
     """
     from knnstore import Selection
+    from knnstore.errors import ConfigError
     from knnstore.lm.calibrate import CalibrationRecord
     from knnstore.lm.defaults import settings_for
     from knnstore.lm.pointers import PointerSettings
@@ -48,8 +50,12 @@ def settings_of(
         **{name: value for name, value in given.items() if value is not None or name == "skip"},
     )
     settings = replace(settings, cache=cache_of(settings, *cache, only_store=lam is not None))
-    if pointers is not None:
-        settings = replace(settings, pointers=PointerSettings(pointers) if pointers else None)
+    least, cluster_size = pointers
+    if least is not None:
+        chosen = PointerSettings(least, cluster_size=cluster_size) if least else None
+        settings = replace(settings, pointers=chosen)
+    elif cluster_size is not None:
+        raise ConfigError("--clusters says where pointers lead to: give --pointers N as well")
     warn_of_outdated(lm.store, selection)
     record = CalibrationRecord.of(lm.store, selection)
     if record is not None and lam is None:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from knnstore.datastore import Ids, Keys, Neighbors
 from knnstore.lm.settings import KNNSettings
-from knnstore.store import KNNStore, Selection, tokens_of
+from knnstore.store import KNNStore, tokens_of
 
 
 class Retrieval(NamedTuple):
@@ -48,13 +48,20 @@ def retrieve_next(
     """
     pointers = settings.pointers
     assert pointers is not None
-    pointed = _follow(store, queries, before, read, pointers.max_pointers, settings.selection)
+    leading = _leading(before, read, pointers.max_pointers)
+    pointed = store.follow(queries, leading, settings.selection)
     count = (pointed.ids >= 0).sum(1)
     needed = np.ones(len(queries), bool) if pointers.min_pointers is None else count < pointers.min_pointers
-    rows = np.flatnonzero(needed)
+    rows, others = np.flatnonzero(needed), np.flatnonzero(~needed)
     if len(rows):
         pointed = _joined(pointed, search(rows), rows)
-    return Retrieval(_nearest_first(pointed, settings.k), needed)
+    found = _nearest_first(pointed, settings.k)
+    if pointers.cluster_size is not None and len(others):
+        near = store.follow(
+            queries[others], leading[others], settings.selection, cluster_size=pointers.cluster_size
+        )
+        found = put(found, others, _nearest_first(near, settings.k, settings.k))
+    return Retrieval(found, needed)
 
 
 def retrieve_in_step(
@@ -101,19 +108,12 @@ def search_among(search: SearchRows, rows: NDArray[np.int64], some: NDArray[np.i
     return search(rows[some])
 
 
-def _follow(
-    store: KNNStore,
-    queries: Keys,
-    before: Ids,
-    read: NDArray[np.int64],
-    max_pointers: int,
-    selection: Selection,
-) -> Neighbors:
+def _leading(before: Ids, read: NDArray[np.int64], most: int) -> Ids:
+    """The nearest records that predicted what was read, at most so many: shape (q, m), -1 for none."""
     leading = (before >= 0) & (tokens_of(before) == read[:, None])
-    width = min(int(leading.sum(1).max(initial=0)), max_pointers)
-    order = np.argsort(~leading, axis=1, kind="stable")[:, :width]  # the nearest first, as they were
-    ids = np.where(np.take_along_axis(leading, order, 1), np.take_along_axis(before, order, 1), -1)
-    return store.follow(queries, ids, selection)
+    width = min(int(leading.sum(1).max(initial=0)), most)
+    order = np.argsort(~leading, axis=1, kind="stable")[:, :width]  # as they were, the nearest first
+    return np.where(np.take_along_axis(leading, order, 1), np.take_along_axis(before, order, 1), -1)
 
 
 def _joined(pointed: Neighbors, found: Neighbors, rows: NDArray[np.int64]) -> Neighbors:
@@ -132,9 +132,10 @@ def _joined(pointed: Neighbors, found: Neighbors, rows: NDArray[np.int64]) -> Ne
     return both if weighted else replace(both, log_weights=None)
 
 
-def _nearest_first(found: Neighbors, least: int) -> Neighbors:
-    """Order each row, in at least so many columns and no more than are needed."""
+def _nearest_first(found: Neighbors, least: int, most: int | None = None) -> Neighbors:
+    """Order each row, in at least so many columns, and no more than are needed or allowed."""
     width = max(least, int((found.ids >= 0).sum(1).max(initial=0)))
+    width = width if most is None else min(width, most)
     ordered = missing(len(found.ids), width)
     order = np.argsort(found.distances, axis=1, kind="stable")[:, :width]
     for whole, part in zip(_arrays(ordered), _arrays(found), strict=True):
@@ -157,12 +158,13 @@ def _arrays(found: Neighbors) -> list[NDArray[Any]]:
 
 
 def put(found: Neighbors, rows: NDArray[np.int64], part: Neighbors) -> Neighbors:
-    """Put neighbours of some queries in their rows, which have as many columns as are needed afterwards."""
+    """Replace the neighbours of some queries; all have as many columns as are needed afterwards."""
     if part.ids.shape[1] > found.ids.shape[1]:
         wider = missing(len(found.ids), part.ids.shape[1])
         for whole, old in zip(_arrays(wider), _arrays(found), strict=True):
             whole[:, : old.shape[1]] = old
         found = wider
-    for whole, new in zip(_arrays(found), _arrays(part), strict=True):
+    for whole, new, nothing in zip(_arrays(found), _arrays(part), (-1, np.inf, 0), strict=True):
         whole[rows, : new.shape[1]] = new
+        whole[rows, new.shape[1] :] = nothing
     return found

@@ -1,7 +1,7 @@
 """Following records into their documents: the record that comes after one, and how far a query is from it.
 
 The next position of a document holds the next record, so these pointers need no space and none can lead
-into another document or to anything that was removed.
+into another document or to anything that was removed. Nor do clusters: what they hold is looked up again.
 """
 
 from dataclasses import replace
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from knnstore.datastore import Ids, Keys, Metric, Neighbors
 from knnstore.datastore.types import Distances
+from knnstore.store.clusters import Clusters
 from knnstore.store.records import positions_of, ranges_of
 from knnstore.store.selection import Selection
 
@@ -22,7 +23,9 @@ _CHUNK_VALUES = 1 << 22
 """How many components of keys are subtracted at once: 16 MiB of float32."""
 
 
-def follow(view: "View", queries: Keys, ids: Ids, selection: Selection) -> Neighbors:
+def follow(
+    view: "View", queries: Keys, ids: Ids, selection: Selection, clusters: Clusters | None = None
+) -> Neighbors:
     """Measure each query against the records that come after some of others in their documents.
 
     Args:
@@ -30,32 +33,47 @@ def follow(view: "View", queries: Keys, ids: Ids, selection: Selection) -> Neigh
         queries: float32, shape (q, dim).
         ids: records as of any revision, int64, shape (q, m), -1 for none.
         selection: where the records may be.
+        clusters: measures all records of the clusters that those records are in.
 
     Returns:
         ids and distances of shape (q, m), each in the place of the record before it; -1 and +inf where that
-        was a document's last, and where there is no such record any more. With log weights as `View.search`.
+        was a document's last, and where there is no such record any more. With clusters of shape (q, n), in
+        any order. With log weights as `View.search`.
     """
     positions = positions_of(ids) + 1
     documents = view.snapshot.documents_at(positions)
     # What comes before a document's first position is another document, or one that was removed.
     follows = documents >= 0
     follows &= (ids >= 0) & (positions > view.snapshot.starts.take(documents, mode="clip"))
-    wanted = np.unique(positions[follows])
-    after = Neighbors(np.full(ids.shape, -1, np.int64), np.full(ids.shape, np.inf, np.float32))
-    live = ranges_of(wanted, wanted + 1) & view.scope(selection).live
+    if clusters is not None:
+        positions = clusters.around(view, positions, follows)
+        follows = positions >= 0
+    return _measure(view, queries, positions, follows, selection)
+
+
+def _measure(
+    view: "View",
+    queries: Keys,
+    positions: NDArray[np.int64],
+    wanted: NDArray[np.bool_],
+    selection: Selection,
+) -> Neighbors:
+    """Measure queries against the selected records at some positions; all shapes (q, m)."""
+    found = Neighbors(np.full(positions.shape, -1, np.int64), np.full(positions.shape, np.inf, np.float32))
+    distinct = np.unique(positions[wanted])
+    live = ranges_of(distinct, distinct + 1) & view.scope(selection).live
     stored = list(view.datastore.iterate(ids=live)) if live else []
     if stored:
         known, keys = (np.concatenate(column) for column in list(zip(*stored, strict=True))[:2])
         at = np.minimum(np.searchsorted(positions_of(known), positions), len(known) - 1)
-        follows &= positions_of(known)[at] == positions
-        rows, columns = np.nonzero(follows)
+        rows, columns = np.nonzero(wanted & (positions_of(known)[at] == positions))
         chosen = at[rows, columns]
-        after.ids[rows, columns] = known[chosen]
-        after.distances[rows, columns] = _distances(queries, keys, rows, chosen, view.datastore.metric)
+        found.ids[rows, columns] = known[chosen]
+        found.distances[rows, columns] = _distances(queries, keys, rows, chosen, view.datastore.metric)
     survivors = view.snapshot.survivors
     if survivors is None:
-        return after
-    return replace(after, log_weights=survivors.log_weights_at(positions_of(after.ids)))
+        return found
+    return replace(found, log_weights=survivors.log_weights_at(positions_of(found.ids)))
 
 
 def _distances(

@@ -21,6 +21,7 @@ from knnstore.errors import (
     DocumentNotFoundError,
     StoreUnavailableError,
 )
+from knnstore.store.clusters import Clusters
 from knnstore.store.following import follow
 from knnstore.store.home import Home
 from knnstore.store.provenance import Provenance, Tokens, Tracer
@@ -61,6 +62,7 @@ class StoreReader:
         self._engine, self._datastore = self._open_current()
         self._view: View | None = None
         self._viewing = threading.Lock()
+        self._clusters: dict[int, Clusters] = {}
         self._opened = opened
         opened.callback(self._close_datastore)
 
@@ -92,19 +94,32 @@ class StoreReader:
         """
         return self._at_one_revision(lambda view: view.search(queries, k, selection))
 
-    def follow(self, queries: Keys, ids: Ids, selection: Selection = EVERYTHING) -> Neighbors:
+    def follow(
+        self,
+        queries: Keys,
+        ids: Ids,
+        selection: Selection = EVERYTHING,
+        *,
+        cluster_size: int | None = None,
+    ) -> Neighbors:
         """Measure queries against the records that come after some of others in their documents.
 
         Args:
             queries: float32, shape (q, dim).
             ids: records of any search, int64, shape (q, m), -1 for none.
             selection: among which documents.
+            cluster_size: measures all that share a cluster with those records, of so many on average; the
+                first call reads every key. See `knnstore.store.clusters`.
 
         Returns:
             Record ids and distances, shape (q, m), each in the place of the record before it; -1 and +inf
-            where that was a document's last, and where the document is live no more.
+            where that was a document's last, and where the document is live no more. With clusters of shape
+            (q, n), in any order.
         """
-        return self._at_one_revision(lambda view: follow(view, queries, ids, selection))
+        clusters = None
+        if cluster_size is not None:
+            clusters = self._clusters.setdefault(cluster_size, Clusters(cluster_size))
+        return self._at_one_revision(lambda view: follow(view, queries, ids, selection, clusters))
 
     def view(self) -> View:
         """What is live at the latest revision."""

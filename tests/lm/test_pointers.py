@@ -52,9 +52,13 @@ class Definition:
         for ids, keys, _ in lm.store.datastore.iterate():
             self.keys.update(zip(ids.tolist(), keys.astype(np.float64), strict=True))
         self.records = sorted(self.keys)
-        self.starts = {int(start) for start in lm.store.view().snapshot.starts}
+        self.snapshot = lm.store.view().snapshot
+        self.starts = {int(start) for start in self.snapshot.starts}
         self.current: list[int] = []
         self.searches = 0
+
+    def domain(self, id: int) -> int:
+        return int(self.snapshot.groups[self.snapshot.documents_at(np.array([id >> 20]))[0]])
 
     def step(self, query: np.ndarray, read: int | None) -> dict[int, float]:
         """The records for one query with their distances, after a token was read."""
@@ -62,7 +66,11 @@ class Definition:
         leading = [id for id in self.current if id & 0xFFFFF == read][: self.knn.pointers.max_pointers]
         pointed = {after[id] for id in leading if id in after and after[id] >> 20 not in self.starts}
         least = self.knn.pointers.min_pointers
-        if least is None or len(pointed) < least:
+        if self.knn.pointers.cluster_size and len(pointed) >= least:
+            domains = {self.domain(id) for id in pointed}  # each is one cluster
+            pointed = {id for id in self.records if self.domain(id) in domains}
+            pointed = set(sorted(pointed, key=lambda id: ((self.keys[id] - query) ** 2).sum())[: self.knn.k])
+        elif least is None or len(pointed) < least:
             self.searches += 1
             pointed |= set(self.store.search(query[None], self.knn.k).ids[0].tolist()) - {-1}
         found = {id: float(((self.keys[id] - query) ** 2).sum()) for id in pointed}
@@ -80,10 +88,12 @@ def p_knn(found: dict[int, float], temperature: float) -> dict[int, float]:
     return {token: weight / total for token, weight in summed.items()}
 
 
-@pytest.mark.parametrize("least", [1, 2, 4, None])
-def test_scoring_is_the_definition(lm, least) -> None:
+@pytest.mark.parametrize(
+    ("least", "cluster_size"), [(1, None), (2, None), (4, None), (None, None), (1, 10**6), (3, 10**6)]
+)
+def test_scoring_is_the_definition(lm, least, cluster_size) -> None:
     """Documents of several windows and of different lengths together give what each gives alone."""
-    knn = replace(KNN, pointers=PointerSettings(least))
+    knn = replace(KNN, pointers=PointerSettings(least, cluster_size=cluster_size))
     held_out = [f"{text(n)} w40" for n in (1, 9, 4, 6)]
     table, plain = TokenTable(), TokenTable()
     evaluated = lm.evaluate(held_out, knn, table=table)
@@ -224,13 +234,13 @@ def test_with_a_cache_and_explained(lm) -> None:
 
 
 def test_settings_with_pointers_are_saved_and_wrong_ones_refused() -> None:
-    for pointers in (None, PointerSettings(None, 64), PointerSettings(3)):
+    for pointers in (None, PointerSettings(None, 64), PointerSettings(3, cluster_size=9)):
         knn = replace(KNN, pointers=pointers)
         assert KNNSettings.from_dict(knn.to_dict()) == knn
-    for wrong in ({"min_pointers": 0}, {"max_pointers": 0}, {"min_pointers": 2000}, {"min_pointers": True}):
-        with pytest.raises(ConfigError, match="pointers"):
+    for wrong in ({"min_pointers": 0}, {"max_pointers": 0}, {"min_pointers": 2000}, {"cluster_size": 0}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
             PointerSettings(**wrong)
     with pytest.raises(ConfigError, match="pointers have other settings"):
-        KNNSettings.from_dict({"pointers": {"clusters": 3}})
+        KNNSettings.from_dict({"pointers": {"beams": 3}})
     with pytest.raises(ConfigError, match="weights of domains"):
         KNNSettings(mixer=DomainWeights(("one",), (0.5,)), pointers=PointerSettings())
