@@ -9,9 +9,9 @@ from torch import Tensor
 
 from knnstore.lm import KNNSettings
 from knnstore.lm.cache_fitting import fit_cache, gather_cache_evidence
-from knnstore.lm.comparison import RESAMPLES, Interval, Judge
 from knnstore.lm.fitting import fit_fixed, fit_lambdas, gather_evidence
 from knnstore.lm.interpolation import neighbor_weights
+from knnstore.lm.judging import RESAMPLES, Interval, Judge
 from knnstore.lm.scored_text import ScoredText
 
 LAMBDAS = torch.arange(0, 100) / 100

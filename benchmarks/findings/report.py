@@ -6,6 +6,7 @@ from typing import Any
 
 from finding import Plot
 from plots import svg
+from texts import MIN_DOCUMENTS
 
 INTRODUCTION = """# Findings of the papers, on real text
 
@@ -45,7 +46,9 @@ def markdown(results: Sequence[Mapping[str, Any]], about: Mapping[str, Any], plo
     lines += [
         "",
         "Of each split the first documents were taken, until there were "
-        f"{limits['store_tokens']:,} tokens to store, and {limits['held_out_tokens']:,} of `dev` and `test`.",
+        f"{limits['store_tokens']:,} tokens to store, and {limits['held_out_tokens']:,} of `dev` and `test`: "
+        f"there at least {MIN_DOCUMENTS} documents, and of each the first {limits['held_out_characters']:,} "
+        "characters.",
     ]
     if limits["documents"]:
         lines += ["", f"**A trial on at most {limits['documents']:,} documents of each split: no result.**"]

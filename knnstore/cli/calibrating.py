@@ -21,7 +21,8 @@ from knnstore.errors import ConfigError
 
 if TYPE_CHECKING:
     from knnstore.errors import InputError
-    from knnstore.lm.comparison import Comparison, Interval
+    from knnstore.lm.comparison import Comparison
+    from knnstore.lm.judging import Interval
 
 
 def calibrate(

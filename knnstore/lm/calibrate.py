@@ -11,11 +11,12 @@ from transformers import PreTrainedTokenizerBase
 
 from knnstore.documents import TextDocument
 from knnstore.errors import ConfigError, InputError, ReadOnlyError
-from knnstore.lm.comparison import Comparison, check_enough, compare, in_halves, ks_up_to
+from knnstore.lm.comparison import Comparison, compare, ks_up_to
 from knnstore.lm.defaults import CALIBRATION, saved_for, settings_for
 from knnstore.lm.domain_fitting import MOST_DOMAINS
 from knnstore.lm.encoder import Encoder
 from knnstore.lm.further_searches import FurtherSearches, WideEvidence
+from knnstore.lm.judging import check_enough, in_halves
 from knnstore.lm.savings import SHARES, Saving, judge_savings
 from knnstore.lm.scored_text import score_once
 from knnstore.lm.scoring import count_predicted

@@ -6,15 +6,12 @@ fitted on all of them. Intervals are of the bootstrap over documents, since toke
 are not independent.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from knnstore.errors import InputError
@@ -25,15 +22,11 @@ from knnstore.lm.domain_weights import DomainWeights
 from knnstore.lm.fitting import Evidence, fit_bins, fit_fixed, fit_nearness, fit_relative, gather_evidence
 from knnstore.lm.further_searches import WideEvidence
 from knnstore.lm.gate_fit import fit_gate
+from knnstore.lm.judging import Interval, Judge, check_enough, in_halves
 from knnstore.lm.mixing import FixedLambda
 from knnstore.lm.scored_text import Mixed, ScoredText
 from knnstore.lm.settings import KNNSettings
 from knnstore.lm.substitute_fitting import fit_alone, fit_beside
-
-MIN_DOCUMENTS = 8
-MIN_TOKENS = 1_000
-RESAMPLES = 1_000
-"""Of the documents, for an interval of 95 %."""
 
 _K_STEP = 4
 
@@ -56,14 +49,6 @@ BIN_FITS: dict[str, Fit] = {
 
 MIXER_FITS: dict[str, Fit] = {"sk-mt": fit_nearness, "relative-confidence": fit_relative, **BIN_FITS}
 """What is fitted beside a fixed λ, at the k that is best for that."""
-
-
-class Interval(NamedTuple):
-    """A perplexity, with the bounds between which it is in 95 % of the resamples."""
-
-    ppl: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +87,7 @@ class Comparison:
     @property
     def best(self) -> Candidate:
         """The one with the lowest held-out perplexity."""
-        return min(self.candidates, key=lambda candidate: candidate.held_out.ppl)
+        return best_of(self.candidates)
 
     @property
     def beats_base(self) -> bool:
@@ -133,72 +118,104 @@ def compare(
     Raises:
         InputError: there is too little text.
     """
-    lengths = torch.bincount(scored.documents).numpy()
-    lengths = lengths[lengths > 0]
-    check_enough(len(lengths), len(scored))
-    halves = in_halves(scored.documents)
-    judged = Judge(scored)
+    trial = _Trial(scored)
     evidence = gather_evidence(scored, ks_up_to(scored.k))
     if not len(evidence[0].tokens):
         raise InputError("nothing can be fitted: the search found no neighbour of any token")
-
-    def judge(name: str, fit: Callable[[E], KNNSettings], of: E, mix: Mix = scored.log_probs) -> Candidate:
-        log_probs, lam = torch.empty(len(scored)), torch.empty(len(scored))
-        for half in (halves, ~halves):
-            tokens = (~half).nonzero()[:, 0]
-            log_probs[tokens], lam[tokens] = mix(fit(of.only(half)), tokens)
-        held_out, change = judged(log_probs)
-        return Candidate(name, fit(of), held_out, float(lam.mean()), change, log_probs)
-
-    fixed = [judge("fixed", fit_fixed, of) for of in evidence]
-    at = min(range(len(fixed)), key=lambda index: fixed[index].held_out.ppl)
-    others = [judge(name, fit, evidence[at]) for name, fit in fits.items()]
+    fixed = [trial.fitted("fixed", fit_fixed, of) for of in evidence]
+    at_best_k = min(zip(fixed, evidence, strict=True), key=lambda pair: pair[0].held_out.ppl)[1]
+    others = [trial.fitted(name, fit, at_best_k) for name, fit in fits.items()]
     if networks:
-        others.append(judge("gate", partial(fit_gate, scored=scored), evidence[at]))
+        others.append(trial.fitted("gate", partial(fit_gate, scored=scored), at_best_k))
     if wide:
-        with_k = [judge("fixed", fit_fixed, of.evidence, of.log_probs) for of in wide]
-        best, of = min(zip(with_k, wide, strict=True), key=lambda pair: pair[0].held_out.ppl)
-        if best.held_out.ppl < fixed[at].held_out.ppl:
-            others += [judge(name, fit, of.evidence, of.log_probs) for name, fit in BIN_FITS.items()]
+        with_k = [trial.fitted("fixed", fit_fixed, of.evidence, of.log_probs) for of in wide]
+        best, widest = min(zip(with_k, wide, strict=True), key=lambda pair: pair[0].held_out.ppl)
+        if best.held_out.ppl < best_of(fixed).held_out.ppl:
+            others += [
+                trial.fitted(name, fit, widest.evidence, widest.log_probs) for name, fit in BIN_FITS.items()
+            ]
         fixed += with_k
     if domains is not None:
-        others.append(judge("domains", fit_domains, domains, domains.log_probs))
+        others.append(trial.fitted("domains", fit_domains, domains, domains.log_probs))
     candidates = [*fixed, *others]
-    if scored.substitute is not None:
-        known = [candidate for candidate in candidates if candidate.name in {"fixed", *fits}]
-        known = [candidate for candidate in known if candidate.settings.k <= scored.k]
-        best = min(known, key=lambda candidate: candidate.held_out.ppl)
-        at_its_k = next(of for of in evidence if of.k == best.settings.k)
-        alone = partial(fit_alone, scored=scored, predicted=scored.substitute)
-        beside = partial(
-            fit_beside, scored=scored, predicted=scored.substitute, fit=fits.get(best.name, fit_fixed)
-        )
-        candidates += [
-            judge("substitute", alone, at_its_k),
-            judge(f"{best.name} + substitute", beside, at_its_k),
-        ]
-    if scored.reading is not None:
-        cache = gather_cache_evidence(scored.reading)
-
-        def with_cache(name: str, settings: KNNSettings, below: Tensor, lam: float) -> Candidate:
-            log_probs = torch.empty(len(scored))
-            for half in (halves, ~halves):
-                log_probs[~half] = cache.mix(below, fit_cache(cache, below, half))[~half]
-            found = fit_cache(cache, below, torch.ones_like(halves))
-            held_out, change = judged(log_probs)
-            together = 1 - (1 - lam) * (1 - found.lam)
-            return Candidate(name, replace(settings, cache=found), held_out, together, change, log_probs)
-
-        best = min(candidates, key=lambda candidate: candidate.held_out.ppl)
-        candidates += [
-            with_cache("cache", KNNSettings(k=1, lam=0), scored.lm_log_probs, 0.0),
-            with_cache(f"{best.name} + cache", best.settings, best.log_probs, best.lam),
-        ]
+    candidates += trial.with_substitute(candidates, evidence, fits)
+    candidates += trial.with_cache(candidates)
     before = None
     if current is not None:
         kept, mix = _as_judged(current, scored, wide, domains)
-        before = judge("current", lambda _: kept, evidence[at], mix) if kept else None
-    return Comparison(len(lengths), len(scored), judged.base, tuple(candidates), before)
+        before = trial.fitted("current", lambda _: kept, at_best_k, mix) if kept else None
+    return Comparison(trial.documents, len(scored), trial.judge.base, tuple(candidates), before)
+
+
+class _Trial:
+    """Fits candidates on each half of a text and judges them on the other.
+
+    Raises:
+        InputError: there is too little text.
+    """
+
+    def __init__(self, scored: ScoredText) -> None:
+        lengths = torch.bincount(scored.documents)
+        self.documents = int((lengths > 0).sum())
+        check_enough(self.documents, len(scored))
+        self.judge = Judge(scored)
+        self._scored, self._halves = scored, in_halves(scored.documents)
+
+    def fitted(
+        self, name: str, fit: Callable[[E], KNNSettings], evidence: E, mix: Mix | None = None
+    ) -> Candidate:
+        """A candidate that is fitted on evidence of tokens, judged by `ScoredText.log_probs` or by `mix`."""
+        log_probs, lam = torch.empty(len(self._scored)), torch.empty(len(self._scored))
+        for half in (self._halves, ~self._halves):
+            tokens = (~half).nonzero()[:, 0]
+            log_probs[tokens], lam[tokens] = (mix or self._scored.log_probs)(fit(evidence.only(half)), tokens)
+        held_out, change = self.judge(log_probs)
+        return Candidate(name, fit(evidence), held_out, float(lam.mean()), change, log_probs)
+
+    def with_substitute(
+        self, candidates: Sequence[Candidate], evidence: Sequence[Evidence], fits: Mapping[str, Fit]
+    ) -> list[Candidate]:
+        """The substitute alone and below the best of some candidates, if the text was scored with one."""
+        scored, predicted = self._scored, self._scored.substitute
+        if predicted is None:
+            return []
+        best = best_of(
+            [one for one in candidates if one.name in {"fixed", *fits} and one.settings.k <= scored.k]
+        )
+        at_its_k = next(of for of in evidence if of.k == best.settings.k)
+        fit = fits.get(best.name, fit_fixed)
+        alone = partial(fit_alone, scored=scored, predicted=predicted)
+        beside = partial(fit_beside, scored=scored, predicted=predicted, fit=fit)
+        return [
+            self.fitted("substitute", alone, at_its_k),
+            self.fitted(f"{best.name} + substitute", beside, at_its_k),
+        ]
+
+    def with_cache(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """A continuous cache without the store, and on top of the best candidate, if there are keys."""
+        if self._scored.reading is None:
+            return []
+        cache = gather_cache_evidence(self._scored.reading)
+
+        def on_top(name: str, settings: KNNSettings, below: Tensor, lam: float) -> Candidate:
+            log_probs = torch.empty(len(below))
+            for half in (self._halves, ~self._halves):
+                log_probs[~half] = cache.mix(below, fit_cache(cache, below, half))[~half]
+            found = fit_cache(cache, below, torch.ones_like(self._halves))
+            held_out, change = self.judge(log_probs)
+            together = 1 - (1 - lam) * (1 - found.lam)
+            return Candidate(name, replace(settings, cache=found), held_out, together, change, log_probs)
+
+        best = best_of(candidates)
+        return [
+            on_top("cache", KNNSettings(k=1, lam=0), self._scored.lm_log_probs, 0.0),
+            on_top(f"{best.name} + cache", best.settings, best.log_probs, best.lam),
+        ]
+
+
+def best_of(candidates: Sequence[Candidate]) -> Candidate:
+    """The one with the lowest held-out perplexity."""
+    return min(candidates, key=lambda candidate: candidate.held_out.ppl)
 
 
 def _as_judged(
@@ -218,71 +235,6 @@ def _as_judged(
             if of.evidence.k == current.k:
                 return current, of.log_probs
     return replace(current, k=min(current.k, scored.k)), scored.log_probs
-
-
-def check_enough(documents: int, tokens: int) -> None:
-    """Refuse to fit on too little.
-
-    Raises:
-        InputError: there are fewer documents or tokens than needed.
-    """
-    if documents < MIN_DOCUMENTS or tokens < MIN_TOKENS:
-        raise InputError(
-            f"{documents:,} documents of {tokens:,} tokens are too little to fit on: at least "
-            f"{MIN_DOCUMENTS} documents and {MIN_TOKENS:,} tokens are needed, and 50,000 tokens are better"
-        )
-
-
-class Judge:
-    """Gives perplexities with intervals, all over the same resamples of the documents.
-
-    Args:
-        scored: the text, and what the model alone thinks of it.
-    """
-
-    def __init__(self, scored: ScoredText) -> None:
-        _, self._documents = torch.unique(scored.documents, return_inverse=True)
-        self._lengths = torch.bincount(self._documents).numpy()
-        count = len(self._lengths)
-        # How often each document is drawn, shape (resamples, documents).
-        self._draws = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), RESAMPLES)
-        self._base = self._losses(scored.lm_log_probs)
-        self.base = _interval(*self._base)
-
-    def __call__(self, log_probs: Tensor) -> tuple[Interval, Interval]:
-        """Return the perplexity, and its ratio to that of the model alone."""
-        whole, resampled = self._losses(log_probs)
-        return _interval(whole, resampled), _interval(whole - self._base[0], resampled - self._base[1])
-
-    def _losses(self, log_probs: Tensor) -> tuple[float, NDArray[np.float64]]:
-        losses = -torch.zeros(len(self._lengths), dtype=torch.float64).index_add_(
-            0, self._documents, log_probs.double()
-        ).numpy()  # fmt: skip
-        return losses.sum() / self._lengths.sum(), self._draws @ losses / (self._draws @ self._lengths)
-
-
-def _interval(loss: float, resampled: NDArray[np.float64]) -> Interval:
-    low, high = np.quantile(resampled, [0.025, 0.975])
-    return Interval(math.exp(loss), math.exp(low), math.exp(high))
-
-
-def in_halves(documents: Tensor) -> Tensor:
-    """Which tokens are of the first half: whole documents, the longest dealt out first.
-
-    Args:
-        documents: of each token, int64, shape (n,).
-
-    Returns:
-        bool, shape (n,).
-    """
-    lengths = torch.bincount(documents)
-    first = torch.zeros(len(lengths), dtype=torch.bool)
-    taken = [0, 0]
-    for document in lengths.argsort(descending=True, stable=True).tolist():
-        lighter = int(taken[1] < taken[0])
-        taken[lighter] += int(lengths[document])
-        first[document] = lighter == 0
-    return first[documents]
 
 
 def ks_up_to(largest: int) -> list[int]:

@@ -20,8 +20,9 @@ from knnstore.datastore import Keys, Metric
 from knnstore.datastore.merging import stored_keys
 from knnstore.documents import TextDocument
 from knnstore.errors import ConfigError, InputError
-from knnstore.lm.comparison import MIN_DOCUMENTS, MIN_TOKENS, Candidate, Interval, compare
+from knnstore.lm.comparison import Candidate, compare
 from knnstore.lm.encoder import Encoder
+from knnstore.lm.judging import MIN_DOCUMENTS, MIN_TOKENS, Interval
 from knnstore.lm.keys import KeyCapture, KeyLocation
 from knnstore.lm.loading import window_of
 from knnstore.lm.locations import FINAL_PLACES, LAYER_PLACES, layer_count, locate

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from knnstore.errors import InputError
 from knnstore.lm import BinnedLambda, KNNSettings
 from knnstore.lm.bins import bins_of
-from knnstore.lm.comparison import MIN_TOKENS, compare
+from knnstore.lm.comparison import compare
 from knnstore.lm.fitting import fit_bins, fit_fixed, fit_lambdas, gather_evidence
+from knnstore.lm.judging import MIN_TOKENS
 from knnstore.lm.scored_text import ScoredText
 
 

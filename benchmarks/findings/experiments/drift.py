@@ -9,8 +9,8 @@ from lab import Lab
 from torch import Tensor
 
 from knnstore.lm import KNNSettings
-from knnstore.lm.comparison import RESAMPLES, Interval
 from knnstore.lm.interpolation import neighbor_weights
+from knnstore.lm.judging import RESAMPLES, Interval
 from knnstore.lm.text import tokenized
 from knnstore.lm.windows import prefix_of
 from knnstore.store import tokens_of
