@@ -16,7 +16,6 @@ import torch
 from finetuning import fine_tune
 from memory import Make, Memory, write_json
 from texts import FRACTIONS, SPLITS, Limits, batches, leveled
-from torch import Tensor
 
 import knnstore
 from knnstore.documents import TextDocument
@@ -184,17 +183,20 @@ class Lab:
         values = json.loads(record.read_text())
         return Tuned(str(folder), values["tokens"], epochs, values["seconds"])
 
-    def log_probs(self, model: str, domain: str) -> Tensor:
-        """Log p of every token of test by a model alone, in the order of `test`."""
+    def alone(self, model: str, domain: str, split: str) -> ScoredText:
+        """Held-out text as another model reads it; the neighbours are still those of the base model."""
         lm, tokenizer = load(model, device="cpu")
         encoder, length = Encoder(lm, locate(lm)), self.base.lm.store.identity.max_length
-        log_probs, gold = [], []
-        for batch in batches(self.texts[domain]["test"], tokenizer, length):
-            states = encoder.encode(batch.input_ids, batch.at).states
-            log_probs.append(encoder.gold_log_probs(states, batch.gold))
+        log_probs, keys, gold = [], [], []
+        for batch in batches(self.texts[domain][split], tokenizer, length):
+            encoded = encoder.encode(batch.input_ids, batch.at)
+            log_probs.append(encoder.gold_log_probs(encoded.states, batch.gold))
+            keys.append(encoded.keys)
             gold.append(torch.from_numpy(batch.gold))
-        assert torch.equal(torch.cat(gold), self.test(domain).reading.gold), "in another order"
-        return torch.cat(log_probs)
+        scored = self.base.scored(domain, split)
+        assert torch.equal(torch.cat(gold), scored.reading.gold), "in another order"
+        reading = replace(scored.reading, keys=torch.cat(keys))
+        return replace(scored, lm_log_probs=torch.cat(log_probs), reading=reading)
 
 
 def store_alone(found: Comparison) -> Candidate:

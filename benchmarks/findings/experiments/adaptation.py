@@ -4,19 +4,21 @@ from finding import Finding, Table, count, settle
 from judging import interval, ppl, ratio, with_cache
 from lab import Lab
 
+from knnstore.lm import KNNSettings
+
 TITLE = "A store closes most of the gap to a model fine-tuned on the same text"
 CLAIM = """Khandelwal et al. 2020, table 4 (books, with a model of Wikipedia): 34.84 alone, 20.47 with a
 store of books, 11.89 for a model trained on books: 63 % of the way, for one pass over the text."""
 RULE = """in a domain it holds if (alone - store) ÷ (alone - fine-tuned) of the perplexities is at least
 one half, for the model fine-tuned for three epochs; the contrary if it is less. AdamW, learning rate
 0.001 with warm-up and linear decay, a run for each number of epochs; seconds of storing are of the same
-text, without those of calibration."""
+text, without those of calibration. Both have a continuous cache in other columns, fitted on dev."""
 MINUTES = 90.0
 
 
 def run(lab: Lab) -> Finding:
     """Fine-tune for one and for three epochs, and compare with the store of the same documents."""
-    rows, holds, reached = [], [], []
+    rows, holds, reached, both_reached = [], [], [], []
     for domain in lab.domains:
         fraction = lab.train_fraction(domain)
         test = lab.base.scored(domain, "test", fraction=fraction)
@@ -27,22 +29,28 @@ def run(lab: Lab) -> Finding:
         store = test.log_probs(settings).log_probs
         both = test.log_probs(with_cache(dev, settings)).log_probs
         tuned = {epochs: lab.tuned(domain, epochs, fraction) for epochs in (1, 3)}
-        alone = {epochs: lab.log_probs(of.model, domain) for epochs, of in tuned.items()}
+        read = {epochs: lab.alone(of.model, domain, "test") for epochs, of in tuned.items()}
+        once, thrice = (read[epochs].lm_log_probs for epochs in (1, 3))
+        cache = with_cache(lab.alone(tuned[3].model, domain, "dev"), KNNSettings(k=1, lam=0.0))
+        thrice_and_cache = read[3].log_probs(cache).log_probs
         base = ppl(test.lm_log_probs)
-        closed = (base - ppl(store)) / (base - ppl(alone[3]))
-        quotient = ratio(test, store, alone[3])
+        closed = (base - ppl(store)) / (base - ppl(thrice))
         holds.append(closed >= 0.5)
-        reached.append(quotient.ppl <= 1 and seconds <= tuned[3].seconds / 5)
+        quick = seconds <= tuned[3].seconds / 5
+        reached.append(quick and ppl(store) <= ppl(thrice))
+        both_reached.append(quick and ppl(both) <= ppl(thrice))
         rows.append(
-            [domain, tuned[3].tokens, base, interval(test, store), interval(test, both), seconds]
-            + [of for epochs in (1, 3) for of in (interval(test, alone[epochs]), tuned[epochs].seconds)]
-            + [f"{closed:.0%}", quotient]
-        )
+            [domain, tuned[3].tokens, base, interval(test, store), interval(test, both), seconds,
+             interval(test, once), tuned[1].seconds, interval(test, thrice), tuned[3].seconds,
+             interval(test, thrice_and_cache), f"{closed:.0%}", ratio(test, store, thrice)]
+        )  # fmt: skip
     head = ["domain", "tokens", "the model alone", "store", "store and cache", "s",
-            "fine-tuned, 1 epoch", "s", "3 epochs", "s", "gap closed", "store ÷ 3 epochs"]  # fmt: skip
+            "fine-tuned, 1 epoch", "s", "3 epochs", "s", "3 epochs and cache", "gap closed",
+            "store ÷ 3 epochs"]  # fmt: skip
     return Finding(
         settle(holds),
-        f"The store closed at least half of the gap in {count(holds)}. It was at or below three "
-        f"epochs' perplexity, in at most a fifth of their time, in {count(reached)}.",
+        f"The store closed at least half of the gap in {count(holds)}. In at most a fifth of the time of "
+        f"three epochs it was at or below their perplexity in {count(reached)}, with the cache in "
+        f"{count(both_reached)}.",
         [Table(head, rows)],
     )

@@ -24,7 +24,7 @@ def run(lab: Lab) -> Finding:
         test = memory.scored(domain, "test", fraction=fraction)
         mixed = test.log_probs(settings).log_probs
         all_read = lab.tuned(domain, 3, fraction)
-        whole = lab.log_probs(all_read.model, domain)
+        whole = lab.alone(all_read.model, domain, "test").lm_log_probs
         quotient = ratio(test, mixed, whole)
         holds.append(below(quotient))
         alone = interval(test, test.lm_log_probs)

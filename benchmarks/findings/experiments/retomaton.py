@@ -26,8 +26,8 @@ MINUTES = 45.0
 CLUSTER = 1_000
 POINTERS = [
     PointerSettings(None),
-    *(PointerSettings(enough) for enough in (64, 8, 1)),
-    *(PointerSettings(enough, cluster_size=CLUSTER) for enough in (16, 8, 4, 2, 1)),
+    *(PointerSettings(enough) for enough in (64, 8)),
+    *(PointerSettings(enough, cluster_size=CLUSTER) for enough in (8, 4, 2)),
 ]
 
 
