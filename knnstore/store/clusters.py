@@ -36,7 +36,7 @@ class Clusters:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._domains: dict[int, _DomainClusters] = {}
+        self._domains: dict[int, tuple[int, _DomainClusters]] = {}  # each as of a revision
         self._making = threading.Lock()
 
     def around(self, view: View, positions: Positions, there: NDArray[np.bool_]) -> Positions:
@@ -50,13 +50,11 @@ class Clusters:
         Returns:
             Their positions, shape (q, n), -1 for none; a record that was removed may still be among them.
         """
-        groups = view.snapshot.groups.take(view.snapshot.documents_at(positions), mode="clip")
+        groups = np.append(view.snapshot.groups, -1)[view.snapshot.documents_at(positions)]
+        of = {domain: self._of(view, domain) for domain in np.unique(groups[there]).tolist()}
         rows = []
         for row, group, mine in zip(positions, groups, there, strict=True):
-            parts = [
-                self._of(view, domain).around(row[mine & (group == domain)])
-                for domain in np.unique(group[mine]).tolist()
-            ]
+            parts = [clusters.around(row[mine & (group == domain)]) for domain, clusters in of.items()]
             rows.append(np.concatenate([_NONE, *parts]))
         found = np.full((len(rows), max(map(len, rows), default=0)), -1, np.int64)
         for at, members in enumerate(rows):
@@ -64,15 +62,12 @@ class Clusters:
         return found
 
     def _of(self, view: View, domain: int) -> "_DomainClusters":
-        mine = view.snapshot.groups == domain
-        live = ranges_of(view.snapshot.starts[mine], view.snapshot.stops[mine])
-        records = int(view.snapshot.records[mine].sum())
+        """The clusters of a domain, with all that is live of it."""
         with self._making:
-            known = self._domains.get(domain)
-            if known is None or records > 2 * known.made_for:
-                known = _DomainClusters(_centers(view.datastore, live, records, self._size), records)
-            if new := live - known.divided:
-                known = self._domains[domain] = known.extended(view.datastore, new)
+            revision, known = self._domains.get(domain, (None, None))
+            if known is None or revision != view.snapshot.revision:
+                known = _up_to_date(known, view, domain, self._size)
+                self._domains[domain] = view.snapshot.revision, known
             return known
 
 
@@ -123,6 +118,16 @@ class _DomainClusters:
         labels = labels[: max(1, int(np.searchsorted(total, _MOST_MEMBERS, side="right")))]
         bounds = zip(self._starts[labels].tolist(), self._starts[labels + 1].tolist(), strict=True)
         return np.concatenate([_NONE, *(self._members[start:stop] for start, stop in bounds)])
+
+
+def _up_to_date(known: _DomainClusters | None, view: View, domain: int, size: int) -> _DomainClusters:
+    mine = view.snapshot.groups == domain
+    live = ranges_of(view.snapshot.starts[mine], view.snapshot.stops[mine])
+    records = int(view.snapshot.records[mine].sum())
+    if known is None or records > 2 * known.made_for:
+        known = _DomainClusters(_centers(view.datastore, live, records, size), records)
+    new = live - known.divided
+    return known.extended(view.datastore, new) if new else known
 
 
 def _centers(datastore: Datastore, live: IdRanges, records: int, size: int) -> Keys:

@@ -43,8 +43,8 @@ def follow(
     positions = positions_of(ids) + 1
     documents = view.snapshot.documents_at(positions)
     # What comes before a document's first position is another document, or one that was removed.
-    follows = documents >= 0
-    follows &= (ids >= 0) & (positions > view.snapshot.starts.take(documents, mode="clip"))
+    follows = (ids >= 0) & (documents >= 0)
+    follows &= positions > np.append(view.snapshot.starts, -1)[documents]
     if clusters is not None:
         positions = clusters.around(view, positions, follows)
         follows = positions >= 0

@@ -73,6 +73,16 @@ def test_every_one_is_measured_and_only_selected_ones_are_found(filled, writer) 
     assert (nothing.ids == -1).all()
 
 
+@pytest.mark.parametrize("size", [None, SIZE])
+def test_everything_was_removed_meanwhile(filled, size) -> None:
+    ids = np.array(sorted(records(filled, "law")))[None, :9]
+    filled.follow(np.zeros((1, 8), np.float32), ids, cluster_size=SIZE)
+    for domain in ("law", "news"):
+        filled.remove_domain(domain)
+    found = filled.follow(np.zeros((1, 8), np.float32), ids, cluster_size=size)
+    assert (found.ids == -1).all()
+
+
 def test_a_query_is_led_to_few_clusters(filled, monkeypatch) -> None:
     """Those of the first pointers."""
     ids = np.array(sorted(records(filled, "law")))[None, :-1]
