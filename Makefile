@@ -10,7 +10,7 @@ demo: $(VENV)/installed-faiss
 	$(VENV)/bin/knnstore demo
 
 test: $(VENV)/installed-dev
-	$(VENV)/bin/pytest -n $(WORKERS) -q
+	$(VENV)/bin/pytest -n $(WORKERS) --dist worksteal -q
 
 check: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check
