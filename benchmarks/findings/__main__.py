@@ -94,13 +94,15 @@ def pace(lab: Lab, out: Path, chosen: list[ModuleType]) -> float:
 
 def write(lab: Lab, out: Path) -> None:
     """Write all results that there are with these inputs, as JSON, Markdown and plots."""
-    results = [found for experiment in EXPERIMENTS if (found := result_of(lab, out, experiment))]
+    known = {experiment: result_of(lab, out, experiment) for experiment in EXPERIMENTS}
+    results = [found for found in known.values() if found is not None]
     weights = sum(weight.numel() for weight in lab.base.lm.base.parameters())
     about = {
         "command": "python benchmarks/findings --data DATA --model MODEL --out OUT",
         "model": f"The model is `{Path(lab.model).resolve().name}` of {weights / 1e6:.1f} million weights",
         "limits": asdict(lab.limits),
         "domains": {domain: described(lab, domain) for domain in lab.domains},
+        "not_run": [experiment.TITLE for experiment, found in known.items() if found is None],
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
     }
     write_json(out / "results.json", {**about, "findings": results})

@@ -52,6 +52,8 @@ def markdown(results: Sequence[Mapping[str, Any]], about: Mapping[str, Any], plo
     ]
     if limits["documents"]:
         lines += ["", f"**A trial on at most {limits['documents']:,} documents of each split: no result.**"]
+    if about["not_run"]:
+        lines += ["", f"Not run, so not to be told: {'; '.join(about['not_run'])}."]
     lines += ["", "## In short", ""]
     lines += table(
         ["", "finding", "verdict"],
