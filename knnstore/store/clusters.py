@@ -1,8 +1,8 @@
 """Clusters of near keys: what a pointer leads to besides the one record that it points at.
 
 The records of each domain are divided by the nearest of some centres, which k-means finds among a sample of
-them. Made when first asked for, extended as documents are added, and only ever in memory: centres are means
-of keys, and no file may keep a trace of what is removed.
+them. Made when first asked for and extended as documents are added. Centres are means of keys, and nothing
+may keep a trace of what is removed: so they are only ever in memory, and made anew when a document was removed.
 """
 
 import threading
@@ -48,7 +48,7 @@ class Clusters:
             there: where there is one, shape (q, m).
 
         Returns:
-            Their positions, shape (q, n), -1 for none; a record that was removed may still be among them.
+            Their positions, shape (q, n), -1 for none.
         """
         groups = np.append(view.snapshot.groups, -1)[view.snapshot.documents_at(positions)]
         of = {domain: self._of(view, domain) for domain in np.unique(groups[there]).tolist()}
@@ -121,10 +121,11 @@ class _DomainClusters:
 
 
 def _up_to_date(known: _DomainClusters | None, view: View, domain: int, size: int) -> _DomainClusters:
+    """The clusters of all that is live of a domain, as they were where nothing went and no more was added."""
     mine = view.snapshot.groups == domain
     live = ranges_of(view.snapshot.starts[mine], view.snapshot.stops[mine])
     records = int(view.snapshot.records[mine].sum())
-    if known is None or records > 2 * known.made_for:
+    if known is None or records > 2 * known.made_for or known.divided - live:
         known = _DomainClusters(_centers(view.datastore, live, records, size), records)
     new = live - known.divided
     return known.extended(view.datastore, new) if new else known

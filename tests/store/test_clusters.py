@@ -39,13 +39,20 @@ def test_clusters_divide_what_is_live_of_each_domain(filled, writer) -> None:
         assert len(there) / len(parts) == pytest.approx(SIZE, rel=0.5)
     before = divided(filled, "law")
     writer.add("law", "new", n=60)
-    filled.remove_document("3", domain="law")
     after, there = divided(filled, "law"), records(filled, "law")
     assert sum(map(len, after)) == len(set().union(*after))
     assert set().union(*after) <= set(there)
-    # The old ones that stay are together as they were.
-    old = set().union(*before) & set(there)
-    assert {part & old for part in after} - {frozenset()} <= {part & old for part in before}
+    # The old ones are together as they were.
+    old = set().union(*before)
+    assert {part & old for part in after} - {frozenset()} == before
+
+
+def test_nothing_is_left_of_what_was_removed(filled) -> None:
+    """Clusters are then those of a process that never saw it."""
+    divided(filled, "law")
+    filled.remove_document("3", domain="law")
+    with KNNStore.open(filled.home.path) as another:
+        assert divided(filled, "law") == divided(another, "law")
 
 
 def test_records_of_a_cluster_are_near_each_other(filled) -> None:
