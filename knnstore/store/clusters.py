@@ -2,7 +2,7 @@
 
 The records of each domain are divided by the nearest of some centres, which k-means finds among a sample of
 them. Made when first asked for and extended as documents are added. Centres are means of keys, and nothing
-may keep a trace of what is removed: so they are only ever in memory, and made anew when a document was removed.
+may keep a trace of what is removed: so they are only in memory, and made anew when a document was removed.
 """
 
 import threading
