@@ -2,11 +2,9 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from itertools import chain, islice
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,35 +13,20 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerBase
 
-from knnstore.datastore import IdRanges
-from knnstore.errors import ConfigError, InputError, ReadOnlyError
+from knnstore.errors import ConfigError, ReadOnlyError
 from knnstore.lm.encoder import Encoder
 from knnstore.lm.scoring import BATCH_TOKENS
 from knnstore.lm.substitute import TRAINED, Substitute, SubstituteHead, token_scores
 from knnstore.lm.substitute_fitting import fit_weight
+from knnstore.lm.substitute_records import RecordBlocks, Records, divide
 from knnstore.lm.windows import pack, prefix_of
 from knnstore.progress import Progress
-from knnstore.store import EVERYTHING, KNNStore, Selection, Traces, record_ids, tokens_of
+from knnstore.store import EVERYTHING, KNNStore, Selection, Traces
 
 EPOCHS = 4
 LEARNING_RATE = 5e-3
-HELD_OUT_SHARE = 0.05
-HELD_OUT_TOKENS = 20_000
-"""At most so many tokens, in whole documents, say when to stop and how much to trust the substitute."""
-
 _BATCH = 256
-_BLOCK_VALUES = 1 << 26
-"""How many values of keys are in memory at once: 128 MiB of float16, shuffled together."""
 _SPREAD = 0.02  # by how much the rows of one token differ at first
-
-
-class Records(NamedTuple):
-    """Keys and what they predict."""
-
-    keys: Tensor
-    """float16, shape (m, d)."""
-    tokens: Tensor
-    """int64, shape (m,)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +94,11 @@ def train_substitute(
     started, shown = time.perf_counter(), progress or Progress()
     names = tuple(sorted(set(domains or ())))
     generator = torch.Generator().manual_seed(seed)
-    kept, held_out = _divided(store, Selection(domains=names) if names else EVERYTHING, generator)
+    kept, held_out = divide(store, Selection(domains=names) if names else EVERYTHING, generator)
     snapshot, device = store.view().snapshot, encoder.model.device
     judge = _Judge(store, encoder, tokenizer, held_out)
     shown.start("training", unit="rec")
-    blocks = _Blocks(store, kept)
+    blocks = RecordBlocks(store, kept)
     counts = torch.zeros(store.identity.vocab_size, dtype=torch.int64)
     for block in blocks:
         counts += torch.bincount(block.tokens, minlength=len(counts))
@@ -189,7 +172,9 @@ def fit_rows(
             order = torch.randperm(len(block.tokens), generator=generator)
             for batch in torch.split(order, _BATCH):
                 scores = token_scores(block.keys[batch].to(rows.device).float(), rows)
-                loss = cross_entropy(scores, head.columns(block.tokens[batch]))
+                losses = cross_entropy(scores, head.columns(block.tokens[batch]), reduction="none")
+                weights = block.weights[batch].to(losses.device)
+                loss = (weights * losses).sum() / weights.sum()
                 optimizer.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
@@ -239,69 +224,6 @@ class _Judge:
         lam = fit_weight(self.lm, found)
         mixed = torch.logaddexp(self.lm + math.log1p(-lam), found + math.log(lam))
         return lam, math.exp(-float(mixed.double().mean()))
-
-
-class _Blocks:
-    """The records of some documents in blocks of bounded size, which are kept when there is but one."""
-
-    def __init__(self, store: KNNStore, ranges: IdRanges) -> None:
-        self._store = store
-        self._ranges = ranges
-        self._only: Records | None = None
-
-    def __iter__(self) -> Iterator[Records]:
-        if self._only is not None:
-            yield self._only
-            return
-        read = list(islice(blocks := self._read(), 2))
-        if len(read) == 1:
-            self._only = read[0]
-        yield from chain(read, blocks)
-
-    def _read(self) -> Iterator[Records]:
-        keys: list[Tensor] = []
-        tokens: list[Tensor] = []
-        room = 0
-        for ids, found, _ in self._store.datastore.iterate(ids=self._ranges):
-            if room < len(ids) and keys:
-                yield Records(torch.cat(keys), torch.cat(tokens))
-                keys, tokens = [], []
-            if not keys:
-                room = max(1, _BLOCK_VALUES // found.shape[1])
-            keys.append(torch.from_numpy(found).half())
-            tokens.append(torch.from_numpy(tokens_of(ids)))
-            room -= len(ids)
-        if keys:
-            yield Records(torch.cat(keys), torch.cat(tokens))
-
-
-def _divided(
-    store: KNNStore, selection: Selection, generator: torch.Generator
-) -> tuple[IdRanges, list[NDArray[np.uint32]]]:
-    """The records to train on, and the tokens of the documents that are held out."""
-    view = store.view()
-    snapshot, live = view.snapshot, view.scope(selection).live
-    lengths = snapshot.stops - snapshot.starts
-    first = record_ids(snapshot.starts, np.zeros(len(lengths), np.int64))
-    chosen = np.flatnonzero(live.contains(first) & (lengths > 0))
-    if len(chosen) < 2:
-        raise InputError(
-            f"{len(chosen)} documents are too few to train on: at least 2 are needed, since some are held out"
-        )
-    left = min(HELD_OUT_TOKENS, int(HELD_OUT_SHARE * lengths[chosen].sum()))
-    held_out = []
-    for at in chosen[torch.randperm(len(chosen), generator=generator).numpy()].tolist():
-        if lengths[at] <= left:
-            left -= int(lengths[at])
-            held_out.append(at)
-    held_out = held_out or [int(chosen[lengths[chosen].argmin()])]
-    places = store.provenance(first[held_out], before=0, after=0)
-    documents = [store.tokens(place.document, domain=place.domain) for place in places if place is not None]
-    kept = np.setdiff1d(chosen, held_out)
-    starts, stops = snapshot.starts[kept], snapshot.stops[kept]
-    zeros = np.zeros(len(kept), np.int64)
-    ranges = np.stack([record_ids(starts, zeros), record_ids(stops, zeros)], axis=1)
-    return IdRanges(ranges), documents
 
 
 def _first_rows(encoder: Encoder, dim: int, tokens: Tensor, rows: int, generator: torch.Generator) -> Tensor:
