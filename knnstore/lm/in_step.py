@@ -49,7 +49,7 @@ def score_in_step(
     """
     if not parts:
         return
-    whole = _together(parts)
+    whole = together(parts)
     keys = whole.keys.numpy()
 
     def search(rows: NDArray[np.int64]) -> Neighbors:
@@ -64,7 +64,7 @@ def score_in_step(
         yield whole.rows(rows).with_neighbors(found, searched & whole.searched[rows])
 
 
-def _together(parts: Sequence["TokenScores"]) -> "TokenScores":
+def together(parts: Sequence["TokenScores"]) -> "TokenScores":
     """Put tokens without neighbours one after another."""
     tensors = ("lm_log_probs", "lm_max", "lm_entropy", "distances", "tokens", "gold", "keys")
     arrays = ("searched", "ids", "documents", "positions")
