@@ -9,11 +9,10 @@ from lab import Lab
 from torch import Tensor
 
 from knnstore.lm import KNNSettings
-from knnstore.lm.interpolation import neighbor_weights
 from knnstore.lm.judging import RESAMPLES, Interval
+from knnstore.lm.scoring import score_batch
 from knnstore.lm.text import tokenized
-from knnstore.lm.windows import prefix_of
-from knnstore.store import tokens_of
+from knnstore.lm.windows import Batch, prefix_of
 
 TITLE = "In free generation retrieval becomes less certain the longer the text"
 CLAIM = """Wang et al. 2023: texts written with retrieval are not better by any measure of theirs; along a
@@ -21,8 +20,9 @@ text that is generated the entropy of p_kNN grows faster than along a real one, 
 away from the store."""
 RULE = """in a domain it holds if the slope of the entropy of p_kNN along texts that the mixture
 generated, less the slope along the real continuations of the same prompts, is above 0 with its whole
-interval (bootstrap over prompts); the contrary if it is below. Prompts are the first 32 tokens of
-documents of test; continuations are sampled from the whole distribution, without top-p or top-k."""
+interval (bootstrap over prompts); the contrary if it is below. p_kNN is as the mixture weighs it, with the
+T that it chooses for each token. Prompts are the first 32 tokens of documents of test; continuations are
+sampled from the whole distribution, without top-p or top-k."""
 MINUTES = 12.0
 PROMPT = 32
 BLOCKS = 8
@@ -88,22 +88,20 @@ def generate(lab: Lab, prompts: Tensor, length: int, settings: KNNSettings) -> T
 
 
 def look(lab: Lab, prompts: Tensor, text: Tensor, settings: KNNSettings) -> tuple[Tensor, Tensor]:
-    """Entropy of p_kNN at each token, and its log-probability by the model alone; shape (b, t)."""
+    """Entropy of the mixture's p_kNN at each token, and its log-probability by the model alone; (b, t)."""
     lm = lab.base.lm
     ids = torch.cat([prompts, text], 1)
-    rows, width = ids.shape
-    column = torch.arange(prompts.shape[1] - 1, width - 1)
-    at = (torch.arange(rows)[:, None] * width + column).flatten()
-    encoded = lm.encoder.encode(ids, at)
-    log_probs = lm.encoder.gold_log_probs(encoded.states, text.flatten())
-    found = lm.store.search(encoded.keys.numpy(), settings.k, settings.selection)
-    weights = neighbor_weights(torch.from_numpy(found.distances), settings.temperature)
-    tokens = torch.from_numpy(np.where(found.ids >= 0, tokens_of(found.ids), 0))
+    row, column = torch.arange(text.numel()) // text.shape[1], torch.arange(text.numel()) % text.shape[1]
+    at = row * ids.shape[1] + prompts.shape[1] - 1 + column
+    batch = Batch(ids.numpy(), at.numpy(), row.numpy(), column.numpy(), text.flatten().numpy())
+    scores = score_batch(lm.store, lm.encoder, batch, settings)
+    # Not at one temperature: a gate, and bins, choose T for each token.
+    weights = settings.weigh(scores.retrieved()).weights
     entropy = torch.empty(len(at))
-    for row in range(len(at)):  # a token that was found often counts once
-        p = torch.zeros(lm.store.identity.vocab_size).scatter_add_(0, tokens[row], weights[row])
-        entropy[row] = -torch.xlogy(p, p).sum()
-    return entropy.reshape(text.shape), log_probs.reshape(text.shape)
+    for one, tokens in enumerate(scores.tokens.where(weights > 0, 0)):
+        p = torch.zeros(lm.store.identity.vocab_size).scatter_add_(0, tokens, weights[one])
+        entropy[one] = -torch.xlogy(p, p).sum()
+    return entropy.reshape(text.shape), scores.lm_log_probs.reshape(text.shape)
 
 
 def slope(values: Tensor) -> Tensor:
