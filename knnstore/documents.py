@@ -139,6 +139,13 @@ def size_of(paths: Iterable[str | Path]) -> int | None:
     return total
 
 
+def is_among(file: Path, paths: Iterable[str | Path]) -> bool:
+    """Whether this is a file that `read_documents` would read, under whichever name."""
+    return file.exists() and any(
+        one != STDIN and Path(one).exists() and file.samefile(one) for path in paths for one in _files(path)
+    )
+
+
 _Entry = tuple[str, Callable[[], TextDocument]]
 """Where a document stands, and how to get it."""
 

@@ -94,9 +94,14 @@ def evaluate(
       knnstore eval held-out.jsonl --pointers 8 --clusters 1000
       knnstore eval held-out.jsonl --domain news --k 64 --temperature 20 --lambda 0.5 --json
     """
-    from knnstore.documents import read_documents
-    from knnstore.lm.token_table import TokenTable
+    from knnstore.documents import is_among, read_documents
+    from knnstore.errors import ConfigError
+    from knnstore.lm.token_table import TokenTable, replacing
 
+    if per_token is not None and is_among(per_token, files):
+        raise ConfigError(
+            f"--per-token would replace {per_token}, which is to be evaluated: name another file"
+        )
     bad: list[InputError] = []
 
     def skip(error: "InputError") -> None:
@@ -106,7 +111,7 @@ def evaluate(
     table = None if per_token is None else TokenTable()
     with Bar() as bar, ExitStack() as opened:
         # Opened first: that it cannot be written is to be known before the work.
-        file = None if per_token is None else opened.enter_context(per_token.open("w", encoding="utf-8"))
+        file = None if per_token is None else opened.enter_context(replacing(per_token))
         lm = open_model(home, "r", device=device, dtype=dtype, params=read_params(params))
         with lm.store:
             settings = settings_of(

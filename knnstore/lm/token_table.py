@@ -1,7 +1,10 @@
 """What an evaluation says about every single token."""
 
 import json
+import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
@@ -72,3 +75,27 @@ class TokenTable:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
             else:
                 file.write("\t".join(json.dumps(value, ensure_ascii=False) for value in row.values()) + "\n")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[TextIO]:
+    """Open a new file that takes the place of another at the end, unless an error comes before.
+
+    Args:
+        path: of the file to be replaced, which need not exist; a device or a pipe is written to as it is.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if path.exists() and not path.is_file():
+        with path.open("w", encoding="utf-8") as file:
+            yield file
+        return
+    target = path.resolve()  # a link stays one
+    part = target.with_name(f"{target.name}.{os.getpid()}.part")
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            yield file
+        os.replace(part, target)
+    finally:
+        part.unlink(missing_ok=True)

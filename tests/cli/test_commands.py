@@ -157,6 +157,22 @@ def test_eval_writes_a_row_for_each_token(knnstore, store):
     assert knnstore("eval held-out.jsonl --per-token missing/tokens.tsv").status == 1
 
 
+def test_a_table_replaces_no_input_and_is_only_replaced_by_a_whole_one(knnstore, store):
+    Path("texts").mkdir()
+    Path("held-out.jsonl").rename("texts/held-out.jsonl")
+    Path("tokens.tsv").write_text("of last week")
+    Path("link.tsv").symlink_to("texts/held-out.jsonl")
+    before = {file: file.read_bytes() for file in Path().rglob("*") if file.is_file()}
+    for texts, table in (("texts/held-out.jsonl", "texts/held-out.jsonl"), ("texts", "link.tsv")):
+        refused = knnstore(f"eval {texts} --per-token {table}")
+        assert (refused.status, refused.out) == (1, "")
+        assert refused.err.startswith(f"error: --per-token would replace {table}, which is to be evaluated")
+    assert knnstore("eval texts --domain nothing --per-token tokens.tsv").status == 1
+    assert {file: file.read_bytes() for file in Path().rglob("*") if file.is_file()} == before
+    assert knnstore("eval texts --per-token tokens.tsv").status == 0
+    assert Path("tokens.tsv").read_text().startswith("document\tposition")
+
+
 def test_generate_and_its_sources(knnstore, store):
     line = "generate 'The harbour' --max-new-tokens 6 --lambda 1 --k 2 --domain letters"
     done = knnstore(f"{line} --explain --json").json
