@@ -97,6 +97,11 @@ def calibrate(
                 skip=skip,
                 progress=bar,
             )
+    if found.left_out and networks:
+        note(
+            f"{found.left_out:,} of the documents are in the store: no network was trained on them, since it "
+            "would outlast their removal"
+        )
     rows = _rows(found.comparison)
     savings = [
         {"saved": of.share, "ppl": of.ppl, "quotient": of.quotient, "random": of.random}
@@ -137,6 +142,8 @@ def calibrate(
             f"no candidate beats the model alone (perplexity {found.comparison.base.ppl:,.2f}) beyond "
             "chance: nothing was saved. Store more text of this kind, or give more held-out documents"
         )
+    if skip is not None and not found.record.skipped:
+        note(f"warning: --skip has no effect, the best settings ({found.record.mixer}) make no search")
     if not as_json:
         where = ", ".join(found.record.domains) or "the whole store"
         note(

@@ -19,13 +19,13 @@ def open_model(
     dtype: str | None,
     params: Mapping[str, Any] | None = None,
 ) -> "KNNLMForCausalLM":
-    """Open a store with its model; see `knnstore.load`."""
+    """Open a store with its model; see `knnstore.load`. Commands that retrieve choose their own settings."""
     import knnstore
     from knnstore.store.home import Home
 
     Home.open(home)  # importing torch takes seconds: say before that there is no store
     quiet_transformers()
-    return knnstore.load(home, mode, params=params, device=device, dtype=dtype)
+    return knnstore.load(home, mode, params=params, knn=knnstore.KNNSettings(), device=device, dtype=dtype)
 
 
 def load_tokenizer(model: str) -> Any:

@@ -38,17 +38,18 @@ def settings_of(
     from knnstore import Selection
     from knnstore.errors import ConfigError
     from knnstore.lm.calibrate import CalibrationRecord
-    from knnstore.lm.defaults import settings_for
+    from knnstore.lm.defaults import default_settings, settings_for, usable_settings_for
     from knnstore.lm.pointers import PointerSettings
 
     selection = Selection(domains=tuple(domains) if domains else None, tags=tuple(tags) if tags else None)
-    given: dict[str, Any] = {"k": k, "temperature": temperature, "lam": lam}
-    if lam is not None:  # everywhere, then
-        given["skip"] = None
-    settings = replace(
-        settings_for(lm.store, selection),
-        **{name: value for name, value in given.items() if value is not None or name == "skip"},
-    )
+    given = {"k": k, "temperature": temperature, "lam": lam}
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if lam is None:
+        saved = settings_for(lm.store, selection)
+    else:  # the only one that is in force, and everywhere
+        saved = usable_settings_for(lm.store, selection) or default_settings(lm.store)
+        changes |= {"skip": None, "substitute": None, "selection": selection}
+    settings = replace(saved, **changes)
     settings = replace(settings, cache=cache_of(settings, *cache, only_store=lam is not None))
     least, cluster_size = pointers
     if least is not None:
@@ -56,12 +57,14 @@ def settings_of(
         settings = replace(settings, pointers=chosen)
     elif cluster_size is not None:
         raise ConfigError("--clusters says where pointers lead to: give --pointers N as well")
-    warn_of_outdated(lm.store, selection)
+    if lam is None:
+        warn_of_outdated(lm.store, selection)
     record = CalibrationRecord.of(lm.store, selection)
-    if record is not None and lam is None:
-        of = f" for {printable(', '.join(record.domains))}" if record.domains else ""
+    if record is not None and None in (k, temperature, lam):
+        of = printable(", ".join(record.domains)) or "the whole store"
+        mixer = record.mixer if lam is None else f"lambda={lam:g}, without what else was found"
         note(
-            f"settings calibrated{of} on {record.date[:10]} with {record.tokens:,} tokens: {record.mixer}, "
+            f"settings calibrated for {of} on {record.date[:10]} with {record.tokens:,} tokens: {mixer}, "
             f"k={settings.k:,}, T={settings.temperature:.4g}"
         )
         if record.is_stale(lm.store):

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from knnstore.documents import TextDocument
 from knnstore.errors import ConfigError, InputError, ReadOnlyError
 from knnstore.lm.comparison import Comparison, compare, ks_up_to
-from knnstore.lm.defaults import CALIBRATION, saved_for, settings_for
+from knnstore.lm.defaults import saved_for, usable_settings_for
 from knnstore.lm.domain_fitting import MOST_DOMAINS
 from knnstore.lm.encoder import Encoder
 from knnstore.lm.further_searches import FurtherSearches, WideEvidence
@@ -24,7 +24,7 @@ from knnstore.lm.settings import KNNSettings
 from knnstore.lm.substitute import TRAINED
 from knnstore.lm.substitute_fitting import score_substitute
 from knnstore.progress import Progress
-from knnstore.store import EVERYTHING, KNNStore, Selection
+from knnstore.store import CALIBRATION, EVERYTHING, KNNStore, Selection
 
 MAX_K = 4096
 """Neighbours that are searched for: p_kNN over more of them was no better, see docs/prediction.md."""
@@ -87,6 +87,8 @@ class Calibration:
     """What it costs to leave out some of the searches of the best candidate; none without networks."""
     settings: KNNSettings | None = None
     """As they were saved."""
+    left_out: int = 0
+    """How many of the held-out documents are in the store; with any there are no networks."""
 
 
 def calibrate(
@@ -116,7 +118,8 @@ def calibrate(
         domains: what to retrieve from, and what the settings are saved for; default the whole store.
         max_k: neighbours to search for; smaller numbers are tried as well.
         leave_out: a document that is itself in the store does not retrieve from itself; else it is refused.
-        networks: whether a gate is fitted as one more candidate, and where searches can be left out.
+        networks: whether a gate is fitted as one more candidate, and where searches can be left out. Neither
+            is when a document is left out, for what is trained on it would outlast its removal.
         skip: share of searches that the saved settings leave out, above 0 and below 1; None is none.
         progress: hears of each batch.
 
@@ -142,6 +145,12 @@ def calibrate(
             f"{len(twins):,} of the held-out documents are in the store, {first.id!r} for one: it would find "
             "itself. Give other documents, or leave each out of its own search (leave_out, --leave-out)"
         )
+    if twins and skip is not None:
+        raise InputError(
+            f"{len(twins):,} of the held-out documents are in the store, and a network that was trained on "
+            "them would outlast their removal: give other documents, or skip no searches"
+        )
+    networks = networks and not twins
     check_enough(len(listed), count_predicted(listed, tokenizer))
     if not records:
         raise InputError("the store is empty: add documents before calibrating")
@@ -161,7 +170,8 @@ def calibrate(
     if not twins:  # which cannot be left out of a substitute
         scored = score_substitute(scored, store, selection, encoder.model.device)
     between = time.perf_counter()
-    found = compare(scored, settings_for(store, selection), wide=wide, domains=apart, networks=networks)
+    current = usable_settings_for(store, selection)
+    found = compare(scored, current, wide=wide, domains=apart, networks=networks)
     savings: dict[float, Saving] = {}
     if found.beats_base and networks and found.best.settings.retrieves:
         shares = sorted({*SHARES, *([] if skip is None else [skip])})
@@ -198,7 +208,9 @@ def calibrate(
         for weights in settings.weights:
             store.save_weights(weights.tensors, weights.metadata)
         store.save_settings({**values, CALIBRATION: {**asdict(record), "domains": list(names)}}, names)
-    return Calibration(found, record, between - started, fitted - between, tuple(savings.values()), settings)
+    return Calibration(
+        found, record, between - started, fitted - between, tuple(savings.values()), settings, len(twins)
+    )
 
 
 def _records(store: KNNStore, domains: tuple[str, ...]) -> int:

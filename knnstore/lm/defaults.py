@@ -1,5 +1,6 @@
 """The settings of a store for which none were fitted."""
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,14 @@ from knnstore.lm.mixing import LoadWeights
 from knnstore.lm.projection import described
 from knnstore.lm.settings import KNNSettings
 from knnstore.lm.substitute import TRAINED
-from knnstore.store import EVERYTHING, KNNStore, Selection, Weights
+from knnstore.store import CALIBRATION, EVERYTHING, KNNStore, Selection, Weights
 from knnstore.store.weights import load_weights
 
 DEFAULT_K = 1024
 DEFAULT_LAMBDA = 0.5
 """Between the best values published in the model's own domain (0.25) and far from it (0.65 and more)."""
-CALIBRATION = "calibration"
-"""Under this name saved settings hold how they were found."""
+
+_logger = logging.getLogger(__name__)
 
 _TEMPERATURE_SHARE = 0.1
 _SAMPLE = 8192
@@ -69,6 +70,10 @@ def settings_for(store: KNNStore, selection: Selection = EVERYTHING) -> KNNSetti
     Args:
         store: where they are saved.
         selection: becomes part of the settings.
+
+    Raises:
+        CorruptWeightsError: the file of a network that they need is missing or damaged.
+        FingerprintMismatchError: it was fitted for other keys.
     """
     saved = saved_for(store, selection)
     if saved:
@@ -88,6 +93,15 @@ def settings_for(store: KNNStore, selection: Selection = EVERYTHING) -> KNNSetti
         works_alone = settings.retrieves or settings.cache is not None
         settings = replace(settings, substitute=None) if works_alone else default_settings(store)
     return replace(settings, selection=selection)
+
+
+def usable_settings_for(store: KNNStore, selection: Selection = EVERYTHING) -> KNNSettings | None:
+    """`settings_for`; None, with a warning, where a network that they need cannot be used."""
+    try:
+        return settings_for(store, selection)
+    except (CorruptWeightsError, FingerprintMismatchError) as error:
+        _logger.warning("the saved settings are not used: %s", error)
+        return None
 
 
 def weights_for(store: KNNStore, folder: Path | None = None) -> LoadWeights:

@@ -69,7 +69,8 @@ class Evaluation:
     substitute_ppl: float | None
     """Of the model with a substitute and without any retrieval; None when none was given."""
     substitute_share: float | None
-    """What part of the mixture's gain the substitute has: of the difference of the logarithms."""
+    """What part the substitute has of the gain of the store, without cache and substitute: of the difference
+    of the logarithms."""
 
 
 def evaluate(
@@ -111,7 +112,7 @@ def evaluate(
             f"{len(twins):,} of the documents are in the store, and the substitute was trained on them: they "
             "can be left out of retrieval, not of it; give other documents"
         )
-    heads, substitute_total = Heads(store, encoder.model.device), 0.0
+    heads, substitute_total, store_total = Heads(store, encoder.model.device), 0.0, 0.0
     if progress is not None:  # tokenised twice, for the time left: little against the forward pass
         progress.start("evaluating", total=count_predicted(listed, tokenizer))
     started = time.perf_counter()
@@ -134,8 +135,12 @@ def evaluate(
         for at, part in enumerate(parts):
             alone = part.weigh(scores.retrieved())
             part_totals[at] += float(alone.mixed_gold(model, alone.knn_probs(scores.gold)).double().sum())
-        apart = heads.mix_gold(substitute, scores.lm_log_probs, scores.keys, scores.gold)
-        substitute_total += float(apart.double().sum())
+        if substitute is not None:
+            apart = heads.mix_gold(substitute, scores.lm_log_probs, scores.keys, scores.gold)
+            substitute_total += float(apart.double().sum())
+            alone = replace(settings, cache=None).weigh(scores.retrieved())
+            gold = alone.mixed_gold(scores.lm_log_probs, alone.knn_probs(scores.gold))
+            store_total += float(gold.double().sum())
         count = len(scores.gold)
         tokens += count
         searched += int(scores.searched.sum())
@@ -186,7 +191,7 @@ def evaluate(
         substitute_ppl=None if substitute is None else perplexity(substitute_total, tokens),
         substitute_share=(
             None
-            if substitute is None or mixed_total <= lm_total
-            else (substitute_total - lm_total) / (mixed_total - lm_total)
+            if substitute is None or store_total <= lm_total
+            else (substitute_total - lm_total) / (store_total - lm_total)
         ),
     )

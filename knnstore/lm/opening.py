@@ -9,7 +9,7 @@ import torch
 
 from knnstore.documents import documents_of
 from knnstore.errors import ConfigError
-from knnstore.lm.defaults import settings_for
+from knnstore.lm.defaults import default_settings, settings_for, usable_settings_for
 from knnstore.lm.encoder import Encoder
 from knnstore.lm.loading import identify
 from knnstore.lm.loading import load as load_model
@@ -17,6 +17,7 @@ from knnstore.lm.locations import locate
 from knnstore.lm.modeling import KNNLMForCausalLM
 from knnstore.lm.projection import described, fit_projection
 from knnstore.lm.sampling import sample_keys
+from knnstore.lm.settings import KNNSettings
 from knnstore.progress import Progress
 from knnstore.store import KNNStore
 from knnstore.store.reading import Mode
@@ -91,6 +92,7 @@ def load(
     mode: Mode = "r",
     *,
     params: Mapping[str, Any] | None = None,
+    knn: KNNSettings | None = None,
     device: str | None = None,
     dtype: str | torch.dtype | None = None,
 ) -> KNNLMForCausalLM:
@@ -100,17 +102,25 @@ def load(
         home: the folder that the store is known by.
         mode: ``"r"`` to read, beside a writer; ``"a"`` to read and write.
         params: parameters of the adapter in place of the store's own; for reading only.
+        knn: settings in place of those that are saved.
         device: where the model runs; default is the GPU if there is one, else the CPU.
         dtype: of its weights; see `knnstore.lm.loading.load`.
 
     Raises:
         StoreNotFoundError: there is no store.
-        FingerprintMismatchError: what is at the model's place is another model now.
+        FingerprintMismatchError: what is at the model's place is another model now, or the saved settings
+            were fitted for another.
+        CorruptWeightsError: a network of the saved settings is missing or damaged. For writing, this and the
+            latter are but a warning, so that `calibrate` can mend it.
     """
     opened = KNNStore.open(home, mode, params=params)
     try:
         base, tokenizer = load_model(opened.identity.model, device=device, dtype=dtype)
-        return KNNLMForCausalLM.from_base(base, opened, tokenizer=tokenizer, knn=settings_for(opened))
+        if knn is None and mode == "r":
+            knn = settings_for(opened)
+        elif knn is None:
+            knn = usable_settings_for(opened) or default_settings(opened)
+        return KNNLMForCausalLM.from_base(base, opened, tokenizer=tokenizer, knn=knn)
     except BaseException:
         opened.close()
         raise

@@ -17,6 +17,7 @@ from knnstore.lm.defaults import settings_for
 from knnstore.lm.encoder import Encoder
 from knnstore.lm.evaluate import evaluate
 from knnstore.lm.scoring import BATCH_TOKENS
+from knnstore.lm.settings import KNNSettings
 from knnstore.lm.windows import pack, prefix_of
 from knnstore.progress import Progress
 from knnstore.store import (
@@ -109,9 +110,9 @@ def prune(
             f"{len(twins):,} of the held-out documents are in the store and would find themselves; give "
             "others, or leave each out of its own search (leave_out, --leave-out)"
         )
-    settings = settings_for(store, selection)
+    settings = settings_for(store, selection) if listed else None
 
-    def measure(some: object) -> None:
+    def measure(some: object, settings: KNNSettings) -> None:
         found = evaluate(
             cast(KNNStore, some), encoder, tokenizer, listed, settings,
             leave_out=leave_out, progress=progress,
@@ -119,9 +120,9 @@ def prune(
         measured.append((found.tokens, found.base_ppl, found.knn_ppl))
 
     def compare(preview: object) -> None:
-        if listed:
-            measure(store)
-            measure(preview)
+        if settings is not None:
+            measure(store, settings)
+            measure(preview, settings)
 
     pruned = store.prune(
         keep, choose, domains=domains, location=location, params=params, inspect=compare, progress=progress

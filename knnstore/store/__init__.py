@@ -7,12 +7,13 @@ from knnstore.store.provenance import Provenance
 from knnstore.store.pruning import Chooser, DomainRecords, Pruned, PrunedDomain, merge_chooser, random_chooser
 from knnstore.store.records import TOKEN_LIMIT, positions_of, record_ids, tokens_of
 from knnstore.store.selection import EVERYTHING, Selection
-from knnstore.store.store import KNNStore
+from knnstore.store.store import CALIBRATION, KNNStore
 from knnstore.store.traces import Traces
 from knnstore.store.weights import Weights
 from knnstore.store.writing import Ingest
 
 __all__ = [
+    "CALIBRATION",
     "EVERYTHING",
     "TOKEN_LIMIT",
     "Choice",

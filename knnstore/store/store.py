@@ -26,6 +26,9 @@ from knnstore.store.verify import problems_of, strangers_in
 from knnstore.store.weights import Weights, names_in, problem_of, save_weights, sweep
 from knnstore.store.writing import Ingest, purge
 
+CALIBRATION = "calibration"
+"""Under this name saved settings say how they were found, see `knnstore.lm.calibrate`."""
+
 
 class KNNStore(RelocatableStore):
     """Documents with their keys, searched by key; open one with `create` or `open`.
@@ -226,7 +229,8 @@ class KNNStore(RelocatableStore):
     def info(self) -> dict[str, Any]:
         """What the store is made for and what is in it."""
         domains, unfinished = self.domains(), moving.unfinished(self.home, self._catalog.engine())
-        snapshot, traced = self.view().snapshot, dict(traced_in(self._catalog.all_settings()))
+        snapshot, all_settings = self.view().snapshot, self._catalog.all_settings()
+        traced = dict(traced_in(all_settings))
         return {
             "home": str(self.home.path),
             "catalog": self.home.catalog_url.render_as_string(hide_password=True),
@@ -245,6 +249,13 @@ class KNNStore(RelocatableStore):
                 f"of {', '.join(traces.domains) or 'the whole store'}: "
                 + ("ready" if traces.are_whole(snapshot) else "outdated, documents of it are gone")
                 for traces in traced.values()
+            ],
+            "calibrated": [
+                f"for {', '.join(found['domains']) or 'the whole store'}: {found['mixer']}, perplexity "
+                f"{found['base_ppl']:,.2f} -> {found['knn_ppl']:,.2f} on {found['tokens']:,} tokens (SHA-256 "
+                f"{found['text_hash'][:12]}), {found['date'][:10]}, revision {found['revision']}"
+                for found in (settings.get(CALIBRATION) for settings in all_settings)
+                if found
             ],
         }
 

@@ -1,11 +1,14 @@
 """What is wrong is said in one line on stderr, with exit status 1; wrong usage is 2."""
 
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+import knnstore as library
+from knnstore.errors import CorruptWeightsError
 from knnstore.store import KNNStore
 
 BAD = {
@@ -182,3 +185,20 @@ def test_a_second_writer_is_refused_and_told_who_writes(knnstore, store):
     assert done.status == 1
     assert "is being written by process" in done.err
     assert knnstore("remove --domain news").status == 0
+
+
+def test_a_missing_network_is_refused_and_locks_nothing(knnstore, store):
+    with library.open(store, "a") as opened:
+        gate = {"name": "gate", "weights": f"{'0' * 64}.safetensors"}
+        opened.save_settings({"k": 16, "temperature": 2.0, "mixer": gate})
+    refused = knnstore("eval held-out.jsonl")
+    assert (refused.status, refused.out) == (1, "")
+    assert re.fullmatch(r"error: \S+ cannot be read .* \(knnstore calibrate\)\n", refused.err)
+    assert knnstore("eval held-out.jsonl --lambda 0.5").status == 0
+    with pytest.raises(CorruptWeightsError):
+        library.load(store)
+    library.load(store, "a").store.close()
+    assert knnstore("add letters/first.txt --domain more").status == 0
+    assert knnstore("calibrate dev.jsonl --max-k 16").status == 0
+    assert knnstore("eval held-out.jsonl").err.startswith("settings calibrated for the whole store")
+    assert re.search(r"^calibrated +for the whole store: ", knnstore("info").out, re.MULTILINE)

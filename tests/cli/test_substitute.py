@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 import knnstore as library
 
 
@@ -24,6 +26,14 @@ def test_a_substitute_is_trained_and_measured_and_goes_with_its_documents(knnsto
         opened.save_settings({**saved, "substitute": saved["trained_substitute"]["substitute"]}, ["news"])
     explained = knnstore("explain harbour --domain news --neighbors 0")
     assert " p_sub 0." in explained.out
+    alone = knnstore("eval held-out.jsonl --domain news --lambda 0 --json").json
+    assert alone["knn_ppl"] == pytest.approx(alone["base_ppl"]), "lambda 0 is the model alone"
+    without, both = (
+        knnstore(f"eval held-out.jsonl --substitute --domain news {given} --json").json
+        for given in ("--lambda 0.5", "--lambda 0.5 --cache 20")
+    )
+    assert both["knn_ppl"] != pytest.approx(without["knn_ppl"])
+    assert both["substitute_share"] == pytest.approx(without["substitute_share"]), "of the store's gain alone"
     assert knnstore("info --json").json["substitutes"] == ["of news: ready"]
     knnstore("remove --document n-17")
     assert knnstore("info --json").json["substitutes"] == ["of news: outdated, documents of it are gone"]

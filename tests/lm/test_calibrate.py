@@ -93,6 +93,11 @@ def test_documents_of_the_store_are_refused_or_left_out(lm):
         lm.calibrate([*HELD_OUT, *STORED[:2]])
     assert lm.calibrate(STORED, domains=["noise"], max_k=4).comparison.documents == 12
     left_out = lm.calibrate(STORED, max_k=16, leave_out=True)
+    assert left_out.left_out == len({row["text"] for row in STORED})
+    assert not left_out.savings, "no network is trained on what may be removed"
+    assert "gate" not in {candidate.name for candidate in left_out.comparison.candidates}
+    with pytest.raises(InputError, match="would outlast their removal"):
+        lm.calibrate(STORED, leave_out=True, skip=0.3)
     honest = lm.evaluate(STORED, left_out.comparison.best.settings, leave_out=True)
     assert left_out.comparison.base.ppl == pytest.approx(honest.base_ppl, rel=1e-5)
     assert left_out.comparison.best.held_out.ppl == pytest.approx(honest.knn_ppl, rel=0.2)
