@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from knnstore.lm import KNNSettings
@@ -44,6 +45,41 @@ def ratio(scored: ScoredText, log_probs: Tensor, reference: Tensor) -> Interval:
     return Judge(replace(scored, lm_log_probs=reference))(log_probs)[1]
 
 
+def mean(
+    scored: ScoredText, values: Tensor, of: Tensor | None = None, *, than: Tensor | None = None
+) -> Interval:
+    """Mean over tokens, with an interval of 95 %, of the bootstrap over documents.
+
+    Args:
+        scored: what the tokens are of.
+        values: of each of them.
+        of: which of them count, bool; default all.
+        than: which of them to compare with, bool: their mean is subtracted, over the same resamples.
+    """
+    every = torch.ones(len(scored), dtype=torch.bool)
+    means = _means(scored, values, every if of is None else of)
+    if than is not None:
+        means = means - _means(scored, values, than)
+    low, high = np.nanquantile(means[1:], [0.025, 0.975])
+    return Interval(float(means[0]), float(low), float(high))
+
+
+def _means(scored: ScoredText, values: Tensor, of: Tensor) -> NDArray[np.float64]:
+    """Means over some tokens: of all documents, then of each resample of documents."""
+    _, documents = torch.unique(scored.documents, return_inverse=True)
+    counts = torch.bincount(documents[of], minlength=int(documents.max()) + 1).numpy()
+    sums = torch.bincount(documents[of], values[of].double(), minlength=len(counts)).numpy()
+    draws = np.concatenate([np.ones((1, len(counts)), np.int64), _draws(len(counts))])
+    with np.errstate(invalid="ignore"):  # a resample may have no such token, and is left out
+        means: NDArray[np.float64] = (draws @ sums) / (draws @ counts)
+    return means
+
+
+def _draws(documents: int) -> NDArray[np.int64]:
+    """How often each document is drawn, shape (resamples, documents)."""
+    return np.random.default_rng(0).multinomial(documents, np.full(documents, 1 / documents), RESAMPLES)
+
+
 def knn_probs(scored: ScoredText, k: int, temperature: float) -> Tensor:
     """p_kNN of each token, shape (n,)."""
     parts = []
@@ -75,9 +111,8 @@ def lambda_interval(scored: ScoredText, k: int, temperature: float) -> Interval:
         log_probs = (lm + lam * (knn - lm)).clamp(min=_LEAST).log().double()
         losses[:, column].index_add_(0, documents, -log_probs)
     found = losses.numpy()
-    draws = np.random.default_rng(0).multinomial(len(found), np.full(len(found), 1 / len(found)), RESAMPLES)
     grid = LAMBDAS.numpy()
-    low, high = np.quantile(grid[(draws @ found).argmin(1)], [0.025, 0.975])
+    low, high = np.quantile(grid[(_draws(len(found)) @ found).argmin(1)], [0.025, 0.975])
     return Interval(float(grid[found.sum(0).argmin()]), float(low), float(high))
 
 

@@ -16,7 +16,7 @@ What papers on nearest-neighbour language models report, tried again with `knnst
 
 {model}. Settings are chosen on `dev` and everything below is of `test`, on which nothing was chosen; stores
 are searched exactly unless it says otherwise. In brackets are intervals of 95 %, of the bootstrap over
-documents. The rule of each verdict was written before its figures were seen.
+documents. The rule of each verdict was written before its figures were seen, or says that it was not.
 
 Read it for what it is: one model, {scale}, and a few kinds of text. That a
 shape is found again here does not show that it holds for large models, and that it is not found does not

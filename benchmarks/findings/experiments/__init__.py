@@ -16,6 +16,7 @@ from experiments import (
     mixers,
     neighbours,
     pruning,
+    rare,
     retomaton,
     sizes,
     skipping,
@@ -40,6 +41,7 @@ EXPERIMENTS = [
     substitute,
     pruning,
     harm,
+    rare,
     drift,
 ]
 """In the order of the report."""
