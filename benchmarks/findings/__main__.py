@@ -35,6 +35,8 @@ from memory import write_json
 from smoke import SMOKE_LIMITS, TINY_LM, smoke_texts
 from texts import Limits, read
 
+from knnstore.errors import KnnstoreError
+
 
 def say(message: str) -> None:
     """Tell what is going on, on standard error."""
@@ -165,7 +167,10 @@ def main() -> None:
     if not (options.data and options.model and options.out):
         parser.error("name --data, --model and --out, or use --smoke")
     limits = Limits(**{field.name: getattr(options, field.name) for field in fields(Limits)})
-    texts = read(options.data, options.domains, options.model, limits)
+    try:
+        texts = read(options.data, options.domains, options.model, limits)
+    except KnnstoreError as error:
+        parser.error(str(error))
     with Lab(options.model, texts, limits, options.out, say) as lab:
         try:
             run(lab, options.out, chosen)

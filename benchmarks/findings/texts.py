@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from knnstore.documents import TextDocument, read_documents
+from knnstore.errors import InputError
 from knnstore.lm.loading import load
 from knnstore.lm.scoring import BATCH_TOKENS
 from knnstore.lm.text import in_chunks, tokenized
@@ -49,8 +50,12 @@ def read(folder: Path, domains: Sequence[str], model: str, limits: Limits) -> di
         domains: their names; none is all.
         model: whose tokens are counted.
         limits: how much is used.
+
+    Raises:
+        InputError: there is no domain, or a split of one cannot be read.
+        ConfigError: there is no such model.
     """
-    names = domains or sorted(path.name for path in folder.iterdir() if (path / "store.jsonl").is_file())
+    names = domains or domains_in(folder)
     tokenizer = load(model, device="cpu").tokenizer
     return {
         name: {
@@ -59,6 +64,21 @@ def read(folder: Path, domains: Sequence[str], model: str, limits: Limits) -> di
         }
         for name in names
     }
+
+
+def domains_in(folder: Path) -> list[str]:
+    """Names of the folders that have something to store.
+
+    Raises:
+        InputError: there are none.
+    """
+    names = sorted(path.parent.name for path in folder.glob("*/store.jsonl"))
+    if not names:
+        problem = "no domain in this folder" if folder.is_dir() else "no such folder"
+        raise InputError(
+            f"{folder}: {problem}; a domain is a folder with store.jsonl, dev.jsonl and test.jsonl"
+        )
+    return names
 
 
 def cut(documents: Iterator[TextDocument], split: str, tokenizer: Any, limits: Limits) -> list[TextDocument]:
