@@ -23,11 +23,11 @@ _TOKENS = 1 << 15
 """Of documents that advance together: what is known of each is in memory at once."""
 
 
-def few_tokens(texts: Sequence[NDArray[np.integer[Any]]]) -> list[range]:
-    """Divide texts into runs that advance together."""
+def few_tokens(texts: Sequence[NDArray[np.integer[Any]]], most: int) -> list[range]:
+    """Divide texts into runs that advance together, of at most so many texts."""
     runs, tokens = [range(0)], 0
     for at, text in enumerate(texts):
-        if tokens + len(text) > _TOKENS:
+        if tokens + len(text) > _TOKENS or len(runs[-1]) == most:
             runs, tokens = [*runs, range(at, at)], 0
         runs[-1] = range(runs[-1].start, at + 1)
         tokens += len(text)

@@ -1,5 +1,6 @@
 """What retrieval makes of the logits of one forward pass."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from knnstore.lm.continuous_cache import Recent
 from knnstore.lm.following import missing
 from knnstore.lm.interpolation import mix
 from knnstore.lm.mixing import Retrieved
+from knnstore.lm.retrieval import reachable
 from knnstore.lm.settings import KNNSettings
 from knnstore.lm.skipping import entropy_of, search_some
 from knnstore.lm.substitute import Heads
@@ -87,6 +89,8 @@ def _found(
     """The neighbours of the positions that are attended."""
     if not settings.retrieves:
         return missing(len(queries), 1)
+    k = reachable(store, settings.k, settings.selection, settings.mixer)
+    settings = replace(settings, k=k)
     attended = positions.attended
     searched = np.ones(len(queries), bool)
     if settings.skip is not None:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from knnstore.datastore import Keys, Neighbors
 from knnstore.errors import DomainNotFoundError
 from knnstore.lm.domain_weights import DomainWeights
+from knnstore.lm.gate import DISTINCT_AMONG
 from knnstore.lm.mixing import Mixer
 from knnstore.store import KNNStore, Selection
 
@@ -45,9 +46,38 @@ def retrieve(store: KNNStore, queries: Keys, k: int, selection: Selection, mixer
     )
 
 
+def reachable(store: KNNStore, k: int, selection: Selection, mixer: Mixer) -> int:
+    """Lower k where there are fewer records than that, so that no memory is taken for what cannot be found.
+
+    Args:
+        store: where to search.
+        k: as of `retrieve`, likewise the others.
+        selection: among which documents.
+        mixer: of the settings.
+
+    Returns:
+        At most k; not less than a gate looks at, so that every mixer chooses as it would with k.
+    """
+    if k <= DISTINCT_AMONG:
+        return k
+    among = [selection]
+    if isinstance(mixer, DomainWeights):
+        among = [replace(selection, domains=(mixer.domains[number],)) for number in mixer.searched]
+    return min(k, max([DISTINCT_AMONG, *(_count(store, part, mixer) for part in among)]))
+
+
 def columns_of(k: int, mixer: Mixer) -> int:
     """How many neighbours `retrieve` finds for each query."""
     return k * max(1, len(mixer.searched)) if isinstance(mixer, DomainWeights) else k
+
+
+def _count(store: KNNStore, selection: Selection, mixer: Mixer) -> int:
+    try:
+        return store.record_count(selection)
+    except DomainNotFoundError:
+        if isinstance(mixer, DomainWeights):
+            return 0  # which `_search` tells of
+        raise
 
 
 def _search(store: KNNStore, queries: Keys, k: int, selection: Selection, domain: str) -> Neighbors:

@@ -144,8 +144,8 @@ def score_once(
     total = count_predicted(documents, tokenizer)
     shown.start("scoring", total=total)
     scored = ScoredText(
-        torch.empty(total), torch.empty(total), torch.empty(total, k),
-        torch.empty((total, k), dtype=torch.bool), torch.empty(total, dtype=torch.int64),
+        torch.empty(total), torch.empty(total), torch.full((total, k), torch.inf),
+        torch.zeros((total, k), dtype=torch.bool), torch.empty(total, dtype=torch.int64),
     )  # fmt: skip
     keys, gold = torch.empty(total, store.identity.dim), torch.empty(total, dtype=torch.int64)
     lm_entropy = torch.empty(total)
@@ -159,15 +159,16 @@ def score_once(
         rows = slice(done, done + len(part.gold))
         scored.lm_log_probs[rows] = part.lm_log_probs
         scored.lm_max[rows] = part.lm_max
-        scored.distances[rows] = part.distances
-        scored.hits[rows] = part.tokens == part.gold[:, None]
+        columns = slice(part.distances.shape[1])  # fewer where the document left out has many of the records
+        scored.distances[rows, columns] = part.distances
+        scored.hits[rows, columns] = part.tokens == part.gold[:, None]
         scored.documents[rows] = torch.from_numpy(part.documents)
         keys[rows], gold[rows] = part.keys, part.gold
         lm_entropy[rows] = part.lm_entropy
         distinct[rows] = distinct_tokens(part.tokens, part.distances)
         if part.log_weights is not None:
             log_weights = torch.zeros(total, k) if log_weights is None else log_weights
-            log_weights[rows] = part.log_weights
+            log_weights[rows, columns] = part.log_weights
         done = rows.stop
     shown.finish()
     reading = Reading(keys, gold, scored.documents, store.identity.metric)

@@ -16,7 +16,7 @@ from knnstore.lm.continuous_cache import ReadText, Recent
 from knnstore.lm.encoder import Encoder
 from knnstore.lm.in_step import few_tokens, score_in_step
 from knnstore.lm.mixing import Retrieved
-from knnstore.lm.retrieval import columns_of
+from knnstore.lm.retrieval import columns_of, reachable
 from knnstore.lm.settings import KNNSettings
 from knnstore.lm.skipping import search_some
 from knnstore.lm.text import in_chunks, tokenized
@@ -27,7 +27,7 @@ from knnstore.store import KNNStore, tokens_of
 BATCH_TOKENS = 4_096
 """Tokens in one forward pass, padding included."""
 _NEIGHBORS = BATCH_TOKENS << 10
-"""Of all tokens of a batch: those of larger k have fewer tokens, so that memory does not grow."""
+"""Of all tokens that are searched for at once: fewer with a larger k, so that memory does not grow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +140,7 @@ def score_batch(
     read: ReadText | None = None,
 ) -> TokenScores:
     """Score the tokens that one batch of windows predicts; see `score`."""
-    scores = read_batch(encoder, batch, settings, read)
-    found = search_some(
-        store, scores.keys.numpy(), scores.searched, settings.k, settings.selection, settings.mixer
-    )
-    return scores.with_neighbors(found, scores.searched)
+    return _with_search(store, read_batch(encoder, batch, settings, read), settings)
 
 
 def score(
@@ -192,24 +188,43 @@ def score_texts(
     batch_tokens: int = BATCH_TOKENS,
 ) -> Iterator[TokenScores]:
     """Score texts given by their tokens, see `score`; `TokenScores.documents` counts the texts."""
-    fitting = min(batch_tokens, max(1, _NEIGHBORS // columns_of(settings.k, settings.mixer)))
-    for members in [range(len(texts))] if settings.pointers is None else few_tokens(texts):
+    settings = replace(settings, k=reachable(store, settings.k, settings.selection, settings.mixer))
+    most = max(1, _NEIGHBORS // columns_of(settings.k, settings.mixer))
+    for members in [range(len(texts))] if settings.pointers is None else few_tokens(texts, most):
         read = None if settings.cache is None else ReadText(settings.cache.size, store.identity.metric)
         batches = pack(
             [texts[at] for at in members],
             prefix=prefix,
             max_length=store.identity.max_length,
             stride=store.identity.stride,
-            batch_tokens=fitting,
+            batch_tokens=batch_tokens,
         )
         parts: Iterator[TokenScores]
         if settings.pointers is None:
-            parts = (score_batch(store, encoder, batch, settings, read) for batch in batches)
+            parts = (
+                _with_search(store, part, settings)
+                for batch in batches
+                for part in _divided(read_batch(encoder, batch, settings, read), most)
+            )
         else:
             read_all = [read_batch(encoder, batch, settings, read) for batch in batches]
             parts = score_in_step(store, read_all, settings)
         for scores in parts:
             yield replace(scores, documents=scores.documents + members.start)
+
+
+def _divided(scores: TokenScores, most: int) -> Iterator[TokenScores]:
+    """Yield so many tokens at a time."""
+    count = len(scores.gold)
+    for start in range(0, count, most):
+        yield scores if count <= most else scores.rows(np.arange(start, min(start + most, count)))
+
+
+def _with_search(store: KNNStore, scores: TokenScores, settings: KNNSettings) -> TokenScores:
+    found = search_some(
+        store, scores.keys.numpy(), scores.searched, settings.k, settings.selection, settings.mixer
+    )
+    return scores.with_neighbors(found, scores.searched)
 
 
 def score_held_out(

@@ -194,6 +194,14 @@ class StoreReader:
         """How often the selected documents hold each token of the vocabulary, int64, shape (v,)."""
         return self.view().token_counts(selection, self.identity.vocab_size)
 
+    def record_count(self, selection: Selection = EVERYTHING) -> int:
+        """How many live records a search among the selected documents can find.
+
+        Raises:
+            DomainNotFoundError, DocumentNotFoundError: as `search`.
+        """
+        return self.view().scope(selection).records
+
     def settings(self, domains: Sequence[str] = ()) -> Mapping[str, Any] | None:
         """The retrieval settings saved for exactly this set of domains, if any."""
         return self._catalog.settings(domains)

@@ -26,8 +26,8 @@ class Scope(NamedTuple):
     where: Filter | None
     """The same set for the datastore; None when it is everything that is live."""
 
-    has_records: bool
-    """Whether there must be records."""
+    records: int
+    """How many there must be."""
 
 
 class View:
@@ -64,14 +64,14 @@ class View:
         Raises:
             CorruptDatastoreError: the datastore finds nothing where there must be something.
         """
-        live, where, has_records = self.scope(selection)
+        live, where, records = self.scope(selection)
         found = self.datastore.search(queries, k, where=where)
         strangers = ~live.contains(found.ids) & (found.ids >= 0)
         if strangers.any():
             # A record that is not live yet, or no more, took a place: search by exact ids.
             found = self.datastore.search(queries, k, where=Filter(live))
             strangers = ~live.contains(found.ids) & (found.ids >= 0)
-        if has_records and (found.ids[:, 0] < 0).any():
+        if records and (found.ids[:, 0] < 0).any():
             raise CorruptDatastoreError(
                 "the engine has none of the records that the catalogue lists: it lost them, or came back "
                 "without its data; restore it, or see `knnstore verify`"
@@ -133,13 +133,13 @@ class View:
     def _resolve(self, selection: Selection) -> Scope:
         chosen = self._chosen(selection)
         live = ranges_of(self.snapshot.starts[chosen], self.snapshot.stops[chosen])
-        has_records = bool(self.snapshot.records[chosen].any())
+        records = int(self.snapshot.records[chosen].sum())
         if selection == EVERYTHING:
-            return Scope(live, None, has_records)
+            return Scope(live, None, records)
         groups = None
         if selection.domains is not None and Selection(domains=selection.domains) == selection:
             groups = frozenset(self._group(name) for name in selection.domains)
-        return Scope(live, Filter(live, groups), has_records)
+        return Scope(live, Filter(live, groups), records)
 
     def _chosen(self, selection: Selection) -> NDArray[np.bool_]:
         """Which documents of the snapshot meet every condition."""

@@ -193,6 +193,9 @@ class ExactStore:
                 distances[row, : len(order)] = squares[order]
         return Neighbors(ids, distances)
 
+    def record_count(self, selection=EVERYTHING) -> int:
+        return len(self.ids) if selection == EVERYTHING else 0
+
     def provenance(self, ids) -> list[None]:
         return [None] * len(ids)
 

@@ -7,9 +7,12 @@ import pytest
 import torch
 
 import knnstore
+from knnstore.documents import TextDocument
 from knnstore.errors import FingerprintMismatchError, InputError, ReadOnlyError
-from knnstore.lm import KNNSettings
-from knnstore.store import Selection, tokens_of
+from knnstore.lm import KNNSettings, scoring
+from knnstore.lm.pointers import PointerSettings
+from knnstore.lm.scored_text import score_once
+from knnstore.store import EVERYTHING, Selection, tokens_of
 
 RNG = np.random.default_rng(5)
 
@@ -90,6 +93,34 @@ def test_perplexity_after_removal_is_that_of_before_to_the_last_digit(lm) -> Non
     lm.store.remove_domain("b")
     after = lm.evaluate(held_out)
     assert (after.base_ppl, after.knn_ppl) == (before.base_ppl, before.knn_ppl)
+
+
+@pytest.mark.parametrize("pointers", [None, PointerSettings(2)])
+def test_more_neighbours_than_records_take_no_memory_and_change_nothing(lm, monkeypatch, pointers) -> None:
+    stored = [TextDocument(str(at), words(30)) for at in range(5)]
+    lm.add(stored, domain="d")
+    every, more = (KNNSettings(k=k, temperature=9.0, pointers=pointers) for k in (150, 5_000))
+    text, tokens = words(3), torch.tensor([[0, *range(40, 50)]])
+    expected = lm.evaluate(stored, every, leave_out=True).knn_ppl
+    explained, logits = lm.explain(text, every, neighbors=2), lm(tokens, knn=every).logits
+    asked, search = [], lm.store.search
+    monkeypatch.setattr(lm.store, "search", lambda q, k, s: asked.append((len(q), k)) or search(q, k, s))
+    monkeypatch.setattr(scoring, "_NEIGHBORS", 7 * 150)  # few at once, and the same is found
+    assert lm.evaluate(stored, more, leave_out=True).knn_ppl == pytest.approx(expected, rel=1e-6)
+    assert lm.explain(text, more, neighbors=2) == explained
+    assert max(queries * k for queries, k in asked) <= 7 * 150
+    torch.testing.assert_close(lm(tokens, knn=more).logits, logits)
+    assert max(k for _, k in asked) == 150
+
+
+def test_a_pass_over_documents_that_are_left_out_has_fewer_neighbours_for_them(lm) -> None:
+    stored = [TextDocument(str(at), words(40)) for at in range(3)]
+    lm.add(stored, domain="d")
+    scored = score_once(
+        lm.store, lm.encoder, lm.tokenizer, stored,
+        k=120, selection=EVERYTHING, left_out=[stored[0].content_hash],
+    )  # fmt: skip
+    assert scored.distances.isfinite().sum(1).tolist() == [120] * 80 + [80] * 40
 
 
 def test_an_interrupted_run_goes_on_where_it_was(lm) -> None:
