@@ -11,6 +11,7 @@ from knnstore.cli.cache_options import CacheLambdaOption, CacheOption, CacheTemp
 from knnstore.cli.models import open_model
 from knnstore.cli.options import (
     DEFAULT_HOME,
+    LARGEST_SEED,
     ClustersOption,
     DeviceOption,
     DomainsOption,
@@ -49,7 +50,9 @@ def generate(
             min=0, max=1, metavar="P", help="Sample from the most probable tokens that make up this much."
         ),
     ] = 1.0,
-    seed: Annotated[int | None, typer.Option(metavar="N", help="Makes sampling repeatable.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=LARGEST_SEED, metavar="N", help="Makes sampling repeatable.")
+    ] = None,
     beams: Annotated[int, typer.Option(min=1, metavar="N", help="Beams to search with.")] = 1,
     k: NeighborsOption = None,
     knn_temperature: Annotated[

@@ -9,6 +9,7 @@ import typer
 
 HOME_VARIABLE = "KNNSTORE_HOME"
 DEFAULT_HOME = Path(".knnstore")
+LARGEST_SEED = 2**32 - 1  # that every generator of random numbers takes
 
 
 def _home(context: typer.Context, given: Path) -> Path:

@@ -9,6 +9,7 @@ import knnstore
 from knnstore.cli.models import open_model
 from knnstore.cli.options import (
     DEFAULT_HOME,
+    LARGEST_SEED,
     DeviceOption,
     DtypeOption,
     HomeOption,
@@ -49,7 +50,9 @@ def prune(
         bool,
         typer.Option("--leave-out", help="A document that is in the store does not retrieve from itself."),
     ] = False,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of the random choice.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=LARGEST_SEED, metavar="N", help="Of the random choice.")
+    ] = 0,
     location: LocationOption = None,
     params: ParamsOption = None,
     device: DeviceOption = None,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from knnstore.cli.models import open_model
-from knnstore.cli.options import DEFAULT_HOME, DeviceOption, DtypeOption, HomeOption, JsonOption
+from knnstore.cli.options import DEFAULT_HOME, LARGEST_SEED, DeviceOption, DtypeOption, HomeOption, JsonOption
 from knnstore.cli.output import Bar, note, print_json, print_pairs, printable
 from knnstore.errors import ConfigError
 
@@ -32,7 +32,9 @@ def substitute(
     learning_rate: Annotated[
         float, typer.Option(metavar="R", help="At the beginning; it falls to zero in a line.")
     ] = 5e-3,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of all that is random.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=LARGEST_SEED, metavar="N", help="Of all that is random.")
+    ] = 0,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     home: HomeOption = DEFAULT_HOME,

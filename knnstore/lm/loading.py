@@ -52,13 +52,25 @@ def load(
     if isinstance(wanted, str) and wanted not in ("auto", "float32", "bfloat16", "float16"):
         raise ConfigError(f"dtype {wanted!r} is none of float32, bfloat16, float16")
     try:
+        _check_present(torch.device(place))
         tokenizer = AutoTokenizer.from_pretrained(name, revision=options.get("revision", "main"))
         model = AutoModelForCausalLM.from_pretrained(name, dtype=wanted, use_safetensors=True, **options)
         placed = model if "device_map" in options else model.to(place)  # type: ignore[arg-type]
         return Loaded(placed.eval(), tokenizer)
-    except (OSError, ValueError, RuntimeError) as error:
+    except ConfigError:
+        raise
+    # Torch asserts that it was made for a device.
+    except (OSError, ValueError, RuntimeError, AssertionError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"the model {name!r} cannot be loaded on {place}: {reason}") from error
+
+
+def _check_present(device: torch.device) -> None:
+    """Refuse a GPU that is not there, before a model is read."""
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        there = f"cuda:0 to cuda:{count - 1}" if count > 1 else "cuda:0" if count else "no CUDA device"
+        raise ConfigError(f"there is no {device} here: torch finds {there}; name another device, e.g. cpu")
 
 
 def identify(
