@@ -60,7 +60,9 @@ def init(
     sample: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="FILE", help="Text of the kind to be stored, for --dim; as `add` reads it; repeatable."
+            metavar="FILE",
+            help="Text of the kind to be stored, for --dim: 30 tokens for each of the N at least; as `add` "
+            "reads it; repeatable.",
         ),
     ] = None,
     max_length: Annotated[
@@ -85,7 +87,7 @@ def init(
     Examples:
       knnstore init --model examples/tiny-lm
       knnstore --home other.knn init --model examples/tiny-lm --store faiss
-      knnstore --home small.knn init --model examples/tiny-lm --dim 16 --sample news.jsonl
+      knnstore --home small.knn init --model examples/tiny-lm --dim 16 --sample articles.jsonl
     """
     import knnstore
     from knnstore.documents import read_documents

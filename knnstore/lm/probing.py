@@ -157,7 +157,7 @@ def probe_keys(
     best = min(found, key=_perplexity)
     for dim in dims:
         kept = store.keys[best.key].astype(np.float32)
-        projection, _ = fit_projection(kept, dim, best.metric)
+        projection, _ = fit_projection(kept, dim, best.metric, keys_per_direction=1)  # judged below
         few, asked = (projection(torch.from_numpy(some)).numpy() for some in (kept, text.keys[best.key]))
         judge(best.key, best.metric, stored_keys(few), asked)
     shown.finish()

@@ -21,6 +21,9 @@ from knnstore.store import Identity, KNNStore, Weights
 _ROWS = 4_096
 """Keys that are multiplied at once, in float64."""
 
+_KEYS_PER_DIRECTION = 30  # of fewer keys the directions fit this sample alone, and others lose more
+_KEYS_ENOUGH = 16_384  # for however many directions: half of what a store is made with
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Projection:
@@ -90,25 +93,32 @@ def described(identity: Identity) -> dict[str, Any]:
     }
 
 
-def fit_projection(keys: Keys, dim: int, metric: str = Metric.L2) -> tuple[Projection, float]:
+def fit_projection(
+    keys: Keys, dim: int, metric: str = Metric.L2, *, keys_per_direction: int = _KEYS_PER_DIRECTION
+) -> tuple[Projection, float]:
     """Find the directions that keep the most of the keys.
 
     Args:
         keys: a sample, float32, shape (n, d).
         dim: how many directions, 1 to d.
         metric: ``l2`` or ``ip``.
+        keys_per_direction: fewer are refused.
 
     Returns:
         The projection, and the share of the variance (for ``ip`` of the squared norms) that it keeps.
 
     Raises:
-        ConfigError: dim is out of range, or there are fewer keys than directions.
+        ConfigError: dim is out of range, or there are too few keys for it.
     """
     count, width = keys.shape
     if not 1 <= dim <= width:
         raise ConfigError(f"the keys have {width} components: dim must be between 1 and {width}, got {dim}")
-    if count < dim:
-        raise ConfigError(f"{dim} directions cannot be found from {count} keys; give a longer sample")
+    needed = max(dim, min(keys_per_direction * dim, _KEYS_ENOUGH))
+    if count < needed:
+        raise ConfigError(
+            f"{dim} components need a sample of at least {needed:,} tokens, it has {count:,}: give more text "
+            "or fewer components"
+        )
     mean: NDArray[np.float64] = np.zeros(width)
     if metric == Metric.L2:
         mean = keys.mean(axis=0, dtype=np.float64)

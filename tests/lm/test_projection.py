@@ -53,10 +53,11 @@ def test_keys_of_a_half_precision_model_are_projected_in_float32() -> None:
     assert projection(half).dtype == torch.float32
 
 
-@pytest.mark.parametrize(("keys", "dim"), [(KEYS, 13), (KEYS, 0), (KEYS[:3], 4)])
+@pytest.mark.parametrize(("keys", "dim"), [(KEYS, 13), (KEYS, 0), (KEYS[:119], 4)])
 def test_impossible_sizes_are_refused(keys, dim) -> None:
-    with pytest.raises(ConfigError, match=r"give a longer sample|between 1 and 12"):
+    with pytest.raises(ConfigError, match=r"at least 120 tokens, it has 119|between 1 and 12"):
         fit_projection(keys, dim)
+    fit_projection(KEYS[:120], 4)
 
 
 def test_a_sample_is_random_the_same_each_time_and_takes_a_text_once() -> None:
