@@ -213,6 +213,19 @@ def test_tags(knnstore, store):
     assert tagged["knn_ppl"] != only["knn_ppl"]
 
 
+def test_what_selects_nothing_is_warned_of(knnstore, store):
+    for line in ("eval held-out.jsonl", "generate x --max-new-tokens 1", "explain 'The boat'"):
+        done = knnstore(f"{line} --tag nope")
+        assert done.status == 0
+        assert done.err == (
+            "warning: nothing is retrieved, the model is alone: no document selected has the tag 'nope'\n"
+        )
+        assert knnstore(f"{line} --tag nope --lambda 0").err == ""
+    knnstore("init --model examples/tiny-lm --home empty")
+    empty = knnstore("eval held-out.jsonl --home empty")
+    assert (empty.status, empty.err.count("warning: nothing is retrieved")) == (0, 1)
+
+
 def test_what_is_removed_is_gone(knnstore, store):
     before = knnstore("eval held-out.jsonl --domain letters --json").json
     done = knnstore("remove --document n-17 --json").json["removed"]
