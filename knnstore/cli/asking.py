@@ -23,7 +23,7 @@ from knnstore.cli.options import (
     PointersOption,
     TagsOption,
 )
-from knnstore.cli.output import print_json, print_table, printable, warn_of_nothing_selected
+from knnstore.cli.output import print_json, print_table, printable
 from knnstore.cli.query_settings import KNNTemperatureOption, settings_of
 
 if TYPE_CHECKING:
@@ -86,7 +86,6 @@ def generate(
     )  # fmt: skip
     text = sys.stdin.read() if prompt == "-" else prompt
     with lm.store:
-        warn_of_nothing_selected(lm.store, settings)
         continuation = lm.generate_text(
             text,
             max_new_tokens=max_new_tokens,
@@ -148,7 +147,6 @@ def explain(
             lm, k, temperature, lam, domains, tags,
             (cache, cache_temperature, cache_lambda), (pointers, clusters),
         )  # fmt: skip
-        warn_of_nothing_selected(lm.store, settings)
         explained = lm.explain(sys.stdin.read() if text == "-" else text, knn=settings, neighbors=neighbors)
     if as_json:
         print_json([_json(token) for token in explained])

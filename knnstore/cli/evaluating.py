@@ -25,7 +25,7 @@ from knnstore.cli.options import (
     TagsOption,
     read_params,
 )
-from knnstore.cli.output import Bar, note, one_line, print_json, print_json_lines, warn_of_nothing_selected
+from knnstore.cli.output import Bar, note, one_line, print_json, print_json_lines
 from knnstore.cli.query_settings import KNNTemperatureOption, settings_of
 from knnstore.cli.substituting import trained_substitute
 
@@ -118,7 +118,6 @@ def evaluate(
                 lm, k, temperature, lam, domains, tags,
                 (cache, cache_temperature, cache_lambda), (pointers, clusters),
             )  # fmt: skip
-            warn_of_nothing_selected(lm.store, settings)
             found = lm.evaluate(
                 read_documents(files, on_bad=skip if skip_bad else None),
                 knn=settings,

@@ -5,15 +5,11 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import typer
 
 from knnstore.progress import Progress
-
-if TYPE_CHECKING:
-    from knnstore import KNNSettings
-    from knnstore.store import KNNStore
 
 
 def print_json(value: Any) -> None:
@@ -76,14 +72,6 @@ def print_pairs(pairs: Mapping[str, Any]) -> None:
 def note(message: str) -> None:
     """Tell the user something beside the result."""
     typer.echo(message, err=True)
-
-
-def warn_of_nothing_selected(store: "KNNStore", settings: "KNNSettings") -> None:
-    """Say so where retrieval is asked for and there is no record to retrieve."""
-    if settings.retrieves and not store.record_count(settings.selection):
-        tags = ", ".join(map(repr, settings.selection.tags or ()))
-        why = f"no document selected has the tag {tags}" if tags else "no document is stored"
-        note(f"warning: nothing is retrieved, the model is alone: {why}")
 
 
 def printable(text: str) -> str:

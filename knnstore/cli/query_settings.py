@@ -10,7 +10,7 @@ from knnstore.cli.output import note, printable
 from knnstore.cli.substituting import warn_of_outdated
 
 if TYPE_CHECKING:
-    from knnstore import KNNLMForCausalLM, KNNSettings
+    from knnstore import KNNLMForCausalLM, KNNSettings, KNNStore
 
 KNNTemperatureOption = Annotated[
     float | None,
@@ -32,7 +32,7 @@ def settings_of(
 ) -> "KNNSettings":
     """The settings of this call: what was given, else what is saved for these domains.
 
-    Says so where calibrated settings are used, and where they are stale.
+    Says so where calibrated settings are used, where they are stale, and where there is nothing to retrieve.
     The cache is given as its size, temperature and λ, pointers as how many suffice and the size of clusters.
     """
     from knnstore import Selection
@@ -69,7 +69,17 @@ def settings_of(
         )
         if record.is_stale(lm.store):
             note(
-                f"warning: these settings are stale, the records they were found for are "
-                f"{record.growth(lm.store):.2f} times as many now; run knnstore calibrate again"
+                f"warning: these settings are stale, there are {record.growth(lm.store):.2f} times as many "
+                f"records as they were found for, and {record.gone(lm.store):.0%} of the documents are gone; "
+                "run knnstore calibrate again"
             )
+    _warn_of_nothing_selected(lm.store, settings)
     return settings
+
+
+def _warn_of_nothing_selected(store: "KNNStore", settings: "KNNSettings") -> None:
+    """Say so where retrieval is asked for and there is no record to retrieve."""
+    if settings.retrieves and not store.record_count(settings.selection):
+        tags = ", ".join(map(repr, settings.selection.tags or ()))
+        why = f"no document selected has the tag {tags}" if tags else "no document is stored"
+        note(f"warning: nothing is retrieved, the model is alone: {why}")

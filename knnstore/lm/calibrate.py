@@ -24,7 +24,7 @@ from knnstore.lm.settings import KNNSettings
 from knnstore.lm.substitute import TRAINED
 from knnstore.lm.substitute_fitting import score_substitute
 from knnstore.progress import Progress
-from knnstore.store import CALIBRATION, EVERYTHING, KNNStore, Selection
+from knnstore.store import CALIBRATION, EVERYTHING, KNNStore, Selection, Traces
 
 MAX_K = 4096
 """Neighbours that are searched for: p_kNN over more of them was no better, see docs/prediction.md."""
@@ -32,6 +32,8 @@ PASS_K = 1024
 """Neighbours that are kept of each token, for mixers that look at them; of more, only p_kNN is."""
 STALE_GROWTH = 1.25
 """Settings are stale when the records retrieved from have grown or shrunk by more than this factor."""
+STALE_GONE = 0.2
+"""And when more than this share of the documents was removed or replaced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +60,30 @@ class CalibrationRecord:
     """What the settings were found for; none is the whole store."""
     skipped: float = 0.0
     """Share of searches that they leave out."""
+    stored: Traces | None = None
+    """The documents that were retrieved from; None in records of earlier versions."""
 
     @classmethod
     def of(cls, store: KNNStore, selection: Selection = EVERYTHING) -> Self | None:
         """The record of the settings that `settings_for` returns; None when they were not calibrated."""
         saved = (saved_for(store, selection) or {}).get(CALIBRATION)
-        return None if saved is None else cls(**{**saved, "domains": tuple(saved["domains"])})
+        if saved is None:
+            return None
+        stored = Traces.from_dict(saved["stored"]) if saved.get("stored") else None
+        return cls(**{**saved, "domains": tuple(saved["domains"]), "stored": stored})
 
     def growth(self, store: KNNStore) -> float:
         """By which factor the records have become more since."""
         return _records(store, self.domains) / self.records
 
+    def gone(self, store: KNNStore) -> float:
+        """The share of the documents that were removed or replaced since."""
+        return self.stored.gone(store.view().snapshot) if self.stored else 0.0
+
     def is_stale(self, store: KNNStore) -> bool:
         """Whether the store has changed so much that other settings will be better."""
-        return not 1 / STALE_GROWTH <= self.growth(store) <= STALE_GROWTH
+        grown = not 1 / STALE_GROWTH <= self.growth(store) <= STALE_GROWTH
+        return grown or self.gone(store) > STALE_GONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +148,7 @@ def calibrate(
         raise ConfigError(f"max_k must be at least 1, got {max_k}")
     names = tuple(sorted(set(domains or ())))
     selection = Selection(domains=names) if names else EVERYTHING
-    revision, records = store.view().snapshot.revision, _records(store, names)
+    snapshot, records = store.view().snapshot, _records(store, names)
     listed = list({document.content_hash: document for document in documents}.values())
     twins = store.stored_content((document.content_hash for document in listed), selection)
     if twins and not leave_out:
@@ -194,12 +206,13 @@ def calibrate(
             documents=found.documents,
             tokens=found.tokens,
             text_hash=hashlib.sha256("\n".join(contents).encode()).hexdigest(),
-            revision=revision,
+            revision=snapshot.revision,
             records=records,
             base_ppl=found.base.ppl,
             knn_ppl=knn_ppl,
             domains=names,
             skipped=0.0 if saving is None else saving.share,
+            stored=Traces.of(snapshot, names),
         )
         values = settings.to_dict()
         del values["selection"]

@@ -46,6 +46,10 @@ class Traces:
         """Whether every document is still as it was."""
         return _count(snapshot, self.domains, self.below) == self.documents
 
+    def gone(self, snapshot: Snapshot) -> float:
+        """The share of the documents that were removed or replaced since."""
+        return 1 - _count(snapshot, self.domains, self.below) / max(1, self.documents)
+
     def are_within(self, selection: Selection) -> bool:
         """Whether a selection reaches every one of these documents, so that it may show traces of them."""
         if Selection(domains=selection.domains) != selection:

@@ -61,8 +61,10 @@ def test_the_winner_is_saved_for_its_domains_and_used(lm):
     assert CalibrationRecord.of(lm.store) is None
     assert CalibrationRecord.of(lm.store, Selection(domains=("noise",))) is None
     assert not record.is_stale(lm.store)
-    lm.add(phrased(4, "more"), domain="phrases")
+    lm.add(phrased(3, "s"), domain="phrases")  # in place of the first three
+    assert (record.gone(lm.store), record.growth(lm.store)) == (0.25, 1)
     assert record.is_stale(lm.store)
+    lm.add(phrased(4, "more"), domain="phrases")
     assert record.growth(lm.store) == pytest.approx(16 / 12)
 
 
