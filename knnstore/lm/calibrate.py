@@ -27,7 +27,7 @@ from knnstore.progress import Progress
 from knnstore.store import CALIBRATION, EVERYTHING, KNNStore, Selection, Traces
 
 MAX_K = 4096
-"""Neighbours that are searched for: p_kNN over more of them was no better, see docs/prediction.md."""
+"""Neighbours that are searched for: p_kNN over more of them was little better, see docs/prediction.md."""
 PASS_K = 1024
 """Neighbours that are kept of each token, for mixers that look at them; of more, only p_kNN is."""
 STALE_GROWTH = 1.25
