@@ -11,8 +11,9 @@ from knnstore.lm.scored_text import ScoredText
 
 TITLE = "Rough distances cost more than missed neighbours, and less with a fitted temperature"
 CLAIM = """Khandelwal et al. 2020: 16.5 with the quantised distances of the index, 16.06 with exact ones,
-at T = 1. Xu et al. 2023: once T is tuned the difference is small, and which neighbours are found (the
-mask) matters less than how far they are said to be (the score)."""
+at T = 1. Xu et al. 2023: at T = 1, and with a part of the store, rough distances are no worse or even better;
+once T is tuned the difference is small, and which neighbours are found (the mask) matters less than how far
+they are said to be (the score)."""
 RULE = """an index of product codes (`IVF64,PQ32`) with all four combinations of neighbours and distances,
 T and λ fitted on dev for each. In a domain it holds if exact distances to the index's neighbours lower
 perplexity against its own distances at T = 1 (λ fitted) with the whole interval, and the whole difference
@@ -23,7 +24,7 @@ MINUTES = 30.0
 
 def run(lab: Lab) -> Finding:
     """Search one compressed index in four ways."""
-    rows, holds = [], []
+    rows, gains, smalls = [], [], []
     memory = lab.memory(lab.model, "compressed", index="IVF64,PQ32")
     for domain in lab.domains:
         tuned, at_one = {}, {}
@@ -38,11 +39,16 @@ def run(lab: Lab) -> Finding:
                  "exact" if exact else "of the index", interval(test, at_one[neighbors, exact]),
                  interval(test, tuned[neighbors, exact]), settings.temperature]
             )  # fmt: skip
-        gain = below(ratio(test, at_one["index", True], at_one["index", False]))
-        small = below(ratio(test, tuned["index", False], tuned["exact", True]), 1.05)
-        holds.append(every([gain, small]))
+        gains.append(below(ratio(test, at_one["index", True], at_one["index", False])))
+        smalls.append(below(ratio(test, tuned["index", False], tuned["exact", True]), 1.05))
     head = ["domain", "neighbours", "distances", "perplexity at T = 1", "with T fitted", "T"]
-    return Finding(settle(holds), f"Both parts of the rule held in {count(holds)}.", [Table(head, rows)])
+    return Finding(
+        settle([every(parts) for parts in zip(gains, smalls, strict=True)]),
+        f"At T = 1 exact distances were better in {count(gains)}, rough ones in "
+        f"{count([gain is False for gain in gains])}; with T fitted, the index alone was within 5 % of "
+        f"everything exact in {count(smalls)}.",
+        [Table(head, rows)],
+    )
 
 
 def at_temperature_one(dev: ScoredText) -> KNNSettings:
