@@ -97,9 +97,9 @@ def calibrate(
                 skip=skip,
                 progress=bar,
             )
-    if found.left_out and networks:
+    if found.in_store and networks:
         note(
-            f"{found.left_out:,} of the documents are in the store: no network was trained on them, since it "
+            f"{found.in_store:,} of the documents are in the store: no network was trained on them, since it "
             "would outlast their removal"
         )
     rows = _rows(found.comparison)

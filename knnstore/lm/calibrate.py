@@ -99,8 +99,8 @@ class Calibration:
     """What it costs to leave out some of the searches of the best candidate; none without networks."""
     settings: KNNSettings | None = None
     """As they were saved."""
-    left_out: int = 0
-    """How many of the held-out documents are in the store; with any there are no networks."""
+    in_store: int = 0
+    """How many of the held-out documents are anywhere in the store; with any there are no networks."""
 
 
 def calibrate(
@@ -131,7 +131,7 @@ def calibrate(
         max_k: neighbours to search for; smaller numbers are tried as well.
         leave_out: a document that is itself in the store does not retrieve from itself; else it is refused.
         networks: whether a gate is fitted as one more candidate, and where searches can be left out. Neither
-            is when a document is left out, for what is trained on it would outlast its removal.
+            is when a document is anywhere in the store: what is trained on it would outlast its removal.
         skip: share of searches that the saved settings leave out, above 0 and below 1; None is none.
         progress: hears of each batch.
 
@@ -150,19 +150,20 @@ def calibrate(
     selection = Selection(domains=names) if names else EVERYTHING
     snapshot, records = store.view().snapshot, _records(store, names)
     listed = list({document.content_hash: document for document in documents}.values())
-    twins = store.stored_content((document.content_hash for document in listed), selection)
+    contents = sorted(document.content_hash for document in listed)
+    twins, stored = (store.stored_content(contents, among) for among in (selection, EVERYTHING))
     if twins and not leave_out:
         first = next(document for document in listed if document.content_hash in twins)
         raise InputError(
             f"{len(twins):,} of the held-out documents are in the store, {first.id!r} for one: it would find "
             "itself. Give other documents, or leave each out of its own search (leave_out, --leave-out)"
         )
-    if twins and skip is not None:
+    if stored and skip is not None:
         raise InputError(
-            f"{len(twins):,} of the held-out documents are in the store, and a network that was trained on "
+            f"{len(stored):,} of the held-out documents are in the store, and a network that was trained on "
             "them would outlast their removal: give other documents, or skip no searches"
         )
-    networks = networks and not twins
+    networks = networks and not stored
     check_enough(len(listed), count_predicted(listed, tokenizer))
     if not records:
         raise InputError("the store is empty: add documents before calibrating")
@@ -199,7 +200,6 @@ def calibrate(
         saving = None if skip is None else savings.get(skip)
         if saving is not None:
             settings, knn_ppl = replace(settings, skip=saving.skip), saving.ppl
-        contents = sorted(document.content_hash for document in listed)
         record = CalibrationRecord(
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             mixer=best.name,
@@ -222,7 +222,7 @@ def calibrate(
             store.save_weights(weights.tensors, weights.metadata)
         store.save_settings({**values, CALIBRATION: {**asdict(record), "domains": list(names)}}, names)
     return Calibration(
-        found, record, between - started, fitted - between, tuple(savings.values()), settings, len(twins)
+        found, record, between - started, fitted - between, tuple(savings.values()), settings, len(stored)
     )
 
 

@@ -93,9 +93,11 @@ def test_nothing_is_saved_that_does_not_beat_the_model(lm):
 def test_documents_of_the_store_are_refused_or_left_out(lm):
     with pytest.raises(InputError, match="2 of the held-out documents are in the store, 's0' for one"):
         lm.calibrate([*HELD_OUT, *STORED[:2]])
-    assert lm.calibrate(STORED, domains=["noise"], max_k=4).comparison.documents == 12
+    elsewhere = lm.calibrate(STORED, domains=["noise"], max_k=4)
+    assert (elsewhere.comparison.documents, elsewhere.in_store, elsewhere.savings) == (12, 12, ())
+    assert "gate" not in {candidate.name for candidate in elsewhere.comparison.candidates}
     left_out = lm.calibrate(STORED, max_k=16, leave_out=True)
-    assert left_out.left_out == len({row["text"] for row in STORED})
+    assert left_out.in_store == len({row["text"] for row in STORED})
     assert not left_out.savings, "no network is trained on what may be removed"
     assert "gate" not in {candidate.name for candidate in left_out.comparison.candidates}
     with pytest.raises(InputError, match="would outlast their removal"):
