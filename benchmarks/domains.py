@@ -22,8 +22,8 @@ import torch
 import knnstore
 from knnstore.documents import TextDocument, read_documents
 from knnstore.lm import KNNLMForCausalLM, KNNSettings
-from knnstore.lm.interpolation import gold_knn_probs, mix_gold, neighbor_weights
-from knnstore.lm.scoring import score
+from knnstore.lm.mixing.interpolation import gold_knn_probs, mix_gold, neighbor_weights
+from knnstore.lm.scoring.held_out import score
 
 TINY_LM = Path(__file__).parent.parent / "examples" / "tiny-lm"
 TEMPERATURES = (1.0, 2.0, 5.0, 10.0, 15.0, 20.0, 25.0, 30.0, 40.0, 60.0, 100.0)

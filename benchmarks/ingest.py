@@ -24,10 +24,9 @@ import torch
 
 import knnstore
 from knnstore.documents import TextDocument, read_documents
-from knnstore.lm.interpolation import gold_knn_probs, mix_gold, neighbor_weights
-from knnstore.lm.scoring import BATCH_TOKENS
-from knnstore.lm.text import tokenized
-from knnstore.lm.windows import pack, prefix_of
+from knnstore.lm.mixing.interpolation import gold_knn_probs, mix_gold, neighbor_weights
+from knnstore.lm.reading.tokens import tokenized
+from knnstore.lm.reading.windows import BATCH_TOKENS, pack, prefix_of
 from knnstore.store import EVERYTHING
 
 TINY_LM = Path(__file__).parent.parent / "examples" / "tiny-lm"

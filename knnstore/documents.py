@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
-from knnstore.catalog.checks import check_json, check_name
+from knnstore.checks import check_json, check_name
 from knnstore.errors import InputError
 
 ROW_SUFFIXES = (".jsonl", ".ndjson")

@@ -11,9 +11,9 @@ A schema only moves forward: there are no downgrades.
 from alembic import context
 from sqlalchemy import Connection
 
-from knnstore.catalog.engine import connect, exclusive, parse_url
-from knnstore.catalog.models import Base
+from knnstore.catalog.connection import connect, exclusive, parse_url
 from knnstore.catalog.schema import VERSION_TABLE
+from knnstore.catalog.tables import Base
 
 
 def run(connection: Connection) -> None:

@@ -5,12 +5,20 @@ from typing import Any, Self
 
 import numpy as np
 
-from knnstore.datastore import Capabilities, Datastore, Filter, Keys, Metric, Mode, Neighbors
-from knnstore.datastore.checks import checked_keys
-from knnstore.datastore.embedded import EmbeddedDatastore
-from knnstore.datastore.files import StoredFile
-from knnstore.datastore.rows import Segment
-from knnstore.datastore.segments import KeySegments
+from knnstore.datastore import (
+    Capabilities,
+    Datastore,
+    EmbeddedDatastore,
+    Filter,
+    Keys,
+    KeySegments,
+    Metric,
+    Mode,
+    Neighbors,
+    Segment,
+    StoredFile,
+    checked_keys,
+)
 from knnstore.errors import ConfigError
 from knnstore_faiss.flat import nearest_rows
 from knnstore_faiss.inverted import InvertedIndex, build, fits

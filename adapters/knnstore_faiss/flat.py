@@ -3,8 +3,8 @@
 import faiss
 import numpy as np
 
-from knnstore.datastore import Distances, Ids, Keys, Metric, exact
-from knnstore.datastore.results import Found
+from knnstore.datastore import Distances, Found, Ids, Keys, Metric
+from knnstore.datastore import nearest_rows as nearest_rows_by_numpy
 
 # FAISS multiplies matrices only from a number of queries on, 20 by default, and compares row by row
 # below: 4 to 6 times slower even for the 16 to 256 queries of a small batch.
@@ -12,9 +12,9 @@ faiss.cvar.distance_compute_blas_threshold = 1
 
 
 def nearest_rows(queries: Keys, keys: Keys, norms: Distances, k: int, metric: Metric) -> Found:
-    """Find the k nearest rows of a matrix; see `knnstore.datastore.exact.nearest_rows`."""
+    """Find the k nearest rows of a matrix; see `knnstore.datastore.nearest_rows`."""
     if len(queries) == 1:  # a product with one vector, for which numpy takes half the time
-        return exact.nearest_rows(queries, keys, norms, k, metric)
+        return nearest_rows_by_numpy(queries, keys, norms, k, metric)
     rows = np.empty((len(queries), k), np.int64)
     distances = np.empty((len(queries), k), np.float32)
     shape = (keys.shape[1], len(queries), len(keys), k)

@@ -6,11 +6,19 @@ import faiss
 import numpy as np
 from numpy.typing import NDArray
 
-from knnstore.datastore import Distances, IdRanges, Keys, Metric
-from knnstore.datastore.exact import compare_rows
-from knnstore.datastore.files import BLOCK, MappedFile
-from knnstore.datastore.results import Found
-from knnstore.datastore.rows import MappedColumns, Segment, StoredKeys
+from knnstore.datastore import (
+    BLOCK,
+    Distances,
+    Found,
+    IdRanges,
+    Keys,
+    MappedColumns,
+    MappedFile,
+    Metric,
+    Segment,
+    StoredKeys,
+    compare_rows,
+)
 from knnstore.errors import CorruptDatastoreError, DatastoreError
 from knnstore_faiss.flat import found_by_faiss, nearest_rows
 from knnstore_faiss.policy import Policy, new_index

@@ -3,10 +3,7 @@
 from pathlib import Path
 from typing import Any, Self
 
-from knnstore.datastore import Capabilities, Datastore, Metric, Mode
-from knnstore.datastore.embedded import EmbeddedDatastore
-from knnstore.datastore.rows import Segment
-from knnstore.datastore.segments import KeySegments
+from knnstore.datastore import Capabilities, Datastore, EmbeddedDatastore, KeySegments, Metric, Mode, Segment
 from knnstore.errors import ConfigError
 from knnstore_hnswlib.graph import GraphIndex, build
 from knnstore_hnswlib.policy import Policy

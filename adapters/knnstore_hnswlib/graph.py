@@ -7,11 +7,17 @@ from pathlib import Path
 import hnswlib
 import numpy as np
 
-from knnstore.datastore import Distances, IdRanges, Keys, Metric
-from knnstore.datastore.exact import compare_rows
-from knnstore.datastore.files import MappedFile
-from knnstore.datastore.results import Found
-from knnstore.datastore.rows import MappedColumns, Segment
+from knnstore.datastore import (
+    Distances,
+    Found,
+    IdRanges,
+    Keys,
+    MappedColumns,
+    MappedFile,
+    Metric,
+    Segment,
+    compare_rows,
+)
 from knnstore.errors import CorruptDatastoreError, DatastoreError
 from knnstore_hnswlib.nodes import Members, first_of_equal
 from knnstore_hnswlib.policy import Policy

@@ -8,9 +8,7 @@ keys among 20 000 of a language model recall@64 was 0.83). Text that repeats its
 import numpy as np
 from numpy.typing import NDArray
 
-from knnstore.datastore import Distances, IdRanges
-from knnstore.datastore.results import Found
-from knnstore.datastore.rows import StoredKeys
+from knnstore.datastore import Distances, Found, IdRanges, StoredKeys
 
 _CHUNK = 1 << 16  # rows at a time
 

@@ -22,8 +22,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from knnstore.datastore import Groups, Ids, Keys, Metric, Mode, Neighbors
-from knnstore.datastore.files import WriterLock, publish, remove, sync_directory
+from knnstore.datastore import (
+    Groups,
+    Ids,
+    Keys,
+    Metric,
+    Mode,
+    Neighbors,
+    WriterLock,
+    publish,
+    remove,
+    sync_directory,
+)
 from knnstore.errors import (
     ConfigError,
     CorruptDatastoreError,

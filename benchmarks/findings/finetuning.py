@@ -10,9 +10,9 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from knnstore.documents import TextDocument
-from knnstore.lm.loading import load
-from knnstore.lm.text import tokenized
-from knnstore.lm.windows import max_length_of, pack, prefix_of
+from knnstore.lm.reading.models import load_model
+from knnstore.lm.reading.tokens import tokenized
+from knnstore.lm.reading.windows import max_length_of, pack, prefix_of
 
 LEARNING_RATE = 1e-3
 WARMUP = 0.05
@@ -37,7 +37,7 @@ def fine_tune(model: str, documents: Sequence[TextDocument], epochs: int, out: P
     """
     torch.manual_seed(0)
     order = np.random.default_rng(0)
-    lm, tokenizer = load(model, device="cpu")
+    lm, tokenizer = load_model(model, device="cpu")
     length = max_length_of(lm.config)
     started = time.perf_counter()
     batches = list(

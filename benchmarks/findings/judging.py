@@ -9,11 +9,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knnstore.lm import KNNSettings
-from knnstore.lm.cache_fitting import fit_cache, gather_cache_evidence
-from knnstore.lm.fitting import fit_fixed, fit_lambdas, gather_evidence
-from knnstore.lm.interpolation import neighbor_weights
-from knnstore.lm.judging import RESAMPLES, Interval, Judge
-from knnstore.lm.scored_text import ScoredText
+from knnstore.lm.calibration.evidence import gather_evidence
+from knnstore.lm.calibration.fit_cache import fit_cache, gather_cache_evidence
+from knnstore.lm.calibration.fit_lambda import fit_fixed
+from knnstore.lm.calibration.judging import RESAMPLES, Interval, Judge
+from knnstore.lm.calibration.scored_text import ScoredText
+from knnstore.lm.mixing.interpolation import neighbor_weights
+from knnstore.lm.mixing.likelihood import fit_lambdas
 
 LAMBDAS = torch.arange(0, 100) / 100
 _LEAST = 1e-30

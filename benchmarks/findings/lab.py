@@ -20,12 +20,13 @@ from texts import FRACTIONS, SPLITS, Limits, batches, leveled
 import knnstore
 from knnstore.documents import TextDocument
 from knnstore.lm import KNNLMForCausalLM, KNNSettings
-from knnstore.lm.comparison import Candidate, Comparison, compare
-from knnstore.lm.encoder import Encoder
-from knnstore.lm.loading import load, model_fingerprint
-from knnstore.lm.locations import locate
-from knnstore.lm.scored_text import ScoredText
-from knnstore.lm.text import tokenized
+from knnstore.lm.calibration.candidates import Candidate, Comparison, compare
+from knnstore.lm.calibration.scored_text import ScoredText
+from knnstore.lm.keys.fingerprint import model_fingerprint
+from knnstore.lm.keys.places import locate
+from knnstore.lm.reading.encoder import Encoder
+from knnstore.lm.reading.models import load_model
+from knnstore.lm.reading.tokens import tokenized
 from knnstore.store import Selection
 
 
@@ -59,7 +60,7 @@ class Lab:
     ) -> None:
         self.model, self.texts, self.limits, self.say = model, texts, limits, say
         self.domains, self.fractions = list(texts), FRACTIONS[: limits.fractions]
-        self.tokenizer = load(model, device="cpu").tokenizer
+        self.tokenizer = load_model(model, device="cpu").tokenizer
         self.inputs = self._hash()
         self.folder = out / "shared" / self.inputs[:12]
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -67,7 +68,7 @@ class Lab:
         self._compared: dict[tuple[str, str, int], Comparison] = {}
 
     def _hash(self) -> str:
-        base = load(self.model, device="cpu").model
+        base = load_model(self.model, device="cpu").model
         digest = hashlib.sha256(model_fingerprint(base).encode())
         digest.update(json.dumps(asdict(self.limits)).encode())
         for domain, splits in self.texts.items():
@@ -185,7 +186,7 @@ class Lab:
 
     def alone(self, model: str, domain: str, split: str) -> ScoredText:
         """Held-out text as another model reads it; the neighbours are still those of the base model."""
-        lm, tokenizer = load(model, device="cpu")
+        lm, tokenizer = load_model(model, device="cpu")
         encoder, length = Encoder(lm, locate(lm)), self.base.lm.store.identity.max_length
         log_probs, keys, gold = [], [], []
         for batch in batches(self.texts[domain][split], tokenizer, length):

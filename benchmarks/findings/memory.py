@@ -16,11 +16,12 @@ from texts import leveled
 from torch import Tensor
 
 import knnstore
+from knnstore.datastore.records import tokens_of
 from knnstore.lm import KNNLMForCausalLM
-from knnstore.lm.continuous_cache import Reading
-from knnstore.lm.gate import distinct_tokens
-from knnstore.lm.scored_text import ScoredText, score_once
-from knnstore.store import KNNStore, Selection, tokens_of
+from knnstore.lm.calibration.scored_text import ScoredText, score_once
+from knnstore.lm.mixing.gate import distinct_tokens
+from knnstore.lm.retrieval.cache import Reading
+from knnstore.store import KNNStore, Selection
 
 if TYPE_CHECKING:
     from lab import Lab

@@ -9,10 +9,9 @@ import numpy as np
 
 from knnstore.documents import TextDocument, read_documents
 from knnstore.errors import InputError
-from knnstore.lm.loading import load
-from knnstore.lm.scoring import BATCH_TOKENS
-from knnstore.lm.text import in_chunks, tokenized
-from knnstore.lm.windows import Batch, pack, prefix_of
+from knnstore.lm.reading.models import load_model
+from knnstore.lm.reading.tokens import in_chunks, tokenized
+from knnstore.lm.reading.windows import BATCH_TOKENS, Batch, pack, prefix_of
 
 SPLITS = ("store", "dev", "test")
 FRACTIONS = (1, 2, 4, 8, 16, 32)
@@ -56,7 +55,7 @@ def read(folder: Path, domains: Sequence[str], model: str, limits: Limits) -> di
         ConfigError: there is no such model.
     """
     names = domains or domains_in(folder)
-    tokenizer = load(model, device="cpu").tokenizer
+    tokenizer = load_model(model, device="cpu").tokenizer
     return {
         name: {
             split: cut(read_documents([folder / name / f"{split}.jsonl"]), split, tokenizer, limits)

@@ -1,10 +1,11 @@
 """The catalogue in SQL: what is stored, under which domain and tags, and with which settings."""
 
+from sqlalchemy import URL
+
 from knnstore.catalog.catalog import Catalog
-from knnstore.catalog.engine import parse_url
+from knnstore.catalog.connection import parse_url, place, sqlite_url, without_password
 from knnstore.catalog.survivors import DROPPED, PrunedDocument, Survivors
 from knnstore.catalog.types import (
-    TOKEN_BITS,
     Document,
     Domain,
     Engine,
@@ -18,7 +19,7 @@ from knnstore.catalog.writer import CatalogWriter
 
 __all__ = [
     "DROPPED",
-    "TOKEN_BITS",
+    "URL",
     "Catalog",
     "CatalogWriter",
     "Document",
@@ -32,4 +33,7 @@ __all__ = [
     "StoredVersion",
     "Survivors",
     "parse_url",
+    "place",
+    "sqlite_url",
+    "without_password",
 ]

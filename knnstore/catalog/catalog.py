@@ -14,10 +14,12 @@ from sqlalchemy.engine import URL
 from sqlalchemy.orm import Session
 
 from knnstore.catalog import schema
-from knnstore.catalog.checks import check_name
-from knnstore.catalog.engine import connect, exclusive, is_sqlite_file, place, reading, translated_errors
+from knnstore.catalog.connection import connect, exclusive, is_sqlite_file, place, reading, translated_errors
 from knnstore.catalog.making import make_catalog
-from knnstore.catalog.models import (
+from knnstore.catalog.snapshots import read_engine, read_pruned, read_snapshot, records_of_document
+from knnstore.catalog.statements import in_chunks, scope_of, utc
+from knnstore.catalog.survivors import PrunedDocument
+from knnstore.catalog.tables import (
     IS_LIVE,
     IS_UNSETTLED,
     DocumentRow,
@@ -28,9 +30,6 @@ from knnstore.catalog.models import (
     TagRow,
     TokensRow,
 )
-from knnstore.catalog.snapshots import read_engine, read_pruned, read_snapshot, records_of_document
-from knnstore.catalog.statements import in_chunks, scope_of, utc
-from knnstore.catalog.survivors import PrunedDocument
 from knnstore.catalog.types import (
     Document,
     Domain,
@@ -40,6 +39,7 @@ from knnstore.catalog.types import (
     Snapshot,
     StoredVersion,
 )
+from knnstore.checks import check_name
 from knnstore.errors import StoreNotFoundError
 
 

@@ -7,9 +7,9 @@ from sqlalchemy import Engine as SqlEngine
 from sqlalchemy import delete, insert, select
 
 from knnstore.catalog import schema
-from knnstore.catalog.engine import exclusive, place
-from knnstore.catalog.models import StoreRow
+from knnstore.catalog.connection import exclusive, place
 from knnstore.catalog.statements import utc
+from knnstore.catalog.tables import StoreRow
 from knnstore.catalog.types import Engine, Identity
 from knnstore.errors import StoreExistsError
 from knnstore.failpoints import failpoint

@@ -9,7 +9,6 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, inspect
 
-import knnstore
 from knnstore.errors import CatalogError, SchemaOutdatedError, SchemaTooNewError
 
 VERSION_TABLE = "knnstore_alembic_version"
@@ -22,8 +21,8 @@ def script_location() -> Path:
     Raises:
         CatalogError: the folder is missing; the installation is broken.
     """
-    installed = Path(str(files(knnstore) / "migrations"))
-    checkout = Path(knnstore.__file__).parent.parent / "migrations"
+    package = Path(str(files("knnstore")))
+    installed, checkout = package / "migrations", package.parent / "migrations"
     for folder in (installed, checkout):
         if (folder / "env.py").is_file():
             return folder

@@ -7,9 +7,9 @@ import numpy as np
 from sqlalchemy import ColumnElement, case, func, select
 from sqlalchemy.orm import Session
 
-from knnstore.catalog.models import IS_LIVE, DocumentRow, DomainRow, PrunedRow, StoreRow
 from knnstore.catalog.statements import in_chunks
 from knnstore.catalog.survivors import PrunedDocument, Survivors
+from knnstore.catalog.tables import IS_LIVE, DocumentRow, DomainRow, PrunedRow, StoreRow
 from knnstore.catalog.types import Engine, Snapshot
 
 _PRUNED = (

@@ -9,9 +9,6 @@ from numpy.typing import NDArray
 
 from knnstore.catalog.survivors import Survivors
 
-TOKEN_BITS = 20
-"""Bits of a record id that hold the token; vocabularies up to 2**20."""
-
 
 @dataclass(frozen=True, slots=True)
 class Identity:

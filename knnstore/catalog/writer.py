@@ -20,9 +20,10 @@ from sqlalchemy import Engine as SqlEngine
 from sqlalchemy.orm import Session
 
 from knnstore.catalog.catalog import Catalog
-from knnstore.catalog.checks import check_json, check_name
-from knnstore.catalog.engine import LOCK, place, session, translated_errors
-from knnstore.catalog.models import (
+from knnstore.catalog.connection import LOCK, place, session, translated_errors
+from knnstore.catalog.statements import in_chunks, scope_of
+from knnstore.catalog.survivors import PrunedDocument
+from knnstore.catalog.tables import (
     DELETING,
     IS_LIVE,
     IS_UNSETTLED,
@@ -36,9 +37,9 @@ from knnstore.catalog.models import (
     TagRow,
     TokensRow,
 )
-from knnstore.catalog.statements import in_chunks, scope_of
-from knnstore.catalog.survivors import PrunedDocument
-from knnstore.catalog.types import TOKEN_BITS, Engine, NewDocument, PlacedDocument
+from knnstore.catalog.types import Engine, NewDocument, PlacedDocument
+from knnstore.checks import check_json, check_name
+from knnstore.datastore import TOKEN_BITS
 from knnstore.errors import CatalogError, DocumentNotFoundError, FencedError, InputError, LockedError
 from knnstore.failpoints import failpoint
 

@@ -21,7 +21,7 @@ def open_model(
 ) -> "KNNLMForCausalLM":
     """Open a store with its model; see `knnstore.load`. Commands that retrieve choose their own settings."""
     import knnstore
-    from knnstore.store.home import Home
+    from knnstore.store import Home
 
     Home.open(home)  # importing torch takes seconds: say before that there is no store
     quiet_transformers()

@@ -1,41 +1,71 @@
-"""The vector side: the `Datastore` protocol and what its implementations and users share.
+"""The vector side: the `Datastore` protocol, and all that whoever implements or uses it needs.
 
-This package needs numpy alone. Engines are found through `registry`.
+Adapters import from here and from `knnstore.errors` alone. No engine is imported, nor torch, nor SQL; engines
+are found through `registry`.
 """
 
 from knnstore.datastore import registry
-from knnstore.datastore.checks import checked_k, checked_keys, checked_params, checked_records
+from knnstore.datastore.arguments import checked_k, checked_keys, checked_params, checked_records
+from knnstore.datastore.arrays import Capabilities, Distances, Filter, Groups, Ids, Keys, Metric
+from knnstore.datastore.embedded import (
+    EmbeddedDatastore,
+    KeySegments,
+    MappedColumns,
+    MappedFile,
+    Segment,
+    StoredKeys,
+    compare_rows,
+    nearest_rows,
+    stored_keys,
+)
+from knnstore.datastore.memory import MemoryDatastore
+from knnstore.datastore.neighbors import Found, Neighbors
 from knnstore.datastore.protocol import Datastore, Mode, SupportsErase, SupportsOptimize, SupportsVerify
 from knnstore.datastore.ranges import IdRanges
-from knnstore.datastore.types import (
-    Capabilities,
-    Distances,
-    Filter,
-    Groups,
-    Ids,
-    Keys,
-    Metric,
-    Neighbors,
-)
+from knnstore.datastore.records import TOKEN_BITS, TOKEN_LIMIT, positions_of, ranges_of, record_ids, tokens_of
+from knnstore.durable import BLOCK, StoredFile, WriterLock, publish, remove, sync_directory
 
 __all__ = [
+    "BLOCK",
+    "TOKEN_BITS",
+    "TOKEN_LIMIT",
     "Capabilities",
     "Datastore",
     "Distances",
+    "EmbeddedDatastore",
     "Filter",
+    "Found",
     "Groups",
     "IdRanges",
     "Ids",
+    "KeySegments",
     "Keys",
+    "MappedColumns",
+    "MappedFile",
+    "MemoryDatastore",
     "Metric",
     "Mode",
     "Neighbors",
+    "Segment",
+    "StoredFile",
+    "StoredKeys",
     "SupportsErase",
     "SupportsOptimize",
     "SupportsVerify",
+    "WriterLock",
     "checked_k",
     "checked_keys",
     "checked_params",
     "checked_records",
+    "compare_rows",
+    "nearest_rows",
+    "positions_of",
+    "publish",
+    "ranges_of",
+    "record_ids",
     "registry",
+    "remove",
+    "stored_keys",
+    "sync_directory",
+    "tokens_of",
 ]

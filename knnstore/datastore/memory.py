@@ -14,19 +14,11 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from knnstore.datastore.checks import checked_k, checked_keys, checked_params, checked_records
+from knnstore.datastore.arguments import checked_k, checked_keys, checked_params, checked_records
+from knnstore.datastore.arrays import Capabilities, Distances, Filter, Groups, Ids, Keys, Metric
+from knnstore.datastore.neighbors import Neighbors
 from knnstore.datastore.protocol import Datastore, Mode
 from knnstore.datastore.ranges import IdRanges
-from knnstore.datastore.types import (
-    Capabilities,
-    Distances,
-    Filter,
-    Groups,
-    Ids,
-    Keys,
-    Metric,
-    Neighbors,
-)
 from knnstore.errors import ConfigError, DatastoreClosedError, DatastoreNotFoundError
 
 _BLOCK_ROWS = 256

@@ -5,8 +5,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self, runtime_checkable
 
+from knnstore.datastore.arrays import Capabilities, Filter, Groups, Ids, Keys, Metric
+from knnstore.datastore.neighbors import Neighbors
 from knnstore.datastore.ranges import IdRanges
-from knnstore.datastore.types import Capabilities, Filter, Groups, Ids, Keys, Metric, Neighbors
 
 Mode = Literal["r", "a", "x"]
 

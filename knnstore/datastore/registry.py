@@ -19,8 +19,8 @@ from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import cast
 
+from knnstore.datastore.arrays import Capabilities
 from knnstore.datastore.protocol import Datastore
-from knnstore.datastore.types import Capabilities
 from knnstore.errors import AdapterConflictError, AdapterError, AdapterLoadError, AdapterNotFoundError
 
 ENTRY_POINT_GROUP = "knnstore.datastores"

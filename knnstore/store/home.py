@@ -15,10 +15,8 @@ import os
 from pathlib import Path
 from typing import Self
 
-from sqlalchemy.engine import URL
-
-from knnstore.catalog import parse_url
-from knnstore.datastore.files import publish
+from knnstore.catalog import URL, parse_url, sqlite_url, without_password
+from knnstore.durable import publish
 from knnstore.errors import ConfigError, StoreNotFoundError
 
 FORMAT = 1
@@ -61,7 +59,7 @@ class Home:
     def write(self) -> None:
         """Say durably where the catalogue is; a password in its URL is not written."""
         inside = self.catalog_url == self._catalog_url(self.path, None)
-        saved = None if inside else self.catalog_url._replace(password=None).render_as_string()
+        saved = None if inside else without_password(self.catalog_url).render_as_string()
         description = json.dumps({"format": FORMAT, "catalog": saved}, indent=2)
         publish(self.path / DESCRIPTION, description.encode() + b"\n", "home")
 
@@ -96,13 +94,11 @@ class Home:
     def _same_database(url: URL, given: str) -> URL:
         """The URL given, which may bring a password but must name the database of the home."""
         parsed = parse_url(given)
-        if parsed._replace(password=None) != url._replace(password=None):
+        if without_password(parsed) != without_password(url):
             known, other = (u.render_as_string(hide_password=True) for u in (url, parsed))
             raise ConfigError(f"the store's catalogue is {known}, {CATALOG_VARIABLE} names another: {other}")
         return parsed
 
     @staticmethod
     def _catalog_url(folder: Path, catalog: str | None) -> URL:
-        if catalog is None:
-            return URL.create("sqlite", database=str(folder / "catalog.db"))
-        return parse_url(catalog)
+        return sqlite_url(folder / "catalog.db") if catalog is None else parse_url(catalog)

@@ -7,8 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knnstore.catalog import Catalog, Snapshot
-from knnstore.datastore import Ids
-from knnstore.store.records import positions_of, tokens_of
+from knnstore.datastore import Ids, positions_of, tokens_of
 
 _DOCUMENTS_KEPT = 256
 

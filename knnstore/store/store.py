@@ -11,23 +11,20 @@ from typing import Any, Self
 from numpy.typing import NDArray
 
 from knnstore.catalog import Catalog, CatalogWriter, Document, Domain, Engine, Identity, NewDocument
-from knnstore.datastore import IdRanges, SupportsOptimize
-from knnstore.datastore.files import WriterLock
+from knnstore.datastore import TOKEN_LIMIT, IdRanges, SupportsOptimize
+from knnstore.durable import WriterLock
 from knnstore.errors import ConfigError, DocumentNotFoundError, KnnstoreError
-from knnstore.store import moving
-from knnstore.store.creating import make_store
+from knnstore.store.creation import make_store
+from knnstore.store.fitted import Weights, names_in, problem_of, save_weights, sweep, traced_in
 from knnstore.store.home import Home
-from knnstore.store.reading import Mode
-from knnstore.store.records import TOKEN_LIMIT
-from knnstore.store.relocating import RelocatableStore
+from knnstore.store.ingest import Ingest, purge
+from knnstore.store.reader import Mode
+from knnstore.store.relocation import RelocatableStore, settle_quietly, unfinished
 from knnstore.store.selection import Selection
-from knnstore.store.traces import traced_in
 from knnstore.store.verify import problems_of, strangers_in
-from knnstore.store.weights import Weights, names_in, problem_of, save_weights, sweep
-from knnstore.store.writing import Ingest, purge
 
 CALIBRATION = "calibration"
-"""Under this name saved settings say how they were found, see `knnstore.lm.calibrate`."""
+"""Under this name saved settings say how they were found, see `knnstore.lm.calibration`."""
 
 
 class KNNStore(RelocatableStore):
@@ -57,7 +54,7 @@ class KNNStore(RelocatableStore):
             super().__init__(home, catalog, mode, opened, params)
             if self._writer is not None:  # settle what a killed writer left
                 purge(self._writer, self._datastore, self._writer.unsettled())
-                moving.settle_quietly(home, self._engine)
+                settle_quietly(home, self._engine)
                 self._sweep_weights()
             self._opened = opened.pop_all()
 
@@ -228,7 +225,7 @@ class KNNStore(RelocatableStore):
 
     def info(self) -> dict[str, Any]:
         """What the store is made for and what is in it."""
-        domains, unfinished = self.domains(), moving.unfinished(self.home, self._catalog.engine())
+        domains, move_target = self.domains(), unfinished(self.home, self._catalog.engine())
         snapshot, all_settings = self.view().snapshot, self._catalog.all_settings()
         traced = dict(traced_in(all_settings))
         return {
@@ -237,7 +234,7 @@ class KNNStore(RelocatableStore):
             "store": self._engine.adapter,
             "location": self._engine.location,
             "params": dict(self._engine.params),
-            "unfinished_move": unfinished.location if unfinished else None,
+            "unfinished_move": move_target.location if move_target else None,
             **{name: getattr(self.identity, name) for name in Identity.__slots__},
             "model_fingerprint": self.identity.model_fingerprint.partition(":")[0],
             "domains": len(domains),

@@ -4,9 +4,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knnstore.catalog import Catalog, PlacedDocument, Snapshot
-from knnstore.datastore import Datastore, Ids, SupportsVerify
+from knnstore.datastore import Datastore, Ids, SupportsVerify, positions_of, ranges_of, tokens_of
 from knnstore.errors import KnnstoreError
-from knnstore.store.records import positions_of, ranges_of, tokens_of
 
 
 def problems_of(catalog: Catalog, datastore: Datastore) -> list[str]:

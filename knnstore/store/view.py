@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knnstore.catalog import Catalog, Snapshot
-from knnstore.datastore import Datastore, Filter, IdRanges, Keys, Neighbors
+from knnstore.datastore import Datastore, Filter, IdRanges, Keys, Neighbors, positions_of, ranges_of
 from knnstore.errors import CorruptDatastoreError, DocumentNotFoundError, DomainNotFoundError
-from knnstore.store.records import positions_of, ranges_of
 from knnstore.store.selection import EVERYTHING, Selection
 
 _SCOPES_KEPT = 64

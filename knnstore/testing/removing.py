@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from knnstore.datastore import Datastore, IdRanges, Metric
-from knnstore.datastore.memory import MemoryDatastore
+from knnstore.datastore import Datastore, IdRanges, MemoryDatastore, Metric
 from knnstore.testing.base import (
     ALL_IDS,
     KitBase,

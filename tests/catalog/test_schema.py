@@ -12,8 +12,8 @@ from alembic.runtime.migration import MigrationContext
 from sqlalchemy import URL, inspect
 
 from knnstore.catalog import Catalog, CatalogWriter, NewDocument, schema
-from knnstore.catalog.engine import connect, exclusive
-from knnstore.catalog.models import Base
+from knnstore.catalog.connection import connect, exclusive
+from knnstore.catalog.tables import Base
 from knnstore.errors import SchemaOutdatedError, SchemaTooNewError, StoreExistsError, StoreNotFoundError
 
 Make = Callable[..., NewDocument]

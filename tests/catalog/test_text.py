@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from knnstore.catalog import Catalog, CatalogWriter, NewDocument
-from knnstore.catalog.checks import MAX_NAME
+from knnstore.checks import MAX_NAME
 from knnstore.errors import InputError
 
 Make = Callable[..., NewDocument]

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from knnstore import KNNSettings
-from knnstore.cli.cache_options import cache_of
-from knnstore.lm.continuous_cache import CacheSettings
+from knnstore.cli.query import cache_of
+from knnstore.lm.settings.parts import CacheSettings
 
 STORE = KNNSettings(temperature=20.0)
 SAVED = replace(STORE, cache=CacheSettings(400, 50.0, 0.15))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from knnstore.cli.asking import credits_of
+from knnstore.cli.commands.asking import credits_of
 from knnstore.lm import Source, TokenExplanation
 
 

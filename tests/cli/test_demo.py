@@ -2,7 +2,7 @@
 
 import knnstore as library
 from knnstore import TextDocument
-from knnstore.cli import demo
+from knnstore.cli.commands import demonstrating as demo
 from knnstore.cli.output import Bar
 
 

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
+from knnstore import durable as files
 from knnstore import failpoints
-from knnstore.datastore import files, segments
+from knnstore.datastore.arrays import Metric
+from knnstore.datastore.embedded import log as segments
+from knnstore.datastore.embedded.log import KeySegments
 from knnstore.datastore.ranges import IdRanges
-from knnstore.datastore.segments import KeySegments
-from knnstore.datastore.types import Metric
 
 SOURCE = Path(files.__file__).read_text() + Path(segments.__file__).read_text()
 NAMES = sorted(

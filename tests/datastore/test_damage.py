@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from knnstore_faiss import FaissDatastore
 
-from knnstore.datastore.segments import KeySegments
-from knnstore.datastore.types import Metric
+from knnstore.datastore.arrays import Metric
+from knnstore.datastore.embedded.log import KeySegments
 from knnstore.errors import CorruptDatastoreError, DatastoreError
 
 DIM = 32

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from knnstore.datastore import IdRanges, Metric, exact
-from knnstore.datastore.exact import ExactIndex
-from knnstore.datastore.results import Found, merge
-from knnstore.datastore.rows import Segment
+from knnstore.datastore import IdRanges, Metric
+from knnstore.datastore.embedded import exact
+from knnstore.datastore.embedded.exact import ExactIndex
+from knnstore.datastore.embedded.segment import Segment
+from knnstore.datastore.neighbors import Found, merge
 
 
 def true_distances(queries: np.ndarray, keys: np.ndarray, metric: Metric) -> np.ndarray:

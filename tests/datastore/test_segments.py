@@ -12,10 +12,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from knnstore.datastore import segments as segments_module
+from knnstore.datastore.arrays import Metric
+from knnstore.datastore.embedded import log as segments_module
+from knnstore.datastore.embedded.log import KeySegments
 from knnstore.datastore.ranges import IdRanges
-from knnstore.datastore.segments import KeySegments
-from knnstore.datastore.types import Metric
 from knnstore.errors import (
     DatastoreClosedError,
     DatastoreExistsError,

@@ -31,11 +31,12 @@ from transformers import (
 
 import knnstore
 from knnstore.datastore import Neighbors
-from knnstore.lm.encoder import Encoder
-from knnstore.lm.keys import key_dim
-from knnstore.lm.loading import model_fingerprint, tokenizer_fingerprint
-from knnstore.lm.locations import locate
-from knnstore.store import EVERYTHING, Identity, record_ids
+from knnstore.datastore.records import record_ids
+from knnstore.lm.keys.capture import key_dim
+from knnstore.lm.keys.fingerprint import model_fingerprint, tokenizer_fingerprint
+from knnstore.lm.keys.places import locate
+from knnstore.lm.reading.encoder import Encoder
+from knnstore.store import EVERYTHING, Identity
 
 VOCABULARY = 101
 SPECIAL = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}

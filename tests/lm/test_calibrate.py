@@ -12,8 +12,8 @@ import knnstore
 from knnstore.documents import TextDocument
 from knnstore.errors import InputError, ReadOnlyError
 from knnstore.lm import CalibrationRecord, KNNSettings, TokenTable
-from knnstore.lm.defaults import settings_for
-from knnstore.lm.scored_text import score_once
+from knnstore.lm.calibration.scored_text import score_once
+from knnstore.lm.settings.saved import settings_for
 from knnstore.store import EVERYTHING, Selection
 
 RNG = np.random.default_rng(7)

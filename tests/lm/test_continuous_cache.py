@@ -9,18 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import knnstore
+from knnstore.datastore.records import tokens_of
 from knnstore.documents import TextDocument
 from knnstore.errors import ConfigError
-from knnstore.lm.cache_fitting import fit_cache, gather_cache_evidence
-from knnstore.lm.continuous_cache import CacheSettings, Reading, look_back
-from knnstore.lm.evaluate import evaluate
-from knnstore.lm.explain import THIS_TEXT
-from knnstore.lm.mixing import FixedLambda
-from knnstore.lm.modeling import KNNLMForCausalLM
-from knnstore.lm.scored_text import ScoredText
-from knnstore.lm.settings import KNNSettings
-from knnstore.lm.token_table import TokenTable
-from knnstore.store import tokens_of
+from knnstore.lm.calibration.fit_cache import fit_cache, gather_cache_evidence
+from knnstore.lm.calibration.scored_text import ScoredText
+from knnstore.lm.mixing.fixed import FixedLambda
+from knnstore.lm.model.modeling import KNNLMForCausalLM
+from knnstore.lm.retrieval.cache import Reading, look_back
+from knnstore.lm.scoring.evaluating import evaluate
+from knnstore.lm.scoring.explaining import THIS_TEXT
+from knnstore.lm.scoring.token_table import TokenTable
+from knnstore.lm.settings.parts import CacheSettings
+from knnstore.lm.settings.query import KNNSettings
 
 STORED = [[0, 40, 41, 42, 50, 51, 52, 40, 41, 60, 70, 71], [0, 7, 5, 3, 40, 41, 99, 98, 97, 40]]
 CACHE = CacheSettings(size=6, temperature=15.0, lam=0.3)

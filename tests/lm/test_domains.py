@@ -13,8 +13,8 @@ import knnstore
 from knnstore.datastore import Neighbors
 from knnstore.errors import ConfigError, DomainNotFoundError
 from knnstore.lm import DomainWeights, KNNSettings, Retrieved, TokenTable
-from knnstore.lm.domain_fitting import DomainEvidence, fit_domains, mixture_weights
-from knnstore.lm.retrieval import retrieve
+from knnstore.lm.calibration.fit_domains import DomainEvidence, fit_domains, mixture_weights
+from knnstore.lm.retrieval.search import retrieve
 from knnstore.store import EVERYTHING, Selection
 
 

@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 
 from knnstore.errors import InputError
 from knnstore.lm import BinnedLambda, KNNSettings
-from knnstore.lm.bins import bins_of
-from knnstore.lm.comparison import compare
-from knnstore.lm.fitting import fit_bins, fit_fixed, fit_lambdas, gather_evidence
-from knnstore.lm.judging import MIN_TOKENS
-from knnstore.lm.scored_text import ScoredText
+from knnstore.lm.calibration.candidates import compare
+from knnstore.lm.calibration.evidence import gather_evidence
+from knnstore.lm.calibration.fit_lambda import fit_bins, fit_fixed
+from knnstore.lm.calibration.judging import MIN_TOKENS
+from knnstore.lm.calibration.scored_text import ScoredText
+from knnstore.lm.mixing.bins import bins_of
+from knnstore.lm.mixing.likelihood import fit_lambdas
 
 
 def made(seed: int = 0, tokens: int = 1200, k: int = 16, documents: int = 12) -> ScoredText:

@@ -9,10 +9,10 @@ import torch
 import knnstore
 from knnstore.documents import TextDocument
 from knnstore.lm import BinnedLambda, DomainWeights, KNNSettings
-from knnstore.lm.comparison import compare
-from knnstore.lm.further_searches import FurtherSearches
-from knnstore.lm.ladder import between_rungs
-from knnstore.lm.scored_text import score_once
+from knnstore.lm.calibration.candidates import compare
+from knnstore.lm.calibration.evidence import between_rungs
+from knnstore.lm.calibration.scored_text import score_once
+from knnstore.lm.calibration.searches import FurtherSearches
 from knnstore.store import EVERYTHING
 
 RNG = np.random.default_rng(3)
@@ -97,7 +97,7 @@ def test_documents_that_are_left_out_do_not_find_themselves(lm):
 
 
 def test_calibrate_tries_larger_k_and_weights_of_domains(lm, monkeypatch):
-    monkeypatch.setattr("knnstore.lm.calibrate.PASS_K", 32)
+    monkeypatch.setattr("knnstore.lm.calibration.calibrating.PASS_K", 32)
     found = lm.calibrate(HELD_OUT, max_k=512)
     assert [one.settings.k for one in found.comparison.candidates if one.name == "fixed"] == [8, 32, 128, 512]
     apart = next(one for one in found.comparison.candidates if one.name == "domains")

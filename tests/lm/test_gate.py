@@ -10,17 +10,18 @@ import torch
 import knnstore
 from knnstore.documents import TextDocument
 from knnstore.errors import ConfigError, CorruptWeightsError, FingerprintMismatchError
-from knnstore.lm.continuous_cache import Reading
-from knnstore.lm.defaults import settings_for, weights_for
-from knnstore.lm.fitting import fit_bins, fit_fixed, gather_evidence
-from knnstore.lm.gate import GateLambda, distinct_tokens, gate_features
-from knnstore.lm.gate_fit import fit_gate, known_before
-from knnstore.lm.modeling import KNNLMForCausalLM
-from knnstore.lm.network import Network
-from knnstore.lm.savings import judge_savings
-from knnstore.lm.scored_text import ScoredText, score_once
-from knnstore.lm.settings import KNNSettings
-from knnstore.lm.skipping import Skipping, skip_features
+from knnstore.lm.calibration.evidence import gather_evidence
+from knnstore.lm.calibration.fit_gate import fit_gate, known_before
+from knnstore.lm.calibration.fit_lambda import fit_bins, fit_fixed
+from knnstore.lm.calibration.savings import judge_savings
+from knnstore.lm.calibration.scored_text import ScoredText, score_once
+from knnstore.lm.mixing.gate import GateLambda, distinct_tokens, gate_features
+from knnstore.lm.mixing.network import Network
+from knnstore.lm.mixing.skipping import Skipping, skip_features
+from knnstore.lm.model.modeling import KNNLMForCausalLM
+from knnstore.lm.retrieval.cache import Reading
+from knnstore.lm.settings.query import KNNSettings
+from knnstore.lm.settings.saved import settings_for, weights_for
 from knnstore.store import EVERYTHING, KNNStore
 
 K = 8

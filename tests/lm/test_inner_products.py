@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import knnstore
-from knnstore.lm.encoder import Encoder
-from knnstore.store import tokens_of
+from knnstore.datastore.records import tokens_of
+from knnstore.lm.reading.encoder import Encoder
 
 RNG = np.random.default_rng(7)
 PHRASES = [" ".join(f"w{i}" for i in RNG.integers(4, 60, 12)) for _ in range(30)]

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, TextIteratorStreamer, Trainer, TrainingArguments, pipeline
 
-from knnstore.lm.encoder import Encoder
-from knnstore.lm.locations import locate
-from knnstore.lm.modeling import KNNLMForCausalLM
-from knnstore.lm.settings import KNNSettings
-from knnstore.lm.windows import pack
+from knnstore.lm.keys.places import locate
+from knnstore.lm.model.modeling import KNNLMForCausalLM
+from knnstore.lm.reading.encoder import Encoder
+from knnstore.lm.reading.windows import pack
+from knnstore.lm.settings.query import KNNSettings
 from knnstore.store import KNNStore, NewDocument, Selection
 
 SEQUENCE = [0, 40, 41, 42, 50, 51, 52, 40, 41, 60, 70, 71, 72, 90, 33, 44, 40, 13, 14, 15]

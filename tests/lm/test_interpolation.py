@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from knnstore.lm.interpolation import gold_knn_probs, mix, mix_gold, neighbor_weights
+from knnstore.lm.mixing.interpolation import gold_knn_probs, mix, mix_gold, neighbor_weights
 
 MISSING_TOKEN = 2**20 - 1  # the token of id -1
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from knnstore.errors import ConfigError
-from knnstore.lm.encoder import Encoder
-from knnstore.lm.keys import KeyCapture, KeyLocation, hidden_forward, key_dim, keys_forward
-from knnstore.lm.locations import locate
+from knnstore.lm.keys.capture import KeyCapture, KeyLocation, hidden_forward, key_dim, keys_forward
+from knnstore.lm.keys.places import locate
+from knnstore.lm.reading.encoder import Encoder
 
 IDS = torch.tensor([[5, 17, 42, 99, 3, 8], [60, 61, 62, 5, 17, 42]])
 
@@ -200,5 +200,5 @@ def test_probabilities_do_not_depend_on_the_chunk(make_model, monkeypatch):
     encoder = Encoder(model, locate(model))
     states = encoder.encode(IDS, torch.arange(12)).states
     whole = encoder.gold_log_probs(states, torch.arange(12))
-    monkeypatch.setattr("knnstore.lm.encoder._CHUNK_VALUES", 5 * model.config.vocab_size)
+    monkeypatch.setattr("knnstore.lm.reading.encoder._CHUNK_VALUES", 5 * model.config.vocab_size)
     torch.testing.assert_close(encoder.gold_log_probs(states, torch.arange(12)), whole)

@@ -7,7 +7,8 @@ import torch
 
 import knnstore
 from knnstore.errors import FingerprintMismatchError
-from knnstore.lm.loading import load, model_fingerprint, same_model
+from knnstore.lm.keys.fingerprint import model_fingerprint, same_model
+from knnstore.lm.reading.models import load_model
 
 DTYPES = ("float32", "float16", "bfloat16")
 PAIRS = list(itertools.product(DTYPES, DTYPES))
@@ -28,7 +29,7 @@ def opened(request, make_model, tokenizer, tmp_path_factory):
     spread(model)
     model.to(getattr(torch, request.param)).save_pretrained(path)
     tokenizer.save_pretrained(path)
-    return {dtype: model_fingerprint(load(str(path), dtype=dtype).model) for dtype in DTYPES}
+    return {dtype: model_fingerprint(load_model(str(path), dtype=dtype).model) for dtype in DTYPES}
 
 
 def test_a_checkpoint_is_known_in_every_precision(opened) -> None:

@@ -20,9 +20,9 @@ from knnstore.lm import (
     RelativeConfidence,
     Retrieved,
 )
-from knnstore.lm.explain import explain_tokens
-from knnstore.lm.interpolation import mix
-from knnstore.lm.mixing import MIXERS
+from knnstore.lm.mixing.interpolation import mix
+from knnstore.lm.mixing.mixer import MIXERS
+from knnstore.lm.scoring.explaining import explain_tokens
 
 CONFIDENCES = st.floats(-20, 0, width=32)
 DISTANCES = st.one_of(st.floats(-1e4, 1e4, width=32), st.just(math.inf))

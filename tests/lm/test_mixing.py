@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from knnstore.errors import ConfigError
-from knnstore.lm.mixing import MIXERS, Chosen, FixedLambda, Retrieved
-from knnstore.lm.settings import KNNSettings
+from knnstore.lm.mixing.fixed import FixedLambda
+from knnstore.lm.mixing.mixer import MIXERS, Chosen, Retrieved
+from knnstore.lm.settings.query import KNNSettings
 from knnstore.store import Selection
 
 

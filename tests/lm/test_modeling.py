@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from knnstore.datastore.records import tokens_of
 from knnstore.errors import ConfigError, FingerprintMismatchError
-from knnstore.lm.mixing import Chosen
-from knnstore.lm.modeling import KNNLMForCausalLM
-from knnstore.lm.settings import KNNSettings
-from knnstore.store import Selection, tokens_of
+from knnstore.lm.mixing.mixer import Chosen
+from knnstore.lm.model.modeling import KNNLMForCausalLM
+from knnstore.lm.settings.query import KNNSettings
+from knnstore.store import Selection
 
 SEQUENCE = [0, 40, 41, 42, 50, 51, 52, 40, 41, 60, 70, 71, 72, 90, 33, 44, 40, 13, 14, 15]
 OTHER = [0, 7, 5, 3, 40, 41, 99, 98, 97, 40]
@@ -122,7 +123,7 @@ def test_every_position_holds_the_mixture(model, store, knn_model):
 def test_the_mixture_does_not_depend_on_the_chunk(knn_gpt2, monkeypatch):
     with torch.no_grad():
         whole = knn_gpt2(IDS).logits
-        monkeypatch.setattr("knnstore.lm.mixed_logits._CHUNK_VALUES", 5 * 101)
+        monkeypatch.setattr("knnstore.lm.model.logits._CHUNK_VALUES", 5 * 101)
         assert torch.equal(knn_gpt2(IDS).logits, whole)
 
 

@@ -11,10 +11,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 import knnstore
 from knnstore.errors import ConfigError
 from knnstore.lm import KNNLMForCausalLM, KNNSettings, TokenTable
-from knnstore.lm.continuous_cache import CacheSettings
-from knnstore.lm.domain_weights import DomainWeights
-from knnstore.lm.pointers import PointerSettings
-from knnstore.lm.scoring import score_texts
+from knnstore.lm.mixing.domains import DomainWeights
+from knnstore.lm.scoring.held_out import score_texts
+from knnstore.lm.settings.parts import CacheSettings, PointerSettings
 
 RNG = np.random.default_rng(11)
 PHRASES = [" ".join(f"w{i}" for i in RNG.integers(4, 30, 5)) for _ in range(6)]

@@ -8,7 +8,7 @@ import torch
 
 from knnstore.documents import TextDocument
 from knnstore.errors import ConfigError, InputError
-from knnstore.lm.probing import default_keys, nearest_keys, probe_keys
+from knnstore.lm.calibration.probing import default_keys, nearest_keys, probe_keys
 
 RNG = np.random.default_rng(7)
 PHRASES = [" ".join(f"w{i}" for i in RNG.integers(4, 60, 12)) for _ in range(30)]
@@ -17,7 +17,7 @@ DOCUMENTS = [TextDocument(f"d{at}", " ".join(PHRASES[i] for i in RNG.integers(0,
 
 @pytest.mark.parametrize("metric", ["l2", "ip"])
 def test_neighbours_are_the_nearest(metric, monkeypatch) -> None:
-    monkeypatch.setattr("knnstore.lm.probing._DISTANCES", 1000)  # several steps
+    monkeypatch.setattr("knnstore.lm.calibration.probing._DISTANCES", 1000)  # several steps
     keys = torch.from_numpy(RNG.standard_normal((300, 8)).astype(np.float32)) + 100
     queries = keys[:20] + torch.from_numpy(RNG.standard_normal((20, 8)).astype(np.float32))
     distances, rows = nearest_keys(queries, keys, 7, metric)

@@ -10,10 +10,10 @@ import knnstore
 from knnstore.documents import TextDocument
 from knnstore.errors import ConfigError, CorruptWeightsError, FingerprintMismatchError
 from knnstore.lm import KNNSettings
-from knnstore.lm.encoder import Encoder
-from knnstore.lm.keys import hidden_forward
-from knnstore.lm.projection import fit_projection
-from knnstore.lm.sampling import sample_documents
+from knnstore.lm.keys.capture import hidden_forward
+from knnstore.lm.keys.projection import fit_projection
+from knnstore.lm.reading.encoder import Encoder
+from knnstore.lm.reading.sample import sample_documents
 from knnstore.store import KNNStore
 
 RNG = np.random.default_rng(3)

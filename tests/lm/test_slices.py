@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from knnstore.lm.slices import TokenLosses
+from knnstore.lm.scoring.slices import TokenLosses
 
 COUNTS = np.array([0, 1, 9, 10, 99, 100, 5000, 2])
 

@@ -18,10 +18,11 @@ from knnstore.errors import (
     ReadOnlyError,
 )
 from knnstore.lm import FixedLambda, KNNSettings
-from knnstore.lm.defaults import settings_for
-from knnstore.lm.substitute import Substitute, SubstituteHead, load_head, trained_for
-from knnstore.lm.substitute_records import RecordBlocks, Records
-from knnstore.lm.substitute_training import fit_rows
+from knnstore.lm.settings.parts import Substitute
+from knnstore.lm.settings.saved import settings_for, trained_for
+from knnstore.lm.substitute.head import SubstituteHead, load_head
+from knnstore.lm.substitute.records import RecordBlocks, Records
+from knnstore.lm.substitute.training import fit_rows
 from knnstore.progress import Progress
 from knnstore.store import EVERYTHING, Selection, Traces
 

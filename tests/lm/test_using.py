@@ -7,12 +7,14 @@ import pytest
 import torch
 
 import knnstore
+from knnstore.datastore.records import tokens_of
 from knnstore.documents import TextDocument
 from knnstore.errors import FingerprintMismatchError, InputError, ReadOnlyError
-from knnstore.lm import KNNSettings, scoring
-from knnstore.lm.pointers import PointerSettings
-from knnstore.lm.scored_text import score_once
-from knnstore.store import EVERYTHING, Selection, tokens_of
+from knnstore.lm import KNNSettings
+from knnstore.lm.calibration.scored_text import score_once
+from knnstore.lm.scoring import held_out as scoring
+from knnstore.lm.settings.parts import PointerSettings
+from knnstore.store import EVERYTHING, Selection
 
 RNG = np.random.default_rng(5)
 

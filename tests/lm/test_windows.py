@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import GPT2Config, MptConfig
 
 from knnstore.errors import ConfigError
-from knnstore.lm.windows import Window, max_length_of, pack, prefix_of, windows
+from knnstore.lm.reading.windows import Window, max_length_of, pack, prefix_of, windows
 
 PREFIX = 7
 

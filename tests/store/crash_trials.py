@@ -23,8 +23,9 @@ import numpy as np
 
 from knnstore import failpoints
 from knnstore.catalog import Identity, NewDocument
+from knnstore.datastore.records import tokens_of
 from knnstore.errors import KnnstoreError
-from knnstore.store import KNNStore, tokens_of
+from knnstore.store import KNNStore
 
 DIM = 8
 IDENTITY = Identity("none", "0" * 64, "0" * 64, "key", DIM, "l2", 1000, 16, 8)

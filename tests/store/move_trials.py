@@ -20,7 +20,8 @@ from crash_trials import BEFORE, DIM, Operation, child, contents, in_writer, out
 from knnstore import failpoints
 from knnstore.datastore import registry
 from knnstore.errors import DatastoreNotFoundError
-from knnstore.store import KNNStore, transfer
+from knnstore.store import KNNStore
+from knnstore.store.relocation import copying as transfer
 
 Ending = Callable[[Path], None]
 """What a user does about a move that was interrupted."""

@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from knnstore.store import KNNStore, Selection, clusters, positions_of
+from knnstore.datastore.records import positions_of
+from knnstore.store import KNNStore, Selection
+from knnstore.store.pointers import clusters
 
 SIZE = 10
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from knnstore.datastore import Neighbors
-from knnstore.store import EVERYTHING, KNNStore, Selection, tokens_of
+from knnstore.datastore.records import tokens_of
+from knnstore.store import EVERYTHING, KNNStore, Selection
 
 DOCUMENTS = [("law", "1"), ("law", "2"), ("law", "3"), ("news", "4")]
 

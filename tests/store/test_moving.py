@@ -15,7 +15,8 @@ import pytest
 from knnstore import Progress
 from knnstore.datastore import Metric, registry
 from knnstore.errors import ConfigError, DatastoreError, DatastoreExistsError, StoreUnavailableError
-from knnstore.store import KNNStore, transfer
+from knnstore.store import KNNStore
+from knnstore.store.relocation import copying as transfer
 
 TRIALS = Path(__file__).with_name("move_trials.py")
 STRANGER = Path(__file__).parents[1] / "datastore" / "stranger"

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from knnstore import failpoints
 from knnstore.catalog import NewDocument
 from knnstore.datastore import Neighbors
+from knnstore.datastore.records import tokens_of
 from knnstore.errors import ConfigError, DomainNotFoundError
-from knnstore.store import KNNStore, Selection, drop_highest, merge_chooser, random_chooser, tokens_of
-from knnstore.store.choosing import merge_nearest
+from knnstore.store import KNNStore, Selection, drop_highest, merge_chooser, random_chooser
+from knnstore.store.relocation.choices import merge_nearest
 
 
 @pytest.fixture
@@ -76,7 +77,7 @@ def test_the_nearest_of_the_same_token_are_merged_first(seed, n, tokens, left) -
 
 
 def test_more_candidates_are_looked_for_where_the_first_do_not_suffice(monkeypatch) -> None:
-    monkeypatch.setattr("knnstore.store.choosing.NEAREST", 1)
+    monkeypatch.setattr("knnstore.store.relocation.choices.NEAREST", 1)
     rng = np.random.default_rng(0)
     keys = rng.standard_normal((300, 3)).astype(np.float32)
     heirs = merge_nearest(np.zeros(300, np.int64), keys, np.ones(300), 7).heirs

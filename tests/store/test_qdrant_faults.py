@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from knnstore.catalog import Identity, NewDocument
+from knnstore.datastore.records import tokens_of
 from knnstore.errors import DatastoreError, DatastoreNotFoundError, KnnstoreError, StoreUnavailableError
-from knnstore.store import KNNStore, tokens_of
+from knnstore.store import KNNStore
 
 pytest.importorskip("qdrant_client")
 

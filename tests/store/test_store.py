@@ -7,6 +7,7 @@ import pytest
 
 from knnstore.catalog import Catalog, CatalogWriter, NewDocument
 from knnstore.datastore import IdRanges
+from knnstore.datastore.records import tokens_of
 from knnstore.errors import (
     AmbiguousDocumentError,
     ConfigError,
@@ -19,7 +20,7 @@ from knnstore.errors import (
     StoreExistsError,
     StoreNotFoundError,
 )
-from knnstore.store import KNNStore, Selection, tokens_of
+from knnstore.store import KNNStore, Selection
 
 
 def nearest(keys: np.ndarray, tokens: np.ndarray, query: np.ndarray, k: int) -> tuple[list[float], list[int]]:

@@ -10,10 +10,10 @@ from lab import Lab
 from torch import Tensor
 
 from knnstore.lm import KNNSettings
-from knnstore.lm.judging import RESAMPLES, Interval
-from knnstore.lm.scoring import score_batch
-from knnstore.lm.text import tokenized
-from knnstore.lm.windows import Batch, prefix_of
+from knnstore.lm.calibration.judging import RESAMPLES, Interval
+from knnstore.lm.reading.tokens import tokenized
+from knnstore.lm.reading.windows import Batch, prefix_of
+from knnstore.lm.scoring.held_out import score_batch
 
 TITLE = "In free generation retrieval becomes less certain the longer the text"
 CLAIM = """Wang et al. 2023: texts written with retrieval are not better by any measure of theirs; the longer

@@ -7,7 +7,7 @@ from judging import best_fixed, best_lambda, interval, ratio
 from lab import Lab
 
 from knnstore.lm import KNNSettings
-from knnstore.lm.scored_text import ScoredText
+from knnstore.lm.calibration.scored_text import ScoredText
 
 TITLE = "Rough distances cost more than missed neighbours, and less with a fitted temperature"
 CLAIM = """Khandelwal et al. 2020: 16.5 with the quantised distances of the index, 16.06 with exact ones,

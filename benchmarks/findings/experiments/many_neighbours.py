@@ -5,8 +5,8 @@ from finding import Finding, Table, below, count, settle
 from judging import best_fixed, interval, ratio
 from lab import Lab
 
-from knnstore.lm.fitting import fit_fixed
-from knnstore.lm.further_searches import FurtherSearches, WideEvidence
+from knnstore.lm.calibration.fit_lambda import fit_fixed
+from knnstore.lm.calibration.searches import FurtherSearches, WideEvidence
 from knnstore.store import Selection
 
 TITLE = "More than 1,024 neighbours still help a little"

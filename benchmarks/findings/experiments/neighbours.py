@@ -4,7 +4,8 @@ from finding import Finding, Plot, Table, below, count, every, settle
 from judging import interval, ratio
 from lab import Lab
 
-from knnstore.lm.fitting import fit_fixed, gather_evidence
+from knnstore.lm.calibration.evidence import gather_evidence
+from knnstore.lm.calibration.fit_lambda import fit_fixed
 
 TITLE = "More neighbours are better, each less than the one before"
 CLAIM = """Khandelwal et al. 2020, figure 4: perplexity falls with k, from 17.6 at k = 1 to 16.1 at k =

@@ -9,7 +9,7 @@ from judging import mean, ppl
 from lab import Lab
 from torch import Tensor
 
-from knnstore.lm.scored_text import ScoredText
+from knnstore.lm.calibration.scored_text import ScoredText
 from knnstore.store import Selection
 
 TITLE = "Frequent tokens gain more than rare ones"

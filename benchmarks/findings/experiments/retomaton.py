@@ -10,10 +10,10 @@ from torch import Tensor
 
 from knnstore.datastore import Neighbors
 from knnstore.lm import KNNSettings
-from knnstore.lm.following import retrieve_in_step
-from knnstore.lm.in_step import together
-from knnstore.lm.pointers import PointerSettings
-from knnstore.lm.scoring import TokenScores, score_held_out
+from knnstore.lm.retrieval.pointers import retrieve_in_step
+from knnstore.lm.scoring.held_out import score_held_out
+from knnstore.lm.scoring.scores import TokenScores, together
+from knnstore.lm.settings.parts import PointerSettings
 from knnstore.store import Selection
 
 TITLE = "Pointers to what comes next save searches, better than leaving them out at random"

@@ -1,0 +1,173 @@
+"""Connecting to the catalogue's database: SQLite in a file or in memory, PostgreSQL by URL."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, Engine, QueuePool, create_engine, event, text
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+from sqlalchemy.orm import Session
+
+from knnstore.errors import CatalogError, ConfigError, StoreUnavailableError
+
+_DRIVERS = {
+    "sqlite": "sqlite",
+    "sqlite+pysqlite": "sqlite",
+    "postgresql": "postgresql+psycopg",  # what the bare name stands for depends on SQLAlchemy's version
+    "postgresql+psycopg": "postgresql+psycopg",
+}
+_EXPECTED = "expected postgresql+psycopg://USER@HOST/DATABASE or sqlite:///FILE"
+
+_SECONDS_TO_CONNECT = 10
+_SECONDS_TO_WAIT = 30
+_BEGIN = "knnstore_begin"
+
+LOCK = 0x6B6E6E73
+"""The first half of our advisory locks' keys on PostgreSQL; the second is the schema's hash."""
+
+
+def parse_url(url: str) -> URL:
+    """Read a SQLAlchemy URL and refuse databases that the catalogue does not support.
+
+    Raises:
+        ConfigError: the URL cannot be read or names another database.
+    """
+    try:
+        parsed = make_url(url)
+    except (ArgumentError, ValueError):  # may quote the URL, password included: not chained
+        raise ConfigError(f"the catalogue's URL cannot be read; {_EXPECTED}") from None
+    if parsed.drivername not in _DRIVERS:
+        raise ConfigError(f"the catalogue does not run on {parsed.drivername}; {_EXPECTED}")
+    if "@" in (parsed.host or ""):
+        raise ConfigError("the catalogue's URL has two @: write one in a password as %40")
+    if "password" in parsed.query:
+        raise ConfigError("give the catalogue's password as USER:PASSWORD@HOST, not as ?password=")
+    return parsed.set(drivername=_DRIVERS[parsed.drivername])
+
+
+def sqlite_url(path: Path) -> URL:
+    """The URL of a database in a file."""
+    return URL.create("sqlite", database=str(path))
+
+
+def without_password(url: URL) -> URL:
+    """The same URL, fit to be written down."""
+    return url._replace(password=None)
+
+
+def is_sqlite_file(url: URL) -> bool:
+    """Whether the database is a file, and not in memory or on a server."""
+    return url.get_backend_name() == "sqlite" and url.database not in (None, "", ":memory:")
+
+
+def connect(url: URL) -> Engine:
+    """Make an engine with the durability settings that the commit protocol relies on.
+
+    Raises:
+        ConfigError: the database driver is not installed.
+    """
+    options: dict[str, Any] = {}
+    if url.get_backend_name() == "postgresql":
+        options["pool_pre_ping"] = True
+        if "connect_timeout" not in url.query:
+            options["connect_args"] = {"connect_timeout": _SECONDS_TO_CONNECT}
+    elif is_sqlite_file(url):
+        options["connect_args"] = {"timeout": _SECONDS_TO_WAIT}
+    else:  # a second connection would have a database of its own, so threads take turns
+        options |= {"poolclass": QueuePool, "pool_size": 1, "max_overflow": 0}
+        options["connect_args"] = {"check_same_thread": False}
+    try:
+        engine = create_engine(
+            url,
+            hide_parameters=True,  # documents stay out of messages
+            json_serializer=partial(json.dumps, allow_nan=False),  # PostgreSQL refuses NaN
+            **options,
+        )
+    except ImportError as error:
+        raise ConfigError(
+            "PostgreSQL needs the driver psycopg. Install it with: pip install 'knnstore[postgres]'"
+        ) from error
+    if engine.dialect.name == "sqlite":
+        event.listen(engine, "connect", _configure_sqlite)
+        event.listen(engine, "begin", _begin)
+    return engine
+
+
+def _configure_sqlite(connection: Any, _record: object) -> None:
+    connection.isolation_level = None  # we say BEGIN ourselves, so that DDL is transactional too
+    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+        connection.execute(f"PRAGMA {pragma}").close()
+
+
+def _begin(connection: Connection) -> None:
+    connection.exec_driver_sql(connection.get_execution_options().get(_BEGIN, "BEGIN"))
+
+
+@contextmanager
+def translated_errors(engine: Engine) -> Iterator[None]:
+    """Turn the driver's exceptions into ours, the original chained.
+
+    Raises:
+        StoreUnavailableError: the database cannot be reached; trying again is safe.
+        CatalogError: it refused a statement.
+    """
+    try:
+        yield
+    except PoolTimeoutError as error:
+        raise StoreUnavailableError(f"{place(engine.url)}: all connections are in use") from error
+    except DBAPIError as error:
+        lines = str(error.orig).strip().splitlines()  # the first has no values, later ones may
+        reason = lines[0] if lines else type(error.orig).__name__
+        unreachable = error.connection_invalidated or isinstance(error, OperationalError)
+        kind = StoreUnavailableError if unreachable else CatalogError
+        raise kind(f"the catalogue's database ({place(engine.url)}) failed: {reason}") from error
+
+
+def place(url: URL) -> str:
+    """Where the database is, for messages: without a password or options."""
+    if url.get_backend_name() == "sqlite":
+        return url.database or ":memory:"
+    return url.set(query={}).render_as_string()  # a password as ***
+
+
+@contextmanager
+def session(engine: Engine) -> Iterator[Session]:
+    """Run one transaction: committed at the end of the block, rolled back on an exception."""
+    with translated_errors(engine), Session(engine, expire_on_commit=False) as current, current.begin():
+        yield current
+
+
+@contextmanager
+def reading(engine: Engine) -> Iterator[Session]:
+    """Run several queries that all see the database as it was at one moment."""
+    if engine.dialect.name == "postgresql":  # on SQLite every transaction is so
+        engine = engine.execution_options(isolation_level="REPEATABLE READ")
+    with session(engine) as current:
+        yield current
+
+
+@contextmanager
+def exclusive(engine: Engine) -> Iterator[Connection]:
+    """Run one transaction that may change the schema; others of its kind wait for its end."""
+    with translated_errors(engine), engine.connect() as connection:
+        if engine.dialect.name == "postgresql":
+            with connection.begin():
+                lock = text("SELECT pg_advisory_xact_lock(:lock, hashtext(current_schema()))")
+                connection.execute(lock, {"lock": LOCK})
+                yield connection
+            return
+        connection.execution_options(**{_BEGIN: "BEGIN IMMEDIATE"})
+        driver: Any = connection.connection.driver_connection
+        # To alter a table SQLite must drop it, which would cascade; inside a transaction the
+        # switch does nothing.
+        driver.execute("PRAGMA foreign_keys=OFF")
+        try:
+            with connection.begin():
+                yield connection
+        finally:
+            driver.execute("PRAGMA foreign_keys=ON")

@@ -1,0 +1,42 @@
+"""The commands, a module a group; here in the order in which the help lists them."""
+
+from collections.abc import Callable
+
+from knnstore.cli.commands.asking import explain, generate
+from knnstore.cli.commands.building import add, init
+from knnstore.cli.commands.calibrating import calibrate
+from knnstore.cli.commands.demonstrating import demo
+from knnstore.cli.commands.evaluating import evaluate
+from knnstore.cli.commands.listing import adapters, documents, domains, info, show
+from knnstore.cli.commands.probing import probe_keys
+from knnstore.cli.commands.pruning import prune
+from knnstore.cli.commands.substituting import substitute
+from knnstore.cli.commands.upkeep import move, optimize, remove, repair, tag, upgrade, verify
+
+__all__ = ["COMMANDS", "DATABASE_COMMANDS"]
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "init": init,
+    "probe-keys": probe_keys,
+    "add": add,
+    "eval": evaluate,
+    "calibrate": calibrate,
+    "substitute": substitute,
+    "generate": generate,
+    "explain": explain,
+    "domains": domains,
+    "documents": documents,
+    "show": show,
+    "tag": tag,
+    "remove": remove,
+    "info": info,
+    "move": move,
+    "prune": prune,
+    "optimize": optimize,
+    "verify": verify,
+    "repair": repair,
+    "adapters": adapters,
+    "demo": demo,
+}
+DATABASE_COMMANDS: dict[str, Callable[..., None]] = {"upgrade": upgrade}
+"""Those of ``knnstore db``."""

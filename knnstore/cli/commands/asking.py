@@ -1,0 +1,218 @@
+"""Commands that ask the model with its store: text, and explanations."""
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from knnstore.cli.models import open_model
+from knnstore.cli.options import (
+    DEFAULT_HOME,
+    LARGEST_SEED,
+    ClustersOption,
+    DeviceOption,
+    DomainsOption,
+    DtypeOption,
+    HomeOption,
+    JsonOption,
+    LambdaOption,
+    NeighborsOption,
+    PointersOption,
+    TagsOption,
+)
+from knnstore.cli.output import print_json, print_table, printable
+from knnstore.cli.query import (
+    CacheLambdaOption,
+    CacheOption,
+    CacheTemperatureOption,
+    KNNTemperatureOption,
+    settings_of,
+)
+
+if TYPE_CHECKING:
+    from knnstore.lm import Source, TokenExplanation
+
+_NEIGHBORS_CREDITED = 32  # of each token; further ones hardly weigh and cost time to name
+_SOURCES_SHOWN = 5
+
+
+def generate(
+    prompt: Annotated[
+        str, typer.Argument(metavar="PROMPT", help="The text to continue; - reads it from standard input.")
+    ],
+    domains: DomainsOption = None,
+    tags: TagsOption = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens to write at most.")] = 64,
+    temperature: Annotated[
+        float,
+        typer.Option(min=0, metavar="X", help="Of sampling; 0 takes the most probable token each time."),
+    ] = 0.0,
+    top_p: Annotated[
+        float,
+        typer.Option(
+            min=0, max=1, metavar="P", help="Sample from the most probable tokens that make up this much."
+        ),
+    ] = 1.0,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=LARGEST_SEED, metavar="N", help="Makes sampling repeatable.")
+    ] = None,
+    beams: Annotated[int, typer.Option(min=1, metavar="N", help="Beams to search with.")] = 1,
+    k: NeighborsOption = None,
+    knn_temperature: Annotated[
+        float | None,
+        typer.Option(metavar="T", help="Divides the distances of neighbours, as --temperature of eval."),
+    ] = None,
+    lam: LambdaOption = None,
+    cache: CacheOption = None,
+    cache_temperature: CacheTemperatureOption = None,
+    cache_lambda: CacheLambdaOption = None,
+    pointers: PointersOption = None,
+    clusters: ClustersOption = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Name the documents that the text came from.")
+    ] = False,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    home: HomeOption = DEFAULT_HOME,
+    as_json: JsonOption = False,
+) -> None:
+    """Continue a text.
+
+    Examples:
+      knnstore generate "The harbour was" --max-new-tokens 20
+      knnstore generate "The harbour was" --domain letters --temperature 0.8 --seed 1 --explain
+    """
+    lm = open_model(home, "r", device=device, dtype=dtype)
+    settings = settings_of(
+        lm, k, knn_temperature, lam, domains, tags,
+        (cache, cache_temperature, cache_lambda), (pointers, clusters),
+    )  # fmt: skip
+    text = sys.stdin.read() if prompt == "-" else prompt
+    with lm.store:
+        continuation = lm.generate_text(
+            text,
+            max_new_tokens=max_new_tokens,
+            do_sample=temperature > 0,
+            temperature=temperature or 1.0,
+            top_p=top_p,
+            seed=seed,
+            num_beams=beams,
+            knn=settings,
+        )
+        sources: list[dict[str, Any]] = []
+        if explain:
+            explained = lm.explain(continuation, settings, neighbors=_NEIGHBORS_CREDITED, after=text)
+            sources = credits_of(explained)
+    if as_json:
+        print_json(
+            {"prompt": text, "continuation": continuation, **({"sources": sources} if explain else {})}
+        )
+        return
+    typer.echo(text + continuation)
+    if explain:
+        typer.echo()
+        print_sources(sources)
+
+
+def explain(
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="The text; - reads it from standard input.")],
+    neighbors: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Neighbours to name for each token.")
+    ] = 3,
+    domains: DomainsOption = None,
+    tags: TagsOption = None,
+    k: NeighborsOption = None,
+    temperature: KNNTemperatureOption = None,
+    lam: LambdaOption = None,
+    cache: CacheOption = None,
+    cache_temperature: CacheTemperatureOption = None,
+    cache_lambda: CacheLambdaOption = None,
+    pointers: PointersOption = None,
+    clusters: ClustersOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    home: HomeOption = DEFAULT_HOME,
+    as_json: JsonOption = False,
+) -> None:
+    """Say how probable each token of a text is, and why.
+
+    Under each token stand its nearest neighbours: their part of the retrieved probability, their
+    distance (squared for l2, the negated inner product for ip), where they are, and the text around
+    them with the retrieved token in brackets.
+
+    Examples:
+      knnstore explain "The harbour was quiet" --neighbors 2
+      knnstore explain "The harbour was quiet" --domain letters --json
+    """
+    lm = open_model(home, "r", device=device, dtype=dtype)
+    with lm.store:
+        settings = settings_of(
+            lm, k, temperature, lam, domains, tags,
+            (cache, cache_temperature, cache_lambda), (pointers, clusters),
+        )  # fmt: skip
+        explained = lm.explain(sys.stdin.read() if text == "-" else text, knn=settings, neighbors=neighbors)
+    if as_json:
+        print_json([_json(token) for token in explained])
+        return
+    for token in explained:
+        typer.echo(
+            f"{printable(token.text)!r:<20} p_LM {token.p_lm:.4f}  p_kNN {token.p_knn:.4f}  "
+            f"λ {token.lam:.2f}  p {token.p:.4f}"
+            + ("" if token.p_sub is None else f"  p_sub {token.p_sub:.4f}")
+        )
+        for source in token.neighbors:
+            typer.echo(
+                f"    {source.share:6.2%}  {source.distance:8.1f}  "
+                f"{_place(source)}:{source.position}  "
+                f"{_passage(source)}"
+            )
+
+
+def print_sources(sources: Sequence[Mapping[str, Any]]) -> None:
+    """Print the documents that gave most to a text, from `credits_of`."""
+    most = [{**source, "share": f"{source['share']:6.1%}"} for source in sources[:_SOURCES_SHOWN]]
+    print_table(most, ["share", "domain", "document", "passage"])
+
+
+def credits_of(tokens: Iterable["TokenExplanation"]) -> list[dict[str, Any]]:
+    """Add up, by document, how much of the probability of a text's tokens was retrieved there.
+
+    Returns:
+        Objects with share (of all tokens' probability), domain, document and passage (around the
+        record that gave most), the largest share first.
+    """
+    shares: dict[tuple[str, str], float] = {}
+    best: dict[tuple[str, str], tuple[float, str]] = {}
+    count = 0
+    for token in tokens:
+        count += 1
+        for source in token.neighbors:
+            if source.token == token.token and token.p > 0:
+                place, given = (source.domain, source.document), token.lam * source.share / token.p
+                shares[place] = shares.get(place, 0.0) + given
+                best[place] = max(best.get(place, (0.0, "")), (given, _passage(source)))
+    ranked = sorted(shares, key=lambda place: -shares[place])
+    return [
+        {
+            "share": shares[place] / count,
+            "domain": place[0],
+            "document": place[1],
+            "passage": best[place][1],
+        }
+        for place in ranked
+    ]
+
+
+def _place(source: "Source") -> str:
+    return printable(f"{source.domain}/{source.document}" if source.domain else source.document)
+
+
+def _passage(source: "Source") -> str:
+    return printable(f"{source.context}[{source.text}]{source.continuation}".strip())
+
+
+def _json(token: "TokenExplanation") -> dict[str, Any]:
+    fields = asdict(token)
+    return {"lambda" if name == "lam" else name: value for name, value in fields.items()}

@@ -1,0 +1,122 @@
+"""The command that makes a store smaller."""
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import knnstore
+from knnstore.cli.models import open_model
+from knnstore.cli.options import (
+    DEFAULT_HOME,
+    LARGEST_SEED,
+    DeviceOption,
+    DtypeOption,
+    HomeOption,
+    JsonOption,
+    LocationOption,
+    ParamsOption,
+    read_params,
+)
+from knnstore.cli.output import Bar, note, print_json, print_table
+
+if TYPE_CHECKING:
+    from knnstore.lm import PruningCost
+    from knnstore.store import Pruned
+
+
+def prune(
+    files: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="FILE", help="Held-out text by which the cost is measured; `-` is stdin."),
+    ] = None,
+    keep: Annotated[
+        float,
+        typer.Option(metavar="SHARE", help="How many of each domain's tokens keep a record: 0.5 is half."),
+    ] = 0.5,
+    method: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="merge: the nearest records of the same token become one; known: what the model predicts "
+            "anyway goes first; random.",
+        ),
+    ] = "merge",
+    domains: Annotated[
+        list[str] | None,
+        typer.Option("--domain", metavar="NAME", help="Prune this domain only; repeat for several."),
+    ] = None,
+    leave_out: Annotated[
+        bool,
+        typer.Option("--leave-out", help="A document that is in the store does not retrieve from itself."),
+    ] = False,
+    seed: Annotated[
+        int, typer.Option(min=0, max=LARGEST_SEED, metavar="N", help="Of the random choice.")
+    ] = 0,
+    location: LocationOption = None,
+    params: ParamsOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    home: HomeOption = DEFAULT_HOME,
+    as_json: JsonOption = False,
+) -> None:
+    """Keep only some records of each domain.
+
+    They are copied to a new place of the same engine and compared, the cost is measured, then the store
+    switches and the old keys are removed. Interrupted before that, nothing has changed: the same command
+    goes on, and `move --abandon` drops what was copied. Again when it is done, it changes nothing. A domain
+    has all its records again after it was removed and added.
+
+    Examples:
+      knnstore prune dev.jsonl --keep 0.5
+      knnstore prune --keep 0.25 --method random --domain letters
+    """
+    if method not in ("merge", "known", "random"):
+        raise typer.BadParameter(f"{method!r} is none of merge, known, random", param_hint="'--method'")
+    settings = read_params(params)
+    cost: PruningCost | None = None
+    with Bar() as bar:
+        if method == "known" or files:
+            from knnstore.documents import read_documents
+
+            lm = open_model(home, "a", device=device, dtype=dtype)
+            with lm.store:
+                done = lm.prune(
+                    keep, method=method, domains=domains or (), held_out=read_documents(files or ()),
+                    leave_out=leave_out, seed=seed, location=location, params=settings, progress=bar,
+                )  # fmt: skip
+            pruned, cost = done.pruned, done.cost
+        else:  # no model is needed
+            from knnstore.store import merge_chooser, random_chooser
+
+            choose = merge_chooser() if method == "merge" else random_chooser(seed)
+            with knnstore.open(home, "a") as store:
+                pruned = store.prune(
+                    keep, choose, domains=domains or (), location=location, params=settings, progress=bar
+                )
+    _report(pruned, cost, method, as_json=as_json)
+
+
+def _report(pruned: "Pruned", cost: "PruningCost | None", method: str, *, as_json: bool) -> None:
+    rows: list[dict[str, Any]] = [asdict(domain) for domain in pruned.domains]
+    if pruned.left:
+        note(f"the old keys are left at {pruned.before.location}: {pruned.left}")
+    if as_json:
+        measured = cost and {**asdict(cost), "change": cost.change}
+        print_json({**asdict(pruned), "method": method, "domains": rows, "cost": measured})
+        return
+    print_table(
+        [{"domain": row["name"], **row} for row in rows],
+        ["domain", "tokens", "before", "after", "merged", "dropped"],
+    )
+    if pruned.before == pruned.after:
+        typer.echo("nothing was to be done: no domain has more records than that")
+        return
+    if cost is None:
+        typer.echo("the cost was not measured: give held-out text to know it")
+    else:
+        typer.echo(
+            f"perplexity of {cost.tokens:,} held-out tokens: {cost.before_ppl:.2f} before, "
+            f"{cost.after_ppl:.2f} after ({cost.change:+.1%}); {cost.base_ppl:.2f} without the store"
+        )
+    note("`knnstore calibrate` fits the settings to what is left")

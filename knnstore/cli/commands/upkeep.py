@@ -1,0 +1,195 @@
+"""Commands that change what is in a store or look after it; none needs the model."""
+
+import time
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+import knnstore
+from knnstore.cli.options import (
+    DEFAULT_HOME,
+    HomeOption,
+    InDomainOption,
+    JsonOption,
+    LocationOption,
+    ParamsOption,
+    read_params,
+)
+from knnstore.cli.output import Bar, note, print_json
+from knnstore.errors import KnnstoreError
+
+
+def _print(result: dict[str, object], sentence: str, as_json: bool) -> None:
+    if as_json:
+        print_json(result)
+    else:
+        typer.echo(sentence)
+
+
+def tag(
+    document: Annotated[str, typer.Argument(metavar="DOCUMENT", help="The document's id.")],
+    add: Annotated[list[str] | None, typer.Option(metavar="TAG", help="Add this tag; repeatable.")] = None,
+    remove: Annotated[
+        list[str] | None, typer.Option(metavar="TAG", help="Take this tag away; repeatable.")
+    ] = None,
+    domain: InDomainOption = None,
+    home: HomeOption = DEFAULT_HOME,
+    as_json: JsonOption = False,
+) -> None:
+    """Change the tags of a document.
+
+    Examples:
+      knnstore tag letters/first.txt --add draft --remove final
+    """
+    if not add and not remove:
+        raise typer.BadParameter("give --add TAG or --remove TAG")
+    with knnstore.open(home, "a") as store:
+        store.retag(document, domain=domain, add=add or (), remove=remove or ())
+        found = store.document(document, domain=domain)
+    tags = ", ".join(found.tags) or "none"
+    _print(asdict(found), f"tags of {found.id} in {found.domain}: {tags}", as_json)
+
+
+def remove(
+    document: Annotated[
+        str | None, typer.Option("--document", metavar="ID", help="Remove this document.")
+    ] = None,
+    domain: Annotated[
+        str | None, typer.Option("--domain", metavar="NAME", help="Remove this domain, documents and all.")
+    ] = None,
+    within: Annotated[
+        str | None,
+        typer.Option("--in", metavar="NAME", help="The document's domain, where several have its id."),
+    ] = None,
+    home: HomeOption = DEFAULT_HOME,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove a document, or a domain with all its documents.
+
+    When the command ends, nothing of it is retrieved by any process.
+
+    Examples:
+      knnstore remove --document letters/second.txt
+      knnstore remove --document n-17 --in news
+      knnstore remove --domain news --json
+    """
+    if (document is None) == (domain is None):
+        raise typer.BadParameter("give one of --document ID and --domain NAME")
+    with knnstore.open(home, "a") as store:
+        if document is not None:
+            gone = store.remove_document(document, domain=within)
+            sentence = f"removed {gone.id} of {gone.domain}: {gone.tokens:,} tokens"
+            _print({"removed": asdict(gone)}, sentence, as_json)
+        elif domain is not None:
+            whole = store.remove_domain(domain)
+            sentence = f"removed {whole.name}: {whole.documents:,} documents, {whole.tokens:,} tokens"
+            _print({"removed": asdict(whole)}, sentence, as_json)
+
+
+def move(
+    to: Annotated[
+        str | None,
+        typer.Option(
+            "--store", metavar="NAME", help="The engine to move to; `knnstore adapters` lists them."
+        ),
+    ] = None,
+    location: LocationOption = None,
+    params: ParamsOption = None,
+    abandon: Annotated[
+        bool, typer.Option("--abandon", help="Drop the unfinished copy of a move that was interrupted.")
+    ] = False,
+    home: HomeOption = DEFAULT_HOME,
+    as_json: JsonOption = False,
+) -> None:
+    """Move the keys to another engine.
+
+    They are copied without the model and both sides are compared, then the store switches and the old
+    keys are removed. Interrupted before that, nothing has changed: the same command goes on where it
+    stopped, and --abandon drops what was copied. Prints how many of the true nearest neighbours of some
+    stored keys the new engine finds.
+
+    Examples:
+      knnstore move --store faiss --location keys-2 --param index=exact
+      knnstore move --abandon
+    """
+    if (to is None) != abandon:
+        raise typer.BadParameter("give one of --store NAME and --abandon")
+    settings = read_params(params)
+    with knnstore.open(home, "a") as store, Bar() as bar:
+        if to is None:
+            dropped = store.abandon_move()
+            where = f"dropped the copy for {dropped.adapter} at {dropped.location}" if dropped else None
+            _print({"abandoned": dropped and asdict(dropped)}, where or "no move is unfinished", as_json)
+            return
+        moved = store.move(to, location or f"keys-{to}", params=settings, progress=bar)
+    result = {"store": moved.after.adapter, "location": moved.after.location, **asdict(moved)}
+    sentence = f"moved {moved.records:,} records to {moved.after.adapter} at {moved.after.location}"
+    if moved.recall is not None:
+        sentence += f"; it finds {moved.recall:.2%} of the {moved.neighbors:,} nearest"
+    if moved.left:
+        note(f"the old keys are left at {moved.before.location}: {moved.left}")
+    _print(result, sentence, as_json)
+
+
+def optimize(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:
+    """Build indexes and reclaim the space of what was removed.
+
+    `add` does this by itself; it is worth a call after much was removed.
+
+    Examples:
+      knnstore optimize
+    """
+    with knnstore.open(home, "a") as store:
+        started = time.perf_counter()
+        store.optimize()
+        seconds, records = time.perf_counter() - started, store.datastore.count()
+    sentence = f"optimized {records:,} records in {seconds:.1f} s"
+    _print({"records": records, "seconds": seconds}, sentence, as_json)
+
+
+def verify(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:
+    """Read and check everything that is stored.
+
+    Prints what is wrong, a line each; the exit status is 1 then. Beside a writer at work, the
+    documents that it has not committed yet are reported too.
+
+    Examples:
+      knnstore verify
+    """
+    with knnstore.open(home) as store:
+        records, problems = store.datastore.count(), store.verify()
+    sentence = "\n".join(problems) or f"sound: {records:,} records"
+    _print({"records": records, "problems": problems}, sentence, as_json)
+    if problems:
+        raise KnnstoreError(f"{len(problems)} found wrong in {home}")
+
+
+def repair(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:
+    """Settle what an interrupted writer left, and verify.
+
+    Documents that were half added or half removed go; every command that writes does this first.
+    Records that belong to no document go as well.
+
+    Examples:
+      knnstore repair
+    """
+    with knnstore.open(home, "a") as store:
+        problems, records = store.repair(), store.datastore.count()
+    sentence = "\n".join(problems) or f"sound: {records:,} records"
+    _print({"records": records, "problems": problems}, sentence, as_json)
+    if problems:
+        raise KnnstoreError(f"{len(problems)} cannot be repaired in {home}")
+
+
+def upgrade(home: HomeOption = DEFAULT_HOME) -> None:
+    """Bring the database to the schema of this package.
+
+    Examples:
+      knnstore db upgrade
+    """
+    from knnstore.catalog import Catalog
+    from knnstore.store import Home
+
+    Catalog.upgrade(Home.open(home).catalog_url)
+    note("the catalogue has the newest schema")

@@ -1,0 +1,94 @@
+"""The command line: data on stdout, progress and messages on stderr; exit 0 done, 1 error, 2 usage.
+
+Commands that need no model import neither torch nor transformers, so every import of a heavy
+module is inside the command that needs it.
+"""
+
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+import knnstore
+from knnstore.cli.commands import COMMANDS, DATABASE_COMMANDS
+from knnstore.cli.options import DEFAULT_HOME, HOME_VARIABLE
+from knnstore.cli.output import one_line
+from knnstore.errors import KnnstoreError
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
+
+
+class _Commands(TyperGroup):
+    """Turns errors into one line on stderr."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:  # the reader of our output has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(1) from None
+        except (KnnstoreError, OSError) as error:
+            typer.echo(f"error: {one_line(error)}", err=True)
+            raise typer.Exit(1) from error
+        except KeyboardInterrupt:
+            typer.echo("interrupted; what was committed stays, run the same command again to go on", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+
+
+def _register(group: typer.Typer, command: Callable[..., None], name: str) -> None:
+    """Make a function a command; the examples of its docstring stand at the end of its help."""
+    text, _, examples = (inspect.getdoc(command) or "").partition("\n\nExamples:\n")
+    verbatim = f"\b\nExamples:\n{examples}"  # \b: lines are not joined
+    group.command(name, help=text, epilog=verbatim)(command)
+
+
+app = typer.Typer(
+    cls=_Commands,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+database = typer.Typer(help="Look after the catalogue's database.", no_args_is_help=True)
+
+for _name, _command in COMMANDS.items():
+    _register(app, _command, _name)
+for _name, _command in DATABASE_COMMANDS.items():
+    _register(database, _command, _name)
+app.add_typer(database, name="db")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"knnstore {knnstore.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    home: Annotated[
+        Path, typer.Option("--home", envvar=HOME_VARIABLE, metavar="DIR", help="Where the store is.")
+    ] = DEFAULT_HOME,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_version, help="Print the version.")
+    ] = False,
+) -> None:
+    """A memory that you can edit, for any Hugging Face language model.
+
+    Make a store for a model with `init`, add documents to a domain with `add`; then `eval`,
+    `generate` and `explain` use them. Nothing is trained, and what is removed is gone.
+    """
+
+
+def main() -> None:
+    """Run the command line."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # a terminal that cannot show λ still works
+    app(prog_name="knnstore")

@@ -1,0 +1,88 @@
+"""Checks of arguments that every adapter makes, so that all refuse the same things alike."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from knnstore.datastore.arrays import Groups, Ids, Keys
+from knnstore.errors import ConfigError, DimensionMismatchError, InvalidVectorError
+
+_ID_LIMIT = 2**63 - 1
+"""Ids are below it, so that a half-open range can end after any of them."""
+
+_GROUP_LIMIT = 2**31
+
+
+def checked_keys(keys: ArrayLike, dim: int, *, what: str = "keys") -> Keys:
+    """Cast to C-contiguous float32 of shape (n, dim) and refuse what is not finite.
+
+    Raises:
+        DimensionMismatchError: the last axis is not `dim` long.
+        InvalidVectorError: a component is NaN or infinite; names the first such row.
+        ValueError: not a two-dimensional array.
+    """
+    with np.errstate(over="ignore"):  # what overflows becomes infinite and is refused as such
+        array = np.ascontiguousarray(keys, np.float32)
+    if array.ndim != 2:
+        raise ValueError(f"{what} need two axes (n, {dim}), got shape {array.shape}")
+    if array.shape[1] != dim:
+        raise DimensionMismatchError(f"{what} have {array.shape[1]} components, the datastore has {dim}")
+    finite = np.isfinite(array).all(axis=1)
+    if not finite.all():
+        raise InvalidVectorError(f"{what}: row {int(np.argmin(finite))} holds NaN or an infinity")
+    return array
+
+
+def checked_records(ids: ArrayLike, keys: ArrayLike, groups: ArrayLike, dim: int) -> tuple[Ids, Keys, Groups]:
+    """Check and cast the arguments of `Datastore.add`.
+
+    Returns:
+        ids int64 (n,), keys float32 (n, dim), groups int32 (n,); casts copy only where needed.
+
+    Raises:
+        ValueError: shapes differ, an id or a group is negative or too great, an id stands twice.
+        DimensionMismatchError, InvalidVectorError: see `checked_keys`.
+    """
+    checked = checked_keys(keys, dim)
+    id_array, group_array = np.asarray(ids), np.asarray(groups)
+    for name, array, limit in (("ids", id_array, _ID_LIMIT), ("groups", group_array, _GROUP_LIMIT)):
+        if array.shape != (len(checked),):
+            raise ValueError(f"{name} need shape ({len(checked)},) like the keys, got {array.shape}")
+        if array.size and not np.issubdtype(array.dtype, np.integer):
+            raise ValueError(f"{name} must be integers, got {array.dtype}")
+        if array.size and array.min() < 0:
+            raise ValueError(f"{name} must not be negative, got {array.min()}")
+        if array.size and array.max() >= limit:
+            raise ValueError(f"{name} must be below {limit}, got {array.max()}")
+    id_array = id_array.astype(np.int64, copy=False)
+    ordered = np.sort(id_array)
+    repeated = ordered[1:][ordered[1:] == ordered[:-1]]
+    if len(repeated):
+        raise ValueError(f"id {repeated[0]} stands twice in one call")
+    return id_array, checked, group_array.astype(np.int32, copy=False)
+
+
+def checked_k(k: int) -> int:
+    """Return k, or raise ValueError when it is below 1."""
+    if k < 1:
+        raise ValueError(f"k must be at least 1, got {k}")
+    return k
+
+
+def checked_params(adapter: str, params: dict[str, Any], accepted: dict[str, Any]) -> dict[str, Any]:
+    """Fill an adapter's parameters with their defaults and refuse unknown ones.
+
+    Args:
+        adapter: the adapter's name, for the message.
+        params: what the user gave.
+        accepted: every parameter's name and default.
+
+    Raises:
+        ConfigError: a parameter is unknown; names the accepted ones.
+    """
+    unknown = sorted(set(params) - set(accepted))
+    if unknown:
+        names = ", ".join(sorted(accepted)) or "none"
+        raise ConfigError(f"{adapter} has no parameter {unknown[0]!r}; accepted: {names}")
+    return {**accepted, **params}

@@ -1,0 +1,59 @@
+"""The arrays and small records that the `Datastore` protocol speaks in."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from knnstore.datastore.ranges import IdRanges
+
+Ids = NDArray[np.int64]
+"""Record ids, shape (n,), each >= 0. In results -1 stands for a missing neighbour."""
+
+Keys = NDArray[np.float32]
+"""Vectors, shape (n, dim), C-contiguous, finite."""
+
+Groups = NDArray[np.int32]
+"""The group of each record, shape (n,), each >= 0."""
+
+Distances = NDArray[np.float32]
+"""Distances, smaller is nearer; in results +inf stands for a missing neighbour."""
+
+
+class Metric(StrEnum):
+    """How near two vectors are. Smaller is nearer for both."""
+
+    L2 = "l2"
+    """Squared Euclidean distance, >= 0."""
+
+    IP = "ip"
+    """The negated inner product."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """A set of records, named twice; an adapter uses whichever name is cheap for its engine."""
+
+    ids: IdRanges
+    """Exactly the records with these ids."""
+
+    groups: frozenset[int] | None = None
+    """If not None: the same set is exactly the records of these groups."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an engine can do; the conformance kit tests that each statement is true."""
+
+    exact_search: bool
+    """`search` returns the true nearest neighbours."""
+
+    exact_keys: bool
+    """`iterate` returns the very float32 values given to `add` (else rounded to half precision)."""
+
+    persistent: bool
+    """What was flushed is there after the process ends."""
+
+    shared_writers: bool
+    """Several processes may add at once (else the second one is refused)."""

@@ -1,0 +1,20 @@
+"""The toolkit of engines that run in the process: durable segments of keys, exact search, indexes."""
+
+from knnstore.datastore.embedded.base import EmbeddedDatastore
+from knnstore.datastore.embedded.exact import compare_rows, nearest_rows
+from knnstore.datastore.embedded.log import KeySegments
+from knnstore.datastore.embedded.mapped import MappedFile
+from knnstore.datastore.embedded.merging import stored_keys
+from knnstore.datastore.embedded.segment import MappedColumns, Segment, StoredKeys
+
+__all__ = [
+    "EmbeddedDatastore",
+    "KeySegments",
+    "MappedColumns",
+    "MappedFile",
+    "Segment",
+    "StoredKeys",
+    "compare_rows",
+    "nearest_rows",
+    "stored_keys",
+]

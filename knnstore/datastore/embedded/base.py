@@ -1,0 +1,216 @@
+"""What the adapters of libraries that run in the process share: all but the index."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Self
+
+from knnstore.datastore.arguments import checked_k, checked_keys, checked_records
+from knnstore.datastore.arrays import Capabilities, Filter, Groups, Ids, Keys, Metric
+from knnstore.datastore.embedded.erasing import erase_segments
+from knnstore.datastore.embedded.exact import ExactIndex, NearestRows, nearest_rows
+from knnstore.datastore.embedded.group import GroupIndex, SegmentIndex
+from knnstore.datastore.embedded.locks import ReadersWriterLock
+from knnstore.datastore.embedded.log import KeySegments
+from knnstore.datastore.embedded.segment import Segment
+from knnstore.datastore.neighbors import Neighbors, merge
+from knnstore.datastore.protocol import Mode
+from knnstore.datastore.ranges import IdRanges
+from knnstore.durable import StoredFile
+
+
+class EmbeddedDatastore(ABC):
+    """Vectors in a local directory, as durable key segments that an index for each group searches.
+
+    The keys are kept in half precision; every index is derived from them. One process may write, any
+    number may read what it flushes. Nothing is indexed before the first search of a handle, so
+    filling a store costs no memory. An adapter says which segments have an index, builds it and opens it.
+
+    Args:
+        segments: the open directory.
+        dim: number of components of a vector.
+        metric: how distances are measured.
+        nearest: the engine's own search where there is no index.
+    """
+
+    merge_ratio: ClassVar[int] = 10
+    """How much larger than the next one `optimize` leaves a segment: an index that is dear to build is
+    built anew for fewer rows if this is small, and a search has fewer segments if it is large."""
+
+    def __init__(
+        self, segments: KeySegments, dim: int, metric: Metric, nearest: NearestRows = nearest_rows
+    ) -> None:
+        self._segments = segments
+        self._nearest = nearest
+        self._dim = dim
+        self._metric = metric
+        self._lock = ReadersWriterLock()
+        self._held: tuple[Segment, ...] | None = None
+        self._by_group: dict[int, list[Segment]] = {}
+        self._indexes: dict[int, GroupIndex] = {}
+        self._damaged: set[StoredFile] = set()
+
+    @classmethod
+    @abstractmethod
+    def open(
+        cls, location: str | Path, *, dim: int, metric: Metric = Metric.L2, mode: Mode = "a", **params: Any
+    ) -> Self:
+        """Open or create a datastore in a directory; see `Datastore.open`."""
+
+    @classmethod
+    def erase(cls, location: str | Path, **params: Any) -> None:
+        """Remove the datastore in a directory; see `SupportsErase.erase`."""
+        erase_segments(Path(location))
+
+    @property
+    @abstractmethod
+    def capabilities(self) -> Capabilities:
+        """What this engine can do."""
+
+    @abstractmethod
+    def _is_indexed(self, group_rows: int) -> bool:
+        """Whether a group of so many live rows is searched by indexes at all."""
+
+    @abstractmethod
+    def _index_parameters(self, rows: int, group_rows: int) -> dict[str, Any] | None:
+        """What describes the index of a segment of so many rows, all of it JSON; None for no index."""
+
+    @abstractmethod
+    def _build_index(self, segment: Segment, parameters: dict[str, Any], path: Path) -> None:
+        """Write the index of a segment to a file."""
+
+    @abstractmethod
+    def _open_index(self, segment: Segment, parameters: dict[str, Any]) -> SegmentIndex | None:
+        """Open the index that the segment's entry names; None if it is another engine's.
+
+        Args:
+            segment: one with an index.
+            parameters: what the index was built with.
+
+        Raises:
+            FileNotFoundError: its file is gone.
+            CorruptDatastoreError: its file is damaged.
+        """
+
+    @property
+    def dim(self) -> int:
+        """Number of components of a vector."""
+        return self._dim
+
+    @property
+    def metric(self) -> Metric:
+        """How distances are measured."""
+        return self._metric
+
+    def add(self, ids: Ids, keys: Keys, groups: Groups) -> None:
+        """Store records, replacing those whose id is present; see `Datastore.add`."""
+        self._segments.append(*checked_records(ids, keys, groups, self._dim))
+
+    def search(self, queries: Keys, k: int, *, where: Filter | None = None) -> Neighbors:
+        """Find the k nearest records of each query; see `Datastore.search`."""
+        queries, k = checked_keys(queries, self._dim, what="queries"), checked_k(k)
+        groups = where.groups if where else None
+        ids = where.ids if where and groups is None else None
+        updated = False
+        while True:
+            with self._lock.reading():
+                # What was newest when this search began is new enough: a busy writer delays no search.
+                if (updated or self._segments.snapshot() is self._held) and self._ready(groups):
+                    parts = [self._indexes[group].search(queries, k, ids) for group in self._chosen(groups)]
+                    found = merge(parts, len(queries), k)
+                    return Neighbors(found.ids, found.distances)
+            with self._lock.writing():
+                self._update(groups)
+            updated = True
+
+    def delete(self, ids: IdRanges) -> int:
+        """Remove every record in the ranges; see `Datastore.delete`."""
+        return self._segments.delete(ids)
+
+    def count(self) -> int:
+        """How many records are live."""
+        return self._segments.count()
+
+    def iterate(
+        self, *, ids: IdRanges | None = None, batch_size: int = 8192
+    ) -> Iterator[tuple[Ids, Keys, Groups]]:
+        """Yield every live record once, by ascending id; see `Datastore.iterate`."""
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        return self._segments.iterate(ids=ids, batch_size=batch_size)
+
+    def flush(self) -> None:
+        """Return when everything so far is durable; see `Datastore.flush`."""
+        self._segments.flush()
+
+    def optimize(self) -> None:
+        """Merge segments, reclaim the space of deleted records, and index segments that are large.
+
+        Until then added records are searched exactly, so call it after adding many.
+        """
+        self._segments.compact(ratio=self.merge_ratio)
+        for found in self._segments.by_group().values():
+            live = sum(segment.live for segment in found)
+            for segment in found:
+                parameters = self._index_parameters(segment.rows, live)
+                if segment.entry is None or parameters is None:  # what was added meanwhile has no entry yet
+                    continue
+                present = segment.entry.index
+                if present is None or present.parameters != parameters or not self._intact(present.file):
+                    build = partial(self._build_index, segment, parameters)
+                    self._segments.write_index(segment, build, parameters)
+
+    def verify(self) -> list[str]:
+        """Check the size and the SHA-256 of every file; one line for each problem."""
+        return self._segments.verify()
+
+    def close(self) -> None:
+        """Flush, if opened for writing, and release everything."""
+        with self._lock.writing():
+            self._indexes, self._by_group, self._held = {}, {}, None
+            self._segments.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _intact(self, file: StoredFile) -> bool:
+        return file not in self._damaged and self._segments.intact(file)
+
+    def _chosen(self, groups: frozenset[int] | None) -> list[int]:
+        """The groups to search that have records."""
+        return [group for group in self._by_group if groups is None or group in groups]
+
+    def _ready(self, groups: frozenset[int] | None) -> bool:
+        return all(
+            group in self._indexes and self._indexes[group].holds(self._by_group[group])
+            for group in self._chosen(groups)
+        )
+
+    def _update(self, groups: frozenset[int] | None) -> None:
+        """Bring the indexes of some groups to the newest records; runs beside no search."""
+        while True:
+            # The newest, not those that made the caller come: another thread may have been here meanwhile.
+            self._held = self._segments.snapshot()
+            self._by_group = self._segments.by_group()
+            for group in set(self._indexes) - set(self._by_group):
+                del self._indexes[group]
+            try:
+                for group in self._chosen(groups):
+                    if group not in self._indexes:
+                        self._indexes[group] = GroupIndex(
+                            ExactIndex(self._dim, self._metric, self._nearest),
+                            self._open_index,
+                            self._is_indexed,
+                            self._damaged,
+                        )
+                    self._indexes[group].update(self._by_group[group])
+                return
+            except FileNotFoundError:  # a writer replaced an index while a reader opened it
+                continue

@@ -1,0 +1,157 @@
+"""The search of one group: its large segments by their indexes, the rest exactly."""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from knnstore.datastore.arrays import Keys
+from knnstore.datastore.embedded.exact import ExactIndex
+from knnstore.datastore.embedded.segment import Segment
+from knnstore.datastore.neighbors import Found, merge
+from knnstore.datastore.ranges import IdRanges
+from knnstore.durable import StoredFile
+from knnstore.errors import CorruptDatastoreError
+
+_log = logging.getLogger(__name__)
+
+_MARGIN = 1.25  # what a segment is asked for, as a multiple of its share
+_LEAST = 64  # and beside it
+
+
+class Matching(Protocol):
+    """Some rows of a segment."""
+
+    @property
+    def size(self) -> int:
+        """How many."""
+        ...
+
+
+class SegmentIndex(Protocol):
+    """Searches the rows of one segment through the index file that its entry names."""
+
+    file: StoredFile
+
+    def update(self, segment: Segment) -> None:
+        """Search the rows that are live in this version of the segment; must not run beside a search."""
+        ...
+
+    def matching(self, ids: IdRanges | None) -> Any:
+        """The live rows, of all records or of those with some ids; a `Matching`."""
+        ...
+
+    def search(self, queries: Keys, k: int, matching: Any) -> Found:
+        """Find about the k nearest of some rows, and k always where there are k.
+
+        Args:
+            queries: float32, shape (q, dim), q >= 1.
+            k: how many, >= 1.
+            matching: from `matching`, not empty.
+        """
+        ...
+
+
+class GroupIndex:
+    """Searches the records of one group.
+
+    Args:
+        exact: searches the rows that no index covers; empty.
+        opens: opens the index of a segment, built with some parameters; None where it is another
+            engine's. Raises FileNotFoundError when its file is gone and CorruptDatastoreError when it
+            is damaged.
+        is_indexed: whether a group of so many live rows is searched by indexes at all.
+        damaged: grows by each file that turns out to be damaged or lost.
+    """
+
+    def __init__(
+        self,
+        exact: ExactIndex,
+        opens: Callable[[Segment, dict[str, Any]], SegmentIndex | None],
+        is_indexed: Callable[[int], bool],
+        damaged: set[StoredFile],
+    ) -> None:
+        self._exact = exact
+        self._opens = opens
+        self._is_indexed = is_indexed
+        self._damaged = damaged
+        self._missing: set[StoredFile] = set()
+        self._indexes: list[SegmentIndex] = []
+        self._segments: Sequence[Segment] = ()
+
+    def holds(self, segments: Sequence[Segment]) -> bool:
+        """Whether these are the segments of the last `update`."""
+        return self._segments is segments
+
+    def update(self, segments: Sequence[Segment]) -> None:
+        """Search exactly these segments from now on; must not run beside a search.
+
+        A segment whose index is damaged or lost is searched exactly until `optimize` builds it again.
+
+        Raises:
+            FileNotFoundError: the file of an index is gone, the first time that it is: a newer manifest
+                may have replaced it.
+        """
+        self._segments = ()
+        known = {index.file: index for index in self._indexes}
+        indexed = self._is_indexed(sum(segment.live for segment in segments))
+        indexes, rest = [], []
+        for segment in segments:
+            index = self._index_of(segment, known) if indexed else None
+            if index is None:
+                rest.append(segment)
+            else:
+                indexes.append(index)
+        self._exact.update(rest)
+        self._indexes = indexes
+        self._segments = segments
+
+    def search(self, queries: Keys, k: int, ids: IdRanges | None) -> Found:
+        """Find the k nearest records of each query, of all or of those with some ids."""
+        searched = [(index, index.matching(ids)) for index in self._indexes]
+        searched = [(index, matching) for index, matching in searched if matching.size]
+        if not searched or len(queries) == 0:
+            return self._exact.search(queries, k, ids)
+        exact = self._exact.count(ids)
+        total = exact + sum(matching.size for _, matching in searched)
+        others = [self._exact.search(queries, k, ids)] if exact else []
+        # Each segment is asked for its share of the neighbours, and for all k only where it may hold more.
+        parts, unsure = [], np.zeros(len(queries), bool)
+        for index, matching in searched:
+            share = min(k, math.ceil(_MARGIN * k * matching.size / total) + _LEAST)
+            parts.append(index.search(queries, share, matching))
+        found = merge([*others, *parts], len(queries), k)
+        for (_, matching), part in zip(searched, parts, strict=True):
+            if part.ids.shape[1] < min(k, matching.size):
+                unsure |= part.distances[:, -1] < found.distances[:, -1]
+        again = np.flatnonzero(unsure)
+        if len(again):
+            parts = [Found(part.ids[again], part.distances[again]) for part in others]
+            parts += [index.search(queries[again], k, matching) for index, matching in searched]
+            more = merge(parts, len(again), k)
+            found.ids[again], found.distances[again] = more.ids, more.distances
+        return found
+
+    def _index_of(self, segment: Segment, known: dict[StoredFile, SegmentIndex]) -> SegmentIndex | None:
+        if segment.entry is None or segment.entry.index is None:
+            return None
+        file = segment.entry.index.file
+        if file in self._damaged:
+            return None
+        if file in known:
+            known[file].update(segment)
+            return known[file]
+        try:
+            return self._opens(segment, segment.entry.index.parameters)
+        except FileNotFoundError as error:
+            if file not in self._missing:
+                self._missing.add(file)
+                raise
+            problem = f"{error.filename} is missing"
+        except CorruptDatastoreError as error:
+            problem = str(error)
+        self._damaged.add(file)
+        _log.warning("%s (its keys are searched exactly until optimize builds it again)", problem)
+        return None

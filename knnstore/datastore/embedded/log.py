@@ -1,0 +1,302 @@
+"""Durable key segments: the log-structured truth under the embedded adapters.
+
+A directory holds immutable segments, each the records of one group by ascending id (`.keys` in
+half precision, `.ids`), and one manifest that names them. Adding appends segments, deleting marks
+row ranges dead in the manifest, and merging rewrites segments; each becomes real at once when
+the next manifest is published. Dropping a group is dropping files.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from knnstore.datastore.arrays import Groups, Ids, Keys, Metric
+from knnstore.datastore.embedded.manifest import IndexEntry, Manifest
+from knnstore.datastore.embedded.merging import (
+    CHUNK_SIZE,
+    file_names,
+    merge_plan,
+    stored_keys,
+    with_buffered,
+    write_segment,
+)
+from knnstore.datastore.embedded.reader import SegmentReader, missing
+from knnstore.datastore.embedded.segment import MemoryColumns, Segment
+from knnstore.datastore.ranges import IdRanges
+from knnstore.durable import FileWriter, WriterLock, remove, sync_directory
+from knnstore.errors import (
+    DatastoreClosedError,
+    DatastoreError,
+    DatastoreExistsError,
+    DatastoreNotFoundError,
+    ReadOnlyError,
+)
+from knnstore.failpoints import failpoint
+
+BUFFER_SIZE = 16 << 20
+"""Bytes of keys that `append` keeps in memory before it writes them as a segment."""
+
+_MANY_SEGMENTS = 32  # of one group; from here on flush merges the small ones
+_SPARSE = 0.25  # share of dead rows from which a segment is rewritten
+OWN_FILE = re.compile(r"\d{8}\.(keys|ids|digests|index)")
+"""How the files of segments and indexes are named."""
+
+
+class KeySegments(SegmentReader):
+    """The records of one datastore directory.
+
+    One thread changes it; any number of threads may read `snapshot` and what it holds beside.
+    What an operation that failed leaves behind is removed when the next one succeeds or the
+    next writer opens; it can always be repeated.
+
+    Args:
+        root: a directory that the datastore owns.
+        dim: number of components of a key.
+        metric: how distances are measured; kept for the adapter.
+        mode: ``"r"``, ``"a"`` or ``"x"`` as in `Datastore.open`.
+
+    Raises:
+        DatastoreNotFoundError, DatastoreExistsError, DatastoreMismatchError, LockedError: see
+            `Datastore.open`.
+        CorruptDatastoreError: the manifest is damaged or a file that it names has a wrong size.
+    """
+
+    def __init__(self, root: Path, dim: int, metric: Metric, mode: Literal["r", "a", "x"]) -> None:
+        super().__init__(root)
+        self._lock: WriterLock | None = None
+        self._dirty = False
+        if mode == "r":
+            self._manifest = self._load()
+            self._check_same(dim, metric)
+        else:
+            self._follows = False
+            with self._writing():
+                root.mkdir(parents=True, exist_ok=True)
+            self._lock = WriterLock(root)
+            try:
+                self._manifest = self._open_for_writing(dim, metric, create_only=mode == "x")
+                self._check_same(dim, metric)
+            except BaseException:
+                self._release()
+                raise
+        self._next_number = self._manifest.next_number
+
+    # -- changing
+
+    def append(self, ids: Ids, keys: Keys, groups: Groups) -> None:
+        """Add records, replacing those with the same id; the arrays went through `checked_records`."""
+        self._check_writable()
+        if not len(ids):
+            return
+        with self._mutex:
+            if self._buffered_size() + keys.nbytes // 2 > BUFFER_SIZE:
+                self._spill()
+            order = np.argsort(ids, kind="stable")
+            ids, groups = ids[order], groups[order]
+            segments = [self._without(segment, segment.rows_with(ids)) for segment in self._segments]
+            for group in np.unique(groups).tolist():
+                mine = groups == group
+                fresh = Segment.in_memory(group, ids[mine], stored_keys(keys[order[mine]]))
+                segments = with_buffered(segments, fresh)
+            self._segments = tuple(segments)
+            self._dirty = True
+
+    def delete(self, ids: IdRanges) -> int:
+        """Remove the records in some id ranges; returns how many were live."""
+        self._check_writable()
+        with self._mutex:
+            before = self.count()
+            self._segments = tuple(self._without(segment, segment.rows_of(ids)) for segment in self._segments)
+            removed = before - self.count()
+            self._dirty = self._dirty or removed > 0
+            return removed
+
+    def flush(self) -> None:
+        """Make everything durable; merges small segments where a group has very many."""
+        self._check_writable()
+        with self._mutex:
+            if self._dirty:
+                self._publish()
+            many = [group for group, found in self.by_group().items() if len(found) > _MANY_SEGMENTS]
+            for group in many:
+                self._merge(group, ratio=2, indexed=False)
+
+    def compact(self, *, ratio: int = 10) -> None:
+        """Reclaim the space of dead rows and merge each group's segments.
+
+        Afterwards each segment of a group has at least `ratio` times the rows of the next, so that
+        their number grows with the logarithm of the rows.
+        """
+        self.flush()
+        with self._mutex:
+            for group, found in self.by_group().items():
+                for segment in found:
+                    if segment.rows - segment.live > _SPARSE * segment.rows:
+                        self._replace([segment])
+                self._merge(group, ratio=ratio, indexed=True)
+
+    def write_index(
+        self, segment: Segment, write: Callable[[Path], None], parameters: dict[str, Any]
+    ) -> None:
+        """Attach an index to a segment, durably; `write` must create the file at the path it is given."""
+        self._check_writable()
+        with self._mutex, self._writing():
+            assert segment.entry is not None, "flush first"
+            name = f"indexes/{self._number()}.index"
+            temporary = self.root / f"{name}.tmp"
+            try:
+                write(temporary)
+                # Native writers neither sync nor hash: read back what they wrote.
+                with temporary.open("rb") as file, FileWriter(self.root, name) as writer:
+                    while chunk := file.read(CHUNK_SIZE):
+                        writer.write(chunk)
+                    stored = writer.finish()
+            finally:
+                temporary.unlink(missing_ok=True)
+            sync_directory(self.root / "indexes")
+            self._on_disk.add(name)
+            self._hashed.add(stored)
+            self._segments = tuple(
+                replace(s, entry=replace(s.entry, index=IndexEntry(stored, parameters)))
+                if s.columns is segment.columns and s.entry
+                else s
+                for s in self._segments
+            )
+            self._publish()
+
+    def close(self) -> None:
+        """Flush, if opened for writing, and let the next writer in."""
+        if self._closed:
+            return
+        try:
+            if self._lock is not None:
+                self.flush()
+        finally:
+            self._closed = True
+            self._release()
+            self._segments = ()
+
+    # -- inside
+
+    def _open_for_writing(self, dim: int, metric: Metric, *, create_only: bool) -> Manifest:
+        with self._writing():
+            try:
+                manifest = Manifest.read(self.root)
+            except DatastoreNotFoundError:
+                manifest = Manifest(dim, metric)
+                manifest.write(self.root)
+                sync_directory(self.root.parent)
+            else:
+                if create_only:
+                    raise DatastoreExistsError(f"a datastore is already at {self.root}")
+            try:
+                self._segments = self._mapped(manifest)
+            except FileNotFoundError as error:
+                raise missing(error) from None
+            self._on_disk = _named(manifest)
+            for folder in (self.root / "segments", self.root / "indexes"):
+                folder.mkdir(exist_ok=True)
+                for path in folder.iterdir():  # what a crash left behind
+                    orphan = f"{folder.name}/{path.name}" not in self._on_disk
+                    if orphan and OWN_FILE.match(path.name):
+                        remove(path)
+        return manifest
+
+    def _buffered_size(self) -> int:
+        return sum(s.columns.keys.nbytes for s in self._segments if isinstance(s.columns, MemoryColumns))
+
+    def _spill(self) -> None:
+        """Write what is buffered as segments that no manifest names yet."""
+        for found in self.by_group().values():
+            buffered = [segment for segment in found if segment.entry is None]
+            if buffered:
+                with self._writing():
+                    self._swap(buffered, self._write(buffered))
+        self._segments = tuple(segment for segment in self._segments if segment.entry or segment.live)
+
+    def _merge(self, group: int, *, ratio: int, indexed: bool) -> None:
+        """Merge neighbours among a group's segments until each is `ratio` times as large as the next."""
+        found = self.by_group().get(group, [])
+        if not indexed:  # an index is dear; only `compact` replaces it
+            found = [segment for segment in found if not (segment.entry and segment.entry.index)]
+        for run in merge_plan(found, ratio):
+            self._replace(run)
+
+    def _replace(self, segments: Sequence[Segment]) -> None:
+        """Rewrite the live rows of some segments as one, durably, and remove the old files."""
+        with self._writing():
+            self._swap(segments, self._write(segments))
+            self._publish()
+
+    def _swap(self, old: Sequence[Segment], new: Segment) -> None:
+        gone = {id(segment.columns) for segment in old}
+        kept = [segment for segment in self._segments if id(segment.columns) not in gone]
+        self._segments = (*kept, new)
+        self._dirty = True
+
+    def _write(self, segments: Sequence[Segment]) -> Segment:
+        """Write the live rows of segments of one group as a new one, without naming it in a manifest."""
+        name = self._number()
+        self._on_disk.update(file_names(name))  # should this fail, the next success removes them
+        return write_segment(self.root, name, segments, self._manifest.dim)
+
+    def _publish(self) -> None:
+        """Make the current segments the datastore, durably; then remove the files of former ones."""
+        self._spill()  # a manifest that marks rows dead must name those that replace them
+        with self._writing():
+            named = [
+                replace(segment, entry=replace(segment.entry, dead=tuple(segment.dead)))
+                for segment in self._segments
+                if segment.entry and segment.live
+            ]
+            manifest = replace(
+                self._manifest,
+                next_number=self._next_number,
+                segments=tuple(segment.entry for segment in named if segment.entry),
+            )
+            failpoint("segments.publish")
+            manifest.write(self.root)
+            self._manifest = manifest
+            self._segments = tuple(named)
+            self._dirty = False
+            for name in sorted(self._on_disk - _named(manifest)):
+                remove(self.root / name)
+                self._on_disk.discard(name)
+
+    def _number(self) -> str:
+        number, self._next_number = self._next_number, self._next_number + 1
+        return f"{number:08d}"
+
+    def _without(self, segment: Segment, rows: IdRanges) -> Segment:
+        return replace(segment, dead=segment.dead | rows) if rows else segment
+
+    def _check_writable(self) -> None:
+        if self._closed:
+            raise DatastoreClosedError(f"{self.root} was closed")
+        if self._lock is None:
+            raise ReadOnlyError(f"{self.root} was opened with mode 'r'")
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if isinstance(error, DatastoreError):  # some are both
+                raise
+            raise DatastoreError(
+                f"cannot write {error.filename or self.root}: {error.strerror}; what was flushed is safe: "
+                "free space or repair the disk, then flush again"
+            ) from error
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+
+
+def _named(manifest: Manifest) -> set[str]:
+    return {name for entry in manifest.segments for name in entry.file_names()}

@@ -1,0 +1,103 @@
+"""Files mapped for reading, checked before their first use."""
+
+import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from knnstore.durable import BLOCK, StoredFile
+from knnstore.errors import CorruptDatastoreError
+
+_HASHING_THREADS = 2  # hashlib releases the GIL; a second thread nearly doubles the rate
+
+
+class MappedFile:
+    """A file mapped for reading; what is used of it is checked once, before its first use.
+
+    Args:
+        root: the datastore's directory.
+        file: what the manifest says about it.
+        digests: name of a file with the digests of its blocks, without which it is checked as a whole.
+        trusted: this process wrote the file itself and hashed it on the way.
+
+    Raises:
+        FileNotFoundError: the file is not there; a newer manifest may have replaced it.
+        CorruptDatastoreError: its size is wrong.
+    """
+
+    def __init__(
+        self, root: Path, file: StoredFile, *, digests: str | None = None, trusted: bool = False
+    ) -> None:
+        self.file = file
+        self.path = root / file.name
+        with self.path.open("rb") as opened:
+            size = os.fstat(opened.fileno()).st_size
+            if size != file.size:
+                raise self._damaged(f"has {size} bytes instead of {file.size}")
+            self.bytes: NDArray[np.uint8] = np.memmap(opened, np.uint8, "r")
+        self.checked = trusted
+        self._digests = self._read_digests(root / digests) if digests and not trusted else None
+        self._checked_blocks = np.zeros(-(-size // BLOCK), bool)
+
+    def check(self) -> None:
+        """Compare the whole content with the manifest, the first time.
+
+        Raises:
+            CorruptDatastoreError: it differs.
+        """
+        if not self.checked:
+            blocks = np.arange(len(self._checked_blocks))
+            if hashlib.sha256(b"".join(self._hash(blocks))).hexdigest() != self.file.sha256:
+                raise self._damaged("does not match its SHA-256")
+            self.checked = True
+
+    def check_rows(self, rows: NDArray[np.int64], row_size: int) -> None:
+        """Compare the blocks that hold some rows with the manifest, each the first time.
+
+        Args:
+            rows: row numbers, any shape.
+            row_size: bytes of a row.
+
+        Raises:
+            CorruptDatastoreError: a block differs.
+        """
+        if self.checked or rows.size == 0:
+            return
+        if self._digests is None or row_size > BLOCK:
+            self.check()
+            return
+        wanted = np.zeros_like(self._checked_blocks)
+        wanted[rows * row_size // BLOCK] = True
+        wanted[((rows + 1) * row_size - 1) // BLOCK] = True
+        blocks = np.flatnonzero(wanted & ~self._checked_blocks)
+        for block, digest in zip(blocks.tolist(), self._hash(blocks), strict=True):
+            if digest != self._digests[block * 32 : block * 32 + 32]:
+                raise self._damaged("does not match its SHA-256")
+        self._checked_blocks[blocks] = True
+
+    def _read_digests(self, path: Path) -> bytes | None:
+        """Read the digests of the blocks; None where they are lost or damaged, for they are derived."""
+        try:
+            digests = path.read_bytes()
+        except OSError:
+            return None
+        return digests if hashlib.sha256(digests).hexdigest() == self.file.sha256 else None
+
+    def _hash(self, blocks: NDArray[np.int64]) -> list[bytes]:
+        def digest(block: int) -> bytes:
+            return hashlib.sha256(self.bytes[block * BLOCK : (block + 1) * BLOCK].data).digest()
+
+        if len(blocks) < 16:
+            return [digest(block) for block in blocks.tolist()]
+        with ThreadPoolExecutor(_HASHING_THREADS) as pool:
+            parts = np.array_split(blocks, _HASHING_THREADS)
+            hashed = pool.map(lambda part: [digest(block) for block in part.tolist()], parts)
+            return [digest for part in hashed for digest in part]
+
+    def _damaged(self, how: str) -> CorruptDatastoreError:
+        return CorruptDatastoreError(
+            f"{self.path} {how}: restore it from a backup, or remove its documents and add them again"
+        )

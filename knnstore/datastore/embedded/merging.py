@@ -1,0 +1,188 @@
+"""Several segments read as one, and written as one."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from knnstore.datastore.arrays import Groups, Ids, Keys
+from knnstore.datastore.embedded.manifest import SegmentEntry
+from knnstore.datastore.embedded.segment import MappedColumns, Segment, StoredKeys
+from knnstore.datastore.ranges import IdRanges
+from knnstore.durable import FileWriter, sync_directory
+
+CHUNK_SIZE = 4 << 20
+"""Bytes of keys that a merge holds at a time."""
+
+_FLOAT16_MAX = 65504.0
+_LARGEST = 1 << 24  # rows; segments are not merged beyond this
+
+
+def merged(
+    segments: Sequence[Segment], *, ids: IdRanges | None = None, batch_size: int
+) -> Iterator[tuple[Ids, StoredKeys, Groups]]:
+    """Yield the live records of several segments by ascending id, in batches of about `batch_size`.
+
+    An id is live in one segment at most. Memory is that of a batch, whatever the segments hold.
+
+    Args:
+        segments: in any order; their id ranges may overlap.
+        ids: only records in these ranges; None means all.
+        batch_size: records a batch, at most, >= 1.
+    """
+    cursors = [_Cursor(segment, segment.live_rows(ids)) for segment in segments]
+    cursors = [cursor for cursor in cursors if cursor.advance()]
+    while cursors:
+        # Up to the least id at which some segment's share of the batch ends, all are complete.
+        bound = min(cursor.id_after(batch_size) for cursor in cursors)
+        sharing = [cursor for cursor in cursors if cursor.next_id <= bound]
+        bound = min(cursor.id_after(max(1, batch_size // len(sharing))) for cursor in sharing)
+        taken = [(cursor, cursor.take(bound)) for cursor in sharing if cursor.next_id <= bound]
+        batch_ids = np.concatenate([cursor.ids[rows] for cursor, rows in taken])
+        keys = np.concatenate([cursor.segment.columns.keys_at(rows) for cursor, rows in taken])
+        groups = np.repeat(
+            np.array([cursor.segment.group for cursor, _ in taken], np.int32),
+            [len(rows) for _, rows in taken],
+        )
+        if len(taken) > 1:
+            order = np.argsort(batch_ids)
+            batch_ids, keys, groups = batch_ids[order], keys[order], groups[order]
+        for start in range(0, len(batch_ids), batch_size):
+            part = slice(start, start + batch_size)
+            yield batch_ids[part], keys[part], groups[part]
+        cursors = [cursor for cursor in cursors if cursor.advance()]
+
+
+class _Cursor:
+    """A place among the wanted rows of a segment; costs nothing for rows that are not wanted."""
+
+    def __init__(self, segment: Segment, rows: IdRanges) -> None:
+        self.segment = segment
+        self.ids = segment.columns.ids if rows else np.empty(0, np.int64)
+        self._rows = rows
+        # How many wanted rows there are before each range, and in all.
+        self._before = np.append(0, np.cumsum(rows.stops - rows.starts))
+        self._done = 0
+        self.next_id = -1
+
+    def advance(self) -> bool:
+        """Look at the next row; False where none is left."""
+        if self._done == self._before[-1]:
+            return False
+        self.next_id = self._id(self._done)
+        return True
+
+    def id_after(self, rows: int) -> int:
+        """The id of the last of the next so many rows."""
+        return self._id(min(self._done + rows, int(self._before[-1])) - 1)
+
+    def take(self, bound: int) -> NDArray[np.int64]:
+        """Pass the rows with ids up to a bound and return them."""
+        row = int(np.searchsorted(self.ids, bound, side="right"))
+        at = int(np.searchsorted(self._rows.starts, row, side="right")) - 1
+        stop = int(self._before[at] + min(row, self._rows.stops[at]) - self._rows.starts[at])
+        taken = self._numbers(np.arange(self._done, stop))
+        self._done = stop
+        return taken
+
+    def _numbers(self, wanted: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The row numbers of the first wanted row (0), the second (1), and so on."""
+        at = np.searchsorted(self._before, wanted, side="right") - 1
+        numbers: NDArray[np.int64] = self._rows.starts[at] + wanted - self._before[at]
+        return numbers
+
+    def _id(self, wanted: int) -> int:
+        return int(self.ids[self._numbers(np.array([wanted]))[0]])
+
+
+def merge_plan(segments: Sequence[Segment], ratio: int) -> list[list[Segment]]:
+    """Choose runs of neighbours to merge, so that each segment has `ratio` times the rows of the next.
+
+    The logarithmic method (Bentley and Saxe, 1980): the number of segments, and how often a row is
+    rewritten, grow with the logarithm of the rows.
+
+    Args:
+        segments: of one group.
+        ratio: how much larger than the next one a segment is left, >= 1.
+
+    Returns:
+        The runs, each of two segments or more.
+    """
+    stack: list[list[Segment]] = []
+    for segment in segments:
+        stack.append([segment])
+        while len(stack) > 1:
+            previous, last = (sum(s.live for s in run) for run in stack[-2:])
+            settled = len(stack[-2]) == 1 and previous >= ratio * last  # what is rewritten takes all along
+            if settled or previous + last > _LARGEST:
+                break
+            stack[-2:] = [stack[-2] + stack[-1]]
+    return [run for run in stack if len(run) > 1]
+
+
+def write_segment(root: Path, name: str, segments: Sequence[Segment], dim: int) -> Segment:
+    """Write the live rows of segments of one group as the files of a new one, durably.
+
+    Args:
+        root: the datastore's directory.
+        name: the new segment's name.
+        segments: one or more.
+        dim: number of components of a key.
+
+    Raises:
+        OSError: the disk is full or broken.
+    """
+    group, rows = segments[0].group, sum(segment.live for segment in segments)
+    dtype = np.result_type(*(segment.columns.dtype for segment in segments))
+    keys_name, ids_name, digests_name = file_names(name)
+    first = last = -1
+    with (
+        FileWriter(root, keys_name) as keys_file,
+        FileWriter(root, ids_name) as ids_file,
+        FileWriter(root, digests_name) as digests_file,
+    ):
+        for ids, keys, _ in merged(segments, batch_size=max(1, CHUNK_SIZE // (dim * dtype.itemsize))):
+            keys_file.write(keys.astype(dtype, copy=False))
+            ids_file.write(ids)
+            first, last = int(ids[0]) if first < 0 else first, int(ids[-1])
+        stored, stored_ids = keys_file.finish(), ids_file.finish()
+        digests_file.write(keys_file.digests)
+        digests_file.finish()
+    sync_directory(root / "segments")
+    entry = SegmentEntry(name, group, rows, dtype.name, first, last, stored, stored_ids, digests_name)
+    columns = MappedColumns(root, entry, dim, trusted=True)
+    return Segment(group, rows, first, last, columns, entry=entry)
+
+
+def file_names(name: str) -> tuple[str, str, str]:
+    """The names of a segment's files: keys, ids, digests."""
+    return f"segments/{name}.keys", f"segments/{name}.ids", f"segments/{name}.digests"
+
+
+def stored_keys(keys: Keys) -> StoredKeys:
+    """Keys in half precision, where their range allows it."""
+    if max(keys.max(), -keys.min()) > _FLOAT16_MAX:
+        return keys
+    return keys.astype(np.float16)
+
+
+def with_buffered(segments: Sequence[Segment], fresh: Segment) -> list[Segment]:
+    """Append a segment that is in memory, merging it with earlier ones that are not larger.
+
+    So each row is copied a logarithmic number of times, and there are as few such segments.
+    """
+    kept = list(segments)
+    while True:
+        same = [s for s in kept if s.group == fresh.group and s.entry is None]
+        if not same or same[-1].rows > fresh.rows:
+            return [*kept, fresh]
+        former = same[-1]
+        kept.remove(former)
+        alive = ~former.dead.contains(np.arange(former.rows))
+        ids = np.concatenate([former.columns.ids[alive], fresh.columns.ids])
+        keys = np.concatenate([former.columns.keys[alive], fresh.columns.keys])
+        if alive.any() and former.last_id > fresh.first_id:
+            order = np.argsort(ids)
+            ids, keys = ids[order], keys[order]
+        fresh = Segment.in_memory(fresh.group, ids, keys)

@@ -1,0 +1,244 @@
+"""Comparing every k, T, λ and mixer on held-out text, each judged by what it was not fitted on.
+
+Documents are divided in two halves. Every candidate is fitted on each half and judged on the other, so
+that each token is judged by settings that never saw its document; the one with the lowest perplexity is then
+fitted on all of them. Intervals are of the bootstrap over documents, since tokens of one document
+are not independent.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from knnstore.errors import InputError
+from knnstore.lm.calibration.evidence import Evidence, gather_evidence
+from knnstore.lm.calibration.fit_cache import fit_cache, gather_cache_evidence
+from knnstore.lm.calibration.fit_domains import DomainEvidence, fit_domains
+from knnstore.lm.calibration.fit_gate import fit_gate
+from knnstore.lm.calibration.fit_lambda import fit_bins, fit_fixed, fit_nearness, fit_relative
+from knnstore.lm.calibration.fit_substitute import fit_alone, fit_beside
+from knnstore.lm.calibration.judging import Interval, Judge, check_enough, in_halves
+from knnstore.lm.calibration.scored_text import Mixed, ScoredText
+from knnstore.lm.calibration.searches import WideEvidence
+from knnstore.lm.mixing import BinnedLambda, DomainWeights, FixedLambda
+from knnstore.lm.settings import KNNSettings
+
+_K_STEP = 4
+
+Fit = Callable[[Evidence], KNNSettings]
+Mix = Callable[[KNNSettings, Tensor], Mixed]
+"""Judges settings by some tokens, given by their indices."""
+E = TypeVar("E", Evidence, DomainEvidence)
+
+BIN_FITS: dict[str, Fit] = {
+    "bins 8": partial(fit_bins, distance_bins=8),
+    "bins 32": partial(fit_bins, distance_bins=32),
+    "bins 8 + T": partial(fit_bins, distance_bins=8, temperatures=True),
+    "bins 32 + T": partial(fit_bins, distance_bins=32, temperatures=True),
+    "bins 8x8": partial(fit_bins, distance_bins=8, confidence_bins=8),
+    "bins 8x8 + T": partial(fit_bins, distance_bins=8, confidence_bins=8, temperatures=True),
+    "bins 16x16 + T": partial(fit_bins, distance_bins=16, confidence_bins=16, temperatures=True),
+}
+"""Bins of the nearest distance, times bins of the model's confidence, and with T of its own in each where
+``+ T``."""
+
+MIXER_FITS: dict[str, Fit] = {"sk-mt": fit_nearness, "relative-confidence": fit_relative, **BIN_FITS}
+"""What is fitted beside a fixed λ, at the k that is best for that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to mix, fitted and judged."""
+
+    name: str
+    settings: KNNSettings
+    """Fitted on all documents."""
+    held_out: Interval
+    """Of every token, by settings fitted on the other half of the documents."""
+    lam: float
+    """Mean λ over the tokens."""
+    change: Interval
+    """Its perplexity divided by that of the model alone, over the same resamples."""
+    log_probs: Tensor = field(repr=False, compare=False)
+    """log p of every token, by settings fitted on the other half: float32, shape (n,)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """All candidates on one text."""
+
+    documents: int
+    tokens: int
+    base: Interval
+    """The model alone."""
+    candidates: tuple[Candidate, ...]
+    """A fixed λ with each k, then the other mixers; then a substitute without the store, and below the
+    best of some of these; then a continuous cache without the store, and
+    on top of the best of these."""
+    current: Candidate | None
+    """The settings in force until now, with at most the k of the pass if theirs was not searched; nothing
+    was fitted here. None where there are none, or none that can be judged."""
+
+    @property
+    def best(self) -> Candidate:
+        """The one with the lowest held-out perplexity."""
+        return best_of(self.candidates)
+
+    @property
+    def beats_base(self) -> bool:
+        """Whether the best is better than the model alone, and not by chance."""
+        return self.best.change.high < 1
+
+
+def compare(
+    scored: ScoredText,
+    current: KNNSettings | None = None,
+    *,
+    fits: Mapping[str, Fit] = MIXER_FITS,
+    wide: Sequence[WideEvidence] = (),
+    domains: DomainEvidence | None = None,
+    networks: bool = False,
+) -> Comparison:
+    """Fit every candidate and judge it on documents that it was not fitted on.
+
+    Args:
+        scored: held-out text.
+        current: settings to compare the candidates with.
+        fits: what is fitted beside a fixed λ.
+        wide: what the tokens say about settings with larger k; a fixed λ is fitted, and bins where that is
+            better than with the k of the pass.
+        domains: what they say about weights for each domain, which are fitted too.
+        networks: whether a gate is fitted, which takes the longest of all.
+
+    Raises:
+        InputError: there is too little text.
+    """
+    trial = _Trial(scored)
+    evidence = gather_evidence(scored, ks_up_to(scored.k))
+    if not len(evidence[0].tokens):
+        raise InputError("nothing can be fitted: the search found no neighbour of any token")
+    fixed = [trial.fitted("fixed", fit_fixed, of) for of in evidence]
+    at_best_k = min(zip(fixed, evidence, strict=True), key=lambda pair: pair[0].held_out.ppl)[1]
+    others = [trial.fitted(name, fit, at_best_k) for name, fit in fits.items()]
+    if networks:
+        others.append(trial.fitted("gate", partial(fit_gate, scored=scored), at_best_k))
+    if wide:
+        with_k = [trial.fitted("fixed", fit_fixed, of.evidence, of.log_probs) for of in wide]
+        best, widest = min(zip(with_k, wide, strict=True), key=lambda pair: pair[0].held_out.ppl)
+        if best.held_out.ppl < best_of(fixed).held_out.ppl:
+            others += [
+                trial.fitted(name, fit, widest.evidence, widest.log_probs) for name, fit in BIN_FITS.items()
+            ]
+        fixed += with_k
+    if domains is not None:
+        others.append(trial.fitted("domains", fit_domains, domains, domains.log_probs))
+    candidates = [*fixed, *others]
+    candidates += trial.with_substitute(candidates, evidence, fits)
+    candidates += trial.with_cache(candidates)
+    before = None
+    if current is not None:
+        kept, mix = _as_judged(current, scored, wide, domains)
+        before = trial.fitted("current", lambda _: kept, at_best_k, mix) if kept else None
+    return Comparison(trial.documents, len(scored), trial.judge.base, tuple(candidates), before)
+
+
+class _Trial:
+    """Fits candidates on each half of a text and judges them on the other.
+
+    Raises:
+        InputError: there is too little text.
+    """
+
+    def __init__(self, scored: ScoredText) -> None:
+        lengths = torch.bincount(scored.documents)
+        self.documents = int((lengths > 0).sum())
+        check_enough(self.documents, len(scored))
+        self.judge = Judge(scored)
+        self._scored, self._halves = scored, in_halves(scored.documents)
+
+    def fitted(
+        self, name: str, fit: Callable[[E], KNNSettings], evidence: E, mix: Mix | None = None
+    ) -> Candidate:
+        """A candidate that is fitted on evidence of tokens, judged by `ScoredText.log_probs` or by `mix`."""
+        log_probs, lam = torch.empty(len(self._scored)), torch.empty(len(self._scored))
+        for half in (self._halves, ~self._halves):
+            tokens = (~half).nonzero()[:, 0]
+            log_probs[tokens], lam[tokens] = (mix or self._scored.log_probs)(fit(evidence.only(half)), tokens)
+        held_out, change = self.judge(log_probs)
+        return Candidate(name, fit(evidence), held_out, float(lam.mean()), change, log_probs)
+
+    def with_substitute(
+        self, candidates: Sequence[Candidate], evidence: Sequence[Evidence], fits: Mapping[str, Fit]
+    ) -> list[Candidate]:
+        """The substitute alone and below the best of some candidates, if the text was scored with one."""
+        scored, predicted = self._scored, self._scored.substitute
+        if predicted is None:
+            return []
+        best = best_of(
+            [one for one in candidates if one.name in {"fixed", *fits} and one.settings.k <= scored.k]
+        )
+        at_its_k = next(of for of in evidence if of.k == best.settings.k)
+        fit = fits.get(best.name, fit_fixed)
+        alone = partial(fit_alone, scored=scored, predicted=predicted)
+        beside = partial(fit_beside, scored=scored, predicted=predicted, fit=fit)
+        return [
+            self.fitted("substitute", alone, at_its_k),
+            self.fitted(f"{best.name} + substitute", beside, at_its_k),
+        ]
+
+    def with_cache(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """A continuous cache without the store, and on top of the best candidate, if there are keys."""
+        if self._scored.reading is None:
+            return []
+        cache = gather_cache_evidence(self._scored.reading)
+
+        def on_top(name: str, settings: KNNSettings, below: Tensor, lam: float) -> Candidate:
+            log_probs = torch.empty(len(below))
+            for half in (self._halves, ~self._halves):
+                log_probs[~half] = cache.mix(below, fit_cache(cache, below, half))[~half]
+            found = fit_cache(cache, below, torch.ones_like(self._halves))
+            held_out, change = self.judge(log_probs)
+            together = 1 - (1 - lam) * (1 - found.lam)
+            return Candidate(name, replace(settings, cache=found), held_out, together, change, log_probs)
+
+        best = best_of(candidates)
+        return [
+            on_top("cache", KNNSettings(k=1, lam=0), self._scored.lm_log_probs, 0.0),
+            on_top(f"{best.name} + cache", best.settings, best.log_probs, best.lam),
+        ]
+
+
+def best_of(candidates: Sequence[Candidate]) -> Candidate:
+    """The one with the lowest held-out perplexity."""
+    return min(candidates, key=lambda candidate: candidate.held_out.ppl)
+
+
+def _as_judged(
+    current: KNNSettings,
+    scored: ScoredText,
+    wide: Sequence[WideEvidence],
+    domains: DomainEvidence | None,
+) -> tuple[KNNSettings | None, Mix]:
+    """Settings as they can be judged without a search, and by what; None where they cannot."""
+    if isinstance(current.mixer, DomainWeights):
+        names = {current.mixer.domains[number] for number in current.mixer.searched}
+        if domains is None or current.cache is not None or not names <= set(domains.domains):
+            return None, scored.log_probs
+        return current, domains.log_probs
+    if isinstance(current.mixer, FixedLambda | BinnedLambda) and current.cache is None:
+        for of in wide:
+            if of.evidence.k == current.k:
+                return current, of.log_probs
+    return replace(current, k=min(current.k, scored.k)), scored.log_probs
+
+
+def ks_up_to(largest: int) -> list[int]:
+    """The largest k and what is left when it is divided again and again; ascending."""
+    ks = [largest]
+    while ks[0] // _K_STEP >= _K_STEP:
+        ks.insert(0, ks[0] // _K_STEP)
+    return ks

@@ -1,0 +1,90 @@
+"""Fitting the continuous cache on top of what predicts already, on text that was scored once."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from knnstore.lm.mixing import LEAST_PROBABILITY, fit_lambdas, mix_gold
+from knnstore.lm.retrieval import Reading
+from knnstore.lm.settings import CacheSettings
+
+SIZES = (100, 400, 1600)
+"""How far back the cache may reach; no more are tried than the longest document has use for."""
+
+_OCTAVES = torch.arange(-6.0, 3.0, 0.5)
+_CHUNK_VALUES = 1 << 20
+_SAMPLE = 1024  # tokens to choose the temperatures by
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEvidence:
+    """What n tokens say about every size and temperature of the cache."""
+
+    sizes: tuple[int, ...]
+    """Ascending."""
+    temperatures: Tensor
+    """A ladder of half octaves, float32, shape (m,)."""
+    probs: Tensor
+    """p_cache of each token at each size and temperature, float32, shape (n, len(sizes), m)."""
+    found: Tensor
+    """Which tokens have any before them, bool, shape (n,)."""
+
+    def mix(self, log_probs: Tensor, cache: CacheSettings) -> Tensor:
+        """Mix a cache with a size and T from these ladders into log p of each token, shape (n,)."""
+        column = int((self.temperatures - cache.temperature).abs().argmin())
+        probs = self.probs[:, self.sizes.index(cache.size), column]
+        return mix_gold(log_probs, probs, self.found, cache.lam)
+
+
+def gather_cache_evidence(reading: Reading) -> CacheEvidence:
+    """Compute p_cache of every token at each size and each temperature of a ladder."""
+    longest = int(torch.unique_consecutive(reading.documents, return_counts=True)[1].max())
+    sizes = tuple(size for at, size in enumerate(SIZES) if at == 0 or SIZES[at - 1] < longest - 1)
+    every = torch.arange(len(reading.documents))
+    sample = reading.look_back(every[:: max(1, len(every) // _SAMPLE)], sizes[-1]).distances
+    temperatures = _spread(sample) * 2**_OCTAVES
+    probs = torch.empty(len(every), len(sizes), len(temperatures))
+    found = torch.empty(len(every), dtype=torch.bool)
+    step = max(1, _CHUNK_VALUES // min(sizes[-1], longest))
+    for start in range(0, len(every), step):
+        chunk = every[start : start + step]
+        recent = reading.look_back(chunk, sizes[-1])
+        hits = recent.tokens == reading.gold[chunk, None]
+        nearest = recent.distances.amin(1, keepdim=True)
+        found[chunk] = nearest[:, 0].isfinite()
+        gaps = torch.where(nearest.isfinite(), nearest, 0.0) - recent.distances
+        for column, temperature in enumerate(temperatures):
+            weights = (gaps / temperature).exp_()
+            for at, size in enumerate(sizes):
+                part = weights[:, -size:]
+                gold = (part * hits[:, -size:]).sum(1)
+                probs[chunk, at, column] = gold / part.sum(1).clamp(min=LEAST_PROBABILITY)
+    return CacheEvidence(sizes, temperatures, probs.clamp_(max=1.0), found)
+
+
+def fit_cache(evidence: CacheEvidence, log_probs: Tensor, wanted: Tensor) -> CacheSettings:
+    """Find the likeliest size, T and λ of a cache that is mixed with what predicts already.
+
+    Args:
+        evidence: of n tokens.
+        log_probs: log p of each without a cache, float32, shape (n,).
+        wanted: which to fit on, bool, shape (n,).
+    """
+    rows = wanted & evidence.found
+    if not rows.any():
+        return CacheSettings(evidence.sizes[0], evidence.temperatures[0].item(), 0.0)
+    probs = log_probs[rows].exp().clamp(min=LEAST_PROBABILITY)[:, None]
+    bins = torch.zeros(len(probs), dtype=torch.long)
+    lam, loss = fit_lambdas(probs, evidence.probs[rows].flatten(1), bins, 1)
+    best = int(loss.argmin())
+    size, column = divmod(best, len(evidence.temperatures))
+    return CacheSettings(evidence.sizes[size], evidence.temperatures[column].item(), lam[0, best].item())
+
+
+def _spread(distances: Tensor) -> float:
+    """The typical distance from what is nearest, of tokens that have anything before them."""
+    known = distances.isfinite()
+    nearest = torch.where(known.any(1), distances.amin(1), 0.0)
+    gaps = torch.where(known, distances - nearest[:, None], 0.0)
+    return float(gaps.sum() / known.sum().clamp(min=1)) or 1.0

@@ -1,0 +1,140 @@
+"""Fitting k, T, λ and the mixers on text that was scored once.
+
+For a given T the log-likelihood of p = λ p_kNN + (1 - λ) p_LM is concave in λ, so λ is found by bisection
+of the derivative, for many T and many bins of tokens at once. T is found on a ladder of half
+octaves, between whose rungs the vertex of a parabola is taken: in log T the loss is smooth and flat
+around its minimum.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from knnstore.lm.calibration.evidence import Evidence
+from knnstore.lm.mixing import (
+    LEAST_PROBABILITY,
+    BinnedLambda,
+    FixedLambda,
+    NearnessLambda,
+    RelativeConfidence,
+    bins_of,
+    fit_lambdas,
+)
+from knnstore.lm.settings import KNNSettings
+
+PRIOR_TOKENS = 32.0
+"""The weight, in tokens, with which all tokens together speak in the fit of each bin."""
+
+
+def fit_fixed(evidence: Evidence) -> KNNSettings:
+    """Fit one T and one λ."""
+    lam, loss = _fit_one(evidence)
+    rung = _lowest(loss)
+    return KNNSettings(
+        evidence.k, _at(evidence.temperatures.log(), rung).exp().item(), FixedLambda(_at(lam, rung).item())
+    )
+
+
+def fit_bins(
+    evidence: Evidence, distance_bins: int, confidence_bins: int = 1, *, temperatures: bool = False
+) -> KNNSettings:
+    """Fit λ, and T if wanted, in bins that hold equally many tokens.
+
+    Every bin is drawn towards the best λ and T of all tokens by `PRIOR_TOKENS`; one without tokens
+    has just these.
+
+    Args:
+        evidence: of the tokens to fit on.
+        distance_bins: of the distance to the nearest neighbour.
+        confidence_bins: into which each of these is divided by the model's confidence.
+        temperatures: whether T differs between bins too.
+    """
+    distance_edges = _edges(evidence.nearest.distances[:, 0], distance_bins)
+    confidence_edges = _edges(evidence.nearest.lm_max, confidence_bins)
+    bins = bins_of(evidence.nearest, distance_edges, confidence_edges)
+    count = (len(distance_edges) + 1) * (len(confidence_edges) + 1)
+    overall, overall_loss = _fit_one(evidence)
+    lam, loss = fit_lambdas(evidence.lm, evidence.knn, bins, count, overall, PRIOR_TOKENS)
+    scale = evidence.temperatures.log()
+    if temperatures:
+        together = _at(scale, _lowest(overall_loss))
+        rungs = _lowest(loss + PRIOR_TOKENS * overall_loss / len(bins))
+        factors = tuple((_at(scale.expand_as(loss), rungs) - together).exp().tolist())
+    else:
+        rungs = _lowest(loss.sum(0, keepdim=True)).expand(count)
+        together, factors = _at(scale, rungs[:1]), ()
+    mixer = BinnedLambda(distance_edges, tuple(_at(lam, rungs).tolist()), factors, confidence_edges)
+    return KNNSettings(evidence.k, together.exp().item(), mixer)
+
+
+def fit_nearness(evidence: Evidence) -> KNNSettings:
+    """Fit T of SK-MT's formula."""
+    mixer = NearnessLambda()
+    loss = torch.stack(
+        [
+            -_mixed(evidence, mixer(evidence.nearest, float(temperature)).lam, column).log().sum()
+            for column, temperature in enumerate(evidence.temperatures)
+        ]
+    )
+    rung = _lowest(loss[None])
+    return KNNSettings(evidence.k, _at(evidence.temperatures.log(), rung).exp().item(), mixer)
+
+
+def fit_relative(evidence: Evidence) -> KNNSettings:
+    """Fit alpha and tau of the relative retrieval confidence, at the T that is best for a fixed λ."""
+    lam, loss = _fit_one(evidence)
+    column = int(loss.argmin())
+    middle, spread = evidence.relative.mean(), evidence.relative.std().clamp(min=1e-6)
+    ratio = (evidence.relative - middle) / spread
+    weights = torch.tensor([lam[0, column].clamp(0.01, 0.99).logit().item(), -0.1], requires_grad=True)
+    optimizer = torch.optim.LBFGS([weights], max_iter=50, line_search_fn="strong_wolfe")
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        loss = -_mixed(evidence, (weights[0] + weights[1] * ratio).sigmoid(), column).log().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    optimizer.step(step)  # type: ignore[no-untyped-call]
+    level, slope = weights.detach().double().tolist()
+    slope = min(slope, -1e-6) if slope <= 0 else max(slope, 1e-6)
+    alpha, tau = float(middle) - float(spread) * level / slope, -float(spread) / slope
+    return KNNSettings(evidence.k, evidence.temperatures[column].item(), RelativeConfidence(alpha, tau))
+
+
+def _fit_one(evidence: Evidence) -> tuple[Tensor, Tensor]:
+    return fit_lambdas(evidence.lm, evidence.knn, torch.zeros(len(evidence.lm), dtype=torch.long), 1)
+
+
+def _mixed(evidence: Evidence, lam: Tensor, column: int) -> Tensor:
+    lm = evidence.lm[:, 0]
+    return (lm + lam * (evidence.knn[:, column] - lm)).clamp(min=LEAST_PROBABILITY)
+
+
+def _edges(values: Tensor, bins: int) -> tuple[float, ...]:
+    """Quantiles that cut the values into bins of the same size; fewer bins where values are equal."""
+    quantiles = np.quantile(values.numpy(), np.arange(1, bins) / bins)
+    return tuple(np.unique(quantiles.astype(np.float32)).tolist())
+
+
+def _lowest(loss: Tensor) -> Tensor:
+    """Where each row is lowest, as a fractional column: the vertex of the parabola of three.
+
+    Args:
+        loss: shape (g, m).
+    """
+    last = loss.shape[1] - 1
+    lowest = loss.argmin(1)
+    middle = lowest.clamp(min(1, last), max(last - 1, 0))[:, None]
+    before, at, after = (loss.gather(1, (middle + step).clamp(0, last))[:, 0] for step in (-1, 0, 1))
+    bend = before - 2 * at + after
+    offset = torch.where(bend > 0, (before - after) / (2 * bend), 0.0).clamp(-0.5, 0.5)
+    return torch.where(lowest == middle[:, 0], lowest + offset, lowest.float())
+
+
+def _at(values: Tensor, columns: Tensor) -> Tensor:
+    """Interpolate each row at a fractional column: values of shape (g, m), or (m,) for all rows."""
+    rows = values.expand(len(columns), -1)
+    below = columns.floor().long().clamp(0, rows.shape[1] - 1)[:, None]
+    above = (below + 1).clamp(max=rows.shape[1] - 1)
+    return rows.gather(1, below)[:, 0].lerp(rows.gather(1, above)[:, 0], columns - below[:, 0])

@@ -1,0 +1,65 @@
+"""Fitting the weight of a substitute on text that was scored once, alone and beside the store."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from knnstore.lm.calibration.evidence import Evidence
+from knnstore.lm.calibration.scored_text import ScoredSubstitute, ScoredText
+from knnstore.lm.mixing import LEAST_PROBABILITY, FixedLambda, fit_weight
+from knnstore.lm.settings import KNNSettings, trained_for
+from knnstore.lm.substitute import load_head
+from knnstore.store import KNNStore, Selection
+
+_ROUNDS = 2  # of fitting the store's part and the substitute's in turn
+
+
+def score_substitute(
+    scored: ScoredText, store: KNNStore, selection: Selection, device: torch.device
+) -> ScoredText:
+    """Let the substitute trained for a selection predict a text that was scored, if there is one in use."""
+    trained = trained_for(store, selection)
+    if trained is None or trained.is_outdated(store) or scored.reading is None:
+        return scored
+    head = load_head(store, trained, device)
+    log_probs = head.gold_log_probs(scored.reading.keys, scored.reading.gold)
+    return replace(scored, substitute=ScoredSubstitute(trained, log_probs))
+
+
+def fit_alone(evidence: Evidence, scored: ScoredText, predicted: ScoredSubstitute) -> KNNSettings:
+    """Fit the weight of a substitute beside the model, without a store.
+
+    Args:
+        evidence: of the tokens to fit on.
+        scored: the text.
+        predicted: what the substitute predicts of it.
+    """
+    at = evidence.tokens
+    lam = fit_weight(scored.lm_log_probs[at], predicted.log_probs[at])
+    return KNNSettings(1, 1.0, FixedLambda(0.0), substitute=replace(predicted.substitute, lam=lam))
+
+
+def fit_beside(
+    evidence: Evidence,
+    scored: ScoredText,
+    predicted: ScoredSubstitute,
+    fit: Callable[[Evidence], KNNSettings],
+) -> KNNSettings:
+    """Fit the weight of a substitute and, in turn, the settings of the store on top of it.
+
+    Args:
+        evidence: of the tokens to fit on.
+        scored: the text.
+        predicted: what the substitute predicts of it.
+        fit: fits the settings of the store.
+    """
+    at = evidence.tokens
+    only = replace(scored, lm_log_probs=predicted.log_probs)
+    difference = predicted.log_probs[at].exp()[:, None] - evidence.lm
+    lam = fit_weight(scored.lm_log_probs[at], predicted.log_probs[at])
+    settings = KNNSettings()
+    for _ in range(_ROUNDS):
+        settings = fit(replace(evidence, lm=(evidence.lm + lam * difference).clamp(min=LEAST_PROBABILITY)))
+        lam = fit_weight(scored.log_probs(settings, at).log_probs, only.log_probs(settings, at).log_probs)
+    return replace(settings, substitute=replace(predicted.substitute, lam=lam))

@@ -1,0 +1,267 @@
+"""Comparing the places where keys can be taken, on a small sample of text and without a store.
+
+Two thirds of the documents are stored and the rest is held out. One pass of the model gives the keys at all
+places; then for each of them every held-out token is searched for exactly, and k, T and λ are fitted on
+one half of the held-out documents and judged on the other, as `calibrate` does.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from knnstore.datastore import Keys, Metric, stored_keys
+from knnstore.documents import TextDocument
+from knnstore.errors import ConfigError, InputError
+from knnstore.lm.calibration.candidates import Candidate, compare
+from knnstore.lm.calibration.judging import MIN_DOCUMENTS, MIN_TOKENS, Interval
+from knnstore.lm.calibration.scored_text import ScoredText
+from knnstore.lm.keys import (
+    FINAL_PLACES,
+    LAYER_PLACES,
+    KeyCapture,
+    KeyLocation,
+    fit_projection,
+    layer_count,
+    locate,
+)
+from knnstore.lm.reading import BATCH_TOKENS, Encoder, pack, prefix_of, sample_tokens, window_of
+from knnstore.progress import Progress
+
+SAMPLE_TOKENS = 30_000
+MOST_NEIGHBORS = 1024
+
+_EVERY = 3  # of so many documents one is held out
+_LEAST_TEXTS = 48  # documents are cut where fewer would fill the sample
+_DISTANCES = 1 << 24  # in memory at once
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """One way to take keys, and how well it does."""
+
+    key: str
+    """As ``--key`` takes it."""
+    location: str
+    """Its canonical name."""
+    metric: str
+    dim: int
+    """Components of a key; fewer than the model's where they were projected."""
+    fitted: Candidate
+    """The fixed T and λ that are best, at the best k."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """All ways to take keys on one sample."""
+
+    stored: int
+    """Tokens."""
+    held_out: int
+    """Tokens."""
+    documents: int
+    """Held out."""
+    base: Interval
+    """The model alone."""
+    candidates: tuple[Probed, ...]
+    """The best first."""
+
+    @property
+    def best(self) -> Probed | None:
+        """The one with the lowest perplexity; None when it does not beat the model alone beyond chance."""
+        first = self.candidates[0]
+        return first if first.fitted.change.high < 1 else None
+
+
+def default_keys(model: PreTrainedModel) -> list[str]:
+    """The places that a model has in its last two layers and behind them, each by one name."""
+    names = [*LAYER_PLACES, *FINAL_PLACES]
+    if layer_count(model) > 1:
+        names += [f"{name}@-2" for name in LAYER_PLACES]
+    found: dict[KeyLocation, str] = {}
+    for name in names:
+        try:
+            found.setdefault(locate(model, name), name)
+        except ConfigError:
+            continue  # not in this model
+    return list(found.values())
+
+
+def probe_keys(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Iterable[TextDocument],
+    *,
+    keys: Sequence[str] | None = None,
+    metrics: Sequence[str] = (Metric.L2, Metric.IP),
+    dims: Sequence[int] = (),
+    tokens: int = SAMPLE_TOKENS,
+    max_length: int | None = None,
+    progress: Progress | None = None,
+) -> Probe:
+    """Compare places for keys (Khandelwal et al. 2020, table 5), metrics and numbers of components.
+
+    Args:
+        model: a causal language model in evaluation mode.
+        tokenizer: its tokenizer.
+        documents: of the kind to be stored; a random sample of them is used.
+        keys: places as `locate` takes them; default `default_keys`.
+        metrics: ``l2``, ``ip``.
+        dims: numbers of components to project the best keys to.
+        tokens: of the sample.
+        max_length: tokens in a window; default is the model's limit.
+        progress: hears of each batch, and of each place.
+
+    Raises:
+        ConfigError: a place, a metric or a number of components is not possible.
+        InputError: there is too little text.
+    """
+    for metric in metrics:
+        if metric not in list(Metric):
+            raise ConfigError(f"metric {metric!r} is none of {', '.join(Metric)}")
+    shown = progress or Progress()
+    places = {key: locate(model, key) for key in keys or default_keys(model)}
+    texts = sample_tokens(documents, tokenizer, tokens, longest=max(1, tokens // _LEAST_TEXTS))
+    held_out = texts[_EVERY - 1 :: _EVERY]
+    stored = [text for at, text in enumerate(texts) if at % _EVERY != _EVERY - 1]
+    if len(held_out) < MIN_DOCUMENTS or sum(map(len, held_out)) < MIN_TOKENS:
+        raise InputError(
+            f"{len(texts):,} documents of {sum(map(len, texts)):,} tokens are too little: a third is held "
+            f"out, which must be {MIN_DOCUMENTS} documents and {MIN_TOKENS:,} tokens at least"
+        )
+    window = window_of(model, max_length)
+    encoder = Encoder(model, next(iter(places.values())))
+    shown.start("reading", total=sum(map(len, texts)))
+    store = _read(encoder, tokenizer, stored, places, window, shown, half=True)
+    text = _read(encoder, tokenizer, held_out, places, window, shown, half=False)
+    shown.start("comparing", total=len(places) * len(metrics) + len(dims), unit="key")
+    found: list[Probed] = []
+    base: Interval | None = None
+
+    def judge(key: str, metric: str, kept: Keys, asked: Keys) -> None:
+        nonlocal base
+        scored = _searched(kept, asked, metric, store, text, model.device)
+        compared = compare(scored, fits={})
+        base = compared.base
+        found.append(Probed(key, str(places[key]), metric, kept.shape[1], compared.best))
+        shown.advance(1)
+
+    for key in places:
+        for metric in metrics:
+            judge(key, metric, store.keys[key], text.keys[key])
+    best = min(found, key=_perplexity)
+    for dim in dims:
+        kept = store.keys[best.key].astype(np.float32)
+        projection, _ = fit_projection(kept, dim, best.metric, keys_per_direction=1)  # judged below
+        few, asked = (projection(torch.from_numpy(some)).numpy() for some in (kept, text.keys[best.key]))
+        judge(best.key, best.metric, stored_keys(few), asked)
+    shown.finish()
+    assert base is not None
+    return Probe(len(store.gold), len(text.gold), len(held_out), base, tuple(sorted(found, key=_perplexity)))
+
+
+class _Read(NamedTuple):
+    """What one pass of the model gave for n tokens."""
+
+    keys: Mapping[str, Keys]
+    """By place, shape (n, d)."""
+    gold: NDArray[np.int64]
+    lm_log_probs: Tensor
+    lm_max: Tensor
+    documents: NDArray[np.int64]
+
+
+def _read(
+    encoder: Encoder,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[NDArray[np.uint32]],
+    places: Mapping[str, KeyLocation],
+    window: int,
+    progress: Progress,
+    *,
+    half: bool,
+) -> _Read:
+    """Run the model once and take the keys at all places, in half precision as stores keep them."""
+    parts: dict[str, list[Keys]] = {key: [] for key in places}
+    gold, documents, log_probs = [], [], []
+    for batch in pack(
+        texts,
+        prefix=prefix_of(tokenizer),
+        max_length=window,
+        stride=max(1, window // 2),
+        batch_tokens=BATCH_TOKENS,
+    ):
+        with ExitStack() as capturing:
+            captures = {
+                key: capturing.enter_context(KeyCapture(encoder.model, place))
+                for key, place in places.items()
+            }
+            states = encoder.encode(batch.input_ids, batch.at).states
+        for key, capture in captures.items():
+            keys = capture.keys(*batch.input_ids.shape).flatten(0, 1)[batch.at]
+            found = keys.float().cpu().numpy()
+            parts[key].append(stored_keys(found) if half else found)
+        gold.append(batch.gold)
+        documents.append(batch.documents)
+        log_probs.append(encoder.log_probs(states, batch.gold))
+        progress.advance(len(batch.at))
+    return _Read(
+        {key: np.concatenate(part) for key, part in parts.items()},
+        np.concatenate(gold),
+        torch.cat([part.gold.cpu() for part in log_probs]),
+        torch.cat([part.best.cpu() for part in log_probs]),
+        np.concatenate(documents),
+    )
+
+
+def _searched(
+    kept: Keys, asked: Keys, metric: str, store: _Read, text: _Read, device: torch.device
+) -> ScoredText:
+    """Search for every held-out token among the keys that are kept."""
+    keys, queries = (torch.from_numpy(some.astype(np.float32)).to(device) for some in (kept, asked))
+    distances, rows = nearest_keys(queries, keys, min(MOST_NEIGHBORS, len(keys)), metric)
+    hits = torch.from_numpy(store.gold)[rows] == torch.from_numpy(text.gold)[:, None]
+    return ScoredText(
+        text.lm_log_probs, text.lm_max, distances, hits, documents=torch.from_numpy(text.documents)
+    )
+
+
+def nearest_keys(queries: Tensor, keys: Tensor, k: int, metric: str) -> tuple[Tensor, Tensor]:
+    """Find the k nearest keys of each query by comparing with all of them.
+
+    Args:
+        queries: float32, shape (q, d).
+        keys: float32, shape (n, d), on the same device.
+        k: how many, at most n.
+        metric: ``l2`` (squared distances) or ``ip`` (negated products).
+
+    Returns:
+        Distances, float32, ascending, and rows of `keys`, int64: shape (q, k), on the CPU.
+    """
+    if metric == Metric.L2:  # the same from any origin; from one amid the keys, rounding loses least
+        centre = keys.mean(0)
+        queries, keys = queries - centre, keys - centre
+        norms, factor = (keys**2).sum(1), -2.0
+    else:
+        norms, factor = keys.new_zeros(len(keys)), -1.0
+    distances, rows = torch.empty(len(queries), k), torch.empty((len(queries), k), dtype=torch.int64)
+    step = max(1, _DISTANCES // len(keys))
+    for start in range(0, len(queries), step):
+        part = queries[start : start + step]
+        found = torch.addmm(norms, part, keys.T, alpha=factor).topk(k, largest=False)
+        nearest = found.values
+        if metric == Metric.L2:
+            nearest = (nearest + (part**2).sum(1, keepdim=True)).clamp_(min=0)
+        distances[start : start + step] = nearest.cpu()
+        rows[start : start + step] = found.indices.cpu()
+    return distances, rows
+
+
+def _perplexity(probed: Probed) -> float:
+    return probed.fitted.held_out.ppl

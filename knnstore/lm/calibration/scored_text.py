@@ -1,0 +1,179 @@
+"""Held-out text after one pass of model and search: all that settings are fitted and judged by."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from knnstore.documents import TextDocument
+from knnstore.lm.keys import described
+from knnstore.lm.mixing import DISTINCT_AMONG, DomainWeights, Retrieved, distinct_tokens, powers_up_to
+from knnstore.lm.reading import Encoder, count_predicted
+from knnstore.lm.retrieval import Reading
+from knnstore.lm.scoring import score_held_out
+from knnstore.lm.settings import KNNSettings, Substitute
+from knnstore.progress import Progress
+from knnstore.store import KNNStore, Selection
+
+_CHUNK_VALUES = 1 << 20
+"""How many neighbours are weighed at once: what stays in a CPU's cache."""
+
+
+class Mixed(NamedTuple):
+    """The mixture at n tokens."""
+
+    log_probs: Tensor
+    """log p of each token, float32, shape (n,)."""
+    lam: Tensor
+    """λ in force, 0 where nothing was found: float32, shape (n,)."""
+
+
+class ScoredSubstitute(NamedTuple):
+    """A substitute, and what it predicts at n tokens."""
+
+    substitute: Substitute
+    log_probs: Tensor
+    """log p_sub of each token, float32, shape (n,)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredText:
+    """n tokens with k neighbours each; no model and no search is needed any more.
+
+    5 bytes a neighbour and 4 a component of a key: 50,000 tokens with 1,024 neighbours take 256 MB, their
+    keys of 288 components 58 MB.
+    """
+
+    lm_log_probs: Tensor
+    """log p_LM of each token, float32, shape (n,)."""
+    lm_max: Tensor
+    """log p_LM of the token that was likeliest there, float32, shape (n,)."""
+    distances: Tensor
+    """To the neighbours, float32, shape (n, k), ascending, +inf where one is missing."""
+    hits: Tensor
+    """Whether a neighbour carries the token, bool, shape (n, k)."""
+    documents: Tensor
+    """Index of each token's document, int64, shape (n,)."""
+    log_weights: Tensor | None = None
+    """Of the neighbours, float32, shape (n, k); None where each stands for itself."""
+    reading: Reading | None = None
+    """What a continuous cache needs, and the keys for a gate; None where it was not asked for."""
+    lm_entropy: Tensor | None = None
+    """Entropy of p_LM in nats, float32, shape (n,)."""
+    distinct: Tensor | None = None
+    """`distinct_tokens` among the neighbours, int16, shape (n, r)."""
+    fitted_for: Mapping[str, Any] | None = None
+    """What weights that are fitted on this text are for; see `described`."""
+    substitute: ScoredSubstitute | None = None
+    """What a substitute predicts; None where the text was not scored with one."""
+
+    def __len__(self) -> int:
+        return len(self.lm_log_probs)
+
+    @property
+    def k(self) -> int:
+        """Neighbours of each token."""
+        return self.distances.shape[1]
+
+    def chunks(self, k: int, tokens: Tensor | None = None) -> Iterator[Tensor]:
+        """Indices of tokens to weigh together with k neighbours each; of all, or of those given."""
+        every = torch.arange(len(self)) if tokens is None else tokens
+        step = max(1, _CHUNK_VALUES // k)
+        return (every[start : start + step] for start in range(0, len(every), step))
+
+    def retrieved(self, k: int, tokens: Tensor) -> Retrieved:
+        """What a mixer chooses from, with the k nearest neighbours of some tokens."""
+        log_weights = None if self.log_weights is None else self.log_weights[tokens, :k]
+        return Retrieved(
+            self.distances[tokens, :k],
+            self.lm_max[tokens],
+            keys=None if self.reading is None else self.reading.keys[tokens],
+            lm_entropy=None if self.lm_entropy is None else self.lm_entropy[tokens],
+            distinct=None if self.distinct is None else self.distinct[tokens],
+            log_weights=log_weights,
+        )
+
+    def log_probs(self, settings: KNNSettings, tokens: Tensor | None = None) -> Mixed:
+        """Mix as `settings` say; its selection is not looked at, nor a substitute that was not scored.
+
+        Args:
+            settings: with a k of at most that of the pass.
+            tokens: indices, int64, shape (m,); default all.
+
+        Returns:
+            One entry for each of the m tokens.
+        """
+        assert not isinstance(settings.mixer, DomainWeights), "judged by `DomainEvidence`"
+        parts = []
+        for chunk in self.chunks(settings.k, tokens):
+            retrieved, hits = self.retrieved(settings.k, chunk), self.hits[chunk, : settings.k]
+            if settings.cache is not None:
+                assert self.reading is not None
+                recent = self.reading.look_back(chunk, settings.cache.size)
+                retrieved = replace(retrieved, recent=recent)
+                hits = torch.cat([hits, recent.tokens == self.reading.gold[chunk, None]], 1)
+            weighed = settings.weigh(retrieved)
+            knn = (weighed.weights * hits).sum(1).clamp_(max=1.0)
+            model = self.lm_log_probs[chunk]
+            if settings.substitute is not None and self.substitute is not None:
+                model = settings.substitute.mix(model, self.substitute.log_probs[chunk])
+            mixed = weighed.mixed_gold(model, knn)
+            parts.append((mixed, weighed.lam.where(weighed.weights.sum(1) > 0, 0.0)))
+        return Mixed(*(torch.cat(part) for part in zip(*parts, strict=True)))
+
+
+def score_once(
+    store: KNNStore,
+    encoder: Encoder,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[TextDocument],
+    *,
+    k: int,
+    selection: Selection,
+    left_out: Collection[str] = (),
+    progress: Progress | None = None,
+) -> ScoredText:
+    """Run the model and one search over every token of held-out documents; see `score_held_out`."""
+    shown = progress or Progress()
+    total = count_predicted(documents, tokenizer)
+    shown.start("scoring", total=total)
+    scored = ScoredText(
+        torch.empty(total), torch.empty(total), torch.full((total, k), torch.inf),
+        torch.zeros((total, k), dtype=torch.bool), torch.empty(total, dtype=torch.int64),
+    )  # fmt: skip
+    keys, gold = torch.empty(total, store.identity.dim), torch.empty(total, dtype=torch.int64)
+    lm_entropy = torch.empty(total)
+    distinct = torch.empty((total, len(powers_up_to(min(k, DISTINCT_AMONG)))), dtype=torch.int16)
+    log_weights = None
+    done = 0
+    for part in score_held_out(
+        store, encoder, tokenizer, documents, KNNSettings(k=k, selection=selection),
+        left_out=left_out, progress=shown,
+    ):  # fmt: skip
+        rows = slice(done, done + len(part.gold))
+        scored.lm_log_probs[rows] = part.lm_log_probs
+        scored.lm_max[rows] = part.lm_max
+        columns = slice(part.distances.shape[1])  # fewer where the document left out has many of the records
+        scored.distances[rows, columns] = part.distances
+        scored.hits[rows, columns] = part.tokens == part.gold[:, None]
+        scored.documents[rows] = torch.from_numpy(part.documents)
+        keys[rows], gold[rows] = part.keys, part.gold
+        lm_entropy[rows] = part.lm_entropy
+        distinct[rows] = distinct_tokens(part.tokens, part.distances)
+        if part.log_weights is not None:
+            log_weights = torch.zeros(total, k) if log_weights is None else log_weights
+            log_weights[rows, columns] = part.log_weights
+        done = rows.stop
+    shown.finish()
+    reading = Reading(keys, gold, scored.documents, store.identity.metric)
+    return replace(
+        scored,
+        log_weights=log_weights,
+        reading=reading,
+        lm_entropy=lm_entropy,
+        distinct=distinct,
+        fitted_for=described(store.identity),
+    )

@@ -1,0 +1,32 @@
+"""Where keys come from: places in a model, their capture in a forward pass, projection, fingerprints."""
+
+from knnstore.lm.keys.capture import (
+    KeyCapture,
+    KeyLocation,
+    hidden_forward,
+    keep_positions,
+    key_dim,
+    keys_forward,
+)
+from knnstore.lm.keys.fingerprint import model_fingerprint, same_model, tokenizer_fingerprint
+from knnstore.lm.keys.places import FINAL_PLACES, LAYER_PLACES, layer_count, locate
+from knnstore.lm.keys.projection import Projection, described, fit_projection
+
+__all__ = [
+    "FINAL_PLACES",
+    "LAYER_PLACES",
+    "KeyCapture",
+    "KeyLocation",
+    "Projection",
+    "described",
+    "fit_projection",
+    "hidden_forward",
+    "keep_positions",
+    "key_dim",
+    "keys_forward",
+    "layer_count",
+    "locate",
+    "model_fingerprint",
+    "same_model",
+    "tokenizer_fingerprint",
+]

@@ -1,0 +1,77 @@
+"""How much retrieval is trusted: λ and T for each token."""
+
+from knnstore.lm.mixing.bins import BinnedLambda, bins_of
+from knnstore.lm.mixing.domains import DomainWeights
+from knnstore.lm.mixing.fixed import FixedLambda
+from knnstore.lm.mixing.formulas import NearnessLambda, RelativeConfidence, relative_distance
+from knnstore.lm.mixing.gate import (
+    DISTINCT_AMONG,
+    GateLambda,
+    chosen_by,
+    distinct_tokens,
+    gate_features,
+    powers_up_to,
+    start_of,
+)
+from knnstore.lm.mixing.interpolation import (
+    LEAST_PROBABILITY,
+    PerQuery,
+    gold_knn_probs,
+    mix,
+    mix_gold,
+    neighbor_weights,
+)
+from knnstore.lm.mixing.likelihood import fit_lambdas, fit_weight
+from knnstore.lm.mixing.mixer import (
+    MAX_LAMBDA,
+    MIXERS,
+    Chosen,
+    LoadWeights,
+    Mixer,
+    Recent,
+    Retrieved,
+    mixer_of,
+    plain,
+    with_weights,
+)
+from knnstore.lm.mixing.network import fit_network
+from knnstore.lm.mixing.skipping import Skipping, entropy_of, skip_features
+
+__all__ = [
+    "DISTINCT_AMONG",
+    "LEAST_PROBABILITY",
+    "MAX_LAMBDA",
+    "MIXERS",
+    "BinnedLambda",
+    "Chosen",
+    "DomainWeights",
+    "FixedLambda",
+    "GateLambda",
+    "LoadWeights",
+    "Mixer",
+    "NearnessLambda",
+    "PerQuery",
+    "Recent",
+    "RelativeConfidence",
+    "Retrieved",
+    "Skipping",
+    "bins_of",
+    "chosen_by",
+    "distinct_tokens",
+    "entropy_of",
+    "fit_lambdas",
+    "fit_network",
+    "fit_weight",
+    "gate_features",
+    "gold_knn_probs",
+    "mix",
+    "mix_gold",
+    "mixer_of",
+    "neighbor_weights",
+    "plain",
+    "powers_up_to",
+    "relative_distance",
+    "skip_features",
+    "start_of",
+    "with_weights",
+]

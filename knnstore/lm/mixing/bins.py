@@ -1,0 +1,76 @@
+"""λ, and T if wanted, by how near the nearest neighbour is and how sure the model is of itself."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from knnstore.errors import ConfigError
+from knnstore.lm.mixing.mixer import Chosen, Retrieved, savable
+
+
+@savable
+@dataclass(frozen=True, slots=True)
+class BinnedLambda:
+    """A λ for each bin of the distance to the nearest neighbour (Drozdov et al. 2022).
+
+    https://arxiv.org/abs/2210.15859. With `confidence_edges` each of these bins is divided again,
+    by the log-probability of the model's likeliest token. A value on an edge is in the upper bin.
+    """
+
+    distance_edges: tuple[float, ...]
+    """Ascending, finite; b edges divide b + 1 bins, none make a single one."""
+
+    lambdas: tuple[float, ...]
+    """λ of each bin: all confidence bins of the nearest distance bin first."""
+
+    temperature_factors: tuple[float, ...] = ()
+    """By how much T of the settings is multiplied in each bin, in the order of `lambdas`; none is 1."""
+
+    confidence_edges: tuple[float, ...] = ()
+    """Ascending, finite, in log-probability."""
+
+    name = "bins"
+
+    def __post_init__(self) -> None:
+        for field in ("distance_edges", "lambdas", "temperature_factors", "confidence_edges"):
+            object.__setattr__(self, field, tuple(map(float, getattr(self, field))))  # JSON has lists
+        for edges in (self.distance_edges, self.confidence_edges):
+            if not all(map(math.isfinite, edges)) or any(low >= high for low, high in pairwise(edges)):
+                raise ConfigError(f"edges of bins must be finite and ascending, got {edges}")
+        bins = (len(self.distance_edges) + 1) * (len(self.confidence_edges) + 1)
+        if len(self.lambdas) != bins or len(self.temperature_factors) not in (0, bins):
+            raise ConfigError(
+                f"the edges make {bins} bins, for which there are {len(self.lambdas)} lambdas and "
+                f"{len(self.temperature_factors)} temperature factors"
+            )
+        if not all(0 <= lam <= 1 for lam in self.lambdas):
+            raise ConfigError("every lambda of bins must be between 0 and 1")
+        if not all(0 < factor < math.inf for factor in self.temperature_factors):
+            raise ConfigError("every temperature factor of bins must be above 0 and finite")
+
+    def __call__(self, retrieved: Retrieved, temperature: float) -> Chosen:
+        """Choose λ and T of each query's bin."""
+        bins = bins_of(retrieved, self.distance_edges, self.confidence_edges)
+        lam = torch.tensor(self.lambdas, device=bins.device)[bins]
+        if not self.temperature_factors:
+            return Chosen(lam, temperature)
+        factors = torch.tensor(self.temperature_factors, device=bins.device)
+        return Chosen(lam, temperature * factors[bins])
+
+
+def bins_of(
+    retrieved: Retrieved, distance_edges: Sequence[float], confidence_edges: Sequence[float] = ()
+) -> Tensor:
+    """The bin of each query in a `BinnedLambda` with these edges, int64, shape (n,)."""
+    return _bins(retrieved.distances[:, 0], distance_edges) * (len(confidence_edges) + 1) + _bins(
+        retrieved.lm_max, confidence_edges
+    )
+
+
+def _bins(values: Tensor, edges: Sequence[float]) -> Tensor:
+    limits = torch.tensor(edges, dtype=torch.float32, device=values.device)
+    return torch.bucketize(values.contiguous(), limits, right=True)

@@ -1,0 +1,28 @@
+"""The simplest mixer: the same λ everywhere."""
+
+from dataclasses import dataclass
+
+import torch
+
+from knnstore.errors import ConfigError
+from knnstore.lm.mixing.mixer import Chosen, Retrieved, savable
+
+
+@savable
+@dataclass(frozen=True, slots=True)
+class FixedLambda:
+    """The same λ everywhere (Khandelwal et al. 2020)."""
+
+    lam: float
+    """Between 0 (the model alone) and 1 (retrieval alone)."""
+
+    name = "fixed"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.lam <= 1:
+            raise ConfigError(f"lambda must be between 0 and 1, got {self.lam}")
+
+    def __call__(self, retrieved: Retrieved, temperature: float) -> Chosen:
+        """Choose λ and the temperature given."""
+        lam = torch.full((len(retrieved.distances),), self.lam, device=retrieved.distances.device)
+        return Chosen(lam, temperature)

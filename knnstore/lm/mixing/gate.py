@@ -1,0 +1,129 @@
+"""λ and T from a small network over what is known of each token: an adaptive gate (He et al. 2021)."""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from knnstore.errors import ConfigError
+from knnstore.lm.mixing.mixer import MAX_LAMBDA, Chosen, Retrieved, savable
+from knnstore.lm.mixing.network import Network
+from knnstore.store import Weights
+
+DISTINCT_AMONG = 64
+"""Different tokens are counted among at most so many nearest neighbours."""
+
+_FAR = 1e30  # stands in where nothing was found, and λ does not matter
+
+
+@savable
+@dataclass(frozen=True)
+class GateLambda:
+    """λ and T of a network: "Efficient Nearest Neighbor Language Models" (He et al. 2021).
+
+    https://arxiv.org/abs/2109.04212. It sees the query, the model's confidence and entropy, the distances
+    of the nearest 1, 2, 4, ... neighbours, and how many different tokens are among them. Unlike
+    theirs it comes after the search; what may come before it is `Skipping`.
+    """
+
+    weights: Weights
+    """Of the network; in their metadata ``scale`` is the unit of distances, and ``k`` how many neighbours
+    were looked at when it was fitted. With fewer the last one stands for those that are missing."""
+
+    name = "gate"
+
+    _network: Network = field(init=False, repr=False, compare=False)
+    _scale: float = field(init=False, repr=False, compare=False)
+    _k: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_network", Network.of(self.weights))
+        object.__setattr__(self, "_scale", float(self.weights.metadata["scale"]))
+        object.__setattr__(self, "_k", int(self.weights.metadata["k"]))
+
+    def __call__(self, retrieved: Retrieved, temperature: float) -> Chosen:
+        """Choose λ and T of each query."""
+        features = gate_features(retrieved, self._k, self._scale)
+        expected = len(self._network.mean)
+        if features.shape[1] != expected:
+            raise ConfigError(
+                f"the gate was fitted for another model: it takes {expected} features, here are "
+                f"{features.shape[1]}; calibrate again"
+            )
+        return chosen_by(self._network.to(features.device)(features), temperature)
+
+
+def chosen_by(outputs: Tensor, temperature: float) -> Chosen:
+    """λ and T from a gate's outputs, shape (n, 2): the logit of λ, and by how many octaves T differs."""
+    return Chosen(outputs[:, 0].sigmoid() * MAX_LAMBDA, temperature * outputs[:, 1].exp2())
+
+
+def start_of(lam: float) -> list[float]:
+    """The outputs for which `chosen_by` gives a λ, and T as it is."""
+    share = min(max(lam / MAX_LAMBDA, 1e-3), 1 - 1e-3)
+    return [math.log(share / (1 - share)), 0.0]
+
+
+def gate_features(retrieved: Retrieved, k: int, scale: float) -> Tensor:
+    """What a gate sees of n queries.
+
+    Args:
+        retrieved: with `keys`, `lm_entropy`, and `tokens` or `distinct`.
+        k: how many neighbours are looked at.
+        scale: a typical distance.
+
+    Returns:
+        float32, shape (n, f): f = 2 + ⌊log₂ k⌋ + 1 + ⌊log₂ min(k, 64)⌋ + 1 + d.
+    """
+    assert retrieved.keys is not None
+    assert retrieved.lm_entropy is not None
+    distances, distinct = retrieved.distances, retrieved.distinct
+    if distinct is None:
+        assert retrieved.tokens is not None
+        distinct = distinct_tokens(retrieved.tokens, distances)
+    found = distances.isfinite()
+    farthest = distances.where(found, -torch.inf).amax(1, keepdim=True).clamp(min=-_FAR)
+    near = _at_powers(distances.where(found, farthest), k)
+    counted = len(powers_up_to(min(k, DISTINCT_AMONG)))
+    columns = torch.arange(counted, device=distinct.device).clamp(max=distinct.shape[1] - 1)
+    return torch.cat(
+        [
+            retrieved.lm_max[:, None],
+            retrieved.lm_entropy[:, None],
+            (near / scale).asinh(),  # as a logarithm for the far, and sound for inner products
+            distinct[:, columns].float().log1p(),
+            retrieved.keys.float(),
+        ],
+        1,
+    )
+
+
+def _at_powers(ascending: Tensor, k: int) -> Tensor:
+    """The columns 1, 2, 4, ... up to k, counted from 1; the last one for those that are missing."""
+    columns = torch.tensor(powers_up_to(k), device=ascending.device) - 1
+    return ascending[:, columns.clamp(max=ascending.shape[1] - 1)]
+
+
+def distinct_tokens(tokens: Tensor, distances: Tensor) -> Tensor:
+    """How many different tokens are among the nearest 1, 2, 4, ... neighbours, up to `DISTINCT_AMONG`.
+
+    Args:
+        tokens: int64, shape (n, k).
+        distances: shape (n, k), +inf where a neighbour is missing, which counts as none.
+
+    Returns:
+        int16, shape (n, ⌊log₂ min(k, 64)⌋ + 1).
+    """
+    ranks = powers_up_to(min(tokens.shape[1], DISTINCT_AMONG))
+    near = tokens[:, : ranks[-1]].where(distances[:, : ranks[-1]].isfinite(), -1)
+    # Sorted by token and then by rank, the first of each token is the one that counts.
+    order = (near * ranks[-1] + torch.arange(ranks[-1], device=tokens.device)).sort(1).values
+    token, rank = order.div(ranks[-1], rounding_mode="floor"), order.remainder(ranks[-1])
+    first = token.diff(dim=1, prepend=token[:, :1] - 1).ne(0) & (token >= 0)
+    return torch.stack([(first & (rank < limit)).sum(1) for limit in ranks], 1).to(torch.int16)
+
+
+def powers_up_to(k: int) -> list[int]:
+    """1, 2, 4, ... up to k."""
+    return [1 << power for power in range(k.bit_length())]

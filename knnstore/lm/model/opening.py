@@ -1,0 +1,120 @@
+"""Making a store for a model, and loading the model that a store was made for."""
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from knnstore.documents import documents_of
+from knnstore.errors import ConfigError
+from knnstore.lm.keys import described, fit_projection, locate
+from knnstore.lm.model.modeling import KNNLMForCausalLM
+from knnstore.lm.reading import Encoder, identify, load_model, sample_keys
+from knnstore.lm.settings import KNNSettings, default_settings, settings_for, usable_settings_for
+from knnstore.progress import Progress
+from knnstore.store import KNNStore, Mode
+
+
+def create(
+    home: str | os.PathLike[str],
+    model: str,
+    *,
+    store: str = "faiss",
+    location: str | None = None,
+    params: Mapping[str, Any] | None = None,
+    catalog: str | None = None,
+    key: str = "ffn_input",
+    metric: str = "l2",
+    dim: int | None = None,
+    sample: Iterable[object] | None = None,
+    max_length: int | None = None,
+    stride: int | None = None,
+    device: str | None = None,
+    dtype: str | torch.dtype | None = None,
+    progress: Progress | None = None,
+) -> KNNLMForCausalLM:
+    """Make an empty store for a model and open both, the store for writing.
+
+    Args:
+        home: the folder that the store is known by; new or empty.
+        model: folder or hub id of a causal language model.
+        store: the adapter that holds the keys.
+        location: where it keeps them: a URL or a folder; default ``HOME/keys``.
+        params: the adapter's own parameters.
+        catalog: SQLAlchemy URL of the catalogue; default is SQLite in the home.
+        key: where in the model the keys are taken: ``ffn_input`` or another place; see `locate`.
+        metric: ``l2`` or ``ip``.
+        dim: to how many components the keys are projected (PCA); default is as many as they have.
+        sample: documents of the kind to be stored, on whose keys the projection is fitted.
+        max_length: tokens in a window; default is the model's limit.
+        stride: tokens by which a window moves on; default is half of it.
+        device: where the model runs; default is the GPU if there is one, else the CPU.
+        dtype: of its weights; see `load_model`.
+        progress: hears of the sample's keys.
+
+    Raises:
+        StoreExistsError: there is a store already.
+        ConfigError: something given cannot be used.
+        InputError: a document of the sample cannot be used.
+    """
+    if (dim is None) != (sample is None):
+        raise ConfigError("dim and sample belong together: the keys are projected as fits those of a sample")
+    base, tokenizer = load_model(model, device=device, dtype=dtype)
+    name = os.path.abspath(model) if os.path.isdir(model) else model
+    identity = identify(
+        base, tokenizer, name=name, key=key, metric=metric, max_length=max_length, stride=stride
+    )
+    projection = None
+    if dim is not None and sample is not None:
+        keys = sample_keys(
+            Encoder(base, locate(base, identity.key)), tokenizer, documents_of(sample),
+            max_length=identity.max_length, stride=identity.stride, progress=progress,
+        )  # fmt: skip
+        fitted, kept = fit_projection(keys, dim, metric)
+        identity = replace(identity, dim=dim)
+        projection = fitted.weights({**described(identity), "keys": len(keys), "kept": kept})
+    made = KNNStore.create(
+        home, identity, store=store, location=location, params=params, catalog=catalog, projection=projection
+    )
+    return KNNLMForCausalLM.from_base(base, made, tokenizer=tokenizer)
+
+
+def load(
+    home: str | os.PathLike[str],
+    mode: Mode = "r",
+    *,
+    params: Mapping[str, Any] | None = None,
+    knn: KNNSettings | None = None,
+    device: str | None = None,
+    dtype: str | torch.dtype | None = None,
+) -> KNNLMForCausalLM:
+    """Open a store and load the model that it was made for.
+
+    Args:
+        home: the folder that the store is known by.
+        mode: ``"r"`` to read, beside a writer; ``"a"`` to read and write.
+        params: parameters of the adapter in place of the store's own; for reading only.
+        knn: settings in place of those that are saved.
+        device: where the model runs; default is the GPU if there is one, else the CPU.
+        dtype: of its weights; see `load_model`.
+
+    Raises:
+        StoreNotFoundError: there is no store.
+        FingerprintMismatchError: what is at the model's place is another model now, or the saved settings
+            were fitted for another.
+        CorruptWeightsError: a network of the saved settings is missing or damaged. For writing, this and the
+            latter are but a warning, so that `calibrate` can mend it.
+    """
+    opened = KNNStore.open(home, mode, params=params)
+    try:
+        base, tokenizer = load_model(opened.identity.model, device=device, dtype=dtype)
+        if knn is None and mode == "r":
+            knn = settings_for(opened)
+        elif knn is None:
+            knn = usable_settings_for(opened) or default_settings(opened)
+        return KNNLMForCausalLM.from_base(base, opened, tokenizer=tokenizer, knn=knn)
+    except BaseException:
+        opened.close()
+        raise

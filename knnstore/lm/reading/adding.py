@@ -1,0 +1,154 @@
+"""Building a domain: documents become tokens, one forward pass gives their keys, the store keeps both."""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from knnstore.documents import TextDocument
+from knnstore.lm.reading.encoder import Encoder
+from knnstore.lm.reading.tokens import in_chunks, tokenized
+from knnstore.lm.reading.windows import BATCH_TOKENS, pack, prefix_of
+from knnstore.progress import Progress
+from knnstore.store import KNNStore, NewDocument
+
+COMMIT_TOKENS = 65_536
+"""Documents become live in groups of about so many tokens: what an interrupted run can lose."""
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """What adding documents did."""
+
+    added: int
+    """Documents that were not there before."""
+    replaced: int
+    """Documents whose text had changed."""
+    described: int
+    """Documents with the same text but new metadata or tags."""
+    unchanged: int
+    tokens: int
+    """Tokens that went through the model."""
+    seconds: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens stored in a second."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+def add_documents(
+    store: KNNStore,
+    encoder: Encoder,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Iterable[TextDocument],
+    *,
+    domain: str,
+    tags: Iterable[str] = (),
+    commit_tokens: int = COMMIT_TOKENS,
+    batch_tokens: int = BATCH_TOKENS,
+    total_bytes: int | None = None,
+    progress: Progress | None = None,
+) -> Added:
+    """Store documents under a domain.
+
+    A document with the same id and text is left alone, one with another text replaces the old
+    version at once. Documents become live in groups; an interrupted run has lost at most the last
+    group, and running it again goes on from there.
+
+    Args:
+        store: opened for writing.
+        encoder: the store's model.
+        tokenizer: the model's tokenizer.
+        documents: any number of any length, read once; ids distinct.
+        domain: the domain's name; made when it is new.
+        tags: set on every document, beside the tags it has.
+        commit_tokens: tokens of a group.
+        batch_tokens: tokens in one forward pass, padding included.
+        total_bytes: UTF-8 bytes of all texts, if known, for the time left.
+        progress: hears of each batch.
+    """
+    shown = progress or Progress()
+    identity = store.identity
+    given = frozenset(tags)
+    counts = {"added": 0, "replaced": 0, "described": 0, "unchanged": 0, "tokens": 0}
+    started = time.perf_counter()
+    pace = _Pace(total_bytes, shown)
+    shown.start(f"adding to {domain}")
+
+    def encode(group: Sequence[NewDocument]) -> None:
+        with store.ingest(group) as ingest:
+            for batch in pack(
+                [document.tokens for document in group],
+                prefix=prefix_of(tokenizer),
+                max_length=identity.max_length,
+                stride=identity.stride,
+                batch_tokens=batch_tokens,
+            ):
+                keys = encoder.keys(batch.input_ids, batch.at).cpu().numpy()
+                ingest.add(batch.documents, batch.positions, batch.gold, keys)
+                counts["tokens"] += len(batch.at)
+                shown.advance(len(batch.at))
+
+    group: list[NewDocument] = []
+    waiting = 0  # tokens in it
+    for ahead in in_chunks(documents):
+        there = store.versions(domain, [document.id for document in ahead])
+        fresh: list[TextDocument] = []
+        changes: dict[str, tuple[Mapping[str, Any], frozenset[str]]] = {}
+        for document in ahead:
+            version = there.get(document.id)
+            if version is None or version.content_hash != document.content_hash:
+                fresh.append(document)
+                continue
+            pace.skip(document)
+            if version.metadata == document.metadata and version.tags >= given:
+                counts["unchanged"] += 1
+            else:
+                changes[document.id] = document.metadata, version.tags | given
+                counts["described"] += 1
+        if changes:
+            store.describe(domain, changes)
+        for document, tokens in zip(fresh, tokenized(fresh, tokenizer), strict=True):
+            version = there.get(document.id)
+            counts["added" if version is None else "replaced"] += 1
+            kept = version.tags if version else frozenset[str]()
+            new = NewDocument(
+                document.id, domain, document.content_hash, tokens, document.metadata, given | kept
+            )
+            pace.tokenized(len(tokens), len(document.text.encode()))
+            group.append(new)
+            waiting += len(tokens)
+            if waiting >= commit_tokens:
+                encode(group)
+                group, waiting = [], 0
+    if group:
+        encode(group)
+    if counts["tokens"]:
+        store.optimize()
+    shown.finish()
+    return Added(**counts, seconds=time.perf_counter() - started)
+
+
+class _Pace:
+    """Tells the progress how many tokens are to be expected, from the bytes seen so far."""
+
+    def __init__(self, total_bytes: int | None, progress: Progress) -> None:
+        self._total_bytes = total_bytes
+        self._progress = progress
+        self._tokens = 0  # tokenised so far
+        self._bytes = 0  # of the texts that they came from
+
+    def skip(self, document: TextDocument) -> None:
+        """A document needs no pass."""
+        if self._total_bytes is not None:
+            self._total_bytes -= len(document.text.encode())
+
+    def tokenized(self, tokens: int, size: int) -> None:
+        """So many more bytes became so many tokens."""
+        self._tokens += tokens
+        self._bytes += size
+        if self._total_bytes is not None and self._bytes:
+            self._progress.expect(round(self._total_bytes * self._tokens / self._bytes))

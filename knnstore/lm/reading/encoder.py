@@ -1,0 +1,150 @@
+"""One forward pass of the base model over packed windows: keys, and log-probabilities where wanted."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from knnstore.lm.keys import KeyCapture, KeyLocation, Projection, hidden_forward, keys_forward
+
+_CHUNK_VALUES = 1 << 24
+"""How many logits are in memory at once: 64 MiB of float32."""
+
+_LOWEST = -1e30  # a token that the model rules out at -inf adds nothing to the entropy
+
+
+class Encoded(NamedTuple):
+    """What a forward pass gave at the n positions asked for."""
+
+    keys: Tensor
+    """float32, shape (n, d)."""
+
+    states: Tensor
+    """Opaque, shape (n, ...): what `Encoder.log_probs` makes probabilities from."""
+
+
+class LogProbs(NamedTuple):
+    """What the base model predicts at n positions."""
+
+    gold: Tensor
+    """log p_LM of one token each, float32, shape (n,), <= 0."""
+
+    best: Tensor
+    """log p_LM of the likeliest token, float32, shape (n,), <= 0: the model's confidence."""
+
+    entropy: Tensor
+    """Of p_LM, in nats, float32, shape (n,), >= 0."""
+
+
+class Encoder:
+    """A causal language model as a source of keys and of gold-token probabilities.
+
+    The output head, most of the cost of a small model, runs only on the positions asked for and
+    only by `log_probs`. Some models do more than their head between hidden state and logits (cap or
+    scale them); this is found by one trial, and for them the logits of the full model are used.
+
+    Args:
+        model: a causal language model in evaluation mode.
+        location: where the keys are.
+        projection: how they are brought to fewer dimensions; None leaves them as they are.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, location: KeyLocation, projection: Projection | None = None
+    ) -> None:
+        self.model = model
+        self.location = location
+        self.projection = projection
+        self.head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        self._head_is_all: bool | None = None
+        self._may_stop: bool | None = None
+
+    def keys(self, input_ids: NDArray[np.int64] | Tensor, at: NDArray[np.int64] | Tensor) -> Tensor:
+        """Run the model over rows of tokens, no further than to the keys.
+
+        Args:
+            input_ids: shape (b, t); rows may be padded on the right.
+            at: shape (n,): indices into the b * t flattened positions.
+
+        Returns:
+            The keys at these positions, float32, shape (n, d), on the model's device.
+        """
+        if not self._stops_at_keys():
+            return self.encode(input_ids, at).keys
+        ids = torch.as_tensor(input_ids, device=self.model.device)
+        wanted = torch.as_tensor(at, device=self.model.device)
+        return self._projected(keys_forward(self.model, self.location, ids).flatten(0, 1)[wanted])
+
+    def encode(self, input_ids: NDArray[np.int64] | Tensor, at: NDArray[np.int64] | Tensor) -> Encoded:
+        """Run the model over rows of tokens.
+
+        Args:
+            input_ids: shape (b, t); rows may be padded on the right.
+            at: shape (n,): indices into the b * t flattened positions.
+
+        Returns:
+            Keys and states at these positions, on the model's device.
+        """
+        ids = torch.as_tensor(input_ids, device=self.model.device)
+        wanted = torch.as_tensor(at, device=self.model.device)
+        if self._head_suffices():
+            keys, states = hidden_forward(self.model, self.location, ids)
+        else:
+            with torch.inference_mode(), KeyCapture(self.model, self.location) as capture:
+                states = self.model(ids, use_cache=False).logits
+            keys = capture.keys(*ids.shape)
+        return Encoded(self._projected(keys.flatten(0, 1)[wanted]), states.flatten(0, 1)[wanted])
+
+    def gold_log_probs(self, states: Tensor, gold: NDArray[np.int64] | Tensor) -> Tensor:
+        """Return the first part of `log_probs` alone."""
+        return self.log_probs(states, gold).gold
+
+    def log_probs(self, states: Tensor, gold: NDArray[np.int64] | Tensor) -> LogProbs:
+        """Return the base model's log-probability of one token and of its best guess, and its entropy.
+
+        Memory stays bounded: the vocabulary is touched for a few positions at a time.
+
+        Args:
+            states: from `encode`, n positions.
+            gold: token ids, shape (n,).
+        """
+        tokens = torch.as_tensor(gold, device=states.device)[:, None]
+        found = LogProbs(*(torch.empty(len(states), device=states.device) for _ in LogProbs._fields))
+        rows = max(1, _CHUNK_VALUES // self.model.config.get_text_config().vocab_size)
+        with torch.inference_mode():
+            for start in range(0, len(states), rows):
+                part = slice(start, start + rows)
+                logits = (self.head(states[part]) if self._head_suffices() else states[part]).float()
+                total = logits.logsumexp(1)
+                found.gold[part] = logits.gather(1, tokens[part])[:, 0] - total
+                found.best[part] = logits.amax(1) - total
+                found.entropy[part] = total - (logits.softmax(1) * logits.clamp(min=_LOWEST)).sum(1)
+        return found
+
+    def _projected(self, keys: Tensor) -> Tensor:
+        return keys.float() if self.projection is None else self.projection(keys)
+
+    def _stops_at_keys(self) -> bool:
+        if self._may_stop is None:
+            ids = torch.arange(8, device=self.model.device)[None]
+            # Parts that are moved to the device for their turn would not be moved back.
+            self._may_stop = not hasattr(self.model, "hf_device_map") and torch.equal(
+                keys_forward(self.model, self.location, ids),
+                hidden_forward(self.model, self.location, ids)[0],
+            )
+        return self._may_stop
+
+    def _head_suffices(self) -> bool:
+        if self._head_is_all is None:
+            ids = torch.arange(8, device=self.model.device)[None]
+            with torch.inference_mode():
+                whole: Any = self.model(ids, use_cache=False).logits
+                hidden = self.model.base_model(ids, use_cache=False)[0]
+                # The same operations on the same shapes: equal to the bit, or something else is done.
+                self._head_is_all = self.head is not None and torch.equal(
+                    whole.float(), self.head(hidden).float()
+                )
+        return self._head_is_all

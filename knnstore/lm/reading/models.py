@@ -1,0 +1,151 @@
+"""Loading a model and its tokenizer, and telling whether they are the ones a store was made with."""
+
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from knnstore.datastore import Metric
+from knnstore.errors import ConfigError, FingerprintMismatchError
+from knnstore.lm.keys import key_dim, locate, model_fingerprint, same_model, tokenizer_fingerprint
+from knnstore.lm.reading.windows import check_window, max_length_of, prefix_of
+from knnstore.store import Identity
+
+
+class Loaded(NamedTuple):
+    """A causal language model, ready to run, and its tokenizer."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+
+def load_model(
+    name: str, *, device: str | None = None, dtype: str | torch.dtype | None = None, **options: Any
+) -> Loaded:
+    """Load a causal language model and its tokenizer.
+
+    Args:
+        name: a folder or a hub id.
+        device: as torch names it; default is the GPU if there is one, else the CPU.
+        dtype: ``float32``, ``bfloat16`` or ``float16``; default is what the model was saved in on
+            a GPU, and float32 on the CPU.
+        **options: passed on to ``AutoModelForCausalLM.from_pretrained`` (revision, device_map, ...).
+
+    Raises:
+        ConfigError: there is no such model, device or dtype.
+    """
+    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    wanted = dtype or ("float32" if place == "cpu" else "auto")
+    if isinstance(wanted, str) and wanted not in ("auto", "float32", "bfloat16", "float16"):
+        raise ConfigError(f"dtype {wanted!r} is none of float32, bfloat16, float16")
+    try:
+        _check_present(torch.device(place))
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=options.get("revision", "main"))
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=wanted, use_safetensors=True, **options)
+        placed = model if "device_map" in options else model.to(place)  # type: ignore[arg-type]
+        return Loaded(placed.eval(), tokenizer)
+    except ConfigError:
+        raise
+    # Torch asserts that it was made for a device.
+    except (OSError, ValueError, RuntimeError, AssertionError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"the model {name!r} cannot be loaded on {place}: {reason}") from error
+
+
+def _check_present(device: torch.device) -> None:
+    """Refuse a GPU that is not there, before a model is read."""
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        there = f"cuda:0 to cuda:{count - 1}" if count > 1 else "cuda:0" if count else "no CUDA device"
+        raise ConfigError(f"there is no {device} here: torch finds {there}; name another device, e.g. cpu")
+
+
+def identify(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    name: str,
+    key: str = "ffn_input",
+    metric: str = "l2",
+    max_length: int | None = None,
+    stride: int | None = None,
+) -> Identity:
+    """Describe what a store for this model is made for.
+
+    Args:
+        model: a causal language model in evaluation mode.
+        tokenizer: its tokenizer.
+        name: the folder or hub id to load it from again.
+        key: where the keys are taken; see `locate`.
+        metric: ``l2`` or ``ip``.
+        max_length: tokens in a window, the prefix included; default is the model's limit.
+        stride: tokens by which a window moves on; default is half of `max_length`.
+
+    Raises:
+        ConfigError: the key location, the metric or the window is not possible for this model.
+    """
+    if metric not in {choice.value for choice in Metric}:
+        raise ConfigError(f"metric {metric!r} is none of {', '.join(Metric)}")
+    location = locate(model, key)
+    window = window_of(model, max_length)
+    step = stride or max(1, window // 2)
+    check_window(window, step)
+    return Identity(
+        model=name,
+        model_fingerprint=model_fingerprint(model),
+        tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
+        key=str(location),
+        dim=key_dim(model, location),
+        metric=metric,
+        vocab_size=max(len(tokenizer), model.config.get_text_config().vocab_size),
+        max_length=window,
+        stride=step,
+        has_prefix=prefix_of(tokenizer) is not None,
+    )
+
+
+def window_of(model: PreTrainedModel, max_length: int | None = None) -> int:
+    """The length of windows: what was asked for, which the model must take; default its limit.
+
+    Raises:
+        ConfigError: the model takes less, or has no limit and nothing was asked for.
+    """
+    try:
+        limit = max_length_of(model.config)
+    except ConfigError:
+        if max_length is None:
+            raise
+        return max_length  # a model without a limit
+    if max_length is not None and max_length > limit:
+        raise ConfigError(f"max_length is {max_length}, the model takes at most {limit} tokens")
+    return max_length or limit
+
+
+def check_matches(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, identity: Identity
+) -> None:
+    """Refuse a model or tokenizer that is not the one the store was made with.
+
+    Args:
+        model: the model about to use the store.
+        tokenizer: its tokenizer; None leaves it unchecked.
+        identity: the store's.
+
+    Raises:
+        FingerprintMismatchError: one differs; both are named.
+    """
+    found = model_fingerprint(model)
+    if not same_model(found, identity.model_fingerprint):
+        raise FingerprintMismatchError(
+            f"the store was made with the model {identity.model} ({identity.model_fingerprint[:12]}), "
+            f"this is {model.config.name_or_path or type(model).__name__} ({found[:12]}): "
+            "load that one, or make a store for this one"
+        )
+    if tokenizer is None:
+        return
+    found = tokenizer_fingerprint(tokenizer)
+    if found != identity.tokenizer_fingerprint:
+        raise FingerprintMismatchError(
+            f"the store was made with the tokenizer of {identity.model} "
+            f"({identity.tokenizer_fingerprint[:12]}), this is {tokenizer.name_or_path} ({found[:12]})"
+        )

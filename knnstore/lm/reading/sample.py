@@ -1,0 +1,133 @@
+"""A small random sample of many documents, for what is fitted before there is a store."""
+
+import heapq
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from knnstore.datastore import Keys
+from knnstore.documents import TextDocument
+from knnstore.errors import InputError
+from knnstore.lm.reading.encoder import Encoder
+from knnstore.lm.reading.tokens import in_chunks, tokenized
+from knnstore.lm.reading.windows import BATCH_TOKENS, pack, prefix_of
+from knnstore.progress import Progress
+
+KEYS_FITTED_ON = 32_768
+"""Keys that a projection is fitted on, if there is so much text."""
+
+_CHARACTERS_PER_TOKEN = 8  # more than most texts have
+
+
+def sample_documents(
+    documents: Iterable[TextDocument], characters: int, *, longest: int | None = None
+) -> list[TextDocument]:
+    """Choose documents at random until their texts are about so long together; the same ones each time.
+
+    Those with the lowest hashes are chosen: in whichever order they come, and each text once. Memory is
+    that of the sample, however many documents there are.
+
+    Args:
+        documents: read once, to the end.
+        characters: to reach, if there are so many; the last document may exceed it.
+        longest: characters of a document that are counted; default all.
+
+    Returns:
+        In random order.
+    """
+    chosen: list[tuple[int, int, TextDocument]] = []  # a heap with the highest hash first
+    hashes: set[int] = set()
+    size = 0
+
+    def counted(document: TextDocument) -> int:
+        return len(document.text) if longest is None else min(len(document.text), longest)
+
+    for at, document in enumerate(documents):
+        hash = int(document.content_hash, 16)
+        if hash in hashes:
+            continue
+        heapq.heappush(chosen, (-hash, at, document))
+        hashes.add(hash)
+        size += counted(document)
+        while size - counted(chosen[0][2]) >= characters:
+            negative, _, dropped = heapq.heappop(chosen)
+            hashes.remove(-negative)
+            size -= counted(dropped)
+    return [document for *_, document in sorted(chosen, reverse=True)]
+
+
+def sample_tokens(
+    documents: Iterable[TextDocument],
+    tokenizer: PreTrainedTokenizerBase,
+    count: int,
+    *,
+    longest: int | None = None,
+) -> list[NDArray[np.uint32]]:
+    """Choose documents at random, see `sample_documents`, of so many tokens together.
+
+    Args:
+        documents: read once, to the end.
+        tokenizer: makes their tokens.
+        count: tokens; the last document is cut there.
+        longest: tokens where each document is cut; default nowhere.
+
+    Returns:
+        The tokens of each document; fewer in all where there is less text.
+    """
+    texts: list[NDArray[np.uint32]] = []
+    longest = longest or count
+    chosen = sample_documents(
+        documents, _CHARACTERS_PER_TOKEN * count, longest=_CHARACTERS_PER_TOKEN * longest
+    )
+    for ahead in in_chunks(chosen):
+        for tokens in tokenized(ahead, tokenizer):
+            texts.append(tokens[: min(count, longest)])
+            count -= len(texts[-1])
+            if count == 0:
+                return texts
+    return texts
+
+
+def sample_keys(
+    encoder: Encoder,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Iterable[TextDocument],
+    *,
+    max_length: int,
+    stride: int,
+    count: int = KEYS_FITTED_ON,
+    progress: Progress | None = None,
+) -> Keys:
+    """Take the keys of documents chosen at random.
+
+    Args:
+        encoder: the model.
+        tokenizer: its tokenizer.
+        documents: read once, to the end.
+        max_length: of a window, see `pack`.
+        stride: likewise.
+        count: how many keys, if there is so much text.
+        progress: hears of each batch.
+
+    Returns:
+        float32, shape (n, d).
+    """
+    shown = progress or Progress()
+    texts = sample_tokens(documents, tokenizer, count)
+    shown.start("sampling keys", total=sum(len(text) for text in texts))
+    parts: list[Keys] = []
+    for batch in pack(
+        texts,
+        prefix=prefix_of(tokenizer),
+        max_length=max_length,
+        stride=stride,
+        batch_tokens=BATCH_TOKENS,
+    ):
+        parts.append(encoder.keys(batch.input_ids, batch.at).cpu().numpy())
+        shown.advance(len(batch.at))
+    shown.finish()
+    if not parts:
+        raise InputError("the sample holds no token to take a key of: give other documents")
+    return np.concatenate(parts)

@@ -1,0 +1,132 @@
+"""The continuous cache: what was read a moment ago in the same text, retrieved like records of a store.
+
+    p_cache(y) ∝ Σ_{i < t: x_i+1 = y} exp(-d(key_i, key_t) / T)        over the last M tokens before t
+
+(Grave et al. 2017, https://arxiv.org/abs/1612.04426.) Keys and distances are those of the store, so squared
+Euclidean where theirs is an inner product, unless the store measures that too. A key is of use from
+where the token that it predicts has been read, and no longer than its document lasts.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from knnstore.datastore import Metric
+from knnstore.lm.mixing import Recent
+from knnstore.lm.reading import Tokens
+
+_BLOCK_ROWS = 256
+"""Queries that are compared with what precedes them at once; the longer, the more is computed in vain."""
+
+
+def look_back(
+    keys: Tensor, tokens: Tensor, at: Tensor, starts: Tensor, size: int, metric: Metric | str
+) -> Recent:
+    """Compare some keys with those before them.
+
+    Args:
+        keys: of one text after another, float32, shape (m, d).
+        tokens: that each key predicts, int64, shape (m,); not read where nothing comes after it.
+        at: the queries: rows of `keys`, int64, shape (n,), ascending.
+        starts: the first row of each query's text, int64, shape (n,).
+        size: how many rows back a query reaches at most.
+        metric: how distances are measured.
+    """
+    reach = int((at - starts).max()) if len(at) else 0
+    width = min(size, max(reach, 1))
+    before = at[:, None] + torch.arange(-width, 0, device=at.device)
+    distances = torch.full(before.shape, torch.inf, device=keys.device)
+    done = 0
+    for count in torch.unique_consecutive(at // _BLOCK_ROWS, return_counts=True)[1].tolist():
+        rows = slice(done, done + count)
+        first = max(0, int(at[done]) - width)
+        reached = keys[first : int(at[done + count - 1]) + 1]
+        compared = _pairwise(keys[at[rows]], reached, metric)
+        distances[rows] = compared.gather(1, (before[rows] - first).clamp(min=0))
+        done += count
+    distances.masked_fill_(before < starts[:, None], torch.inf)
+    return Recent(distances, tokens[before.clamp(min=0)])
+
+
+class ReadText:
+    """Follows documents as they are scored, batch after batch.
+
+    Args:
+        size: how many tokens back it reaches.
+        metric: how distances are measured.
+    """
+
+    def __init__(self, size: int, metric: Metric | str) -> None:
+        self._size = size
+        self._metric = metric
+        self._last: tuple[Tensor, Tensor, int, int] | None = None
+
+    def follow(self, keys: Tensor, gold: Tensor, documents: Tokens, positions: Tokens) -> Recent:
+        """Look back from each token of a batch, then remember its end.
+
+        Args:
+            keys: float32, shape (n, d).
+            gold: the tokens predicted there, int64, shape (n,).
+            documents: of each token, shape (n,); each document's tokens are together and in order,
+                and only the last document may go on in the next batch.
+            positions: in the document, shape (n,).
+        """
+        owners, places = torch.from_numpy(documents), torch.from_numpy(positions)
+        if self._last is not None and self._last[2] == owners[0]:
+            old_keys, old_gold, document, next_position = self._last
+            count = len(old_gold)
+            keys, gold = torch.cat([old_keys, keys]), torch.cat([old_gold, gold])
+            owners = torch.cat([owners.new_full((count,), document), owners])
+            places = torch.cat([torch.arange(next_position - count, next_position), places])
+        else:
+            count = 0
+        changes = owners.diff() != 0
+        assert ((places.diff() == 1) | changes).all(), "tokens of a document out of order"
+        rows = torch.arange(len(owners))
+        begins = torch.cat([torch.tensor([True]), changes])
+        starts = rows.where(begins, 0).cummax(0).values
+        found = look_back(keys, gold, rows[count:], starts[count:], self._size, self._metric)
+        kept = slice(max(int(starts[-1]), len(rows) - self._size), None)
+        self._last = (keys[kept].clone(), gold[kept].clone(), int(owners[-1]), int(places[-1]) + 1)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Whole documents, one after another, after one pass of the model: n tokens."""
+
+    keys: Tensor
+    """float32, shape (n, d)."""
+
+    gold: Tensor
+    """The tokens, int64, shape (n,)."""
+
+    documents: Tensor
+    """Of each token; those of a document are together and in order; int64, shape (n,)."""
+
+    metric: Metric | str
+    """How distances are measured."""
+
+    def look_back(self, tokens: Tensor, size: int) -> Recent:
+        """Look back from some tokens.
+
+        Args:
+            tokens: their indices, int64, shape (m,), ascending.
+            size: how many tokens back to reach at most.
+        """
+        rows = torch.arange(len(self.documents))
+        begins = torch.cat([torch.tensor([True]), self.documents.diff() != 0])
+        starts = rows.where(begins, 0).cummax(0).values
+        return look_back(self.keys, self.gold, tokens, starts[tokens], size, self.metric)
+
+
+def _pairwise(queries: Tensor, keys: Tensor, metric: Metric | str) -> Tensor:
+    """Distances of n queries to m keys, shape (n, m)."""
+    if metric == Metric.IP:
+        return -(queries @ keys.T)
+    # Around their mean the keys are small, so that little is lost in |q|² - 2qx + |x|².
+    middle = keys.mean(0)
+    queries, keys = queries - middle, keys - middle
+    squares = torch.addmm(keys.square().sum(1), queries, keys.T, alpha=-2)
+    return squares.add_(queries.square().sum(1, keepdim=True)).clamp_(min=0)

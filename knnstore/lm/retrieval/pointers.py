@@ -1,0 +1,170 @@
+"""Retrieving token by token where pointers save searches, see `PointerSettings`; many texts together."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from knnstore.datastore import Ids, Keys, Neighbors, tokens_of
+from knnstore.lm.settings import KNNSettings
+from knnstore.store import KNNStore
+
+
+class Retrieval(NamedTuple):
+    """What q queries retrieved."""
+
+    found: Neighbors
+    """k columns, or more if a row needs them; nearest first, -1 at +inf after the last."""
+
+    searched: NDArray[np.bool_]
+    """For which a search was made, shape (q,)."""
+
+
+SearchRows = Callable[[NDArray[np.int64]], Neighbors]
+"""Searches for some of the queries, given by their numbers."""
+
+
+def retrieve_next(
+    store: KNNStore,
+    queries: Keys,
+    before: Ids,
+    read: NDArray[np.int64],
+    settings: KNNSettings,
+    search: SearchRows,
+) -> Retrieval:
+    """Retrieve for the next token of q texts.
+
+    Args:
+        store: where pointers are followed.
+        queries: float32, shape (q, d).
+        before: the records retrieved for the token before, nearest first: int64, shape (q, m), -1 for none;
+            a text that begins has none.
+        read: the token that came there, shape (q,).
+        settings: with pointers.
+        search: called once with the queries that need a search, if any does.
+    """
+    pointers = settings.pointers
+    assert pointers is not None
+    leading = _leading(before, read, pointers.max_pointers)
+    pointed = store.follow(queries, leading, settings.selection)
+    count = (pointed.ids >= 0).sum(1)
+    needed = np.ones(len(queries), bool) if pointers.min_pointers is None else count < pointers.min_pointers
+    rows, others = np.flatnonzero(needed), np.flatnonzero(~needed)
+    if len(rows):
+        pointed = _joined(pointed, search(rows), rows)
+    found = _nearest_first(pointed, settings.k)
+    if pointers.cluster_size is not None and len(others):
+        near = store.follow(
+            queries[others], leading[others], settings.selection, cluster_size=pointers.cluster_size
+        )
+        found = put(found, others, _nearest_first(near, settings.k, settings.k))
+    return Retrieval(found, needed)
+
+
+def retrieve_in_step(
+    store: KNNStore,
+    keys: Keys,
+    gold: NDArray[np.int64],
+    documents: NDArray[np.int64],
+    positions: NDArray[np.int64],
+    settings: KNNSettings,
+    search: SearchRows,
+) -> Iterator[tuple[NDArray[np.int64], Retrieval]]:
+    """Retrieve for every token of some documents, all documents advancing together.
+
+    Args:
+        store: where pointers are followed.
+        keys: of n tokens in any order, float32, shape (n, d).
+        gold: the tokens, shape (n,).
+        documents: the document of each, shape (n,).
+        positions: in its document, shape (n,); every document begins at the same one and has no gap.
+        settings: with pointers.
+        search: searches for some of the n tokens.
+
+    Yields:
+        Step by step the numbers of the tokens at one position, and what was retrieved for them.
+    """
+    order = np.lexsort((documents, positions))
+    owners, before = documents[:0], np.empty((0, 0), np.int64)
+    read = gold[:0]
+    for rows in np.split(order, np.flatnonzero(np.diff(positions[order])) + 1) if len(order) else ():
+        if not len(owners):
+            before, read = np.empty((len(rows), 0), np.int64), gold[rows]
+        else:
+            at = np.searchsorted(owners, documents[rows])
+            before, read = before[at], read[at]
+        retrieval = retrieve_next(
+            store, keys[rows], before, read, settings, partial(search_among, search, rows)
+        )
+        yield rows, retrieval
+        owners, before, read = documents[rows], retrieval.found.ids, gold[rows]
+
+
+def search_among(search: SearchRows, rows: NDArray[np.int64], some: NDArray[np.int64]) -> Neighbors:
+    """Search for some of a few queries, given by their numbers among these few."""
+    return search(rows[some])
+
+
+def _leading(before: Ids, read: NDArray[np.int64], most: int) -> Ids:
+    """The nearest records that predicted what was read, at most so many: shape (q, m), -1 for none."""
+    leading = (before >= 0) & (tokens_of(before) == read[:, None])
+    width = min(int(leading.sum(1).max(initial=0)), most)
+    order = np.argsort(~leading, axis=1, kind="stable")[:, :width]  # as they were, the nearest first
+    return np.where(np.take_along_axis(leading, order, 1), np.take_along_axis(before, order, 1), -1)
+
+
+def _joined(pointed: Neighbors, found: Neighbors, rows: NDArray[np.int64]) -> Neighbors:
+    """Add what was found for some rows; a record that was pointed to as well is there once."""
+    columns = pointed.ids.shape[1]
+    both = missing(len(pointed.ids), columns + found.ids.shape[1])
+    for whole, left, right in zip(_arrays(both), _arrays(pointed), _arrays(found), strict=True):
+        whole[:, :columns] = left
+        whole[rows, columns:] = right
+    order = np.argsort(both.ids, axis=1, kind="stable")
+    ordered = np.take_along_axis(both.ids, order, 1)
+    again = np.zeros(both.ids.shape, bool)
+    np.put_along_axis(again, order[:, 1:], ordered[:, 1:] == ordered[:, :-1], 1)
+    both.ids[again], both.distances[again] = -1, np.inf
+    weighted = pointed.log_weights is not None or found.log_weights is not None
+    return both if weighted else replace(both, log_weights=None)
+
+
+def _nearest_first(found: Neighbors, least: int, most: int | None = None) -> Neighbors:
+    """Order each row, in at least so many columns, and no more than are needed or allowed."""
+    width = max(least, int((found.ids >= 0).sum(1).max(initial=0)))
+    width = width if most is None else min(width, most)
+    ordered = missing(len(found.ids), width)
+    order = np.argsort(found.distances, axis=1, kind="stable")[:, :width]
+    for whole, part in zip(_arrays(ordered), _arrays(found), strict=True):
+        whole[:, : order.shape[1]] = np.take_along_axis(part, order, 1)
+    return ordered if found.log_weights is not None else replace(ordered, log_weights=None)
+
+
+def missing(queries: int, columns: int) -> Neighbors:
+    """No neighbours, with log weights of 0."""
+    shape = (queries, columns)
+    return Neighbors(
+        np.full(shape, -1, np.int64), np.full(shape, np.inf, np.float32), np.zeros(shape, np.float32)
+    )
+
+
+def _arrays(found: Neighbors) -> list[NDArray[Any]]:
+    weights = np.zeros_like(found.distances) if found.log_weights is None else found.log_weights
+    arrays: list[NDArray[Any]] = [found.ids, found.distances, weights]
+    return arrays
+
+
+def put(found: Neighbors, rows: NDArray[np.int64], part: Neighbors) -> Neighbors:
+    """Replace the neighbours of some queries; all have as many columns as are needed afterwards."""
+    if part.ids.shape[1] > found.ids.shape[1]:
+        wider = missing(len(found.ids), part.ids.shape[1])
+        for whole, old in zip(_arrays(wider), _arrays(found), strict=True):
+            whole[:, : old.shape[1]] = old
+        found = wider
+    for whole, new, nothing in zip(_arrays(found), _arrays(part), (-1, np.inf, 0), strict=True):
+        whole[rows, : new.shape[1]] = new
+        whole[rows, new.shape[1] :] = nothing
+    return found

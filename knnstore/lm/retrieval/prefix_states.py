@@ -1,0 +1,136 @@
+"""What is known at each point of a text that a model is reading, found again by the tokens up to there.
+
+While a model generates, the rows of its batch are reordered, copied and dropped between two steps
+(beams), and begin with padding. State that belongs to a text is therefore never kept by row but under
+the text itself::
+
+    states: PrefixStates[V] = PrefixStates()             # kept as long as the model
+
+    for row in unpadded(sequence_ids):                   # in `forward`: the text of each row so far
+        names = prefix_names(row, first=len(row) - new)  # one for each position that this call computes
+        (before,) = states.get(prefix_names(row[: len(row) - new], first=len(row) - new - 1))
+        ...                                              # V at the position before, None if it is not known
+        states.put(names, values)                        # V at each new position
+
+A row finds what was put under its tokens whichever row put it, so nothing has to be reordered. States
+must not be changed after they were put, since texts that continue differently share them. They may be
+forgotten at any time (memory is bounded): whoever asks must be able to do without, or to compute them
+again from the tokens.
+
+``sequence_ids`` reaches `KNNLMForCausalLM.forward` from `prepare_inputs_for_generation`; without a cache of
+attention it is made of ``input_ids``. `PADDING` stands where a row is masked.
+"""
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from knnstore.errors import ConfigError
+from knnstore.lm.reading import Tokens
+
+PADDING = -1
+"""In ``sequence_ids``, where a row has no token."""
+
+V = TypeVar("V")
+
+
+def sequence_ids_of(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Mark the padding among the tokens of each row.
+
+    Args:
+        input_ids: every token from the beginning of the texts, int64, shape (b, n).
+        attention_mask: shape (b, n), 0 for padding; None is none.
+
+    Returns:
+        int64, shape (b, n), `PADDING` where the mask is 0.
+    """
+    if attention_mask is None:
+        return input_ids
+    return input_ids.masked_fill(attention_mask.to(input_ids.device) == 0, PADDING)
+
+
+def whole_texts(
+    input_ids: Tensor | None, attention_mask: Tensor | None, past_key_values: Cache | None
+) -> Tensor:
+    """The ``sequence_ids`` of a forward pass that begins at the beginning of its texts.
+
+    Raises:
+        ConfigError: the tokens before or at these positions are not known.
+    """
+    if input_ids is None:
+        raise ConfigError("the continuous cache needs token ids: give input_ids, or settings without a cache")
+    if past_key_values is not None and int(past_key_values.get_seq_length()) > 0:
+        raise ConfigError(
+            "the continuous cache needs the tokens read before: give sequence_ids with past_key_values, or "
+            "settings without a cache"
+        )
+    mask = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2 else None
+    return sequence_ids_of(input_ids, mask)
+
+
+def unpadded(sequence_ids: Tensor) -> list[Tokens]:
+    """The tokens of each row without its padding: int64, shapes (n_i,)."""
+    rows: NDArray[np.int64] = sequence_ids.cpu().numpy()
+    return [row[row != PADDING] for row in rows]
+
+
+def prefix_names(tokens: Tokens, first: int = 0) -> list[bytes]:
+    """Name the beginnings of a text.
+
+    Args:
+        tokens: the text, int64, shape (n,).
+        first: the first position that is to have a name, >= 0.
+
+    Returns:
+        For each position i from `first` on a name of ``tokens[: i + 1]``, 16 bytes.
+    """
+    digest = hashlib.blake2b(np.ascontiguousarray(tokens[:first]).tobytes(), digest_size=16)
+    names = []
+    for token in tokens[first:]:
+        digest.update(token.tobytes())
+        names.append(digest.copy().digest())
+    return names
+
+
+class PrefixStates(Generic[V]):
+    """States by the names of beginnings of texts; those not used for longest are forgotten first.
+
+    Threads may share it.
+
+    Args:
+        capacity: states that are kept; twice as many as any one call has named if that is more.
+    """
+
+    def __init__(self, capacity: int = 1 << 14) -> None:
+        self._capacity = capacity
+        self._states: OrderedDict[bytes, V] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def get(self, names: Sequence[bytes]) -> list[V | None]:
+        """Find states; None where there is none, or none any more."""
+        with self._lock:
+            self._capacity = max(self._capacity, 2 * len(names))
+            for name in names:
+                if name in self._states:
+                    self._states.move_to_end(name)
+            return [self._states.get(name) for name in names]
+
+    def put(self, names: Sequence[bytes], values: Sequence[V]) -> None:
+        """Keep states, in place of any that have the same names."""
+        with self._lock:
+            self._capacity = max(self._capacity, 2 * len(names))
+            for name, value in zip(names, values, strict=True):
+                self._states[name] = value
+                self._states.move_to_end(name)
+            while len(self._states) > self._capacity:
+                self._states.popitem(last=False)

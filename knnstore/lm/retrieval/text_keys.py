@@ -1,0 +1,89 @@
+"""The keys of the texts that a model is reading, for the continuous cache inside `forward`."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from knnstore.datastore import Metric
+from knnstore.lm.mixing import Recent
+from knnstore.lm.reading import Tokens
+from knnstore.lm.retrieval.cache import look_back
+from knnstore.lm.retrieval.prefix_states import PADDING, PrefixStates, prefix_names, unpadded
+
+
+class TextKeys:
+    """Remembers the latest keys of each text, so that a step finds those of the steps before it.
+
+    Args:
+        compute: makes the keys of a text, shape (n, d), from its tokens; asked where they were forgotten.
+        metric: how distances are measured.
+    """
+
+    def __init__(self, compute: Callable[[Tokens], Tensor], metric: Metric | str) -> None:
+        self._compute = compute
+        self._metric = metric
+        self._states: PrefixStates[Tensor] = PrefixStates()
+
+    def look_back(
+        self, sequence_ids: Tensor, keys: Tensor, at: Tensor, size: int, *, goes_on: bool = True
+    ) -> Recent:
+        """Look back from positions of a forward pass in the text of their row.
+
+        Args:
+            sequence_ids: the texts, shape (b, past + t), see `knnstore.lm.retrieval.prefix_states`.
+            keys: of the last t positions, float32, shape (b, t, d).
+            at: indices into these b * t positions, int64, shape (n,), in any order; padding finds nothing.
+            size: how many tokens back a position reaches at most.
+            goes_on: whether further passes may follow that have these texts behind them.
+        """
+        new = keys.shape[1]
+        fresh = (sequence_ids[:, -new:] != PADDING).cpu().numpy()
+        texts = unpadded(sequence_ids)
+        pasts = [len(text) - int(row.sum()) for text, row in zip(texts, fresh, strict=True)]
+        firsts = [max(0, past - size) for past in pasts]
+        names = [prefix_names(text, first) for text, first in zip(texts, firsts, strict=True)]
+        known = self._known(texts, pasts, firsts, names)
+        rows = [
+            torch.cat([*(key[None] for key in old), own[torch.from_numpy(mask).to(keys.device)]])
+            for old, own, mask in zip(known, keys, fresh, strict=True)
+        ]
+        if goes_on:
+            self._states.put(
+                [name for row in names for name in row[-size:]], [key for row in rows for key in row[-size:]]
+            )
+        # Where each row begins among all, and where each of its new positions stands.
+        starts = np.cumsum([0, *(len(row) for row in rows)])[:-1]
+        places = (starts + np.subtract(pasts, firsts))[:, None] + fresh.cumsum(1) - 1
+        following = [np.append(text[first + 1 :], 0) for text, first in zip(texts, firsts, strict=True)]
+        asked, back = np.unique(at.cpu().numpy(), return_inverse=True)
+        reading = fresh.flatten()[asked]
+        found = look_back(
+            torch.cat(rows),
+            torch.from_numpy(np.concatenate(following)).to(keys.device),
+            torch.from_numpy(places.flatten()[asked[reading]]).to(keys.device),
+            torch.from_numpy(starts[asked[reading] // new]).to(keys.device),
+            size,
+            self._metric,
+        )
+        # Padding comes last: a row without anything before it.
+        order = torch.from_numpy(np.where(reading, reading.cumsum() - 1, -1)[back]).to(keys.device)
+        nothing = torch.full((1, found.distances.shape[1]), torch.inf, device=keys.device)
+        zeros = torch.zeros_like(nothing, dtype=torch.long)
+        return Recent(torch.cat([found.distances, nothing]), torch.cat([found.tokens, zeros])).rows(order)
+
+    def _known(
+        self, texts: list[Tokens], pasts: list[int], firsts: list[int], names: list[list[bytes]]
+    ) -> list[list[Tensor]]:
+        """The keys of each text's positions from its first to the end of what was read before."""
+        counts = np.subtract(pasts, firsts).tolist()
+        found = iter(
+            self._states.get([name for row, n in zip(names, counts, strict=True) for name in row[:n]])
+        )
+        known = []
+        for text, past, first, count in zip(texts, pasts, firsts, counts, strict=True):
+            keys = [next(found) for _ in range(count)]
+            kept = [key for key in keys if key is not None]
+            known.append(kept if len(kept) == count else list(self._compute(text[:past])[first:]))
+        return known

@@ -1,0 +1,101 @@
+"""What an evaluation says about every single token."""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from knnstore.documents import TextDocument
+from knnstore.lm.scoring.scores import TokenScores
+
+COLUMNS = (
+    "document", "position", "token", "text", "p_lm", "p_knn", "lambda", "p", "distance", "frequency",
+)  # fmt: skip
+"""``position`` counts a document's tokens from 0, ``token`` is the token's id, ``distance`` that of
+the nearest neighbour, null where there is none, ``frequency`` how often the token was stored."""
+
+
+class TokenTable:
+    """Collects a row for every evaluated token; 48 bytes each until it is written."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[NDArray[Any], ...]] = []
+        self._documents: Sequence[TextDocument] = ()
+        self._counts = np.zeros(0, np.int64)
+
+    def add(self, scores: TokenScores, p_knn: Tensor, lam: Tensor, log_p: Tensor) -> None:
+        """Take in a batch.
+
+        Args:
+            scores: n tokens.
+            p_knn: p_kNN of each.
+            lam: λ in force.
+            log_p: log p of the mixture.
+        """
+        columns = (scores.lm_log_probs.exp(), p_knn, lam, log_p.exp(), scores.distances.amin(1))
+        tensors = (column.numpy() for column in columns)
+        self._parts.append((scores.documents, scores.positions, scores.gold.numpy(), *tensors))
+
+    def name(self, documents: Sequence[TextDocument], counts: NDArray[np.int64]) -> None:
+        """Say what documents the scores count, and how often each token of the vocabulary was stored."""
+        self._documents, self._counts = documents, counts
+
+    def rows(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
+        """Yield a value for each of `COLUMNS`, in the order of the text."""
+        if not self._parts:
+            return
+        columns = [np.concatenate(column) for column in zip(*self._parts, strict=True)]
+        for at in np.lexsort((columns[1], columns[0])).tolist():
+            document, position, token, *numbers = (column[at].item() for column in columns)
+            text = tokenizer.decode([token], clean_up_tokenization_spaces=False)
+            numbers[-1] = numbers[-1] if np.isfinite(numbers[-1]) else None
+            name, frequency = self._documents[document].id, int(self._counts[token])
+            values = (name, position, token, text, *numbers, frequency)
+            yield dict(zip(COLUMNS, values, strict=True))
+
+    def write(self, file: TextIO, tokenizer: PreTrainedTokenizerBase, *, as_json: bool) -> None:
+        """Write all rows.
+
+        Args:
+            file: opened for writing text.
+            tokenizer: the model's.
+            as_json: JSON Lines; else tab-separated values under a heading, texts as JSON strings.
+        """
+        if not as_json:
+            file.write("\t".join(COLUMNS) + "\n")
+        for row in self.rows(tokenizer):
+            if as_json:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            else:
+                file.write("\t".join(json.dumps(value, ensure_ascii=False) for value in row.values()) + "\n")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[TextIO]:
+    """Open a new file that takes the place of another at the end, unless an error comes before.
+
+    Args:
+        path: of the file to be replaced, which need not exist; a device or a pipe is written to as it is.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if path.exists() and not path.is_file():
+        with path.open("w", encoding="utf-8") as file:
+            yield file
+        return
+    target = path.resolve()  # a link stays one
+    part = target.with_name(f"{target.name}.{os.getpid()}.part")
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            yield file
+        os.replace(part, target)
+    finally:
+        part.unlink(missing_ok=True)

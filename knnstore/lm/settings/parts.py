@@ -1,0 +1,113 @@
+"""The parts of settings: what is chosen beside k, T and λ. Values only."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from knnstore.errors import ConfigError
+from knnstore.store import KNNStore, Traces
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSettings:
+    """How much the text that is being read counts; it is mixed with all the rest.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    size: int = 500
+    """M >= 1: how many tokens back it reaches; published values are between 100 and 2,000."""
+
+    temperature: float = 1.0
+    """T > 0, in the unit of the distances."""
+
+    lam: float = 0.1
+    """λ, between 0 and 1: the weight of the cache against the mixture of model and store."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
+            raise ConfigError(f"the cache's size must be an integer of at least 1, got {self.size!r}")
+        if not (self.temperature > 0 and math.isfinite(self.temperature)):
+            raise ConfigError(f"the cache's temperature must be above 0 and finite, got {self.temperature}")
+        if not 0 <= self.lam <= 1:
+            raise ConfigError(f"the cache's lambda must be between 0 and 1, got {self.lam}")
+
+
+@dataclass(frozen=True, slots=True)
+class PointerSettings:
+    """When pointers take the place of a search.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    min_pointers: int | None = 1
+    """So many suffice, >= 1: 1 saves most searches. None searches for every token, and adds the pointers."""
+
+    max_pointers: int = 1024
+    """At most so many are followed, those of the nearest records, >= 1."""
+
+    cluster_size: int | None = None
+    """How many records a cluster has on average, >= 1; None compares with no others than those pointed to."""
+
+    def __post_init__(self) -> None:
+        for name in ("min_pointers", "max_pointers", "cluster_size"):
+            value = getattr(self, name)
+            if value is None and name != "max_pointers":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")
+        if self.min_pointers is not None and self.min_pointers > self.max_pointers:
+            raise ConfigError(
+                f"min_pointers, {self.min_pointers}, is above max_pointers, {self.max_pointers}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Substitute:
+    """A trained substitute as settings name it."""
+
+    weights: str
+    """The file in the store's home."""
+    lam: float
+    """λ, its weight beside the model: above 0 and at most 1."""
+    traces: Traces
+    """The documents that it was trained on."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.lam <= 1:
+            raise ConfigError(f"lambda of a substitute must be above 0 and at most 1, got {self.lam}")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Read what was saved as JSON.
+
+        Raises:
+            ConfigError: something is missing or unknown.
+        """
+        try:
+            return cls(**{**values, "traces": Traces.from_dict(values["traces"])})
+        except (KeyError, TypeError) as error:
+            raise ConfigError(f"not the settings of a substitute: {error}") from error
+
+    def is_outdated(self, store: KNNStore) -> bool:
+        """Whether a document that it was trained on was removed or replaced since."""
+        return not self.traces.are_whole(store.view().snapshot)
+
+    def mix(self, lm_log_probs: Tensor, log_probs: Tensor) -> Tensor:
+        """Mix the model's probabilities with those of the substitute.
+
+        Args:
+            lm_log_probs: log p_LM, float32, any shape.
+            log_probs: log p_sub, float32, the same shape; -inf where it is 0.
+
+        Returns:
+            log p', float32, the same shape.
+        """
+        lm_share = math.log1p(-self.lam) if self.lam < 1 else -math.inf
+        return torch.logaddexp(lm_log_probs + lm_share, log_probs + math.log(self.lam))

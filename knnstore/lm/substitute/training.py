@@ -1,0 +1,235 @@
+"""Training the substitute of a store on the keys and tokens that the store holds of some domains."""
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedTokenizerBase
+
+from knnstore.errors import ConfigError, ReadOnlyError
+from knnstore.lm.mixing import fit_weight
+from knnstore.lm.reading import BATCH_TOKENS, Encoder, pack, prefix_of
+from knnstore.lm.settings import TRAINED, Substitute
+from knnstore.lm.substitute.head import SubstituteHead, token_scores
+from knnstore.lm.substitute.records import RecordBlocks, Records, divide
+from knnstore.progress import Progress
+from knnstore.store import EVERYTHING, KNNStore, Selection, Traces
+
+EPOCHS = 4
+LEARNING_RATE = 5e-3
+_BATCH = 256
+_SPREAD = 0.02  # by how much the rows of one token differ at first
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedSubstitute:
+    """A substitute and how it was made."""
+
+    substitute: Substitute
+    rows: int
+    """Of each token."""
+    tokens: int
+    """How many tokens of the vocabulary have rows: all that the documents hold."""
+    records: int
+    """Trained on."""
+    epochs: int
+    """Until the loss of the held-out documents was lowest."""
+    held_out_tokens: int
+    """In the documents of the store that were kept from training."""
+    held_out_base_ppl: float
+    """Of the model alone on these."""
+    held_out_ppl: float
+    """Of model and substitute together."""
+    date: str
+    """ISO 8601, UTC."""
+    seconds: float
+
+
+def train_substitute(
+    store: KNNStore,
+    encoder: Encoder,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    domains: Iterable[str] | None = None,
+    rows: int = 1,
+    epochs: int = EPOCHS,
+    learning_rate: float = LEARNING_RATE,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> TrainedSubstitute:
+    """Train a substitute and save it for these domains; `calibrate` and `evaluate` know it from then on.
+
+    Full softmax over the tokens that the documents hold, Adam with a falling learning rate, on the model's
+    device; the keys are read from the store, so the model runs only over a few documents that are held
+    out. On these training stops early, and λ is fitted.
+
+    Args:
+        store: opened for writing, so that no document goes meanwhile.
+        encoder: the store's model.
+        tokenizer: the model's tokenizer.
+        domains: what to train on; default the whole store.
+        rows: of each token, >= 1.
+        epochs: at most.
+        learning_rate: at the beginning; it falls to zero in a line.
+        seed: of the order of records, of the documents held out and of what is random at the beginning.
+        progress: hears of each batch.
+
+    Raises:
+        ReadOnlyError: the store was opened for reading.
+        InputError: there are fewer than two documents.
+        DomainNotFoundError: there is no such domain.
+    """
+    if store.mode != "a":
+        raise ReadOnlyError('a substitute is saved in the store: open it for writing, mode "a"')
+    if rows < 1 or epochs < 1 or not 0 < learning_rate < math.inf:
+        raise ConfigError("rows and epochs must be at least 1 and the learning rate above 0")
+    started, shown = time.perf_counter(), progress or Progress()
+    names = tuple(sorted(set(domains or ())))
+    generator = torch.Generator().manual_seed(seed)
+    kept, held_out = divide(store, Selection(domains=names) if names else EVERYTHING, generator)
+    snapshot, device = store.view().snapshot, encoder.model.device
+    judge = _Judge(store, encoder, tokenizer, held_out)
+    shown.start("training", unit="rec")
+    blocks = RecordBlocks(store, kept)
+    counts = torch.zeros(store.identity.vocab_size, dtype=torch.int64)
+    for block in blocks:
+        counts += torch.bincount(block.tokens, minlength=len(counts))
+    seen, records = counts.nonzero()[:, 0], int(counts.sum())
+    shown.expect(records * epochs)
+    first = SubstituteHead(
+        _first_rows(encoder, store.identity.dim, seen, rows, generator).to(device),
+        seen.to(device),
+        len(counts),
+    )
+    best, best_epoch = fit_rows(
+        first, blocks, judge.loss,
+        records=records, epochs=epochs, learning_rate=learning_rate, generator=generator, progress=shown,
+    )  # fmt: skip
+    shown.finish()
+    lam, ppl = judge.fit_lambda(best)
+    file = best.weights(store.identity)
+    name = store.save_weights(file.tensors, file.metadata)
+    trained = TrainedSubstitute(
+        substitute=Substitute(name, lam, Traces.of(snapshot, names)),
+        rows=rows,
+        tokens=len(seen),
+        records=records,
+        epochs=best_epoch,
+        held_out_tokens=len(judge.gold),
+        held_out_base_ppl=float(judge.lm.double().mean().neg().exp()),
+        held_out_ppl=ppl,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        seconds=time.perf_counter() - started,
+    )
+    saved = {**(store.settings(names) or {}), TRAINED: asdict(trained)}
+    if saved.get("substitute"):  # in use already: the new one takes its place
+        saved["substitute"] = asdict(replace(trained.substitute, lam=saved["substitute"]["lam"]))
+    store.save_settings(saved, names)
+    return trained
+
+
+def fit_rows(
+    head: SubstituteHead,
+    blocks: Iterable[Records],
+    judge: Callable[[SubstituteHead], float],
+    *,
+    records: int,
+    epochs: int,
+    learning_rate: float,
+    generator: torch.Generator,
+    progress: Progress,
+) -> tuple[SubstituteHead, int]:
+    """Train rows until what judges them finds no improvement.
+
+    Args:
+        head: the rows to begin with; they stay as they are.
+        blocks: the records, in parts that are shuffled one by one; read once an epoch.
+        judge: the loss of rows on other records.
+        records: how many there are in all blocks.
+        epochs: at most.
+        learning_rate: at the beginning; it falls to zero in a line.
+        generator: of the order of records.
+        progress: hears of each batch.
+
+    Returns:
+        The best rows, and after how many epochs; 0 when training made nothing better.
+    """
+    rows = head.rows.clone().requires_grad_()
+    optimizer = torch.optim.Adam([rows], lr=learning_rate, betas=(0.9, 0.99))
+    steps = epochs * math.ceil(records / _BATCH)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps))
+    best, best_epoch, best_loss = head, 0, judge(head)
+    for epoch in range(1, epochs + 1):
+        for block in blocks:
+            order = torch.randperm(len(block.tokens), generator=generator)
+            for batch in torch.split(order, _BATCH):
+                scores = token_scores(block.keys[batch].to(rows.device).float(), rows)
+                losses = cross_entropy(scores, head.columns(block.tokens[batch]), reduction="none")
+                weights = block.weights[batch].to(losses.device)
+                loss = (weights * losses).sum() / weights.sum()
+                optimizer.zero_grad()
+                loss.backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                schedule.step()
+                progress.advance(len(batch))
+        trained = SubstituteHead(rows.detach().clone(), head.tokens, head.vocab_size)
+        loss_there = judge(trained)
+        if loss_there >= best_loss:
+            break
+        best, best_epoch, best_loss = trained, epoch, loss_there
+    return best, best_epoch
+
+
+class _Judge:
+    """Documents held out of training, after one pass of the model."""
+
+    def __init__(
+        self,
+        store: KNNStore,
+        encoder: Encoder,
+        tokenizer: PreTrainedTokenizerBase,
+        documents: list[NDArray[np.uint32]],
+    ) -> None:
+        identity = store.identity
+        keys, lm, gold = [], [], []
+        for batch in pack(
+            documents,
+            prefix=prefix_of(tokenizer),
+            max_length=identity.max_length,
+            stride=identity.stride,
+            batch_tokens=BATCH_TOKENS,
+        ):
+            encoded = encoder.encode(batch.input_ids, batch.at)
+            keys.append(encoded.keys.cpu())
+            lm.append(encoder.gold_log_probs(encoded.states, batch.gold).cpu())
+            gold.append(torch.from_numpy(batch.gold))
+        self.keys, self.lm, self.gold = torch.cat(keys), torch.cat(lm), torch.cat(gold)
+
+    def loss(self, head: SubstituteHead) -> float:
+        """Mean -log p_sub of the tokens that were trained on at all."""
+        found = head.gold_log_probs(self.keys, self.gold)
+        return float(-found[found.isfinite()].double().mean())
+
+    def fit_lambda(self, head: SubstituteHead) -> tuple[float, float]:
+        """The likeliest λ, and the perplexity with it."""
+        found = head.gold_log_probs(self.keys, self.gold)
+        lam = fit_weight(self.lm, found)
+        mixed = torch.logaddexp(self.lm + math.log1p(-lam), found + math.log(lam))
+        return lam, math.exp(-float(mixed.double().mean()))
+
+
+def _first_rows(encoder: Encoder, dim: int, tokens: Tensor, rows: int, generator: torch.Generator) -> Tensor:
+    """The model's output rows where they fit the keys, else small random ones: shape (rows, tokens, dim)."""
+    spread = _SPREAD * torch.randn((rows, len(tokens), dim), generator=generator)
+    output = getattr(encoder.head, "weight", None)
+    if output is None or output.shape[1] != dim or encoder.projection is not None:
+        return spread
+    first: Tensor = output.detach().cpu().float()[tokens].expand_as(spread)
+    return first.clone() if rows == 1 else first + spread

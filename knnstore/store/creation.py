@@ -1,0 +1,164 @@
+"""Making a store, in steps that may each be interrupted: the same call goes through afterwards.
+
+::
+
+    1 look      what is to be outside the home is free
+    2 begin     .NAME.unfinished/creation.json, beside the home, says what is being made outside
+    3 make      the datastore, then the catalogue with its one row
+    4 appear    the folder gets the home's name                                <- a store is there
+
+A crash before 4 leaves no home. What it left in the folder goes with the next try. What it left outside
+is known again by creation.json: a datastore by its place, where it must still be empty, and the
+catalogue by the moment that stands in its row. Anything else found outside is somebody's, and refused.
+"""
+
+import json
+import os
+import shutil
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Self
+
+from knnstore.catalog import Catalog, Engine, Identity, place
+from knnstore.durable import publish, sync_directory
+from knnstore.errors import (
+    ConfigError,
+    DatastoreExistsError,
+    DatastoreNotFoundError,
+    StoreExistsError,
+    StoreNotFoundError,
+)
+from knnstore.store.fitted import FOLDER, Weights, save_weights
+from knnstore.store.home import DESCRIPTION, Home
+from knnstore.store.reader import open_datastore
+
+_NAME = "creation.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Creation:
+    """A creation that has begun to make things outside its folder."""
+
+    moment: datetime
+    """When it first began; stands in the catalogue's row."""
+    datastores: tuple[str, ...] = ()
+    """Where it began to make a datastore, nothing being there."""
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """The creation that was interrupted in a folder, else a new one."""
+        try:
+            content = json.loads((folder / _NAME).read_bytes())
+            return cls(datetime.fromisoformat(content["moment"]), tuple(content["datastores"]))
+        except FileNotFoundError:
+            return cls(datetime.now(UTC))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{folder / _NAME} is damaged; remove {folder}: {error}") from error
+
+    def write(self, folder: Path) -> None:
+        """Note it, durably."""
+        content = {"moment": self.moment.isoformat(), "datastores": self.datastores}
+        publish(folder / _NAME, json.dumps(content).encode(), "creation")
+
+
+def make_store(
+    path: Path,
+    identity: Identity,
+    engine: Engine,
+    catalog: str | None,
+    projection: Weights | None = None,
+) -> None:
+    """Make a home with an empty datastore and a catalogue; it is whole or not there.
+
+    Args:
+        path: the folder; new or empty.
+        identity: what the store is made for.
+        engine: where the keys are to be.
+        catalog: the catalogue's URL, whose password is not written; None is SQLite in the home.
+        projection: the weights that the identity names, if it does.
+
+    Raises:
+        StoreExistsError: a store is there, or in the catalogue's database.
+        DatastoreExistsError: a datastore is at the location.
+        ConfigError: the folder holds other files, or something given cannot be used.
+    """
+    folder = path.resolve()
+    if (folder / DESCRIPTION).exists():
+        raise StoreExistsError(f"{folder} is a knnstore already; remove it or choose another --home")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is there and not an empty folder; choose another --home")
+    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    home = Home.new(unfinished, catalog)
+    outside = _outside(home, folder, engine)
+    creation = Creation.read(unfinished)
+    begun = outside in creation.datastores
+    unfinished.mkdir(parents=True, exist_ok=True)
+    try:
+        _clear(unfinished)
+        if catalog is not None:
+            _check_catalog(home, creation.moment)
+        if outside is not None and not begun:
+            _check_location(home, identity, engine)
+            creation = replace(creation, datastores=(*creation.datastores, outside))
+        if catalog is not None or outside is not None:
+            creation.write(unfinished)
+        with open_datastore(home, identity, engine, "a" if begun else "x") as made:
+            if made.count():
+                raise _occupied(engine)
+        if projection is not None:
+            save_weights(unfinished / FOLDER, projection)
+        Catalog.create(home.catalog_url, identity, engine, created_at=creation.moment).close()
+        home.write()
+        os.rename(unfinished, folder)
+    except BaseException:
+        _clear(unfinished)
+        with suppress(OSError):  # what is outside is still to be known again
+            unfinished.rmdir()
+        raise
+    sync_directory(folder.parent)
+    (folder / _NAME).unlink(missing_ok=True)
+
+
+def _outside(home: Home, folder: Path, engine: Engine) -> str | None:
+    """Which datastore is to be made outside the home, if it is."""
+    where = home.resolve(engine.location)
+    if "://" not in where:
+        resolved = Path(where).resolve()
+        if resolved.is_relative_to(home.path):
+            return None
+        if resolved.is_relative_to(folder):
+            raise ConfigError(f"{resolved} is in the home: give its place there, as in --location keys")
+        where = str(resolved)
+    return f"{engine.adapter} {where}"
+
+
+def _check_catalog(home: Home, moment: datetime) -> None:
+    """Refuse a database that holds a store, unless this very creation has put it there."""
+    try:
+        with closing(Catalog.open(home.catalog_url)) as found:
+            ours = found.created_at == moment
+    except StoreNotFoundError:
+        return
+    if not ours:
+        raise StoreExistsError(f"{place(home.catalog_url)} already holds a store's catalogue")
+
+
+def _check_location(home: Home, identity: Identity, engine: Engine) -> None:
+    with suppress(DatastoreNotFoundError):
+        open_datastore(home, identity, engine, "r").close()
+        raise _occupied(engine)
+
+
+def _occupied(engine: Engine) -> DatastoreExistsError:
+    return DatastoreExistsError(
+        f"a datastore is already at {engine.adapter} {engine.location}; choose another --location"
+    )
+
+
+def _clear(unfinished: Path) -> None:
+    """Remove what an interrupted creation left in its folder, but for what it knows of things outside."""
+    for path in unfinished.iterdir() if unfinished.is_dir() else ():
+        if path.name != _NAME:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -1,0 +1,223 @@
+"""Fitted weights that are too large for SQL, and the documents that they hold traces of.
+
+::
+
+    HOME/weights/<SHA-256 of the file>.safetensors
+
+Saved settings name the files that they need. A file is durable before the settings that name it are
+saved, and removed when settings are saved and none names it any more, so a crash leaves at most a
+file too many.
+
+What is fitted on the store's own documents keeps something of each. Saved settings name such weights
+in an object with both a ``weights`` and a ``traces``; once a document is removed or replaced, they are
+used no more and their file is removed with it.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from knnstore.catalog import Snapshot
+from knnstore.durable import publish, sync_directory
+from knnstore.errors import ConfigError, CorruptWeightsError
+from knnstore.store.selection import Selection
+
+FOLDER = "weights"
+"""Of a home."""
+
+
+_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
+
+
+_METADATA = "knnstore"  # one entry, since the order of several would not be the same each time
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weights:
+    """Tensors, and what is to be known about them."""
+
+    tensors: Mapping[str, NDArray[Any]]
+    metadata: Mapping[str, Any]
+    """JSON values, e.g. the fingerprint of the model that they were fitted for."""
+
+    def encode(self) -> bytes:
+        """The content of their file; the same weights give the same bytes."""
+        dense = {name: np.ascontiguousarray(tensor) for name, tensor in self.tensors.items()}
+        described = json.dumps(dict(self.metadata), sort_keys=True, ensure_ascii=False)
+        return save(dense, {_METADATA: described})
+
+    @classmethod
+    def decode(cls, content: bytes) -> Self:
+        """Read what `encode` returned.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        try:
+            tensors = load(content)
+            header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+            return cls(tensors, json.loads(header["__metadata__"][_METADATA]))
+        except (SafetensorError, KeyError, TypeError) as error:
+            raise ValueError(f"not a file of weights: {error}") from error
+
+    @property
+    def name(self) -> str:
+        """The name of their file."""
+        return name_of(self.encode())
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Weights) and self.encode() == other.encode())
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+def name_of(content: bytes) -> str:
+    """The name of the file with this content."""
+    return f"{hashlib.sha256(content).hexdigest()}.safetensors"
+
+
+def names_in(settings: object) -> Iterator[str]:
+    """The files of weights that settings name, wherever in their values."""
+    if isinstance(settings, str):
+        if _NAME.fullmatch(settings):
+            yield settings
+    elif isinstance(settings, Mapping):
+        for value in settings.values():
+            yield from names_in(value)
+    elif isinstance(settings, Iterable):
+        for value in settings:
+            yield from names_in(value)
+
+
+def save_weights(folder: Path, weights: Weights) -> str:
+    """Write weights durably; nothing is done when they are there already.
+
+    Args:
+        folder: made when it does not exist.
+        weights: what to write.
+
+    Returns:
+        The name to save in settings.
+    """
+    content = weights.encode()
+    name = name_of(content)
+    if not folder.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        sync_directory(folder.parent)
+    if problem_of(folder, name) is not None:
+        publish(folder / name, content, "weights")
+    return name
+
+
+def load_weights(folder: Path, name: str) -> Weights:
+    """Read weights, after comparing the file with its name.
+
+    Raises:
+        ConfigError: this is not the name of a file of weights.
+        CorruptWeightsError: the file is missing or damaged.
+    """
+    problem = problem_of(folder, name)
+    if problem is not None:
+        raise CorruptWeightsError(problem)
+    return Weights.decode((folder / name).read_bytes())
+
+
+def problem_of(folder: Path, name: str) -> str | None:
+    """Say in one line what is wrong with a file; None when it is sound.
+
+    Raises:
+        ConfigError: this is not the name of a file of weights.
+    """
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{name!r} is not the name of a file of weights: <SHA-256>.safetensors")
+    try:
+        found = name_of((folder / name).read_bytes())
+    except OSError as error:
+        found, why = "", f"cannot be read ({error.strerror})"
+    else:
+        why = "is damaged"
+    if found == name:
+        return None
+    return f"{folder / name} {why}: restore it from a backup, or fit again what needs it (knnstore calibrate)"
+
+
+def sweep(folder: Path, named: Iterable[str]) -> None:
+    """Remove the files that no settings name, and what a crash left half written."""
+    kept = set(named)
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if _NAME.fullmatch(path.name.removesuffix(".tmp")) and path.name not in kept:
+            path.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Traces:
+    """All documents that some domains held at one moment.
+
+    Positions are never given twice and later documents have higher ones. So these documents are all
+    still there as long as there are as many below the position that the next one was to have.
+    """
+
+    domains: tuple[str, ...]
+    """Sorted; none is the whole store."""
+    documents: int
+    """How many there were."""
+    below: int
+    """They had no position from this one on."""
+
+    @classmethod
+    def of(cls, snapshot: Snapshot, domains: Iterable[str] = ()) -> Self:
+        """Everything that these domains hold now; of the whole store when none is named."""
+        names = tuple(sorted(set(domains)))
+        below = int(snapshot.stops.max(initial=0))
+        return cls(names, _count(snapshot, names, below), below)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Read what was saved as JSON."""
+        return cls(**{**values, "domains": tuple(values["domains"])})
+
+    def are_whole(self, snapshot: Snapshot) -> bool:
+        """Whether every document is still as it was."""
+        return _count(snapshot, self.domains, self.below) == self.documents
+
+    def gone(self, snapshot: Snapshot) -> float:
+        """The share of the documents that were removed or replaced since."""
+        return 1 - _count(snapshot, self.domains, self.below) / max(1, self.documents)
+
+    def are_within(self, selection: Selection) -> bool:
+        """Whether a selection reaches every one of these documents, so that it may show traces of them."""
+        if Selection(domains=selection.domains) != selection:
+            return False
+        return selection.domains is None or (
+            bool(self.domains) and set(self.domains) <= set(selection.domains)
+        )
+
+
+def traced_in(settings: object) -> Iterator[tuple[str, Traces]]:
+    """The files of weights that hold traces, with these, wherever in the values of settings."""
+    if isinstance(settings, Mapping):
+        if "weights" in settings and "traces" in settings:
+            yield settings["weights"], Traces.from_dict(settings["traces"])
+            return
+        settings = settings.values()
+    if isinstance(settings, Iterable) and not isinstance(settings, str):
+        for value in settings:
+            yield from traced_in(value)
+
+
+def _count(snapshot: Snapshot, domains: tuple[str, ...], below: int) -> int:
+    inside = snapshot.starts < below
+    if domains:
+        groups = [snapshot.domains[name] for name in domains if name in snapshot.domains]
+        inside &= np.isin(snapshot.groups, groups)
+    return int(inside.sum())

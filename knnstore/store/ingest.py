@@ -1,0 +1,114 @@
+"""The two-phase protocol that keeps the catalogue and the datastore as one thing.
+
+::
+
+    1 begin      documents become pending, with positions of their own
+    2 add        their records go to the datastore
+    3 flush      ... durably
+    4 publish    pending -> live: acknowledged; the versions replaced become deleting
+    5 purge      records of whatever is not live leave the datastore, then their rows
+
+A crash before 4 leaves pending documents, one after 4 leaves deleting ones. Recovery is step 5
+for both, and each step may be repeated, so recovery may itself be killed.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from knnstore.catalog import CatalogWriter, NewDocument, PlacedDocument
+from knnstore.datastore import Datastore, Keys, ranges_of, record_ids
+from knnstore.errors import KnnstoreError
+from knnstore.failpoints import failpoint
+
+
+def purge(catalog: CatalogWriter, datastore: Datastore, documents: Sequence[PlacedDocument]) -> None:
+    """Remove documents that are not live, first from the datastore and then from the catalogue."""
+    if not documents:
+        return
+    bounds = np.array([(document.start, document.stop) for document in documents], np.int64)
+    failpoint("purge.before")
+    datastore.delete(ranges_of(bounds[:, 0], bounds[:, 1]))
+    failpoint("purge.deleted")
+    datastore.flush()
+    failpoint("purge.flushed")
+    catalog.forget([document.row for document in documents])
+
+
+class Ingest:
+    """A group of documents that becomes live at once, when the ``with`` block ends well.
+
+    On an exception nothing of the group stays. Made by `KNNStore.ingest`.
+
+    Args:
+        catalog: the writer.
+        datastore: opened for writing.
+        documents: distinct in (domain, id); one that is live already is replaced.
+    """
+
+    def __init__(
+        self, catalog: CatalogWriter, datastore: Datastore, documents: Sequence[NewDocument]
+    ) -> None:
+        self._catalog = catalog
+        self._datastore = datastore
+        self._placed = catalog.begin(documents)
+        self._starts = np.array([placed.start for placed in self._placed], np.int64)
+        self._groups = np.array([placed.group for placed in self._placed], np.int32)
+        failpoint("ingest.begun")
+
+    def add(
+        self,
+        documents: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        tokens: NDArray[np.int64],
+        keys: Keys,
+    ) -> None:
+        """Store the records of some tokens of the group, in any order, each token once.
+
+        Args:
+            documents: index of each token's document in the group, shape (n,).
+            positions: index of each token in its document, shape (n,).
+            tokens: the tokens, shape (n,).
+            keys: float32, shape (n, dim): the model's state that predicts each token.
+        """
+        ids = record_ids(self._starts[documents] + positions, tokens)
+        self._datastore.add(ids, keys, self._groups[documents])
+        failpoint("ingest.added")
+
+    def commit(self) -> None:
+        """Make the group durable, then live, then remove what it replaced."""
+        self._datastore.flush()
+        failpoint("ingest.flushed")
+        self._catalog.publish([placed.row for placed in self._placed])
+        purge(self._catalog, self._datastore, self._catalog.unsettled())
+
+    def abandon(self) -> None:
+        """Take back what was stored of the group; what fails here is left to recovery.
+
+        The catalogue is asked again what is live: a commit whose answer was lost stands. What is not
+        goes, also where another writer took over and has forgotten the documents already.
+        """
+        with contextlib.suppress(KnnstoreError, OSError):
+            live = self._catalog.catalog.labels(placed.row for placed in self._placed)
+            purge(
+                self._catalog, self._datastore, [placed for placed in self._placed if placed.row not in live]
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.abandon()
+            return
+        try:
+            self.commit()
+        except BaseException:
+            self.abandon()
+            raise

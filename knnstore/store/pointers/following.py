@@ -1,0 +1,91 @@
+"""Following records into their documents: the record that comes after one, and how far a query is from it.
+
+The next position of a document holds the next record, so these pointers need no space and none can lead
+into another document or to anything that was removed. Nor do clusters: what they hold is looked up again.
+"""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from knnstore.datastore import Distances, Ids, Keys, Metric, Neighbors, positions_of, ranges_of
+from knnstore.store.pointers.clusters import Clusters
+from knnstore.store.selection import Selection
+
+if TYPE_CHECKING:
+    from knnstore.store.view import View
+
+_CHUNK_VALUES = 1 << 22
+"""How many components of keys are subtracted at once: 16 MiB of float32."""
+
+
+def follow(
+    view: "View", queries: Keys, ids: Ids, selection: Selection, clusters: Clusters | None = None
+) -> Neighbors:
+    """Measure each query against the records that come after some of others in their documents.
+
+    Args:
+        view: what is live.
+        queries: float32, shape (q, dim).
+        ids: records as of any revision, int64, shape (q, m), -1 for none.
+        selection: where the records may be.
+        clusters: measures all records of the clusters that those records are in.
+
+    Returns:
+        ids and distances of shape (q, m), each in the place of the record before it; -1 and +inf where that
+        was a document's last, and where there is no such record any more. With clusters of shape (q, n), in
+        any order. With log weights as `View.search`.
+    """
+    positions = positions_of(ids) + 1
+    documents = view.snapshot.documents_at(positions)
+    # What comes before a document's first position is another document, or one that was removed.
+    follows = (ids >= 0) & (documents >= 0)
+    follows &= positions > np.append(view.snapshot.starts, -1)[documents]
+    if clusters is not None:
+        positions = clusters.around(view, positions, follows)
+        follows = positions >= 0
+    return _measure(view, queries, positions, follows, selection)
+
+
+def _measure(
+    view: "View",
+    queries: Keys,
+    positions: NDArray[np.int64],
+    wanted: NDArray[np.bool_],
+    selection: Selection,
+) -> Neighbors:
+    """Measure queries against the selected records at some positions; all shapes (q, m)."""
+    found = Neighbors(np.full(positions.shape, -1, np.int64), np.full(positions.shape, np.inf, np.float32))
+    distinct = np.unique(positions[wanted])
+    live = ranges_of(distinct, distinct + 1) & view.scope(selection).live
+    stored = list(view.datastore.iterate(ids=live)) if live else []
+    if stored:
+        known, keys = (np.concatenate(column) for column in list(zip(*stored, strict=True))[:2])
+        at = np.minimum(np.searchsorted(positions_of(known), positions), len(known) - 1)
+        rows, columns = np.nonzero(wanted & (positions_of(known)[at] == positions))
+        chosen = at[rows, columns]
+        found.ids[rows, columns] = known[chosen]
+        found.distances[rows, columns] = _distances(queries, keys, rows, chosen, view.datastore.metric)
+    survivors = view.snapshot.survivors
+    if survivors is None:
+        return found
+    return replace(found, log_weights=survivors.log_weights_at(positions_of(found.ids)))
+
+
+def _distances(
+    queries: Keys, keys: Keys, rows: NDArray[np.int64], at: NDArray[np.int64], metric: Metric
+) -> Distances:
+    """Measure n pairs of a query and a key, given by their numbers; shape (n,)."""
+    distances = np.empty(len(rows), np.float32)
+    step = max(1, _CHUNK_VALUES // queries.shape[1])
+    for start in range(0, len(rows), step):
+        part = slice(start, start + step)
+        if metric is Metric.L2:
+            difference = keys[at[part]]
+            difference -= queries[rows[part]]
+            distances[part] = np.einsum("nd,nd->n", difference, difference)
+        else:
+            distances[part] = -np.einsum("nd,nd->n", keys[at[part]], queries[rows[part]])
+    return distances

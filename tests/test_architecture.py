@@ -1,0 +1,69 @@
+"""The house: each folder has one face, and nobody imports past it but its own folder."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("knnstore", "adapters/knnstore_faiss", "adapters/knnstore_hnswlib", "adapters/knnstore_qdrant")
+MODULES = {
+    ".".join(path.relative_to(base.parent).with_suffix("").parts).removesuffix(".__init__"): path
+    for base in (ROOT / package for package in PACKAGES)
+    for path in base.rglob("*.py")
+}
+MOST_MODULES, MOST_LINES = 18, 340
+
+
+def imports_of(path: Path) -> Iterator[tuple[str, list[str]]]:
+    """Every ``from ... import ...`` of a file, wherever it stands: the module and the names."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        assert not isinstance(node, ast.ImportFrom) or node.level == 0, f"{path}: relative import"
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module, [alias.name for alias in node.names]
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name, []) for alias in node.names)
+
+
+def is_folder(module: str) -> bool:
+    return module in MODULES and MODULES[module].name == "__init__.py"
+
+
+def faces_passed(importer: str, imported: str) -> list[str]:
+    """The folders on the way to a module that the importer is not in, but for the module itself."""
+    parts = imported.split(".")
+    above = [".".join(parts[:end]) for end in range(1, len(parts))]
+    return [
+        folder for folder in above if folder != "knnstore" and not f"{importer}.".startswith(f"{folder}.")
+    ]
+
+
+@pytest.mark.parametrize("importer", sorted(MODULES))
+def test_nobody_imports_past_a_face(importer: str) -> None:
+    for module, names in imports_of(MODULES[importer]):
+        imported = [f"{module}.{name}" if f"{module}.{name}" in MODULES else module for name in names]
+        for target in {module, *imported} & MODULES.keys():
+            if target.startswith("knnstore.datastore.registry"):
+                continue  # a namespace of its own, named by the face
+            assert not faces_passed(importer, target), f"{importer} imports {target} past its folder's face"
+
+
+@pytest.mark.parametrize("folder", sorted(filter(is_folder, MODULES)))
+def test_a_face_names_what_it_offers(folder: str) -> None:
+    tree = ast.parse(MODULES[folder].read_text())
+    lists = [node.value for node in tree.body if isinstance(node, ast.Assign) and _name(node) == "__all__"]
+    offered = [ast.literal_eval(value) for value in lists]
+    assert offered or len(tree.body) == 1, "a face without __all__"
+    assert all(names == sorted(set(names), key=names.index) for names in offered)
+
+
+def _name(node: ast.Assign) -> str:
+    return node.targets[0].id if isinstance(node.targets[0], ast.Name) else ""
+
+
+def test_every_folder_and_every_module_fit_in_one_mind() -> None:
+    for module, path in MODULES.items():
+        assert len(path.read_text().splitlines()) <= MOST_LINES, module
+        if is_folder(module):
+            assert len(list(path.parent.glob("*.py"))) <= MOST_MODULES, module
