@@ -140,10 +140,9 @@ def cache_of(
 
 def warn_of_outdated(store: "KNNStore", selection: "Selection") -> None:
     """Say that the settings saved for a selection name a substitute that is used no more."""
-    from knnstore.lm import Substitute, saved_for
+    from knnstore.lm import is_substitute_outdated
 
-    named = (saved_for(store, selection) or {}).get("substitute")
-    if named and Substitute.from_dict(named).is_outdated(store):
+    if is_substitute_outdated(store, selection):
         note(
             "warning: the substitute in these settings was trained on documents that were removed or "
             "replaced since, and is left out: run knnstore substitute again"

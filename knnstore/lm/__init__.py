@@ -2,7 +2,6 @@
 
 from knnstore.lm.calibration import (
     Calibration,
-    CalibrationRecord,
     Comparison,
     Interval,
     Probe,
@@ -14,26 +13,34 @@ from knnstore.lm.mixing import (
     Chosen,
     DomainWeights,
     FixedLambda,
+    GateLambda,
     Mixer,
     NearnessLambda,
     RelativeConfidence,
     Retrieved,
+    SimpleMixer,
+    Skipping,
+    register_mixer,
 )
 from knnstore.lm.model import KNNLMForCausalLM, create, load
 from knnstore.lm.reading import Added, load_model
 from knnstore.lm.scoring import Evaluation, PruningCost, Source, TokenExplanation, TokenTable, replacing
 from knnstore.lm.settings import (
     CacheSettings,
+    CalibrationRecord,
     KNNSettings,
     PointerSettings,
     Substitute,
+    TrainedSubstitute,
     default_settings,
+    is_substitute_outdated,
     saved_for,
     settings_for,
+    settings_from_dict,
+    settings_to_dict,
     trained_for,
     usable_settings_for,
 )
-from knnstore.lm.substitute import TrainedSubstitute
 
 __all__ = [
     "Added",
@@ -46,6 +53,7 @@ __all__ = [
     "DomainWeights",
     "Evaluation",
     "FixedLambda",
+    "GateLambda",
     "Interval",
     "KNNLMForCausalLM",
     "KNNSettings",
@@ -57,6 +65,8 @@ __all__ = [
     "PruningCost",
     "RelativeConfidence",
     "Retrieved",
+    "SimpleMixer",
+    "Skipping",
     "Source",
     "Substitute",
     "TokenExplanation",
@@ -64,12 +74,16 @@ __all__ = [
     "TrainedSubstitute",
     "create",
     "default_settings",
+    "is_substitute_outdated",
     "load",
     "load_model",
     "probe_keys",
+    "register_mixer",
     "replacing",
     "saved_for",
     "settings_for",
+    "settings_from_dict",
+    "settings_to_dict",
     "trained_for",
     "usable_settings_for",
 ]

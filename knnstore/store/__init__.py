@@ -17,11 +17,11 @@ from knnstore.store.relocation import (
     merge_chooser,
     random_chooser,
 )
+from knnstore.store.saved import SavedSettings
 from knnstore.store.selection import EVERYTHING, Selection
-from knnstore.store.store import CALIBRATION, KNNStore
+from knnstore.store.store import KNNStore
 
 __all__ = [
-    "CALIBRATION",
     "EVERYTHING",
     "Choice",
     "Chooser",
@@ -39,6 +39,7 @@ __all__ = [
     "Provenance",
     "Pruned",
     "PrunedDomain",
+    "SavedSettings",
     "Selection",
     "StoredVersion",
     "Traces",

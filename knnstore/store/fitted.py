@@ -9,14 +9,14 @@ saved, and removed when settings are saved and none names it any more, so a cras
 file too many.
 
 What is fitted on the store's own documents keeps something of each. Saved settings name such weights
-in an object with both a ``weights`` and a ``traces``; once a document is removed or replaced, they are
+together with their traces (`SavedSettings.files`); once a document is removed or replaced, they are
 used no more and their file is removed with it.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -84,19 +84,6 @@ class Weights:
 def name_of(content: bytes) -> str:
     """The name of the file with this content."""
     return f"{hashlib.sha256(content).hexdigest()}.safetensors"
-
-
-def names_in(settings: object) -> Iterator[str]:
-    """The files of weights that settings name, wherever in their values."""
-    if isinstance(settings, str):
-        if _NAME.fullmatch(settings):
-            yield settings
-    elif isinstance(settings, Mapping):
-        for value in settings.values():
-            yield from names_in(value)
-    elif isinstance(settings, Iterable):
-        for value in settings:
-            yield from names_in(value)
 
 
 def save_weights(folder: Path, weights: Weights) -> str:
@@ -201,18 +188,6 @@ class Traces:
         return selection.domains is None or (
             bool(self.domains) and set(self.domains) <= set(selection.domains)
         )
-
-
-def traced_in(settings: object) -> Iterator[tuple[str, Traces]]:
-    """The files of weights that hold traces, with these, wherever in the values of settings."""
-    if isinstance(settings, Mapping):
-        if "weights" in settings and "traces" in settings:
-            yield settings["weights"], Traces.from_dict(settings["traces"])
-            return
-        settings = settings.values()
-    if isinstance(settings, Iterable) and not isinstance(settings, str):
-        for value in settings:
-            yield from traced_in(value)
 
 
 def _count(snapshot: Snapshot, domains: tuple[str, ...], below: int) -> int:

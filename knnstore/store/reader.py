@@ -25,6 +25,7 @@ from knnstore.store.fitted import FOLDER, Weights, load_weights
 from knnstore.store.home import Home
 from knnstore.store.pointers import Clusters, follow
 from knnstore.store.provenance import Provenance, Tokens, Tracer
+from knnstore.store.saved import SavedSettings
 from knnstore.store.selection import EVERYTHING, Selection
 from knnstore.store.view import View
 
@@ -201,9 +202,10 @@ class StoreReader:
         """
         return self.view().scope(selection).records
 
-    def settings(self, domains: Sequence[str] = ()) -> Mapping[str, Any] | None:
-        """The retrieval settings saved for exactly this set of domains, if any."""
-        return self._catalog.settings(domains)
+    def settings(self, domains: Sequence[str] = ()) -> SavedSettings | None:
+        """The settings saved for exactly this set of domains, if any."""
+        payload = self._catalog.settings(domains)
+        return None if payload is None else SavedSettings.of_payload(payload)
 
     def load_weights(self, name: str) -> Weights:
         """Read fitted weights that settings name.

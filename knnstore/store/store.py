@@ -15,16 +15,14 @@ from knnstore.datastore import TOKEN_LIMIT, IdRanges, SupportsOptimize
 from knnstore.durable import WriterLock
 from knnstore.errors import ConfigError, DocumentNotFoundError, KnnstoreError
 from knnstore.store.creation import make_store
-from knnstore.store.fitted import Weights, names_in, problem_of, save_weights, sweep, traced_in
+from knnstore.store.fitted import Traces, Weights, problem_of, save_weights, sweep
 from knnstore.store.home import Home
 from knnstore.store.ingest import Ingest, purge
 from knnstore.store.reader import Mode
 from knnstore.store.relocation import RelocatableStore, settle_quietly, unfinished
+from knnstore.store.saved import SavedSettings
 from knnstore.store.selection import Selection
 from knnstore.store.verify import problems_of, strangers_in
-
-CALIBRATION = "calibration"
-"""Under this name saved settings say how they were found, see `knnstore.lm.calibration`."""
 
 
 class KNNStore(RelocatableStore):
@@ -182,11 +180,11 @@ class KNNStore(RelocatableStore):
             self._remove(self._catalog.rows(domain=name))
         return domain
 
-    def save_settings(self, payload: Mapping[str, Any], domains: Sequence[str] = ()) -> None:
-        """Save retrieval settings for exactly this set of domains; weights that none names are removed."""
+    def save_settings(self, saved: SavedSettings, domains: Sequence[str] = ()) -> None:
+        """Save settings for exactly this set of domains; weights that none names are removed."""
         with self._locked() as writer:
-            writer.save_settings(domains, payload)
-            self._unnamed_weights -= set(names_in(payload))
+            writer.save_settings(domains, saved.payload())
+            self._unnamed_weights -= set(saved.files())
             self._sweep_weights()
 
     def save_weights(self, tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, Any]) -> str:
@@ -226,8 +224,8 @@ class KNNStore(RelocatableStore):
     def info(self) -> dict[str, Any]:
         """What the store is made for and what is in it."""
         domains, move_target = self.domains(), unfinished(self.home, self._catalog.engine())
-        snapshot, all_settings = self.view().snapshot, self._catalog.all_settings()
-        traced = dict(traced_in(all_settings))
+        snapshot, saved = self.view().snapshot, self._all_settings()
+        files = {name: traces for one in saved for name, traces in one.files().items()}
         return {
             "home": str(self.home.path),
             "catalog": self.home.catalog_url.render_as_string(hide_password=True),
@@ -245,13 +243,14 @@ class KNNStore(RelocatableStore):
             "substitutes": [
                 f"of {', '.join(traces.domains) or 'the whole store'}: "
                 + ("ready" if traces.are_whole(snapshot) else "outdated, documents of it are gone")
-                for traces in traced.values()
+                for traces in files.values()
+                if traces is not None
             ],
             "calibrated": [
                 f"for {', '.join(found['domains']) or 'the whole store'}: {found['mixer']}, perplexity "
                 f"{found['base_ppl']:,.2f} -> {found['knn_ppl']:,.2f} on {found['tokens']:,} tokens (SHA-256 "
                 f"{found['text_hash'][:12]}), {found['date'][:10]}, revision {found['revision']}"
-                for found in (settings.get(CALIBRATION) for settings in all_settings)
+                for found in (one.calibration for one in saved)
                 if found
             ],
         }
@@ -266,9 +265,14 @@ class KNNStore(RelocatableStore):
 
     def _named_weights(self) -> set[str]:
         """The files that are to be there: not those with traces of a document that is gone."""
-        settings, snapshot = self._catalog.all_settings(), self.view().snapshot
-        outdated = {name for name, traces in traced_in(settings) if not traces.are_whole(snapshot)}
-        return {*names_in(self.identity.projection or ""), *names_in(settings)} - outdated
+        projection, snapshot = self.identity.projection, self.view().snapshot
+        named: dict[str, Traces | None] = {} if projection is None else {projection: None}
+        for saved in self._all_settings():
+            named |= saved.files()
+        return {name for name, traces in named.items() if traces is None or traces.are_whole(snapshot)}
+
+    def _all_settings(self) -> list[SavedSettings]:
+        return [SavedSettings.of_payload(payload) for payload in self._catalog.all_settings()]
 
     def _sweep_weights(self) -> None:
         if self._weights.is_dir():

@@ -257,11 +257,11 @@ def test_sources_in_the_text_itself_are_named(lm):
 
 
 def test_settings_survive_being_saved_and_older_ones_have_no_cache():
-    assert KNNSettings.from_dict(BOTH.to_dict()) == BOTH
-    assert KNNSettings.from_dict({"k": 3}).cache is None
+    assert settings_from_dict(settings_to_dict(BOTH)) == BOTH
+    assert settings_from_dict({"k": 3}).cache is None
     for wrong in ({"size": 0}, {"temperature": 0.0}, {"lam": 1.5}, {"reach": 3}):
         with pytest.raises(ConfigError, match="cache"):
-            KNNSettings.from_dict({"cache": wrong})
+            settings_from_dict({"cache": wrong})
 
 
 def test_the_fit_finds_how_a_text_repeats_itself():

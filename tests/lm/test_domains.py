@@ -142,7 +142,7 @@ def test_only_domains_with_a_weight_are_searched_and_a_lost_one_is_reported_once
 
 def test_settings_with_weights_of_domains_survive_json():
     given = KNNSettings(16, 3.0, DomainWeights(("a", "b"), (0.25, 0.5), (1.0, 2.0)))
-    assert KNNSettings.from_dict(given.to_dict()) == given
+    assert settings_from_dict(settings_to_dict(given)) == given
 
 
 @pytest.mark.parametrize(

@@ -191,7 +191,7 @@ def test_forward_and_generation_use_the_gate_as_scoring_does(lm, scored, gated) 
 def test_saved_and_loaded_it_chooses_the_same(lm, scored, gated, tmp_path) -> None:
     for weights in gated.weights:
         lm.store.save_weights(weights.tensors, weights.metadata)
-    values = gated.to_dict()
+    values = settings_to_dict(gated)
     del values["selection"]
     lm.store.save_settings(values)
     with KNNStore.open(lm.store.home.path) as reader:
@@ -203,7 +203,7 @@ def test_saved_and_loaded_it_chooses_the_same(lm, scored, gated, tmp_path) -> No
     copied.save_pretrained(tmp_path)
     assert KNNLMForCausalLM.from_pretrained(tmp_path, store=lm.store).knn == gated
     with pytest.raises(ConfigError, match=r"need .*safetensors of a store"):
-        KNNSettings.from_dict(values)
+        settings_from_dict(values)
 
 
 def test_a_gate_for_another_model_is_refused(lm, scored, gated) -> None:

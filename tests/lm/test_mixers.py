@@ -75,7 +75,7 @@ def test_every_mixture_is_a_distribution(mixer, temperature, distances, confiden
 def test_settings_with_any_mixer_survive_json(mixer, k, temperature):
     assert mixer.name in MIXERS
     saved = KNNSettings(k=k, temperature=temperature, mixer=mixer)
-    assert KNNSettings.from_dict(json.loads(json.dumps(saved.to_dict()))) == saved
+    assert settings_from_dict(json.loads(json.dumps(settings_to_dict(saved)))) == saved
 
 
 def test_bins_hold_what_is_between_their_edges():

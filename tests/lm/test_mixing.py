@@ -45,18 +45,18 @@ def test_settings_survive_json():
         lam=0.125,
         selection=Selection(domains=("law", "news"), exclude=("ab12",)),
     )
-    assert KNNSettings.from_dict(json.loads(json.dumps(settings.to_dict()))) == settings
-    assert KNNSettings.from_dict({}) == KNNSettings()
+    assert settings_from_dict(json.loads(json.dumps(settings_to_dict(settings)))) == settings
+    assert settings_from_dict({}) == KNNSettings()
     with pytest.raises(ConfigError, match="lamda"):
-        KNNSettings.from_dict({"lamda": 0.5})
+        settings_from_dict({"lamda": 0.5})
     with pytest.raises(ConfigError, match="domain"):
-        KNNSettings.from_dict({"selection": {"domain": ["law"]}})
+        settings_from_dict({"selection": {"domain": ["law"]}})
     with pytest.raises(ConfigError, match="half-where-near"):
         KNNSettings(mixer=HalfWhereNear()).to_dict()
-    assert KNNSettings.from_dict({"lambda": 0.125}).mixer == FixedLambda(0.125)
+    assert settings_from_dict({"lambda": 0.125}).mixer == FixedLambda(0.125)
     for mixer in ({"name": "gate"}, {"lam": 0.5}, {"name": "fixed"}, {"name": "fixed", "lam": 0.5, "x": 1}):
         with pytest.raises(ConfigError, match="mixer"):
-            KNNSettings.from_dict({"mixer": mixer})
+            settings_from_dict({"mixer": mixer})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Nearer:
 def test_a_mixer_needs_one_entry_to_be_saved(monkeypatch):
     monkeypatch.setitem(MIXERS, "nearer", Nearer)
     settings = KNNSettings(k=3, mixer=Nearer(0.5, 20.0))
-    assert KNNSettings.from_dict(json.loads(json.dumps(settings.to_dict()))) == settings
+    assert settings_from_dict(json.loads(json.dumps(settings_to_dict(settings)))) == settings
 
 
 def test_lam_is_short_for_a_fixed_mixer():

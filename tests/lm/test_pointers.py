@@ -235,11 +235,11 @@ def test_with_a_cache_and_explained(lm) -> None:
 def test_settings_with_pointers_are_saved_and_wrong_ones_refused() -> None:
     for pointers in (None, PointerSettings(None, 64), PointerSettings(3, cluster_size=9)):
         knn = replace(KNN, pointers=pointers)
-        assert KNNSettings.from_dict(knn.to_dict()) == knn
+        assert settings_from_dict(settings_to_dict(knn)) == knn
     for wrong in ({"min_pointers": 0}, {"max_pointers": 0}, {"min_pointers": 2000}, {"cluster_size": 0}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             PointerSettings(**wrong)
     with pytest.raises(ConfigError, match="pointers have other settings"):
-        KNNSettings.from_dict({"pointers": {"beams": 3}})
+        settings_from_dict({"pointers": {"beams": 3}})
     with pytest.raises(ConfigError, match="weights of domains"):
         KNNSettings(mixer=DomainWeights(("one",), (0.5,)), pointers=PointerSettings())

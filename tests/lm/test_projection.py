@@ -85,7 +85,7 @@ def filled(path, tmp_path_factory):
     lm = knnstore.create(home, path, dim=8, sample=TEXTS, max_length=32)
     with lm.store:
         lm.add(TEXTS[:8], domain="phrases")
-        lm.store.save_settings(KNNSettings(k=20, temperature=2.0, lam=0.5).to_dict())
+        lm.store.save_settings(settings_to_dict(KNNSettings(k=20, temperature=2.0, lam=0.5)))
     return home
 
 

@@ -184,15 +184,15 @@ def test_what_cannot_be_trained_on_is_refused(lm) -> None:
 def test_settings_come_back_as_they_were_saved_and_fit_their_selection(substitute) -> None:
     law = Selection(domains=("phrases",))
     settings = KNNSettings(lam=0.25, selection=law, substitute=substitute)
-    assert KNNSettings.from_dict(settings.to_dict()) == settings
-    assert KNNSettings.from_dict({"k": 3}).substitute is None
+    assert settings_from_dict(settings_to_dict(settings)) == settings
+    assert settings_from_dict({"k": 3}).substitute is None
     for selection in (Selection(domains=("noise",)), Selection(tags=("a",)), Selection(documents=("s1",))):
         with pytest.raises(ConfigError, match="leaves out documents that the substitute was trained on"):
             replace(settings, selection=selection)
     with pytest.raises(ConfigError, match="above 0"):
         replace(substitute, lam=0.0)
     with pytest.raises(ConfigError, match="not the settings of a substitute"):
-        KNNSettings.from_dict({"substitute": {"weights": "x"}})
+        settings_from_dict({"substitute": {"weights": "x"}})
 
 
 def test_another_model_or_a_damaged_file_is_refused(lm, substitute) -> None:
@@ -211,7 +211,7 @@ def test_another_model_or_a_damaged_file_is_refused(lm, substitute) -> None:
 def test_it_goes_when_one_of_its_documents_goes(lm, substitute, change) -> None:
     phrases = Selection(domains=("phrases",))
     store, settings = lm.store, KNNSettings(lam=0.25, substitute=substitute)
-    store.save_settings({**store.settings(["phrases"]), **settings.to_dict()}, ["phrases"])
+    store.save_settings({**store.settings(["phrases"]), **settings_to_dict(settings)}, ["phrases"])
     text = torch.tensor([[5, 6, 7]])
     with knnstore.load(store.home.path).store as elsewhere:
         reader = knnstore.KNNLMForCausalLM.from_base(lm.base, elsewhere, tokenizer=lm.tokenizer)

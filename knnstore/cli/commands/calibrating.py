@@ -77,6 +77,7 @@ def calibrate(
       knnstore calibrate dev.jsonl --skip 0.25
     """
     from knnstore.documents import read_documents
+    from knnstore.lm import settings_to_dict
 
     bad: list[InputError] = []
 
@@ -111,7 +112,7 @@ def calibrate(
             {
                 "candidates": rows,
                 "saved": None if found.record is None else asdict(found.record),
-                "settings": None if found.settings is None else found.settings.to_dict(),
+                "settings": None if found.settings is None else settings_to_dict(found.settings),
                 "savings": savings,
                 "scoring_seconds": found.scoring_seconds,
                 "fitting_seconds": found.fitting_seconds,

@@ -1,14 +1,12 @@
 """Finding the settings that are best for a user's own model, store and text."""
 
-from knnstore.lm.calibration.calibrating import MAX_K, Calibration, CalibrationRecord, calibrate
+from knnstore.lm.calibration.calibrating import Calibration, calibrate
 from knnstore.lm.calibration.candidates import Comparison
 from knnstore.lm.calibration.judging import Interval
 from knnstore.lm.calibration.probing import Probe, Probed, probe_keys
 
 __all__ = [
-    "MAX_K",
     "Calibration",
-    "CalibrationRecord",
     "Comparison",
     "Interval",
     "Probe",

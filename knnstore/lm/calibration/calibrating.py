@@ -5,11 +5,8 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from typing import Self
 
-from transformers import PreTrainedTokenizerBase
-
-from knnstore.documents import TextDocument
+from knnstore.documents import documents_of
 from knnstore.errors import ConfigError, InputError, ReadOnlyError
 from knnstore.lm.calibration.candidates import Comparison, compare, ks_up_to
 from knnstore.lm.calibration.fit_domains import MOST_DOMAINS
@@ -18,69 +15,24 @@ from knnstore.lm.calibration.judging import check_enough, in_halves
 from knnstore.lm.calibration.savings import SHARES, Saving, judge_savings
 from knnstore.lm.calibration.scored_text import score_once
 from knnstore.lm.calibration.searches import FurtherSearches, WideEvidence
-from knnstore.lm.reading import Encoder, count_predicted
-from knnstore.lm.settings import TRAINED, KNNSettings, saved_for, usable_settings_for
+from knnstore.lm.scoring import HeldOut
+from knnstore.lm.settings import (
+    CalibrationRecord,
+    KNNModel,
+    KNNSettings,
+    records_of,
+    settings_for,
+    settings_to_dict,
+    usable_settings_for,
+    weights_of,
+)
 from knnstore.progress import Progress
-from knnstore.store import CALIBRATION, EVERYTHING, KNNStore, Selection, Traces
+from knnstore.store import EVERYTHING, SavedSettings, Selection, Traces
 
 MAX_K = 4096
 """Neighbours that are searched for: p_kNN over more of them was little better, see docs/prediction.md."""
 PASS_K = 1024
 """Neighbours that are kept of each token, for mixers that look at them; of more, only p_kNN is."""
-STALE_GROWTH = 1.25
-"""Settings are stale when the records retrieved from have grown or shrunk by more than this factor."""
-STALE_GONE = 0.2
-"""And when more than this share of the documents was removed or replaced."""
-
-
-@dataclass(frozen=True, slots=True)
-class CalibrationRecord:
-    """How saved settings were found."""
-
-    date: str
-    """ISO 8601, UTC."""
-    mixer: str
-    """Name of the candidate."""
-    documents: int
-    tokens: int
-    """Of the held-out text."""
-    text_hash: str
-    """SHA-256 over the content hashes of the held-out documents, in any order."""
-    revision: int
-    """Of the store."""
-    records: int
-    """How many were retrieved from."""
-    base_ppl: float
-    knn_ppl: float
-    """Held out: of tokens in documents that were not fitted on."""
-    domains: tuple[str, ...]
-    """What the settings were found for; none is the whole store."""
-    skipped: float = 0.0
-    """Share of searches that they leave out."""
-    stored: Traces | None = None
-    """The documents that were retrieved from; None in records of earlier versions."""
-
-    @classmethod
-    def of(cls, store: KNNStore, selection: Selection = EVERYTHING) -> Self | None:
-        """The record of the settings that `settings_for` returns; None when they were not calibrated."""
-        saved = (saved_for(store, selection) or {}).get(CALIBRATION)
-        if saved is None:
-            return None
-        stored = Traces.from_dict(saved["stored"]) if saved.get("stored") else None
-        return cls(**{**saved, "domains": tuple(saved["domains"]), "stored": stored})
-
-    def growth(self, store: KNNStore) -> float:
-        """By which factor the records have become more since."""
-        return _records(store, self.domains) / self.records
-
-    def gone(self, store: KNNStore) -> float:
-        """The share of the documents that were removed or replaced since."""
-        return self.stored.gone(store.view().snapshot) if self.stored else 0.0
-
-    def is_stale(self, store: KNNStore) -> bool:
-        """Whether the store has changed so much that other settings will be better."""
-        grown = not 1 / STALE_GROWTH <= self.growth(store) <= STALE_GROWTH
-        return grown or self.gone(store) > STALE_GONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +53,8 @@ class Calibration:
 
 
 def calibrate(
-    store: KNNStore,
-    encoder: Encoder,
-    tokenizer: PreTrainedTokenizerBase,
-    documents: Iterable[TextDocument],
+    lm: KNNModel,
+    documents: Iterable[object],
     *,
     domains: Iterable[str] | None = None,
     max_k: int = MAX_K,
@@ -117,13 +67,11 @@ def calibrate(
 
     One pass of the model, with searches for k up to `PASS_K`, for larger k and in each domain; then
     everything is fitted without either; see `compare`. Nothing is saved unless the perplexity is below
-    the model's own, beyond chance.
+    the model's own, beyond chance. ``lm.knn`` has the settings from then on if it selects the same domains.
 
     Args:
-        store: where to search; opened for writing.
-        encoder: the store's model.
-        tokenizer: the model's tokenizer.
-        documents: held-out text of the kind that is to be predicted.
+        lm: the model, its store opened for writing.
+        documents: as in `add`: held-out text of the kind that is to be predicted.
         domains: what to retrieve from, and what the settings are saved for; default the whole store.
         max_k: neighbours to search for; smaller numbers are tried as well.
         leave_out: a document that is itself in the store does not retrieve from itself; else it is refused.
@@ -137,6 +85,7 @@ def calibrate(
         ConfigError: `skip` or `max_k` is out of range.
         InputError: a document is in the store, or there is too little text.
     """
+    store, reader = lm.store, lm.reader
     if skip is not None and not (networks and 0 < skip < 1):
         raise ConfigError(f"the share of searches to skip must be above 0 and below 1, with networks: {skip}")
     if store.mode != "a":
@@ -145,40 +94,36 @@ def calibrate(
         raise ConfigError(f"max_k must be at least 1, got {max_k}")
     names = tuple(sorted(set(domains or ())))
     selection = Selection(domains=names) if names else EVERYTHING
-    snapshot, records = store.view().snapshot, _records(store, names)
-    listed = list({document.content_hash: document for document in documents}.values())
-    contents = sorted(document.content_hash for document in listed)
-    twins, stored = (store.stored_content(contents, among) for among in (selection, EVERYTHING))
-    if twins and not leave_out:
-        first = next(document for document in listed if document.content_hash in twins)
-        raise InputError(
-            f"{len(twins):,} of the held-out documents are in the store, {first.id!r} for one: it would find "
-            "itself. Give other documents, or leave each out of its own search (leave_out, --leave-out)"
-        )
+    snapshot, records = store.view().snapshot, records_of(store, names)
+    distinct = {document.content_hash: document for document in documents_of(documents)}
+    listed, reached = HeldOut.of(store, distinct.values(), selection)
+    if not leave_out:
+        HeldOut(listed, reached).refuse_stored()
+    stored = store.stored_content(distinct)
     if stored and skip is not None:
         raise InputError(
             f"{len(stored):,} of the held-out documents are in the store, and a network that was trained on "
             "them would outlast their removal: give other documents, or skip no searches"
         )
     networks = networks and not stored
-    check_enough(len(listed), count_predicted(listed, tokenizer))
+    check_enough(len(listed), reader.count_predicted(listed))
     if not records:
         raise InputError("the store is empty: add documents before calibrating")
     started = time.perf_counter()
     scored = score_once(
-        store, encoder, tokenizer, listed,
-        k=min(max_k, records, PASS_K), selection=selection, left_out=twins, progress=progress,
+        store, reader, listed,
+        k=min(max_k, records, PASS_K), selection=selection, left_out=reached, progress=progress,
     )  # fmt: skip
     wide: list[WideEvidence] = []
     apart = None
     if bool(scored.distances[:, 0].isfinite().any()):
-        further = FurtherSearches(store, scored, listed, selection, twins, progress)
+        further = FurtherSearches(store, scored, listed, selection, reached, progress)
         larger = [k for k in ks_up_to(min(max_k, records)) if k >= 2 * scored.k]
         wide = further.with_k(larger) if larger else []
         searched = [domain.name for domain in store.domains() if not names or domain.name in names]
         apart = further.by_domain(searched, scored.k) if 2 <= len(searched) <= MOST_DOMAINS else None
-    if not twins:  # which cannot be left out of a substitute
-        scored = score_substitute(scored, store, selection, encoder.model.device)
+    if not reached:  # which cannot be left out of a substitute
+        scored = score_substitute(scored, store, selection, reader.encoder.model.device)
     between = time.perf_counter()
     current = usable_settings_for(store, selection)
     found = compare(scored, current, wide=wide, domains=apart, networks=networks)
@@ -202,7 +147,7 @@ def calibrate(
             mixer=best.name,
             documents=found.documents,
             tokens=found.tokens,
-            text_hash=hashlib.sha256("\n".join(contents).encode()).hexdigest(),
+            text_hash=hashlib.sha256("\n".join(sorted(distinct)).encode()).hexdigest(),
             revision=snapshot.revision,
             records=records,
             base_ppl=found.base.ppl,
@@ -211,18 +156,15 @@ def calibrate(
             skipped=0.0 if saving is None else saving.share,
             stored=Traces.of(snapshot, names),
         )
-        values = settings.to_dict()
+        values = settings_to_dict(settings)
         del values["selection"]
-        if trained_before := (store.settings(names) or {}).get(TRAINED):
-            values[TRAINED] = trained_before
-        for weights in settings.weights:
+        for weights in weights_of(settings):
             store.save_weights(weights.tensors, weights.metadata)
-        store.save_settings({**values, CALIBRATION: {**asdict(record), "domains": list(names)}}, names)
+        before = store.settings(names) or SavedSettings()
+        described = {**asdict(record), "domains": list(names)}
+        store.save_settings(replace(before, query=values, calibration=described), names)
+        if set(names) == set(lm.knn.selection.domains or ()):
+            lm.knn = settings_for(store, lm.knn.selection)
     return Calibration(
         found, record, between - started, fitted - between, tuple(savings.values()), settings, len(stored)
     )
-
-
-def _records(store: KNNStore, domains: tuple[str, ...]) -> int:
-    """Records stored under these domains, or under all when none is named."""
-    return sum(domain.records for domain in store.domains() if not domains or domain.name in domains)

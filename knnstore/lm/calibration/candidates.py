@@ -24,7 +24,6 @@ from knnstore.lm.calibration.fit_substitute import fit_alone, fit_beside
 from knnstore.lm.calibration.judging import Interval, Judge, check_enough, in_halves
 from knnstore.lm.calibration.scored_text import Mixed, ScoredText
 from knnstore.lm.calibration.searches import WideEvidence
-from knnstore.lm.mixing import BinnedLambda, DomainWeights, FixedLambda
 from knnstore.lm.settings import KNNSettings
 
 _K_STEP = 4
@@ -224,12 +223,13 @@ def _as_judged(
     domains: DomainEvidence | None,
 ) -> tuple[KNNSettings | None, Mix]:
     """Settings as they can be judged without a search, and by what; None where they cannot."""
-    if isinstance(current.mixer, DomainWeights):
-        names = {current.mixer.domains[number] for number in current.mixer.searched}
-        if domains is None or current.cache is not None or not names <= set(domains.domains):
+    searches = current.mixer.searches(current.selection)
+    if any(one is not current.selection for one in searches):
+        named = {name for one in searches for name in one.domains or ()}
+        if domains is None or current.cache is not None or not named <= set(domains.domains):
             return None, scored.log_probs
         return current, domains.log_probs
-    if isinstance(current.mixer, FixedLambda | BinnedLambda) and current.cache is None:
+    if current.mixer.needs_nearest_only and current.cache is None:
         for of in wide:
             if of.evidence.k == current.k:
                 return current, of.log_probs

@@ -34,7 +34,7 @@ class CacheEvidence:
         """Mix a cache with a size and T from these ladders into log p of each token, shape (n,)."""
         column = int((self.temperatures - cache.temperature).abs().argmin())
         probs = self.probs[:, self.sizes.index(cache.size), column]
-        return mix_gold(log_probs, probs, self.found, cache.lam)
+        return mix_gold(log_probs, probs, cache.lam * self.found)
 
 
 def gather_cache_evidence(reading: Reading) -> CacheEvidence:

@@ -5,13 +5,14 @@ The temperatures are taken from a ladder, in turns, while they make it larger.
 """
 
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from knnstore.lm.calibration.evidence import between_rungs
 from knnstore.lm.calibration.scored_text import Mixed
-from knnstore.lm.mixing import LEAST_PROBABILITY, MAX_LAMBDA, DomainWeights
+from knnstore.lm.mixing import LEAST_PROBABILITY, MAX_LAMBDA, DomainWeights, mix_probs
 from knnstore.lm.settings import KNNSettings
 
 MOST_DOMAINS = 16
@@ -51,17 +52,16 @@ class DomainEvidence:
         Returns:
             One entry for each of the m tokens.
         """
-        mixer = settings.mixer
-        assert isinstance(mixer, DomainWeights)
+        mixer = cast(DomainWeights, settings.mixer)
         lm = self.lm[tokens]
-        mixed, lam = lm.clone(), torch.zeros_like(lm)
+        parts, lam = list[tuple[float, Tensor]](), torch.zeros_like(lm)
         for number in mixer.searched:
             at = self.domains.index(mixer.domains[number])
             factor = mixer.temperature_factors[number] if mixer.temperature_factors else 1.0
             knn = between_rungs(self.knn[at, tokens], self.temperatures, settings.temperature * factor)
-            mixed += mixer.lambdas[number] * (knn - lm)
+            parts.append((mixer.lambdas[number], knn))
             lam += mixer.lambdas[number] * self.found[at, tokens]
-        return Mixed(mixed.clamp_(min=LEAST_PROBABILITY).log(), lam)
+        return Mixed(mix_probs(lm, *parts).log(), lam)
 
 
 def fit_domains(evidence: DomainEvidence) -> KNNSettings:

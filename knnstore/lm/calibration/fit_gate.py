@@ -6,16 +6,15 @@ import torch
 from torch import Tensor
 
 from knnstore.lm.calibration.evidence import Evidence
-from knnstore.lm.calibration.fit_lambda import fit_fixed
+from knnstore.lm.calibration.fit_lambda import best_fixed
 from knnstore.lm.calibration.scored_text import ScoredText
 from knnstore.lm.mixing import (
-    LEAST_PROBABILITY,
-    FixedLambda,
     GateLambda,
     Skipping,
     chosen_by,
     fit_network,
     gate_features,
+    mix_probs,
     skip_features,
     start_of,
 )
@@ -34,8 +33,7 @@ def fit_gate(evidence: Evidence, scored: ScoredText) -> KNNSettings:
         evidence: of the tokens to fit on.
         scored: the text that they are of.
     """
-    fixed = fit_fixed(evidence)
-    assert isinstance(fixed.mixer, FixedLambda)
+    fixed_temperature, fixed_lam = best_fixed(evidence)
     scale = float(evidence.nearest.distances[:, 0].abs().median().clamp(min=1e-6))
     features = torch.cat(
         [
@@ -46,15 +44,15 @@ def fit_gate(evidence: Evidence, scored: ScoredText) -> KNNSettings:
     lm, ladder = evidence.lm[:, 0], evidence.temperatures.log2()
 
     def loss(outputs: Tensor, rows: Tensor) -> Tensor:
-        lam, temperature = chosen_by(outputs, fixed.temperature)
+        lam, temperature = chosen_by(outputs, fixed_temperature)
         assert isinstance(temperature, Tensor)
         knn = _at(evidence.knn[rows], (temperature.log2() - ladder[0]) / (ladder[1] - ladder[0]))
-        return -(lm[rows] + lam * (knn - lm[rows])).clamp(min=LEAST_PROBABILITY).log().mean()
+        return -mix_probs(lm[rows], (lam, knn)).log().mean()
 
     documents = scored.documents[evidence.tokens]
-    network = fit_network(features, loss, documents, start_of(fixed.mixer.lam))
+    network = fit_network(features, loss, documents, start_of(fixed_lam))
     mixer = GateLambda(network.weights({**_purpose(scored), "of": "gate", "k": evidence.k, "scale": scale}))
-    return KNNSettings(evidence.k, fixed.temperature, mixer)
+    return KNNSettings(evidence.k, fixed_temperature, mixer)
 
 
 def fit_skipping(scored: ScoredText, gains: Tensor, tokens: Tensor) -> Skipping:

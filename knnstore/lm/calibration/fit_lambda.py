@@ -12,13 +12,13 @@ from torch import Tensor
 
 from knnstore.lm.calibration.evidence import Evidence
 from knnstore.lm.mixing import (
-    LEAST_PROBABILITY,
     BinnedLambda,
     FixedLambda,
     NearnessLambda,
     RelativeConfidence,
     bins_of,
     fit_lambdas,
+    mix_probs,
 )
 from knnstore.lm.settings import KNNSettings
 
@@ -28,11 +28,15 @@ PRIOR_TOKENS = 32.0
 
 def fit_fixed(evidence: Evidence) -> KNNSettings:
     """Fit one T and one λ."""
+    temperature, lam = best_fixed(evidence)
+    return KNNSettings(evidence.k, temperature, FixedLambda(lam))
+
+
+def best_fixed(evidence: Evidence) -> tuple[float, float]:
+    """The likeliest T and λ for all tokens."""
     lam, loss = _fit_one(evidence)
     rung = _lowest(loss)
-    return KNNSettings(
-        evidence.k, _at(evidence.temperatures.log(), rung).exp().item(), FixedLambda(_at(lam, rung).item())
-    )
+    return _at(evidence.temperatures.log(), rung).exp().item(), _at(lam, rung).item()
 
 
 def fit_bins(
@@ -107,8 +111,7 @@ def _fit_one(evidence: Evidence) -> tuple[Tensor, Tensor]:
 
 
 def _mixed(evidence: Evidence, lam: Tensor, column: int) -> Tensor:
-    lm = evidence.lm[:, 0]
-    return (lm + lam * (evidence.knn[:, column] - lm)).clamp(min=LEAST_PROBABILITY)
+    return mix_probs(evidence.lm[:, 0], (lam, evidence.knn[:, column]))
 
 
 def _edges(values: Tensor, bins: int) -> tuple[float, ...]:

@@ -31,7 +31,7 @@ from knnstore.lm.keys import (
     layer_count,
     locate,
 )
-from knnstore.lm.reading import BATCH_TOKENS, Encoder, pack, prefix_of, sample_tokens, window_of
+from knnstore.lm.reading import Encoder, TextReader, sample_tokens, window_of
 from knnstore.progress import Progress
 
 SAMPLE_TOKENS = 30_000
@@ -127,7 +127,10 @@ def probe_keys(
             raise ConfigError(f"metric {metric!r} is none of {', '.join(Metric)}")
     shown = progress or Progress()
     places = {key: locate(model, key) for key in keys or default_keys(model)}
-    texts = sample_tokens(documents, tokenizer, tokens, longest=max(1, tokens // _LEAST_TEXTS))
+    window = window_of(model, max_length)
+    encoder = Encoder(model, next(iter(places.values())))
+    reader = TextReader(encoder, tokenizer, window, max(1, window // 2))
+    texts = sample_tokens(reader, documents, tokens, longest=max(1, tokens // _LEAST_TEXTS))
     held_out = texts[_EVERY - 1 :: _EVERY]
     stored = [text for at, text in enumerate(texts) if at % _EVERY != _EVERY - 1]
     if len(held_out) < MIN_DOCUMENTS or sum(map(len, held_out)) < MIN_TOKENS:
@@ -135,11 +138,9 @@ def probe_keys(
             f"{len(texts):,} documents of {sum(map(len, texts)):,} tokens are too little: a third is held "
             f"out, which must be {MIN_DOCUMENTS} documents and {MIN_TOKENS:,} tokens at least"
         )
-    window = window_of(model, max_length)
-    encoder = Encoder(model, next(iter(places.values())))
     shown.start("reading", total=sum(map(len, texts)))
-    store = _read(encoder, tokenizer, stored, places, window, shown, half=True)
-    text = _read(encoder, tokenizer, held_out, places, window, shown, half=False)
+    store = _read(reader, stored, places, shown, half=True)
+    text = _read(reader, held_out, places, shown, half=False)
     shown.start("comparing", total=len(places) * len(metrics) + len(dims), unit="key")
     found: list[Probed] = []
     base: Interval | None = None
@@ -178,25 +179,18 @@ class _Read(NamedTuple):
 
 
 def _read(
-    encoder: Encoder,
-    tokenizer: PreTrainedTokenizerBase,
+    reader: TextReader,
     texts: Sequence[NDArray[np.uint32]],
     places: Mapping[str, KeyLocation],
-    window: int,
     progress: Progress,
     *,
     half: bool,
 ) -> _Read:
     """Run the model once and take the keys at all places, in half precision as stores keep them."""
+    encoder = reader.encoder
     parts: dict[str, list[Keys]] = {key: [] for key in places}
     gold, documents, log_probs = [], [], []
-    for batch in pack(
-        texts,
-        prefix=prefix_of(tokenizer),
-        max_length=window,
-        stride=max(1, window // 2),
-        batch_tokens=BATCH_TOKENS,
-    ):
+    for batch in reader.batches(texts):
         with ExitStack() as capturing:
             captures = {
                 key: capturing.enter_context(KeyCapture(encoder.model, place))

@@ -6,13 +6,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from knnstore.documents import TextDocument
 from knnstore.lm.keys import described
-from knnstore.lm.mixing import DISTINCT_AMONG, DomainWeights, Retrieved, distinct_tokens, powers_up_to
-from knnstore.lm.reading import Encoder, count_predicted
-from knnstore.lm.retrieval import Reading
+from knnstore.lm.mixing import DISTINCT_AMONG, Retrieved, distinct_tokens, mix_log_probs, powers_up_to
+from knnstore.lm.reading import TextReader
+from knnstore.lm.retrieval import Reading, mixture_of
 from knnstore.lm.scoring import score_held_out
 from knnstore.lm.settings import KNNSettings, Substitute
 from knnstore.progress import Progress
@@ -86,49 +85,44 @@ class ScoredText:
 
     def retrieved(self, k: int, tokens: Tensor) -> Retrieved:
         """What a mixer chooses from, with the k nearest neighbours of some tokens."""
-        log_weights = None if self.log_weights is None else self.log_weights[tokens, :k]
         return Retrieved(
             self.distances[tokens, :k],
             self.lm_max[tokens],
             keys=None if self.reading is None else self.reading.keys[tokens],
             lm_entropy=None if self.lm_entropy is None else self.lm_entropy[tokens],
             distinct=None if self.distinct is None else self.distinct[tokens],
-            log_weights=log_weights,
+            log_weights=None if self.log_weights is None else self.log_weights[tokens, :k],
+            hits=self.hits[tokens, :k],
         )
 
     def log_probs(self, settings: KNNSettings, tokens: Tensor | None = None) -> Mixed:
         """Mix as `settings` say; its selection is not looked at, nor a substitute that was not scored.
 
         Args:
-            settings: with a k of at most that of the pass.
+            settings: with a k of at most that of the pass, and a mixer that searches once.
             tokens: indices, int64, shape (m,); default all.
 
         Returns:
             One entry for each of the m tokens.
         """
-        assert not isinstance(settings.mixer, DomainWeights), "judged by `DomainEvidence`"
         parts = []
         for chunk in self.chunks(settings.k, tokens):
-            retrieved, hits = self.retrieved(settings.k, chunk), self.hits[chunk, : settings.k]
+            retrieved, gold = self.retrieved(settings.k, chunk), chunk  # looked at by the cache alone
             if settings.cache is not None:
                 assert self.reading is not None
-                recent = self.reading.look_back(chunk, settings.cache.size)
-                retrieved = replace(retrieved, recent=recent)
-                hits = torch.cat([hits, recent.tokens == self.reading.gold[chunk, None]], 1)
-            weighed = settings.weigh(retrieved)
-            knn = (weighed.weights * hits).sum(1).clamp_(max=1.0)
-            model = self.lm_log_probs[chunk]
+                gold = self.reading.gold[chunk]
+                retrieved = replace(retrieved, recent=self.reading.look_back(chunk, settings.cache.size))
+            below = self.lm_log_probs[chunk]
             if settings.substitute is not None and self.substitute is not None:
-                model = settings.substitute.mix(model, self.substitute.log_probs[chunk])
-            mixed = weighed.mixed_gold(model, knn)
-            parts.append((mixed, weighed.lam.where(weighed.weights.sum(1) > 0, 0.0)))
+                below = mix_log_probs(below, self.substitute.log_probs[chunk], settings.substitute.lam)
+            mixture = mixture_of(settings, retrieved)
+            parts.append((mixture.gold(below, gold), mixture.lam))
         return Mixed(*(torch.cat(part) for part in zip(*parts, strict=True)))
 
 
 def score_once(
     store: KNNStore,
-    encoder: Encoder,
-    tokenizer: PreTrainedTokenizerBase,
+    reader: TextReader,
     documents: Sequence[TextDocument],
     *,
     k: int,
@@ -138,7 +132,7 @@ def score_once(
 ) -> ScoredText:
     """Run the model and one search over every token of held-out documents; see `score_held_out`."""
     shown = progress or Progress()
-    total = count_predicted(documents, tokenizer)
+    total = reader.count_predicted(documents)
     shown.start("scoring", total=total)
     scored = ScoredText(
         torch.empty(total), torch.empty(total), torch.full((total, k), torch.inf),
@@ -150,8 +144,7 @@ def score_once(
     log_weights = None
     done = 0
     for part in score_held_out(
-        store, encoder, tokenizer, documents, KNNSettings(k=k, selection=selection),
-        left_out=left_out, progress=shown,
+        store, reader, documents, KNNSettings(k=k, selection=selection), left_out=left_out, progress=shown,
     ):  # fmt: skip
         rows = slice(done, done + len(part.gold))
         scored.lm_log_probs[rows] = part.lm_log_probs

@@ -15,7 +15,7 @@ from knnstore.documents import TextDocument
 from knnstore.lm.calibration.evidence import Evidence, between_rungs, gold_on_ladder, temperatures_for
 from knnstore.lm.calibration.fit_domains import DomainEvidence
 from knnstore.lm.calibration.scored_text import Mixed, ScoredText
-from knnstore.lm.mixing import LEAST_PROBABILITY, Retrieved, relative_distance
+from knnstore.lm.mixing import LEAST_PROBABILITY, Retrieved, mix_probs, relative_distance
 from knnstore.lm.settings import KNNSettings
 from knnstore.progress import Progress
 from knnstore.store import KNNStore, Selection
@@ -143,10 +143,9 @@ class WideEvidence:
             One entry for each of the m tokens.
         """
         evidence = self.evidence
-        lam, temperature = settings.mixer(evidence.nearest, settings.temperature)
+        _, lam, temperature = settings.mixer.weigh(evidence.nearest, settings.temperature)
         knn = between_rungs(evidence.knn, evidence.temperatures, temperature)
-        lm = evidence.lm[:, 0]
         log_probs, lambdas = self.lm_log_probs.clone(), torch.zeros_like(self.lm_log_probs)
-        log_probs[evidence.tokens] = (lm + lam * (knn - lm)).clamp_(min=LEAST_PROBABILITY).log()
+        log_probs[evidence.tokens] = mix_probs(evidence.lm[:, 0], (lam, knn)).log()
         lambdas[evidence.tokens] = lam
         return Mixed(log_probs[tokens], lambdas[tokens])

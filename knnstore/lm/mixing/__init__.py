@@ -15,45 +15,36 @@ from knnstore.lm.mixing.gate import (
 )
 from knnstore.lm.mixing.interpolation import (
     LEAST_PROBABILITY,
-    PerQuery,
-    gold_knn_probs,
-    mix,
+    Component,
+    Mixture,
     mix_gold,
+    mix_log_probs,
+    mix_probs,
     neighbor_weights,
 )
 from knnstore.lm.mixing.likelihood import fit_lambdas, fit_weight
-from knnstore.lm.mixing.mixer import (
-    MAX_LAMBDA,
-    MIXERS,
-    Chosen,
-    LoadWeights,
-    Mixer,
-    Recent,
-    Retrieved,
-    mixer_of,
-    plain,
-    with_weights,
-)
+from knnstore.lm.mixing.mixer import MAX_LAMBDA, Chosen, Mixer, Recent, Retrieved, SimpleMixer
 from knnstore.lm.mixing.network import fit_network
+from knnstore.lm.mixing.registry import is_registered, mixer_of, register_mixer
 from knnstore.lm.mixing.skipping import Skipping, entropy_of, skip_features
 
 __all__ = [
     "DISTINCT_AMONG",
     "LEAST_PROBABILITY",
     "MAX_LAMBDA",
-    "MIXERS",
     "BinnedLambda",
     "Chosen",
+    "Component",
     "DomainWeights",
     "FixedLambda",
     "GateLambda",
-    "LoadWeights",
     "Mixer",
+    "Mixture",
     "NearnessLambda",
-    "PerQuery",
     "Recent",
     "RelativeConfidence",
     "Retrieved",
+    "SimpleMixer",
     "Skipping",
     "bins_of",
     "chosen_by",
@@ -63,15 +54,15 @@ __all__ = [
     "fit_network",
     "fit_weight",
     "gate_features",
-    "gold_knn_probs",
-    "mix",
+    "is_registered",
     "mix_gold",
+    "mix_log_probs",
+    "mix_probs",
     "mixer_of",
     "neighbor_weights",
-    "plain",
     "powers_up_to",
+    "register_mixer",
     "relative_distance",
     "skip_features",
     "start_of",
-    "with_weights",
 ]

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from knnstore.errors import ConfigError
-from knnstore.lm.mixing.mixer import Chosen, Retrieved, savable
+from knnstore.lm.mixing.mixer import Chosen, Retrieved, SimpleMixer
 
 
-@savable
 @dataclass(frozen=True, slots=True)
-class BinnedLambda:
+class BinnedLambda(SimpleMixer):
     """A λ for each bin of the distance to the nearest neighbour (Drozdov et al. 2022).
 
     https://arxiv.org/abs/2210.15859. With `confidence_edges` each of these bins is divided again,
@@ -34,6 +33,7 @@ class BinnedLambda:
     """Ascending, finite, in log-probability."""
 
     name = "bins"
+    needs_nearest_only = True
 
     def __post_init__(self) -> None:
         for field in ("distance_edges", "lambdas", "temperature_factors", "confidence_edges"):

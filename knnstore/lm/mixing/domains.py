@@ -6,17 +6,17 @@ found gives its weight back to the model, as one does that was removed or is not
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from knnstore.errors import ConfigError
-from knnstore.lm.mixing.interpolation import PerQuery, neighbor_weights
-from knnstore.lm.mixing.mixer import Chosen, Retrieved, savable
+from knnstore.lm.mixing.interpolation import neighbor_weights
+from knnstore.lm.mixing.mixer import Retrieved, Weighed
+from knnstore.store import Selection
 
 
-@savable
 @dataclass(frozen=True, slots=True)
 class DomainWeights:
     """λ_j and T_j of each domain j; the k neighbours of each are found by `retrieve`."""
@@ -31,6 +31,7 @@ class DomainWeights:
     """T_j of each divided by T of the settings; none is 1."""
 
     name = "domains"
+    needs_nearest_only = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "domains", tuple(self.domains))  # JSON has lists
@@ -51,27 +52,25 @@ class DomainWeights:
         """The numbers of the domains that have a weight."""
         return tuple(number for number, lam in enumerate(self.lambdas) if lam > 0)
 
-    def __call__(self, retrieved: Retrieved, temperature: float) -> Chosen:
-        """Choose the sum of the λ_j, and the mean of the T_j, over the domains found."""
-        _, lam, temperatures = self.weigh(retrieved, temperature)
-        return Chosen(lam, temperatures)
+    def searches(self, selection: Selection) -> Sequence[Selection]:
+        """Each domain that has a weight, on its own."""
+        return [replace(selection, domains=(self.domains[number],)) for number in self.searched]
 
-    def weigh(self, retrieved: Retrieved, temperature: float) -> tuple[Tensor, Tensor, PerQuery]:
+    def weigh(self, retrieved: Retrieved, temperature: float) -> Weighed:
         """Weigh each neighbour by λ_j p_kNN^(j), divided by the sum of the λ_j of the domains found.
 
         Args:
             retrieved: n queries with the k neighbours of each domain that has a weight, in columns side by
-                side; see `retrieve`.
+                side.
             temperature: T of the settings.
 
         Returns:
-            The weights, of the shape of the distances, whose rows sum to 1, or to 0 where nothing was found;
-            that sum of the λ_j, shape (n,); and the mean T_j over the domains found, shape (n,).
+            That sum of the λ_j as λ, and the mean T_j over the domains found.
         """
         distances, numbers = retrieved.distances, list(self.searched)
         if not numbers:
             zeros = torch.zeros(len(distances), device=distances.device)
-            return torch.zeros_like(distances), zeros, zeros + temperature
+            return Weighed(torch.zeros_like(distances), zeros, zeros + temperature)
         lambdas = torch.tensor(self.lambdas, device=distances.device)[numbers]
         factors = torch.tensor(self.temperature_factors or [1.0] * len(self.domains))[numbers]
         temperatures = temperature * factors.to(distances.device)
@@ -86,4 +85,4 @@ class DomainWeights:
         lam = given.sum(1)
         shares = (given / lam[:, None]).where(lam[:, None] > 0, 0.0)
         mean = (shares * temperatures).sum(1).where(lam > 0, temperature)
-        return (weights * shares[:, :, None]).flatten(1), lam.clamp(max=1.0), mean
+        return Weighed((weights * shares[:, :, None]).flatten(1), lam.clamp(max=1.0), mean)

@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 
 from knnstore.errors import ConfigError
-from knnstore.lm.mixing.mixer import MAX_LAMBDA, Chosen, Retrieved, savable
+from knnstore.lm.mixing.mixer import MAX_LAMBDA, Chosen, Retrieved, SimpleMixer
 
 
-@savable
 @dataclass(frozen=True, slots=True)
-class NearnessLambda:
+class NearnessLambda(SimpleMixer):
     """λ = max(0, 1 - d/T) for the nearest distance d, of SK-MT (Dai et al. 2023).
 
     "Simple and Scalable Nearest Neighbor Machine Translation", https://arxiv.org/abs/2302.12188.
@@ -26,9 +25,8 @@ class NearnessLambda:
         return Chosen((1 - retrieved.distances[:, 0] / temperature).clamp(0, MAX_LAMBDA), temperature)
 
 
-@savable
 @dataclass(frozen=True, slots=True)
-class RelativeConfidence:
+class RelativeConfidence(SimpleMixer):
     """λ by how much nearer the nearest neighbour is than the farthest, of NEST (Li et al. 2024).
 
     The relative retrieval confidence of https://arxiv.org/abs/2405.19325: the model's own weight is

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from knnstore.errors import ConfigError
-from knnstore.lm.mixing.mixer import MAX_LAMBDA, Chosen, Retrieved, savable
+from knnstore.lm.mixing.mixer import MAX_LAMBDA, Chosen, Retrieved, SimpleMixer
 from knnstore.lm.mixing.network import Network
 from knnstore.store import Weights
 
@@ -17,9 +17,8 @@ DISTINCT_AMONG = 64
 _FAR = 1e30  # stands in where nothing was found, and λ does not matter
 
 
-@savable
 @dataclass(frozen=True)
-class GateLambda:
+class GateLambda(SimpleMixer):
     """λ and T of a network: "Efficient Nearest Neighbor Language Models" (He et al. 2021).
 
     https://arxiv.org/abs/2109.04212. It sees the query, the model's confidence and entropy, the distances

@@ -2,13 +2,18 @@
 
     p(y) = λ p_kNN(y) + (1 - λ) p_LM(y)        p_kNN(y) ∝ Σ_{i: token_i = y} exp(-d_i / T)
 
-(Khandelwal et al. 2020, https://arxiv.org/abs/1911.00172). Everything is float32, in logarithms,
-and touches only the k retrieved tokens of a query. A missing neighbour (distance +inf) weighs
-nothing; a query without any neighbour keeps the model's distribution, whatever λ is.
+(Khandelwal et al. 2020, https://arxiv.org/abs/1911.00172). Whatever else is mixed in has the same form: a
+distribution over few tokens, with a weight λ over all that lies below it. Everything is float32, in
+logarithms, and touches only those tokens. A missing neighbour (distance +inf) weighs nothing; where a
+distribution is empty its λ counts as 0.
 
 Shapes: n queries, k neighbours, v tokens in the vocabulary. Distances are float32 and smaller is
 nearer; they may be negative (inner products).
 """
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,60 +48,149 @@ def neighbor_weights(distances: Tensor, temperature: PerQuery, log_weights: Tens
     return torch.where(found, scores, 0.0).softmax(1) * found
 
 
-def gold_knn_probs(weights: Tensor, tokens: Tensor, gold: Tensor) -> Tensor:
-    """Sum the weights of the neighbours that carry the gold token.
+class Component(NamedTuple):
+    """A distribution over few tokens for each of n positions, and how much it counts."""
+
+    weights: Tensor
+    """Of k places, float32, shape (n, k); rows sum to 1, or to 0 where it is empty."""
+
+    lam: Tensor
+    """λ, its weight over all below it, float32, shape (n,), between 0 and 1."""
+
+    tokens: Tensor | None = None
+    """At the places, int64, shape (n, k); anything where the weight is zero."""
+
+    hits: Tensor | None = None
+    """Whether each place has the token that came, bool, shape (n, k), where `tokens` are not known."""
+
+    def probs(self, gold: Tensor) -> Tensor:
+        """The probability of one token at each position, float32, shape (n,)."""
+        hits = self.hits
+        if hits is None:
+            assert self.tokens is not None
+            hits = self.tokens == gold[:, None]
+        return (self.weights * hits).sum(1).clamp_(max=1.0)
+
+
+class Mixture:
+    """Components, each over all before it, and the lowest over a model.
 
     Args:
-        weights: from `neighbor_weights`, shape (n, k).
-        tokens: integers, shape (n, k); anything where a neighbour is missing.
-        gold: integers, shape (n,).
-
-    Returns:
-        p_kNN(gold), float32, shape (n,), between 0 and 1.
+        components: at least one.
+        temperature: T in force for the neighbours from the store, for reports.
     """
-    return (weights * (tokens == gold[:, None])).sum(1).clamp_(max=1.0)
+
+    def __init__(self, components: Sequence[Component], temperature: PerQuery = 1.0) -> None:
+        self.components = components
+        self.temperature = temperature
+        left: PerQuery = 1.0
+        shares: list[Tensor] = []
+        for component in reversed(components):
+            lam = component.lam.where(component.weights.sum(1) > 0, 0.0)
+            shares.insert(0, lam * left)
+            left = left * (1 - lam)
+        self.shares = shares
+        """What each component has of the mixture, float32, shapes (n,)."""
+        self.lam = torch.stack(shares).sum(0)
+        """What all have together, float32, shape (n,); the rest is the model's."""
+
+    @property
+    def weights(self) -> Tensor:
+        """What each place has of all components together, float32, shape (n, all places)."""
+        if len(self.components) == 1:
+            return self.components[0].weights
+        parts = [self._share_of(number)[:, None] * one.weights for number, one in enumerate(self.components)]
+        return torch.cat(parts, 1)
+
+    def knn_probs(self, gold: Tensor) -> Tensor:
+        """Give one token's probability for each position in all components together, float32, shape (n,)."""
+        if len(self.components) == 1:  # also where its λ is 0
+            return self.components[0].probs(gold)
+        parts = [self._share_of(number) * one.probs(gold) for number, one in enumerate(self.components)]
+        return torch.stack(parts).sum(0)
+
+    def gold(self, lm_log_probs: Tensor, gold: Tensor) -> Tensor:
+        """Mix the probability of one token for each position.
+
+        Args:
+            lm_log_probs: log p_LM of the token, float32, shape (n,).
+            gold: the token, int64, shape (n,).
+
+        Returns:
+            log p of the token, float32, shape (n,); λ = 0 returns `lm_log_probs` exactly.
+        """
+        mixed_in = sum(
+            share * one.probs(gold) for share, one in zip(self.shares, self.components, strict=True)
+        )
+        return _over(lm_log_probs, torch.as_tensor(mixed_in), self.lam)
+
+    def distribution(self, lm_log_probs: Tensor) -> Tensor:
+        """Mix the distributions over the whole vocabulary.
+
+        Args:
+            lm_log_probs: log p_LM, float32, shape (n, v).
+
+        Returns:
+            log p, float32, shape (n, v); a row with λ = 0 is that of `lm_log_probs` exactly, and every
+            row sums to 1 in probability.
+        """
+        places = zip(self.shares, self.components, strict=True)
+        weights = torch.cat([share[:, None] * one.weights for share, one in places], 1)
+        tokens = torch.cat([one.tokens for one in self.components if one.tokens is not None], 1)
+        tokens = tokens.where(weights > 0, 0)
+        # A token retrieved several times collects all its weight first. After that its mixture is the
+        # same from each of its places, so the order in which duplicates are written is no matter.
+        mixed_in = torch.zeros_like(lm_log_probs).scatter_add_(1, tokens, weights).gather(1, tokens)
+        lam = self.lam[:, None]
+        mixed_tokens = _over(lm_log_probs.gather(1, tokens), mixed_in, lam)
+        return (lm_log_probs + torch.log1p(-lam)).scatter_(1, tokens, mixed_tokens)
+
+    def _share_of(self, number: int) -> Tensor:
+        """The part that one component has of all together, 0 where these have nothing; shape (n,)."""
+        return self.shares[number] / self.lam.where(self.lam > 0, 1.0)
 
 
-def mix_gold(lm_log_probs: Tensor, knn_probs: Tensor, found: Tensor, lam: PerQuery) -> Tensor:
-    """Mix the two models' probabilities of one token for each query.
+def mix_gold(lm_log_probs: Tensor, probs: Tensor, lam: Tensor) -> Tensor:
+    """Mix the probability that a component gives to one token with what lies below.
 
     Args:
-        lm_log_probs: log p_LM of the token, float32, shape (n,).
-        knn_probs: p_kNN of the token, float32, shape (n,).
-        found: bool, shape (n,): whether the query has any neighbour; where not, λ counts as 0.
-        lam: λ, between 0 and 1.
+        lm_log_probs: log-probability of the token below, float32, shape (n,).
+        probs: its probability in the component, float32, shape (n,).
+        lam: λ, float32, shape (n,); 0 where the component is empty.
 
     Returns:
-        log p of the token, float32, shape (n,); λ = 0 returns `lm_log_probs` exactly.
+        Log-probability, float32, shape (n,); λ = 0 returns `lm_log_probs` exactly.
     """
-    lambdas = _lambdas(lam, found)
-    return torch.logaddexp(lm_log_probs + torch.log1p(-lambdas), (lambdas * knn_probs).log())
+    return _over(lm_log_probs, lam * probs, lam)
 
 
-def mix(lm_log_probs: Tensor, weights: Tensor, tokens: Tensor, lam: PerQuery) -> Tensor:
-    """Mix the two models' distributions over the whole vocabulary.
+def mix_log_probs(below: Tensor, above: Tensor, lam: float) -> Tensor:
+    """Mix two distributions over the whole vocabulary, or what each gives to one token.
 
     Args:
-        lm_log_probs: log p_LM, float32, shape (n, v).
-        weights: from `neighbor_weights`, shape (n, k).
-        tokens: int64, shape (n, k); anything where the weight is zero.
-        lam: λ, between 0 and 1.
+        below: log-probabilities, float32, any shape.
+        above: those with the weight λ, of the same shape; -inf where a probability is 0.
+        lam: λ, above 0 and at most 1.
 
     Returns:
-        log p, float32, shape (n, v); a row with λ = 0 or without a neighbour is that of
-        `lm_log_probs` exactly, and every row sums to 1 in probability.
+        Log-probabilities, float32, the same shape.
     """
-    lambdas = _lambdas(lam, weights.sum(1) > 0)[:, None]
-    tokens = tokens.where(weights > 0, 0)
-    # A token retrieved several times collects all its weight first. After that its mixture is the
-    # same from each of its neighbours, so the order in which duplicates are written is no matter.
-    knn_probs = torch.zeros_like(lm_log_probs).scatter_add_(1, tokens, weights).gather(1, tokens)
-    lm_share = torch.log1p(-lambdas)
-    mixed_tokens = torch.logaddexp(lm_log_probs.gather(1, tokens) + lm_share, (lambdas * knn_probs).log())
-    return (lm_log_probs + lm_share).scatter_(1, tokens, mixed_tokens)
+    rest = math.log1p(-lam) if lam < 1 else -math.inf
+    return torch.logaddexp(below + rest, above + math.log(lam))
 
 
-def _lambdas(lam: PerQuery, found: Tensor) -> Tensor:
-    """Spread λ over the queries, shape (n,); zero where nothing was found."""
-    lambdas = torch.as_tensor(lam, dtype=torch.float32, device=found.device).expand(found.shape)
-    return torch.where(found, lambdas, 0.0)
+def mix_probs(below: Tensor, *parts: tuple[PerQuery, Tensor]) -> Tensor:
+    """Mix probabilities of one token: the (λ, probability) of each part, side by side over what lies below.
+
+    Returns:
+        At least `LEAST_PROBABILITY`, of the shape of `below`.
+    """
+    mixed = below
+    for lam, probs in parts:
+        mixed = mixed + lam * (probs - below)
+    return mixed.clamp(min=LEAST_PROBABILITY)
+
+
+def _over(lm_log_probs: Tensor, mixed_in: Tensor, lam: Tensor) -> Tensor:
+    """log((1 - λ) p_LM + what is mixed in, which has the weight λ already)."""
+    return torch.logaddexp(lm_log_probs + torch.log1p(-lam), mixed_in.log())

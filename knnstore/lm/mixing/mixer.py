@@ -1,15 +1,14 @@
 """How much to trust retrieval: the protocol that chooses λ and T for each query."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from knnstore.errors import ConfigError
-from knnstore.lm.mixing.interpolation import PerQuery
-from knnstore.store import Weights
+from knnstore.lm.mixing.interpolation import PerQuery, neighbor_weights
+from knnstore.store import Selection
 
 MAX_LAMBDA = 0.999
 """The largest λ that is fitted or computed, so that what was not retrieved remains possible."""
@@ -62,9 +61,12 @@ class Retrieved:
     recent: Recent | None = None
     """What stands before in the same text; None where no cache is in use."""
 
+    hits: Tensor | None = None
+    """Whether each neighbour carries the token that came, bool, shape (n, k), if `tokens` are not known."""
+
 
 class Chosen(NamedTuple):
-    """What a mixer chose for n queries."""
+    """λ and T for n queries."""
 
     lam: Tensor
     """λ, float32, shape (n,), between 0 and 1; rows without a neighbour do not matter."""
@@ -73,77 +75,71 @@ class Chosen(NamedTuple):
     """T > 0, one for all or of shape (n,)."""
 
 
+class Weighed(NamedTuple):
+    """What a mixer makes of n queries with their neighbours."""
+
+    weights: Tensor
+    """p_kNN of each neighbour, float32, shape (n, k); rows sum to 1, or to 0 when nothing was found."""
+
+    lam: Tensor
+    """λ, float32, shape (n,), between 0 and 1; rows without a neighbour do not matter."""
+
+    temperature: PerQuery
+    """T in force, for reports."""
+
+
 class Mixer(Protocol):
-    """A way to choose λ, and if it likes T, for each query."""
+    """A way to choose λ, and if it likes T, for each query. Whoever searches once inherits `SimpleMixer`."""
 
     @property
     def name(self) -> str:
         """A short name for reports, e.g. ``fixed``."""
         ...
 
-    def __call__(self, retrieved: Retrieved, temperature: float) -> Chosen:
-        """Choose for each query.
+    @property
+    def needs_nearest_only(self) -> bool:
+        """Whether it looks at no more than the nearest distance and the model's confidence."""
+        ...
+
+    def searches(self, selection: Selection) -> Sequence[Selection]:
+        """Say where to search.
 
         Args:
-            retrieved: what is known.
+            selection: of the settings.
+
+        Returns:
+            `selection` itself, or parts of it by domains: the k nearest of each are put side by side, in
+            columns, and a domain that is gone or not selected finds nothing. None where retrieval makes no
+            difference.
+        """
+        ...
+
+    def weigh(self, retrieved: Retrieved, temperature: float) -> Weighed:
+        """Weigh the neighbours of n queries.
+
+        Args:
+            retrieved: what was found by `searches`.
             temperature: that of the settings, for a mixer that has no better one or scales it.
         """
         ...
 
 
-MIXERS: dict[str, Callable[..., Mixer]] = {}
-"""The mixers that settings can be saved with, by name: dataclasses whose fields are JSON values, or `Weights`
-under the name ``weights``."""
+class SimpleMixer:
+    """A mixer that searches once; what is left to it is to choose λ and T by ``__call__``."""
 
-LoadWeights = Callable[[str], Weights]
-"""Reads the weights that settings name."""
+    needs_nearest_only = False
 
-M = TypeVar("M", bound=Callable[..., Mixer])
+    def searches(self, selection: Selection) -> Sequence[Selection]:
+        """All that is selected, in one search."""
+        return (selection,)
 
+    def weigh(self, retrieved: Retrieved, temperature: float) -> Weighed:
+        """Weigh each neighbour by its distance and the T chosen."""
+        lam, temperatures = self(retrieved, temperature)
+        return Weighed(
+            neighbor_weights(retrieved.distances, temperatures, retrieved.log_weights), lam, temperatures
+        )
 
-def savable(mixer: M) -> M:
-    """Enter a class of mixers in `MIXERS`, under its ``name``."""
-    MIXERS[mixer.name] = mixer  # type: ignore[attr-defined]
-    return mixer
-
-
-def plain(part: Any) -> dict[str, Any]:
-    """The fields of a part of settings as values for JSON: weights as the name of their file."""
-    values = {field.name: getattr(part, field.name) for field in fields(part) if field.init}
-    return {name: value.name if isinstance(value, Weights) else value for name, value in values.items()}
-
-
-def with_weights(values: Mapping[str, Any], load: LoadWeights | None) -> dict[str, Any]:
-    """Undo `plain` for the weights that some values name.
-
-    Raises:
-        ConfigError: they name weights, and there is nothing to load them with.
-    """
-    given = dict(values)
-    if "weights" in given:
-        if load is None:
-            raise ConfigError(
-                f"these settings need {given['weights']} of a store: read them with its load_weights"
-            )
-        given["weights"] = load(given["weights"])
-    return given
-
-
-def mixer_of(values: Mapping[str, Any], load: LoadWeights | None = None) -> Mixer:
-    """Make a mixer from its ``name`` and its fields.
-
-    Args:
-        values: as `plain` gives them, with the name.
-        load: reads the weights of a mixer that has some.
-
-    Raises:
-        ConfigError: there is none of this name, or it has other fields.
-    """
-    given = with_weights(values, load)
-    name = given.pop("name", None)
-    if name not in MIXERS:
-        raise ConfigError(f"unknown mixer {name!r}; known: {', '.join(MIXERS)}")
-    try:
-        return MIXERS[name](**given)
-    except TypeError as error:
-        raise ConfigError(f"the mixer {name!r} has other settings: {error}") from error
+    def __call__(self, retrieved: Retrieved, temperature: float) -> Chosen:
+        """Choose λ and T for each query; the arguments are those of `weigh`."""
+        raise NotImplementedError

@@ -1,7 +1,7 @@
 """What retrieval makes of the logits of one forward pass."""
 
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 import torch
@@ -10,9 +10,19 @@ from torch import Tensor
 
 from knnstore.datastore import Keys, Neighbors, tokens_of
 from knnstore.errors import ConfigError
-from knnstore.lm.mixing import Recent, Retrieved, entropy_of, mix
-from knnstore.lm.retrieval import TextPass, missing, reachable, retrieve_for_pass, search_some
-from knnstore.lm.settings import KNNSettings
+from knnstore.lm.keys import keep_positions
+from knnstore.lm.mixing import Recent, Retrieved, entropy_of
+from knnstore.lm.retrieval import (
+    PointerStates,
+    TextKeys,
+    TextPass,
+    mixture_of,
+    reachable,
+    retrieve,
+    retrieve_for_pass,
+    sequence_ids_of,
+)
+from knnstore.lm.settings import CacheSettings, KNNSettings
 from knnstore.lm.substitute import Heads
 from knnstore.store import KNNStore
 
@@ -20,17 +30,54 @@ _CHUNK_VALUES = 1 << 24
 """How many log-probabilities are mixed at once: 64 MiB of float32."""
 
 
-class Positions(NamedTuple):
+@dataclass
+class Positions:
     """The positions of a forward pass that are predicted from, in any shape."""
 
     keys: Tensor
     """Shape (..., d)."""
     attended: Tensor
     """Whether a position is part of a text and not padding: bool, shape (...)."""
-    recent: Recent | None
-    """What each of them finds in its own text; None without a cache."""
-    text_pass: TextPass | None
+    all_keys: Tensor
+    """Of every position of the pass, shape (b, t, d)."""
+    kept: Tensor
+    """Which of the b * t these are, int64, shape (...)."""
+    mask: Tensor | None
+    """0 for padding, shape (b, t); None where there is none."""
+    recent: Recent | None = None
+    """What each finds in its own text; None without a cache."""
+    text_pass: TextPass | None = None
     """What pointers go by; None without them."""
+
+    @classmethod
+    def of(cls, keys: Tensor, attention_mask: Tensor | None, logits_to_keep: int | Tensor) -> Self:
+        """Choose from the keys of a pass, shape (b, t, d); the other arguments are those of `forward`."""
+        batch, length = keys.shape[:2]
+        at = torch.arange(batch * length, device=keys.device).reshape(batch, length, 1)
+        kept = keep_positions(at, logits_to_keep)[..., 0]
+        mask, attended = None, torch.ones_like(kept, dtype=torch.bool)
+        if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
+            mask = attention_mask[:, -length:].to(keys.device)
+            attended = mask.flatten()[kept] != 0
+        return cls(keys.flatten(0, 1)[kept], attended, keys, kept, mask)
+
+    def look_back(
+        self, sequence_ids: Tensor, text_keys: TextKeys, cache: CacheSettings, *, goes_on: bool
+    ) -> None:
+        """Find what each has before it in its text; the arguments are those of `TextKeys.look_back`."""
+        self.recent = text_keys.look_back(
+            sequence_ids, self.all_keys, self.kept.flatten(), cache.size, goes_on=goes_on
+        )
+
+    def point(
+        self, sequence_ids: Tensor | None, input_ids: Tensor | None, states: PointerStates | None
+    ) -> None:
+        """Let pointers go on from the pass before, if that is known, else begin in this one."""
+        read = sequence_ids
+        if read is None:
+            read, states = None if input_ids is None else sequence_ids_of(input_ids, self.mask), None
+        batch, length = self.all_keys.shape[:2]
+        self.text_pass = TextPass.of(read, batch, length, self.kept.cpu(), states)
 
 
 def mix_logits(
@@ -48,33 +95,30 @@ def mix_logits(
     Returns:
         log p of the mixture, float32, shape (..., v); the very `logits` when nothing was found.
     """
-    keys, attended, recent, _ = positions
+    keys, attended, recent = positions.keys, positions.attended, positions.recent
     queries = keys[attended].float().cpu().numpy()
     found = _found(store, logits, queries, positions, settings)
     is_found = bool(np.isfinite(found.distances).any()) or settings.substitute is not None
     if not len(queries) or not (is_found or (recent is not None and bool(recent.distances.isfinite().any()))):
         return logits
-    distances, ids, log_weights = _spread(found, attended.flatten().to(logits.device), logits.shape[-1])
+    distances, tokens, log_weights = _spread(found, attended.flatten().to(logits.device), logits.shape[-1])
     flat_keys, flat_logits = keys.flatten(0, -2).to(logits.device), logits.flatten(0, -2)
     step = _rows_at_once(logits)
     parts = []
     for start in range(0, len(distances), step):
         at = slice(start, start + step)
         log_probs = flat_logits[at].float().log_softmax(-1)
-        weighed = settings.weigh(
-            Retrieved(
-                distances[at],
-                log_probs.amax(-1),
-                tokens=ids[at],
-                keys=flat_keys[at].float(),
-                lm_entropy=entropy_of(log_probs),
-                log_weights=None if log_weights is None else log_weights[at],
-                recent=None if recent is None else recent.rows(at).to(logits.device),
-            )
+        retrieved = Retrieved(
+            distances[at],
+            log_probs.amax(-1),
+            tokens=tokens[at],
+            keys=flat_keys[at].float(),
+            lm_entropy=entropy_of(log_probs),
+            log_weights=None if log_weights is None else log_weights[at],
+            recent=None if recent is None else recent.rows(at).to(logits.device),
         )
-        assert weighed.tokens is not None
-        log_probs = heads.mix(settings.substitute, log_probs, flat_keys[at].float())
-        parts.append(mix(log_probs, weighed.weights, weighed.tokens, weighed.lam))
+        below = heads.mix(settings.substitute, log_probs, flat_keys[at].float())
+        parts.append(mixture_of(settings, retrieved).distribution(below))
     return torch.cat(parts).reshape(logits.shape)
 
 
@@ -82,22 +126,17 @@ def _found(
     store: KNNStore, logits: Tensor, queries: Keys, positions: Positions, settings: KNNSettings
 ) -> Neighbors:
     """The neighbours of the positions that are attended."""
-    if not settings.retrieves:
-        return missing(len(queries), 1)
-    k = reachable(store, settings.k, settings.selection, settings.mixer)
-    settings = replace(settings, k=k)
+    settings = replace(settings, k=reachable(store, settings))
     attended = positions.attended
     searched = np.ones(len(queries), bool)
-    if settings.skip is not None:
+    if settings.skip is not None and settings.retrieves:
         predicted = logits[attended.to(logits.device)]
         searched = settings.skip.searched_of(positions.keys[attended], predicted, _rows_at_once(logits))
 
     def search(rows: NDArray[np.int64]) -> Neighbors:
-        return search_some(
-            store, queries[rows], searched[rows], settings.k, settings.selection, settings.mixer
-        )
+        return retrieve(store, queries[rows], settings, searched[rows])
 
-    if positions.text_pass is None:
+    if positions.text_pass is None or not settings.retrieves:
         return search(np.arange(len(queries)))
     asked = attended.cpu().numpy()
     return retrieve_for_pass(store, queries, positions.text_pass, asked, settings, search)

@@ -1,7 +1,6 @@
 """A causal language model with a store, as an ordinary transformers model."""
 
 import inspect
-import json
 import os
 from pathlib import Path
 from typing import Any, Self
@@ -13,21 +12,25 @@ from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBa
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from knnstore.errors import ConfigError, StoreNotFoundError
-from knnstore.lm.keys import KeyCapture, Projection, keep_positions, locate
+from knnstore.errors import ConfigError
+from knnstore.lm.calibration import calibrate
+from knnstore.lm.keys import KeyCapture, Projection, locate
 from knnstore.lm.model.logits import Positions, mix_logits
-from knnstore.lm.model.store_mixin import StoreMixin
-from knnstore.lm.reading import Tokens, check_matches, load_model
-from knnstore.lm.retrieval import STATES_KEPT, PointerStates, TextKeys, TextPass, sequence_ids_of, whole_texts
-from knnstore.lm.settings import KNNSettings, weights_for
-from knnstore.lm.substitute import Heads
-from knnstore.store import KNNStore, save_weights
+from knnstore.lm.model.saving import read_config, write_config
+from knnstore.lm.model.writing import generate_text
+from knnstore.lm.reading import Encoder, TextReader, Tokens, add, check_matches, load_model
+from knnstore.lm.retrieval import STATES_KEPT, PointerStates, TextKeys, sequence_ids_of, whole_texts
+from knnstore.lm.scoring import evaluate, explain, prune
+from knnstore.lm.settings import (
+    KNNSettings,
+    save_default_settings,
+    settings_for,
+)
+from knnstore.lm.substitute import Heads, train_substitute
+from knnstore.store import KNNStore
 
-CONFIG_NAME = "knn_config.json"
-_FORMAT = 1
 
-
-class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
+class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
     """Any causal language model of transformers, with retrieval from a store mixed into its output.
 
     `forward` returns log-probabilities of the mixture as ``logits``, so that `generate` in all its modes,
@@ -58,6 +61,15 @@ class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: i
     # A search runs on the CPU in the middle of `forward`.
     _can_compile_fullgraph = False
 
+    # Each is documented, and tested, as the function that it is.
+    add = add
+    calibrate = calibrate
+    evaluate = evaluate
+    explain = explain
+    generate_text = generate_text
+    prune = prune
+    train_substitute = train_substitute
+
     def __init__(
         self,
         base: PreTrainedModel,
@@ -71,8 +83,7 @@ class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: i
         self.store = store
         self.tokenizer = tokenizer
         self.knn = knn or KNNSettings()
-        self.location = locate(base, store.identity.key)
-        self.projection = Projection.of(store)
+        self.encoder = Encoder(base, locate(base, store.identity.key), Projection.of(store))
         self._heads = Heads(store, base.device)
         self.generation_config = base.generation_config
         self._text_keys = TextKeys(self._keys_of, store.identity.metric)
@@ -80,6 +91,25 @@ class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: i
         if hasattr(base, "hf_device_map"):
             self.hf_device_map = base.hf_device_map
         self.train(base.training)
+
+    @property
+    def reader(self) -> TextReader:
+        """The base model as it reads text, in the store's windows.
+
+        Raises:
+            ConfigError: the model has no tokenizer.
+        """
+        if self.tokenizer is None:
+            raise ConfigError("the model has no tokenizer: give one to from_base, or use knnstore.load")
+        identity = self.store.identity
+        return TextReader(self.encoder, self.tokenizer, identity.max_length, identity.stride)
+
+    def after_adding(self) -> None:
+        """Keep the default settings of the first documents, so that later ones do not change them."""
+        if self.store.settings() is None:
+            save_default_settings(self.store)
+            if self.knn == KNNSettings(selection=self.knn.selection):  # else its user chose others
+                self.knn = settings_for(self.store, self.knn.selection)
 
     # -- making, saving and loading
 
@@ -119,22 +149,8 @@ class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: i
             ConfigError: there is no ``knn_config.json``, or it is of a newer format.
             StoreNotFoundError: the store is not where it was.
         """
-        path = Path(directory) / CONFIG_NAME
-        if not path.is_file():
-            raise ConfigError(f"{path} does not exist; save_pretrained writes it")
-        config = json.loads(path.read_text(encoding="utf-8"))
-        if config["format"] > _FORMAT:
-            raise ConfigError(
-                f"{path} has format {config['format']}, this version knows {_FORMAT}; upgrade knnstore"
-            )
-        if store is None:
-            if config["store"] is None:
-                raise StoreNotFoundError(f"{path} names no store; give one: from_pretrained(..., store=...)")
-            store = KNNStore.open(config["store"])
-        options = {"revision": config["revision"], **options}
-        base, tokenizer = load_model(config["base"], device=device, dtype=dtype, **options)
-        if knn is None:
-            knn = KNNSettings.from_dict(config["knn"], weights_for(store, Path(directory)))
+        name, revision, store, knn = read_config(Path(directory), store, knn)
+        base, tokenizer = load_model(name, device=device, dtype=dtype, **{"revision": revision, **options})
         return cls(base, store, knn, tokenizer)
 
     def save_pretrained(  # type: ignore[override]
@@ -149,22 +165,7 @@ class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: i
         Raises:
             ConfigError: the base model was never saved, so nothing could load it again.
         """
-        base = self.base.name_or_path
-        if not base:
-            raise ConfigError("the base model has no path or hub id; save it and load it from there first")
-        home = self.store.home.path if isinstance(self.store, KNNStore) else None
-        config = {
-            "format": _FORMAT,
-            "base": str(Path(base).resolve()) if Path(base).is_dir() else base,
-            "revision": getattr(self.config, "_commit_hash", None) or "main",
-            "store": None if home is None else str(Path(home).resolve()),
-            "knn": self.knn.to_dict(),
-        }
-        directory = Path(save_directory)
-        directory.mkdir(parents=True, exist_ok=True)
-        for weights in self.knn.weights:
-            save_weights(directory, weights)
-        (directory / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        write_config(Path(save_directory), self.base, self.store, self.knn)
 
     # -- what transformers asks of a model
 
@@ -264,52 +265,28 @@ class KNNLMForCausalLM(StoreMixin, PreTrainedModel, GenerationMixin):  # type: i
             name: kwargs.pop(name) for name in ("num_items_in_batch", "shift_labels") if name in kwargs
         }
         inputs: dict[str, Any] = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-            "past_key_values": past_key_values,
-            "inputs_embeds": inputs_embeds,
-            "use_cache": use_cache,
+            "input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
+            "past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "use_cache": use_cache,
             "logits_to_keep": logits_to_keep,
-        }
+        }  # fmt: skip
         inputs = {name: value for name, value in inputs.items() if name in self._base_accepts}
         if settings.cache is not None and sequence_ids is None:
             sequence_ids = whole_texts(input_ids, attention_mask, past_key_values)
-        with KeyCapture(self.base, self.location) as capture:
+        with KeyCapture(self.base, self.encoder.location) as capture:
             output = self.base(**inputs, **kwargs, return_dict=True)
         logits = output.logits
-        if settings.retrieves or settings.cache is not None or settings.substitute is not None:
+        if not settings.is_model_alone:
             tokens = input_ids if input_ids is not None else inputs_embeds
             assert tokens is not None
-            keys = capture.keys(*tokens.shape[:2])
-            if self.projection is not None:
-                keys = self.projection(keys)
-            batch, length = keys.shape[:2]
-            at = torch.arange(batch * length, device=keys.device).reshape(batch, length, 1)
-            kept = keep_positions(at, logits_to_keep)[..., 0]
-            mask = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2 else None
-            if mask is not None:
-                mask = mask[:, -length:].to(keys.device)
-            recent = text_pass = None
+            keys = self.encoder.projected(capture.keys(*tokens.shape[:2]))
+            positions = Positions.of(keys, attention_mask, logits_to_keep)
             if settings.cache is not None:
                 assert sequence_ids is not None
-                recent = self._text_keys.look_back(
-                    sequence_ids,
-                    keys.float(),
-                    kept.flatten(),
-                    settings.cache.size,
-                    goes_on=use_cache is not False,
+                positions.look_back(
+                    sequence_ids, self._text_keys, settings.cache, goes_on=use_cache is not False
                 )
             if settings.pointers is not None:
-                if sequence_ids is not None:
-                    text_pass = TextPass.of(sequence_ids, batch, length, kept.cpu(), pointer_states)
-                else:  # what was read before this pass is not known: pointers begin in it
-                    read = None if input_ids is None else sequence_ids_of(input_ids, mask)
-                    text_pass = TextPass.of(read, batch, length, kept.cpu(), None)
-            attended = torch.ones_like(kept, dtype=torch.bool)
-            if mask is not None:
-                attended = mask.flatten()[kept] != 0
-            positions = Positions(keys.flatten(0, 1)[kept], attended, recent, text_pass)
+                positions.point(sequence_ids, input_ids, pointer_states)
             logits = mix_logits(self.store, self._heads, logits, positions, settings)
         loss = None
         if labels is not None:

@@ -11,7 +11,7 @@ from knnstore.documents import documents_of
 from knnstore.errors import ConfigError
 from knnstore.lm.keys import described, fit_projection, locate
 from knnstore.lm.model.modeling import KNNLMForCausalLM
-from knnstore.lm.reading import Encoder, identify, load_model, sample_keys
+from knnstore.lm.reading import Encoder, TextReader, identify, load_model, sample_keys
 from knnstore.lm.settings import KNNSettings, default_settings, settings_for, usable_settings_for
 from knnstore.progress import Progress
 from knnstore.store import KNNStore, Mode
@@ -68,10 +68,9 @@ def create(
     )
     projection = None
     if dim is not None and sample is not None:
-        keys = sample_keys(
-            Encoder(base, locate(base, identity.key)), tokenizer, documents_of(sample),
-            max_length=identity.max_length, stride=identity.stride, progress=progress,
-        )  # fmt: skip
+        encoder = Encoder(base, locate(base, identity.key))
+        reader = TextReader(encoder, tokenizer, identity.max_length, identity.stride)
+        keys = sample_keys(reader, documents_of(sample), progress=progress)
         fitted, kept = fit_projection(keys, dim, metric)
         identity = replace(identity, dim=dim)
         projection = fitted.weights({**described(identity), "keys": len(keys), "kept": kept})

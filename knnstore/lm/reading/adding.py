@@ -2,15 +2,12 @@
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
-from transformers import PreTrainedTokenizerBase
-
-from knnstore.documents import TextDocument
-from knnstore.lm.reading.encoder import Encoder
-from knnstore.lm.reading.tokens import in_chunks, tokenized
-from knnstore.lm.reading.windows import BATCH_TOKENS, pack, prefix_of
+from knnstore.documents import OnBad, TextDocument, documents_of
+from knnstore.lm.reading.reader import TextReader, in_chunks
+from knnstore.lm.reading.windows import BATCH_TOKENS
 from knnstore.progress import Progress
 from knnstore.store import KNNStore, NewDocument
 
@@ -39,14 +36,28 @@ class Added:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
-def add_documents(
-    store: KNNStore,
-    encoder: Encoder,
-    tokenizer: PreTrainedTokenizerBase,
-    documents: Iterable[TextDocument],
+class Adds(Protocol):
+    """A model with a store that documents can be added to: `KNNLMForCausalLM`."""
+
+    store: KNNStore
+
+    @property
+    def reader(self) -> TextReader:
+        """Makes their keys."""
+        ...
+
+    def after_adding(self) -> None:
+        """Hear that documents with new records are live."""
+        ...
+
+
+def add(
+    lm: Adds,
+    documents: Iterable[object],
     *,
     domain: str,
     tags: Iterable[str] = (),
+    on_bad: OnBad | None = None,
     commit_tokens: int = COMMIT_TOKENS,
     batch_tokens: int = BATCH_TOKENS,
     total_bytes: int | None = None,
@@ -59,19 +70,24 @@ def add_documents(
     group, and running it again goes on from there.
 
     Args:
-        store: opened for writing.
-        encoder: the store's model.
-        tokenizer: the model's tokenizer.
-        documents: any number of any length, read once; ids distinct.
+        lm: the model, its store opened for writing.
+        documents: rows ``{"id", "text", ...metadata}``, bare texts or `TextDocument`s; any
+            iterable, also a `datasets` stream; read once; ids distinct.
         domain: the domain's name; made when it is new.
         tags: set on every document, beside the tags it has.
-        commit_tokens: tokens of a group.
+        on_bad: called for each document that cannot be used, which is then left out; None
+            raises at the first.
+        commit_tokens: documents become live in groups of about so many tokens.
         batch_tokens: tokens in one forward pass, padding included.
         total_bytes: UTF-8 bytes of all texts, if known, for the time left.
         progress: hears of each batch.
+
+    Raises:
+        InputError: a document cannot be used and `on_bad` is None; what was committed stays.
+        ReadOnlyError: the store was opened for reading.
     """
-    shown = progress or Progress()
-    identity = store.identity
+    shown, store = progress or Progress(), lm.store
+    reader = replace(lm.reader, batch_tokens=batch_tokens)
     given = frozenset(tags)
     counts = {"added": 0, "replaced": 0, "described": 0, "unchanged": 0, "tokens": 0}
     started = time.perf_counter()
@@ -80,21 +96,15 @@ def add_documents(
 
     def encode(group: Sequence[NewDocument]) -> None:
         with store.ingest(group) as ingest:
-            for batch in pack(
-                [document.tokens for document in group],
-                prefix=prefix_of(tokenizer),
-                max_length=identity.max_length,
-                stride=identity.stride,
-                batch_tokens=batch_tokens,
-            ):
-                keys = encoder.keys(batch.input_ids, batch.at).cpu().numpy()
+            for batch in reader.batches([document.tokens for document in group]):
+                keys = reader.encoder.keys(batch.input_ids, batch.at).cpu().numpy()
                 ingest.add(batch.documents, batch.positions, batch.gold, keys)
                 counts["tokens"] += len(batch.at)
                 shown.advance(len(batch.at))
 
     group: list[NewDocument] = []
     waiting = 0  # tokens in it
-    for ahead in in_chunks(documents):
+    for ahead in in_chunks(documents_of(documents, on_bad=on_bad)):
         there = store.versions(domain, [document.id for document in ahead])
         fresh: list[TextDocument] = []
         changes: dict[str, tuple[Mapping[str, Any], frozenset[str]]] = {}
@@ -111,7 +121,7 @@ def add_documents(
                 counts["described"] += 1
         if changes:
             store.describe(domain, changes)
-        for document, tokens in zip(fresh, tokenized(fresh, tokenizer), strict=True):
+        for document, tokens in zip(fresh, reader.tokenized(fresh), strict=True):
             version = there.get(document.id)
             counts["added" if version is None else "replaced"] += 1
             kept = version.tags if version else frozenset[str]()
@@ -128,6 +138,7 @@ def add_documents(
         encode(group)
     if counts["tokens"]:
         store.optimize()
+        lm.after_adding()
     shown.finish()
     return Added(**counts, seconds=time.perf_counter() - started)
 

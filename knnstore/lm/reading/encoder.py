@@ -76,7 +76,7 @@ class Encoder:
             return self.encode(input_ids, at).keys
         ids = torch.as_tensor(input_ids, device=self.model.device)
         wanted = torch.as_tensor(at, device=self.model.device)
-        return self._projected(keys_forward(self.model, self.location, ids).flatten(0, 1)[wanted])
+        return self.projected(keys_forward(self.model, self.location, ids).flatten(0, 1)[wanted])
 
     def encode(self, input_ids: NDArray[np.int64] | Tensor, at: NDArray[np.int64] | Tensor) -> Encoded:
         """Run the model over rows of tokens.
@@ -96,7 +96,7 @@ class Encoder:
             with torch.inference_mode(), KeyCapture(self.model, self.location) as capture:
                 states = self.model(ids, use_cache=False).logits
             keys = capture.keys(*ids.shape)
-        return Encoded(self._projected(keys.flatten(0, 1)[wanted]), states.flatten(0, 1)[wanted])
+        return Encoded(self.projected(keys.flatten(0, 1)[wanted]), states.flatten(0, 1)[wanted])
 
     def gold_log_probs(self, states: Tensor, gold: NDArray[np.int64] | Tensor) -> Tensor:
         """Return the first part of `log_probs` alone."""
@@ -124,7 +124,8 @@ class Encoder:
                 found.entropy[part] = total - (logits.softmax(1) * logits.clamp(min=_LOWEST)).sum(1)
         return found
 
-    def _projected(self, keys: Tensor) -> Tensor:
+    def projected(self, keys: Tensor) -> Tensor:
+        """The keys as the store has them, float32, from those of the model, shape (..., d)."""
         return keys.float() if self.projection is None else self.projection(keys)
 
     def _stops_at_keys(self) -> bool:

@@ -5,14 +5,11 @@ from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import PreTrainedTokenizerBase
 
 from knnstore.datastore import Keys
 from knnstore.documents import TextDocument
 from knnstore.errors import InputError
-from knnstore.lm.reading.encoder import Encoder
-from knnstore.lm.reading.tokens import in_chunks, tokenized
-from knnstore.lm.reading.windows import BATCH_TOKENS, pack, prefix_of
+from knnstore.lm.reading.reader import TextReader, in_chunks
 from knnstore.progress import Progress
 
 KEYS_FITTED_ON = 32_768
@@ -59,17 +56,13 @@ def sample_documents(
 
 
 def sample_tokens(
-    documents: Iterable[TextDocument],
-    tokenizer: PreTrainedTokenizerBase,
-    count: int,
-    *,
-    longest: int | None = None,
+    reader: TextReader, documents: Iterable[TextDocument], count: int, *, longest: int | None = None
 ) -> list[NDArray[np.uint32]]:
     """Choose documents at random, see `sample_documents`, of so many tokens together.
 
     Args:
+        reader: makes their tokens.
         documents: read once, to the end.
-        tokenizer: makes their tokens.
         count: tokens; the last document is cut there.
         longest: tokens where each document is cut; default nowhere.
 
@@ -82,7 +75,7 @@ def sample_tokens(
         documents, _CHARACTERS_PER_TOKEN * count, longest=_CHARACTERS_PER_TOKEN * longest
     )
     for ahead in in_chunks(chosen):
-        for tokens in tokenized(ahead, tokenizer):
+        for tokens in reader.tokenized(ahead):
             texts.append(tokens[: min(count, longest)])
             count -= len(texts[-1])
             if count == 0:
@@ -91,23 +84,17 @@ def sample_tokens(
 
 
 def sample_keys(
-    encoder: Encoder,
-    tokenizer: PreTrainedTokenizerBase,
+    reader: TextReader,
     documents: Iterable[TextDocument],
     *,
-    max_length: int,
-    stride: int,
     count: int = KEYS_FITTED_ON,
     progress: Progress | None = None,
 ) -> Keys:
     """Take the keys of documents chosen at random.
 
     Args:
-        encoder: the model.
-        tokenizer: its tokenizer.
+        reader: the model.
         documents: read once, to the end.
-        max_length: of a window, see `pack`.
-        stride: likewise.
         count: how many keys, if there is so much text.
         progress: hears of each batch.
 
@@ -115,17 +102,11 @@ def sample_keys(
         float32, shape (n, d).
     """
     shown = progress or Progress()
-    texts = sample_tokens(documents, tokenizer, count)
+    texts = sample_tokens(reader, documents, count)
     shown.start("sampling keys", total=sum(len(text) for text in texts))
     parts: list[Keys] = []
-    for batch in pack(
-        texts,
-        prefix=prefix_of(tokenizer),
-        max_length=max_length,
-        stride=stride,
-        batch_tokens=BATCH_TOKENS,
-    ):
-        parts.append(encoder.keys(batch.input_ids, batch.at).cpu().numpy())
+    for batch in reader.batches(texts):
+        parts.append(reader.encoder.keys(batch.input_ids, batch.at).cpu().numpy())
         shown.advance(len(batch.at))
     shown.finish()
     if not parts:

@@ -1,9 +1,10 @@
 """What a prediction is mixed with: neighbours from the store, the text's own past, pointers."""
 
 from knnstore.lm.retrieval.cache import Reading, ReadText
-from knnstore.lm.retrieval.pointers import missing, retrieve_in_step
+from knnstore.lm.retrieval.mixture import mixture_of
+from knnstore.lm.retrieval.pointers import retrieve_in_step
 from knnstore.lm.retrieval.prefix_states import sequence_ids_of, whole_texts
-from knnstore.lm.retrieval.search import columns_of, reachable, search_some
+from knnstore.lm.retrieval.search import columns_of, reachable, retrieve
 from knnstore.lm.retrieval.text_keys import TextKeys
 from knnstore.lm.retrieval.text_pointers import STATES_KEPT, PointerStates, TextPass, retrieve_for_pass
 
@@ -15,11 +16,11 @@ __all__ = [
     "TextKeys",
     "TextPass",
     "columns_of",
-    "missing",
+    "mixture_of",
     "reachable",
+    "retrieve",
     "retrieve_for_pass",
     "retrieve_in_step",
-    "search_some",
     "sequence_ids_of",
     "whole_texts",
 ]

@@ -1,39 +1,47 @@
-"""Searching for what a mixer weighs: the nearest records of all that is selected, or of each domain."""
+"""Searching for what a mixer weighs: the nearest records of all that is selected, or of parts of it."""
 
 import logging
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from knnstore.datastore import Keys, Neighbors
 from knnstore.errors import DomainNotFoundError
-from knnstore.lm.mixing import DISTINCT_AMONG, DomainWeights, Mixer
+from knnstore.lm.mixing import DISTINCT_AMONG
+from knnstore.lm.settings import KNNSettings
 from knnstore.store import KNNStore, Selection
 
 _logger = logging.getLogger(__name__)
 _told: set[tuple[str, str, str]] = set()
 
 
-def retrieve(store: KNNStore, queries: Keys, k: int, selection: Selection, mixer: Mixer) -> Neighbors:
-    """Search once, or for `DomainWeights` in each domain that has a weight.
+def retrieve(
+    store: KNNStore, queries: Keys, settings: KNNSettings, searched: NDArray[np.bool_] | None = None
+) -> Neighbors:
+    """Make the searches of the settings' mixer.
 
     Args:
         store: where to search.
         queries: float32, shape (q, d).
-        k: how many neighbours, of each domain.
-        selection: among which documents.
-        mixer: of the settings.
+        settings: k, the mixer and the selection.
+        searched: for which queries, shape (q,); the others find nothing, so that their λ is 0. None is all.
 
     Returns:
-        k columns, nearest first; with weights of domains k for each of `DomainWeights.searched`, one
-        domain's after another's. Those of a domain that is gone or not selected are missing.
+        k columns for each search, nearest first, one search's after another's; one column without any
+        where nothing is searched. What is not selected, or is there no more, finds nothing.
     """
-    if not isinstance(mixer, DomainWeights):
-        return store.search(queries, k, selection)
-    parts = [_search(store, queries, k, selection, mixer.domains[number]) for number in mixer.searched]
-    if not parts:
-        return _nothing(len(queries), k)
+    if searched is not None and not searched.all():
+        found = retrieve(store, queries[searched], settings)
+        spread = _nothing(len(queries), found.ids.shape[1])
+        spread.ids[searched], spread.distances[searched] = found.ids, found.distances
+        if found.log_weights is None:
+            return spread
+        weights = np.zeros_like(spread.distances)
+        weights[searched] = found.log_weights
+        return Neighbors(spread.ids, spread.distances, weights)
+    parts = [_search(store, queries, settings, part) for part in settings.mixer.searches(settings.selection)]
+    if len(parts) < 2:
+        return parts[0] if parts else _nothing(len(queries), 1)
     log_weights = None
     if any(part.log_weights is not None for part in parts):
         log_weights = np.concatenate([_log_weights(part) for part in parts], axis=1)
@@ -44,49 +52,46 @@ def retrieve(store: KNNStore, queries: Keys, k: int, selection: Selection, mixer
     )
 
 
-def reachable(store: KNNStore, k: int, selection: Selection, mixer: Mixer) -> int:
+def reachable(store: KNNStore, settings: KNNSettings) -> int:
     """Lower k where there are fewer records than that, so that no memory is taken for what cannot be found.
 
-    Args:
-        store: where to search.
-        k: as of `retrieve`, likewise the others.
-        selection: among which documents.
-        mixer: of the settings.
-
     Returns:
-        At most k; not less than a gate looks at, so that every mixer chooses as it would with k.
+        At most the settings' k; not less than a gate looks at, so that every mixer chooses as with that.
     """
-    if k <= DISTINCT_AMONG:
-        return k
-    among = [selection]
-    if isinstance(mixer, DomainWeights):
-        among = [replace(selection, domains=(mixer.domains[number],)) for number in mixer.searched]
-    return min(k, max([DISTINCT_AMONG, *(_count(store, part, mixer) for part in among)]))
+    if settings.k <= DISTINCT_AMONG:
+        return settings.k
+    searches = settings.mixer.searches(settings.selection)
+    counts = [_count(store, part, strict=part is settings.selection) for part in searches]
+    return min(settings.k, max([DISTINCT_AMONG, *counts]))
 
 
-def columns_of(k: int, mixer: Mixer) -> int:
+def columns_of(settings: KNNSettings) -> int:
     """How many neighbours `retrieve` finds for each query."""
-    return k * max(1, len(mixer.searched)) if isinstance(mixer, DomainWeights) else k
+    return settings.k * max(1, len(settings.mixer.searches(settings.selection)))
 
 
-def _count(store: KNNStore, selection: Selection, mixer: Mixer) -> int:
+def _count(store: KNNStore, selection: Selection, *, strict: bool) -> int:
     try:
         return store.record_count(selection)
     except DomainNotFoundError:
-        if isinstance(mixer, DomainWeights):
-            return 0  # which `_search` tells of
-        raise
+        if strict:
+            raise
+        return 0  # which `_search` tells of
 
 
-def _search(store: KNNStore, queries: Keys, k: int, selection: Selection, domain: str) -> Neighbors:
-    if selection.domains is not None and domain not in selection.domains:
-        _tell(store, domain, "which is not selected here")
-        return _nothing(len(queries), k)
+def _search(store: KNNStore, queries: Keys, settings: KNNSettings, part: Selection) -> Neighbors:
+    """Search what is selected, or a part of it by domains, whose absence is no error."""
+    if part is settings.selection:
+        return store.search(queries, settings.k, part)
+    selected = settings.selection.domains
+    if selected is not None and not set(part.domains or ()) <= set(selected):
+        _tell(store, part, "which is not selected here")
+        return _nothing(len(queries), settings.k)
     try:
-        return store.search(queries, k, replace(selection, domains=(domain,)))
+        return store.search(queries, settings.k, part)
     except DomainNotFoundError:  # removed since, perhaps in the middle of a text
-        _tell(store, domain, "which the store does not have any more")
-        return _nothing(len(queries), k)
+        _tell(store, part, "which the store does not have any more")
+        return _nothing(len(queries), settings.k)
 
 
 def _nothing(queries: int, k: int) -> Neighbors:
@@ -97,37 +102,12 @@ def _log_weights(part: Neighbors) -> NDArray[np.float32]:
     return np.zeros_like(part.distances) if part.log_weights is None else part.log_weights
 
 
-def _tell(store: KNNStore, domain: str, why: str) -> None:
+def _tell(store: KNNStore, part: Selection, why: str) -> None:
     """Say once in a process that a domain's weight falls to the model."""
+    domain = ", ".join(part.domains or ())
     known = (str(store.home.path), domain, why)
     if known not in _told:
         _told.add(known)
         _logger.warning(
             "the settings give a weight to the domain %r, %s: the model has that weight now", domain, why
         )
-
-
-def search_some(
-    store: KNNStore, queries: Keys, searched: NDArray[np.bool_], k: int, selection: Selection, mixer: Mixer
-) -> Neighbors:
-    """Search for some queries; the others find nothing, so that their λ is 0.
-
-    Args:
-        store: where to search.
-        queries: shape (n, d).
-        searched: for which of them, shape (n,).
-        k: neighbours of each.
-        selection: among which documents.
-        mixer: see `retrieve`.
-    """
-    if searched.all():
-        return retrieve(store, queries, k, selection, mixer)
-    found = retrieve(store, queries[searched], k, selection, mixer)
-    shape = (len(queries), found.ids.shape[1])
-    ids, distances = np.full(shape, -1), np.full(shape, np.inf, np.float32)
-    ids[searched], distances[searched] = found.ids, found.distances
-    log_weights = None
-    if found.log_weights is not None:
-        log_weights = np.zeros(shape, np.float32)
-        log_weights[searched] = found.log_weights
-    return Neighbors(ids, distances, log_weights)

@@ -1,20 +1,20 @@
 """Scoring held-out text: perplexity, a row for each token, and why each is likely."""
 
 from knnstore.lm.scoring.evaluating import Evaluation, evaluate
-from knnstore.lm.scoring.explaining import Source, TokenExplanation, explain_tokens
-from knnstore.lm.scoring.held_out import score_held_out
-from knnstore.lm.scoring.pruning import Pruning, PruningCost, prune
+from knnstore.lm.scoring.explaining import Source, TokenExplanation, explain
+from knnstore.lm.scoring.held_out import HeldOut, score_held_out
+from knnstore.lm.scoring.pruning import PruningCost, prune
 from knnstore.lm.scoring.token_table import TokenTable, replacing
 
 __all__ = [
     "Evaluation",
-    "Pruning",
+    "HeldOut",
     "PruningCost",
     "Source",
     "TokenExplanation",
     "TokenTable",
     "evaluate",
-    "explain_tokens",
+    "explain",
     "prune",
     "replacing",
     "score_held_out",

@@ -5,23 +5,21 @@ token counts once, whatever document it is in; and the same total over words and
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+import torch
 
-from knnstore.documents import TextDocument
 from knnstore.errors import ConfigError, InputError
 from knnstore.lm.mixing import FixedLambda
-from knnstore.lm.reading import BATCH_TOKENS, Encoder, count_predicted
-from knnstore.lm.scoring.held_out import score_held_out
+from knnstore.lm.retrieval import mixture_of
+from knnstore.lm.scoring.held_out import HeldOut, score_held_out
 from knnstore.lm.scoring.slices import Slice, TokenLosses, perplexity
 from knnstore.lm.scoring.token_table import TokenTable
-from knnstore.lm.settings import KNNSettings, Substitute
+from knnstore.lm.settings import KNNModel, KNNSettings, Substitute
 from knnstore.lm.substitute import Heads
 from knnstore.progress import Progress
-from knnstore.store import KNNStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,30 +72,24 @@ class Evaluation:
 
 
 def evaluate(
-    store: KNNStore,
-    encoder: Encoder,
-    tokenizer: PreTrainedTokenizerBase,
-    documents: Iterable[TextDocument],
-    settings: KNNSettings,
+    lm: KNNModel,
+    documents: Iterable[object],
+    knn: KNNSettings | None = None,
     *,
     substitute: Substitute | None = None,
     leave_out: bool = False,
-    batch_tokens: int = BATCH_TOKENS,
     table: TokenTable | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """Measure perplexity with and without the store.
+    """Measure perplexity on held-out documents with and without the store.
 
     Args:
-        store: where to search.
-        encoder: the store's model.
-        tokenizer: the model's tokenizer.
-        documents: held-out documents.
-        settings: k, temperature, mixer and the selection to retrieve from.
+        lm: the model.
+        documents: as in `add`.
+        knn: settings of this call; default ``lm.knn``.
         substitute: measured apart, for comparison; that of the settings is part of the mixture.
         leave_out: a document that is itself in the store does not retrieve from itself; else it
             does, and `Evaluation.stored` names it.
-        batch_tokens: tokens in one forward pass.
         table: takes in a row for each token.
         progress: hears of each batch.
 
@@ -105,59 +97,54 @@ def evaluate(
         InputError: there is not one token to predict.
         ConfigError: a substitute was trained on a document that is to be left out.
     """
-    listed = list(documents)
-    twins = store.stored_content((document.content_hash for document in listed), settings.selection)
-    if leave_out and twins and (substitute or settings.substitute):
+    settings, store, reader = knn or lm.knn, lm.store, lm.reader
+    listed, stored = HeldOut.of(store, documents, settings.selection)
+    if leave_out and stored and (substitute or settings.substitute):
         raise ConfigError(
-            f"{len(twins):,} of the documents are in the store, and the substitute was trained on them: they "
-            "can be left out of retrieval, not of it; give other documents"
+            f"{len(stored):,} of the documents are in the store, and the substitute was trained on them: "
+            "they can be left out of retrieval, not of it; give other documents"
         )
-    heads, substitute_total, store_total = Heads(store, encoder.model.device), 0.0, 0.0
-    if progress is not None:  # tokenised twice, for the time left: little against the forward pass
-        progress.start("evaluating", total=count_predicted(listed, tokenizer))
+    if progress is not None:  # tokenized twice, for the time left: little against the forward pass
+        progress.start("evaluating", total=reader.count_predicted(listed))
     started = time.perf_counter()
-    tokens, helped, searched, losses = 0, 0, 0, TokenLosses()
-    # The mixture's parts, each without the other, with the log-likelihood that it reaches.
-    parts = []
+    heads = Heads(store, reader.encoder.model.device)
+    # The mixture, its parts, each without the other, and the store alone, with what each is mixed into.
+    alone = replace(settings, cache=None, substitute=None)
+    variants = {"knn": settings}
     if settings.cache is not None:
-        parts = [replace(settings, cache=None), replace(settings, mixer=FixedLambda(0.0))]
-    part_totals = [0.0] * len(parts)
-    lm_total, mixed_total, lam_total, temperature_total = 0.0, 0.0, 0.0, 0.0
-    for scores in score_held_out(
-        store, encoder, tokenizer, listed, settings,
-        left_out=twins if leave_out else (), batch_tokens=batch_tokens, progress=progress,
-    ):  # fmt: skip
-        weighed = settings.weigh(scores.retrieved())
-        lam, temperature = weighed.lam.where(weighed.weights.sum(1) > 0, 0.0), weighed.temperature
-        knn = weighed.knn_probs(scores.gold)
-        model = heads.mix_gold(settings.substitute, scores.lm_log_probs, scores.keys, scores.gold)
-        mixed = weighed.mixed_gold(model, knn)
-        for at, part in enumerate(parts):
-            alone = part.weigh(scores.retrieved())
-            part_totals[at] += float(alone.mixed_gold(model, alone.knn_probs(scores.gold)).double().sum())
+        variants["store"] = replace(settings, cache=None)
+        variants["cache"] = replace(settings, mixer=FixedLambda(0.0))
+    totals, losses = defaultdict[str, float](float), TokenLosses()
+    left_out = stored if leave_out else ()
+    for scores in score_held_out(store, reader, listed, settings, left_out=left_out, progress=progress):
+        retrieved, gold, lm_log_probs = scores.retrieved(), scores.gold, scores.lm_log_probs
+        below = heads.mix_gold(settings.substitute, lm_log_probs, scores.keys, gold)
+        mixtures = {name: mixture_of(variant, retrieved) for name, variant in variants.items()}
+        log_probs = {name: mixture.gold(below, gold) for name, mixture in mixtures.items()}
+        log_probs["base"] = lm_log_probs
         if substitute is not None:
-            apart = heads.mix_gold(substitute, scores.lm_log_probs, scores.keys, scores.gold)
-            substitute_total += float(apart.double().sum())
-            alone = replace(settings, cache=None).weigh(scores.retrieved())
-            gold = alone.mixed_gold(scores.lm_log_probs, alone.knn_probs(scores.gold))
-            store_total += float(gold.double().sum())
-        count = len(scores.gold)
-        tokens += count
-        searched += int(scores.searched.sum())
-        better = knn > scores.lm_log_probs.exp()
-        helped += int(better.sum())
-        losses.add(scores.gold, scores.lm_log_probs, mixed, better, scores.distances.amin(1))
-        lm_total += float(scores.lm_log_probs.double().sum())
-        mixed_total += float(mixed.double().sum())
-        lam_total += float(lam.double().sum())
-        temperature_total += (
-            float(temperature.double().sum()) if isinstance(temperature, Tensor) else temperature * count
-        )
+            log_probs["substitute"] = heads.mix_gold(substitute, lm_log_probs, scores.keys, gold)
+            log_probs["store alone"] = mixture_of(alone, retrieved).gold(lm_log_probs, gold)
+        mixture = mixtures["knn"]
+        knn_probs = mixture.knn_probs(gold)
+        better = knn_probs > lm_log_probs.exp()
+        columns = {
+            **log_probs,
+            "tokens": torch.ones(len(gold)),
+            "searched": torch.from_numpy(scores.searched),
+            "helped": better,
+            "lam": mixture.lam,
+            "temperature": torch.as_tensor(mixture.temperature, dtype=torch.float64).expand(len(gold)),
+        }
+        for name, column in columns.items():
+            totals[name] += float(column.double().sum())
+        losses.add(gold, lm_log_probs, log_probs["knn"], better, scores.distances.amin(1))
         if table is not None:
-            table.add(scores, knn, lam, mixed)
+            table.add(scores, knn_probs, mixture.lam, log_probs["knn"])
     seconds = time.perf_counter() - started
     if progress is not None:
         progress.finish()
+    tokens = int(totals["tokens"])
     if not tokens:
         raise InputError("nothing to evaluate: the documents hold no token to predict")
     counts = store.token_counts(settings.selection)
@@ -165,33 +152,30 @@ def evaluate(
         table.name(listed, counts)
     words = sum(len(document.text.split()) for document in listed)
     in_bytes = sum(len(document.text.encode()) for document in listed)
+    base, mixed, gain = totals["base"], totals["knn"], totals["store alone"] - totals["base"]
     return Evaluation(
         documents=len(listed),
         tokens=tokens,
-        base_ppl=perplexity(lm_total, tokens),
-        knn_ppl=perplexity(mixed_total, tokens),
-        store_ppl=perplexity(part_totals[0], tokens) if parts else None,
-        cache_ppl=perplexity(part_totals[1], tokens) if parts else None,
+        base_ppl=perplexity(base, tokens),
+        knn_ppl=perplexity(mixed, tokens),
+        store_ppl=perplexity(totals["store"], tokens) if settings.cache else None,
+        cache_ppl=perplexity(totals["cache"], tokens) if settings.cache else None,
         words=words,
-        base_word_ppl=perplexity(lm_total, words),
-        knn_word_ppl=perplexity(mixed_total, words),
+        base_word_ppl=perplexity(base, words),
+        knn_word_ppl=perplexity(mixed, words),
         bytes=in_bytes,
-        base_byte_ppl=perplexity(lm_total, in_bytes),
-        knn_byte_ppl=perplexity(mixed_total, in_bytes),
-        helped=helped / tokens,
+        base_byte_ppl=perplexity(base, in_bytes),
+        knn_byte_ppl=perplexity(mixed, in_bytes),
+        helped=totals["helped"] / tokens,
         k=settings.k,
-        temperature=temperature_total / tokens,
-        lam=lam_total / tokens,
+        temperature=totals["temperature"] / tokens,
+        lam=totals["lam"] / tokens,
         mixer=settings.mixer.name,
-        searched=searched / tokens,
+        searched=totals["searched"] / tokens,
         tokens_per_s=tokens / seconds,
-        stored=tuple(document.id for document in listed if document.content_hash in twins),
+        stored=tuple(document.id for document in listed if document.content_hash in stored),
         by_frequency=losses.by_frequency(counts),
         by_distance=losses.by_distance(),
-        substitute_ppl=None if substitute is None else perplexity(substitute_total, tokens),
-        substitute_share=(
-            None
-            if substitute is None or store_total <= lm_total
-            else (substitute_total - lm_total) / (store_total - lm_total)
-        ),
+        substitute_ppl=perplexity(totals["substitute"], tokens) if substitute else None,
+        substitute_share=(totals["substitute"] - base) / gain if substitute and gain > 0 else None,
     )

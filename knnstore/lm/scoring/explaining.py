@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from knnstore.datastore import Ids, tokens_of
-from knnstore.lm.reading import Encoder, prefix_of
+from knnstore.lm.reading import TextReader
+from knnstore.lm.retrieval import mixture_of
 from knnstore.lm.scoring.held_out import score_texts
-from knnstore.lm.settings import KNNSettings
+from knnstore.lm.settings import KNNModel, KNNSettings
 from knnstore.lm.substitute import Heads
 from knnstore.store import KNNStore
 
@@ -63,64 +63,55 @@ class TokenExplanation:
     """Of the substitute; None where the settings have none."""
 
 
-def explain_tokens(
-    store: KNNStore,
-    encoder: Encoder,
-    tokenizer: PreTrainedTokenizerBase,
-    tokens: NDArray[np.integer[Any]],
-    settings: KNNSettings,
-    *,
-    neighbors: int = 8,
-    start: int = 0,
+def explain(
+    lm: KNNModel, text: str, knn: KNNSettings | None = None, *, neighbors: int = 8, after: str = ""
 ) -> list[TokenExplanation]:
-    """Explain the tokens of a text, each predicted from those before it.
+    """Say for each token of a text how likely both models find it, and why.
 
     Args:
-        store: where to search.
-        encoder: the store's model.
-        tokenizer: the model's tokenizer.
-        tokens: the text, shape (n,).
-        settings: k, temperature, mixer, selection and cache.
+        lm: the model.
+        text: the text to explain.
+        knn: settings of this call; default ``lm.knn``.
         neighbors: how many sources to name for each token.
-        start: the first position to explain.
+        after: a text that comes before and is not explained, e.g. the prompt.
 
     Returns:
-        An entry for each predicted token from `start` on, in order.
+        An entry for each predicted token, in order.
     """
+    settings, store, reader = knn or lm.knn, lm.store, lm.reader
+    tokens, start = reader.tokens(after + text), len(reader.tokens(after))
     explained: dict[int, TokenExplanation] = {}
-    heads = Heads(store, encoder.model.device)
-    for scores in score_texts(store, encoder, [tokens], prefix_of(tokenizer), settings):
-        weighed = settings.weigh(scores.retrieved())
-        p_knn = weighed.knn_probs(scores.gold)
-        lam = weighed.lam.where(weighed.weights.sum(1) > 0, 0.0)
-        model = heads.mix_gold(settings.substitute, scores.lm_log_probs, scores.keys, scores.gold)
-        p = weighed.mixed_gold(model, p_knn).exp()
-        p_sub = None
+    heads = Heads(store, reader.encoder.model.device)
+    for scores in score_texts(store, reader, [tokens], settings):
+        mixture = mixture_of(settings, scores.retrieved())
+        p_knn, weights = mixture.knn_probs(scores.gold), mixture.weights
+        below = heads.mix_gold(settings.substitute, scores.lm_log_probs, scores.keys, scores.gold)
+        p, p_sub = mixture.gold(below, scores.gold).exp(), None
         if settings.substitute is not None:
             p_sub = heads(settings.substitute).gold_log_probs(scores.keys, scores.gold).exp()
         for row, position in enumerate(scores.positions.tolist()):
             if position < start:
                 continue
-            token, weights = int(scores.gold[row]), weighed.weights[row]
+            token = int(scores.gold[row])
             nearest = scores.distances[row].sort(stable=True).indices[:neighbors]
             sources = _stored(
                 store,
-                tokenizer,
+                reader,
                 scores.ids[row, nearest.numpy()],
                 scores.distances[row, nearest].tolist(),
-                weights[nearest].tolist(),
+                weights[row, nearest].tolist(),
             )
             if scores.recent is not None:
-                shares = weights[scores.ids.shape[1] :]
-                here = _here(tokenizer, tokens, position, scores.recent.distances[row], shares, neighbors)
+                shares = weights[row, scores.ids.shape[1] :]
+                here = _here(reader, tokens, position, scores.recent.distances[row], shares, neighbors)
                 sources = sorted([*sources, *here], key=lambda source: -source.share)[:neighbors]
             explained[position] = TokenExplanation(
                 position=position,
                 token=token,
-                text=_text(tokenizer, [token]),
+                text=reader.text([token]),
                 p_lm=float(scores.lm_log_probs[row].exp()),
                 p_knn=float(p_knn[row]),
-                lam=float(lam[row]),
+                lam=float(mixture.lam[row]),
                 p=float(p[row]),
                 neighbors=tuple(sources),
                 p_sub=None if p_sub is None else float(p_sub[row]),
@@ -130,7 +121,7 @@ def explain_tokens(
 
 def _stored(
     store: KNNStore,
-    tokenizer: PreTrainedTokenizerBase,
+    reader: TextReader,
     ids: Ids,
     distances: Sequence[float],
     shares: Sequence[float],
@@ -140,14 +131,14 @@ def _stored(
     return [
         Source(
             token=token,
-            text=_text(tokenizer, [token]),
+            text=reader.text([token]),
             share=share,
             distance=distance,
             document=place.document,
             domain=place.domain,
             position=place.position,
-            context=_text(tokenizer, place.context.tolist()),
-            continuation=_text(tokenizer, place.continuation.tolist()),
+            context=reader.text(place.context.tolist()),
+            continuation=reader.text(place.continuation.tolist()),
         )
         for place, token, distance, share in traced
         if place is not None
@@ -155,7 +146,7 @@ def _stored(
 
 
 def _here(
-    tokenizer: PreTrainedTokenizerBase,
+    reader: TextReader,
     tokens: NDArray[np.integer[Any]],
     position: int,
     distances: Tensor,
@@ -165,7 +156,7 @@ def _here(
     """Name the places of the text itself that have most of one token's p_kNN.
 
     Args:
-        tokenizer: the model's.
+        reader: the model's.
         tokens: the text.
         position: of the token.
         distances: to the places before it, shape (m,), the last is its neighbour.
@@ -179,18 +170,14 @@ def _here(
             named.append(
                 Source(
                     token=int(tokens[at]),
-                    text=_text(tokenizer, [int(tokens[at])]),
+                    text=reader.text([int(tokens[at])]),
                     share=float(shares[column]),
                     distance=float(distances[column]),
                     document=THIS_TEXT,
                     domain="",
                     position=at,
-                    context=_text(tokenizer, tokens[max(0, at - _BEFORE) : at].tolist()),
-                    continuation=_text(tokenizer, tokens[at + 1 : min(at + 1 + _AFTER, position)].tolist()),
+                    context=reader.text(tokens[max(0, at - _BEFORE) : at].tolist()),
+                    continuation=reader.text(tokens[at + 1 : min(at + 1 + _AFTER, position)].tolist()),
                 )
             )
     return named
-
-
-def _text(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
-    return str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))

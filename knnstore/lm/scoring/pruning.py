@@ -4,26 +4,24 @@ Methods: ``merge`` (He et al. 2021, https://arxiv.org/abs/2109.04212, the neares
 (what the model predicts anyway goes first) and ``random``. See `knnstore.store.relocation.choices`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from knnstore.datastore import positions_of
-from knnstore.documents import TextDocument
-from knnstore.errors import ConfigError, InputError
-from knnstore.lm.reading import BATCH_TOKENS, Encoder, pack, prefix_of
-from knnstore.lm.scoring.evaluating import evaluate
-from knnstore.lm.settings import KNNSettings, settings_for
+from knnstore.errors import ConfigError
+from knnstore.lm.reading import TextReader
+from knnstore.lm.scoring.evaluating import Evaluation, evaluate
+from knnstore.lm.scoring.held_out import HeldOut
+from knnstore.lm.settings import KNNModel, KNNModelParts, settings_for
 from knnstore.progress import Progress
 from knnstore.store import (
     EVERYTHING,
     Choice,
     Chooser,
     DomainRecords,
-    Identity,
     KNNStore,
     Pruned,
     Selection,
@@ -60,74 +58,60 @@ class Pruning:
 
 
 def prune(
-    store: KNNStore,
-    encoder: Encoder,
-    tokenizer: PreTrainedTokenizerBase,
+    lm: KNNModel,
     keep: float,
     *,
     method: str = "merge",
-    domains: Sequence[str] = (),
-    held_out: Iterable[TextDocument] = (),
+    domains: Iterable[str] = (),
+    held_out: Iterable[object] = (),
     leave_out: bool = False,
     seed: int = 0,
     location: str | None = None,
     params: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> Pruning:
-    """Let only some records of each domain stay; see `KNNStore.prune`.
+    """Let only some records of each domain stay, and measure what it costs; see `KNNStore.prune`.
 
     Args:
-        store: opened for writing.
-        encoder: the store's model.
-        tokenizer: the model's tokenizer.
+        lm: the model, its store opened for writing.
         keep: share of each domain's tokens that shall have a record, above 0 and at most 1.
-        method: which records go.
+        method: which records go: ``merge``, ``known`` or ``random``.
         domains: the domains to prune; none is all.
-        held_out: measures the cost before the switch, retrieving from these domains.
+        held_out: documents as in `add`, by which the cost is measured before the switch, retrieving from the
+            domains.
         leave_out: a held-out document that is itself in the store does not retrieve from itself; else it
             is refused.
         seed: of ``random``.
         location: a new place for the keys; by default a new folder beside the old one, in the home.
-        params: adapter's parameters that differ from those in use.
+        params: the adapter's parameters that differ from those in use.
         progress: hears of each batch.
 
     Raises:
         ConfigError: the method is unknown, or `keep` is out of range.
         InputError: a held-out document is in the store.
     """
-    if method == "known":
-        choose = known_chooser(encoder, tokenizer, store.identity)
-    else:
-        choose = chooser_without_model(method, seed)
-    selection = Selection(domains=tuple(sorted(set(domains)))) if domains else EVERYTHING
-    listed, measured = list(held_out), list[tuple[int, float, float]]()
-    twins = store.stored_content((document.content_hash for document in listed), selection)
-    if twins and not leave_out:
-        raise InputError(
-            f"{len(twins):,} of the held-out documents are in the store and would find themselves; give "
-            "others, or leave each out of its own search (leave_out, --leave-out)"
-        )
-    settings = settings_for(store, selection) if listed else None
-
-    def measure(some: object, settings: KNNSettings) -> None:
-        found = evaluate(
-            cast(KNNStore, some), encoder, tokenizer, listed, settings,
-            leave_out=leave_out, progress=progress,
-        )  # fmt: skip
-        measured.append((found.tokens, found.base_ppl, found.knn_ppl))
+    store, names = lm.store, tuple(sorted(set(domains)))
+    choose = known_chooser(lm.reader) if method == "known" else chooser_without_model(method, seed)
+    selection = Selection(domains=names) if names else EVERYTHING
+    texts = HeldOut.of(store, held_out, selection)
+    if not leave_out:
+        texts.refuse_stored()
+    settings = settings_for(store, selection) if texts.documents else None
+    measured: list[Evaluation] = []
 
     def compare(preview: object) -> None:
         if settings is not None:
-            measure(store, settings)
-            measure(preview, settings)
+            for one in (store, cast(KNNStore, preview)):
+                parts = KNNModelParts(one, lm.reader, settings)
+                measured.append(evaluate(parts, texts.documents, leave_out=leave_out, progress=progress))
 
     pruned = store.prune(
-        keep, choose, domains=domains, location=location, params=params, inspect=compare, progress=progress
+        keep, choose, domains=names, location=location, params=params, inspect=compare, progress=progress
     )
     cost = None
     if measured:
-        (tokens, base, before), (_, _, after) = measured
-        cost = PruningCost(tokens, base, before, after)
+        before, after = measured
+        cost = PruningCost(after.tokens, after.base_ppl, before.knn_ppl, after.knn_ppl)
     return Pruning(method, pruned, cost)
 
 
@@ -144,29 +128,18 @@ def chooser_without_model(method: str, seed: int = 0) -> Chooser:
     raise ConfigError(f"unknown method {method!r}; known: merge, known, random")
 
 
-def known_chooser(encoder: Encoder, tokenizer: PreTrainedTokenizerBase, identity: Identity) -> Chooser:
-    """The records whose token the model itself finds likeliest go first: one forward pass over the tokens.
-
-    Args:
-        encoder: the store's model.
-        tokenizer: the model's tokenizer.
-        identity: of the store.
-    """
+def known_chooser(reader: TextReader) -> Chooser:
+    """The records whose token the model itself finds likeliest go first: one forward pass over the tokens."""
 
     def choose(records: DomainRecords, left: int, progress: Progress) -> Choice:
         starts = np.array([start for start, _ in records.documents], np.int64)
         positions = positions_of(records.ids)
         scores = np.zeros(len(positions), np.float32)
-        progress.start("reading", total=sum(len(tokens) for _, tokens in records.documents))
-        for batch in pack(
-            [tokens for _, tokens in records.documents],
-            prefix=prefix_of(tokenizer),
-            max_length=identity.max_length,
-            stride=identity.stride,
-            batch_tokens=BATCH_TOKENS,
-        ):
-            encoded = encoder.encode(batch.input_ids, batch.at)
-            log_probs = encoder.gold_log_probs(encoded.states, batch.gold).cpu().numpy()
+        texts = [tokens for _, tokens in records.documents]
+        progress.start("reading", total=sum(map(len, texts)))
+        for batch in reader.batches(texts):
+            encoded = reader.encoder.encode(batch.input_ids, batch.at)
+            log_probs = reader.encoder.gold_log_probs(encoded.states, batch.gold).cpu().numpy()
             places = starts[batch.documents] + batch.positions
             at = np.minimum(np.searchsorted(positions, places), len(positions) - 1)
             there = positions[at] == places  # the others were pruned before

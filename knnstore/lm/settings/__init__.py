@@ -1,29 +1,46 @@
 """What a query is made with: values, and how they are saved."""
 
+from knnstore.lm.settings.defaults import (
+    default_settings,
+    is_substitute_outdated,
+    save_default_settings,
+    settings_for,
+    usable_settings_for,
+)
+from knnstore.lm.settings.model import KNNModel, KNNModelParts
 from knnstore.lm.settings.parts import CacheSettings, PointerSettings, Substitute
 from knnstore.lm.settings.query import KNNSettings
 from knnstore.lm.settings.saved import (
-    TRAINED,
-    default_settings,
-    save_default_settings,
+    CalibrationRecord,
+    TrainedSubstitute,
+    records_of,
     saved_for,
-    settings_for,
+    settings_from_dict,
+    settings_to_dict,
     trained_for,
-    usable_settings_for,
     weights_for,
+    weights_of,
 )
 
 __all__ = [
-    "TRAINED",
     "CacheSettings",
+    "CalibrationRecord",
+    "KNNModel",
+    "KNNModelParts",
     "KNNSettings",
     "PointerSettings",
     "Substitute",
+    "TrainedSubstitute",
     "default_settings",
+    "is_substitute_outdated",
+    "records_of",
     "save_default_settings",
     "saved_for",
     "settings_for",
+    "settings_from_dict",
+    "settings_to_dict",
     "trained_for",
     "usable_settings_for",
     "weights_for",
+    "weights_of",
 ]

@@ -1,12 +1,7 @@
 """The parts of settings: what is chosen beside k, T and λ. Values only."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
-
-import torch
-from torch import Tensor
 
 from knnstore.errors import ConfigError
 from knnstore.store import KNNStore, Traces
@@ -83,31 +78,6 @@ class Substitute:
         if not 0 < self.lam <= 1:
             raise ConfigError(f"lambda of a substitute must be above 0 and at most 1, got {self.lam}")
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Read what was saved as JSON.
-
-        Raises:
-            ConfigError: something is missing or unknown.
-        """
-        try:
-            return cls(**{**values, "traces": Traces.from_dict(values["traces"])})
-        except (KeyError, TypeError) as error:
-            raise ConfigError(f"not the settings of a substitute: {error}") from error
-
     def is_outdated(self, store: KNNStore) -> bool:
         """Whether a document that it was trained on was removed or replaced since."""
         return not self.traces.are_whole(store.view().snapshot)
-
-    def mix(self, lm_log_probs: Tensor, log_probs: Tensor) -> Tensor:
-        """Mix the model's probabilities with those of the substitute.
-
-        Args:
-            lm_log_probs: log p_LM, float32, any shape.
-            log_probs: log p_sub, float32, the same shape; -inf where it is 0.
-
-        Returns:
-            log p', float32, the same shape.
-        """
-        lm_share = math.log1p(-self.lam) if self.lam < 1 else -math.inf
-        return torch.logaddexp(lm_log_probs + lm_share, log_probs + math.log(self.lam))

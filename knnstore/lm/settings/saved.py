@@ -1,106 +1,85 @@
-"""The settings of a store for which none were fitted."""
+"""What is saved of settings: each payload with its type, to and from values for JSON."""
 
-import logging
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeVar
 
-import numpy as np
-
-from knnstore.datastore import Metric
-from knnstore.errors import CorruptWeightsError, FingerprintMismatchError
+from knnstore.errors import ConfigError, FingerprintMismatchError
 from knnstore.lm.keys import described
-from knnstore.lm.mixing import LoadWeights
-from knnstore.lm.settings.parts import Substitute
+from knnstore.lm.mixing import Skipping, is_registered, mixer_of
+from knnstore.lm.settings.parts import CacheSettings, PointerSettings, Substitute
 from knnstore.lm.settings.query import KNNSettings
-from knnstore.store import CALIBRATION, EVERYTHING, KNNStore, Selection, Weights, load_weights
+from knnstore.store import EVERYTHING, KNNStore, SavedSettings, Selection, Traces, Weights, load_weights
 
-DEFAULT_K = 1024
-DEFAULT_LAMBDA = 0.5
-"""Between the best values published in the model's own domain (0.25) and far from it (0.65 and more)."""
+STALE_GROWTH = 1.25
+"""Settings are stale when the records retrieved from have grown or shrunk by more than this factor."""
+STALE_GONE = 0.2
+"""And when more than this share of the documents was removed or replaced."""
 
-_logger = logging.getLogger(__name__)
+LoadWeights = Callable[[str], Weights]
+"""Reads the weights that settings name."""
 
-_TEMPERATURE_SHARE = 0.1
-_SAMPLE = 8192
-
-
-def default_settings(store: KNNStore) -> KNNSettings:
-    """Settings for a store that none were fitted for, from the spread of its first keys.
-
-    The best temperature grows with the scale of the distances, which differs between models by
-    orders of magnitude. Twice the keys' variance is the mean squared distance between two of
-    them; a tenth of the variance is near the optimum in the domains of docs/benchmarks.md, T=1 far
-    from it. Fitting on held-out text is better still.
-    """
-    _, keys, _ = next(store.datastore.iterate(batch_size=_SAMPLE), (None, np.zeros((0, 1), np.float32), None))
-    variance = float(keys.var(axis=0).sum()) if len(keys) > 1 else 0.0
-    if variance == 0:
-        return KNNSettings(k=DEFAULT_K, lam=DEFAULT_LAMBDA)
-    # d² = |q|² + |x|² - 2 q·x: an inner product moves half as far as a squared distance.
-    scale = variance if store.identity.metric == Metric.L2 else variance / 2
-    return KNNSettings(k=DEFAULT_K, temperature=_TEMPERATURE_SHARE * scale, lam=DEFAULT_LAMBDA)
+T = TypeVar("T")
 
 
-def save_default_settings(store: KNNStore) -> None:
-    """Save the default settings of a whole store, so that what is added later does not change them."""
-    values = default_settings(store).to_dict()
-    store.save_settings({name: value for name, value in values.items() if name != "selection"})
-
-
-def saved_for(store: KNNStore, selection: Selection = EVERYTHING) -> dict[str, Any] | None:
-    """What is saved for the domains selected, else for the whole store, if anything.
-
-    Beside the values of `KNNSettings.to_dict` it may hold a record of `knnstore.lm.calibration`.
-    """
-    for domains in (selection.domains or (), ()):
-        saved = {name: value for name, value in (store.settings(domains) or {}).items() if name != TRAINED}
-        if saved:
-            return saved
-    return None
-
-
-def settings_for(store: KNNStore, selection: Selection = EVERYTHING) -> KNNSettings:
-    """The settings saved for the domains selected, else those of the whole store, else the default.
-
-    A substitute is left out that may not be used for the selection, or that was trained on documents
-    which are gone.
-
-    Args:
-        store: where they are saved.
-        selection: becomes part of the settings.
+def settings_to_dict(settings: KNNSettings) -> dict[str, Any]:
+    """The settings as values for JSON; weights are named by their files.
 
     Raises:
-        CorruptWeightsError: the file of a network that they need is missing or damaged.
-        FingerprintMismatchError: it was fitted for other keys.
+        ConfigError: the mixer is not registered; see `register_mixer`.
     """
-    saved = saved_for(store, selection)
-    if saved:
-        saved.pop(CALIBRATION, None)
-    if not saved:
-        return replace(default_settings(store), selection=selection)
-    try:
-        settings = KNNSettings.from_dict(saved, weights_for(store))
-    except CorruptWeightsError:  # or they were replaced between the two
-        again = saved_for(store, selection) or {}
-        again.pop(CALIBRATION, None)
-        if again == saved:
-            raise
-        settings = KNNSettings.from_dict(again, weights_for(store))
-    substitute = settings.substitute
-    if substitute and (not substitute.traces.are_within(selection) or substitute.is_outdated(store)):
-        works_alone = settings.retrieves or settings.cache is not None
-        settings = replace(settings, substitute=None) if works_alone else default_settings(store)
-    return replace(settings, selection=selection)
+    mixer: Any = settings.mixer
+    if not is_registered(mixer):
+        raise ConfigError(
+            f"settings with the mixer {mixer.name!r} cannot be saved: call knnstore.lm.register_mixer first"
+        )
+    return {
+        "k": settings.k,
+        "temperature": settings.temperature,
+        "mixer": {"name": mixer.name, **_values(mixer)},
+        "selection": asdict(settings.selection),
+        "cache": settings.cache and asdict(settings.cache),
+        "skip": settings.skip and _values(settings.skip),
+        "pointers": settings.pointers and asdict(settings.pointers),
+        "substitute": settings.substitute and asdict(settings.substitute),
+    }
 
 
-def usable_settings_for(store: KNNStore, selection: Selection = EVERYTHING) -> KNNSettings | None:
-    """`settings_for`; None, with a warning, where a network that they need cannot be used."""
-    try:
-        return settings_for(store, selection)
-    except (CorruptWeightsError, FingerprintMismatchError) as error:
-        _logger.warning("the saved settings are not used: %s", error)
-        return None
+def settings_from_dict(values: Mapping[str, Any], load: LoadWeights | None = None) -> KNNSettings:
+    """Make settings from what `settings_to_dict` returned; what is absent has its default.
+
+    ``lambda`` is short for a fixed mixer.
+
+    Args:
+        values: the settings as values.
+        load: reads the weights that they name, see `weights_for`; needed by a gate.
+
+    Raises:
+        ConfigError: a name is unknown or a value is out of range.
+    """
+    makers: dict[str, Callable[[Any], Any]] = {
+        "k": lambda k: k,
+        "temperature": lambda temperature: temperature,
+        "mixer": lambda part: mixer_of(_loaded(part, load)),
+        "selection": _selection_of,
+        "cache": lambda part: part and _made(CacheSettings, part),
+        "skip": lambda part: part and _made(Skipping, _loaded(part, load)),
+        "pointers": lambda part: part and _made(PointerSettings, part),
+        "substitute": lambda part: part and substitute_of(part),
+        "lambda": lambda lam: lam,
+    }
+    unknown = sorted(set(values) - set(makers))
+    if unknown:
+        raise ConfigError(f"unknown setting {unknown[0]!r}; known: {', '.join(makers)}")
+    given = {name: makers[name](value) for name, value in values.items()}
+    return KNNSettings(**{"lam" if name == "lambda" else name: value for name, value in given.items()})
+
+
+def weights_of(settings: KNNSettings) -> list[Weights]:
+    """What `settings_to_dict` only names: to be saved before its values are."""
+    parts = (getattr(part, "weights", None) for part in (settings.mixer, settings.skip))
+    return [part for part in parts if isinstance(part, Weights)]
 
 
 def weights_for(store: KNNStore, folder: Path | None = None) -> LoadWeights:
@@ -129,8 +108,88 @@ def weights_for(store: KNNStore, folder: Path | None = None) -> LoadWeights:
     return load
 
 
-TRAINED = "trained_substitute"
-"""Under this name the settings saved for some domains hold the substitute that was trained on these."""
+def saved_for(store: KNNStore, selection: Selection = EVERYTHING) -> SavedSettings | None:
+    """What is saved for the domains selected, else for the whole store, where that has settings at all."""
+    for domains in (selection.domains or (), ()):
+        saved = store.settings(domains)
+        if saved is not None and saved.query:
+            return saved
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationRecord:
+    """How saved settings were found."""
+
+    date: str
+    """ISO 8601, UTC."""
+    mixer: str
+    """Name of the candidate."""
+    documents: int
+    tokens: int
+    """Of the held-out text."""
+    text_hash: str
+    """SHA-256 over the content hashes of the held-out documents, in any order."""
+    revision: int
+    """Of the store."""
+    records: int
+    """How many were retrieved from."""
+    base_ppl: float
+    knn_ppl: float
+    """Held out: of tokens in documents that were not fitted on."""
+    domains: tuple[str, ...]
+    """What the settings were found for; none is the whole store."""
+    skipped: float = 0.0
+    """Share of searches that they leave out."""
+    stored: Traces | None = None
+    """The documents that were retrieved from; None in records of earlier versions."""
+
+    @classmethod
+    def of(cls, store: KNNStore, selection: Selection = EVERYTHING) -> Self | None:
+        """The record of the settings that `settings_for` returns; None when they were not calibrated."""
+        saved = saved_for(store, selection)
+        if saved is None or saved.calibration is None:
+            return None
+        values = dict(saved.calibration)
+        stored = Traces.from_dict(values["stored"]) if values.get("stored") else None
+        return cls(**{**values, "domains": tuple(values["domains"]), "stored": stored})
+
+    def growth(self, store: KNNStore) -> float:
+        """By which factor the records have become more since."""
+        return records_of(store, self.domains) / self.records
+
+    def gone(self, store: KNNStore) -> float:
+        """The share of the documents that were removed or replaced since."""
+        return self.stored.gone(store.view().snapshot) if self.stored else 0.0
+
+    def is_stale(self, store: KNNStore) -> bool:
+        """Whether the store has changed so much that other settings will be better."""
+        grown = not 1 / STALE_GROWTH <= self.growth(store) <= STALE_GROWTH
+        return grown or self.gone(store) > STALE_GONE
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedSubstitute:
+    """A substitute and how it was made."""
+
+    substitute: Substitute
+    rows: int
+    """Of each token."""
+    tokens: int
+    """How many tokens of the vocabulary have rows: all that the documents hold."""
+    records: int
+    """Trained on."""
+    epochs: int
+    """Until the loss of the held-out documents was lowest."""
+    held_out_tokens: int
+    """In the documents of the store that were kept from training."""
+    held_out_base_ppl: float
+    """Of the model alone on these."""
+    held_out_ppl: float
+    """Of model and substitute together."""
+    date: str
+    """ISO 8601, UTC."""
+    seconds: float
 
 
 def trained_for(store: KNNStore, selection: Selection) -> Substitute | None:
@@ -138,6 +197,58 @@ def trained_for(store: KNNStore, selection: Selection) -> Substitute | None:
 
     None too where the selection is by more than domains, which no substitute can follow.
     """
-    saved = (store.settings(selection.domains or ()) or {}).get(TRAINED)
-    trained = Substitute.from_dict(saved["substitute"]) if saved else None
-    return trained if trained is not None and trained.traces.are_within(selection) else None
+    saved = store.settings(selection.domains or ())
+    if saved is None or saved.trained_substitute is None:
+        return None
+    trained = substitute_of(saved.trained_substitute["substitute"])
+    return trained if trained.traces.are_within(selection) else None
+
+
+def substitute_of(values: Mapping[str, Any]) -> Substitute:
+    """Make a substitute from its values.
+
+    Raises:
+        ConfigError: something is missing or unknown.
+    """
+    try:
+        return Substitute(**{**values, "traces": Traces.from_dict(values["traces"])})
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"not the settings of a substitute: {error}") from error
+
+
+def records_of(store: KNNStore, domains: Sequence[str]) -> int:
+    """Records stored under these domains, or under all when none is named."""
+    return sum(domain.records for domain in store.domains() if not domains or domain.name in domains)
+
+
+def _values(part: Any) -> dict[str, Any]:
+    """The fields of a part of settings: weights as the name of their file."""
+    values = {field.name: getattr(part, field.name) for field in fields(part) if field.init}
+    return {name: value.name if isinstance(value, Weights) else value for name, value in values.items()}
+
+
+def _loaded(values: Mapping[str, Any], load: LoadWeights | None) -> Mapping[str, Any]:
+    """Undo `_values` for the weights that some values name."""
+    if "weights" not in values:
+        return values
+    if load is None:
+        raise ConfigError(
+            f"these settings need {values['weights']} of a store: read them with its load_weights"
+        )
+    return {**values, "weights": load(values["weights"])}
+
+
+def _made(part: Callable[..., T], values: Mapping[str, Any]) -> T:
+    try:
+        return part(**values)
+    except TypeError as error:
+        raise ConfigError(f"{part.__name__} has other settings: {error}") from error
+
+
+def _selection_of(values: Mapping[str, Any]) -> Selection:
+    known = {field.name for field in fields(Selection)}
+    if not set(values) <= known:
+        raise ConfigError(f"unknown part of a selection in {values}; known: {sorted(known)}")
+    return Selection(
+        **{name: tuple(part) if isinstance(part, list) else part for name, part in values.items()}
+    )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from knnstore.errors import FingerprintMismatchError, OutdatedWeightsError
+from knnstore.lm.mixing import mix_log_probs
 from knnstore.lm.settings import Substitute
 from knnstore.store import Identity, KNNStore, Weights
 
@@ -160,7 +161,9 @@ class Heads:
         """
         if substitute is None:
             return lm_log_probs
-        return substitute.mix(lm_log_probs, self(substitute).log_probs(keys).to(lm_log_probs.device))
+        return mix_log_probs(
+            lm_log_probs, self(substitute).log_probs(keys).to(lm_log_probs.device), substitute.lam
+        )
 
     def mix_gold(
         self, substitute: Substitute | None, lm_log_probs: Tensor, keys: Tensor, gold: Tensor
@@ -175,7 +178,7 @@ class Heads:
         """
         if substitute is None:
             return lm_log_probs
-        return substitute.mix(lm_log_probs, self(substitute).gold_log_probs(keys, gold))
+        return mix_log_probs(lm_log_probs, self(substitute).gold_log_probs(keys, gold), substitute.lam)
 
 
 def check_whole(store: KNNStore, substitute: Substitute) -> None:

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 
 import numpy as np
@@ -11,16 +11,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedTokenizerBase
 
 from knnstore.errors import ConfigError, ReadOnlyError
-from knnstore.lm.mixing import fit_weight
-from knnstore.lm.reading import BATCH_TOKENS, Encoder, pack, prefix_of
-from knnstore.lm.settings import TRAINED, Substitute
+from knnstore.lm.mixing import fit_weight, mix_log_probs
+from knnstore.lm.reading import Encoder, TextReader
+from knnstore.lm.settings import KNNModel, Substitute, TrainedSubstitute
 from knnstore.lm.substitute.head import SubstituteHead, token_scores
 from knnstore.lm.substitute.records import RecordBlocks, Records, divide
 from knnstore.progress import Progress
-from knnstore.store import EVERYTHING, KNNStore, Selection, Traces
+from knnstore.store import EVERYTHING, SavedSettings, Selection, Traces
 
 EPOCHS = 4
 LEARNING_RATE = 5e-3
@@ -28,34 +27,8 @@ _BATCH = 256
 _SPREAD = 0.02  # by how much the rows of one token differ at first
 
 
-@dataclass(frozen=True, slots=True)
-class TrainedSubstitute:
-    """A substitute and how it was made."""
-
-    substitute: Substitute
-    rows: int
-    """Of each token."""
-    tokens: int
-    """How many tokens of the vocabulary have rows: all that the documents hold."""
-    records: int
-    """Trained on."""
-    epochs: int
-    """Until the loss of the held-out documents was lowest."""
-    held_out_tokens: int
-    """In the documents of the store that were kept from training."""
-    held_out_base_ppl: float
-    """Of the model alone on these."""
-    held_out_ppl: float
-    """Of model and substitute together."""
-    date: str
-    """ISO 8601, UTC."""
-    seconds: float
-
-
 def train_substitute(
-    store: KNNStore,
-    encoder: Encoder,
-    tokenizer: PreTrainedTokenizerBase,
+    lm: KNNModel,
     *,
     domains: Iterable[str] | None = None,
     rows: int = 1,
@@ -64,16 +37,14 @@ def train_substitute(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> TrainedSubstitute:
-    """Train a substitute and save it for these domains; `calibrate` and `evaluate` know it from then on.
+    """Train a substitute of the store, which needs no retrieval, and save it for these domains.
 
-    Full softmax over the tokens that the documents hold, Adam with a falling learning rate, on the model's
-    device; the keys are read from the store, so the model runs only over a few documents that are held
-    out. On these training stops early, and λ is fitted.
+    `calibrate` and `evaluate` know it from then on. Full softmax over the tokens that the documents hold,
+    Adam with a falling learning rate, on the model's device; the keys are read from the store, so the model
+    runs only over a few documents that are held out. On these training stops early, and λ is fitted.
 
     Args:
-        store: opened for writing, so that no document goes meanwhile.
-        encoder: the store's model.
-        tokenizer: the model's tokenizer.
+        lm: the model, its store opened for writing, so that no document goes meanwhile.
         domains: what to train on; default the whole store.
         rows: of each token, >= 1.
         epochs: at most.
@@ -86,6 +57,7 @@ def train_substitute(
         InputError: there are fewer than two documents.
         DomainNotFoundError: there is no such domain.
     """
+    store, reader = lm.store, lm.reader
     if store.mode != "a":
         raise ReadOnlyError('a substitute is saved in the store: open it for writing, mode "a"')
     if rows < 1 or epochs < 1 or not 0 < learning_rate < math.inf:
@@ -94,8 +66,8 @@ def train_substitute(
     names = tuple(sorted(set(domains or ())))
     generator = torch.Generator().manual_seed(seed)
     kept, held_out = divide(store, Selection(domains=names) if names else EVERYTHING, generator)
-    snapshot, device = store.view().snapshot, encoder.model.device
-    judge = _Judge(store, encoder, tokenizer, held_out)
+    snapshot, device = store.view().snapshot, reader.encoder.model.device
+    judge = _Judge(reader, held_out)
     shown.start("training", unit="rec")
     blocks = RecordBlocks(store, kept)
     counts = torch.zeros(store.identity.vocab_size, dtype=torch.int64)
@@ -104,7 +76,7 @@ def train_substitute(
     seen, records = counts.nonzero()[:, 0], int(counts.sum())
     shown.expect(records * epochs)
     first = SubstituteHead(
-        _first_rows(encoder, store.identity.dim, seen, rows, generator).to(device),
+        _first_rows(reader.encoder, store.identity.dim, seen, rows, generator).to(device),
         seen.to(device),
         len(counts),
     )
@@ -128,10 +100,11 @@ def train_substitute(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         seconds=time.perf_counter() - started,
     )
-    saved = {**(store.settings(names) or {}), TRAINED: asdict(trained)}
-    if saved.get("substitute"):  # in use already: the new one takes its place
-        saved["substitute"] = asdict(replace(trained.substitute, lam=saved["substitute"]["lam"]))
-    store.save_settings(saved, names)
+    saved = store.settings(names) or SavedSettings()
+    query = dict(saved.query)
+    if query.get("substitute"):  # in use already: the new one takes its place
+        query["substitute"] = asdict(replace(trained.substitute, lam=query["substitute"]["lam"]))
+    store.save_settings(replace(saved, query=query, trained_substitute=asdict(trained)), names)
     return trained
 
 
@@ -190,25 +163,12 @@ def fit_rows(
 class _Judge:
     """Documents held out of training, after one pass of the model."""
 
-    def __init__(
-        self,
-        store: KNNStore,
-        encoder: Encoder,
-        tokenizer: PreTrainedTokenizerBase,
-        documents: list[NDArray[np.uint32]],
-    ) -> None:
-        identity = store.identity
+    def __init__(self, reader: TextReader, documents: list[NDArray[np.uint32]]) -> None:
         keys, lm, gold = [], [], []
-        for batch in pack(
-            documents,
-            prefix=prefix_of(tokenizer),
-            max_length=identity.max_length,
-            stride=identity.stride,
-            batch_tokens=BATCH_TOKENS,
-        ):
-            encoded = encoder.encode(batch.input_ids, batch.at)
+        for batch in reader.batches(documents):
+            encoded = reader.encoder.encode(batch.input_ids, batch.at)
             keys.append(encoded.keys.cpu())
-            lm.append(encoder.gold_log_probs(encoded.states, batch.gold).cpu())
+            lm.append(reader.encoder.gold_log_probs(encoded.states, batch.gold).cpu())
             gold.append(torch.from_numpy(batch.gold))
         self.keys, self.lm, self.gold = torch.cat(keys), torch.cat(lm), torch.cat(gold)
 
@@ -221,7 +181,7 @@ class _Judge:
         """The likeliest λ, and the perplexity with it."""
         found = head.gold_log_probs(self.keys, self.gold)
         lam = fit_weight(self.lm, found)
-        mixed = torch.logaddexp(self.lm + math.log1p(-lam), found + math.log(lam))
+        mixed = mix_log_probs(self.lm, found, lam)
         return lam, math.exp(-float(mixed.double().mean()))
 
 

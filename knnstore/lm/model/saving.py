@@ -1,0 +1,74 @@
+"""The small file that `save_pretrained` writes: where the base model and the store are, and the settings."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from knnstore.errors import ConfigError, StoreNotFoundError
+from knnstore.lm.settings import KNNSettings, settings_from_dict, settings_to_dict, weights_for, weights_of
+from knnstore.store import KNNStore, save_weights
+
+CONFIG_NAME = "knn_config.json"
+_FORMAT = 1
+
+
+def write_config(directory: Path, base: Any, store: KNNStore, knn: KNNSettings) -> None:
+    """Write it, and the weights that the settings name.
+
+    Args:
+        directory: made when it does not exist.
+        base: the base model.
+        store: what it was used with.
+        knn: the settings.
+
+    Raises:
+        ConfigError: the base model was never saved, so nothing could load it again.
+    """
+    name = base.name_or_path
+    if not name:
+        raise ConfigError("the base model has no path or hub id; save it and load it from there first")
+    home = store.home.path if isinstance(store, KNNStore) else None
+    config = {
+        "format": _FORMAT,
+        "base": str(Path(name).resolve()) if Path(name).is_dir() else name,
+        "revision": getattr(base.config, "_commit_hash", None) or "main",
+        "store": None if home is None else str(Path(home).resolve()),
+        "knn": settings_to_dict(knn),
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    for weights in weights_of(knn):
+        save_weights(directory, weights)
+    (directory / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def read_config(
+    directory: Path, store: KNNStore | None, knn: KNNSettings | None
+) -> tuple[str, str, KNNStore, KNNSettings]:
+    """Read what `write_config` wrote, and open the store.
+
+    Args:
+        directory: where it is.
+        store: an open store in place of the one named there.
+        knn: settings in place of those written there.
+
+    Returns:
+        The base model's name and revision, the store and the settings.
+
+    Raises:
+        ConfigError: there is none, or it is of a newer format.
+        StoreNotFoundError: the store is not where it was.
+    """
+    path = directory / CONFIG_NAME
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist; save_pretrained writes it")
+    config = json.loads(path.read_text(encoding="utf-8"))
+    if config["format"] > _FORMAT:
+        raise ConfigError(
+            f"{path} has format {config['format']}, this version knows {_FORMAT}; upgrade knnstore"
+        )
+    if store is None:
+        if config["store"] is None:
+            raise StoreNotFoundError(f"{path} names no store; give one: from_pretrained(..., store=...)")
+        store = KNNStore.open(config["store"])
+    knn = knn or settings_from_dict(config["knn"], weights_for(store, directory))
+    return config["base"], config["revision"], store, knn

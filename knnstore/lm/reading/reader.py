@@ -1,0 +1,75 @@
+"""A model that reads text: documents become tokens, windows, keys and log-probabilities."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from knnstore.documents import TextDocument
+from knnstore.lm.reading.encoder import Encoder
+from knnstore.lm.reading.windows import BATCH_TOKENS, Batch, pack, prefix_of
+
+_AHEAD = 64  # tokenized together: fast tokenizers work in parallel
+
+
+@dataclass(frozen=True, slots=True)
+class TextReader:
+    """A language model with its tokenizer, and the windows in which it reads."""
+
+    encoder: Encoder
+    tokenizer: PreTrainedTokenizerBase
+    max_length: int
+    """Tokens in a window, the prefix counted."""
+    stride: int
+    """By how much a window's end moves on."""
+    batch_tokens: int = BATCH_TOKENS
+    """Tokens in one forward pass, padding included."""
+
+    @property
+    def prefix(self) -> int | None:
+        """The token that precedes every document, if any."""
+        return prefix_of(self.tokenizer)
+
+    def tokens(self, text: str) -> NDArray[np.uint32]:
+        """The token ids of a text, without special tokens, shape (length,)."""
+        return self._tokenized([text])[0]
+
+    def tokenized(self, documents: Sequence[TextDocument]) -> list[NDArray[np.uint32]]:
+        """The token ids of each document, without special tokens, shapes (length,)."""
+        return self._tokenized([document.text for document in documents]) if documents else []
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """The text of some tokens."""
+        return str(self.tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
+
+    def batches(self, texts: Sequence[NDArray[np.integer[Any]]]) -> Iterator[Batch]:
+        """Cut texts, given by their tokens, into windows and pack these into batches; see `pack`."""
+        return pack(
+            texts,
+            prefix=self.prefix,
+            max_length=self.max_length,
+            stride=self.stride,
+            batch_tokens=self.batch_tokens,
+        )
+
+    def count_predicted(self, documents: Iterable[TextDocument]) -> int:
+        """Count the tokens that are predicted: all, or without a prefix all but each document's first."""
+        context = 0 if self.prefix is not None else 1
+        return sum(
+            max(0, len(ids) - context) for ahead in in_chunks(documents) for ids in self.tokenized(ahead)
+        )
+
+    def _tokenized(self, texts: list[str]) -> list[NDArray[np.uint32]]:
+        encoded = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        return [np.array(tokens, np.uint32) for tokens in encoded]
+
+
+def in_chunks(documents: Iterable[TextDocument], size: int = _AHEAD) -> Iterator[list[TextDocument]]:
+    """Cut a stream of documents into lists of at most `size`."""
+    remaining = iter(documents)
+    while chunk := list(islice(remaining, size)):
+        yield chunk

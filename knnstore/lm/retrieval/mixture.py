@@ -1,0 +1,23 @@
+"""From settings and what was retrieved to the mixture: here alone stands what it is made of."""
+
+import torch
+
+from knnstore.lm.mixing import Component, Mixture, Retrieved, neighbor_weights
+from knnstore.lm.settings import KNNSettings
+
+
+def mixture_of(settings: KNNSettings, retrieved: Retrieved) -> Mixture:
+    """Weigh what was retrieved for n queries.
+
+    Args:
+        settings: whose mixer chooses λ and T.
+        retrieved: what was found by the mixer's searches, and by the cache if there is one.
+    """
+    weights, lam, temperature = settings.mixer.weigh(retrieved, settings.temperature)
+    components = [Component(weights, lam, retrieved.tokens, retrieved.hits)]
+    if settings.cache is not None:
+        assert retrieved.recent is not None
+        weights = neighbor_weights(retrieved.recent.distances, settings.cache.temperature)
+        lam = torch.full((len(weights),), settings.cache.lam, device=weights.device)
+        components.append(Component(weights, lam, retrieved.recent.tokens))
+    return Mixture(components, temperature)

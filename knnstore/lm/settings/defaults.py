@@ -1,0 +1,98 @@
+"""The settings in force: those saved for a selection, else those of the store, else derived from its keys."""
+
+import logging
+from dataclasses import replace
+
+import numpy as np
+
+from knnstore.datastore import Metric
+from knnstore.errors import CorruptWeightsError, FingerprintMismatchError
+from knnstore.lm.settings.query import KNNSettings
+from knnstore.lm.settings.saved import (
+    saved_for,
+    settings_from_dict,
+    settings_to_dict,
+    substitute_of,
+    weights_for,
+)
+from knnstore.store import EVERYTHING, KNNStore, SavedSettings, Selection
+
+DEFAULT_K = 1024
+DEFAULT_LAMBDA = 0.5
+"""Between the best values published in the model's own domain (0.25) and far from it (0.65 and more)."""
+
+_logger = logging.getLogger(__name__)
+
+_TEMPERATURE_SHARE = 0.1
+_SAMPLE = 8192
+
+
+def default_settings(store: KNNStore) -> KNNSettings:
+    """Settings for a store that none were fitted for, from the spread of its first keys.
+
+    The best temperature grows with the scale of the distances, which differs between models by
+    orders of magnitude. Twice the keys' variance is the mean squared distance between two of
+    them; a tenth of the variance is near the optimum in the domains of docs/benchmarks.md, T=1 far
+    from it. Fitting on held-out text is better still.
+    """
+    _, keys, _ = next(store.datastore.iterate(batch_size=_SAMPLE), (None, np.zeros((0, 1), np.float32), None))
+    variance = float(keys.var(axis=0).sum()) if len(keys) > 1 else 0.0
+    if variance == 0:
+        return KNNSettings(k=DEFAULT_K, lam=DEFAULT_LAMBDA)
+    # d² = |q|² + |x|² - 2 q·x: an inner product moves half as far as a squared distance.
+    scale = variance if store.identity.metric == Metric.L2 else variance / 2
+    return KNNSettings(k=DEFAULT_K, temperature=_TEMPERATURE_SHARE * scale, lam=DEFAULT_LAMBDA)
+
+
+def save_default_settings(store: KNNStore) -> None:
+    """Save the default settings of a whole store, so that what is added later does not change them."""
+    values = settings_to_dict(default_settings(store))
+    del values["selection"]
+    store.save_settings(SavedSettings(values))
+
+
+def settings_for(store: KNNStore, selection: Selection = EVERYTHING) -> KNNSettings:
+    """The settings saved for the domains selected, else those of the whole store, else the default.
+
+    A substitute is left out that may not be used for the selection, or that was trained on documents
+    which are gone.
+
+    Args:
+        store: where they are saved.
+        selection: becomes part of the settings.
+
+    Raises:
+        CorruptWeightsError: the file of a network that they need is missing or damaged.
+        FingerprintMismatchError: it was fitted for other keys.
+    """
+    saved = saved_for(store, selection)
+    if saved is None:
+        return replace(default_settings(store), selection=selection)
+    try:
+        settings = settings_from_dict(saved.query, weights_for(store))
+    except CorruptWeightsError:  # or they were replaced between the two
+        again = saved_for(store, selection)
+        if again is None or again.query == saved.query:
+            raise
+        settings = settings_from_dict(again.query, weights_for(store))
+    substitute = settings.substitute
+    if substitute and (not substitute.traces.are_within(selection) or substitute.is_outdated(store)):
+        alone = replace(settings, substitute=None)
+        settings = default_settings(store) if alone.is_model_alone else alone
+    return replace(settings, selection=selection)
+
+
+def usable_settings_for(store: KNNStore, selection: Selection = EVERYTHING) -> KNNSettings | None:
+    """`settings_for`; None, with a warning, where a network that they need cannot be used."""
+    try:
+        return settings_for(store, selection)
+    except (CorruptWeightsError, FingerprintMismatchError) as error:
+        _logger.warning("the saved settings are not used: %s", error)
+        return None
+
+
+def is_substitute_outdated(store: KNNStore, selection: Selection = EVERYTHING) -> bool:
+    """Whether the settings saved for a selection name a substitute that is used no more."""
+    saved = saved_for(store, selection)
+    named = saved.query.get("substitute") if saved else None
+    return named is not None and substitute_of(named).is_outdated(store)

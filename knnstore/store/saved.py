@@ -1,0 +1,46 @@
+"""Settings as they are saved for a set of domains: one JSON object, whose parts come and go apart."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from knnstore.store.fitted import Traces
+
+_CALIBRATION, _TRAINED = "calibration", "trained_substitute"
+
+
+@dataclass(frozen=True, slots=True)
+class SavedSettings:
+    """What is saved; JSON values, to which `knnstore.lm` gives their types."""
+
+    query: Mapping[str, Any] = field(default_factory=dict)
+    """The values of `KNNSettings`, but for the selection; empty where none were saved."""
+
+    calibration: Mapping[str, Any] | None = None
+    """How these values were found: a `CalibrationRecord`."""
+
+    trained_substitute: Mapping[str, Any] | None = None
+    """The substitute that was trained on these domains: a `TrainedSubstitute`. In use it is only as a part of
+    `query`."""
+
+    @classmethod
+    def of_payload(cls, payload: Mapping[str, Any]) -> Self:
+        """Read what `payload` returned."""
+        query = dict(payload)
+        calibration, trained = query.pop(_CALIBRATION, None), query.pop(_TRAINED, None)
+        return cls(query, calibration, trained)
+
+    def payload(self) -> dict[str, Any]:
+        """The one JSON object."""
+        parts = {_CALIBRATION: self.calibration, _TRAINED: self.trained_substitute}
+        return {**self.query, **{name: part for name, part in parts.items() if part is not None}}
+
+    def files(self) -> dict[str, Traces | None]:
+        """The files of weights that are needed, each with the documents whose traces it holds, if any."""
+        trained = self.trained_substitute or {}
+        parts = [self.query.get(name) for name in ("mixer", "skip", "substitute")]
+        return {
+            part["weights"]: Traces.from_dict(part["traces"]) if "traces" in part else None
+            for part in (*parts, trained.get("substitute"))
+            if part and "weights" in part
+        }
