@@ -21,11 +21,11 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
+from knnstore.lm.reading.tokens import tokenized
 
 import knnstore
 from knnstore.documents import TextDocument, read_documents
 from knnstore.lm.mixing.interpolation import gold_knn_probs, mix_gold, neighbor_weights
-from knnstore.lm.reading.tokens import tokenized
 from knnstore.lm.reading.windows import BATCH_TOKENS, pack, prefix_of
 from knnstore.store import EVERYTHING
 

@@ -36,17 +36,9 @@ _HOMES = {
 }
 
 __all__ = [
-    "KNNLMForCausalLM",
-    "KNNSettings",
-    "KNNStore",
-    "Progress",
-    "Selection",
-    "TextDocument",
-    "create",
-    "load",
-    "open",
-    "read_documents",
-]
+    "KNNLMForCausalLM", "KNNSettings", "KNNStore", "Progress", "Selection", "TextDocument", "create", "load",
+    "open", "read_documents",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from knnstore.lm.reading.tokens import tokenized
 from torch.nn.functional import cross_entropy
 
 from knnstore.documents import TextDocument
 from knnstore.lm.reading.models import load_model
-from knnstore.lm.reading.tokens import tokenized
 from knnstore.lm.reading.windows import max_length_of, pack, prefix_of
 
 LEARNING_RATE = 1e-3

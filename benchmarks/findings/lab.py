@@ -14,6 +14,7 @@ from typing import NamedTuple, Self
 
 import torch
 from finetuning import fine_tune
+from knnstore.lm.reading.tokens import tokenized
 from memory import Make, Memory, write_json
 from texts import FRACTIONS, SPLITS, Limits, batches, leveled
 
@@ -26,7 +27,6 @@ from knnstore.lm.keys.fingerprint import model_fingerprint
 from knnstore.lm.keys.places import locate
 from knnstore.lm.reading.encoder import Encoder
 from knnstore.lm.reading.models import load_model
-from knnstore.lm.reading.tokens import tokenized
 from knnstore.store import Selection
 
 

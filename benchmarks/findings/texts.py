@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from knnstore.lm.reading.tokens import in_chunks, tokenized
 
 from knnstore.documents import TextDocument, read_documents
 from knnstore.errors import InputError
 from knnstore.lm.reading.models import load_model
-from knnstore.lm.reading.tokens import in_chunks, tokenized
 from knnstore.lm.reading.windows import BATCH_TOKENS, Batch, pack, prefix_of
 
 SPLITS = ("store", "dev", "test")

@@ -18,22 +18,7 @@ from knnstore.catalog.types import (
 from knnstore.catalog.writer import CatalogWriter
 
 __all__ = [
-    "DROPPED",
-    "URL",
-    "Catalog",
-    "CatalogWriter",
-    "Document",
-    "Domain",
-    "Engine",
-    "Identity",
-    "NewDocument",
-    "PlacedDocument",
-    "PrunedDocument",
-    "Snapshot",
-    "StoredVersion",
-    "Survivors",
-    "parse_url",
-    "place",
-    "sqlite_url",
-    "without_password",
-]
+    "DROPPED", "URL", "Catalog", "CatalogWriter", "Document", "Domain", "Engine", "Identity", "NewDocument",
+    "PlacedDocument", "PrunedDocument", "Snapshot", "StoredVersion", "Survivors", "parse_url", "place",
+    "sqlite_url", "without_password",
+]  # fmt: skip

@@ -6,12 +6,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from finding import Finding, Plot, Table, count, settle
+from knnstore.lm.reading.tokens import tokenized
 from lab import Lab
 from torch import Tensor
 
 from knnstore.lm import KNNSettings
 from knnstore.lm.calibration.judging import RESAMPLES, Interval
-from knnstore.lm.reading.tokens import tokenized
 from knnstore.lm.reading.windows import Batch, prefix_of
 from knnstore.lm.scoring.held_out import score_batch
 

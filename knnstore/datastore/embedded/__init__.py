@@ -8,13 +8,6 @@ from knnstore.datastore.embedded.merging import stored_keys
 from knnstore.datastore.embedded.segment import MappedColumns, Segment, StoredKeys
 
 __all__ = [
-    "EmbeddedDatastore",
-    "KeySegments",
-    "MappedColumns",
-    "MappedFile",
-    "Segment",
-    "StoredKeys",
-    "compare_rows",
-    "nearest_rows",
-    "stored_keys",
-]
+    "EmbeddedDatastore", "KeySegments", "MappedColumns", "MappedFile", "Segment", "StoredKeys",
+    "compare_rows", "nearest_rows", "stored_keys",
+]  # fmt: skip

@@ -6,11 +6,5 @@ from knnstore.lm.calibration.judging import Interval
 from knnstore.lm.calibration.probing import Probe, Probed, probe_keys
 
 __all__ = [
-    "Calibration",
-    "Comparison",
-    "Interval",
-    "Probe",
-    "Probed",
-    "calibrate",
-    "probe_keys",
-]
+    "Calibration", "Comparison", "Interval", "Probe", "Probed", "calibrate", "probe_keys",
+]  # fmt: skip

@@ -3,7 +3,7 @@
 import hashlib
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from knnstore.documents import documents_of
@@ -21,13 +21,12 @@ from knnstore.lm.settings import (
     KNNModel,
     KNNSettings,
     records_of,
+    save_settings,
     settings_for,
-    settings_to_dict,
     usable_settings_for,
-    weights_of,
 )
 from knnstore.progress import Progress
-from knnstore.store import EVERYTHING, SavedSettings, Selection, Traces
+from knnstore.store import EVERYTHING, Selection, Traces
 
 MAX_K = 4096
 """Neighbours that are searched for: p_kNN over more of them was little better, see docs/prediction.md."""
@@ -156,13 +155,7 @@ def calibrate(
             skipped=0.0 if saving is None else saving.share,
             stored=Traces.of(snapshot, names),
         )
-        values = settings_to_dict(settings)
-        del values["selection"]
-        for weights in weights_of(settings):
-            store.save_weights(weights.tensors, weights.metadata)
-        before = store.settings(names) or SavedSettings()
-        described = {**asdict(record), "domains": list(names)}
-        store.save_settings(replace(before, query=values, calibration=described), names)
+        save_settings(store, settings, names, record)
         if set(names) == set(lm.knn.selection.domains or ()):
             lm.knn = settings_for(store, lm.knn.selection)
     return Calibration(

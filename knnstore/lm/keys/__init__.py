@@ -13,20 +13,7 @@ from knnstore.lm.keys.places import FINAL_PLACES, LAYER_PLACES, layer_count, loc
 from knnstore.lm.keys.projection import Projection, described, fit_projection
 
 __all__ = [
-    "FINAL_PLACES",
-    "LAYER_PLACES",
-    "KeyCapture",
-    "KeyLocation",
-    "Projection",
-    "described",
-    "fit_projection",
-    "hidden_forward",
-    "keep_positions",
-    "key_dim",
-    "keys_forward",
-    "layer_count",
-    "locate",
-    "model_fingerprint",
-    "same_model",
-    "tokenizer_fingerprint",
-]
+    "FINAL_PLACES", "LAYER_PLACES", "KeyCapture", "KeyLocation", "Projection", "described", "fit_projection",
+    "hidden_forward", "keep_positions", "key_dim", "keys_forward", "layer_count", "locate",
+    "model_fingerprint", "same_model", "tokenizer_fingerprint",
+]  # fmt: skip

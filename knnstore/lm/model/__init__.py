@@ -3,8 +3,4 @@
 from knnstore.lm.model.modeling import KNNLMForCausalLM
 from knnstore.lm.model.opening import create, load
 
-__all__ = [
-    "KNNLMForCausalLM",
-    "create",
-    "load",
-]
+__all__ = ["KNNLMForCausalLM", "create", "load"]

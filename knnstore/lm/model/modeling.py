@@ -23,7 +23,8 @@ from knnstore.lm.retrieval import STATES_KEPT, PointerStates, TextKeys, sequence
 from knnstore.lm.scoring import evaluate, explain, prune
 from knnstore.lm.settings import (
     KNNSettings,
-    save_default_settings,
+    default_settings,
+    save_settings,
     settings_for,
 )
 from knnstore.lm.substitute import Heads, train_substitute
@@ -107,7 +108,7 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
     def after_adding(self) -> None:
         """Keep the default settings of the first documents, so that later ones do not change them."""
         if self.store.settings() is None:
-            save_default_settings(self.store)
+            save_settings(self.store, default_settings(self.store))
             if self.knn == KNNSettings(selection=self.knn.selection):  # else its user chose others
                 self.knn = settings_for(self.store, self.knn.selection)
 

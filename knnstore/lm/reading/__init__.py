@@ -8,18 +8,6 @@ from knnstore.lm.reading.sample import sample_keys, sample_tokens
 from knnstore.lm.reading.windows import BATCH_TOKENS, Batch, Tokens
 
 __all__ = [
-    "BATCH_TOKENS",
-    "Added",
-    "Batch",
-    "Encoder",
-    "TextReader",
-    "Tokens",
-    "add",
-    "check_matches",
-    "identify",
-    "in_chunks",
-    "load_model",
-    "sample_keys",
-    "sample_tokens",
-    "window_of",
-]
+    "BATCH_TOKENS", "Added", "Batch", "Encoder", "TextReader", "Tokens", "add", "check_matches", "identify",
+    "in_chunks", "load_model", "sample_keys", "sample_tokens", "window_of",
+]  # fmt: skip

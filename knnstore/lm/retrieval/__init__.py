@@ -9,18 +9,6 @@ from knnstore.lm.retrieval.text_keys import TextKeys
 from knnstore.lm.retrieval.text_pointers import STATES_KEPT, PointerStates, TextPass, retrieve_for_pass
 
 __all__ = [
-    "STATES_KEPT",
-    "PointerStates",
-    "ReadText",
-    "Reading",
-    "TextKeys",
-    "TextPass",
-    "columns_of",
-    "mixture_of",
-    "reachable",
-    "retrieve",
-    "retrieve_for_pass",
-    "retrieve_in_step",
-    "sequence_ids_of",
-    "whole_texts",
-]
+    "STATES_KEPT", "PointerStates", "ReadText", "Reading", "TextKeys", "TextPass", "columns_of", "mixture_of",
+    "reachable", "retrieve", "retrieve_for_pass", "retrieve_in_step", "sequence_ids_of", "whole_texts",
+]  # fmt: skip

@@ -7,15 +7,6 @@ from knnstore.lm.scoring.pruning import PruningCost, prune
 from knnstore.lm.scoring.token_table import TokenTable, replacing
 
 __all__ = [
-    "Evaluation",
-    "HeldOut",
-    "PruningCost",
-    "Source",
-    "TokenExplanation",
-    "TokenTable",
-    "evaluate",
-    "explain",
-    "prune",
-    "replacing",
-    "score_held_out",
-]
+    "Evaluation", "HeldOut", "PruningCost", "Source", "TokenExplanation", "TokenTable", "evaluate", "explain",
+    "prune", "replacing", "score_held_out",
+]  # fmt: skip

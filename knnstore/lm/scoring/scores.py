@@ -1,7 +1,7 @@
 """What is known of the tokens of held-out text before λ is chosen."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -60,21 +60,13 @@ class TokenScores:
     def rows(self, rows: NDArray[np.int64]) -> "TokenScores":
         """Some of the tokens, shape (m,)."""
         at = torch.from_numpy(rows)
-        return TokenScores(
-            lm_log_probs=self.lm_log_probs[at],
-            lm_max=self.lm_max[at],
-            lm_entropy=self.lm_entropy[at],
-            searched=self.searched[rows],
-            ids=self.ids[rows],
-            distances=self.distances[at],
-            tokens=self.tokens[at],
-            gold=self.gold[at],
-            keys=self.keys[at],
-            documents=self.documents[rows],
-            positions=self.positions[rows],
-            log_weights=None if self.log_weights is None else self.log_weights[at],
-            recent=None if self.recent is None else self.recent.rows(at),
-        )
+
+        def chosen(column: Any) -> Any:
+            if isinstance(column, Recent):
+                return column.rows(at)
+            return None if column is None else column[at if isinstance(column, Tensor) else rows]
+
+        return TokenScores(**{one.name: chosen(getattr(self, one.name)) for one in fields(self)})
 
     def with_neighbors(self, found: Neighbors, searched: NDArray[np.bool_]) -> "TokenScores":
         """The same tokens with other neighbours."""
@@ -88,20 +80,26 @@ class TokenScores:
         )
 
 
-def together(parts: Sequence["TokenScores"]) -> "TokenScores":
-    """Put tokens without neighbours one after another."""
-    tensors = ("lm_log_probs", "lm_max", "lm_entropy", "distances", "tokens", "gold", "keys")
-    arrays = ("searched", "ids", "documents", "positions")
-    joined: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in tensors}
-    joined |= {name: np.concatenate([getattr(part, name) for part in parts]) for name in arrays}
-    recents = [part.recent for part in parts if part.recent is not None]
-    if recents:
-        width = max(recent.tokens.shape[1] for recent in recents)
-        short = [width - recent.tokens.shape[1] for recent in recents]
-        joined["recent"] = Recent(
-            torch.cat(
-                [pad(r.distances, (n, 0), value=torch.inf) for r, n in zip(recents, short, strict=True)]
-            ),
-            torch.cat([pad(r.tokens, (n, 0)) for r, n in zip(recents, short, strict=True)]),
-        )
-    return replace(parts[0], **joined)
+def together(parts: Sequence[TokenScores]) -> TokenScores:
+    """Put tokens one after another, which have as many neighbours each."""
+
+    def joined(columns: list[Any]) -> Any:
+        if isinstance(columns[0], Recent):
+            return _joined(columns)
+        if isinstance(columns[0], Tensor):
+            return torch.cat(columns)
+        return None if columns[0] is None else np.concatenate(columns)
+
+    return TokenScores(
+        **{one.name: joined([getattr(part, one.name) for part in parts]) for one in fields(parts[0])}
+    )
+
+
+def _joined(recents: Sequence[Recent]) -> Recent:
+    """Rows of different lengths one after another; the shorter ones begin later."""
+    width = max(recent.tokens.shape[1] for recent in recents)
+    short = [(recent, (width - recent.tokens.shape[1], 0)) for recent in recents]
+    return Recent(
+        torch.cat([pad(recent.distances, before, value=torch.inf) for recent, before in short]),
+        torch.cat([pad(recent.tokens, before) for recent, before in short]),
+    )

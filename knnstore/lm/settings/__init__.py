@@ -3,7 +3,6 @@
 from knnstore.lm.settings.defaults import (
     default_settings,
     is_substitute_outdated,
-    save_default_settings,
     settings_for,
     usable_settings_for,
 )
@@ -14,6 +13,7 @@ from knnstore.lm.settings.saved import (
     CalibrationRecord,
     TrainedSubstitute,
     records_of,
+    save_settings,
     saved_for,
     settings_from_dict,
     settings_to_dict,
@@ -23,24 +23,8 @@ from knnstore.lm.settings.saved import (
 )
 
 __all__ = [
-    "CacheSettings",
-    "CalibrationRecord",
-    "KNNModel",
-    "KNNModelParts",
-    "KNNSettings",
-    "PointerSettings",
-    "Substitute",
-    "TrainedSubstitute",
-    "default_settings",
-    "is_substitute_outdated",
-    "records_of",
-    "save_default_settings",
-    "saved_for",
-    "settings_for",
-    "settings_from_dict",
-    "settings_to_dict",
-    "trained_for",
-    "usable_settings_for",
-    "weights_for",
-    "weights_of",
-]
+    "CacheSettings", "CalibrationRecord", "KNNModel", "KNNModelParts", "KNNSettings", "PointerSettings",
+    "Substitute", "TrainedSubstitute", "default_settings", "is_substitute_outdated", "records_of",
+    "save_settings", "saved_for", "settings_for", "settings_from_dict", "settings_to_dict", "trained_for",
+    "usable_settings_for", "weights_for", "weights_of",
+]  # fmt: skip

@@ -11,11 +11,10 @@ from knnstore.lm.settings.query import KNNSettings
 from knnstore.lm.settings.saved import (
     saved_for,
     settings_from_dict,
-    settings_to_dict,
     substitute_of,
     weights_for,
 )
-from knnstore.store import EVERYTHING, KNNStore, SavedSettings, Selection
+from knnstore.store import EVERYTHING, KNNStore, Selection
 
 DEFAULT_K = 1024
 DEFAULT_LAMBDA = 0.5
@@ -42,13 +41,6 @@ def default_settings(store: KNNStore) -> KNNSettings:
     # d² = |q|² + |x|² - 2 q·x: an inner product moves half as far as a squared distance.
     scale = variance if store.identity.metric == Metric.L2 else variance / 2
     return KNNSettings(k=DEFAULT_K, temperature=_TEMPERATURE_SHARE * scale, lam=DEFAULT_LAMBDA)
-
-
-def save_default_settings(store: KNNStore) -> None:
-    """Save the default settings of a whole store, so that what is added later does not change them."""
-    values = settings_to_dict(default_settings(store))
-    del values["selection"]
-    store.save_settings(SavedSettings(values))
 
 
 def settings_for(store: KNNStore, selection: Selection = EVERYTHING) -> KNNSettings:

@@ -1,7 +1,7 @@
 """What is saved of settings: each payload with its type, to and from values for JSON."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -74,6 +74,33 @@ def settings_from_dict(values: Mapping[str, Any], load: LoadWeights | None = Non
         raise ConfigError(f"unknown setting {unknown[0]!r}; known: {', '.join(makers)}")
     given = {name: makers[name](value) for name, value in values.items()}
     return KNNSettings(**{"lam" if name == "lambda" else name: value for name, value in given.items()})
+
+
+def save_settings(
+    store: KNNStore,
+    settings: KNNSettings,
+    domains: Sequence[str] = (),
+    calibration: "CalibrationRecord | None" = None,
+) -> None:
+    """Save settings, which are in force from then on where exactly these domains are selected.
+
+    Args:
+        store: opened for writing.
+        settings: but for their selection.
+        domains: none is the whole store, and every selection for which nothing is saved.
+        calibration: how they were found.
+
+    Raises:
+        ConfigError: the mixer is not registered; see `register_mixer`.
+        ReadOnlyError: the store was opened for reading.
+    """
+    values = settings_to_dict(settings)
+    del values["selection"]
+    for weights in weights_of(settings):
+        store.save_weights(weights.tensors, weights.metadata)
+    before = store.settings(domains) or SavedSettings()
+    found = None if calibration is None else {**asdict(calibration), "domains": list(calibration.domains)}
+    store.save_settings(replace(before, query=values, calibration=found), domains)
 
 
 def weights_of(settings: KNNSettings) -> list[Weights]:

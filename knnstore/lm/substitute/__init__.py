@@ -3,8 +3,4 @@
 from knnstore.lm.substitute.head import Heads, load_head
 from knnstore.lm.substitute.training import train_substitute
 
-__all__ = [
-    "Heads",
-    "load_head",
-    "train_substitute",
-]
+__all__ = ["Heads", "load_head", "train_substitute"]

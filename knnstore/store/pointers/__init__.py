@@ -3,7 +3,4 @@
 from knnstore.store.pointers.clusters import Clusters
 from knnstore.store.pointers.following import follow
 
-__all__ = [
-    "Clusters",
-    "follow",
-]
+__all__ = ["Clusters", "follow"]

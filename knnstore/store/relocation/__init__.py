@@ -13,16 +13,6 @@ from knnstore.store.relocation.pruning import (
 from knnstore.store.relocation.relocating import RelocatableStore
 
 __all__ = [
-    "Choice",
-    "Chooser",
-    "DomainRecords",
-    "Moved",
-    "Pruned",
-    "PrunedDomain",
-    "RelocatableStore",
-    "drop_highest",
-    "merge_chooser",
-    "random_chooser",
-    "settle_quietly",
-    "unfinished",
-]
+    "Choice", "Chooser", "DomainRecords", "Moved", "Pruned", "PrunedDomain", "RelocatableStore",
+    "drop_highest", "merge_chooser", "random_chooser", "settle_quietly", "unfinished",
+]  # fmt: skip
