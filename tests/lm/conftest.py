@@ -136,6 +136,15 @@ def make_model() -> Callable[[str], PreTrainedModel]:
     return make
 
 
+@pytest.fixture(scope="session")
+def model_path(make_model, tokenizer, tmp_path_factory) -> str:
+    """A folder with a GPT-2 and its tokenizer."""
+    path = tmp_path_factory.mktemp("model")
+    make_model("gpt2").save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
 @pytest.fixture
 def model(family: str, make_model: Callable[[str], PreTrainedModel]) -> PreTrainedModel:
     return make_model(family)

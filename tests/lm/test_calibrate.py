@@ -11,9 +11,8 @@ import pytest
 import knnstore
 from knnstore.documents import TextDocument
 from knnstore.errors import InputError, ReadOnlyError
-from knnstore.lm import CalibrationRecord, KNNSettings, TokenTable
+from knnstore.lm import CalibrationRecord, KNNSettings, TokenTable, settings_for
 from knnstore.lm.calibration.scored_text import score_once
-from knnstore.lm.settings.saved import settings_for
 from knnstore.store import EVERYTHING, Selection
 
 RNG = np.random.default_rng(7)
@@ -115,7 +114,7 @@ def test_too_little_text_is_refused_before_the_pass(lm, documents):
 
 def test_the_cached_pass_agrees_with_the_evaluation(lm):
     documents = [TextDocument(row["id"], row["text"]) for row in HELD_OUT]
-    scored = score_once(lm.store, lm.encoder, lm.tokenizer, documents, k=64, selection=EVERYTHING)
+    scored = score_once(lm.store, lm.reader, documents, k=64, selection=EVERYTHING)
     fitted = lm.calibrate(HELD_OUT, max_k=64).comparison.candidates
     for settings in [
         KNNSettings(k=20, temperature=3.0, lam=0.4),

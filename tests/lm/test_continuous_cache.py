@@ -12,16 +12,16 @@ import knnstore
 from knnstore.datastore.records import tokens_of
 from knnstore.documents import TextDocument
 from knnstore.errors import ConfigError
+from knnstore.lm import settings_from_dict, settings_to_dict
 from knnstore.lm.calibration.fit_cache import fit_cache, gather_cache_evidence
 from knnstore.lm.calibration.scored_text import ScoredText
 from knnstore.lm.mixing.fixed import FixedLambda
 from knnstore.lm.model.modeling import KNNLMForCausalLM
 from knnstore.lm.retrieval.cache import Reading, look_back
-from knnstore.lm.scoring.evaluating import evaluate
+from knnstore.lm.scoring import evaluate
 from knnstore.lm.scoring.explaining import THIS_TEXT
 from knnstore.lm.scoring.token_table import TokenTable
-from knnstore.lm.settings.parts import CacheSettings
-from knnstore.lm.settings.query import KNNSettings
+from knnstore.lm.settings import CacheSettings, KNNModelParts, KNNSettings
 
 STORED = [[0, 40, 41, 42, 50, 51, 52, 40, 41, 60, 70, 71], [0, 7, 5, 3, 40, 41, 99, 98, 97, 40]]
 CACHE = CacheSettings(size=6, temperature=15.0, lam=0.3)
@@ -211,12 +211,13 @@ def test_documents_longer_than_the_window_match_an_oracle_that_has_all_keys(lm):
     table = TokenTable()
     documents = [TextDocument(str(at), text) for at, text in enumerate(texts)]
     knn = replace(ALONE, cache=cache)
-    found = evaluate(lm.store, lm.encoder, lm.tokenizer, documents, knn, table=table, batch_tokens=30)
+    few_at_once = KNNModelParts(lm.store, replace(lm.reader, batch_tokens=30), knn)
+    found = evaluate(few_at_once, documents, table=table)
     rows = list(table.rows(lm.tokenizer))
     assert len(rows) == found.tokens == 152
     probs = []
     for text in texts:
-        tokens = lm._tokens(text).tolist()
+        tokens = lm.reader.tokens(text).tolist()
         keys, gold_lm = [], []
         for position in range(len(tokens)):
             # The window that predicts a token: its end is the first of 11, 17, 23, ... past the token.
@@ -260,7 +261,7 @@ def test_settings_survive_being_saved_and_older_ones_have_no_cache():
     assert settings_from_dict(settings_to_dict(BOTH)) == BOTH
     assert settings_from_dict({"k": 3}).cache is None
     for wrong in ({"size": 0}, {"temperature": 0.0}, {"lam": 1.5}, {"reach": 3}):
-        with pytest.raises(ConfigError, match="cache"):
+        with pytest.raises(ConfigError, match=r"[cC]ache"):
             settings_from_dict({"cache": wrong})
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,10 +13,17 @@ from hypothesis import strategies as st
 import knnstore
 from knnstore.datastore import Neighbors
 from knnstore.errors import ConfigError, DomainNotFoundError
-from knnstore.lm import DomainWeights, KNNSettings, Retrieved, TokenTable
+from knnstore.lm import (
+    DomainWeights,
+    KNNSettings,
+    Retrieved,
+    TokenTable,
+    settings_from_dict,
+    settings_to_dict,
+)
 from knnstore.lm.calibration.fit_domains import DomainEvidence, fit_domains, mixture_weights
-from knnstore.lm.retrieval.search import retrieve
-from knnstore.store import EVERYTHING, Selection
+from knnstore.lm.retrieval import retrieve
+from knnstore.store import Selection
 
 
 def loss(probs: np.ndarray, weights: np.ndarray) -> float:
@@ -91,7 +99,7 @@ def test_the_mixture_is_that_of_separate_distributions(seed, weighted):
         torch.from_numpy(distances.reshape(n, -1)), torch.zeros(n), torch.from_numpy(tokens),
         log_weights=log_weights,
     )  # fmt: skip
-    found = KNNSettings(k, 2.0, mixer).weigh(retrieved)
+    found = mixer.weigh(retrieved, 2.0)
     for row in range(n):
         expected, total = np.zeros(vocabulary), 0.0
         for at, (lam, temperature) in enumerate(((0.5, 2.0), (0.3, 1.0))):
@@ -125,18 +133,21 @@ class Searched:
 
 def test_only_domains_with_a_weight_are_searched_and_a_lost_one_is_reported_once(caplog):
     store, queries = Searched(), np.zeros((2, 3), np.float32)
-    mixer = DomainWeights(("b", "c", "a"), (0.5, 0.2, 0.0))
+    given = KNNSettings(3, mixer=DomainWeights(("b", "c", "a"), (0.5, 0.2, 0.0)))
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            found = retrieve(store, queries, 3, Selection(tags=("t",)), mixer)
+            found = retrieve(store, queries, replace(given, selection=Selection(tags=("t",))))
     assert [selection.domains for selection in store.selections] == [("b",), ("c",)] * 2
     assert all(selection.tags == ("t",) for selection in store.selections)
     assert found.ids.tolist() == [[98] * 3 + [-1] * 3] * 2
     assert np.isinf(found.distances[:, 3:]).all()
     assert len(caplog.records) == 1
     store.selections.clear()
-    assert (retrieve(store, queries, 3, Selection(domains=("a", "d")), mixer).ids == -1).all()
-    assert not (retrieve(store, queries, 3, EVERYTHING, DomainWeights(("a",), (0.0,))).ids + 1).any()
+    for nowhere in (
+        replace(given, selection=Selection(domains=("a", "d"))),
+        replace(given, mixer=DomainWeights(("a",), (0.0,))),
+    ):
+        assert (retrieve(store, queries, nowhere).ids == -1).all()
     assert store.selections == []
 
 

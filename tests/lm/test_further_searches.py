@@ -45,7 +45,7 @@ def filled(make_model, tokenizer, tmp_path_factory):
 
 @pytest.fixture
 def further(lm):
-    scored = score_once(lm.store, lm.encoder, lm.tokenizer, HELD_OUT, k=16, selection=EVERYTHING)
+    scored = score_once(lm.store, lm.reader, HELD_OUT, k=16, selection=EVERYTHING)
     return FurtherSearches(lm.store, scored, HELD_OUT, EVERYTHING)
 
 
@@ -85,9 +85,7 @@ def test_documents_that_are_left_out_do_not_find_themselves(lm):
     documents = [*HELD_OUT[:2], *HELD_OUT[6:8]]
     lm.add(documents[1:3], domain="b")
     twins = {one.content_hash for one in documents[1:3]}
-    scored = score_once(
-        lm.store, lm.encoder, lm.tokenizer, documents, k=16, selection=EVERYTHING, left_out=twins
-    )
+    scored = score_once(lm.store, lm.reader, documents, k=16, selection=EVERYTHING, left_out=twins)
     further = FurtherSearches(lm.store, scored, documents, EVERYTHING, twins)
     of = further.with_k([64])[0]
     given = KNNSettings(64, float(of.evidence.temperatures[8]), lam=0.4)
@@ -129,7 +127,7 @@ def test_all_records_are_the_largest_k(lm):
     given = KNNSettings(records, 10.0, lam=0.5)
     found = lm.evaluate(text, given)
     assert lm.evaluate(text, KNNSettings(records + 50, 10.0, lam=0.5)).knn_ppl == pytest.approx(found.knn_ppl)
-    scored = score_once(lm.store, lm.encoder, lm.tokenizer, text, k=1, selection=EVERYTHING)
+    scored = score_once(lm.store, lm.reader, text, k=1, selection=EVERYTHING)
     distances = ((scored.reading.keys.numpy()[:, None].astype(np.float64) - keys) ** 2).sum(2)
     masses = np.exp(-(distances - distances.min(1, keepdims=True)) / 10)
     hits = (ids & (2**20 - 1)) == scored.reading.gold.numpy()[:, None]

@@ -1,7 +1,6 @@
 """Networks that choose λ and T, and where to search: what they find, and that loading changes nothing."""
 
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -20,9 +19,9 @@ from knnstore.lm.mixing.network import Network
 from knnstore.lm.mixing.skipping import Skipping, skip_features
 from knnstore.lm.model.modeling import KNNLMForCausalLM
 from knnstore.lm.retrieval.cache import Reading
+from knnstore.lm.settings import settings_for, settings_from_dict, settings_to_dict, weights_for, weights_of
 from knnstore.lm.settings.query import KNNSettings
-from knnstore.lm.settings.saved import settings_for, weights_for
-from knnstore.store import EVERYTHING, KNNStore
+from knnstore.store import EVERYTHING, KNNStore, SavedSettings
 
 K = 8
 
@@ -34,7 +33,7 @@ def synthetic(n: int, seed: int) -> tuple[ScoredText, torch.Tensor]:
     right = torch.from_numpy(rng.random(n) < 0.5)
     keys = torch.from_numpy(rng.standard_normal((n, 4)).astype(np.float32))
     keys[:, 0] = right.float() * 2 - 1
-    noise = partial(torch.from_numpy)
+    noise = torch.from_numpy
     documents = torch.arange(n) // 50
     return ScoredText(
         torch.full((n,), 0.05).log(),
@@ -120,7 +119,7 @@ def lm(make_model, tokenizer, tmp_path_factory):
 @pytest.fixture(scope="module")
 def scored(lm):
     documents = [TextDocument(str(at), text) for at, text in enumerate(TEXTS[10:])]
-    return score_once(lm.store, lm.encoder, lm.tokenizer, documents, k=K, selection=EVERYTHING)
+    return score_once(lm.store, lm.reader, documents, k=K, selection=EVERYTHING)
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +161,7 @@ def test_a_skipped_query_is_not_searched_for_and_keeps_p_lm(lm, scored, gated, m
 
 
 def test_forward_and_generation_use_the_gate_as_scoring_does(lm, scored, gated) -> None:
-    ids = torch.tensor([[0, *lm._tokens(TEXTS[10]).tolist()]])
+    ids = torch.tensor([[0, *lm.reader.tokens(TEXTS[10]).tolist()]])
     with torch.no_grad():
         whole = lm(ids, knn=gated).logits
         padded = lm(
@@ -189,11 +188,11 @@ def test_forward_and_generation_use_the_gate_as_scoring_does(lm, scored, gated) 
 
 
 def test_saved_and_loaded_it_chooses_the_same(lm, scored, gated, tmp_path) -> None:
-    for weights in gated.weights:
+    for weights in weights_of(gated):
         lm.store.save_weights(weights.tensors, weights.metadata)
     values = settings_to_dict(gated)
     del values["selection"]
-    lm.store.save_settings(values)
+    lm.store.save_settings(SavedSettings(values))
     with KNNStore.open(lm.store.home.path) as reader:
         loaded = settings_for(reader)
     assert loaded == gated

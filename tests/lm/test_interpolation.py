@@ -9,9 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from knnstore.lm.mixing.interpolation import gold_knn_probs, mix, mix_gold, neighbor_weights
+from knnstore.lm.mixing import Component, Mixture, neighbor_weights
 
 MISSING_TOKEN = 2**20 - 1  # the token of id -1
+
+
+def mixture(distances, temperature, tokens, lam) -> Mixture:
+    lambdas = torch.as_tensor(lam).expand(len(distances))
+    return Mixture([Component(neighbor_weights(distances, temperature), lambdas, tokens)])
 
 
 def oracle(lm, distances, tokens, temperature, lam):
@@ -54,9 +59,8 @@ def queries(draw):
 def test_mixture_is_the_definition(case):
     lm, distances, tokens, temperature, lam = case
     expected = oracle(lm.numpy(), distances, tokens, temperature, lam)
-    weights = neighbor_weights(torch.from_numpy(distances), temperature)
-    ids, lambdas = torch.from_numpy(tokens), torch.from_numpy(lam)
-    mixed = mix(lm, weights, ids, lambdas)
+    found = mixture(torch.from_numpy(distances), temperature, torch.from_numpy(tokens), torch.from_numpy(lam))
+    mixed = found.distribution(lm)
     assert mixed.dtype == torch.float32
     np.testing.assert_allclose(mixed.exp(), np.exp(expected), atol=2e-6)
     np.testing.assert_allclose(mixed.exp().sum(1), 1.0, atol=5e-6)
@@ -64,10 +68,8 @@ def test_mixture_is_the_definition(case):
     clear = expected > -80
     np.testing.assert_allclose(mixed.numpy()[clear], expected[clear], rtol=1e-5, atol=1e-4)
     # The gold-token path gives the same number for every token without a row over the vocabulary.
-    found = torch.from_numpy(np.isfinite(distances).any(1))
     for token in range(lm.shape[1]):
-        gold = torch.full((len(lm),), token)
-        one = mix_gold(lm[:, token], gold_knn_probs(weights, ids, gold), found, lambdas)
+        one = found.gold(lm[:, token], torch.full((len(lm),), token))
         torch.testing.assert_close(one, mixed[:, token], rtol=1e-5, atol=1e-5)
 
 
@@ -77,18 +79,15 @@ def test_rows_without_neighbours_and_lambda_zero_keep_the_model_exactly():
     distances[0, 0] = 2.0
     tokens = torch.full((3, 4), MISSING_TOKEN)
     tokens[0, 0] = 5
-    weights = neighbor_weights(distances, 1.0)
-    mixed = mix(lm, weights, tokens, torch.tensor([0.0, 0.7, 1.0]))
-    assert torch.equal(mixed, lm)
-    found = torch.tensor([True, False, False])
-    gold = mix_gold(lm[:, 5], gold_knn_probs(weights, tokens, torch.full((3,), 5)), found, 0.0)
-    assert torch.equal(gold, lm[:, 5])
+    found = mixture(distances, 1.0, tokens, torch.tensor([0.0, 0.7, 1.0]))
+    assert torch.equal(found.distribution(lm), lm)
+    assert torch.equal(found.gold(lm[:, 5], torch.full((3,), 5)), lm[:, 5])
 
 
 def test_lambda_one_is_retrieval_alone():
     lm = torch.zeros(1, 5).log_softmax(1)
-    weights = neighbor_weights(torch.tensor([[0.0, 0.0, 0.0, torch.inf]]), 3.0)
-    mixed = mix(lm, weights, torch.tensor([[2, 2, 4, MISSING_TOKEN]]), 1.0)
+    distances, tokens = torch.tensor([[0.0, 0.0, 0.0, torch.inf]]), torch.tensor([[2, 2, 4, MISSING_TOKEN]])
+    mixed = mixture(distances, 3.0, tokens, 1.0).distribution(lm)
     expected = torch.tensor([[-torch.inf, -torch.inf, math.log(2 / 3), -torch.inf, math.log(1 / 3)]])
     torch.testing.assert_close(mixed, expected)
 
@@ -116,18 +115,18 @@ def test_temperature_may_differ_by_query():
 def test_rare_tokens_of_the_model_do_not_round_to_impossible():
     """exp(-200) is zero in float32; its logarithm must survive the mixture."""
     lm = torch.tensor([[0.0, -200.0]])
-    mixed = mix(lm, neighbor_weights(torch.tensor([[1.0]]), 1.0), torch.tensor([[0]]), 0.5)
+    mixed = mixture(torch.tensor([[1.0]]), 1.0, torch.tensor([[0]]), 0.5).distribution(lm)
     torch.testing.assert_close(mixed, torch.tensor([[0.0, -200.0 + math.log(0.5)]]))
 
 
 def test_gradients_flow_to_the_model_alone():
     """Fine-tuning through the mixture: the derivative of the definition, by central differences."""
     logits = torch.tensor([[0.3, -0.2, 0.5], [0.1, 0.4, -0.6]], dtype=torch.float32, requires_grad=True)
-    weights = neighbor_weights(torch.tensor([[0.0, 1.0], [2.0, 2.0]]), 1.0)
-    tokens, gold = torch.tensor([[0, 2], [1, 1]]), torch.tensor([[0], [2]])
+    distances, gold = torch.tensor([[0.0, 1.0], [2.0, 2.0]]), torch.tensor([[0], [2]])
+    found = mixture(distances, 1.0, torch.tensor([[0, 2], [1, 1]]), 0.5)
 
     def loss(values):
-        return -mix(values.log_softmax(1), weights, tokens, 0.5).gather(1, gold).sum()
+        return -found.distribution(values.log_softmax(1)).gather(1, gold).sum()
 
     loss(logits).backward()
     step = 1e-2
@@ -144,10 +143,11 @@ def test_a_weight_counts_for_as_many_copies_at_any_temperature(case, copies, tem
     _, distances, tokens, _, _ = case
     counts = (np.arange(distances.shape[1]) * copies) % 4 + 1
     once, ids = torch.from_numpy(distances), torch.from_numpy(tokens)
-    merged = neighbor_weights(once, temperature, torch.from_numpy(counts).log().expand_as(once))
-    repeats = torch.from_numpy(counts)
-    unmerged = neighbor_weights(once.repeat_interleave(repeats, 1), temperature)
+    lam, repeats = torch.ones(len(ids)), torch.from_numpy(counts)
+    weights = neighbor_weights(once, temperature, repeats.log().expand_as(once))
+    merged = Component(weights, lam, ids)
+    apart = [column.repeat_interleave(repeats, 1) for column in (once, ids)]
+    unmerged = Component(neighbor_weights(apart[0], temperature), lam, apart[1])
     for gold in range(7):
         wanted = torch.full((len(ids),), gold)
-        expected = gold_knn_probs(unmerged, ids.repeat_interleave(repeats, 1), wanted)
-        torch.testing.assert_close(gold_knn_probs(merged, ids, wanted), expected, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(merged.probs(wanted), unmerged.probs(wanted), rtol=1e-4, atol=1e-6)

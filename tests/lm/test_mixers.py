@@ -19,10 +19,10 @@ from knnstore.lm import (
     NearnessLambda,
     RelativeConfidence,
     Retrieved,
+    settings_from_dict,
+    settings_to_dict,
 )
-from knnstore.lm.mixing.interpolation import mix
-from knnstore.lm.mixing.mixer import MIXERS
-from knnstore.lm.scoring.explaining import explain_tokens
+from knnstore.lm.retrieval import mixture_of
 
 CONFIDENCES = st.floats(-20, 0, width=32)
 DISTANCES = st.one_of(st.floats(-1e4, 1e4, width=32), st.just(math.inf))
@@ -49,10 +49,6 @@ MIXER = st.one_of(
 )
 
 
-def retrieved_of(distances, confidence) -> Retrieved:
-    return Retrieved(torch.from_numpy(np.sort(distances, axis=1)), torch.from_numpy(confidence))
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     MIXER,
@@ -61,19 +57,20 @@ def retrieved_of(distances, confidence) -> Retrieved:
     arrays(np.float32, 5, elements=CONFIDENCES),
 )
 def test_every_mixture_is_a_distribution(mixer, temperature, distances, confidence):
-    chosen = KNNSettings(k=4, temperature=temperature, mixer=mixer).weigh(retrieved_of(distances, confidence))
-    assert chosen.lam.dtype == torch.float32
-    assert bool(((chosen.lam >= 0) & (chosen.lam <= 1)).all())
-    assert bool((torch.as_tensor(chosen.temperature) > 0).all())
+    nearest = torch.from_numpy(np.sort(distances, axis=1))
+    found = Retrieved(nearest, torch.from_numpy(confidence), tokens=torch.arange(20).reshape(5, 4) % 7)
+    mixture = mixture_of(KNNSettings(k=4, temperature=temperature, mixer=mixer), found)
+    assert mixture.lam.dtype == torch.float32
+    assert bool(((mixture.lam >= 0) & (mixture.lam <= 1)).all())
+    assert bool((torch.as_tensor(mixture.temperature) > 0).all())
     log_lm = torch.randn(5, 7, generator=torch.Generator().manual_seed(0)).log_softmax(1)
-    mixed = mix(log_lm, chosen.weights, torch.arange(20).reshape(5, 4) % 7, chosen.lam)
+    mixed = mixture.distribution(log_lm)
     assert mixed.exp().sum(1).numpy() == pytest.approx(np.ones(5), abs=1e-5)
 
 
 @settings(max_examples=40, deadline=None)
 @given(MIXER, st.integers(1, 2000), st.floats(0.01, 1e4))
 def test_settings_with_any_mixer_survive_json(mixer, k, temperature):
-    assert mixer.name in MIXERS
     saved = KNNSettings(k=k, temperature=temperature, mixer=mixer)
     assert settings_from_dict(json.loads(json.dumps(settings_to_dict(saved)))) == saved
 
@@ -131,7 +128,7 @@ def test_scoring_explaining_and_generating_agree(mixer, make_model, make_store, 
     knn = KNNSettings(k=9, temperature=60.0, mixer=mixer)
     lm = KNNLMForCausalLM.from_base(base, store, knn, tokenizer)
     ids = generator.integers(4, 100, 12).tolist()
-    explained = explain_tokens(store, lm.encoder, tokenizer, np.array(ids), knn, neighbors=0)
+    explained = lm.explain(" ".join(f"w{token}" for token in ids), neighbors=0)
     with torch.no_grad():
         whole = lm(torch.tensor([[0, *ids]])).logits[0].log_softmax(-1)
     expected = [float(whole[at, token].exp()) for at, token in enumerate(ids)]

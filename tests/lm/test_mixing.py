@@ -6,14 +6,22 @@ import json
 import pytest
 import torch
 
+import knnstore
 from knnstore.errors import ConfigError
-from knnstore.lm.mixing.fixed import FixedLambda
-from knnstore.lm.mixing.mixer import MIXERS, Chosen, Retrieved
-from knnstore.lm.settings.query import KNNSettings
-from knnstore.store import Selection
+from knnstore.lm import (
+    Chosen,
+    FixedLambda,
+    KNNSettings,
+    Retrieved,
+    SimpleMixer,
+    register_mixer,
+    settings_from_dict,
+    settings_to_dict,
+)
+from knnstore.store import SavedSettings, Selection
 
 
-class HalfWhereNear:
+class HalfWhereNear(SimpleMixer):
     name = "half-where-near"
 
     def __call__(self, retrieved, temperature):
@@ -52,15 +60,16 @@ def test_settings_survive_json():
     with pytest.raises(ConfigError, match="domain"):
         settings_from_dict({"selection": {"domain": ["law"]}})
     with pytest.raises(ConfigError, match="half-where-near"):
-        KNNSettings(mixer=HalfWhereNear()).to_dict()
+        settings_to_dict(KNNSettings(mixer=HalfWhereNear()))
     assert settings_from_dict({"lambda": 0.125}).mixer == FixedLambda(0.125)
     for mixer in ({"name": "gate"}, {"lam": 0.5}, {"name": "fixed"}, {"name": "fixed", "lam": 0.5, "x": 1}):
         with pytest.raises(ConfigError, match="mixer"):
             settings_from_dict({"mixer": mixer})
 
 
+@register_mixer
 @dataclasses.dataclass(frozen=True)
-class Nearer:
+class Nearer(SimpleMixer):
     """λ where the nearest neighbour is nearer than a limit, else 0."""
 
     lam: float
@@ -71,10 +80,57 @@ class Nearer:
         return Chosen((retrieved.distances[:, 0] < self.limit) * self.lam, temperature)
 
 
-def test_a_mixer_needs_one_entry_to_be_saved(monkeypatch):
-    monkeypatch.setitem(MIXERS, "nearer", Nearer)
-    settings = KNNSettings(k=3, mixer=Nearer(0.5, 20.0))
-    assert settings_from_dict(json.loads(json.dumps(settings_to_dict(settings)))) == settings
+@dataclasses.dataclass(frozen=True)
+class Elsewhere(SimpleMixer):
+    """Searches where it likes, whatever is selected."""
+
+    part: Selection
+    name = "elsewhere"
+
+    def searches(self, selection):
+        return (self.part,)
+
+    def __call__(self, retrieved, temperature):
+        return Chosen(torch.full((len(retrieved.distances),), 0.5), temperature)
+
+
+@pytest.fixture(scope="module")
+def lm(model_path, tmp_path_factory):
+    """With one document in each of the domains open and secret."""
+    made = knnstore.create(tmp_path_factory.mktemp("mixing") / "home", model_path, max_length=16)
+    with made.store:
+        made.add([{"id": "a", "text": "w5 w6 w7 w8"}], domain="open")
+        made.add([{"id": "b", "text": "w5 w6 w9 w10"}], domain="secret")
+        yield made
+
+
+def test_a_mixer_of_ones_own_is_saved_in_a_store_and_in_force_when_it_is_loaded(lm):
+    settings = KNNSettings(k=3, temperature=2.0, mixer=Nearer(0.75, 0.5))
+    lm.store.save_settings(SavedSettings(settings_to_dict(settings)))
+    explained = lm.explain("w5 w6 w20", settings)
+    assert [token.lam for token in explained] == [0.75, 0.75, 0.75]
+    assert [token.lam for token in lm.explain("w20 w5", settings)] == [0.75, 0.0]
+    with (again := knnstore.load(lm.store.home.path)).store:
+        assert again.knn == settings
+        assert again.explain("w5 w6 w20") == explained
+
+
+@pytest.mark.parametrize(
+    ("selection", "part", "found"),
+    [
+        (Selection(), Selection(domains=("secret",)), {"b"}),
+        (Selection(domains=("open",)), Selection(domains=("secret",)), set()),
+        (Selection(domains=("open",)), Selection(domains=("open", "secret")), set()),
+        (Selection(domains=("open",)), Selection(), {"a"}),
+        (Selection(documents=("a",)), Selection(domains=("secret",)), set()),
+        (Selection(documents=("a",)), Selection(), {"a"}),
+    ],
+)
+def test_a_mixer_never_searches_what_is_not_selected(lm, selection, part, found):
+    settings = KNNSettings(k=9, mixer=Elsewhere(part), selection=selection)
+    explained = lm.explain("w5 w6", settings)
+    assert {source.document for token in explained for source in token.neighbors} == found
+    assert [token.lam for token in explained] == [0.5 if found else 0.0] * 2
 
 
 def test_lam_is_short_for_a_fixed_mixer():

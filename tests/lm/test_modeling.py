@@ -8,7 +8,7 @@ import torch
 
 from knnstore.datastore.records import tokens_of
 from knnstore.errors import ConfigError, FingerprintMismatchError
-from knnstore.lm.mixing.mixer import Chosen
+from knnstore.lm.mixing import Chosen, SimpleMixer
 from knnstore.lm.model.modeling import KNNLMForCausalLM
 from knnstore.lm.settings.query import KNNSettings
 from knnstore.store import Selection
@@ -227,7 +227,7 @@ def test_logits_changed_after_the_head_are_respected(make_model, make_store):
 
 
 def test_a_mixer_sees_the_query_and_chooses_for_each(gpt2, make_store):
-    class First:
+    class First(SimpleMixer):
         """Trusts retrieval at the first position only."""
 
         name = "first"

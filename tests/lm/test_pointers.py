@@ -10,10 +10,17 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import knnstore
 from knnstore.errors import ConfigError
-from knnstore.lm import KNNLMForCausalLM, KNNSettings, TokenTable
-from knnstore.lm.mixing.domains import DomainWeights
+from knnstore.lm import (
+    CacheSettings,
+    DomainWeights,
+    KNNLMForCausalLM,
+    KNNSettings,
+    PointerSettings,
+    TokenTable,
+    settings_from_dict,
+    settings_to_dict,
+)
 from knnstore.lm.scoring.held_out import score_texts
-from knnstore.lm.settings.parts import CacheSettings, PointerSettings
 
 RNG = np.random.default_rng(11)
 PHRASES = [" ".join(f"w{i}" for i in RNG.integers(4, 30, 5)) for _ in range(6)]
@@ -118,8 +125,8 @@ def test_scoring_is_the_definition(lm, least, cluster_size) -> None:
 
 def keys_of(lm, document: str) -> np.ndarray:
     """The keys of one document in order, as they are without pointers."""
-    tokens = [np.array(lm.tokenizer(document, add_special_tokens=False)["input_ids"])]
-    parts = list(score_texts(lm.store, lm.encoder, tokens, 0, replace(KNN, pointers=None)))
+    tokens = [lm.reader.tokens(document)]
+    parts = list(score_texts(lm.store, lm.reader, tokens, replace(KNN, pointers=None)))
     positions = np.concatenate([part.positions for part in parts])
     return np.concatenate([part.keys.numpy() for part in parts])[positions.argsort()]
 
@@ -239,7 +246,7 @@ def test_settings_with_pointers_are_saved_and_wrong_ones_refused() -> None:
     for wrong in ({"min_pointers": 0}, {"max_pointers": 0}, {"min_pointers": 2000}, {"cluster_size": 0}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             PointerSettings(**wrong)
-    with pytest.raises(ConfigError, match="pointers have other settings"):
+    with pytest.raises(ConfigError, match="PointerSettings has other settings"):
         settings_from_dict({"pointers": {"beams": 3}})
-    with pytest.raises(ConfigError, match="weights of domains"):
+    with pytest.raises(ConfigError, match="the mixer 'domains', which makes searches of its own"):
         KNNSettings(mixer=DomainWeights(("one",), (0.5,)), pointers=PointerSettings())

@@ -9,12 +9,12 @@ import torch
 import knnstore
 from knnstore.documents import TextDocument
 from knnstore.errors import ConfigError, CorruptWeightsError, FingerprintMismatchError
-from knnstore.lm import KNNSettings
+from knnstore.lm import KNNSettings, settings_to_dict
 from knnstore.lm.keys.capture import hidden_forward
 from knnstore.lm.keys.projection import fit_projection
 from knnstore.lm.reading.encoder import Encoder
 from knnstore.lm.reading.sample import sample_documents
-from knnstore.store import KNNStore
+from knnstore.store import KNNStore, SavedSettings
 
 RNG = np.random.default_rng(3)
 KEYS = (RNG.standard_normal((500, 12)) @ RNG.standard_normal((12, 12)) + 5).astype(np.float32)
@@ -85,7 +85,7 @@ def filled(path, tmp_path_factory):
     lm = knnstore.create(home, path, dim=8, sample=TEXTS, max_length=32)
     with lm.store:
         lm.add(TEXTS[:8], domain="phrases")
-        lm.store.save_settings(settings_to_dict(KNNSettings(k=20, temperature=2.0, lam=0.5)))
+        lm.store.save_settings(SavedSettings(settings_to_dict(KNNSettings(k=20, temperature=2.0, lam=0.5))))
     return home
 
 
@@ -94,10 +94,10 @@ def test_what_is_stored_and_searched_is_projected(filled) -> None:
     with lm.store as store:
         assert (store.identity.dim, store.datastore.dim, store.verify()) == (8, 8, [])
         _, stored, _ = next(store.datastore.iterate())
-        whole = Encoder(lm.base, lm.location)
+        whole = Encoder(lm.base, lm.encoder.location)
         ids = lm.tokenizer("<s> " + TEXTS[0], return_tensors="pt", add_special_tokens=False)["input_ids"]
         keys = whole.encode(ids[:, :31], np.arange(31)).keys
-        np.testing.assert_allclose(stored[:31], lm.projection(keys), atol=0.01)
+        np.testing.assert_allclose(stored[:31], lm.encoder.projection(keys), atol=0.01)
         # `forward` searches for the same keys that evaluation does.
         text = {"id": "t", "text": " ".join(TEXTS[9].split()[:30])}
         inputs = lm.tokenizer("<s> " + text["text"], return_tensors="pt", add_special_tokens=False)[
@@ -108,7 +108,7 @@ def test_what_is_stored_and_searched_is_projected(filled) -> None:
         assert lm.knn.k == 20
         loss = -logits.gather(1, inputs[0, 1:, None]).mean().item()
         assert np.exp(loss) == pytest.approx(lm.evaluate([text], lm.knn).knn_ppl, rel=1e-4)
-        assert torch.equal(hidden_forward(lm.base, lm.location, ids[:, :31])[0][0], keys)
+        assert torch.equal(hidden_forward(lm.base, lm.encoder.location, ids[:, :31])[0][0], keys)
 
 
 def test_a_projection_that_is_lost_or_for_another_store_is_refused(filled, path, tmp_path) -> None:
@@ -116,7 +116,7 @@ def test_a_projection_that_is_lost_or_for_another_store_is_refused(filled, path,
     shutil.copytree(filled, home)
     with KNNStore.open(home, "a") as store:
         name = store.identity.projection
-        store.save_settings({"k": 5})  # which removes weights that nothing names
+        store.save_settings(SavedSettings({"k": 5}))  # which removes weights that nothing names
     file = home / "weights" / name
     content = file.read_bytes()
     file.write_bytes(content[:-1] + b"x")

@@ -17,9 +17,16 @@ from knnstore.errors import (
     OutdatedWeightsError,
     ReadOnlyError,
 )
-from knnstore.lm import FixedLambda, KNNSettings
-from knnstore.lm.settings.parts import Substitute
-from knnstore.lm.settings.saved import settings_for, trained_for
+from knnstore.lm import (
+    FixedLambda,
+    KNNSettings,
+    Substitute,
+    settings_for,
+    settings_from_dict,
+    settings_to_dict,
+    trained_for,
+)
+from knnstore.lm.mixing import mix_log_probs
 from knnstore.lm.substitute.head import SubstituteHead, load_head
 from knnstore.lm.substitute.records import RecordBlocks, Records
 from knnstore.lm.substitute.training import fit_rows
@@ -86,7 +93,7 @@ def test_the_mixture_is_that_of_the_definition(rows, lam) -> None:
     torch.testing.assert_close(head.log_probs(keys).exp().double(), torch.from_numpy(expected))
     gold = torch.tensor([6, 1, 2, 3, 0, 7, 6])
     torch.testing.assert_close(head.gold_log_probs(keys, gold), head.log_probs(keys)[range(7), gold])
-    mixed = Substitute("", lam, TRACES).mix(lm, head.log_probs(keys)).exp()
+    mixed = mix_log_probs(lm, head.log_probs(keys), lam).exp()
     expected = lam * expected + (1 - lam) * lm.double().exp().numpy()
     torch.testing.assert_close(mixed.double(), torch.from_numpy(expected), rtol=1e-5, atol=1e-7)
 
@@ -211,7 +218,8 @@ def test_another_model_or_a_damaged_file_is_refused(lm, substitute) -> None:
 def test_it_goes_when_one_of_its_documents_goes(lm, substitute, change) -> None:
     phrases = Selection(domains=("phrases",))
     store, settings = lm.store, KNNSettings(lam=0.25, substitute=substitute)
-    store.save_settings({**store.settings(["phrases"]), **settings_to_dict(settings)}, ["phrases"])
+    saved = replace(store.settings(["phrases"]), query=settings_to_dict(settings))
+    store.save_settings(saved, ["phrases"])
     text = torch.tensor([[5, 6, 7]])
     with knnstore.load(store.home.path).store as elsewhere:
         reader = knnstore.KNNLMForCausalLM.from_base(lm.base, elsewhere, tokenizer=lm.tokenizer)

@@ -14,7 +14,7 @@ from knnstore.lm import KNNSettings
 from knnstore.lm.calibration.scored_text import score_once
 from knnstore.lm.scoring import held_out as scoring
 from knnstore.lm.settings.parts import PointerSettings
-from knnstore.store import EVERYTHING, Selection
+from knnstore.store import EVERYTHING, SavedSettings, Selection
 
 RNG = np.random.default_rng(5)
 
@@ -119,7 +119,7 @@ def test_a_pass_over_documents_that_are_left_out_has_fewer_neighbours_for_them(l
     stored = [TextDocument(str(at), words(40)) for at in range(3)]
     lm.add(stored, domain="d")
     scored = score_once(
-        lm.store, lm.encoder, lm.tokenizer, stored,
+        lm.store, lm.reader, stored,
         k=120, selection=EVERYTHING, left_out=[stored[0].content_hash],
     )  # fmt: skip
     assert scored.distances.isfinite().sum(1).tolist() == [120] * 80 + [80] * 40
@@ -213,7 +213,7 @@ def test_settings_follow_the_scale_of_the_keys_and_are_found_again(lm, tmp_path)
     lm.add([words(60) for _ in range(5)], domain="d")
     keys = np.concatenate([keys for _, keys, _ in lm.store.datastore.iterate()])
     assert lm.knn.temperature == pytest.approx(keys.var(axis=0).sum() / 10, rel=1e-5)
-    lm.store.save_settings({"k": 3, "temperature": 2.0, "lambda": 0.1}, ["d"])
+    lm.store.save_settings(SavedSettings({"k": 3, "temperature": 2.0, "lambda": 0.1}), ["d"])
     lm.store.close()
     again = knnstore.load(tmp_path / "home")
     assert again.knn == lm.knn
@@ -269,7 +269,7 @@ def test_what_the_model_predicts_goes_first_and_the_cost_is_that_of_the_store_af
     text, held_out = words(40), [{"id": "t", "text": words(30)}]
     lm.add([{"id": "a", "text": text}], domain="d")
     before = lm.evaluate(held_out).knn_ppl
-    with pytest.raises(InputError, match="would find themselves"):
+    with pytest.raises(InputError, match="it would find itself"):
         lm.prune(0.5, held_out=[{"id": "b", "text": text}])
     done = lm.prune(0.5, method="known", held_out=held_out)
     assert done.cost.before_ppl == pytest.approx(before, rel=1e-5)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from knnstore.errors import ConfigError, CorruptWeightsError, ReadOnlyError
-from knnstore.store import KNNStore, Weights
+from knnstore.store import KNNStore, SavedSettings, Weights
 
 TENSORS = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.float16([0.5])}
 METADATA = {"model": "Ä", "widths": [2, 3]}
@@ -37,18 +37,18 @@ def test_what_no_settings_name_any_more_is_removed_when_settings_are_saved(store
     names = [store.save_weights({"w": np.float32([n])}, {}) for n in range(3)]
     half = home / "weights" / f"{names[0]}.tmp"
     half.write_bytes(b"left by a crash")
-    store.save_settings({"mixer": {"weights": names[0]}})
+    store.save_settings(SavedSettings({"mixer": {"weights": names[0]}}))
     assert {file.name for file in half.parent.iterdir()} == set(names)  # the others may be named next
-    store.save_settings({"parts": [names[1]]}, ["law"])
+    store.save_settings(SavedSettings({"skip": {"weights": names[1]}}), ["law"])
     store.close()
     with KNNStore.open(home, "a") as again:
-        again.save_settings({"k": 1})
+        again.save_settings(SavedSettings({"k": 1}))
         assert {file.name for file in half.parent.iterdir()} == {names[1]}
 
 
 def test_a_damaged_or_missing_file_is_named_and_never_used(store, home) -> None:
     name = store.save_weights(TENSORS, {})
-    store.save_settings({"weights": name})
+    store.save_settings(SavedSettings({"mixer": {"weights": name}}))
     assert store.verify() == []
     file = home / "weights" / name
     content = bytearray(file.read_bytes())

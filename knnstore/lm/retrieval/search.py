@@ -1,6 +1,7 @@
 """Searching for what a mixer weighs: the nearest records of all that is selected, or of parts of it."""
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,11 +85,12 @@ def _search(store: KNNStore, queries: Keys, settings: KNNSettings, part: Selecti
     if part is settings.selection:
         return store.search(queries, settings.k, part)
     selected = settings.selection.domains
-    if selected is not None and not set(part.domains or ()) <= set(selected):
+    domains = selected if part.domains is None else part.domains
+    if selected is not None and not set(domains or ()) <= set(selected):
         _tell(store, part, "which is not selected here")
         return _nothing(len(queries), settings.k)
     try:
-        return store.search(queries, settings.k, part)
+        return store.search(queries, settings.k, replace(settings.selection, domains=domains))
     except DomainNotFoundError:  # removed since, perhaps in the middle of a text
         _tell(store, part, "which the store does not have any more")
         return _nothing(len(queries), settings.k)
