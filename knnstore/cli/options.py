@@ -46,39 +46,9 @@ DomainsOption = Annotated[
     list[str] | None,
     typer.Option("--domain", metavar="NAME", help="Retrieve from this domain only; repeat for several."),
 ]
-TagsOption = Annotated[
-    list[str] | None,
-    typer.Option("--tag", metavar="TAG", help="Retrieve from documents with this tag only; repeatable."),
-]
 InDomainOption = Annotated[
     str | None,
     typer.Option("--domain", metavar="NAME", help="The document's domain, where several have its id."),
-]
-NeighborsOption = Annotated[
-    int | None, typer.Option("--k", min=1, metavar="N", help="Neighbours of each token.")
-]
-LambdaOption = Annotated[
-    float | None,
-    typer.Option("--lambda", min=0, max=1, metavar="L", help="Weight of retrieval: 0 is the model alone."),
-]
-PointersOption = Annotated[
-    int | None,
-    typer.Option(
-        "--pointers",
-        min=0,
-        metavar="N",
-        help="Search only where fewer than N of the records retrieved for the token before lead on from it; "
-        "0 is everywhere.",
-    ),
-]
-ClustersOption = Annotated[
-    int | None,
-    typer.Option(
-        "--clusters",
-        min=1,
-        metavar="SIZE",
-        help="With --pointers: compare all records of the clusters that they lead to, of SIZE on average.",
-    ),
 ]
 DeviceOption = Annotated[
     str | None,

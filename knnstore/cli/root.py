@@ -8,6 +8,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,7 +46,30 @@ def _register(group: typer.Typer, command: Callable[..., None], name: str) -> No
     """Make a function a command; the examples of its docstring stand at the end of its help."""
     text, _, examples = (inspect.getdoc(command) or "").partition("\n\nExamples:\n")
     verbatim = f"\b\nExamples:\n{examples}"  # \b: lines are not joined
-    group.command(name, help=text, epilog=verbatim)(command)
+    group.command(name, help=text, epilog=verbatim)(_flattened(command))
+
+
+def _flattened(command: Callable[..., None]) -> Callable[..., None]:
+    """Spread parameters that are dataclasses of options: each field becomes an option of its own."""
+    parameters = inspect.signature(command).parameters.values()
+    groups: dict[str, Any] = {one.name: one.annotation for one in parameters if is_dataclass(one.annotation)}
+    spread: list[inspect.Parameter] = []
+    for one in parameters:
+        parts = [(one.name, one.default, one.annotation)]
+        if one.name in groups:
+            parts = [(field.name, field.default, field.type) for field in fields(groups[one.name])]
+        spread += [
+            inspect.Parameter(name, one.KEYWORD_ONLY, default=default, annotation=annotation)
+            for name, default, annotation in parts
+        ]
+
+    def call(**given: Any) -> None:
+        for name, group in groups.items():
+            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
+        command(**given)
+
+    call.__signature__ = inspect.Signature(spread)  # type: ignore[attr-defined]
+    return call
 
 
 app = typer.Typer(

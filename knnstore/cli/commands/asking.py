@@ -11,25 +11,13 @@ from knnstore.cli.models import open_model
 from knnstore.cli.options import (
     DEFAULT_HOME,
     LARGEST_SEED,
-    ClustersOption,
     DeviceOption,
-    DomainsOption,
     DtypeOption,
     HomeOption,
     JsonOption,
-    LambdaOption,
-    NeighborsOption,
-    PointersOption,
-    TagsOption,
 )
 from knnstore.cli.output import print_json, print_table, printable
-from knnstore.cli.query import (
-    CacheLambdaOption,
-    CacheOption,
-    CacheTemperatureOption,
-    KNNTemperatureOption,
-    settings_of,
-)
+from knnstore.cli.query import GenerationQuery, Query, SelectionOptions
 
 if TYPE_CHECKING:
     from knnstore.lm import Source, TokenExplanation
@@ -42,12 +30,17 @@ def generate(
     prompt: Annotated[
         str, typer.Argument(metavar="PROMPT", help="The text to continue; - reads it from standard input.")
     ],
-    domains: DomainsOption = None,
-    tags: TagsOption = None,
+    *,
+    selected: SelectionOptions,
     max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens to write at most.")] = 64,
-    temperature: Annotated[
+    sampling_temperature: Annotated[
         float,
-        typer.Option(min=0, metavar="X", help="Of sampling; 0 takes the most probable token each time."),
+        typer.Option(
+            "--temperature",
+            min=0,
+            metavar="X",
+            help="Of sampling; 0 takes the most probable token each time.",
+        ),
     ] = 0.0,
     top_p: Annotated[
         float,
@@ -59,17 +52,7 @@ def generate(
         int | None, typer.Option(min=0, max=LARGEST_SEED, metavar="N", help="Makes sampling repeatable.")
     ] = None,
     beams: Annotated[int, typer.Option(min=1, metavar="N", help="Beams to search with.")] = 1,
-    k: NeighborsOption = None,
-    knn_temperature: Annotated[
-        float | None,
-        typer.Option(metavar="T", help="Divides the distances of neighbours, as --temperature of eval."),
-    ] = None,
-    lam: LambdaOption = None,
-    cache: CacheOption = None,
-    cache_temperature: CacheTemperatureOption = None,
-    cache_lambda: CacheLambdaOption = None,
-    pointers: PointersOption = None,
-    clusters: ClustersOption = None,
+    query: GenerationQuery,
     explain: Annotated[
         bool, typer.Option("--explain", help="Name the documents that the text came from.")
     ] = False,
@@ -85,17 +68,14 @@ def generate(
       knnstore generate "The harbour was" --domain letters --temperature 0.8 --seed 1 --explain
     """
     lm = open_model(home, "r", device=device, dtype=dtype)
-    settings = settings_of(
-        lm, k, knn_temperature, lam, domains, tags,
-        (cache, cache_temperature, cache_lambda), (pointers, clusters),
-    )  # fmt: skip
+    settings = query.settings(lm.store, selected.selection())
     text = sys.stdin.read() if prompt == "-" else prompt
     with lm.store:
         continuation = lm.generate_text(
             text,
             max_new_tokens=max_new_tokens,
-            do_sample=temperature > 0,
-            temperature=temperature or 1.0,
+            do_sample=sampling_temperature > 0,
+            temperature=sampling_temperature or 1.0,
             top_p=top_p,
             seed=seed,
             num_beams=beams,
@@ -118,19 +98,12 @@ def generate(
 
 def explain(
     text: Annotated[str, typer.Argument(metavar="TEXT", help="The text; - reads it from standard input.")],
+    *,
     neighbors: Annotated[
         int, typer.Option(min=0, metavar="N", help="Neighbours to name for each token.")
     ] = 3,
-    domains: DomainsOption = None,
-    tags: TagsOption = None,
-    k: NeighborsOption = None,
-    temperature: KNNTemperatureOption = None,
-    lam: LambdaOption = None,
-    cache: CacheOption = None,
-    cache_temperature: CacheTemperatureOption = None,
-    cache_lambda: CacheLambdaOption = None,
-    pointers: PointersOption = None,
-    clusters: ClustersOption = None,
+    selected: SelectionOptions,
+    query: Query,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     home: HomeOption = DEFAULT_HOME,
@@ -148,10 +121,7 @@ def explain(
     """
     lm = open_model(home, "r", device=device, dtype=dtype)
     with lm.store:
-        settings = settings_of(
-            lm, k, temperature, lam, domains, tags,
-            (cache, cache_temperature, cache_lambda), (pointers, clusters),
-        )  # fmt: skip
+        settings = query.settings(lm.store, selected.selection())
         explained = lm.explain(sys.stdin.read() if text == "-" else text, knn=settings, neighbors=neighbors)
     if as_json:
         print_json([_json(token) for token in explained])

@@ -7,49 +7,32 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from knnstore.cli.commands.substituting import trained_substitute
 from knnstore.cli.models import open_model
 from knnstore.cli.options import (
     DEFAULT_HOME,
-    ClustersOption,
     DeviceOption,
-    DomainsOption,
     DtypeOption,
     FilesArgument,
     HomeOption,
     JsonOption,
-    LambdaOption,
-    NeighborsOption,
-    PointersOption,
     SkipBadOption,
-    TagsOption,
     read_params,
 )
-from knnstore.cli.output import Bar, note, one_line, print_json, print_json_lines
-from knnstore.cli.query import (
-    CacheLambdaOption,
-    CacheOption,
-    CacheTemperatureOption,
-    KNNTemperatureOption,
-    settings_of,
-)
+from knnstore.cli.output import Bar, note, one_line, print_json, print_json_lines, printable
+from knnstore.cli.query import Query, SelectionOptions
+from knnstore.errors import ConfigError
 
 if TYPE_CHECKING:
+    from knnstore import KNNStore, Selection
     from knnstore.errors import InputError
+    from knnstore.lm import Substitute
 
 
 def evaluate(
     files: FilesArgument,
-    domains: DomainsOption = None,
-    tags: TagsOption = None,
-    k: NeighborsOption = None,
-    temperature: KNNTemperatureOption = None,
-    lam: LambdaOption = None,
-    cache: CacheOption = None,
-    cache_temperature: CacheTemperatureOption = None,
-    cache_lambda: CacheLambdaOption = None,
-    pointers: PointersOption = None,
-    clusters: ClustersOption = None,
+    *,
+    selected: SelectionOptions,
+    query: Query,
     leave_out: Annotated[
         bool,
         typer.Option("--leave-out", help="A document that is in the store does not retrieve from itself."),
@@ -100,7 +83,6 @@ def evaluate(
       knnstore eval held-out.jsonl --domain news --k 64 --temperature 20 --lambda 0.5 --json
     """
     from knnstore.documents import is_among, read_documents
-    from knnstore.errors import ConfigError
     from knnstore.lm import TokenTable, replacing
 
     if per_token is not None and is_among(per_token, files):
@@ -119,14 +101,12 @@ def evaluate(
         file = None if per_token is None else opened.enter_context(replacing(per_token))
         lm = open_model(home, "r", device=device, dtype=dtype, params=read_params(params))
         with lm.store:
-            settings = settings_of(
-                lm, k, temperature, lam, domains, tags,
-                (cache, cache_temperature, cache_lambda), (pointers, clusters),
-            )  # fmt: skip
+            selection = selected.selection()
+            settings = query.settings(lm.store, selection)
             found = lm.evaluate(
                 read_documents(files, on_bad=skip if skip_bad else None),
                 knn=settings,
-                substitute=trained_substitute(lm.store, domains, tags) if substitute else None,
+                substitute=trained_substitute(lm.store, selection) if substitute else None,
                 leave_out=leave_out,
                 table=table,
                 progress=bar,
@@ -142,3 +122,20 @@ def evaluate(
     result = {"lambda" if name == "lam" else name: value for name, value in result.items()}
     result["skipped"] = len(bad)
     (print_json if as_json else print_json_lines)(result)
+
+
+def trained_substitute(store: "KNNStore", selection: "Selection") -> "Substitute":
+    """The substitute that was trained on exactly these domains.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    from knnstore.lm import trained_for
+
+    if selection.tags:
+        raise ConfigError("a substitute is of whole domains and knows no tags: leave out --tag")
+    found = trained_for(store, selection)
+    if found is None:
+        options = "".join(f" --domain {printable(name)}" for name in selection.domains or ())
+        raise ConfigError(f"no substitute was trained on exactly this: run knnstore substitute{options}")
+    return found

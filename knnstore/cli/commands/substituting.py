@@ -1,18 +1,13 @@
 """The command that trains a substitute of the store."""
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from knnstore.cli.models import open_model
 from knnstore.cli.options import DEFAULT_HOME, LARGEST_SEED, DeviceOption, DtypeOption, HomeOption, JsonOption
-from knnstore.cli.output import Bar, note, print_json, print_pairs, printable
-from knnstore.errors import ConfigError
-
-if TYPE_CHECKING:
-    from knnstore import KNNStore
-    from knnstore.lm import Substitute
+from knnstore.cli.output import Bar, note, print_json, print_pairs
 
 
 def substitute(
@@ -71,21 +66,3 @@ def substitute(
         print_pairs(found)
     if trained.epochs == 0:
         note("warning: training made nothing better than the model's own rows; try a lower --learning-rate")
-
-
-def trained_substitute(store: "KNNStore", domains: list[str] | None, tags: list[str] | None) -> "Substitute":
-    """The substitute that was trained on exactly these domains.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    from knnstore import Selection
-    from knnstore.lm import trained_for
-
-    if tags:
-        raise ConfigError("a substitute is of whole domains and knows no tags: leave out --tag")
-    found = trained_for(store, Selection(domains=tuple(domains) if domains else None))
-    if found is None:
-        options = "".join(f" --domain {printable(name)}" for name in domains or ())
-        raise ConfigError(f"no substitute was trained on exactly this: run knnstore substitute{options}")
-    return found
