@@ -1,9 +1,7 @@
 """Options that several commands share."""
 
-import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -31,65 +29,24 @@ HomeOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-FilesArgument = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="FILE",
-        help=".jsonl (a row a document: id, text, metadata), .txt or .md (one document), a folder of "
-        "such files, or - for standard input; each may be compressed (.gz).",
-    ),
-]
-SkipBadOption = Annotated[
-    bool, typer.Option("--skip-bad", help="Report documents that cannot be used, and go on without them.")
-]
 DomainsOption = Annotated[
     list[str] | None,
     typer.Option("--domain", metavar="NAME", help="Retrieve from this domain only; repeat for several."),
+]
+LeaveOutOption = Annotated[
+    bool,
+    typer.Option("--leave-out", help="A document that is in the store does not retrieve from itself."),
+]
+LocationOption = Annotated[
+    str | None, typer.Option("--location", metavar="URL_OR_DIR", help="Where the engine keeps the keys.")
+]
+MaxLengthOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-length", min=2, metavar="TOKENS", show_default="the model's limit", help="Length of a window."
+    ),
 ]
 InDomainOption = Annotated[
     str | None,
     typer.Option("--domain", metavar="NAME", help="The document's domain, where several have its id."),
 ]
-DeviceOption = Annotated[
-    str | None,
-    typer.Option(
-        "--device",
-        metavar="NAME",
-        show_default="a GPU if there is one",
-        help="Where the model runs: cpu, cuda:1.",
-    ),
-]
-DtypeOption = Annotated[
-    str | None,
-    typer.Option(
-        "--dtype",
-        metavar="NAME",
-        show_default="float32 on a CPU, else as the model was saved",
-        help="Numbers the model runs in: float32, bfloat16 or float16.",
-    ),
-]
-LocationOption = Annotated[
-    str | None, typer.Option("--location", metavar="URL_OR_DIR", help="Where the engine keeps the keys.")
-]
-ParamsOption = Annotated[
-    list[str] | None,
-    typer.Option("--param", metavar="NAME=VALUE", help="A parameter of the engine; repeatable."),
-]
-
-
-def read_params(given: Sequence[str] | None) -> dict[str, Any]:
-    """Read ``NAME=VALUE`` options; values are JSON where they can be, else text.
-
-    Raises:
-        typer.BadParameter: one has no ``=``.
-    """
-    params: dict[str, Any] = {}
-    for option in given or ():
-        name, equals, value = option.partition("=")
-        if not name or not equals:
-            raise typer.BadParameter(f"{option!r} is not NAME=VALUE", param_hint="'--param'")
-        try:
-            params[name] = json.loads(value)
-        except ValueError:
-            params[name] = value
-    return params

@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
@@ -12,13 +13,21 @@ import typer
 from knnstore.progress import Progress
 
 
-def print_json(value: Any) -> None:
-    """Print a value as JSON on one line; what is not finite is null."""
-    typer.echo(_json(value))
+def print_result(result: Any, text: str, *, as_json: bool) -> None:
+    """Print a result: as JSON on one line, where what is not finite is null, else as its text, if any."""
+    if as_json:
+        typer.echo(_json(result))
+    elif text:
+        typer.echo(text)
 
 
-def print_json_lines(pairs: Mapping[str, Any]) -> None:
-    """Print an object as JSON, a line for each value, and for each object in a list of them.
+def plain(result: Any) -> dict[str, Any]:
+    """The fields of a dataclass as the user knows them: λ is ``lambda``."""
+    return {"lambda" if name == "lam" else name: value for name, value in asdict(result).items()}
+
+
+def json_lines(pairs: Mapping[str, Any]) -> str:
+    """Write an object as JSON, a line for each value, and for each object in a list of them.
 
     In such objects numbers have six digits, so that their lines can be read.
     """
@@ -30,7 +39,7 @@ def print_json_lines(pairs: Mapping[str, Any]) -> None:
         else:
             written = _json(value)
         lines.append(f"  {_json(name)}: {written}")
-    typer.echo("{\n" + ",\n".join(lines) + "\n}")
+    return "{\n" + ",\n".join(lines) + "\n}"
 
 
 def _short(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,24 +58,25 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
-    """Print rows under headings, numbers to the right; nothing but headings when there are none."""
+def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
+    """Write rows under headings, numbers to the right; nothing but headings when there are none."""
     cells = [list(columns)] + [[_cell(row[column]) for column in columns] for row in rows]
     widths = [max(len(line[at]) for line in cells) for at in range(len(columns))]
     right = [all(isinstance(row[column], int | float) for row in rows) for column in columns]
+    lines = []
     for line in cells:
         padded = (
             cell.rjust(width) if to_right else cell.ljust(width)
             for cell, width, to_right in zip(line, widths, right, strict=True)
         )
-        typer.echo("  ".join(padded).rstrip())
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)
 
 
-def print_pairs(pairs: Mapping[str, Any]) -> None:
-    """Print a value a line, after its name."""
-    width = max(len(name) for name in pairs)
-    for name, value in pairs.items():
-        typer.echo(f"{name:<{width}}  {_cell(value)}".rstrip())
+def pairs(values: Mapping[str, Any]) -> str:
+    """Write a value a line, after its name."""
+    width = max(len(name) for name in values)
+    return "\n".join(f"{name:<{width}}  {_cell(value)}".rstrip() for name, value in values.items())
 
 
 def note(message: str) -> None:

@@ -1,22 +1,14 @@
 """Commands that ask the model with its store: text, and explanations."""
 
-import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from knnstore.cli.models import open_model
-from knnstore.cli.options import (
-    DEFAULT_HOME,
-    LARGEST_SEED,
-    DeviceOption,
-    DtypeOption,
-    HomeOption,
-    JsonOption,
-)
-from knnstore.cli.output import print_json, print_table, printable
+from knnstore.cli.inputs import read_text
+from knnstore.cli.models import StoreRuntime
+from knnstore.cli.options import LARGEST_SEED, JsonOption
+from knnstore.cli.output import plain, print_result, printable, table
 from knnstore.cli.query import GenerationQuery, Query, SelectionOptions
 
 if TYPE_CHECKING:
@@ -56,9 +48,7 @@ def generate(
     explain: Annotated[
         bool, typer.Option("--explain", help="Name the documents that the text came from.")
     ] = False,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
-    home: HomeOption = DEFAULT_HOME,
+    runtime: StoreRuntime,
     as_json: JsonOption = False,
 ) -> None:
     """Continue a text.
@@ -67,12 +57,11 @@ def generate(
       knnstore generate "The harbour was" --max-new-tokens 20
       knnstore generate "The harbour was" --domain letters --temperature 0.8 --seed 1 --explain
     """
-    lm = open_model(home, "r", device=device, dtype=dtype)
-    settings = query.settings(lm.store, selected.selection())
-    text = sys.stdin.read() if prompt == "-" else prompt
-    with lm.store:
+    with runtime.open_model("r") as lm:
+        settings = query.settings(lm.store, selected.selection())
+        prompt = read_text(prompt)
         continuation = lm.generate_text(
-            text,
+            prompt,
             max_new_tokens=max_new_tokens,
             do_sample=sampling_temperature > 0,
             temperature=sampling_temperature or 1.0,
@@ -81,19 +70,13 @@ def generate(
             num_beams=beams,
             knn=settings,
         )
-        sources: list[dict[str, Any]] = []
+        result: dict[str, Any] = {"prompt": prompt, "continuation": continuation}
+        shown = prompt + continuation
         if explain:
-            explained = lm.explain(continuation, settings, neighbors=_NEIGHBORS_CREDITED, after=text)
-            sources = credits_of(explained)
-    if as_json:
-        print_json(
-            {"prompt": text, "continuation": continuation, **({"sources": sources} if explain else {})}
-        )
-        return
-    typer.echo(text + continuation)
-    if explain:
-        typer.echo()
-        print_sources(sources)
+            explained = lm.explain(continuation, settings, neighbors=_NEIGHBORS_CREDITED, after=prompt)
+            result["sources"] = credits_of(explained)
+            shown += f"\n\n{table_of_sources(result['sources'])}"
+    print_result(result, shown, as_json=as_json)
 
 
 def explain(
@@ -104,9 +87,7 @@ def explain(
     ] = 3,
     selected: SelectionOptions,
     query: Query,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
-    home: HomeOption = DEFAULT_HOME,
+    runtime: StoreRuntime,
     as_json: JsonOption = False,
 ) -> None:
     """Say how probable each token of a text is, and why.
@@ -119,31 +100,30 @@ def explain(
       knnstore explain "The harbour was quiet" --neighbors 2
       knnstore explain "The harbour was quiet" --domain letters --json
     """
-    lm = open_model(home, "r", device=device, dtype=dtype)
-    with lm.store:
+    with runtime.open_model("r") as lm:
         settings = query.settings(lm.store, selected.selection())
-        explained = lm.explain(sys.stdin.read() if text == "-" else text, knn=settings, neighbors=neighbors)
-    if as_json:
-        print_json([_json(token) for token in explained])
-        return
-    for token in explained:
-        typer.echo(
-            f"{printable(token.text)!r:<20} p_LM {token.p_lm:.4f}  p_kNN {token.p_knn:.4f}  "
-            f"λ {token.lam:.2f}  p {token.p:.4f}"
-            + ("" if token.p_sub is None else f"  p_sub {token.p_sub:.4f}")
+        explained = lm.explain(read_text(text), settings, neighbors=neighbors)
+    shown = "\n".join(line for token in explained for line in _lines(token))
+    print_result([plain(token) for token in explained], shown, as_json=as_json)
+
+
+def _lines(token: "TokenExplanation") -> Iterator[str]:
+    """A token, and below it its neighbours."""
+    yield (
+        f"{printable(token.text)!r:<20} p_LM {token.p_lm:.4f}  p_kNN {token.p_knn:.4f}  "
+        f"λ {token.lam:.2f}  p {token.p:.4f}" + ("" if token.p_sub is None else f"  p_sub {token.p_sub:.4f}")
+    )
+    for source in token.neighbors:
+        place = printable(f"{source.domain}/{source.document}" if source.domain else source.document)
+        yield (
+            f"    {source.share:6.2%}  {source.distance:8.1f}  {place}:{source.position}  {_passage(source)}"
         )
-        for source in token.neighbors:
-            typer.echo(
-                f"    {source.share:6.2%}  {source.distance:8.1f}  "
-                f"{_place(source)}:{source.position}  "
-                f"{_passage(source)}"
-            )
 
 
-def print_sources(sources: Sequence[Mapping[str, Any]]) -> None:
-    """Print the documents that gave most to a text, from `credits_of`."""
+def table_of_sources(sources: Sequence[Mapping[str, Any]]) -> str:
+    """Write the documents that gave most to a text, from `credits_of`."""
     most = [{**source, "share": f"{source['share']:6.1%}"} for source in sources[:_SOURCES_SHOWN]]
-    print_table(most, ["share", "domain", "document", "passage"])
+    return table(most, ["share", "domain", "document", "passage"])
 
 
 def credits_of(tokens: Iterable["TokenExplanation"]) -> list[dict[str, Any]]:
@@ -163,7 +143,6 @@ def credits_of(tokens: Iterable["TokenExplanation"]) -> list[dict[str, Any]]:
                 place, given = (source.domain, source.document), token.lam * source.share / token.p
                 shares[place] = shares.get(place, 0.0) + given
                 best[place] = max(best.get(place, (0.0, "")), (given, _passage(source)))
-    ranked = sorted(shares, key=lambda place: -shares[place])
     return [
         {
             "share": shares[place] / count,
@@ -171,18 +150,9 @@ def credits_of(tokens: Iterable["TokenExplanation"]) -> list[dict[str, Any]]:
             "document": place[1],
             "passage": best[place][1],
         }
-        for place in ranked
+        for place in sorted(shares, key=lambda place: -shares[place])
     ]
-
-
-def _place(source: "Source") -> str:
-    return printable(f"{source.domain}/{source.document}" if source.domain else source.document)
 
 
 def _passage(source: "Source") -> str:
     return printable(f"{source.context}[{source.text}]{source.continuation}".strip())
-
-
-def _json(token: "TokenExplanation") -> dict[str, Any]:
-    fields = asdict(token)
-    return {"lambda" if name == "lam" else name: value for name, value in fields.items()}

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 import knnstore
-from knnstore.cli.commands.asking import credits_of, print_sources
-from knnstore.cli.models import quiet_transformers
-from knnstore.cli.options import DeviceOption, DtypeOption, JsonOption
-from knnstore.cli.output import Bar, note, print_json, print_table
+from knnstore.cli.commands.asking import credits_of, table_of_sources
+from knnstore.cli.models import Runtime, quiet_transformers
+from knnstore.cli.options import JsonOption
+from knnstore.cli.output import Bar, note, print_result, table
 from knnstore.errors import ConfigError, KnnstoreError
 
 if TYPE_CHECKING:
@@ -47,14 +47,14 @@ class Corpus(NamedTuple):
 
 
 def demo(
+    *,
     model: Annotated[
         str | None,
         typer.Option(
             metavar="PATH_OR_HUB_ID", show_default="examples/tiny-lm", help="A causal language model."
         ),
     ] = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
+    runtime: Runtime,
     as_json: JsonOption = False,
 ) -> None:
     """Show the main job on text that Python itself brings.
@@ -69,13 +69,11 @@ def demo(
     name = model or _default_model()
     quiet_transformers()
     with TemporaryDirectory(prefix="knnstore-demo-") as folder, Bar() as bar:
-        lm = knnstore.create(Path(folder) / "demo.knn", name, device=device, dtype=dtype)
+        lm = knnstore.create(Path(folder) / "demo.knn", name, device=runtime.device, dtype=runtime.dtype)
         with lm.store:
             result = demonstrate(lm, [_reference(), _library()], bar)
-    if as_json:
-        print_json(result)
-    else:
-        _print(result)
+    print_result(result, _text(result), as_json=as_json)
+    if not as_json:
         note(f"\nmeasured just now, in {time.perf_counter() - started:.0f} s, with {name}")
     if not result["restored"]:
         raise KnnstoreError(f"removing {LIBRARY} did not restore the perplexities to the last digit")
@@ -128,20 +126,23 @@ def demonstrate(lm: "KNNLMForCausalLM", corpora: list[Corpus], bar: Bar) -> dict
     }
 
 
-def _print(result: dict[str, Any]) -> None:
-    states = result["perplexity"]
-    typer.echo("Perplexity on documents that were held out (lower is better):\n")
-    print_table([{"": state.pop("state"), **state} for state in states], ["", REFERENCE, LIBRARY])
-    equal = "yes" if result["restored"] else "NO"
-    typer.echo(f"\nequal to before the second domain was added, to the last digit: {equal}")
-    typer.echo(
-        f"stored {result['stored_tokens']:,} tokens at {result['stored_tokens_per_s']:,.0f} tokens/s, "
-        f"scored at {result['scored_tokens_per_s']:,.0f} tokens/s (k={result['k']})"
-    )
-    typer.echo(f"\nA continuation of {result['prompt']!r}:\n")
-    typer.echo(f"the model alone  {result['continuation_of_the_model_alone']!r}")
-    typer.echo(f"with the store   {result['continuation']!r}, from:\n")
-    print_sources(result["sources"])
+def _text(result: dict[str, Any]) -> str:
+    perplexities = [{"": state["state"], **state} for state in result["perplexity"]]
+    return f"""\
+Perplexity on documents that were held out (lower is better):
+
+{table(perplexities, ["", REFERENCE, LIBRARY])}
+
+equal to before the second domain was added, to the last digit: {"yes" if result["restored"] else "NO"}
+stored {result["stored_tokens"]:,} tokens at {result["stored_tokens_per_s"]:,.0f} tokens/s, \
+scored at {result["scored_tokens_per_s"]:,.0f} tokens/s (k={result["k"]})
+
+A continuation of {result["prompt"]!r}:
+
+the model alone  {result["continuation_of_the_model_alone"]!r}
+with the store   {result["continuation"]!r}, from:
+
+{table_of_sources(result["sources"])}"""
 
 
 def _default_model() -> str:

@@ -5,12 +5,13 @@ from typing import Annotated
 
 import typer
 
-from knnstore.cli.models import open_model
-from knnstore.cli.options import DEFAULT_HOME, LARGEST_SEED, DeviceOption, DtypeOption, HomeOption, JsonOption
-from knnstore.cli.output import Bar, note, print_json, print_pairs
+from knnstore.cli.models import StoreRuntime
+from knnstore.cli.options import LARGEST_SEED, JsonOption
+from knnstore.cli.output import Bar, note, pairs, print_result
 
 
 def substitute(
+    *,
     domains: Annotated[
         list[str] | None,
         typer.Option(
@@ -30,9 +31,7 @@ def substitute(
     seed: Annotated[
         int, typer.Option(min=0, max=LARGEST_SEED, metavar="N", help="Of all that is random.")
     ] = 0,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
-    home: HomeOption = DEFAULT_HOME,
+    runtime: StoreRuntime,
     as_json: JsonOption = False,
 ) -> None:
     """Train a substitute of the store: what part of its gain needs no retrieval.
@@ -47,22 +46,12 @@ def substitute(
       knnstore substitute
       knnstore substitute --domain news --rows 3 --epochs 2 --json
     """
-    with Bar() as bar:
-        lm = open_model(home, "a", device=device, dtype=dtype)
-        with lm.store:
-            trained = lm.train_substitute(
-                domains=domains,
-                rows=rows,
-                epochs=epochs,
-                learning_rate=learning_rate,
-                seed=seed,
-                progress=bar,
-            )
+    with Bar() as bar, runtime.open_model("a") as lm:
+        trained = lm.train_substitute(
+            domains=domains, rows=rows, epochs=epochs, learning_rate=learning_rate, seed=seed, progress=bar
+        )
     found = asdict(trained)
     found["lambda"] = found.pop("substitute")["lam"]
-    if as_json:
-        print_json(found)
-    else:
-        print_pairs(found)
+    print_result(found, pairs(found), as_json=as_json)
     if trained.epochs == 0:
         note("warning: training made nothing better than the model's own rows; try a lower --learning-rate")
