@@ -22,16 +22,12 @@ class Runtime:
     device: Annotated[
         str | None,
         typer.Option(
-            "--device",
-            metavar="NAME",
-            show_default="a GPU if there is one",
-            help="Where the model runs: cpu, cuda:1.",
+            metavar="NAME", show_default="a GPU if there is one", help="Where the model runs: cpu, cuda:1."
         ),
     ] = None
     dtype: Annotated[
         str | None,
         typer.Option(
-            "--dtype",
             metavar="NAME",
             show_default="float32 on a CPU, else as the model was saved",
             help="Numbers the model runs in: float32, bfloat16 or float16.",
@@ -59,12 +55,7 @@ class StoreRuntime(Runtime):
         Home.open(self.home)  # importing torch takes seconds: say before that there is no store
         quiet_transformers()
         lm = knnstore.load(
-            self.home,
-            mode,
-            params=params,
-            knn=knnstore.KNNSettings(),
-            device=self.device,
-            dtype=self.dtype,
+            self.home, mode, params=params, knn=knnstore.KNNSettings(), device=self.device, dtype=self.dtype
         )
         with lm.store:
             yield lm

@@ -1,13 +1,12 @@
 """Options that several commands share."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 HOME_VARIABLE = "KNNSTORE_HOME"
 DEFAULT_HOME = Path(".knnstore")
-LARGEST_SEED = 2**32 - 1  # that every generator of random numbers takes
 
 
 def _home(context: typer.Context, given: Path) -> Path:
@@ -22,10 +21,7 @@ def _home(context: typer.Context, given: Path) -> Path:
 HomeOption = Annotated[
     Path,
     typer.Option(
-        "--home",
-        metavar="DIR",
-        callback=_home,
-        help=f"Where the store is; {HOME_VARIABLE} sets another default.",
+        metavar="DIR", callback=_home, help=f"Where the store is; {HOME_VARIABLE} sets another default."
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
@@ -38,15 +34,18 @@ LeaveOutOption = Annotated[
     typer.Option("--leave-out", help="A document that is in the store does not retrieve from itself."),
 ]
 LocationOption = Annotated[
-    str | None, typer.Option("--location", metavar="URL_OR_DIR", help="Where the engine keeps the keys.")
+    str | None, typer.Option(metavar="URL_OR_DIR", help="Where the engine keeps the keys.")
 ]
 MaxLengthOption = Annotated[
     int | None,
-    typer.Option(
-        "--max-length", min=2, metavar="TOKENS", show_default="the model's limit", help="Length of a window."
-    ),
+    typer.Option(min=2, metavar="TOKENS", show_default="the model's limit", help="Length of a window."),
 ]
 InDomainOption = Annotated[
     str | None,
-    typer.Option("--domain", metavar="NAME", help="The document's domain, where several have its id."),
+    typer.Option(metavar="NAME", help="The document's domain, where several have its id."),
 ]
+
+
+def seed_option(help: str) -> Any:
+    """An option for a seed that every generator of random numbers takes."""
+    return typer.Option(min=0, max=2**32 - 1, metavar="N", help=help)

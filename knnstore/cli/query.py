@@ -35,14 +35,10 @@ class SelectionOptions:
 class Query:
     """How to retrieve; what was not given is None."""
 
-    k: Annotated[int | None, typer.Option("--k", min=1, metavar="N", help="Neighbours of each token.")] = None
+    k: Annotated[int | None, typer.Option(min=1, metavar="N", help="Neighbours of each token.")] = None
     temperature: Annotated[
         float | None,
-        typer.Option(
-            "--temperature",
-            metavar="T",
-            help="Divides the distances: larger gives far neighbours more weight.",
-        ),
+        typer.Option(metavar="T", help="Divides the distances: larger gives far neighbours more weight."),
     ] = None
     lam: Annotated[
         float | None,
@@ -52,24 +48,18 @@ class Query:
     ] = None
     cache: Annotated[
         int | None,
-        typer.Option(
-            "--cache", min=0, metavar="M", help="Look back M tokens in the text itself; 0 is not at all."
-        ),
+        typer.Option(min=0, metavar="M", help="Look back M tokens in the text itself; 0 is not at all."),
     ] = None
     cache_temperature: Annotated[
-        float | None,
-        typer.Option(
-            "--cache-temperature", metavar="T", help="Divides the distances to tokens of the text itself."
-        ),
+        float | None, typer.Option(metavar="T", help="Divides the distances to tokens of the text itself.")
     ] = None
     cache_lambda: Annotated[
         float | None,
-        typer.Option("--cache-lambda", min=0, max=1, metavar="L", help="Weight of the text itself."),
+        typer.Option(min=0, max=1, metavar="L", help="Weight of the text itself."),
     ] = None
     pointers: Annotated[
         int | None,
         typer.Option(
-            "--pointers",
             min=0,
             metavar="N",
             help="Search only where fewer than N of the records retrieved for the token before lead on from "
@@ -79,7 +69,6 @@ class Query:
     clusters: Annotated[
         int | None,
         typer.Option(
-            "--clusters",
             min=1,
             metavar="SIZE",
             help="With --pointers: compare all records of the clusters that they lead to, of SIZE on "

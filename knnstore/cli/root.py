@@ -8,7 +8,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,21 +51,20 @@ def _register(group: typer.Typer, command: Callable[..., None], name: str) -> No
 
 def _flattened(command: Callable[..., None]) -> Callable[..., None]:
     """Spread parameters that are dataclasses of options: each field becomes an option of its own."""
-    parameters = inspect.signature(command).parameters.values()
-    groups: dict[str, Any] = {one.name: one.annotation for one in parameters if is_dataclass(one.annotation)}
-    spread: list[inspect.Parameter] = []
-    for one in parameters:
-        parts = [(one.name, one.default, one.annotation)]
-        if one.name in groups:
-            parts = [(field.name, field.default, field.type) for field in fields(groups[one.name])]
-        spread += [
-            inspect.Parameter(name, one.KEYWORD_ONLY, default=default, annotation=annotation)
-            for name, default, annotation in parts
-        ]
+    parameters = inspect.signature(command).parameters
+    groups: dict[str, Any] = {
+        name: one.annotation for name, one in parameters.items() if is_dataclass(one.annotation)
+    }
+    options = {name: inspect.signature(group).parameters for name, group in groups.items()}
+    spread = [
+        option.replace(kind=option.KEYWORD_ONLY)
+        for name, parameter in parameters.items()
+        for option in options.get(name, {name: parameter}).values()
+    ]
 
     def call(**given: Any) -> None:
         for name, group in groups.items():
-            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
+            given[name] = group(**{option: given.pop(option) for option in options[name]})
         command(**given)
 
     call.__signature__ = inspect.Signature(spread)  # type: ignore[attr-defined]

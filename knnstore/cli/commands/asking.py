@@ -1,13 +1,13 @@
 """Commands that ask the model with its store: text, and explanations."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from knnstore.cli.inputs import read_text
 from knnstore.cli.models import StoreRuntime
-from knnstore.cli.options import LARGEST_SEED, JsonOption
+from knnstore.cli.options import JsonOption, seed_option
 from knnstore.cli.output import plain, print_result, printable, table
 from knnstore.cli.query import GenerationQuery, Query, SelectionOptions
 
@@ -40,9 +40,7 @@ def generate(
             min=0, max=1, metavar="P", help="Sample from the most probable tokens that make up this much."
         ),
     ] = 1.0,
-    seed: Annotated[
-        int | None, typer.Option(min=0, max=LARGEST_SEED, metavar="N", help="Makes sampling repeatable.")
-    ] = None,
+    seed: Annotated[int | None, seed_option("Makes sampling repeatable.")] = None,
     beams: Annotated[int, typer.Option(min=1, metavar="N", help="Beams to search with.")] = 1,
     query: GenerationQuery,
     explain: Annotated[
@@ -126,32 +124,29 @@ def table_of_sources(sources: Sequence[Mapping[str, Any]]) -> str:
     return table(most, ["share", "domain", "document", "passage"])
 
 
-def credits_of(tokens: Iterable["TokenExplanation"]) -> list[dict[str, Any]]:
+def credits_of(tokens: Sequence["TokenExplanation"]) -> list[dict[str, Any]]:
     """Add up, by document, how much of the probability of a text's tokens was retrieved there.
 
     Returns:
         Objects with share (of all tokens' probability), domain, document and passage (around the
         record that gave most), the largest share first.
     """
-    shares: dict[tuple[str, str], float] = {}
-    best: dict[tuple[str, str], tuple[float, str]] = {}
-    count = 0
+    credits: dict[tuple[str, str], list[tuple[float, str]]] = {}
     for token in tokens:
-        count += 1
         for source in token.neighbors:
             if source.token == token.token and token.p > 0:
-                place, given = (source.domain, source.document), token.lam * source.share / token.p
-                shares[place] = shares.get(place, 0.0) + given
-                best[place] = max(best.get(place, (0.0, "")), (given, _passage(source)))
-    return [
+                given = token.lam * source.share / token.p
+                credits.setdefault((source.domain, source.document), []).append((given, _passage(source)))
+    found: list[dict[str, Any]] = [
         {
-            "share": shares[place] / count,
-            "domain": place[0],
-            "document": place[1],
-            "passage": best[place][1],
+            "share": sum(share for share, _ in given) / len(tokens),
+            "domain": domain,
+            "document": document,
+            "passage": max(given)[1],
         }
-        for place in sorted(shares, key=lambda place: -shares[place])
+        for (domain, document), given in credits.items()
     ]
+    return sorted(found, key=lambda credit: -credit["share"])
 
 
 def _passage(source: "Source") -> str:

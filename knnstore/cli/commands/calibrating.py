@@ -99,11 +99,12 @@ def calibrate(
         note("leaving out the searches expected to help least, and its quotient when chosen at random:")
         shown = [
             {
-                "saved": f"{row['saved']:.0%}",
-                "ppl": row["ppl"],
-                **{name: f"{row[name]:.3f}" for name in ("quotient", "random")},
+                "saved": f"{of.share:.0%}",
+                "ppl": of.ppl,
+                "quotient": f"{of.quotient:.3f}",
+                "random": f"{of.random:.3f}",
             }
-            for row in savings
+            for of in found.savings
         ]
         typer.echo(table(shown, ["saved", "ppl", "quotient", "random"]))
     if found.record is None:

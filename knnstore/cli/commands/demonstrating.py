@@ -23,6 +23,7 @@ from knnstore.errors import ConfigError, KnnstoreError
 
 if TYPE_CHECKING:
     from knnstore import KNNLMForCausalLM, TextDocument
+    from knnstore.lm import Evaluation
 
 REFERENCE = "python-reference"
 LIBRARY = "library-docs"
@@ -71,7 +72,7 @@ def demo(
     with TemporaryDirectory(prefix="knnstore-demo-") as folder, Bar() as bar:
         lm = knnstore.create(Path(folder) / "demo.knn", name, device=runtime.device, dtype=runtime.dtype)
         with lm.store:
-            result = demonstrate(lm, [_reference(), _library()], bar)
+            result = demonstrate(lm, [reference(), library()], bar)
     print_result(result, _text(result), as_json=as_json)
     if not as_json:
         note(f"\nmeasured just now, in {time.perf_counter() - started:.0f} s, with {name}")
@@ -88,17 +89,15 @@ def demonstrate(lm: "KNNLMForCausalLM", corpora: list[Corpus], bar: Bar) -> dict
     """
     first, second = corpora
     states: list[dict[str, Any]] = []
-    scored, seconds = 0, 0.0
+    evaluations: list[Evaluation] = []
 
     def measure(state: str) -> dict[str, float]:
-        nonlocal scored, seconds
         found = {corpus.domain: lm.evaluate(corpus.held_out, progress=bar) for corpus in corpora}
         if not states:
             states.append({"state": "the model alone"} | {name: one.base_ppl for name, one in found.items()})
         perplexities = {name: one.knn_ppl for name, one in found.items()}
         states.append({"state": state} | perplexities)
-        scored += sum(one.tokens for one in found.values())
-        seconds += sum(one.tokens / one.tokens_per_s for one in found.values())
+        evaluations.extend(found.values())
         return perplexities
 
     added = [lm.add(first.stored, domain=first.domain, progress=bar)]
@@ -118,7 +117,8 @@ def demonstrate(lm: "KNNLMForCausalLM", corpora: list[Corpus], bar: Bar) -> dict
         "temperature": lm.knn.temperature,
         "stored_tokens": sum(one.tokens for one in added),
         "stored_tokens_per_s": sum(one.tokens for one in added) / sum(one.seconds for one in added),
-        "scored_tokens_per_s": scored / seconds,
+        "scored_tokens_per_s": sum(one.tokens for one in evaluations)
+        / sum(one.tokens / one.tokens_per_s for one in evaluations),
         "prompt": _PROMPT,
         "continuation_of_the_model_alone": without,
         "continuation": continuation,
@@ -152,14 +152,14 @@ def _default_model() -> str:
     return str(folder)
 
 
-def _reference() -> Corpus:
+def reference() -> Corpus:
     """The language reference as `help()` has it, a document a topic."""
     from pydoc_data.topics import topics
 
     return _split(REFERENCE, sorted(topics.items()))
 
 
-def _library() -> Corpus:
+def library() -> Corpus:
     """Docstrings of numpy's functions and classes, spread evenly over the alphabet."""
     documented: dict[str, str] = {}
     for name in _MODULES:

@@ -12,7 +12,7 @@ from knnstore.cli.output import Bar, note, print_result
 from knnstore.errors import ConfigError
 
 if TYPE_CHECKING:
-    from knnstore.lm import Probe, Probed
+    from knnstore.lm import Probed
 
 
 def probe_keys(
@@ -90,10 +90,6 @@ def probe_keys(
         "skipped": documents.skipped,
     }
     print_result(result, table_of_fits(rows, ["key", "metric", "dim"]), as_json=as_json)
-    _advise(found)
-
-
-def _advise(found: "Probe") -> None:
     note(
         f"the model alone: {found.base.ppl:,.2f}; {found.held_out:,} held-out tokens, {found.stored:,} stored"
     )

@@ -8,7 +8,7 @@ import typer
 import knnstore
 from knnstore.cli.inputs import ParamsOption, read_params
 from knnstore.cli.models import StoreRuntime
-from knnstore.cli.options import LARGEST_SEED, JsonOption, LeaveOutOption, LocationOption
+from knnstore.cli.options import JsonOption, LeaveOutOption, LocationOption, seed_option
 from knnstore.cli.output import Bar, note, print_result, table
 from knnstore.documents import read_documents
 
@@ -40,9 +40,7 @@ def prune(
         typer.Option("--domain", metavar="NAME", help="Prune this domain only; repeat for several."),
     ] = None,
     leave_out: LeaveOutOption = False,
-    seed: Annotated[
-        int, typer.Option(min=0, max=LARGEST_SEED, metavar="N", help="Of the random choice.")
-    ] = 0,
+    seed: Annotated[int, seed_option("Of the random choice.")] = 0,
     location: LocationOption = None,
     params: ParamsOption = None,
     runtime: StoreRuntime,

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from knnstore.cli.models import StoreRuntime
-from knnstore.cli.options import LARGEST_SEED, JsonOption
+from knnstore.cli.options import JsonOption, seed_option
 from knnstore.cli.output import Bar, note, pairs, print_result
 
 
@@ -28,9 +28,7 @@ def substitute(
     learning_rate: Annotated[
         float, typer.Option(metavar="R", help="At the beginning; it falls to zero in a line.")
     ] = 5e-3,
-    seed: Annotated[
-        int, typer.Option(min=0, max=LARGEST_SEED, metavar="N", help="Of all that is random.")
-    ] = 0,
+    seed: Annotated[int, seed_option("Of all that is random.")] = 0,
     runtime: StoreRuntime,
     as_json: JsonOption = False,
 ) -> None:

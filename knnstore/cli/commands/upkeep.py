@@ -38,11 +38,9 @@ def tag(
 
 
 def remove(
-    document: Annotated[
-        str | None, typer.Option("--document", metavar="ID", help="Remove this document.")
-    ] = None,
+    document: Annotated[str | None, typer.Option(metavar="ID", help="Remove this document.")] = None,
     domain: Annotated[
-        str | None, typer.Option("--domain", metavar="NAME", help="Remove this domain, documents and all.")
+        str | None, typer.Option(metavar="NAME", help="Remove this domain, documents and all.")
     ] = None,
     within: Annotated[
         str | None,
