@@ -1,9 +1,13 @@
-"""Loading the model of a store, for the commands that need it."""
+"""Loading models, for the commands that need one."""
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import typer
+
+from knnstore.cli.options import DEFAULT_HOME, HomeOption
 from knnstore.cli.output import one_line
 from knnstore.errors import ConfigError
 
@@ -11,21 +15,50 @@ if TYPE_CHECKING:
     from knnstore import KNNLMForCausalLM
 
 
-def open_model(
-    home: Path,
-    mode: Literal["r", "a"],
-    *,
-    device: str | None,
-    dtype: str | None,
-    params: Mapping[str, Any] | None = None,
-) -> "KNNLMForCausalLM":
-    """Open a store with its model; see `knnstore.load`. Commands that retrieve choose their own settings."""
-    import knnstore
-    from knnstore.store import Home
+@dataclass(frozen=True)
+class Runtime:
+    """Where and how a model runs."""
 
-    Home.open(home)  # importing torch takes seconds: say before that there is no store
-    quiet_transformers()
-    return knnstore.load(home, mode, params=params, knn=knnstore.KNNSettings(), device=device, dtype=dtype)
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", show_default="a GPU if there is one", help="Where the model runs: cpu, cuda:1."
+        ),
+    ] = None
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            show_default="float32 on a CPU, else as the model was saved",
+            help="Numbers the model runs in: float32, bfloat16 or float16.",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class StoreRuntime(Runtime):
+    """Where and how the model of a store runs, and where the store is."""
+
+    home: HomeOption = DEFAULT_HOME
+
+    @contextmanager
+    def open_model(
+        self, mode: Literal["r", "a"], *, params: Mapping[str, Any] | None = None
+    ) -> Iterator["KNNLMForCausalLM"]:
+        """Open the store with its model, and close it again; see `knnstore.load`.
+
+        Commands that retrieve choose their own settings.
+        """
+        import knnstore
+        from knnstore.store import Home
+
+        Home.open(self.home)  # importing torch takes seconds: say before that there is no store
+        quiet_transformers()
+        lm = knnstore.load(
+            self.home, mode, params=params, knn=knnstore.KNNSettings(), device=self.device, dtype=self.dtype
+        )
+        with lm.store:
+            yield lm
 
 
 def load_tokenizer(model: str) -> Any:

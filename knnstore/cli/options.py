@@ -1,7 +1,5 @@
 """Options that several commands share."""
 
-import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,7 +7,6 @@ import typer
 
 HOME_VARIABLE = "KNNSTORE_HOME"
 DEFAULT_HOME = Path(".knnstore")
-LARGEST_SEED = 2**32 - 1  # that every generator of random numbers takes
 
 
 def _home(context: typer.Context, given: Path) -> Path:
@@ -24,102 +21,31 @@ def _home(context: typer.Context, given: Path) -> Path:
 HomeOption = Annotated[
     Path,
     typer.Option(
-        "--home",
-        metavar="DIR",
-        callback=_home,
-        help=f"Where the store is; {HOME_VARIABLE} sets another default.",
+        metavar="DIR", callback=_home, help=f"Where the store is; {HOME_VARIABLE} sets another default."
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-FilesArgument = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="FILE",
-        help=".jsonl (a row a document: id, text, metadata), .txt or .md (one document), a folder of "
-        "such files, or - for standard input; each may be compressed (.gz).",
-    ),
-]
-SkipBadOption = Annotated[
-    bool, typer.Option("--skip-bad", help="Report documents that cannot be used, and go on without them.")
-]
 DomainsOption = Annotated[
     list[str] | None,
     typer.Option("--domain", metavar="NAME", help="Retrieve from this domain only; repeat for several."),
 ]
-TagsOption = Annotated[
-    list[str] | None,
-    typer.Option("--tag", metavar="TAG", help="Retrieve from documents with this tag only; repeatable."),
+LeaveOutOption = Annotated[
+    bool,
+    typer.Option("--leave-out", help="A document that is in the store does not retrieve from itself."),
+]
+LocationOption = Annotated[
+    str | None, typer.Option(metavar="URL_OR_DIR", help="Where the engine keeps the keys.")
+]
+MaxLengthOption = Annotated[
+    int | None,
+    typer.Option(min=2, metavar="TOKENS", show_default="the model's limit", help="Length of a window."),
 ]
 InDomainOption = Annotated[
     str | None,
-    typer.Option("--domain", metavar="NAME", help="The document's domain, where several have its id."),
-]
-NeighborsOption = Annotated[
-    int | None, typer.Option("--k", min=1, metavar="N", help="Neighbours of each token.")
-]
-LambdaOption = Annotated[
-    float | None,
-    typer.Option("--lambda", min=0, max=1, metavar="L", help="Weight of retrieval: 0 is the model alone."),
-]
-PointersOption = Annotated[
-    int | None,
-    typer.Option(
-        "--pointers",
-        min=0,
-        metavar="N",
-        help="Search only where fewer than N of the records retrieved for the token before lead on from it; "
-        "0 is everywhere.",
-    ),
-]
-ClustersOption = Annotated[
-    int | None,
-    typer.Option(
-        "--clusters",
-        min=1,
-        metavar="SIZE",
-        help="With --pointers: compare all records of the clusters that they lead to, of SIZE on average.",
-    ),
-]
-DeviceOption = Annotated[
-    str | None,
-    typer.Option(
-        "--device",
-        metavar="NAME",
-        show_default="a GPU if there is one",
-        help="Where the model runs: cpu, cuda:1.",
-    ),
-]
-DtypeOption = Annotated[
-    str | None,
-    typer.Option(
-        "--dtype",
-        metavar="NAME",
-        show_default="float32 on a CPU, else as the model was saved",
-        help="Numbers the model runs in: float32, bfloat16 or float16.",
-    ),
-]
-LocationOption = Annotated[
-    str | None, typer.Option("--location", metavar="URL_OR_DIR", help="Where the engine keeps the keys.")
-]
-ParamsOption = Annotated[
-    list[str] | None,
-    typer.Option("--param", metavar="NAME=VALUE", help="A parameter of the engine; repeatable."),
+    typer.Option(metavar="NAME", help="The document's domain, where several have its id."),
 ]
 
 
-def read_params(given: Sequence[str] | None) -> dict[str, Any]:
-    """Read ``NAME=VALUE`` options; values are JSON where they can be, else text.
-
-    Raises:
-        typer.BadParameter: one has no ``=``.
-    """
-    params: dict[str, Any] = {}
-    for option in given or ():
-        name, equals, value = option.partition("=")
-        if not name or not equals:
-            raise typer.BadParameter(f"{option!r} is not NAME=VALUE", param_hint="'--param'")
-        try:
-            params[name] = json.loads(value)
-        except ValueError:
-            params[name] = value
-    return params
+def seed_option(help: str) -> Any:
+    """An option for a seed that every generator of random numbers takes."""
+    return typer.Option(min=0, max=2**32 - 1, metavar="N", help=help)

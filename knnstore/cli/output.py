@@ -4,21 +4,30 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from typing import Any
 
 import typer
 
 from knnstore.progress import Progress
 
 
-def print_json(value: Any) -> None:
-    """Print a value as JSON on one line; what is not finite is null."""
-    typer.echo(_json(value))
+def print_result(result: Any, text: str, *, as_json: bool) -> None:
+    """Print a result: as JSON on one line, where what is not finite is null, else as its text, if any."""
+    if as_json:
+        typer.echo(_json(result))
+    elif text:
+        typer.echo(text)
 
 
-def print_json_lines(pairs: Mapping[str, Any]) -> None:
-    """Print an object as JSON, a line for each value, and for each object in a list of them.
+def plain(result: Any) -> dict[str, Any]:
+    """The fields of a dataclass as the user knows them: λ is ``lambda``."""
+    return {"lambda" if name == "lam" else name: value for name, value in asdict(result).items()}
+
+
+def json_lines(pairs: Mapping[str, Any]) -> str:
+    """Write an object as JSON, a line for each value, and for each object in a list of them.
 
     In such objects numbers have six digits, so that their lines can be read.
     """
@@ -30,7 +39,7 @@ def print_json_lines(pairs: Mapping[str, Any]) -> None:
         else:
             written = _json(value)
         lines.append(f"  {_json(name)}: {written}")
-    typer.echo("{\n" + ",\n".join(lines) + "\n}")
+    return "{\n" + ",\n".join(lines) + "\n}"
 
 
 def _short(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,24 +58,21 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
-    """Print rows under headings, numbers to the right; nothing but headings when there are none."""
-    cells = [list(columns)] + [[_cell(row[column]) for column in columns] for row in rows]
-    widths = [max(len(line[at]) for line in cells) for at in range(len(columns))]
-    right = [all(isinstance(row[column], int | float) for row in rows) for column in columns]
-    for line in cells:
-        padded = (
-            cell.rjust(width) if to_right else cell.ljust(width)
-            for cell, width, to_right in zip(line, widths, right, strict=True)
-        )
-        typer.echo("  ".join(padded).rstrip())
+def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
+    """Write rows under headings, numbers to the right; nothing but headings when there are none."""
+    padded = []
+    for column in columns:
+        cells = [column, *(_cell(row[column]) for row in rows)]
+        numbers = all(isinstance(row[column], int | float) for row in rows)
+        width = max(map(len, cells))
+        padded.append([cell.rjust(width) if numbers else cell.ljust(width) for cell in cells])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*padded, strict=True))
 
 
-def print_pairs(pairs: Mapping[str, Any]) -> None:
-    """Print a value a line, after its name."""
-    width = max(len(name) for name in pairs)
-    for name, value in pairs.items():
-        typer.echo(f"{name:<{width}}  {_cell(value)}".rstrip())
+def pairs(values: Mapping[str, Any]) -> str:
+    """Write a value a line, after its name."""
+    width = max(len(name) for name in values)
+    return "\n".join(f"{name:<{width}}  {_cell(value)}".rstrip() for name, value in values.items())
 
 
 def note(message: str) -> None:
@@ -98,47 +104,38 @@ def _cell(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-class Bar(Progress):
+class Bar(Progress, AbstractContextManager["Bar"]):
     """One progress bar on stderr: amount, rate and time left; none where stderr is no terminal."""
 
     def __init__(self) -> None:
-        self._bar: Any = None
+        from tqdm import tqdm  # not needed to list domains
+
+        self._new = tqdm
+        self._bar: Any = tqdm(disable=True)
 
     def start(self, title: str, *, total: int | None = None, unit: str = "tok") -> None:
         """Show a new bar."""
-        from tqdm import tqdm  # not needed to list domains
-
         self.finish()
-        self._bar = tqdm(
+        self._bar = self._new(
             desc=title, total=total, unit=unit, unit_scale=True, disable=None, file=sys.stderr, leave=False
         )
 
     def expect(self, total: int) -> None:
         """Correct the end of the bar."""
-        if self._bar is not None:
-            self._bar.total = max(total, self._bar.n)
+        self._bar.total = max(total, self._bar.n)
 
     def advance(self, amount: int) -> None:
         """Move the bar on."""
-        if self._bar is not None:
-            self._bar.update(amount)
+        self._bar.update(amount)
 
     def finish(self) -> None:
         """Take the bar away."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        self._bar.close()
 
     def say(self, message: str) -> None:
         """Print a line above the bar."""
-        if self._bar is not None:
-            self._bar.clear()
+        self._bar.clear()
         note(message)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.finish()

@@ -1,83 +1,177 @@
-"""The settings of commands that retrieve: what was given to them, else what is saved."""
+"""The options of commands that retrieve, and the settings they make: what was given, else what is saved."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from knnstore.cli.options import DomainsOption
 from knnstore.cli.output import note, printable
+from knnstore.errors import ConfigError
 
 if TYPE_CHECKING:
-    from knnstore import KNNLMForCausalLM, KNNSettings, KNNStore, Selection
-    from knnstore.lm import CacheSettings
-
-KNNTemperatureOption = Annotated[
-    float | None,
-    typer.Option(
-        "--temperature", metavar="T", help="Divides the distances: larger gives far neighbours more weight."
-    ),
-]
+    from knnstore import KNNSettings, KNNStore, Selection
+    from knnstore.lm import CacheSettings, PointerSettings
 
 
-def settings_of(
-    lm: "KNNLMForCausalLM",
-    k: int | None,
-    temperature: float | None,
-    lam: float | None,
-    domains: list[str] | None,
-    tags: list[str] | None,
-    cache: tuple[int | None, float | None, float | None],
-    pointers: tuple[int | None, int | None],
-) -> "KNNSettings":
-    """The settings of this call: what was given, else what is saved for these domains.
+@dataclass(frozen=True)
+class SelectionOptions:
+    """Which documents are retrieved from."""
 
-    Says so where calibrated settings are used, where they are stale, and where there is nothing to retrieve.
-    The cache is given as its size, temperature and λ, pointers as how many suffice and the size of clusters.
-    """
-    from knnstore import Selection
-    from knnstore.errors import ConfigError
-    from knnstore.lm import (
-        CalibrationRecord,
-        PointerSettings,
-        default_settings,
-        settings_for,
-        usable_settings_for,
-    )
+    domains: DomainsOption = None
+    tags: Annotated[
+        list[str] | None,
+        typer.Option("--tag", metavar="TAG", help="Retrieve from documents with this tag only; repeatable."),
+    ] = None
 
-    selection = Selection(domains=tuple(domains) if domains else None, tags=tuple(tags) if tags else None)
-    given = {"k": k, "temperature": temperature, "lam": lam}
-    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if lam is None:
-        saved = settings_for(lm.store, selection)
-    else:  # the only one that is in force, and everywhere
-        saved = usable_settings_for(lm.store, selection) or default_settings(lm.store)
-        changes |= {"skip": None, "substitute": None, "selection": selection}
-    settings = replace(saved, **changes)
-    settings = replace(settings, cache=cache_of(settings, *cache, only_store=lam is not None))
-    least, cluster_size = pointers
-    if least is not None:
-        chosen = PointerSettings(least, cluster_size=cluster_size) if least else None
-        settings = replace(settings, pointers=chosen)
-    elif cluster_size is not None:
-        raise ConfigError("--clusters says where pointers lead to: give --pointers N as well")
-    if lam is None:
-        warn_of_outdated(lm.store, selection)
-    record = CalibrationRecord.of(lm.store, selection)
-    if record is not None and None in (k, temperature, lam):
+    def selection(self) -> "Selection":
+        """All documents where nothing was given."""
+        from knnstore import Selection
+
+        return Selection(domains=tuple(self.domains or ()) or None, tags=tuple(self.tags or ()) or None)
+
+
+@dataclass(frozen=True)
+class Query:
+    """How to retrieve; what was not given is None."""
+
+    k: Annotated[int | None, typer.Option(min=1, metavar="N", help="Neighbours of each token.")] = None
+    temperature: Annotated[
+        float | None,
+        typer.Option(metavar="T", help="Divides the distances: larger gives far neighbours more weight."),
+    ] = None
+    lam: Annotated[
+        float | None,
+        typer.Option(
+            "--lambda", min=0, max=1, metavar="L", help="Weight of retrieval: 0 is the model alone."
+        ),
+    ] = None
+    cache: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="M", help="Look back M tokens in the text itself; 0 is not at all."),
+    ] = None
+    cache_temperature: Annotated[
+        float | None, typer.Option(metavar="T", help="Divides the distances to tokens of the text itself.")
+    ] = None
+    cache_lambda: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, metavar="L", help="Weight of the text itself."),
+    ] = None
+    pointers: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Search only where fewer than N of the records retrieved for the token before lead on from "
+            "it; 0 is everywhere.",
+        ),
+    ] = None
+    clusters: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="SIZE",
+            help="With --pointers: compare all records of the clusters that they lead to, of SIZE on "
+            "average.",
+        ),
+    ] = None
+
+    def settings(self, store: "KNNStore", selection: "Selection") -> "KNNSettings":
+        """The settings of this call: what was given, else what is saved for the domains selected.
+
+        Says so where calibrated settings are used, where they are stale, and where there is nothing to
+        retrieve.
+
+        Raises:
+            ConfigError: a value is out of range, or clusters are given without pointers.
+        """
+        settings = self._in_force(store, selection)
+        if self.lam is None:
+            _warn_of_outdated(store, selection)
+        if None in (self.k, self.temperature, self.lam):
+            self._name_calibration(store, settings)
+        _warn_of_nothing_selected(store, settings)
+        return settings
+
+    def _in_force(self, store: "KNNStore", selection: "Selection") -> "KNNSettings":
+        from knnstore.lm import default_settings, settings_for, usable_settings_for
+
+        given = _given(k=self.k, temperature=self.temperature, lam=self.lam)
+        if self.lam is None:
+            saved = settings_for(store, selection)
+        else:  # the only one that is in force, and everywhere
+            saved = usable_settings_for(store, selection) or default_settings(store)
+            given |= {"skip": None, "substitute": None, "selection": selection}
+        settings = replace(saved, **given)
+        settings = replace(settings, cache=self._cache(settings))
+        return replace(settings, pointers=self._pointers(settings))
+
+    def _cache(self, settings: "KNNSettings") -> "CacheSettings | None":
+        from knnstore.lm import CacheSettings
+
+        given = _given(size=self.cache, temperature=self.cache_temperature, lam=self.cache_lambda)
+        if self.cache == 0:
+            return None
+        if not given:  # a λ for the store is that of all retrieval
+            return settings.cache if self.lam is None else None
+        return replace(settings.cache or CacheSettings(temperature=settings.temperature), **given)
+
+    def _pointers(self, settings: "KNNSettings") -> "PointerSettings | None":
+        from knnstore.lm import PointerSettings
+
+        if self.pointers is not None:
+            return PointerSettings(self.pointers, cluster_size=self.clusters) if self.pointers else None
+        if self.clusters is not None:
+            raise ConfigError("--clusters says where pointers lead to: give --pointers N as well")
+        return settings.pointers
+
+    def _name_calibration(self, store: "KNNStore", settings: "KNNSettings") -> None:
+        from knnstore.lm import CalibrationRecord
+
+        record = CalibrationRecord.of(store, settings.selection)
+        if record is None:
+            return
         of = printable(", ".join(record.domains)) or "the whole store"
-        mixer = record.mixer if lam is None else f"lambda={lam:g}, without what else was found"
+        mixer = record.mixer if self.lam is None else f"lambda={self.lam:g}, without what else was found"
         note(
             f"settings calibrated for {of} on {record.date[:10]} with {record.tokens:,} tokens: {mixer}, "
             f"k={settings.k:,}, T={settings.temperature:.4g}"
         )
-        if record.is_stale(lm.store):
+        if record.is_stale(store):
             note(
-                f"warning: these settings are stale, there are {record.growth(lm.store):.2f} times as many "
-                f"records as they were found for, and {record.gone(lm.store):.0%} of the documents are gone; "
+                f"warning: these settings are stale, there are {record.growth(store):.2f} times as many "
+                f"records as they were found for, and {record.gone(store):.0%} of the documents are gone; "
                 "run knnstore calibrate again"
             )
-    _warn_of_nothing_selected(lm.store, settings)
-    return settings
+
+
+@dataclass(frozen=True)
+class GenerationQuery(Query):
+    """How to retrieve where ``--temperature`` is that of sampling."""
+
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            "--knn-temperature",
+            metavar="T",
+            help="Divides the distances of neighbours, as --temperature of eval.",
+        ),
+    ] = None
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _warn_of_outdated(store: "KNNStore", selection: "Selection") -> None:
+    """Say so where the settings saved for a selection name a substitute that is used no more."""
+    from knnstore.lm import is_substitute_outdated
+
+    if is_substitute_outdated(store, selection):
+        note(
+            "warning: the substitute in these settings was trained on documents that were removed or "
+            "replaced since, and is left out: run knnstore substitute again"
+        )
 
 
 def _warn_of_nothing_selected(store: "KNNStore", settings: "KNNSettings") -> None:
@@ -86,64 +180,3 @@ def _warn_of_nothing_selected(store: "KNNStore", settings: "KNNSettings") -> Non
         tags = ", ".join(map(repr, settings.selection.tags or ()))
         why = f"no document selected has the tag {tags}" if tags else "no document is stored"
         note(f"warning: nothing is retrieved, the model is alone: {why}")
-
-
-CacheOption = Annotated[
-    int | None,
-    typer.Option(
-        "--cache", min=0, metavar="M", help="Look back M tokens in the text itself; 0 is not at all."
-    ),
-]
-
-
-CacheTemperatureOption = Annotated[
-    float | None,
-    typer.Option(
-        "--cache-temperature", metavar="T", help="Divides the distances to tokens of the text itself."
-    ),
-]
-
-
-CacheLambdaOption = Annotated[
-    float | None,
-    typer.Option("--cache-lambda", min=0, max=1, metavar="L", help="Weight of the text itself."),
-]
-
-
-def cache_of(
-    settings: "KNNSettings",
-    size: int | None,
-    temperature: float | None,
-    lam: float | None,
-    *,
-    only_store: bool,
-) -> "CacheSettings | None":
-    """The continuous cache of this call: what was given, else what is saved.
-
-    Args:
-        settings: what is saved, or given for the store.
-        size: of ``--cache``; 0 is none.
-        temperature: of ``--cache-temperature``.
-        lam: of ``--cache-lambda``.
-        only_store: whether nothing given is none: a λ for the store is that of all retrieval.
-    """
-    from knnstore.lm import CacheSettings
-
-    given = {"size": size, "temperature": temperature, "lam": lam}
-    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if size == 0 or (only_store and not changes):
-        return None
-    if not changes:
-        return settings.cache
-    return replace(settings.cache or CacheSettings(temperature=settings.temperature), **changes)
-
-
-def warn_of_outdated(store: "KNNStore", selection: "Selection") -> None:
-    """Say that the settings saved for a selection name a substitute that is used no more."""
-    from knnstore.lm import is_substitute_outdated
-
-    if is_substitute_outdated(store, selection):
-        note(
-            "warning: the substitute in these settings was trained on documents that were removed or "
-            "replaced since, and is left out: run knnstore substitute again"
-        )

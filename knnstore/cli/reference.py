@@ -21,26 +21,27 @@ called wrongly and 130 after Ctrl-C.
 """
 
 
-def helps() -> Iterator[tuple[str, str]]:
-    """Yield the name of every command, as it is called, with its help."""
-    root: Any = typer.main.get_command(app)
-    yield from _below(root, "knnstore")
+def helps(command: Any = None, name: str = "knnstore") -> Iterator[tuple[str, str]]:
+    """Yield the name of every command, as it is called, with its help.
 
-
-def page() -> str:
-    """Write the whole page."""
-    sections = [f"## {name}\n\n```text\n{text}\n```\n" for name, text in helps()]
-    return "\n".join([_OPENING, *sections])
-
-
-def _below(command: Any, name: str) -> Iterator[tuple[str, str]]:
+    Args:
+        command: where to begin; default is the whole command line.
+        name: what it is called.
+    """
+    command = command or typer.main.get_command(app)
     context = typer.Context(
         command, info_name=name, terminal_width=_WIDTH, help_option_names=["-h", "--help"]
     )
     lines = command.get_help(context).splitlines()
     yield name, "\n".join(line.rstrip() for line in lines)
     for below in getattr(command, "commands", {}).values():
-        yield from _below(below, f"{name} {below.name}")
+        yield from helps(below, f"{name} {below.name}")
+
+
+def page() -> str:
+    """Write the whole page."""
+    sections = [f"## {name}\n\n```text\n{text}\n```\n" for name, text in helps()]
+    return "\n".join([_OPENING, *sections])
 
 
 if __name__ == "__main__":

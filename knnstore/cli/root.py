@@ -8,6 +8,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,7 +46,29 @@ def _register(group: typer.Typer, command: Callable[..., None], name: str) -> No
     """Make a function a command; the examples of its docstring stand at the end of its help."""
     text, _, examples = (inspect.getdoc(command) or "").partition("\n\nExamples:\n")
     verbatim = f"\b\nExamples:\n{examples}"  # \b: lines are not joined
-    group.command(name, help=text, epilog=verbatim)(command)
+    group.command(name, help=text, epilog=verbatim)(_flattened(command))
+
+
+def _flattened(command: Callable[..., None]) -> Callable[..., None]:
+    """Spread parameters that are dataclasses of options: each field becomes an option of its own."""
+    parameters = inspect.signature(command).parameters
+    groups: dict[str, Any] = {
+        name: one.annotation for name, one in parameters.items() if is_dataclass(one.annotation)
+    }
+    options = {name: inspect.signature(group).parameters for name, group in groups.items()}
+    spread = [
+        option.replace(kind=option.KEYWORD_ONLY)
+        for name, parameter in parameters.items()
+        for option in options.get(name, {name: parameter}).values()
+    ]
+
+    def call(**given: Any) -> None:
+        for name, group in groups.items():
+            given[name] = group(**{option: given.pop(option) for option in options[name]})
+        command(**given)
+
+    call.__signature__ = inspect.Signature(spread)  # type: ignore[attr-defined]
+    return call
 
 
 app = typer.Typer(

@@ -9,7 +9,6 @@ from safetensors.torch import load_file, save_file
 
 import knnstore as library
 from knnstore.errors import CorruptWeightsError
-from knnstore.store import KNNStore
 
 BAD = {
     "empty.txt": (b"", "empty.txt: the file is empty"),
@@ -180,15 +179,6 @@ def test_another_model_at_the_same_place_is_refused(knnstore, workplace):
     assert (done.status, done.out) == (1, "")
     assert done.err.startswith("error: the store was made with the model")
     assert done.err.count("own-lm") == 2
-
-
-def test_a_second_writer_is_refused_and_told_who_writes(knnstore, store):
-    with KNNStore.open(store, "a"):
-        done = knnstore("remove --domain news")
-        assert knnstore("domains").status == 0
-    assert done.status == 1
-    assert "is being written by process" in done.err
-    assert knnstore("remove --domain news").status == 0
 
 
 def test_a_missing_network_is_refused_and_locks_nothing(knnstore, store):

@@ -1,11 +1,15 @@
 """Every command explains itself, with examples that run, and the reference page is up to date."""
 
+import inspect
 import shlex
 from pathlib import Path
 
 import pytest
 
+from knnstore import KNNLMForCausalLM, create
+from knnstore.cli import commands
 from knnstore.cli.reference import helps, page
+from knnstore.lm import probe_keys
 
 COMMANDS = {name: text for name, text in helps() if name not in ("knnstore", "knnstore db")}
 EXAMPLES = [
@@ -21,6 +25,29 @@ def test_every_command_has_help_with_an_example_of_itself(name):
     usage, _, examples = COMMANDS[name].partition("\n  Examples:\n")
     assert usage.startswith(f"Usage: {name} ")
     assert name.removeprefix("knnstore ") in examples
+
+
+@pytest.mark.parametrize(
+    ("command", "function"),
+    [
+        ("init", create),
+        ("probe-keys", probe_keys),
+        ("calibrate", KNNLMForCausalLM.calibrate),
+        ("substitute", KNNLMForCausalLM.train_substitute),
+        ("generate", KNNLMForCausalLM.generate_text),
+        ("prune", KNNLMForCausalLM.prune),
+    ],
+)
+def test_defaults_are_those_of_the_library(command, function):
+    ours, theirs = map(defaults, (commands.COMMANDS[command], function))
+    assert ours.keys() & theirs
+    assert {**theirs, **ours} == {**ours, **theirs}
+
+
+def defaults(function):
+    """Those that are more than "not given"."""
+    parameters = inspect.signature(function).parameters.values()
+    return {one.name: one.default for one in parameters if one.default not in (None, one.empty, ())}
 
 
 def test_the_reference_page_is_up_to_date():

@@ -1,35 +1,15 @@
 """Commands that ask the model with its store: text, and explanations."""
 
-import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from knnstore.cli.models import open_model
-from knnstore.cli.options import (
-    DEFAULT_HOME,
-    LARGEST_SEED,
-    ClustersOption,
-    DeviceOption,
-    DomainsOption,
-    DtypeOption,
-    HomeOption,
-    JsonOption,
-    LambdaOption,
-    NeighborsOption,
-    PointersOption,
-    TagsOption,
-)
-from knnstore.cli.output import print_json, print_table, printable
-from knnstore.cli.query import (
-    CacheLambdaOption,
-    CacheOption,
-    CacheTemperatureOption,
-    KNNTemperatureOption,
-    settings_of,
-)
+from knnstore.cli.inputs import read_text
+from knnstore.cli.models import StoreRuntime
+from knnstore.cli.options import JsonOption, seed_option
+from knnstore.cli.output import plain, print_result, printable, table
+from knnstore.cli.query import GenerationQuery, Query, SelectionOptions
 
 if TYPE_CHECKING:
     from knnstore.lm import Source, TokenExplanation
@@ -42,12 +22,17 @@ def generate(
     prompt: Annotated[
         str, typer.Argument(metavar="PROMPT", help="The text to continue; - reads it from standard input.")
     ],
-    domains: DomainsOption = None,
-    tags: TagsOption = None,
+    *,
+    selected: SelectionOptions,
     max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens to write at most.")] = 64,
-    temperature: Annotated[
+    sampling_temperature: Annotated[
         float,
-        typer.Option(min=0, metavar="X", help="Of sampling; 0 takes the most probable token each time."),
+        typer.Option(
+            "--temperature",
+            min=0,
+            metavar="X",
+            help="Of sampling; 0 takes the most probable token each time.",
+        ),
     ] = 0.0,
     top_p: Annotated[
         float,
@@ -55,27 +40,13 @@ def generate(
             min=0, max=1, metavar="P", help="Sample from the most probable tokens that make up this much."
         ),
     ] = 1.0,
-    seed: Annotated[
-        int | None, typer.Option(min=0, max=LARGEST_SEED, metavar="N", help="Makes sampling repeatable.")
-    ] = None,
+    seed: Annotated[int | None, seed_option("Makes sampling repeatable.")] = None,
     beams: Annotated[int, typer.Option(min=1, metavar="N", help="Beams to search with.")] = 1,
-    k: NeighborsOption = None,
-    knn_temperature: Annotated[
-        float | None,
-        typer.Option(metavar="T", help="Divides the distances of neighbours, as --temperature of eval."),
-    ] = None,
-    lam: LambdaOption = None,
-    cache: CacheOption = None,
-    cache_temperature: CacheTemperatureOption = None,
-    cache_lambda: CacheLambdaOption = None,
-    pointers: PointersOption = None,
-    clusters: ClustersOption = None,
+    query: GenerationQuery,
     explain: Annotated[
         bool, typer.Option("--explain", help="Name the documents that the text came from.")
     ] = False,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
-    home: HomeOption = DEFAULT_HOME,
+    runtime: StoreRuntime,
     as_json: JsonOption = False,
 ) -> None:
     """Continue a text.
@@ -84,56 +55,37 @@ def generate(
       knnstore generate "The harbour was" --max-new-tokens 20
       knnstore generate "The harbour was" --domain letters --temperature 0.8 --seed 1 --explain
     """
-    lm = open_model(home, "r", device=device, dtype=dtype)
-    settings = settings_of(
-        lm, k, knn_temperature, lam, domains, tags,
-        (cache, cache_temperature, cache_lambda), (pointers, clusters),
-    )  # fmt: skip
-    text = sys.stdin.read() if prompt == "-" else prompt
-    with lm.store:
+    with runtime.open_model("r") as lm:
+        settings = query.settings(lm.store, selected.selection())
+        prompt = read_text(prompt)
         continuation = lm.generate_text(
-            text,
+            prompt,
             max_new_tokens=max_new_tokens,
-            do_sample=temperature > 0,
-            temperature=temperature or 1.0,
+            do_sample=sampling_temperature > 0,
+            temperature=sampling_temperature or 1.0,
             top_p=top_p,
             seed=seed,
             num_beams=beams,
             knn=settings,
         )
-        sources: list[dict[str, Any]] = []
+        result: dict[str, Any] = {"prompt": prompt, "continuation": continuation}
+        shown = prompt + continuation
         if explain:
-            explained = lm.explain(continuation, settings, neighbors=_NEIGHBORS_CREDITED, after=text)
-            sources = credits_of(explained)
-    if as_json:
-        print_json(
-            {"prompt": text, "continuation": continuation, **({"sources": sources} if explain else {})}
-        )
-        return
-    typer.echo(text + continuation)
-    if explain:
-        typer.echo()
-        print_sources(sources)
+            explained = lm.explain(continuation, settings, neighbors=_NEIGHBORS_CREDITED, after=prompt)
+            result["sources"] = credits_of(explained)
+            shown += f"\n\n{table_of_sources(result['sources'])}"
+    print_result(result, shown, as_json=as_json)
 
 
 def explain(
     text: Annotated[str, typer.Argument(metavar="TEXT", help="The text; - reads it from standard input.")],
+    *,
     neighbors: Annotated[
         int, typer.Option(min=0, metavar="N", help="Neighbours to name for each token.")
     ] = 3,
-    domains: DomainsOption = None,
-    tags: TagsOption = None,
-    k: NeighborsOption = None,
-    temperature: KNNTemperatureOption = None,
-    lam: LambdaOption = None,
-    cache: CacheOption = None,
-    cache_temperature: CacheTemperatureOption = None,
-    cache_lambda: CacheLambdaOption = None,
-    pointers: PointersOption = None,
-    clusters: ClustersOption = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
-    home: HomeOption = DEFAULT_HOME,
+    selected: SelectionOptions,
+    query: Query,
+    runtime: StoreRuntime,
     as_json: JsonOption = False,
 ) -> None:
     """Say how probable each token of a text is, and why.
@@ -146,73 +98,56 @@ def explain(
       knnstore explain "The harbour was quiet" --neighbors 2
       knnstore explain "The harbour was quiet" --domain letters --json
     """
-    lm = open_model(home, "r", device=device, dtype=dtype)
-    with lm.store:
-        settings = settings_of(
-            lm, k, temperature, lam, domains, tags,
-            (cache, cache_temperature, cache_lambda), (pointers, clusters),
-        )  # fmt: skip
-        explained = lm.explain(sys.stdin.read() if text == "-" else text, knn=settings, neighbors=neighbors)
-    if as_json:
-        print_json([_json(token) for token in explained])
-        return
-    for token in explained:
-        typer.echo(
-            f"{printable(token.text)!r:<20} p_LM {token.p_lm:.4f}  p_kNN {token.p_knn:.4f}  "
-            f"λ {token.lam:.2f}  p {token.p:.4f}"
-            + ("" if token.p_sub is None else f"  p_sub {token.p_sub:.4f}")
+    with runtime.open_model("r") as lm:
+        settings = query.settings(lm.store, selected.selection())
+        explained = lm.explain(read_text(text), settings, neighbors=neighbors)
+    shown = "\n".join(line for token in explained for line in _lines(token))
+    print_result([plain(token) for token in explained], shown, as_json=as_json)
+
+
+def _lines(token: "TokenExplanation") -> Iterator[str]:
+    """A token, and below it its neighbours."""
+    yield (
+        f"{printable(token.text)!r:<20} p_LM {token.p_lm:.4f}  p_kNN {token.p_knn:.4f}  "
+        f"λ {token.lam:.2f}  p {token.p:.4f}" + ("" if token.p_sub is None else f"  p_sub {token.p_sub:.4f}")
+    )
+    for source in token.neighbors:
+        place = printable(f"{source.domain}/{source.document}" if source.domain else source.document)
+        yield (
+            f"    {source.share:6.2%}  {source.distance:8.1f}  {place}:{source.position}  {_passage(source)}"
         )
-        for source in token.neighbors:
-            typer.echo(
-                f"    {source.share:6.2%}  {source.distance:8.1f}  "
-                f"{_place(source)}:{source.position}  "
-                f"{_passage(source)}"
-            )
 
 
-def print_sources(sources: Sequence[Mapping[str, Any]]) -> None:
-    """Print the documents that gave most to a text, from `credits_of`."""
+def table_of_sources(sources: Sequence[Mapping[str, Any]]) -> str:
+    """Write the documents that gave most to a text, from `credits_of`."""
     most = [{**source, "share": f"{source['share']:6.1%}"} for source in sources[:_SOURCES_SHOWN]]
-    print_table(most, ["share", "domain", "document", "passage"])
+    return table(most, ["share", "domain", "document", "passage"])
 
 
-def credits_of(tokens: Iterable["TokenExplanation"]) -> list[dict[str, Any]]:
+def credits_of(tokens: Sequence["TokenExplanation"]) -> list[dict[str, Any]]:
     """Add up, by document, how much of the probability of a text's tokens was retrieved there.
 
     Returns:
         Objects with share (of all tokens' probability), domain, document and passage (around the
         record that gave most), the largest share first.
     """
-    shares: dict[tuple[str, str], float] = {}
-    best: dict[tuple[str, str], tuple[float, str]] = {}
-    count = 0
+    credits: dict[tuple[str, str], list[tuple[float, str]]] = {}
     for token in tokens:
-        count += 1
         for source in token.neighbors:
             if source.token == token.token and token.p > 0:
-                place, given = (source.domain, source.document), token.lam * source.share / token.p
-                shares[place] = shares.get(place, 0.0) + given
-                best[place] = max(best.get(place, (0.0, "")), (given, _passage(source)))
-    ranked = sorted(shares, key=lambda place: -shares[place])
-    return [
+                given = token.lam * source.share / token.p
+                credits.setdefault((source.domain, source.document), []).append((given, _passage(source)))
+    found: list[dict[str, Any]] = [
         {
-            "share": shares[place] / count,
-            "domain": place[0],
-            "document": place[1],
-            "passage": best[place][1],
+            "share": sum(share for share, _ in given) / len(tokens),
+            "domain": domain,
+            "document": document,
+            "passage": max(given)[1],
         }
-        for place in ranked
+        for (domain, document), given in credits.items()
     ]
-
-
-def _place(source: "Source") -> str:
-    return printable(f"{source.domain}/{source.document}" if source.domain else source.document)
+    return sorted(found, key=lambda credit: -credit["share"])
 
 
 def _passage(source: "Source") -> str:
     return printable(f"{source.context}[{source.text}]{source.continuation}".strip())
-
-
-def _json(token: "TokenExplanation") -> dict[str, Any]:
-    fields = asdict(token)
-    return {"lambda" if name == "lam" else name: value for name, value in fields.items()}

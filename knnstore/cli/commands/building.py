@@ -5,20 +5,11 @@ from typing import Annotated
 
 import typer
 
-from knnstore.cli.models import open_model, quiet_transformers
-from knnstore.cli.options import (
-    DEFAULT_HOME,
-    DeviceOption,
-    DtypeOption,
-    FilesArgument,
-    HomeOption,
-    JsonOption,
-    LocationOption,
-    ParamsOption,
-    SkipBadOption,
-    read_params,
-)
-from knnstore.cli.output import Bar, note, one_line, print_json, print_pairs
+from knnstore.cli.inputs import Documents, FilesArgument, ParamsOption, SkipBadOption, read_params
+from knnstore.cli.models import Runtime, StoreRuntime, quiet_transformers
+from knnstore.cli.options import DEFAULT_HOME, HomeOption, JsonOption, LocationOption, MaxLengthOption
+from knnstore.cli.output import Bar, note, pairs, print_result
+from knnstore.documents import read_documents, size_of
 from knnstore.errors import InputError
 
 
@@ -26,6 +17,7 @@ def init(
     model: Annotated[
         str, typer.Option(metavar="PATH_OR_HUB_ID", help="The causal language model to make the store for.")
     ],
+    *,
     store: Annotated[
         str, typer.Option(metavar="NAME", help="The vector engine; `knnstore adapters` lists them.")
     ] = "faiss",
@@ -65,18 +57,14 @@ def init(
             "reads it; repeatable.",
         ),
     ] = None,
-    max_length: Annotated[
-        int | None,
-        typer.Option(min=2, metavar="TOKENS", show_default="the model's limit", help="Length of a window."),
-    ] = None,
+    max_length: MaxLengthOption = None,
     stride: Annotated[
         int | None,
         typer.Option(
             min=1, metavar="TOKENS", show_default="half a window", help="How far a window moves on."
         ),
     ] = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
+    runtime: Runtime,
     home: HomeOption = DEFAULT_HOME,
     as_json: JsonOption = False,
 ) -> None:
@@ -90,7 +78,6 @@ def init(
       knnstore --home small.knn init --model examples/tiny-lm --dim 16 --sample articles.jsonl
     """
     import knnstore
-    from knnstore.documents import read_documents
 
     quiet_transformers()
     with (
@@ -108,8 +95,8 @@ def init(
             sample=read_documents(sample) if sample else None,
             max_length=max_length,
             stride=stride,
-            device=device,
-            dtype=dtype,
+            device=runtime.device,
+            dtype=runtime.dtype,
             progress=bar,
         ).store as made,
     ):
@@ -117,22 +104,19 @@ def init(
         if made.identity.projection is not None:
             fitted = made.load_weights(made.identity.projection).metadata
             note(f"{dim} components keep {fitted['kept']:.1%} of the variance of {fitted['keys']:,} keys")
-    if as_json:
-        print_json(found)
-    else:
-        print_pairs({name: found[name] for name in ("home", "model", "key", "dim", "metric", "store")})
+    shown = {name: found[name] for name in ("home", "model", "key", "dim", "metric", "store")}
+    print_result(found, pairs(shown), as_json=as_json)
 
 
 def add(
     files: FilesArgument,
     domain: Annotated[str, typer.Option(metavar="NAME", help="The domain; made when it is new.")],
+    *,
     tags: Annotated[
         list[str] | None, typer.Option("--tag", metavar="TAG", help="Tag every document; repeatable.")
     ] = None,
     skip_bad: SkipBadOption = False,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
-    home: HomeOption = DEFAULT_HOME,
+    runtime: StoreRuntime,
     as_json: JsonOption = False,
 ) -> None:
     """Add documents to a domain.
@@ -145,30 +129,12 @@ def add(
       knnstore add letters news.jsonl --domain letters --tag final
       cat news.jsonl | knnstore add - --domain news --skip-bad
     """
-    from knnstore.documents import read_documents, size_of
-
-    bad: list[InputError] = []
-    with Bar() as bar:
-
-        def skip(error: InputError) -> None:
-            bad.append(error)
-            bar.say(f"skipped {one_line(error)}")
-
-        lm = open_model(home, "a", device=device, dtype=dtype)
-        with lm.store:
-            added = lm.add(
-                read_documents(files, on_bad=skip if skip_bad else None),
-                domain=domain,
-                tags=tags or (),
-                total_bytes=size_of(files),
-                progress=bar,
-            )
-    if bad:
-        note(f"skipped {len(bad):,} in all")
-    done = {**asdict(added), "tokens_per_s": added.tokens_per_s, "skipped": len(bad)}
-    if as_json:
-        print_json(done)
-    else:
-        print_pairs(done)
-    if bad and not (added.added + added.replaced + added.described + added.unchanged):
+    with Bar() as bar, runtime.open_model("a") as lm:
+        documents = Documents(files, skip_bad=skip_bad, bar=bar)
+        added = lm.add(documents, domain=domain, tags=tags or (), total_bytes=size_of(files), progress=bar)
+    if documents.skipped:
+        note(f"skipped {documents.skipped:,} in all")
+    done = {**asdict(added), "tokens_per_s": added.tokens_per_s, "skipped": documents.skipped}
+    print_result(done, pairs(done), as_json=as_json)
+    if documents.skipped and not (added.added + added.replaced + added.described + added.unchanged):
         raise InputError("no document could be used")

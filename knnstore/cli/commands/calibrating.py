@@ -1,31 +1,24 @@
 """The command that fits settings to a user's own text."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from knnstore.cli.models import open_model
-from knnstore.cli.options import (
-    DEFAULT_HOME,
-    DeviceOption,
-    DomainsOption,
-    DtypeOption,
-    FilesArgument,
-    HomeOption,
-    JsonOption,
-    SkipBadOption,
-)
-from knnstore.cli.output import Bar, note, one_line, print_json, print_table
+from knnstore.cli.inputs import Documents, FilesArgument, SkipBadOption
+from knnstore.cli.models import StoreRuntime
+from knnstore.cli.options import DomainsOption, JsonOption, LeaveOutOption
+from knnstore.cli.output import Bar, note, print_result, table
 from knnstore.errors import ConfigError
 
 if TYPE_CHECKING:
-    from knnstore.errors import InputError
     from knnstore.lm import Comparison, Interval
 
 
 def calibrate(
     files: FilesArgument,
+    *,
     domains: DomainsOption = None,
     max_k: Annotated[
         int,
@@ -36,10 +29,7 @@ def calibrate(
             "a fixed lambda and bins are fitted, below all mixers.",
         ),
     ] = 4096,
-    leave_out: Annotated[
-        bool,
-        typer.Option("--leave-out", help="A document that is in the store does not retrieve from itself."),
-    ] = False,
+    leave_out: LeaveOutOption = False,
     networks: Annotated[
         bool,
         typer.Option(
@@ -55,9 +45,7 @@ def calibrate(
         ),
     ] = None,
     skip_bad: SkipBadOption = False,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
-    home: HomeOption = DEFAULT_HOME,
+    runtime: StoreRuntime,
     as_json: JsonOption = False,
 ) -> None:
     """Fit k, temperature, lambda and mixer to held-out text, and save the best.
@@ -76,27 +64,19 @@ def calibrate(
       knnstore calibrate dev.jsonl --domain news --json
       knnstore calibrate dev.jsonl --skip 0.25
     """
-    from knnstore.documents import read_documents
     from knnstore.lm import settings_to_dict
 
-    bad: list[InputError] = []
-
-    def pass_over(error: "InputError") -> None:
-        bad.append(error)
-        note(f"skipped {one_line(error)}")
-
-    with Bar() as bar:
-        lm = open_model(home, "a", device=device, dtype=dtype)
-        with lm.store:
-            found = lm.calibrate(
-                read_documents(files, on_bad=pass_over if skip_bad else None),
-                domains=domains,
-                max_k=max_k,
-                leave_out=leave_out,
-                networks=networks,
-                skip=skip,
-                progress=bar,
-            )
+    with Bar() as bar, runtime.open_model("a") as lm:
+        documents = Documents(files, skip_bad=skip_bad, bar=bar)
+        found = lm.calibrate(
+            documents,
+            domains=domains,
+            max_k=max_k,
+            leave_out=leave_out,
+            networks=networks,
+            skip=skip,
+            progress=bar,
+        )
     if found.in_store and networks:
         note(
             f"{found.in_store:,} of the documents are in the store: no network was trained on them, since it "
@@ -107,36 +87,28 @@ def calibrate(
         {"saved": of.share, "ppl": of.ppl, "quotient": of.quotient, "random": of.random}
         for of in found.savings
     ]
-    if as_json:
-        print_json(
+    result = {
+        "candidates": rows,
+        "saved": None if found.record is None else asdict(found.record),
+        "settings": None if found.settings is None else settings_to_dict(found.settings),
+        "savings": savings,
+        "scoring_seconds": found.scoring_seconds,
+        "fitting_seconds": found.fitting_seconds,
+        "skipped": documents.skipped,
+    }
+    print_result(result, table_of_fits(rows, ["mixer"]), as_json=as_json)
+    if savings and not as_json:
+        note("leaving out the searches expected to help least, and its quotient when chosen at random:")
+        shown = [
             {
-                "candidates": rows,
-                "saved": None if found.record is None else asdict(found.record),
-                "settings": None if found.settings is None else settings_to_dict(found.settings),
-                "savings": savings,
-                "scoring_seconds": found.scoring_seconds,
-                "fitting_seconds": found.fitting_seconds,
-                "skipped": len(bad),
+                "saved": f"{of.share:.0%}",
+                "ppl": of.ppl,
+                "quotient": f"{of.quotient:.3f}",
+                "random": f"{of.random:.3f}",
             }
-        )
-    else:
-        print_table(
-            [{**row, "quotient": f"{row['quotient']:.3f}"} for row in rows],
-            ["mixer", "k", "temperature", "lambda", "ppl", "low", "high", "quotient"],
-        )
-        if savings:
-            note("leaving out the searches expected to help least, and its quotient when chosen at random:")
-            print_table(
-                [
-                    {
-                        "saved": f"{row['saved']:.0%}",
-                        "ppl": row["ppl"],
-                        **{name: f"{row[name]:.3f}" for name in ("quotient", "random")},
-                    }
-                    for row in savings
-                ],
-                ["saved", "ppl", "quotient", "random"],
-            )
+            for of in found.savings
+        ]
+        typer.echo(table(shown, ["saved", "ppl", "quotient", "random"]))
     if found.record is None:
         raise ConfigError(
             f"no candidate beats the model alone (perplexity {found.comparison.base.ppl:,.2f}) beyond "
@@ -155,26 +127,36 @@ def calibrate(
 
 def _rows(comparison: "Comparison") -> list[dict[str, Any]]:
     """A row for the model alone, for the settings until now, and for each candidate."""
+    from knnstore.lm import Interval
+
+    alone = figures(0, None, 0.0, comparison.base, Interval(1.0, 1.0, 1.0))
     shown = [*([] if comparison.current is None else [comparison.current]), *comparison.candidates]
-    rows: list[dict[str, Any]] = [
-        {"mixer": "model alone", "k": 0, "temperature": None, "lambda": 0.0, **_bounds(comparison.base)}
+    return [{"mixer": "model alone", **alone}] + [
+        {
+            "mixer": one.name,
+            **figures(one.settings.k, one.settings.temperature, one.lam, one.held_out, one.change),
+        }
+        for one in shown
     ]
-    rows[0] |= {"quotient": 1.0, "quotient_low": 1.0, "quotient_high": 1.0}
-    for candidate in shown:
-        change = {f"quotient_{name}": value for name, value in _bounds(candidate.change).items()}
-        rows.append(
-            {
-                "mixer": candidate.name,
-                "k": candidate.settings.k,
-                "temperature": candidate.settings.temperature,
-                "lambda": candidate.lam,
-                **_bounds(candidate.held_out),
-                "quotient": change.pop("quotient_ppl"),
-                **change,
-            }
-        )
-    return rows
 
 
-def _bounds(interval: "Interval") -> dict[str, float]:
-    return interval._asdict()
+def figures(
+    k: int, temperature: float | None, lam: float, held_out: "Interval", change: "Interval"
+) -> dict[str, Any]:
+    """Fitted settings, and how well they do, as both are printed.
+
+    Args:
+        k: neighbours.
+        temperature: of the distances; None where there is none.
+        lam: mean λ.
+        held_out: perplexity.
+        change: its quotient by that of the model alone.
+    """
+    quotients = {"quotient": change.ppl, "quotient_low": change.low, "quotient_high": change.high}
+    return {"k": k, "temperature": temperature, "lambda": lam, **held_out._asdict(), **quotients}
+
+
+def table_of_fits(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
+    """Write rows of `figures`, each after what it is named by."""
+    shown = [{**row, "quotient": f"{row['quotient']:.3f}"} for row in rows]
+    return table(shown, [*names, "k", "temperature", "lambda", "ppl", "low", "high", "quotient"])

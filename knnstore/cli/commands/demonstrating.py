@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 import knnstore
-from knnstore.cli.commands.asking import credits_of, print_sources
-from knnstore.cli.models import quiet_transformers
-from knnstore.cli.options import DeviceOption, DtypeOption, JsonOption
-from knnstore.cli.output import Bar, note, print_json, print_table
+from knnstore.cli.commands.asking import credits_of, table_of_sources
+from knnstore.cli.models import Runtime, quiet_transformers
+from knnstore.cli.options import JsonOption
+from knnstore.cli.output import Bar, note, print_result, table
 from knnstore.errors import ConfigError, KnnstoreError
 
 if TYPE_CHECKING:
     from knnstore import KNNLMForCausalLM, TextDocument
+    from knnstore.lm import Evaluation
 
 REFERENCE = "python-reference"
 LIBRARY = "library-docs"
@@ -47,14 +48,14 @@ class Corpus(NamedTuple):
 
 
 def demo(
+    *,
     model: Annotated[
         str | None,
         typer.Option(
             metavar="PATH_OR_HUB_ID", show_default="examples/tiny-lm", help="A causal language model."
         ),
     ] = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
+    runtime: Runtime,
     as_json: JsonOption = False,
 ) -> None:
     """Show the main job on text that Python itself brings.
@@ -69,13 +70,11 @@ def demo(
     name = model or _default_model()
     quiet_transformers()
     with TemporaryDirectory(prefix="knnstore-demo-") as folder, Bar() as bar:
-        lm = knnstore.create(Path(folder) / "demo.knn", name, device=device, dtype=dtype)
+        lm = knnstore.create(Path(folder) / "demo.knn", name, device=runtime.device, dtype=runtime.dtype)
         with lm.store:
-            result = demonstrate(lm, [_reference(), _library()], bar)
-    if as_json:
-        print_json(result)
-    else:
-        _print(result)
+            result = demonstrate(lm, [reference(), library()], bar)
+    print_result(result, _text(result), as_json=as_json)
+    if not as_json:
         note(f"\nmeasured just now, in {time.perf_counter() - started:.0f} s, with {name}")
     if not result["restored"]:
         raise KnnstoreError(f"removing {LIBRARY} did not restore the perplexities to the last digit")
@@ -90,17 +89,15 @@ def demonstrate(lm: "KNNLMForCausalLM", corpora: list[Corpus], bar: Bar) -> dict
     """
     first, second = corpora
     states: list[dict[str, Any]] = []
-    scored, seconds = 0, 0.0
+    evaluations: list[Evaluation] = []
 
     def measure(state: str) -> dict[str, float]:
-        nonlocal scored, seconds
         found = {corpus.domain: lm.evaluate(corpus.held_out, progress=bar) for corpus in corpora}
         if not states:
             states.append({"state": "the model alone"} | {name: one.base_ppl for name, one in found.items()})
         perplexities = {name: one.knn_ppl for name, one in found.items()}
         states.append({"state": state} | perplexities)
-        scored += sum(one.tokens for one in found.values())
-        seconds += sum(one.tokens / one.tokens_per_s for one in found.values())
+        evaluations.extend(found.values())
         return perplexities
 
     added = [lm.add(first.stored, domain=first.domain, progress=bar)]
@@ -120,7 +117,8 @@ def demonstrate(lm: "KNNLMForCausalLM", corpora: list[Corpus], bar: Bar) -> dict
         "temperature": lm.knn.temperature,
         "stored_tokens": sum(one.tokens for one in added),
         "stored_tokens_per_s": sum(one.tokens for one in added) / sum(one.seconds for one in added),
-        "scored_tokens_per_s": scored / seconds,
+        "scored_tokens_per_s": sum(one.tokens for one in evaluations)
+        / sum(one.tokens / one.tokens_per_s for one in evaluations),
         "prompt": _PROMPT,
         "continuation_of_the_model_alone": without,
         "continuation": continuation,
@@ -128,20 +126,23 @@ def demonstrate(lm: "KNNLMForCausalLM", corpora: list[Corpus], bar: Bar) -> dict
     }
 
 
-def _print(result: dict[str, Any]) -> None:
-    states = result["perplexity"]
-    typer.echo("Perplexity on documents that were held out (lower is better):\n")
-    print_table([{"": state.pop("state"), **state} for state in states], ["", REFERENCE, LIBRARY])
-    equal = "yes" if result["restored"] else "NO"
-    typer.echo(f"\nequal to before the second domain was added, to the last digit: {equal}")
-    typer.echo(
-        f"stored {result['stored_tokens']:,} tokens at {result['stored_tokens_per_s']:,.0f} tokens/s, "
-        f"scored at {result['scored_tokens_per_s']:,.0f} tokens/s (k={result['k']})"
-    )
-    typer.echo(f"\nA continuation of {result['prompt']!r}:\n")
-    typer.echo(f"the model alone  {result['continuation_of_the_model_alone']!r}")
-    typer.echo(f"with the store   {result['continuation']!r}, from:\n")
-    print_sources(result["sources"])
+def _text(result: dict[str, Any]) -> str:
+    perplexities = [{"": state["state"], **state} for state in result["perplexity"]]
+    return f"""\
+Perplexity on documents that were held out (lower is better):
+
+{table(perplexities, ["", REFERENCE, LIBRARY])}
+
+equal to before the second domain was added, to the last digit: {"yes" if result["restored"] else "NO"}
+stored {result["stored_tokens"]:,} tokens at {result["stored_tokens_per_s"]:,.0f} tokens/s, \
+scored at {result["scored_tokens_per_s"]:,.0f} tokens/s (k={result["k"]})
+
+A continuation of {result["prompt"]!r}:
+
+the model alone  {result["continuation_of_the_model_alone"]!r}
+with the store   {result["continuation"]!r}, from:
+
+{table_of_sources(result["sources"])}"""
 
 
 def _default_model() -> str:
@@ -151,14 +152,14 @@ def _default_model() -> str:
     return str(folder)
 
 
-def _reference() -> Corpus:
+def reference() -> Corpus:
     """The language reference as `help()` has it, a document a topic."""
     from pydoc_data.topics import topics
 
     return _split(REFERENCE, sorted(topics.items()))
 
 
-def _library() -> Corpus:
+def library() -> Corpus:
     """Docstrings of numpy's functions and classes, spread evenly over the alphabet."""
     documented: dict[str, str] = {}
     for name in _MODULES:

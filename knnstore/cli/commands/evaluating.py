@@ -1,59 +1,30 @@
 """The command that measures perplexity."""
 
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from knnstore.cli.commands.substituting import trained_substitute
-from knnstore.cli.models import open_model
-from knnstore.cli.options import (
-    DEFAULT_HOME,
-    ClustersOption,
-    DeviceOption,
-    DomainsOption,
-    DtypeOption,
-    FilesArgument,
-    HomeOption,
-    JsonOption,
-    LambdaOption,
-    NeighborsOption,
-    PointersOption,
-    SkipBadOption,
-    TagsOption,
-    read_params,
-)
-from knnstore.cli.output import Bar, note, one_line, print_json, print_json_lines
-from knnstore.cli.query import (
-    CacheLambdaOption,
-    CacheOption,
-    CacheTemperatureOption,
-    KNNTemperatureOption,
-    settings_of,
-)
+from knnstore.cli.inputs import Documents, FilesArgument, SkipBadOption, read_params
+from knnstore.cli.models import StoreRuntime
+from knnstore.cli.options import JsonOption, LeaveOutOption
+from knnstore.cli.output import Bar, json_lines, note, plain, print_result, printable
+from knnstore.cli.query import Query, SelectionOptions
+from knnstore.documents import is_among
+from knnstore.errors import ConfigError
 
 if TYPE_CHECKING:
-    from knnstore.errors import InputError
+    from knnstore import KNNStore, Selection
+    from knnstore.lm import Substitute
 
 
 def evaluate(
     files: FilesArgument,
-    domains: DomainsOption = None,
-    tags: TagsOption = None,
-    k: NeighborsOption = None,
-    temperature: KNNTemperatureOption = None,
-    lam: LambdaOption = None,
-    cache: CacheOption = None,
-    cache_temperature: CacheTemperatureOption = None,
-    cache_lambda: CacheLambdaOption = None,
-    pointers: PointersOption = None,
-    clusters: ClustersOption = None,
-    leave_out: Annotated[
-        bool,
-        typer.Option("--leave-out", help="A document that is in the store does not retrieve from itself."),
-    ] = False,
+    *,
+    selected: SelectionOptions,
+    query: Query,
+    leave_out: LeaveOutOption = False,
     substitute: Annotated[
         bool,
         typer.Option(
@@ -78,9 +49,7 @@ def evaluate(
             help="A parameter of the engine in place of the store's, this time; repeatable.",
         ),
     ] = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
-    home: HomeOption = DEFAULT_HOME,
+    runtime: StoreRuntime,
     as_json: JsonOption = False,
 ) -> None:
     """Measure perplexity with and without the store.
@@ -99,38 +68,28 @@ def evaluate(
       knnstore eval held-out.jsonl --pointers 8 --clusters 1000
       knnstore eval held-out.jsonl --domain news --k 64 --temperature 20 --lambda 0.5 --json
     """
-    from knnstore.documents import is_among, read_documents
-    from knnstore.errors import ConfigError
     from knnstore.lm import TokenTable, replacing
 
     if per_token is not None and is_among(per_token, files):
         raise ConfigError(
             f"--per-token would replace {per_token}, which is to be evaluated: name another file"
         )
-    bad: list[InputError] = []
-
-    def skip(error: "InputError") -> None:
-        bad.append(error)
-        note(f"skipped {one_line(error)}")
-
     table = None if per_token is None else TokenTable()
     with Bar() as bar, ExitStack() as opened:
         # Opened first: that it cannot be written is to be known before the work.
         file = None if per_token is None else opened.enter_context(replacing(per_token))
-        lm = open_model(home, "r", device=device, dtype=dtype, params=read_params(params))
-        with lm.store:
-            settings = settings_of(
-                lm, k, temperature, lam, domains, tags,
-                (cache, cache_temperature, cache_lambda), (pointers, clusters),
-            )  # fmt: skip
-            found = lm.evaluate(
-                read_documents(files, on_bad=skip if skip_bad else None),
-                knn=settings,
-                substitute=trained_substitute(lm.store, domains, tags) if substitute else None,
-                leave_out=leave_out,
-                table=table,
-                progress=bar,
-            )
+        lm = opened.enter_context(runtime.open_model("r", params=read_params(params)))
+        selection = selected.selection()
+        settings = query.settings(lm.store, selection)
+        documents = Documents(files, skip_bad=skip_bad, bar=bar)
+        found = lm.evaluate(
+            documents,
+            knn=settings,
+            substitute=trained_substitute(lm.store, selection) if substitute else None,
+            leave_out=leave_out,
+            table=table,
+            progress=bar,
+        )
         if file is not None and table is not None and per_token is not None and lm.tokenizer is not None:
             table.write(file, lm.tokenizer, as_json=per_token.suffix == ".jsonl")
     if found.stored and not leave_out:
@@ -138,7 +97,22 @@ def evaluate(
             f"warning: {len(found.stored):,} of these documents are among those retrieved from, "
             f"{found.stored[0]!r} for one: what they should predict is looked up; --leave-out prevents it"
         )
-    result = asdict(found)
-    result = {"lambda" if name == "lam" else name: value for name, value in result.items()}
-    result["skipped"] = len(bad)
-    (print_json if as_json else print_json_lines)(result)
+    result = {**plain(found), "skipped": documents.skipped}
+    print_result(result, json_lines(result), as_json=as_json)
+
+
+def trained_substitute(store: "KNNStore", selection: "Selection") -> "Substitute":
+    """The substitute that was trained on exactly these domains.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    from knnstore.lm import trained_for
+
+    if selection.tags:
+        raise ConfigError("a substitute is of whole domains and knows no tags: leave out --tag")
+    found = trained_for(store, selection)
+    if found is None:
+        options = "".join(f" --domain {printable(name)}" for name in selection.domains or ())
+        raise ConfigError(f"no substitute was trained on exactly this: run knnstore substitute{options}")
+    return found

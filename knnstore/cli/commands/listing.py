@@ -8,7 +8,7 @@ import typer
 import knnstore
 from knnstore.cli.models import load_tokenizer
 from knnstore.cli.options import DEFAULT_HOME, HomeOption, InDomainOption, JsonOption
-from knnstore.cli.output import note, print_json, print_pairs, print_table
+from knnstore.cli.output import note, pairs, print_result, table
 
 if TYPE_CHECKING:
     from knnstore.datastore import Capabilities
@@ -25,11 +25,8 @@ def domains(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> Non
     """
     with knnstore.open(home) as store:
         rows = [asdict(domain) for domain in store.domains()]
-    if as_json:
-        print_json(rows)
-    else:
-        columns = ["domain", "documents", "tokens", "records"]
-        print_table([{"domain": row["name"], **row} for row in rows], columns)
+    named = [{"domain": row["name"], **row} for row in rows]
+    print_result(rows, table(named, ["domain", "documents", "tokens", "records"]), as_json=as_json)
 
 
 def documents(
@@ -48,10 +45,7 @@ def documents(
         if domain is not None:
             store.view().scope(knnstore.Selection(domains=(domain,)))  # an unknown domain is an error
         rows = [asdict(document) for document in store.documents(domain=domain, tag=tag)]
-    if as_json:
-        print_json(rows)
-    else:
-        print_table(rows, ["id", "domain", "tokens", "tags", "added_at"])
+    print_result(rows, table(rows, ["id", "domain", "tokens", "tags", "added_at"]), as_json=as_json)
 
 
 def show(
@@ -74,12 +68,10 @@ def show(
         if text:
             tokens = store.tokens(document, domain=domain).tolist()
             found["text"] = load_tokenizer(store.identity.model).decode(tokens)
-    if as_json:
-        print_json(found)
-        return
-    print_pairs({name: value for name, value in found.items() if name != "text"})
+    shown = pairs({name: value for name, value in found.items() if name != "text"})
     if text:
-        typer.echo(f"\n{found['text']}")
+        shown += f"\n\n{found['text']}"
+    print_result(found, shown, as_json=as_json)
 
 
 def info(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:
@@ -91,10 +83,7 @@ def info(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:
     """
     with knnstore.open(home) as store:
         found = store.info()
-    if as_json:
-        print_json(found)
-    else:
-        print_pairs(found)
+    print_result(found, pairs(found), as_json=as_json)
 
 
 def adapters(as_json: JsonOption = False) -> None:
@@ -110,9 +99,6 @@ def adapters(as_json: JsonOption = False) -> None:
     from knnstore.datastore import registry
 
     found = registry.describe()
-    if as_json:
-        print_json([asdict(adapter) for adapter in found])
-        return
     rows = [
         {
             "name": adapter.name,
@@ -122,9 +108,10 @@ def adapters(as_json: JsonOption = False) -> None:
         }
         for adapter in found
     ]
-    print_table(rows, ["name", "engine", "adapter", "status"])
+    shown = table(rows, ["name", "engine", "adapter", "status"])
+    print_result([asdict(adapter) for adapter in found], shown, as_json=as_json)
     for adapter in found:
-        if adapter.note:
+        if adapter.note and not as_json:
             note(f"{adapter.name} cannot be used in a folder: {adapter.note}")
 
 

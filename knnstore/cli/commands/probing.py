@@ -4,19 +4,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from knnstore.cli.models import quiet_transformers
-from knnstore.cli.options import DeviceOption, DtypeOption, FilesArgument, JsonOption, SkipBadOption
-from knnstore.cli.output import Bar, note, one_line, print_json, print_table
+from knnstore.cli.commands.calibrating import figures, table_of_fits
+from knnstore.cli.inputs import Documents, FilesArgument, SkipBadOption
+from knnstore.cli.models import Runtime, quiet_transformers
+from knnstore.cli.options import JsonOption, MaxLengthOption
+from knnstore.cli.output import Bar, note, print_result
 from knnstore.errors import ConfigError
 
 if TYPE_CHECKING:
-    from knnstore.errors import InputError
-    from knnstore.lm import Probe, Probed
+    from knnstore.lm import Probed
 
 
 def probe_keys(
     files: FilesArgument,
     model: Annotated[str, typer.Option(metavar="PATH_OR_HUB_ID", help="The causal language model to probe.")],
+    *,
     keys: Annotated[
         list[str] | None,
         typer.Option(
@@ -42,13 +44,9 @@ def probe_keys(
     tokens: Annotated[
         int, typer.Option(min=1, metavar="N", help="Tokens of the sample, a third of them held out.")
     ] = 30_000,
-    max_length: Annotated[
-        int | None,
-        typer.Option(min=2, metavar="TOKENS", show_default="the model's limit", help="Length of a window."),
-    ] = None,
+    max_length: MaxLengthOption = None,
     skip_bad: SkipBadOption = False,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
+    runtime: Runtime,
     as_json: JsonOption = False,
 ) -> None:
     """Compare where keys can be taken in a model, on a sample of text.
@@ -63,23 +61,17 @@ def probe_keys(
       knnstore probe-keys --model examples/tiny-lm articles.jsonl
       knnstore probe-keys --model examples/tiny-lm articles.jsonl --key ffn_input --dim 8 --json
     """
-    from knnstore.documents import read_documents
     from knnstore.lm import load_model
     from knnstore.lm import probe_keys as probe
 
-    bad: list[InputError] = []
-
-    def skip(error: "InputError") -> None:
-        bad.append(error)
-        note(f"skipped {one_line(error)}")
-
     quiet_transformers()
     with Bar() as bar:
-        base, tokenizer = load_model(model, device=device, dtype=dtype)
+        documents = Documents(files, skip_bad=skip_bad, bar=bar)
+        base, tokenizer = load_model(model, device=runtime.device, dtype=runtime.dtype)
         found = probe(
             base,
             tokenizer,
-            read_documents(files, on_bad=skip if skip_bad else None),
+            documents,
             keys=keys or None,
             metrics=metrics or ["l2", "ip"],
             dims=dims or (),
@@ -88,26 +80,16 @@ def probe_keys(
             progress=bar,
         )
     rows = [_row(candidate) for candidate in found.candidates]
-    if as_json:
-        print_json(
-            {
-                "stored": found.stored,
-                "held_out": found.held_out,
-                "documents": found.documents,
-                "base": found.base._asdict(),
-                "candidates": rows,
-                "best": None if found.best is None else _row(found.best),
-                "skipped": len(bad),
-            }
-        )
-    else:
-        shown = [{**row, "quotient": f"{row['quotient']:.3f}"} for row in rows]
-        columns = ["key", "metric", "dim", "k", "temperature", "lambda", "ppl", "low", "high", "quotient"]
-        print_table(shown, columns)
-    _advise(found)
-
-
-def _advise(found: "Probe") -> None:
+    result = {
+        "stored": found.stored,
+        "held_out": found.held_out,
+        "documents": found.documents,
+        "base": found.base._asdict(),
+        "candidates": rows,
+        "best": None if found.best is None else _row(found.best),
+        "skipped": documents.skipped,
+    }
+    print_result(result, table_of_fits(rows, ["key", "metric", "dim"]), as_json=as_json)
     note(
         f"the model alone: {found.base.ppl:,.2f}; {found.held_out:,} held-out tokens, {found.stored:,} stored"
     )
@@ -126,11 +108,5 @@ def _row(probed: "Probed") -> dict[str, Any]:
         "location": probed.location,
         "metric": probed.metric,
         "dim": probed.dim,
-        "k": fitted.settings.k,
-        "temperature": fitted.settings.temperature,
-        "lambda": fitted.lam,
-        **fitted.held_out._asdict(),
-        "quotient": fitted.change.ppl,
-        "quotient_low": fitted.change.low,
-        "quotient_high": fitted.change.high,
+        **figures(fitted.settings.k, fitted.settings.temperature, fitted.lam, fitted.held_out, fitted.change),
     }

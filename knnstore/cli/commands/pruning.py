@@ -1,24 +1,16 @@
 """The command that makes a store smaller."""
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import knnstore
-from knnstore.cli.models import open_model
-from knnstore.cli.options import (
-    DEFAULT_HOME,
-    LARGEST_SEED,
-    DeviceOption,
-    DtypeOption,
-    HomeOption,
-    JsonOption,
-    LocationOption,
-    ParamsOption,
-    read_params,
-)
-from knnstore.cli.output import Bar, note, print_json, print_table
+from knnstore.cli.inputs import ParamsOption, read_params
+from knnstore.cli.models import StoreRuntime
+from knnstore.cli.options import JsonOption, LeaveOutOption, LocationOption, seed_option
+from knnstore.cli.output import Bar, note, print_result, table
+from knnstore.documents import read_documents
 
 if TYPE_CHECKING:
     from knnstore.lm import PruningCost
@@ -30,6 +22,7 @@ def prune(
         list[str] | None,
         typer.Argument(metavar="FILE", help="Held-out text by which the cost is measured; `-` is stdin."),
     ] = None,
+    *,
     keep: Annotated[
         float,
         typer.Option(metavar="SHARE", help="How many of each domain's tokens keep a record: 0.5 is half."),
@@ -46,18 +39,11 @@ def prune(
         list[str] | None,
         typer.Option("--domain", metavar="NAME", help="Prune this domain only; repeat for several."),
     ] = None,
-    leave_out: Annotated[
-        bool,
-        typer.Option("--leave-out", help="A document that is in the store does not retrieve from itself."),
-    ] = False,
-    seed: Annotated[
-        int, typer.Option(min=0, max=LARGEST_SEED, metavar="N", help="Of the random choice.")
-    ] = 0,
+    leave_out: LeaveOutOption = False,
+    seed: Annotated[int, seed_option("Of the random choice.")] = 0,
     location: LocationOption = None,
     params: ParamsOption = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
-    home: HomeOption = DEFAULT_HOME,
+    runtime: StoreRuntime,
     as_json: JsonOption = False,
 ) -> None:
     """Keep only some records of each domain.
@@ -77,10 +63,7 @@ def prune(
     cost: PruningCost | None = None
     with Bar() as bar:
         if method == "known" or files:
-            from knnstore.documents import read_documents
-
-            lm = open_model(home, "a", device=device, dtype=dtype)
-            with lm.store:
+            with runtime.open_model("a") as lm:
                 done = lm.prune(
                     keep, method=method, domains=domains or (), held_out=read_documents(files or ()),
                     leave_out=leave_out, seed=seed, location=location, params=settings, progress=bar,
@@ -90,7 +73,7 @@ def prune(
             from knnstore.store import merge_chooser, random_chooser
 
             choose = merge_chooser() if method == "merge" else random_chooser(seed)
-            with knnstore.open(home, "a") as store:
+            with knnstore.open(runtime.home, "a") as store:
                 pruned = store.prune(
                     keep, choose, domains=domains or (), location=location, params=settings, progress=bar
                 )
@@ -98,25 +81,21 @@ def prune(
 
 
 def _report(pruned: "Pruned", cost: "PruningCost | None", method: str, *, as_json: bool) -> None:
-    rows: list[dict[str, Any]] = [asdict(domain) for domain in pruned.domains]
     if pruned.left:
         note(f"the old keys are left at {pruned.before.location}: {pruned.left}")
-    if as_json:
-        measured = cost and {**asdict(cost), "change": cost.change}
-        print_json({**asdict(pruned), "method": method, "domains": rows, "cost": measured})
-        return
-    print_table(
-        [{"domain": row["name"], **row} for row in rows],
-        ["domain", "tokens", "before", "after", "merged", "dropped"],
-    )
-    if pruned.before == pruned.after:
-        typer.echo("nothing was to be done: no domain has more records than that")
-        return
-    if cost is None:
-        typer.echo("the cost was not measured: give held-out text to know it")
+    rows = [{"domain": domain.name, **asdict(domain)} for domain in pruned.domains]
+    shown = table(rows, ["domain", "tokens", "before", "after", "merged", "dropped"])
+    nothing_done = pruned.before == pruned.after
+    if nothing_done:
+        shown += "\nnothing was to be done: no domain has more records than that"
+    elif cost is None:
+        shown += "\nthe cost was not measured: give held-out text to know it"
     else:
-        typer.echo(
-            f"perplexity of {cost.tokens:,} held-out tokens: {cost.before_ppl:.2f} before, "
+        shown += (
+            f"\nperplexity of {cost.tokens:,} held-out tokens: {cost.before_ppl:.2f} before, "
             f"{cost.after_ppl:.2f} after ({cost.change:+.1%}); {cost.base_ppl:.2f} without the store"
         )
-    note("`knnstore calibrate` fits the settings to what is left")
+    measured = cost and {**asdict(cost), "change": cost.change}
+    print_result({**asdict(pruned), "method": method, "cost": measured}, shown, as_json=as_json)
+    if not (as_json or nothing_done):
+        note("`knnstore calibrate` fits the settings to what is left")

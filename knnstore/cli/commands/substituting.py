@@ -1,21 +1,17 @@
 """The command that trains a substitute of the store."""
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from knnstore.cli.models import open_model
-from knnstore.cli.options import DEFAULT_HOME, LARGEST_SEED, DeviceOption, DtypeOption, HomeOption, JsonOption
-from knnstore.cli.output import Bar, note, print_json, print_pairs, printable
-from knnstore.errors import ConfigError
-
-if TYPE_CHECKING:
-    from knnstore import KNNStore
-    from knnstore.lm import Substitute
+from knnstore.cli.models import StoreRuntime
+from knnstore.cli.options import JsonOption, seed_option
+from knnstore.cli.output import Bar, note, pairs, print_result
 
 
 def substitute(
+    *,
     domains: Annotated[
         list[str] | None,
         typer.Option(
@@ -32,12 +28,8 @@ def substitute(
     learning_rate: Annotated[
         float, typer.Option(metavar="R", help="At the beginning; it falls to zero in a line.")
     ] = 5e-3,
-    seed: Annotated[
-        int, typer.Option(min=0, max=LARGEST_SEED, metavar="N", help="Of all that is random.")
-    ] = 0,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
-    home: HomeOption = DEFAULT_HOME,
+    seed: Annotated[int, seed_option("Of all that is random.")] = 0,
+    runtime: StoreRuntime,
     as_json: JsonOption = False,
 ) -> None:
     """Train a substitute of the store: what part of its gain needs no retrieval.
@@ -52,40 +44,12 @@ def substitute(
       knnstore substitute
       knnstore substitute --domain news --rows 3 --epochs 2 --json
     """
-    with Bar() as bar:
-        lm = open_model(home, "a", device=device, dtype=dtype)
-        with lm.store:
-            trained = lm.train_substitute(
-                domains=domains,
-                rows=rows,
-                epochs=epochs,
-                learning_rate=learning_rate,
-                seed=seed,
-                progress=bar,
-            )
+    with Bar() as bar, runtime.open_model("a") as lm:
+        trained = lm.train_substitute(
+            domains=domains, rows=rows, epochs=epochs, learning_rate=learning_rate, seed=seed, progress=bar
+        )
     found = asdict(trained)
     found["lambda"] = found.pop("substitute")["lam"]
-    if as_json:
-        print_json(found)
-    else:
-        print_pairs(found)
+    print_result(found, pairs(found), as_json=as_json)
     if trained.epochs == 0:
         note("warning: training made nothing better than the model's own rows; try a lower --learning-rate")
-
-
-def trained_substitute(store: "KNNStore", domains: list[str] | None, tags: list[str] | None) -> "Substitute":
-    """The substitute that was trained on exactly these domains.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    from knnstore import Selection
-    from knnstore.lm import trained_for
-
-    if tags:
-        raise ConfigError("a substitute is of whole domains and knows no tags: leave out --tag")
-    found = trained_for(store, Selection(domains=tuple(domains) if domains else None))
-    if found is None:
-        options = "".join(f" --domain {printable(name)}" for name in domains or ())
-        raise ConfigError(f"no substitute was trained on exactly this: run knnstore substitute{options}")
-    return found

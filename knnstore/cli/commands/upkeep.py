@@ -7,24 +7,10 @@ from typing import Annotated
 import typer
 
 import knnstore
-from knnstore.cli.options import (
-    DEFAULT_HOME,
-    HomeOption,
-    InDomainOption,
-    JsonOption,
-    LocationOption,
-    ParamsOption,
-    read_params,
-)
-from knnstore.cli.output import Bar, note, print_json
+from knnstore.cli.inputs import ParamsOption, read_params
+from knnstore.cli.options import DEFAULT_HOME, HomeOption, InDomainOption, JsonOption, LocationOption
+from knnstore.cli.output import Bar, note, print_result
 from knnstore.errors import KnnstoreError
-
-
-def _print(result: dict[str, object], sentence: str, as_json: bool) -> None:
-    if as_json:
-        print_json(result)
-    else:
-        typer.echo(sentence)
 
 
 def tag(
@@ -48,15 +34,13 @@ def tag(
         store.retag(document, domain=domain, add=add or (), remove=remove or ())
         found = store.document(document, domain=domain)
     tags = ", ".join(found.tags) or "none"
-    _print(asdict(found), f"tags of {found.id} in {found.domain}: {tags}", as_json)
+    print_result(asdict(found), f"tags of {found.id} in {found.domain}: {tags}", as_json=as_json)
 
 
 def remove(
-    document: Annotated[
-        str | None, typer.Option("--document", metavar="ID", help="Remove this document.")
-    ] = None,
+    document: Annotated[str | None, typer.Option(metavar="ID", help="Remove this document.")] = None,
     domain: Annotated[
-        str | None, typer.Option("--domain", metavar="NAME", help="Remove this domain, documents and all.")
+        str | None, typer.Option(metavar="NAME", help="Remove this domain, documents and all.")
     ] = None,
     within: Annotated[
         str | None,
@@ -79,12 +63,13 @@ def remove(
     with knnstore.open(home, "a") as store:
         if document is not None:
             gone = store.remove_document(document, domain=within)
-            sentence = f"removed {gone.id} of {gone.domain}: {gone.tokens:,} tokens"
-            _print({"removed": asdict(gone)}, sentence, as_json)
-        elif domain is not None:
+            result, sentence = asdict(gone), f"removed {gone.id} of {gone.domain}: {gone.tokens:,} tokens"
+        else:
+            assert domain is not None
             whole = store.remove_domain(domain)
+            result = asdict(whole)
             sentence = f"removed {whole.name}: {whole.documents:,} documents, {whole.tokens:,} tokens"
-            _print({"removed": asdict(whole)}, sentence, as_json)
+    print_result({"removed": result}, sentence, as_json=as_json)
 
 
 def move(
@@ -119,8 +104,10 @@ def move(
     with knnstore.open(home, "a") as store, Bar() as bar:
         if to is None:
             dropped = store.abandon_move()
-            where = f"dropped the copy for {dropped.adapter} at {dropped.location}" if dropped else None
-            _print({"abandoned": dropped and asdict(dropped)}, where or "no move is unfinished", as_json)
+            sentence = "no move is unfinished"
+            if dropped:
+                sentence = f"dropped the copy for {dropped.adapter} at {dropped.location}"
+            print_result({"abandoned": dropped and asdict(dropped)}, sentence, as_json=as_json)
             return
         moved = store.move(to, location or f"keys-{to}", params=settings, progress=bar)
     result = {"store": moved.after.adapter, "location": moved.after.location, **asdict(moved)}
@@ -129,7 +116,7 @@ def move(
         sentence += f"; it finds {moved.recall:.2%} of the {moved.neighbors:,} nearest"
     if moved.left:
         note(f"the old keys are left at {moved.before.location}: {moved.left}")
-    _print(result, sentence, as_json)
+    print_result(result, sentence, as_json=as_json)
 
 
 def optimize(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:
@@ -145,7 +132,7 @@ def optimize(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> No
         store.optimize()
         seconds, records = time.perf_counter() - started, store.datastore.count()
     sentence = f"optimized {records:,} records in {seconds:.1f} s"
-    _print({"records": records, "seconds": seconds}, sentence, as_json)
+    print_result({"records": records, "seconds": seconds}, sentence, as_json=as_json)
 
 
 def verify(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:
@@ -159,10 +146,7 @@ def verify(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None
     """
     with knnstore.open(home) as store:
         records, problems = store.datastore.count(), store.verify()
-    sentence = "\n".join(problems) or f"sound: {records:,} records"
-    _print({"records": records, "problems": problems}, sentence, as_json)
-    if problems:
-        raise KnnstoreError(f"{len(problems)} found wrong in {home}")
+    _report(records, problems, f"found wrong in {home}", as_json=as_json)
 
 
 def repair(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:
@@ -176,10 +160,19 @@ def repair(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None
     """
     with knnstore.open(home, "a") as store:
         problems, records = store.repair(), store.datastore.count()
+    _report(records, problems, f"cannot be repaired in {home}", as_json=as_json)
+
+
+def _report(records: int, problems: list[str], which: str, *, as_json: bool) -> None:
+    """Print what was found.
+
+    Raises:
+        KnnstoreError: there are problems.
+    """
     sentence = "\n".join(problems) or f"sound: {records:,} records"
-    _print({"records": records, "problems": problems}, sentence, as_json)
+    print_result({"records": records, "problems": problems}, sentence, as_json=as_json)
     if problems:
-        raise KnnstoreError(f"{len(problems)} cannot be repaired in {home}")
+        raise KnnstoreError(f"{len(problems)} {which}")
 
 
 def upgrade(home: HomeOption = DEFAULT_HOME) -> None:

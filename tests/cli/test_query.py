@@ -1,0 +1,37 @@
+"""What the options of a query make of the settings that are saved."""
+
+import pytest
+
+import knnstore as library
+from knnstore import Selection
+from knnstore.cli.query import Query
+from knnstore.lm import CacheSettings
+
+SAVED = {"size": 400, "temperature": 50.0, "lam": 0.15}
+
+
+@pytest.fixture
+def cache_of(store):
+    with library.open(store, "a") as opened:
+
+        def find(saved=SAVED, **given):
+            opened.save_settings(
+                {"temperature": 20.0, "mixer": {"name": "fixed", "lam": 0.5}, "cache": saved}
+            )
+            return Query(**given).settings(opened, Selection()).cache
+
+        yield find
+
+
+def test_the_saved_cache_is_used_and_changed_by_what_is_given(cache_of):
+    assert cache_of(None) is None
+    assert cache_of() == CacheSettings(400, 50.0, 0.15)
+    assert cache_of(cache=0) is None
+    assert cache_of(cache=100) == CacheSettings(100, 50.0, 0.15)
+    assert cache_of(cache_temperature=30.0, cache_lambda=0.3) == CacheSettings(400, 30.0, 0.3)
+    assert cache_of(None, cache=100) == CacheSettings(100, 20.0, 0.1)
+
+
+def test_a_lambda_given_for_the_store_is_that_of_all_retrieval_unless_a_cache_is_given_too(cache_of):
+    assert cache_of(lam=0.5) is None
+    assert cache_of(lam=0.5, cache_lambda=0.2) == CacheSettings(400, 50.0, 0.2)
