@@ -93,10 +93,7 @@ class FaissDatastore(EmbeddedDatastore):
                 for query in np.flatnonzero(inside.any(axis=1)):
                     mine = inside[query]
                     distances[query, mine] = index.distances_to(queries[query], rows[query, mine])
-        order = np.argsort(distances, axis=1, kind="stable")
-        return Neighbors(
-            np.take_along_axis(found.ids, order, axis=1), np.take_along_axis(distances, order, axis=1)
-        )
+        return Neighbors(found.ids, distances).nearest(distances.shape[1])
 
     def _index_of(self, segment: Segment) -> InvertedIndex | None:
         if segment.entry is None or segment.entry.index is None:

@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 from knnstore.datastore import (
     BLOCK,
     Distances,
-    Found,
     IdRanges,
     Keys,
     MappedColumns,
     MappedFile,
     Metric,
+    Neighbors,
     Segment,
     StoredKeys,
     compare_rows,
@@ -94,7 +94,7 @@ class InvertedIndex:
         """The live rows of the segment, of all records or of those with some ids."""
         return self._live if ids is None else self.segment.live_rows(ids)
 
-    def search(self, queries: Keys, k: int, matching: IdRanges) -> Found:
+    def search(self, queries: Keys, k: int, matching: IdRanges) -> Neighbors:
         """Find about the k nearest of some rows, and k always where there are k; see `SegmentIndex`."""
         if matching.size <= max(_FEW_ROWS, 4 * k):
             return compare_rows(self.segment, matching, queries, k, self._metric, nearest_rows)
@@ -105,8 +105,7 @@ class InvertedIndex:
         found = self._search_lists(queries, k, selector, probes, candidates)
         short = np.flatnonzero(found.ids[:, -1] < 0)
         if len(short):  # the lists visited did not hold enough matching rows: visit all of them
-            more = self._search_lists(queries[short], k, selector, lists, candidates)
-            found.ids[short], found.distances[short] = more.ids, more.distances
+            found.put(short, self._search_lists(queries[short], k, selector, lists, candidates))
         return found.named(self._columns.ids)
 
     def distances_to(self, query: Keys, rows: NDArray[np.int64]) -> Distances:
@@ -131,7 +130,7 @@ class InvertedIndex:
 
     def _search_lists(
         self, queries: Keys, k: int, selector: faiss.IDSelector | None, probes: int, candidates: int
-    ) -> Found:
+    ) -> Neighbors:
         """Search some lists for each query; found.ids are rows."""
         wanted = faiss.SearchParametersIVF(nprobe=probes, sel=selector)
         if not self._policy.ranks_again:
@@ -152,14 +151,13 @@ class InvertedIndex:
     def _checked(self) -> bool:
         return self._columns.keys_file.checked
 
-    def _ranked(self, queries: Keys, found: Found, k: int) -> Found:
+    def _ranked(self, queries: Keys, found: Neighbors, k: int) -> Neighbors:
         """Compute the distances of candidates from the stored keys and keep the nearest."""
         for query, rows, distances in zip(queries, found.ids, found.distances, strict=True):
             present = rows >= 0
             keys = self._columns.keys_at(rows[present]).astype(np.float32)
             distances[present] = _distances(query, keys, self._metric)
-        found.sort_rows(np.arange(len(queries)))
-        return Found(np.ascontiguousarray(found.ids[:, :k]), np.ascontiguousarray(found.distances[:, :k]))
+        return found.nearest(k)
 
 
 def _read(root: Path, segment: Segment, dim: int, metric: Metric) -> faiss.IndexIVF:

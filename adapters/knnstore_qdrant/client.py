@@ -10,7 +10,7 @@ from qdrant_client import QdrantClient, models
 from knnstore.datastore import Groups, Ids, Keys, Metric, Neighbors
 from knnstore_qdrant.conditions import GROUP, POSITION, TOKEN_BITS, Condition
 from knnstore_qdrant.options import Options
-from knnstore_qdrant.points import distances_of, missing
+from knnstore_qdrant.points import distances_of
 
 Result = TypeVar("Result")
 
@@ -67,7 +67,7 @@ class ClientPoints(ABC):
             for query in queries.tolist()
         ]
         answers = self.read(lambda: self._client.query_batch_points(self._name, requests))
-        found = missing(len(queries), k)
+        found = Neighbors.nothing(len(queries), k)
         for row, answer in enumerate(answers):
             hits = answer.points
             found.ids[row, : len(hits)] = [hit.id for hit in hits]

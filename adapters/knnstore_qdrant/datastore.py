@@ -27,7 +27,7 @@ from knnstore.errors import ConfigError, DatastoreClosedError, ReadOnlyError
 from knnstore_qdrant.conditions import Condition, condition_of_filter, condition_of_ranges
 from knnstore_qdrant.opening import erase_points, open_points
 from knnstore_qdrant.options import Options
-from knnstore_qdrant.points import Points, missing
+from knnstore_qdrant.points import Points
 
 _SCROLL_BYTES = 8 << 20  # of vectors in one answer
 _NEIGHBORS_AT_ONCE = 1 << 14  # in one answer: each is a Python object for a moment
@@ -119,17 +119,13 @@ class QdrantDatastore:
         points = self._points()
         condition = None if where is None else condition_of_filter(where, self._ids_where)
         if not len(queries) or (condition is not None and not condition):
-            return missing(len(queries), k)
+            return Neighbors.nothing(len(queries), k)
         size = max(1, _NEIGHBORS_AT_ONCE // k)
         parts = [
             self._nearest(points, queries[start : start + size], k, condition)
             for start in range(0, len(queries), size)
         ]
-        if len(parts) == 1:
-            return parts[0]
-        return Neighbors(
-            np.concatenate([part.ids for part in parts]), np.concatenate([part.distances for part in parts])
-        )
+        return Neighbors.joined(parts, axis=0)
 
     def delete(self, ids: IdRanges) -> int:
         """Remove every record in the ranges; see `Datastore.delete`."""
@@ -209,8 +205,7 @@ class QdrantDatastore:
         short = np.flatnonzero(found.ids[:, -1] < 0)
         if len(short) and not points.exact_search:
             # Few match, or the graph of those that match is not connected.
-            again = points.query(queries[short], k, condition, exact=True)
-            found.ids[short], found.distances[short] = again.ids, again.distances
+            found.put(short, points.query(queries[short], k, condition, exact=True))
         return found
 
     def _ids_where(self, condition: Condition) -> Ids:

@@ -75,11 +75,6 @@ class Points(Protocol):
         ...
 
 
-def missing(queries: int, k: int) -> Neighbors:
-    """A result in which every neighbour is missing."""
-    return Neighbors(np.full((queries, k), -1, np.int64), np.full((queries, k), np.inf, np.float32))
-
-
 def distances_of(found: Neighbors, metric: Metric) -> Neighbors:
     """Turn Qdrant's scores into distances, in place: it gives the root of L2 and the inner product itself."""
     if metric is Metric.L2:

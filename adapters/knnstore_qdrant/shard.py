@@ -37,7 +37,7 @@ from knnstore.datastore import Groups, Ids, Keys, Metric, Neighbors
 from knnstore.errors import DatastoreError
 from knnstore_qdrant.conditions import GROUP, POSITION, TOKEN_BITS, Condition
 from knnstore_qdrant.options import Options
-from knnstore_qdrant.points import distances_of, missing
+from knnstore_qdrant.points import distances_of
 
 _POINTS_AT_ONCE = 2048  # a Python object each
 _DISTANCES = {Metric.L2: Distance.Euclid, Metric.IP: Distance.Dot}
@@ -98,7 +98,7 @@ class Shard:
 
     def query(self, queries: Keys, k: int, condition: Condition | None, *, exact: bool) -> Neighbors:
         """The k points nearest to each query."""
-        found = missing(len(queries), k)
+        found = Neighbors.nothing(len(queries), k)
         params = SearchParams(
             hnsw_ef=max(k, self._options.ef), exact=exact, quantization=None if exact else self._quantized
         )

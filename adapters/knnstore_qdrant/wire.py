@@ -16,7 +16,7 @@ from knnstore.errors import DatastoreError
 from knnstore_qdrant.client import filter_of
 from knnstore_qdrant.collection import MARK, Collection
 from knnstore_qdrant.conditions import GROUP, POSITION, TOKEN_BITS, Condition
-from knnstore_qdrant.points import distances_of, missing
+from knnstore_qdrant.points import distances_of
 from knnstore_qdrant.server import ServerPoints
 
 _PROBE_SECONDS = 2.0
@@ -83,7 +83,7 @@ class GrpcPoints(ServerPoints):
         if len(answer.result) != len(queries):
             answered = f"{len(answer.result)} of {len(queries)} queries"
             raise DatastoreError(f"{self.attempts.place} answered {answered}")
-        found = missing(len(queries), k)
+        found = Neighbors.nothing(len(queries), k)
         for row, batch in enumerate(answer.result):
             hits = batch.result
             found.ids[row, : len(hits)] = [hit.id.num for hit in hits]

@@ -19,7 +19,7 @@ from knnstore.datastore.embedded import (
     stored_keys,
 )
 from knnstore.datastore.memory import MemoryDatastore
-from knnstore.datastore.neighbors import Found, Neighbors
+from knnstore.datastore.neighbors import Neighbors
 from knnstore.datastore.protocol import Datastore, Mode, SupportsErase, SupportsOptimize, SupportsVerify
 from knnstore.datastore.ranges import IdRanges
 from knnstore.datastore.records import TOKEN_BITS, TOKEN_LIMIT, positions_of, ranges_of, record_ids, tokens_of
@@ -34,7 +34,6 @@ __all__ = [
     "Distances",
     "EmbeddedDatastore",
     "Filter",
-    "Found",
     "Groups",
     "IdRanges",
     "Ids",

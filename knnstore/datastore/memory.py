@@ -52,8 +52,8 @@ class MemoryDatastore:
     Example:
         >>> store = MemoryDatastore.open("anywhere", dim=2)
         >>> store.add(np.array([7, 9]), np.array([[0, 0], [3, 4]]), np.array([0, 0]))
-        >>> store.search(np.array([[0, 1]]), k=3)
-        Neighbors(ids=array([[ 7,  9, -1]]), distances=array([[ 1., 18., inf]], dtype=float32))
+        >>> store.search(np.array([[0, 1]]), k=3).distances
+        array([[ 1., 18., inf]], dtype=float32)
     """
 
     def __init__(self, dim: int, metric: Metric) -> None:
@@ -118,14 +118,13 @@ class MemoryDatastore:
         records = self._live()
         if where is not None:
             records = records.rows(where.ids.contains(records.ids))
-        ids = np.full((len(queries), k), -1, np.int64)
-        distances = np.full((len(queries), k), np.inf, np.float32)
+        found = Neighbors.nothing(len(queries), k)
         for row, query in enumerate(queries):  # one at a time: no answer depends on the batch it is in
             to_all = _distances(query, records.keys, self._metric)
             nearest = np.argsort(to_all, kind="stable")[:k]
-            ids[row, : len(nearest)] = records.ids[nearest]
-            distances[row, : len(nearest)] = to_all[nearest]
-        return Neighbors(ids, distances)
+            found.ids[row, : len(nearest)] = records.ids[nearest]
+            found.distances[row, : len(nearest)] = to_all[nearest]
+        return found
 
     def delete(self, ids: IdRanges) -> int:
         """Remove every record in the ranges; see `Datastore.delete`."""

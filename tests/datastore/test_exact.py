@@ -11,7 +11,7 @@ from knnstore.datastore import IdRanges, Metric
 from knnstore.datastore.embedded import exact
 from knnstore.datastore.embedded.exact import ExactIndex
 from knnstore.datastore.embedded.segment import Segment
-from knnstore.datastore.neighbors import Found, merge
+from knnstore.datastore.neighbors import Neighbors, merge
 
 
 def true_distances(queries: np.ndarray, keys: np.ndarray, metric: Metric) -> np.ndarray:
@@ -83,7 +83,7 @@ def test_merge(parts: list[list[int]], k: int) -> None:
     width = [min(len(part), k) for part in parts]
     found = merge(
         [
-            Found(
+            Neighbors(
                 np.array([part[:w]], np.int64).reshape(1, -1), np.array([part[:w]], np.float32).reshape(1, -1)
             )
             for part, w in zip(parts, width, strict=True)

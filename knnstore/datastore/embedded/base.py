@@ -119,8 +119,7 @@ class EmbeddedDatastore(ABC):
                 # What was newest when this search began is new enough: a busy writer delays no search.
                 if (updated or self._segments.snapshot() is self._held) and self._ready(groups):
                     parts = [self._indexes[group].search(queries, k, ids) for group in self._chosen(groups)]
-                    found = merge(parts, len(queries), k)
-                    return Neighbors(found.ids, found.distances)
+                    return merge(parts, len(queries), k)
             with self._lock.writing():
                 self._update(groups)
             updated = True

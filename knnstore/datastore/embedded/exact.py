@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from knnstore.datastore.arrays import Distances, Keys, Metric
 from knnstore.datastore.embedded.segment import Columns, Segment
-from knnstore.datastore.neighbors import Found, merge
+from knnstore.datastore.neighbors import Neighbors, merge
 from knnstore.datastore.ranges import IdRanges
 
 _CHUNK = 1 << 16  # rows converted, moved or gathered at a time
@@ -20,11 +20,11 @@ _PRODUCT_SIZE = 1 << 23  # numbers of a product of queries and keys that are in 
 # error seen, 0.8e-6 of q² + x²), so it is computed again from the difference.
 _CANCELLING = 2.0**-4
 
-NearestRows = Callable[[Keys, Keys, Distances, int, Metric], Found]
+NearestRows = Callable[[Keys, Keys, Distances, int, Metric], Neighbors]
 """Finds the k nearest rows of a matrix, as `nearest_rows` does."""
 
 
-def nearest_rows(queries: Keys, keys: Keys, norms: Distances, k: int, metric: Metric) -> Found:
+def nearest_rows(queries: Keys, keys: Keys, norms: Distances, k: int, metric: Metric) -> Neighbors:
     """Find the k nearest rows of a matrix by multiplication; L2 distances are exact to about 1e-6 q² + x².
 
     Args:
@@ -37,7 +37,7 @@ def nearest_rows(queries: Keys, keys: Keys, norms: Distances, k: int, metric: Me
     Returns:
         Row numbers and distances, shape (q, k), padded where there are fewer rows.
     """
-    found = Found.nothing(len(queries), k)
+    found = Neighbors.nothing(len(queries), k)
     k = min(k, len(keys))
     step = max(1, _PRODUCT_SIZE // max(1, len(keys)))
     for start in range(0, len(queries) if k else 0, step):
@@ -107,11 +107,11 @@ class ExactIndex:
         """How many rows there are, of all or of those with some ids."""
         return self._rows if ids is None else int(np.diff(self._slices(ids), axis=1).sum())
 
-    def search(self, queries: Keys, k: int, ids: IdRanges | None) -> Found:
+    def search(self, queries: Keys, k: int, ids: IdRanges | None) -> Neighbors:
         """Find the k nearest rows of each query, of all or of those with some ids."""
         reachable = min(k, self._rows)
         if reachable == 0 or len(queries) == 0:
-            return Found.nothing(len(queries), k)
+            return Neighbors.nothing(len(queries), k)
         centred = queries - self._centre
         if ids is None:
             found = self._search_rows(centred, slice(0, self._rows), reachable)
@@ -136,13 +136,13 @@ class ExactIndex:
             for segment in wanted.values():
                 self._add(segment)
 
-    def _search_rows(self, queries: Keys, rows: slice | NDArray[np.int64], k: int) -> Found:
+    def _search_rows(self, queries: Keys, rows: slice | NDArray[np.int64], k: int) -> Neighbors:
         return self._nearest(queries, self._matrix[rows], self._norms[rows], k, self._metric)
 
-    def _nearest_among(self, queries: Keys, k: int, slices: NDArray[np.int64]) -> Found:
+    def _nearest_among(self, queries: Keys, k: int, slices: NDArray[np.int64]) -> Neighbors:
         """Search some slices of rows: long ones in place, short ones gathered."""
         lengths = slices[:, 1] - slices[:, 0]
-        parts: list[Found] = []
+        parts: list[Neighbors] = []
         for start, stop in slices[lengths >= _LONG_SLICE].tolist():
             part = self._search_rows(queries, slice(start, stop), k)
             part.ids[part.ids >= 0] += start
@@ -164,7 +164,7 @@ class ExactIndex:
             found.append(ids.rows_in(mine) + span.start)
         return np.concatenate(found)
 
-    def _recompute(self, found: Found, queries: Keys) -> None:
+    def _recompute(self, found: Neighbors, queries: Keys) -> None:
         """Compute those distances from the difference that cancellation made inexact."""
         scale = self._norms.take(found.ids, mode="clip")  # what is missing is at infinity, not below any
         scale += np.einsum("qd,qd->q", queries, queries)[:, None]
@@ -238,7 +238,7 @@ def compare_rows(
     k: int,
     metric: Metric,
     nearest: NearestRows = nearest_rows,
-) -> Found:
+) -> Neighbors:
     """Find the k nearest of some rows of a segment by comparing with each; found.ids are record ids.
 
     Args:
@@ -250,7 +250,7 @@ def compare_rows(
         nearest: an engine's own search of a matrix.
     """
     numbers = np.concatenate([np.empty(0, np.int64), *(np.arange(start, stop) for start, stop in rows)])
-    found = Found.nothing(len(queries), k)
+    found = Neighbors.nothing(len(queries), k)
     for start in range(0, len(numbers), _CHUNK):
         some = numbers[start : start + _CHUNK]
         ids, keys = segment.columns.ids[some], segment.columns.keys_at(some)

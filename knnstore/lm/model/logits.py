@@ -11,7 +11,7 @@ from torch import Tensor
 from knnstore.datastore import Keys, Neighbors, tokens_of
 from knnstore.errors import ConfigError
 from knnstore.lm.mixing import Recent, Retrieved, entropy_of, mix
-from knnstore.lm.retrieval import TextPass, missing, reachable, retrieve_for_pass, search_some
+from knnstore.lm.retrieval import TextPass, reachable, retrieve_for_pass, search_some
 from knnstore.lm.settings import KNNSettings
 from knnstore.lm.substitute import Heads
 from knnstore.store import KNNStore
@@ -83,7 +83,7 @@ def _found(
 ) -> Neighbors:
     """The neighbours of the positions that are attended."""
     if not settings.retrieves:
-        return missing(len(queries), 1)
+        return Neighbors.nothing(len(queries), 1)
     k = reachable(store, settings.k, settings.selection, settings.mixer)
     settings = replace(settings, k=k)
     attended = positions.attended

@@ -1,7 +1,7 @@
 """What a prediction is mixed with: neighbours from the store, the text's own past, pointers."""
 
 from knnstore.lm.retrieval.cache import Reading, ReadText
-from knnstore.lm.retrieval.pointers import missing, retrieve_in_step
+from knnstore.lm.retrieval.pointers import retrieve_in_step
 from knnstore.lm.retrieval.prefix_states import sequence_ids_of, whole_texts
 from knnstore.lm.retrieval.search import columns_of, reachable, search_some
 from knnstore.lm.retrieval.text_keys import TextKeys
@@ -15,7 +15,6 @@ __all__ = [
     "TextKeys",
     "TextPass",
     "columns_of",
-    "missing",
     "reachable",
     "retrieve_for_pass",
     "retrieve_in_step",

@@ -33,15 +33,8 @@ def retrieve(store: KNNStore, queries: Keys, k: int, selection: Selection, mixer
         return store.search(queries, k, selection)
     parts = [_search(store, queries, k, selection, mixer.domains[number]) for number in mixer.searched]
     if not parts:
-        return _nothing(len(queries), k)
-    log_weights = None
-    if any(part.log_weights is not None for part in parts):
-        log_weights = np.concatenate([_log_weights(part) for part in parts], axis=1)
-    return Neighbors(
-        np.concatenate([part.ids for part in parts], axis=1),
-        np.concatenate([part.distances for part in parts], axis=1),
-        log_weights,
-    )
+        return Neighbors.nothing(len(queries), k)
+    return Neighbors.joined(parts)
 
 
 def reachable(store: KNNStore, k: int, selection: Selection, mixer: Mixer) -> int:
@@ -81,20 +74,12 @@ def _count(store: KNNStore, selection: Selection, mixer: Mixer) -> int:
 def _search(store: KNNStore, queries: Keys, k: int, selection: Selection, domain: str) -> Neighbors:
     if selection.domains is not None and domain not in selection.domains:
         _tell(store, domain, "which is not selected here")
-        return _nothing(len(queries), k)
+        return Neighbors.nothing(len(queries), k)
     try:
         return store.search(queries, k, replace(selection, domains=(domain,)))
     except DomainNotFoundError:  # removed since, perhaps in the middle of a text
         _tell(store, domain, "which the store does not have any more")
-        return _nothing(len(queries), k)
-
-
-def _nothing(queries: int, k: int) -> Neighbors:
-    return Neighbors(np.full((queries, k), -1), np.full((queries, k), np.inf, np.float32))
-
-
-def _log_weights(part: Neighbors) -> NDArray[np.float32]:
-    return np.zeros_like(part.distances) if part.log_weights is None else part.log_weights
+        return Neighbors.nothing(len(queries), k)
 
 
 def _tell(store: KNNStore, domain: str, why: str) -> None:
@@ -122,12 +107,4 @@ def search_some(
     """
     if searched.all():
         return retrieve(store, queries, k, selection, mixer)
-    found = retrieve(store, queries[searched], k, selection, mixer)
-    shape = (len(queries), found.ids.shape[1])
-    ids, distances = np.full(shape, -1), np.full(shape, np.inf, np.float32)
-    ids[searched], distances[searched] = found.ids, found.distances
-    log_weights = None
-    if found.log_weights is not None:
-        log_weights = np.zeros(shape, np.float32)
-        log_weights[searched] = found.log_weights
-    return Neighbors(ids, distances, log_weights)
+    return retrieve(store, queries[searched], k, selection, mixer).spread(searched)

@@ -57,7 +57,7 @@ def _measure(
     selection: Selection,
 ) -> Neighbors:
     """Measure queries against the selected records at some positions; all shapes (q, m)."""
-    found = Neighbors(np.full(positions.shape, -1, np.int64), np.full(positions.shape, np.inf, np.float32))
+    found = Neighbors.nothing(*positions.shape)
     distinct = np.unique(positions[wanted])
     live = ranges_of(distinct, distinct + 1) & view.scope(selection).live
     stored = list(view.datastore.iterate(ids=live)) if live else []
