@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 import numpy as np
 from qdrant_client import QdrantClient, models
 
-from knnstore.datastore import Groups, Ids, Keys, Metric, Neighbors
-from knnstore_qdrant.conditions import GROUP, POSITION, TOKEN_BITS, Condition
+from knnstore.datastore import Groups, Ids, Keys, Metric, Neighbors, positions_of
+from knnstore_qdrant.conditions import GROUP, POSITION, Condition
 from knnstore_qdrant.options import Options
 from knnstore_qdrant.points import distances_of
 
@@ -54,7 +54,7 @@ class ClientPoints(ABC):
             vectors=keys.tolist(),
             payloads=[
                 {GROUP: group, POSITION: position}
-                for group, position in zip(groups.tolist(), (ids >> TOKEN_BITS).tolist(), strict=True)
+                for group, position in zip(groups.tolist(), positions_of(ids).tolist(), strict=True)
             ],
         )
         self.change(lambda: self._client.upsert(self._name, batch, wait=True))

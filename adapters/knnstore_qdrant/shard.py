@@ -33,9 +33,9 @@ from qdrant_edge import (
     VectorStorageDatatype,
 )
 
-from knnstore.datastore import Groups, Ids, Keys, Metric, Neighbors
+from knnstore.datastore import Groups, Ids, Keys, Metric, Neighbors, positions_of
 from knnstore.errors import DatastoreError
-from knnstore_qdrant.conditions import GROUP, POSITION, TOKEN_BITS, Condition
+from knnstore_qdrant.conditions import GROUP, POSITION, Condition
 from knnstore_qdrant.options import Options
 from knnstore_qdrant.points import distances_of
 
@@ -87,7 +87,7 @@ class Shard:
 
     def upsert(self, ids: Ids, keys: Keys, groups: Groups) -> None:
         """Store points, replacing those whose id is present."""
-        numbers, positions, groups_of = ids.tolist(), (ids >> TOKEN_BITS).tolist(), groups.tolist()
+        numbers, positions, groups_of = ids.tolist(), positions_of(ids).tolist(), groups.tolist()
         for start in range(0, len(ids), _POINTS_AT_ONCE):
             points = [
                 Point(numbers[row], keys[row], {GROUP: groups_of[row], POSITION: positions[row]})

@@ -11,11 +11,11 @@ from grpc import RpcError
 from qdrant_client import grpc
 from qdrant_client.conversions.conversion import RestToGrpc
 
-from knnstore.datastore import Groups, Ids, Keys, Neighbors
+from knnstore.datastore import Groups, Ids, Keys, Neighbors, positions_of
 from knnstore.errors import DatastoreError
 from knnstore_qdrant.client import filter_of
 from knnstore_qdrant.collection import MARK, Collection
-from knnstore_qdrant.conditions import GROUP, POSITION, TOKEN_BITS, Condition
+from knnstore_qdrant.conditions import GROUP, POSITION, Condition
 from knnstore_qdrant.points import distances_of
 from knnstore_qdrant.server import ServerPoints
 
@@ -40,7 +40,7 @@ class GrpcPoints(ServerPoints):
     def send(self, ids: Ids, keys: Keys, groups: Groups) -> None:
         """Store points with one request."""
         prefix = _dense_prefix(self._dim)
-        rows = zip(ids.tolist(), keys, groups.tolist(), (ids >> TOKEN_BITS).tolist(), strict=True)
+        rows = zip(ids.tolist(), keys, groups.tolist(), positions_of(ids).tolist(), strict=True)
         points = [
             grpc.PointStruct(
                 id=grpc.PointId(num=number),

@@ -22,12 +22,22 @@ from knnstore.datastore.memory import MemoryDatastore
 from knnstore.datastore.neighbors import Neighbors
 from knnstore.datastore.protocol import Datastore, Mode, SupportsErase, SupportsOptimize, SupportsVerify
 from knnstore.datastore.ranges import IdRanges
-from knnstore.datastore.records import TOKEN_BITS, TOKEN_LIMIT, positions_of, ranges_of, record_ids, tokens_of
+from knnstore.datastore.records import (
+    ID_LIMIT,
+    POSITION_LIMIT,
+    TOKEN_LIMIT,
+    positions_of,
+    ranges_of,
+    record_ids,
+    tokens_of,
+    whole_positions,
+)
 from knnstore.durable import BLOCK, StoredFile, WriterLock, publish, remove, sync_directory
 
 __all__ = [
     "BLOCK",
-    "TOKEN_BITS",
+    "ID_LIMIT",
+    "POSITION_LIMIT",
     "TOKEN_LIMIT",
     "Capabilities",
     "Datastore",
@@ -67,4 +77,5 @@ __all__ = [
     "stored_keys",
     "sync_directory",
     "tokens_of",
+    "whole_positions",
 ]

@@ -9,9 +9,23 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from knnstore.datastore import Datastore, Filter, Groups, IdRanges, Ids, Keys, Metric, Neighbors
+from knnstore.datastore import (
+    ID_LIMIT,
+    TOKEN_LIMIT,
+    Datastore,
+    Filter,
+    Groups,
+    IdRanges,
+    Ids,
+    Keys,
+    Metric,
+    Neighbors,
+    positions_of,
+    ranges_of,
+    record_ids,
+)
 
-ALL_IDS = IdRanges([(0, 2**63 - 1)])
+ALL_IDS = IdRanges([(0, ID_LIMIT)])
 """Every id that a record can have."""
 
 _RTOL, _ATOL = 1e-4, 1e-3
@@ -57,8 +71,8 @@ class Records:
 
     def positions(self) -> IdRanges:
         """Their positions in the corpus, each with room for any token: few ranges for many ids."""
-        positions = self.ids >> 20
-        return IdRanges(np.stack([positions << 20, (positions + 1) << 20], axis=1))
+        positions = positions_of(self.ids)
+        return ranges_of(positions, positions + 1)
 
     def of_groups(self, *groups: int) -> Filter:
         """The filter for some groups, named both ways."""
@@ -74,13 +88,13 @@ def half(array: NDArray[Any]) -> Keys:
 def sample(n: int, dim: int, *, seed: int = 0, first_position: int = 3) -> Records:
     """Make records as a corpus would: documents of 50 tokens, spread over four groups.
 
-    Ids are position << 20 | token; there are gaps between documents. Keys are normally distributed
+    There are gaps between the positions of documents. Keys are normally distributed
     and representable in half precision.
     """
     rng = np.random.default_rng(seed)
     document = np.arange(n) // 50
     positions = first_position + np.arange(n) + 7 * document
-    ids = positions << 20 | rng.integers(0, 2**20, n)
+    ids = record_ids(positions, rng.integers(0, TOKEN_LIMIT, n))
     keys = half(rng.standard_normal((n, dim)))
     return Records(ids.astype(np.int64), keys, (document % 4).astype(np.int32))
 

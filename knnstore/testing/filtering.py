@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from knnstore.datastore import Datastore, Filter, IdRanges, Keys, Metric
+from knnstore.datastore import Datastore, Filter, IdRanges, Keys, Metric, record_ids
 from knnstore.testing.base import (
     ALL_IDS,
     KitBase,
@@ -88,7 +88,7 @@ class FilterTests(KitBase):
 
         If this fails, check the engine's limit on the length of a filter.
         """
-        elsewhere = (np.arange(2000) + 100_000) << 21
+        elsewhere = record_ids(200_000 + 2 * np.arange(2000), np.zeros(2000, np.int64))
         where = Filter(ids=IdRanges.of_ids(elsewhere) | IdRanges.of_ids(records.ids[1::2]))
         self._check(store, records, metric, where, k=20)
 

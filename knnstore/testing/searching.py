@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from knnstore.datastore import Datastore, Metric, SupportsOptimize
+from knnstore.datastore import Datastore, Metric, SupportsOptimize, record_ids
 from knnstore.errors import DimensionMismatchError, InvalidVectorError
 from knnstore.testing.base import (
     KitBase,
@@ -159,7 +159,8 @@ class SearchTests(KitBase):
         store = open_store(metric=metric)
         records.put(store)
         key = records.keys[:1] * 4
-        twins = Records((10_000 + np.arange(30)) << 20, np.repeat(key, 30, axis=0), np.zeros(30, np.int32))
+        ids = record_ids(10_000 + np.arange(30), np.zeros(30, np.int64))
+        twins = Records(ids, np.repeat(key, 30, axis=0), np.zeros(30, np.int32))
         twins.put(store)
         found = store.search(key, 30)
         check_neighbors(found, records + twins, key, 30, metric, recall=required_recall(store))

@@ -8,7 +8,17 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from knnstore.datastore import Datastore, Distances, Groups, IdRanges, Ids, Keys, Metric, SupportsOptimize
+from knnstore.datastore import (
+    ID_LIMIT,
+    Datastore,
+    Distances,
+    Groups,
+    IdRanges,
+    Ids,
+    Keys,
+    Metric,
+    SupportsOptimize,
+)
 from knnstore.errors import DatastoreError
 from knnstore.failpoints import failpoint
 from knnstore.progress import Progress
@@ -19,7 +29,6 @@ SECONDS_AT_RISK = 10.0
 GIVE_UP = "the store stays where it is; drop the copy with `knnstore move --abandon`"
 
 _BATCH = 8192
-_ID_LIMIT = 2**63 - 1
 _QUERIES = 32
 _NEIGHBORS = 1024
 _NOTHING = IdRanges()
@@ -117,7 +126,7 @@ def _copy(batches: Iterable[Batch], total: int, target: Datastore, progress: Pro
             flushed = time.monotonic()
             failpoint("move.flushed")
     if seen < present:
-        _settle(target, first, _ID_LIMIT, np.empty(0, np.int64))
+        _settle(target, first, ID_LIMIT, np.empty(0, np.int64))
     target.flush()
     progress.finish()
     return np.concatenate(sample), copied
