@@ -11,10 +11,10 @@ from knnstore.datastore import nearest_rows as nearest_rows_by_numpy
 faiss.cvar.distance_compute_blas_threshold = 1
 
 
-def nearest_rows(queries: Keys, keys: Keys, norms: Distances, k: int, metric: Metric) -> Neighbors:
+def nearest_rows(queries: Keys, keys: Keys, k: int, metric: Metric, norms: Distances) -> Neighbors:
     """Find the k nearest rows of a matrix; see `knnstore.datastore.nearest_rows`."""
     if len(queries) == 1:  # a product with one vector, for which numpy takes half the time
-        return nearest_rows_by_numpy(queries, keys, norms, k, metric)
+        return nearest_rows_by_numpy(queries, keys, k, metric, norms)
     rows = np.empty((len(queries), k), np.int64)
     distances = np.empty((len(queries), k), np.float32)
     shape = (keys.shape[1], len(queries), len(keys), k)

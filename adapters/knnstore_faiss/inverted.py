@@ -18,6 +18,7 @@ from knnstore.datastore import (
     Segment,
     StoredKeys,
     compare_rows,
+    paired,
 )
 from knnstore.errors import CorruptDatastoreError, DatastoreError
 from knnstore_faiss.flat import found_by_faiss, nearest_rows
@@ -119,7 +120,7 @@ class InvertedIndex:
             float32, shape (m,).
         """
         if self._policy.exact_distances:
-            return _distances(query, self._columns.keys_at(rows).astype(np.float32), self._metric)
+            return paired(query, self._columns.keys_at(rows).astype(np.float32), self._metric)
         selector = _selector(IdRanges.of_ids(np.sort(rows)), self.segment.rows)
         wanted = faiss.SearchParametersIVF(nprobe=self._index.nlist, sel=selector)
         distances, found = self._index.search(query[None], len(rows), params=wanted)
@@ -156,7 +157,7 @@ class InvertedIndex:
         for query, rows, distances in zip(queries, found.ids, found.distances, strict=True):
             present = rows >= 0
             keys = self._columns.keys_at(rows[present]).astype(np.float32)
-            distances[present] = _distances(query, keys, self._metric)
+            distances[present] = paired(query, keys, self._metric)
         return found.nearest(k)
 
 
@@ -208,13 +209,3 @@ def _view(keys: StoredKeys, metric: Metric) -> faiss.IndexFlatCodes:
     index.ntotal = len(keys)
     index.is_trained = True
     return index
-
-
-def _distances(query: Keys, keys: Keys, metric: Metric) -> Distances:
-    distances: Distances
-    if metric is Metric.IP:
-        distances = -(keys @ query)
-    else:
-        keys -= query
-        distances = np.einsum("nd,nd->n", keys, keys)
-    return distances

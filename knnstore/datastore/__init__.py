@@ -7,6 +7,7 @@ are found through `registry`.
 from knnstore.datastore import registry
 from knnstore.datastore.arguments import checked_k, checked_keys, checked_params, checked_records
 from knnstore.datastore.arrays import Capabilities, Distances, Filter, Groups, Ids, Keys, Metric
+from knnstore.datastore.distances import BLOCK_VALUES, nearest_rows, paired, pairwise
 from knnstore.datastore.embedded import (
     EmbeddedDatastore,
     KeySegments,
@@ -15,7 +16,6 @@ from knnstore.datastore.embedded import (
     Segment,
     StoredKeys,
     compare_rows,
-    nearest_rows,
     stored_keys,
 )
 from knnstore.datastore.memory import MemoryDatastore
@@ -36,6 +36,7 @@ from knnstore.durable import BLOCK, StoredFile, WriterLock, publish, remove, syn
 
 __all__ = [
     "BLOCK",
+    "BLOCK_VALUES",
     "ID_LIMIT",
     "POSITION_LIMIT",
     "TOKEN_LIMIT",
@@ -68,6 +69,8 @@ __all__ = [
     "checked_records",
     "compare_rows",
     "nearest_rows",
+    "paired",
+    "pairwise",
     "positions_of",
     "publish",
     "ranges_of",

@@ -176,8 +176,9 @@ class MemoryDatastore:
 def _distances(query: Keys, keys: Keys, metric: Metric) -> Distances:
     """Measure one query, shape (dim,), against keys of shape (n, dim); shape (n,).
 
-    The sums are taken over the differences themselves: |q|² - 2qx + |x|² is several times faster
-    but loses most digits where they matter, between vectors that are near each other.
+    Shares nothing with `knnstore.datastore.distances`, whose oracle it is. The sums are taken over the
+    differences themselves: |q|² - 2qx + |x|² is several times faster but loses most digits where they
+    matter, between vectors that are near each other.
     """
     distances = np.empty(len(keys), np.float32)
     for start in range(0, len(keys), _BLOCK_ROWS):

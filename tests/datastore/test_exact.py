@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from knnstore.datastore import IdRanges, Metric
+from knnstore.datastore import IdRanges, Metric, distances
 from knnstore.datastore.embedded import exact
 from knnstore.datastore.embedded.exact import ExactIndex
 from knnstore.datastore.embedded.segment import Segment
@@ -32,7 +32,7 @@ def test_near_duplicates_far_from_the_origin(
     index = ExactIndex(64, metric)
     index.update([Segment.in_memory(0, np.arange(2000) * 3, keys)])
     for size in (1 << 23, 5000):
-        monkeypatch.setattr(exact, "_PRODUCT_SIZE", size)
+        monkeypatch.setattr(distances, "_PRODUCT_SIZE", size)
         found = index.search(asked, 20, None)
         truth = true_distances(asked, keys, metric)
         own = np.take_along_axis(truth, found.ids // 3, axis=1)

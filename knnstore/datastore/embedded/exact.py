@@ -7,56 +7,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knnstore.datastore.arrays import Distances, Keys, Metric
+from knnstore.datastore.distances import BLOCK_VALUES, nearest_rows, paired
 from knnstore.datastore.embedded.segment import Columns, Segment
 from knnstore.datastore.neighbors import Neighbors, merge
 from knnstore.datastore.ranges import IdRanges
 
 _CHUNK = 1 << 16  # rows converted, moved or gathered at a time
 _LONG_SLICE = 4096  # rows; slices of a filter from this length on are searched where they lie
-_PRODUCT_SIZE = 1 << 23  # numbers of a product of queries and keys that are in memory at once
 
 # Matrix multiplication finds |q - x|² as q² - 2qx + x², which rounds at the scale of q² + x². Where the
 # distance is below this share of it, more than about 1e-5 of the distance may be lost (with the largest
 # error seen, 0.8e-6 of q² + x²), so it is computed again from the difference.
 _CANCELLING = 2.0**-4
 
-NearestRows = Callable[[Keys, Keys, Distances, int, Metric], Neighbors]
+NearestRows = Callable[[Keys, Keys, int, Metric, Distances], Neighbors]
 """Finds the k nearest rows of a matrix, as `nearest_rows` does."""
-
-
-def nearest_rows(queries: Keys, keys: Keys, norms: Distances, k: int, metric: Metric) -> Neighbors:
-    """Find the k nearest rows of a matrix by multiplication; L2 distances are exact to about 1e-6 q² + x².
-
-    Args:
-        queries: float32, shape (q, dim).
-        keys: float32, shape (n, dim).
-        norms: squared norms of the keys, shape (n,).
-        k: how many; at least 1.
-        metric: how distances are measured.
-
-    Returns:
-        Row numbers and distances, shape (q, k), padded where there are fewer rows.
-    """
-    found = Neighbors.nothing(len(queries), k)
-    k = min(k, len(keys))
-    step = max(1, _PRODUCT_SIZE // max(1, len(keys)))
-    for start in range(0, len(queries) if k else 0, step):
-        some = queries[start : start + step]
-        if metric is Metric.L2:
-            distances = (-2 * some) @ keys.T
-            distances += norms
-        else:
-            distances = -some @ keys.T
-        nearest = np.argpartition(distances, k - 1, axis=1)[:, :k]
-        distances = np.take_along_axis(distances, nearest, axis=1)
-        order = np.argsort(distances, axis=1)
-        distances = np.take_along_axis(distances, order, axis=1)
-        if metric is Metric.L2:
-            distances += np.einsum("qd,qd->q", some, some)[:, None]
-            np.maximum(distances, 0, out=distances)  # the sum rounds below zero
-        found.ids[start : start + step, :k] = np.take_along_axis(nearest, order, axis=1)
-        found.distances[start : start + step, :k] = distances
-    return found
 
 
 @dataclass(slots=True)
@@ -137,7 +102,7 @@ class ExactIndex:
                 self._add(segment)
 
     def _search_rows(self, queries: Keys, rows: slice | NDArray[np.int64], k: int) -> Neighbors:
-        return self._nearest(queries, self._matrix[rows], self._norms[rows], k, self._metric)
+        return self._nearest(queries, self._matrix[rows], k, self._metric, self._norms[rows])
 
     def _nearest_among(self, queries: Keys, k: int, slices: NDArray[np.int64]) -> Neighbors:
         """Search some slices of rows: long ones in place, short ones gathered."""
@@ -171,11 +136,10 @@ class ExactIndex:
         scale *= _CANCELLING
         inexact = found.distances < scale
         of_query, at = np.divmod(np.flatnonzero(inexact), inexact.shape[1])
-        for start in range(0, len(at), _CHUNK):
-            some = of_query[start : start + _CHUNK], at[start : start + _CHUNK]
-            difference = self._matrix[found.ids[some]]
-            difference -= queries[some[0]]
-            found.distances[some] = np.einsum("nd,nd->n", difference, difference)
+        step = max(1, BLOCK_VALUES // self._dim)
+        for start in range(0, len(at), step):
+            some = of_query[start : start + step], at[start : start + step]
+            found.distances[some] = paired(queries[some[0]], self._matrix[found.ids[some]], Metric.L2)
         found.sort_rows(np.flatnonzero(inexact.any(axis=1)))
 
     def _keep(self, span: _Span, segment: Segment) -> None:

@@ -18,6 +18,7 @@ from knnstore.datastore import (
     Keys,
     Metric,
     SupportsOptimize,
+    pairwise,
 )
 from knnstore.errors import DatastoreError
 from knnstore.failpoints import failpoint
@@ -210,28 +211,19 @@ class _Nearest:
     """
 
     def __init__(self, queries: Keys, k: int, metric: Metric) -> None:
-        self.k = k
-        self._metric = metric
-        # Squared distances are the same from any origin; from one amid the keys, rounding loses least.
-        is_l2 = metric is Metric.L2 and len(queries) > 0
-        self._origin = queries.mean(axis=0) if is_l2 else np.zeros(queries.shape[1], np.float32)
-        self._queries = queries - self._origin
-        self._scale = (self._queries**2).sum(axis=1)
+        self.k, self._queries, self._metric = k, queries, metric
         self._distances: Distances = np.full((len(queries), k), np.inf, np.float32)
 
     def add(self, keys: Keys) -> None:
         """Count in some keys, shape (n, dim)."""
-        if not self.k:
-            return
-        keys = keys - self._origin
-        distances = -(self._queries @ keys.T)
-        if self._metric is Metric.L2:
-            distances = 2 * distances + self._scale[:, None] + np.einsum("nd,nd->n", keys, keys)
-        both = np.concatenate([self._distances, distances], axis=1)
-        self._distances = np.partition(both, self.k - 1, axis=1)[:, : self.k]
+        if self.k:
+            both = np.concatenate([self._distances, pairwise(self._queries, keys, self._metric)], axis=1)
+            self._distances = np.partition(both, self.k - 1, axis=1)[:, : self.k]
 
     def bounds(self) -> Distances:
         """The distance up to which a record is among the k nearest of each query, with room for rounding."""
         furthest = self._distances.max(axis=1)
-        bounds: Distances = furthest + 1e-3 * np.abs(furthest) + 1e-5 * self._scale
+        origin = self._queries.mean(axis=0) if self._metric is Metric.L2 else 0
+        scale = ((self._queries - origin) ** 2).sum(axis=1)
+        bounds: Distances = furthest + 1e-3 * np.abs(furthest) + 1e-5 * scale
         return bounds
