@@ -74,14 +74,7 @@ class ClientPoints(ABC):
             found.distances[row, : len(hits)] = [hit.score for hit in hits]
         return distances_of(found, self._metric)
 
-    def delete(self, condition: Condition) -> int:
-        """Remove points and say how many there were."""
-        count = self.count(condition)
-        if count:
-            self.remove(condition)
-        return count
-
-    def remove(self, condition: Condition) -> None:
+    def delete(self, condition: Condition) -> None:
         """Remove points."""
         selector = models.FilterSelector(filter=filter_of(condition))
         self.change(lambda: self._client.delete(self._name, selector, wait=True))

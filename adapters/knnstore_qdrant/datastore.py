@@ -22,6 +22,7 @@ from knnstore.datastore import (
     checked_k,
     checked_keys,
     checked_records,
+    read_keys,
 )
 from knnstore.errors import ConfigError, DatastoreClosedError, ReadOnlyError
 from knnstore_qdrant.conditions import Condition, condition_of_filter, condition_of_ranges
@@ -127,11 +128,12 @@ class QdrantDatastore:
         ]
         return Neighbors.joined(parts, axis=0)
 
-    def delete(self, ids: IdRanges) -> int:
+    def delete(self, ids: IdRanges) -> None:
         """Remove every record in the ranges; see `Datastore.delete`."""
         points = self._writable()
         condition = condition_of_ranges(ids, self._ids_where)
-        return points.delete(condition) if condition else 0
+        if condition:
+            points.delete(condition)
 
     def count(self) -> int:
         """How many records are live."""
@@ -156,6 +158,10 @@ class QdrantDatastore:
                 yield batch
             if found < limit:
                 return
+
+    def get(self, ids: Ids) -> Keys:
+        """Read the keys of some records; see `SupportsGet.get`."""
+        return read_keys(self, ids)
 
     def flush(self) -> None:
         """Return when everything so far is durable; indexing goes on. See `Datastore.flush`."""

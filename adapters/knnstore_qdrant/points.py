@@ -41,8 +41,8 @@ class Points(Protocol):
         """
         ...
 
-    def delete(self, condition: Condition) -> int:
-        """Remove points and say how many there were."""
+    def delete(self, condition: Condition) -> None:
+        """Remove points."""
         ...
 
     def count(self, condition: Condition | None) -> int:

@@ -90,7 +90,7 @@ class GrpcPoints(ServerPoints):
             found.distances[row, : len(hits)] = [hit.score for hit in hits]
         return distances_of(found, self._metric)
 
-    def remove(self, condition: Condition) -> None:
+    def delete(self, condition: Condition) -> None:
         """Remove points."""
         selector = grpc.PointsSelector(filter=_filter(condition))
         request: Any = grpc.DeletePoints(collection_name=self._name, points=selector, wait=True)

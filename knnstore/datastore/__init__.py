@@ -20,8 +20,16 @@ from knnstore.datastore.embedded import (
 )
 from knnstore.datastore.memory import MemoryDatastore
 from knnstore.datastore.neighbors import Neighbors
-from knnstore.datastore.protocol import Datastore, Mode, SupportsErase, SupportsOptimize, SupportsVerify
+from knnstore.datastore.protocol import (
+    Datastore,
+    Mode,
+    SupportsErase,
+    SupportsGet,
+    SupportsOptimize,
+    SupportsVerify,
+)
 from knnstore.datastore.ranges import IdRanges
+from knnstore.datastore.reading import read_keys
 from knnstore.datastore.records import (
     ID_LIMIT,
     POSITION_LIMIT,
@@ -60,6 +68,7 @@ __all__ = [
     "StoredFile",
     "StoredKeys",
     "SupportsErase",
+    "SupportsGet",
     "SupportsOptimize",
     "SupportsVerify",
     "WriterLock",
@@ -74,6 +83,7 @@ __all__ = [
     "positions_of",
     "publish",
     "ranges_of",
+    "read_keys",
     "record_ids",
     "registry",
     "remove",

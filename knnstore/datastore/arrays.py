@@ -36,7 +36,7 @@ class Filter:
     """A set of records, named twice; an adapter uses whichever name is cheap for its engine."""
 
     ids: IdRanges
-    """Exactly the records with these ids."""
+    """Exactly the records with these ids; in the worst case one range for each, so any number of them."""
 
     groups: frozenset[int] | None = None
     """If not None: the same set is exactly the records of these groups."""

@@ -1,7 +1,7 @@
 """The exact reference store: the oracle of the tests and the shortest complete adapter.
 
 Whoever writes an adapter can start from this file: it is everything the `Datastore` protocol asks
-for and nothing else. Subclassing the protocol is not needed; having its methods is enough.
+for, and `get`. Subclassing the protocol is not needed; having its methods is enough.
 """
 
 import threading
@@ -19,6 +19,7 @@ from knnstore.datastore.arrays import Capabilities, Distances, Filter, Groups, I
 from knnstore.datastore.neighbors import Neighbors
 from knnstore.datastore.protocol import Datastore, Mode
 from knnstore.datastore.ranges import IdRanges
+from knnstore.datastore.reading import read_keys
 from knnstore.errors import ConfigError, DatastoreClosedError, DatastoreNotFoundError
 
 _BLOCK_ROWS = 256
@@ -126,13 +127,11 @@ class MemoryDatastore:
             found.distances[row, : len(nearest)] = to_all[nearest]
         return found
 
-    def delete(self, ids: IdRanges) -> int:
+    def delete(self, ids: IdRanges) -> None:
         """Remove every record in the ranges; see `Datastore.delete`."""
         with self._writing:
             old = self._live()
-            gone = ids.contains(old.ids)
-            self._records = old.rows(~gone)
-        return int(gone.sum())
+            self._records = old.rows(~ids.contains(old.ids))
 
     def count(self) -> int:
         """How many records are live."""
@@ -149,6 +148,10 @@ class MemoryDatastore:
         for start in range(0, len(rows), batch_size):
             batch = records.rows(rows[start : start + batch_size])
             yield batch.ids, batch.keys, batch.groups
+
+    def get(self, ids: Ids) -> Keys:
+        """Read the keys of some records; see `SupportsGet.get`."""
+        return read_keys(self, ids)
 
     def flush(self) -> None:
         """Do nothing: there is no place to write to."""

@@ -20,6 +20,7 @@ from knnstore.datastore import (
     Keys,
     Metric,
     Neighbors,
+    SupportsGet,
     positions_of,
     ranges_of,
     record_ids,
@@ -227,6 +228,13 @@ class KitBase:
 def required_recall(store: Datastore) -> float:
     """The share of true neighbours that this store must find."""
     return 1.0 if store.capabilities.exact_search else 0.9
+
+
+def require_get(store: Datastore) -> SupportsGet:
+    """Skip the test for a store that cannot read single records."""
+    if not isinstance(store, SupportsGet):
+        pytest.skip("it has no get, which is optional")
+    return store
 
 
 def require_persistent(store: Datastore) -> None:

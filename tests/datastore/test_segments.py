@@ -78,7 +78,7 @@ class AgainstDictionary(RuleBasedStateMachine):
     @rule(start=st.integers(0, 60), length=st.integers(0, 30))
     def delete(self, start: int, length: int) -> None:
         gone = [i for i in self.model if start <= i < start + length]
-        assert self.store.delete(IdRanges([(start, start + length)])) == len(gone)
+        self.store.delete(IdRanges([(start, start + length)]))
         for i in gone:
             del self.model[i]
 

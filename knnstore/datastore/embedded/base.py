@@ -19,6 +19,7 @@ from knnstore.datastore.embedded.segment import Segment
 from knnstore.datastore.neighbors import Neighbors, merge
 from knnstore.datastore.protocol import Mode
 from knnstore.datastore.ranges import IdRanges
+from knnstore.datastore.reading import read_keys
 from knnstore.durable import StoredFile
 
 
@@ -125,9 +126,9 @@ class EmbeddedDatastore(ABC):
                 self._update(groups)
             updated = True
 
-    def delete(self, ids: IdRanges) -> int:
+    def delete(self, ids: IdRanges) -> None:
         """Remove every record in the ranges; see `Datastore.delete`."""
-        return self._segments.delete(ids)
+        self._segments.delete(ids)
 
     def count(self) -> int:
         """How many records are live."""
@@ -140,6 +141,10 @@ class EmbeddedDatastore(ABC):
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         return self._segments.iterate(ids=ids, batch_size=batch_size)
+
+    def get(self, ids: Ids) -> Keys:
+        """Read the keys of some records; see `SupportsGet.get`."""
+        return read_keys(self, ids)
 
     def flush(self) -> None:
         """Return when everything so far is durable; see `Datastore.flush`."""

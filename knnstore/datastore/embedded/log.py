@@ -106,15 +106,13 @@ class KeySegments(SegmentReader):
             self._segments = tuple(segments)
             self._dirty = True
 
-    def delete(self, ids: IdRanges) -> int:
-        """Remove the records in some id ranges; returns how many were live."""
+    def delete(self, ids: IdRanges) -> None:
+        """Remove the records in some id ranges."""
         self._check_writable()
         with self._mutex:
             before = self.count()
             self._segments = tuple(self._without(segment, segment.rows_of(ids)) for segment in self._segments)
-            removed = before - self.count()
-            self._dirty = self._dirty or removed > 0
-            return removed
+            self._dirty |= self.count() < before
 
     def flush(self) -> None:
         """Make everything durable; merges small segments where a group has very many."""
