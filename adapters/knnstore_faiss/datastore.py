@@ -19,7 +19,6 @@ from knnstore.datastore import (
     StoredFile,
     checked_keys,
 )
-from knnstore.errors import ConfigError
 from knnstore_faiss.flat import nearest_rows
 from knnstore_faiss.inverted import InvertedIndex, build, fits
 from knnstore_faiss.policy import Policy
@@ -53,8 +52,6 @@ class FaissDatastore(EmbeddedDatastore):
             mode: as in `Datastore.open`.
             **params: `index`, `nprobe`, `rerank`, `exact_distances` and `neighbors`; see `Policy`.
         """
-        if dim < 1:
-            raise ConfigError(f"dim must be at least 1, got {dim}")
         metric = Metric(metric)
         policy = Policy.of(params, dim, metric)
         return cls(KeySegments(Path(location), dim, metric, mode), dim, metric, policy)

@@ -9,6 +9,7 @@ from typing import Any, Self
 import numpy as np
 
 from knnstore.datastore import (
+    BATCH_SIZE,
     Capabilities,
     Datastore,
     Filter,
@@ -35,7 +36,7 @@ _NEIGHBORS_AT_ONCE = 1 << 14  # in one answer: each is a Python object for a mom
 
 
 class QdrantDatastore:
-    """Vectors in Qdrant: a server, its engine in this process, or the client's memory.
+    """Vectors in Qdrant: a server, or its engine in this process.
 
     A point's id is the record's; its payload holds the group and the position, both indexed. A search
     whose graph gives fewer than k neighbours is repeated exactly.
@@ -61,8 +62,8 @@ class QdrantDatastore:
         """Open or create a collection; see `Datastore.open`.
 
         Args:
-            location: ``http://HOST:PORT`` or ``https://…`` for a server, ``:memory:`` for one that ends
-                with the handle, or a directory, which Qdrant's engine then opens in this process.
+            location: ``http://HOST:PORT`` or ``https://…`` for a server, or a directory, which Qdrant's
+                engine then opens in this process.
             dim: number of components of a vector, 1 to 65536.
             metric: how distances are measured.
             mode: as in `Datastore.open`.
@@ -100,7 +101,7 @@ class QdrantDatastore:
         return Capabilities(
             exact_search=points.exact_search,
             exact_keys=points.exact_keys,
-            persistent=points.persistent,
+            persistent=True,
             shared_writers=points.shared_writers,
         )
 
@@ -140,7 +141,7 @@ class QdrantDatastore:
         return self._points().count(None)
 
     def iterate(
-        self, *, ids: IdRanges | None = None, batch_size: int = 8192
+        self, *, ids: IdRanges | None = None, batch_size: int = BATCH_SIZE
     ) -> Iterator[tuple[Ids, Keys, Groups]]:
         """Yield every live record once, by ascending id; see `Datastore.iterate`."""
         if batch_size < 1:

@@ -63,7 +63,6 @@ class EmbeddedPoints:
         options: the adapter's parameters.
     """
 
-    persistent = True
     shared_writers = False
 
     def __init__(self, root: Path, dim: int, metric: Metric, mode: Mode, options: Options) -> None:

@@ -21,6 +21,7 @@ from knnstore.datastore.embedded import (
 from knnstore.datastore.memory import MemoryDatastore
 from knnstore.datastore.neighbors import Neighbors
 from knnstore.datastore.protocol import (
+    BATCH_SIZE,
     Datastore,
     Mode,
     SupportsErase,
@@ -43,6 +44,7 @@ from knnstore.datastore.records import (
 from knnstore.durable import BLOCK, StoredFile, WriterLock, publish, remove, sync_directory
 
 __all__ = [
+    "BATCH_SIZE",
     "BLOCK",
     "BLOCK_VALUES",
     "ID_LIMIT",

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from knnstore.datastore.arguments import checked_k, checked_keys, checked_params, checked_records
 from knnstore.datastore.arrays import Capabilities, Distances, Filter, Groups, Ids, Keys, Metric
 from knnstore.datastore.neighbors import Neighbors
-from knnstore.datastore.protocol import Datastore, Mode
+from knnstore.datastore.protocol import BATCH_SIZE, Datastore, Mode
 from knnstore.datastore.ranges import IdRanges
 from knnstore.datastore.reading import read_keys
 from knnstore.errors import ConfigError, DatastoreClosedError, DatastoreNotFoundError
@@ -138,7 +138,7 @@ class MemoryDatastore:
         return len(self._live().ids)
 
     def iterate(
-        self, *, ids: IdRanges | None = None, batch_size: int = 8192
+        self, *, ids: IdRanges | None = None, batch_size: int = BATCH_SIZE
     ) -> Iterator[tuple[Ids, Keys, Groups]]:
         """Yield the records live at the first step, by ascending id; see `Datastore.iterate`."""
         if batch_size < 1:

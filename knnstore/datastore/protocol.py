@@ -11,6 +11,9 @@ from knnstore.datastore.ranges import IdRanges
 
 Mode = Literal["r", "a", "x"]
 
+BATCH_SIZE = 8192
+"""Records that `Datastore.iterate` gives at once, if nothing else is asked for."""
+
 
 @runtime_checkable
 class Datastore(Protocol):
@@ -113,7 +116,7 @@ class Datastore(Protocol):
         ...
 
     def iterate(
-        self, *, ids: IdRanges | None = None, batch_size: int = 8192
+        self, *, ids: IdRanges | None = None, batch_size: int = BATCH_SIZE
     ) -> Iterator[tuple[Ids, Keys, Groups]]:
         """Yield every live record once, by ascending id, in batches of at most `batch_size`.
 

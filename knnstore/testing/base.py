@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from knnstore.datastore import (
+    BATCH_SIZE,
     ID_LIMIT,
     TOKEN_LIMIT,
     Datastore,
@@ -154,7 +155,7 @@ def check_neighbors(
     assert hits >= wanted, f"recall@{k}: {hits} of {expected * len(queries)} found, {wanted:.0f} needed"
 
 
-def contents(store: Datastore, *, ids: IdRanges | None = None, batch_size: int = 8192) -> Records:
+def contents(store: Datastore, *, ids: IdRanges | None = None, batch_size: int = BATCH_SIZE) -> Records:
     """Read everything out of a store through `iterate`."""
     empty = Records(np.empty(0, np.int64), np.empty((0, store.dim), np.float32), np.empty(0, np.int32))
     return sum((Records(*batch) for batch in store.iterate(ids=ids, batch_size=batch_size)), empty)

@@ -30,15 +30,6 @@ from knnstore.testing.searching import SearchTests
 DIM = 16
 
 
-@pytest.mark.slow  # it filters in Python, point by point
-class TestMemory(DatastoreTests):
-    datastore_class = QdrantDatastore
-
-    @pytest.fixture
-    def location(self) -> str:
-        return ":memory:"
-
-
 if SERVER := os.environ.get("KNNSTORE_TEST_QDRANT_URL"):
 
     class TestServer(DatastoreTests):

@@ -17,7 +17,7 @@ from knnstore.datastore.embedded.locks import ReadersWriterLock
 from knnstore.datastore.embedded.log import KeySegments
 from knnstore.datastore.embedded.segment import Segment
 from knnstore.datastore.neighbors import Neighbors, merge
-from knnstore.datastore.protocol import Mode
+from knnstore.datastore.protocol import BATCH_SIZE, Mode
 from knnstore.datastore.ranges import IdRanges
 from knnstore.datastore.reading import read_keys
 from knnstore.durable import StoredFile
@@ -135,7 +135,7 @@ class EmbeddedDatastore(ABC):
         return self._segments.count()
 
     def iterate(
-        self, *, ids: IdRanges | None = None, batch_size: int = 8192
+        self, *, ids: IdRanges | None = None, batch_size: int = BATCH_SIZE
     ) -> Iterator[tuple[Ids, Keys, Groups]]:
         """Yield every live record once, by ascending id; see `Datastore.iterate`."""
         if batch_size < 1:

@@ -30,6 +30,7 @@ from knnstore.datastore.embedded.segment import MemoryColumns, Segment
 from knnstore.datastore.ranges import IdRanges
 from knnstore.durable import FileWriter, WriterLock, remove, sync_directory
 from knnstore.errors import (
+    ConfigError,
     DatastoreClosedError,
     DatastoreError,
     DatastoreExistsError,
@@ -61,12 +62,15 @@ class KeySegments(SegmentReader):
         mode: ``"r"``, ``"a"`` or ``"x"`` as in `Datastore.open`.
 
     Raises:
+        ConfigError: dim is below 1.
         DatastoreNotFoundError, DatastoreExistsError, DatastoreMismatchError, LockedError: see
             `Datastore.open`.
         CorruptDatastoreError: the manifest is damaged or a file that it names has a wrong size.
     """
 
     def __init__(self, root: Path, dim: int, metric: Metric, mode: Literal["r", "a", "x"]) -> None:
+        if dim < 1:
+            raise ConfigError(f"dim must be at least 1, got {dim}")
         super().__init__(root)
         self._lock: WriterLock | None = None
         self._dirty = False
@@ -124,7 +128,7 @@ class KeySegments(SegmentReader):
             for group in many:
                 self._merge(group, ratio=2, indexed=False)
 
-    def compact(self, *, ratio: int = 10) -> None:
+    def compact(self, *, ratio: int) -> None:
         """Reclaim the space of dead rows and merge each group's segments.
 
         Afterwards each segment of a group has at least `ratio` times the rows of the next, so that

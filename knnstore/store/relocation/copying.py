@@ -29,7 +29,6 @@ SECONDS_AT_RISK = 10.0
 
 GIVE_UP = "the store stays where it is; drop the copy with `knnstore move --abandon`"
 
-_BATCH = 8192
 _QUERIES = 32
 _NEIGHBORS = 1024
 _NOTHING = IdRanges()
@@ -135,7 +134,7 @@ def _copy(batches: Iterable[Batch], total: int, target: Datastore, progress: Pro
 
 def _settle(target: Datastore, start: int, stop: int, wanted: Ids) -> Ids:
     """Delete what the target holds between two ids beside what is wanted; returns all that it held."""
-    held = [batch[0] for batch in target.iterate(ids=IdRanges([(start, stop)]), batch_size=_BATCH)]
+    held = [batch[0] for batch in target.iterate(ids=IdRanges([(start, stop)]))]
     ids = np.concatenate(held) if held else np.empty(0, np.int64)
     target.delete(IdRanges.of_ids(ids[~np.isin(ids, wanted)]))
     return ids
@@ -143,7 +142,7 @@ def _settle(target: Datastore, start: int, stop: int, wanted: Ids) -> Ids:
 
 def _read_ahead(datastore: Datastore, without: IdRanges = _NOTHING) -> Iterator[Batch]:
     """The records in batches, none empty; the next is read while the caller is busy with this one."""
-    batches = datastore.iterate(batch_size=_BATCH)
+    batches = datastore.iterate()
     with ThreadPoolExecutor(1) as reader:
         coming = reader.submit(next, batches, None)
         while (batch := coming.result()) is not None:
