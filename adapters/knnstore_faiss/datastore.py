@@ -93,11 +93,11 @@ class FaissDatastore(EmbeddedDatastore):
         return Neighbors(found.ids, distances).nearest(distances.shape[1])
 
     def _index_of(self, segment: Segment) -> InvertedIndex | None:
-        if segment.entry is None or segment.entry.index is None:
+        if segment.index is None:
             return None
-        file = segment.entry.index.file
+        file = segment.index.file
         if file not in self._measuring:
-            opened = self._open_index(segment, segment.entry.index.parameters)
+            opened = self._open_index(segment, segment.index.parameters)
             self._measuring = {**self._measuring, file: opened}
         return self._measuring[file]
 

@@ -16,6 +16,7 @@ from knnstore.datastore import (
     Metric,
     Neighbors,
     Segment,
+    StoredFile,
     StoredKeys,
     compare_rows,
     paired,
@@ -71,15 +72,14 @@ class InvertedIndex:
     """
 
     def __init__(self, root: Path, segment: Segment, dim: int, metric: Metric, policy: Policy) -> None:
-        assert segment.entry is not None
-        assert segment.entry.index is not None
+        assert segment.index is not None
         assert isinstance(segment.columns, MappedColumns)
         self.segment = segment
-        self.file = segment.entry.index.file
+        self.file = segment.index.file
         self._columns = segment.columns
         self._metric = metric
         self._policy = policy
-        self._index = _read(root, segment, dim, metric)
+        self._index = _read(root, self.file, segment, dim, metric)
         self._coarse = not isinstance(self._index, (faiss.IndexIVFScalarQuantizer, faiss.IndexIVFFlat))
         self._ranking: faiss.IndexRefine | None = None
         self._stored: faiss.IndexFlatCodes | None = None
@@ -161,11 +161,9 @@ class InvertedIndex:
         return found.nearest(k)
 
 
-def _read(root: Path, segment: Segment, dim: int, metric: Metric) -> faiss.IndexIVF:
+def _read(root: Path, file: StoredFile, segment: Segment, dim: int, metric: Metric) -> faiss.IndexIVF:
     """Read an index whose bytes were checked; the lists stay on disk where FAISS can map them."""
-    assert segment.entry is not None
-    assert segment.entry.index is not None
-    mapped = MappedFile(root, segment.entry.index.file)
+    mapped = MappedFile(root, file)
     mapped.check()
     faiss.set_deserialization_vector_byte_limit(4 * mapped.file.size + _TABLES)
     if bytes(mapped.bytes[:2]) != b"Iw":  # the inverted files; nothing else is ever written

@@ -82,10 +82,9 @@ class GraphIndex:
     """
 
     def __init__(self, root: Path, segment: Segment, dim: int, metric: Metric, policy: Policy) -> None:
-        assert segment.entry is not None
-        assert segment.entry.index is not None
+        assert segment.index is not None
         assert isinstance(segment.columns, MappedColumns)
-        self.file = segment.entry.index.file
+        self.file = segment.index.file
         self._columns = segment.columns
         self._metric = metric
         self._ef = policy.ef

@@ -48,7 +48,7 @@ class Members:
 
     def __init__(self, rows: IdRanges, first: NDArray[np.int64]) -> None:
         self.rows = rows
-        numbers = self.numbers()
+        numbers = rows.ids()
         nodes = first[numbers]
         self._rows = numbers[np.argsort(nodes, kind="stable")]
         self._counts: NDArray[np.int64] = np.bincount(nodes, minlength=len(first))
@@ -61,11 +61,6 @@ class Members:
     def size(self) -> int:
         """How many rows there are."""
         return len(self._rows)
-
-    def numbers(self) -> NDArray[np.int64]:
-        """The row numbers, ascending."""
-        parts = [np.arange(start, stop) for start, stop in self.rows]
-        return np.concatenate([np.empty(0, np.int64), *parts])
 
     def without_rows(self) -> NDArray[np.bool_]:
         """Which nodes stand for none of the rows; shape (n,), also true for what is no node."""

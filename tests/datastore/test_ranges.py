@@ -44,8 +44,10 @@ def test_contains(pairs, ids):
 
 
 @given(_IDS.map(lambda ids: ids[ids >= 0]))
-def test_of_ids(ids):
-    assert _members(IdRanges.of_ids(ids)) == set(ids.tolist())
+def test_of_ids_and_back(ids):
+    ranges = IdRanges.of_ids(ids)
+    assert ranges.ids().tolist() == sorted(set(ids.tolist()))
+    assert len(ranges.ids()) == ranges.size
 
 
 @given(_PAIRS, _IDS)

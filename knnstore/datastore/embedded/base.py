@@ -162,7 +162,7 @@ class EmbeddedDatastore(ABC):
                 parameters = self._index_parameters(segment.rows, live)
                 if segment.entry is None or parameters is None:  # what was added meanwhile has no entry yet
                     continue
-                present = segment.entry.index
+                present = segment.index
                 if present is None or present.parameters != parameters or not self._intact(present.file):
                     build = partial(self._build_index, segment, parameters)
                     self._segments.write_index(segment, build, parameters)

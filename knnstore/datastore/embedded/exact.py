@@ -112,7 +112,7 @@ class ExactIndex:
             part = self._search_rows(queries, slice(start, stop), k)
             part.ids[part.ids >= 0] += start
             parts = [merge([*parts, part], len(queries), k)]
-        rows = _rows_of(slices[lengths < _LONG_SLICE])
+        rows = IdRanges(slices[lengths < _LONG_SLICE]).ids()
         for at in range(0, len(rows), _CHUNK):
             some = rows[at : at + _CHUNK]
             part = self._search_rows(queries, some, k)
@@ -146,21 +146,17 @@ class ExactIndex:
         """Move the rows of a span that are still live to the end of what was kept."""
         start = self._rows
         if segment.dead == span.dead:
-            self._move(np.array([[span.start, span.stop]]))
+            self._move(IdRanges([(span.start, span.stop)]))
         else:
-            before = np.arange(segment.rows)[~span.dead.contains(np.arange(segment.rows))]
+            before = (IdRanges([(0, segment.rows)]) - span.dead).ids()
             alive = np.flatnonzero(~segment.dead.contains(before))
-            breaks = np.flatnonzero(np.diff(alive) != 1) + 1
-            runs = np.split(alive, breaks) if len(alive) else []
-            self._move(
-                np.array([[run[0], run[-1] + 1] for run in runs], np.int64).reshape(-1, 2) + span.start
-            )
+            self._move(IdRanges.of_ids(alive + span.start))
         if self._rows > start:
             self._spans.append(_Span(segment.columns, segment.dead, start, self._rows))
 
-    def _move(self, slices: NDArray[np.int64]) -> None:
+    def _move(self, rows: IdRanges) -> None:
         """Move rows down, in pieces, so that overlapping ones need no copy of the whole."""
-        for first, last in slices.tolist():
+        for first, last in rows:
             if first == self._rows:
                 self._rows = last
                 continue
@@ -213,7 +209,7 @@ def compare_rows(
         metric: how distances are measured.
         nearest: an engine's own search of a matrix.
     """
-    numbers = np.concatenate([np.empty(0, np.int64), *(np.arange(start, stop) for start, stop in rows)])
+    numbers = rows.ids()
     found = Neighbors.nothing(len(queries), k)
     for start in range(0, len(numbers), _CHUNK):
         some = numbers[start : start + _CHUNK]
@@ -233,11 +229,3 @@ def _centre(segments: Sequence[Segment]) -> Keys:
         rounded = mean.astype(np.float16).astype(np.float32)
     centre: Keys = np.where(np.isfinite(rounded), rounded, mean)
     return centre
-
-
-def _rows_of(slices: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The numbers in half-open slices, shape (s, 2), in order."""
-    lengths = slices[:, 1] - slices[:, 0]
-    ends = np.cumsum(lengths)
-    rows: NDArray[np.int64] = np.arange(lengths.sum()) + np.repeat(slices[:, 0] - (ends - lengths), lengths)
-    return rows

@@ -134,16 +134,16 @@ class GroupIndex:
         return found
 
     def _index_of(self, segment: Segment, known: dict[StoredFile, SegmentIndex]) -> SegmentIndex | None:
-        if segment.entry is None or segment.entry.index is None:
+        if segment.index is None:
             return None
-        file = segment.entry.index.file
+        file = segment.index.file
         if file in self._damaged:
             return None
         if file in known:
             known[file].update(segment)
             return known[file]
         try:
-            return self._opens(segment, segment.entry.index.parameters)
+            return self._opens(segment, segment.index.parameters)
         except FileNotFoundError as error:
             if file not in self._missing:
                 self._missing.add(file)

@@ -225,7 +225,7 @@ class KeySegments(SegmentReader):
         """Merge neighbours among a group's segments until each is `ratio` times as large as the next."""
         found = self.by_group().get(group, [])
         if not indexed:  # an index is dear; only `compact` replaces it
-            found = [segment for segment in found if not (segment.entry and segment.entry.index)]
+            found = [segment for segment in found if segment.index is None]
         for run in merge_plan(found, ratio):
             self._replace(run)
 
