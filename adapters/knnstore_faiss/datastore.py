@@ -75,7 +75,7 @@ class FaissDatastore(EmbeddedDatastore):
         return self._policy.neighbors != "exact" and self._policy.indexes(group_rows)
 
     def _measured_again(self, queries: Keys, found: Neighbors) -> Neighbors:
-        """Replace the distances of neighbours in indexes by those that are wanted, and sort by them."""
+        """Replace the distances of neighbors in indexes by those that are wanted, and sort by them."""
         distances = found.distances.copy()
         for segments in self._segments.by_group().values():
             if not self._policy.indexes(sum(segment.live for segment in segments)):

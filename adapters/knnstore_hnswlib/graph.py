@@ -47,7 +47,7 @@ def build(segment: Segment, policy: Policy, dim: int, metric: Metric, path: Path
     graph = hnswlib.Index("l2", _components(dim, metric))
     # With one more component sqrt(c - |x|²) all keys have the same norm: then the nearest in L2 are those
     # with the greatest inner product (Bachrach et al., 2014). Linked by inner products themselves, keys of
-    # different norms are hard to reach: 0.65 instead of 0.96 of 200 neighbours were found among 50 clusters.
+    # different norms are hard to reach: 0.65 instead of 0.96 of 200 neighbors were found among 50 clusters.
     norms = [_norms(keys[some].astype(np.float32)) for some in chunks] if metric is Metric.IP else []
     largest = max((part.max() for part in norms), default=0)
     try:

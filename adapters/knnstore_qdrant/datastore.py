@@ -39,7 +39,7 @@ class QdrantDatastore:
     """Vectors in Qdrant: a server, or its engine in this process.
 
     A point's id is the record's; its payload holds the group and the position, both indexed. A search
-    whose graph gives fewer than k neighbours is repeated exactly.
+    whose graph gives fewer than k neighbors is repeated exactly.
 
     Args:
         points: the open collection.

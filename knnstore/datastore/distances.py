@@ -79,13 +79,14 @@ def nearest_rows(
     k = min(k, len(keys))
     if not k:
         return found
+    origin: Keys | np.float32 = np.float32(0)
     if norms is None:
-        middle = keys.mean(axis=0) if metric is Metric.L2 else np.float32(0)
-        queries, keys = queries - middle, keys - middle
+        origin = keys.mean(axis=0) if metric is Metric.L2 else origin
+        keys = keys - origin
         norms = np.einsum("nd,nd->n", keys, keys)
     step = max(1, _PRODUCT_SIZE // len(keys))
     for start in range(0, len(queries), step):
-        some = queries[start : start + step]
+        some = queries[start : start + step] - origin
         distances = (-2 * some if metric is Metric.L2 else -some) @ keys.T
         if metric is Metric.L2:
             distances += norms

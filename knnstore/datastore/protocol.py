@@ -91,7 +91,7 @@ class Datastore(Protocol):
         Args:
             queries: float32, shape (q, dim), finite; q may be 0.
             k: how many, >= 1; where fewer match, rows are padded with id -1 at +inf.
-            where: only these records; None means all. Always honoured, an empty one matches none, and so
+            where: only these records; None means all. Always honored, an empty one matches none, and so
                 is one with any number of ranges.
 
         Returns:

@@ -125,7 +125,7 @@ def check_neighbors(
         queries: float32, shape (q, dim).
         k: as given to `search`.
         metric: the store's.
-        recall: the share of the true neighbours, counting equally distant ones as equal, that must
+        recall: the share of the true neighbors, counting equally distant ones as equal, that must
             be there over all queries; 1 asks for an exact answer in every row.
     """
     assert found.ids.shape == found.distances.shape == (len(queries), k), "the shape is not (q, k)"
@@ -137,8 +137,8 @@ def check_neighbors(
     hits = 0
     for ids, distances, true in zip(found.ids, found.distances, truth, strict=True):
         valid = int((ids != -1).sum())
-        assert (ids[valid:] == -1).all(), "missing neighbours (-1) stand before found ones"
-        assert (distances[valid:] == np.inf).all(), "a missing neighbour's distance is not +inf"
+        assert (ids[valid:] == -1).all(), "missing neighbors (-1) stand before found ones"
+        assert (distances[valid:] == np.inf).all(), "a missing neighbor's distance is not +inf"
         strangers = [i for i in ids[:valid].tolist() if i not in row_of]
         assert not strangers, f"found ids that are not live or not in the filter: {strangers[:5]}"
         assert len(set(ids[:valid].tolist())) == valid, "an id stands twice in one row"
@@ -227,7 +227,7 @@ class KitBase:
 
 
 def required_recall(store: Datastore) -> float:
-    """The share of true neighbours that this store must find."""
+    """The share of true neighbors that this store must find."""
     return 1.0 if store.capabilities.exact_search else 0.9
 
 

@@ -72,7 +72,7 @@ class SearchTests(KitBase):
         found = store.search(queries, k)
         check_neighbors(found, records, queries, k, metric, recall=required_recall(store))
 
-    def test_many_neighbours(self, open_store: OpenStore, metric: Metric) -> None:
+    def test_many_neighbors(self, open_store: OpenStore, metric: Metric) -> None:
         """The usual k of a kNN-LM, 1024, works as well.
 
         If this fails, check the engine's limits on k (hnswlib's `ef` must not be below it).
@@ -141,7 +141,7 @@ class SearchTests(KitBase):
             store.search(records.keys[:2, :-1], 3)
 
     def test_query_that_is_not_finite_is_refused(self, store: Datastore, records: Records) -> None:
-        """A query with NaN or an infinity has no neighbours worth the name.
+        """A query with NaN or an infinity has no neighbors worth the name.
 
         If this fails, check that `search` calls `checked_keys`.
         """

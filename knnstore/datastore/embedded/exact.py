@@ -50,7 +50,7 @@ class ExactIndex:
         self._dim = dim
         self._metric = metric
         self._nearest = nearest
-        self._centre = np.zeros(dim, np.float32)
+        self._center = np.zeros(dim, np.float32)
         self._spans: list[_Span] = []
         self._rows = 0
         self._matrix = np.empty((0, dim), np.float32)
@@ -77,13 +77,13 @@ class ExactIndex:
         reachable = min(k, self._rows)
         if reachable == 0 or len(queries) == 0:
             return Neighbors.nothing(len(queries), k)
-        centred = queries - self._centre
+        centered = queries - self._center
         if ids is None:
-            found = self._search_rows(centred, slice(0, self._rows), reachable)
+            found = self._search_rows(centered, slice(0, self._rows), reachable)
         else:
-            found = self._nearest_among(centred, reachable, self._slices(ids))
+            found = self._nearest_among(centered, reachable, self._slices(ids))
         if self._metric is Metric.L2:
-            self._recompute(found, centred)
+            self._recompute(found, centered)
         return found.named(self._ids).padded(k)
 
     def _update(self, segments: Sequence[Segment]) -> None:
@@ -97,7 +97,7 @@ class ExactIndex:
         if wanted:
             self._reserve(self._rows + sum(segment.live for segment in wanted.values()))
             if self._rows == 0 and self._metric is Metric.L2:
-                self._centre = _centre(list(wanted.values()))
+                self._center = _center(list(wanted.values()))
             for segment in wanted.values():
                 self._add(segment)
 
@@ -184,7 +184,7 @@ class ExactIndex:
                 rows = slice(at, min(at + _CHUNK, last))
                 to = slice(self._rows, self._rows + rows.stop - rows.start)
                 added = self._matrix[to]
-                np.subtract(keys[rows], self._centre, out=added)
+                np.subtract(keys[rows], self._center, out=added)
                 np.einsum("nd,nd->n", added, added, out=self._norms[to])
                 self._ids[to] = ids[rows]
                 self._rows = to.stop
@@ -220,12 +220,12 @@ def compare_rows(
     return found
 
 
-def _centre(segments: Sequence[Segment]) -> Keys:
+def _center(segments: Sequence[Segment]) -> Keys:
     """About the mean key, rounded so that subtracting it from keys in half precision is exact."""
     largest = max(segments, key=lambda segment: segment.live)
     rows = np.unique(np.linspace(0, largest.rows - 1, 4096).astype(np.int64))
     mean = largest.columns.keys_at(rows).astype(np.float32).mean(axis=0)
     with np.errstate(over="ignore"):
         rounded = mean.astype(np.float16).astype(np.float32)
-    centre: Keys = np.where(np.isfinite(rounded), rounded, mean)
-    return centre
+    center: Keys = np.where(np.isfinite(rounded), rounded, mean)
+    return center

@@ -117,7 +117,7 @@ class GroupIndex:
         exact = self._exact.count(ids)
         total = exact + sum(matching.size for _, matching in searched)
         others = [self._exact.search(queries, k, ids)] if exact else []
-        # Each segment is asked for its share of the neighbours, and for all k only where it may hold more.
+        # Each segment is asked for its share of the neighbors, and for all k only where it may hold more.
         parts, unsure = [], np.zeros(len(queries), bool)
         for index, matching in searched:
             share = min(k, math.ceil(_MARGIN * k * matching.size / total) + _LEAST)

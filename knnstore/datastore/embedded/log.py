@@ -222,7 +222,7 @@ class KeySegments(SegmentReader):
         self._segments = tuple(segment for segment in self._segments if segment.entry or segment.live)
 
     def _merge(self, group: int, *, ratio: int, indexed: bool) -> None:
-        """Merge neighbours among a group's segments until each is `ratio` times as large as the next."""
+        """Merge neighbors among a group's segments until each is `ratio` times as large as the next."""
         found = self.by_group().get(group, [])
         if not indexed:  # an index is dear; only `compact` replaces it
             found = [segment for segment in found if segment.index is None]

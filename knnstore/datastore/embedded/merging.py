@@ -97,7 +97,7 @@ class _Cursor:
 
 
 def merge_plan(segments: Sequence[Segment], ratio: int) -> list[list[Segment]]:
-    """Choose runs of neighbours to merge, so that each segment has `ratio` times the rows of the next.
+    """Choose runs of neighbors to merge, so that each segment has `ratio` times the rows of the next.
 
     The logarithmic method (Bentley and Saxe, 1980): the number of segments, and how often a row is
     rewritten, grow with the logarithm of the rows.

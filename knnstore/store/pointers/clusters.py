@@ -1,7 +1,7 @@
 """Clusters of near keys: what a pointer leads to besides the one record that it points at.
 
-The records of each domain are divided by the nearest of some centres, which k-means finds among a sample of
-them. Made when first asked for and extended as documents are added. Centres are means of keys, and nothing
+The records of each domain are divided by the nearest of some centers, which k-means finds among a sample of
+them. Made when first asked for and extended as documents are added. Centers are means of keys, and nothing
 may keep a trace of what is removed: so they are only in memory, and made anew when a document was removed.
 """
 
@@ -14,7 +14,7 @@ from knnstore.datastore import Datastore, IdRanges, Keys, Metric, nearest_rows, 
 from knnstore.store.view import View
 
 _SAMPLED = 64
-"""Keys for each centre, of which it becomes the mean."""
+"""Keys for each center, of which it becomes the mean."""
 _MOST_CENTERS = 4096
 """Larger domains have larger clusters: to divide n records takes 2 n c dim operations."""
 _ROUNDS = 2
@@ -70,7 +70,7 @@ class Clusters:
 
 
 class _DomainClusters:
-    """Some records, each in the cluster of its nearest centre.
+    """Some records, each in the cluster of its nearest center.
 
     Args:
         centers: float32, shape (c, dim).
@@ -130,7 +130,7 @@ def _up_to_date(known: _DomainClusters | None, view: View, domain: int, size: in
 
 
 def _centers(datastore: Datastore, live: IdRanges, records: int, size: int) -> Keys:
-    """Centres for clusters of a mean size, found by k-means (Lloyd 1982) among every so many records."""
+    """Centers for clusters of a mean size, found by k-means (Lloyd 1982) among every so many records."""
     count = min(_MOST_CENTERS, max(1, round(records / size)))
     every, seen, parts = max(1, records // (_SAMPLED * count)), 0, []
     for ids, keys, _ in datastore.iterate(ids=live):
