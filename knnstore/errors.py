@@ -64,6 +64,10 @@ class DatastoreNotFoundError(DatastoreError, FileNotFoundError):
     """There is no datastore at the location."""
 
 
+class RecordNotFoundError(DatastoreError, LookupError):
+    """The datastore has no record with this id."""
+
+
 class ReadOnlyError(DatastoreError):
     """The handle was opened for reading only."""
 

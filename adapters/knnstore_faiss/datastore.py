@@ -19,7 +19,6 @@ from knnstore.datastore import (
     StoredFile,
     checked_keys,
 )
-from knnstore.errors import ConfigError
 from knnstore_faiss.flat import nearest_rows
 from knnstore_faiss.inverted import InvertedIndex, build, fits
 from knnstore_faiss.policy import Policy
@@ -53,8 +52,6 @@ class FaissDatastore(EmbeddedDatastore):
             mode: as in `Datastore.open`.
             **params: `index`, `nprobe`, `rerank`, `exact_distances` and `neighbors`; see `Policy`.
         """
-        if dim < 1:
-            raise ConfigError(f"dim must be at least 1, got {dim}")
         metric = Metric(metric)
         policy = Policy.of(params, dim, metric)
         return cls(KeySegments(Path(location), dim, metric, mode), dim, metric, policy)
@@ -78,7 +75,7 @@ class FaissDatastore(EmbeddedDatastore):
         return self._policy.neighbors != "exact" and self._policy.indexes(group_rows)
 
     def _measured_again(self, queries: Keys, found: Neighbors) -> Neighbors:
-        """Replace the distances of neighbours in indexes by those that are wanted, and sort by them."""
+        """Replace the distances of neighbors in indexes by those that are wanted, and sort by them."""
         distances = found.distances.copy()
         for segments in self._segments.by_group().values():
             if not self._policy.indexes(sum(segment.live for segment in segments)):
@@ -93,17 +90,14 @@ class FaissDatastore(EmbeddedDatastore):
                 for query in np.flatnonzero(inside.any(axis=1)):
                     mine = inside[query]
                     distances[query, mine] = index.distances_to(queries[query], rows[query, mine])
-        order = np.argsort(distances, axis=1, kind="stable")
-        return Neighbors(
-            np.take_along_axis(found.ids, order, axis=1), np.take_along_axis(distances, order, axis=1)
-        )
+        return Neighbors(found.ids, distances).nearest(distances.shape[1])
 
     def _index_of(self, segment: Segment) -> InvertedIndex | None:
-        if segment.entry is None or segment.entry.index is None:
+        if segment.index is None:
             return None
-        file = segment.entry.index.file
+        file = segment.index.file
         if file not in self._measuring:
-            opened = self._open_index(segment, segment.entry.index.parameters)
+            opened = self._open_index(segment, segment.index.parameters)
             self._measuring = {**self._measuring, file: opened}
         return self._measuring[file]
 

@@ -3,7 +3,7 @@
 import faiss
 import numpy as np
 
-from knnstore.datastore import Distances, Found, Ids, Keys, Metric
+from knnstore.datastore import Distances, Ids, Keys, Metric, Neighbors
 from knnstore.datastore import nearest_rows as nearest_rows_by_numpy
 
 # FAISS multiplies matrices only from a number of queries on, 20 by default, and compares row by row
@@ -11,10 +11,10 @@ from knnstore.datastore import nearest_rows as nearest_rows_by_numpy
 faiss.cvar.distance_compute_blas_threshold = 1
 
 
-def nearest_rows(queries: Keys, keys: Keys, norms: Distances, k: int, metric: Metric) -> Found:
+def nearest_rows(queries: Keys, keys: Keys, k: int, metric: Metric, norms: Distances) -> Neighbors:
     """Find the k nearest rows of a matrix; see `knnstore.datastore.nearest_rows`."""
     if len(queries) == 1:  # a product with one vector, for which numpy takes half the time
-        return nearest_rows_by_numpy(queries, keys, norms, k, metric)
+        return nearest_rows_by_numpy(queries, keys, k, metric, norms)
     rows = np.empty((len(queries), k), np.int64)
     distances = np.empty((len(queries), k), np.float32)
     shape = (keys.shape[1], len(queries), len(keys), k)
@@ -27,7 +27,7 @@ def nearest_rows(queries: Keys, keys: Keys, norms: Distances, k: int, metric: Me
     return found_by_faiss(rows, distances, metric)
 
 
-def found_by_faiss(ids: Ids, distances: Distances, metric: Metric) -> Found:
+def found_by_faiss(ids: Ids, distances: Distances, metric: Metric) -> Neighbors:
     """Take over the arrays of a FAISS search, which pads with -1 at the largest float."""
     if metric is Metric.IP:
         np.negative(distances, out=distances)
@@ -35,4 +35,4 @@ def found_by_faiss(ids: Ids, distances: Distances, metric: Metric) -> Found:
         np.maximum(distances, 0, out=distances)  # x² + y² - 2xy rounds below zero
     if len(ids) and ids[:, -1].min() < 0:
         distances[ids < 0] = np.inf
-    return Found(ids, distances)
+    return Neighbors(ids, distances)

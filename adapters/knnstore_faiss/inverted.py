@@ -9,15 +9,17 @@ from numpy.typing import NDArray
 from knnstore.datastore import (
     BLOCK,
     Distances,
-    Found,
     IdRanges,
     Keys,
     MappedColumns,
     MappedFile,
     Metric,
+    Neighbors,
     Segment,
+    StoredFile,
     StoredKeys,
     compare_rows,
+    paired,
 )
 from knnstore.errors import CorruptDatastoreError, DatastoreError
 from knnstore_faiss.flat import found_by_faiss, nearest_rows
@@ -70,15 +72,14 @@ class InvertedIndex:
     """
 
     def __init__(self, root: Path, segment: Segment, dim: int, metric: Metric, policy: Policy) -> None:
-        assert segment.entry is not None
-        assert segment.entry.index is not None
+        assert segment.index is not None
         assert isinstance(segment.columns, MappedColumns)
         self.segment = segment
-        self.file = segment.entry.index.file
+        self.file = segment.index.file
         self._columns = segment.columns
         self._metric = metric
         self._policy = policy
-        self._index = _read(root, segment, dim, metric)
+        self._index = _read(root, self.file, segment, dim, metric)
         self._coarse = not isinstance(self._index, (faiss.IndexIVFScalarQuantizer, faiss.IndexIVFFlat))
         self._ranking: faiss.IndexRefine | None = None
         self._stored: faiss.IndexFlatCodes | None = None
@@ -94,7 +95,7 @@ class InvertedIndex:
         """The live rows of the segment, of all records or of those with some ids."""
         return self._live if ids is None else self.segment.live_rows(ids)
 
-    def search(self, queries: Keys, k: int, matching: IdRanges) -> Found:
+    def search(self, queries: Keys, k: int, matching: IdRanges) -> Neighbors:
         """Find about the k nearest of some rows, and k always where there are k; see `SegmentIndex`."""
         if matching.size <= max(_FEW_ROWS, 4 * k):
             return compare_rows(self.segment, matching, queries, k, self._metric, nearest_rows)
@@ -105,8 +106,7 @@ class InvertedIndex:
         found = self._search_lists(queries, k, selector, probes, candidates)
         short = np.flatnonzero(found.ids[:, -1] < 0)
         if len(short):  # the lists visited did not hold enough matching rows: visit all of them
-            more = self._search_lists(queries[short], k, selector, lists, candidates)
-            found.ids[short], found.distances[short] = more.ids, more.distances
+            found.put(short, self._search_lists(queries[short], k, selector, lists, candidates))
         return found.named(self._columns.ids)
 
     def distances_to(self, query: Keys, rows: NDArray[np.int64]) -> Distances:
@@ -120,7 +120,7 @@ class InvertedIndex:
             float32, shape (m,).
         """
         if self._policy.exact_distances:
-            return _distances(query, self._columns.keys_at(rows).astype(np.float32), self._metric)
+            return paired(query, self._columns.keys_at(rows).astype(np.float32), self._metric)
         selector = _selector(IdRanges.of_ids(np.sort(rows)), self.segment.rows)
         wanted = faiss.SearchParametersIVF(nprobe=self._index.nlist, sel=selector)
         distances, found = self._index.search(query[None], len(rows), params=wanted)
@@ -131,7 +131,7 @@ class InvertedIndex:
 
     def _search_lists(
         self, queries: Keys, k: int, selector: faiss.IDSelector | None, probes: int, candidates: int
-    ) -> Found:
+    ) -> Neighbors:
         """Search some lists for each query; found.ids are rows."""
         wanted = faiss.SearchParametersIVF(nprobe=probes, sel=selector)
         if not self._policy.ranks_again:
@@ -152,21 +152,18 @@ class InvertedIndex:
     def _checked(self) -> bool:
         return self._columns.keys_file.checked
 
-    def _ranked(self, queries: Keys, found: Found, k: int) -> Found:
+    def _ranked(self, queries: Keys, found: Neighbors, k: int) -> Neighbors:
         """Compute the distances of candidates from the stored keys and keep the nearest."""
         for query, rows, distances in zip(queries, found.ids, found.distances, strict=True):
             present = rows >= 0
             keys = self._columns.keys_at(rows[present]).astype(np.float32)
-            distances[present] = _distances(query, keys, self._metric)
-        found.sort_rows(np.arange(len(queries)))
-        return Found(np.ascontiguousarray(found.ids[:, :k]), np.ascontiguousarray(found.distances[:, :k]))
+            distances[present] = paired(query, keys, self._metric)
+        return found.nearest(k)
 
 
-def _read(root: Path, segment: Segment, dim: int, metric: Metric) -> faiss.IndexIVF:
+def _read(root: Path, file: StoredFile, segment: Segment, dim: int, metric: Metric) -> faiss.IndexIVF:
     """Read an index whose bytes were checked; the lists stay on disk where FAISS can map them."""
-    assert segment.entry is not None
-    assert segment.entry.index is not None
-    mapped = MappedFile(root, segment.entry.index.file)
+    mapped = MappedFile(root, file)
     mapped.check()
     faiss.set_deserialization_vector_byte_limit(4 * mapped.file.size + _TABLES)
     if bytes(mapped.bytes[:2]) != b"Iw":  # the inverted files; nothing else is ever written
@@ -210,13 +207,3 @@ def _view(keys: StoredKeys, metric: Metric) -> faiss.IndexFlatCodes:
     index.ntotal = len(keys)
     index.is_trained = True
     return index
-
-
-def _distances(query: Keys, keys: Keys, metric: Metric) -> Distances:
-    distances: Distances
-    if metric is Metric.IP:
-        distances = -(keys @ query)
-    else:
-        keys -= query
-        distances = np.einsum("nd,nd->n", keys, keys)
-    return distances

@@ -17,7 +17,7 @@ from knnstore.errors import ConfigError
 #    16 384  IVF256,SQ8                1.52    .998            .37    .978
 #    32 768  IVF256,SQ8                1.01    .996            .17    .975
 #    65 536  IVF512,SQ8                 .64    .992            .10    .977
-#   131 072  IVF1024,SQ8                .39    .990            .06    .977   (12 rows visited a neighbour
+#   131 072  IVF1024,SQ8                .39    .990            .06    .977   (12 rows visited a neighbor
 #   300 000  IVF1024,SQ8                .15    .971            .034   .979    up to here, 8 below)
 #   300 000  IVF1024,PQ64x4fs           .16    .970            .046   .979
 # 1 000 000  IVF1024,SQ8                .05    .970            .03    .980   (16 and 8 probes)
@@ -27,15 +27,15 @@ from knnstore.errors import ConfigError
 # nor worse than scalars; they take 40 bytes a row instead of 264, which counts when
 # memory is short.
 EXACT_UP_TO = 1 << 15
-"""Rows of a group up to which exact search serves: no training, and every neighbour found."""
+"""Rows of a group up to which exact search serves: no training, and every neighbor found."""
 
 SCALAR_UP_TO = 1 << 20
 """Rows up to which inverted lists of 8-bit scalars serve; beyond it 4-bit product codes, ranked again."""
 
-_CODES_PER_NEIGHBOUR = 8  # rows to visit for each neighbour wanted
+_CODES_PER_NEIGHBOR = 8  # rows to visit for each neighbor wanted
 _LEAST_PROBES = 8
 _SMALLEST_INDEXED = 1 << 13
-_RANKED_AGAIN = 6  # candidates for each neighbour wanted, where codes are coarse
+_RANKED_AGAIN = 6  # candidates for each neighbor wanted, where codes are coarse
 _LEAST_RANKED_AGAIN = 1024
 _HNSW_FROM = 1 << 14  # lists from which finding the nearest ones needs an index of its own
 
@@ -48,7 +48,7 @@ class Policy:
         index: ``"auto"`` (by size), ``"exact"``, or the FAISS factory string of an inverted file,
             such as ``"IVF1024,SQ8"``.
         nprobe: lists to visit for each query; 0 chooses by k.
-        rerank: candidates for each neighbour wanted whose exact distances decide; 0 chooses by
+        rerank: candidates for each neighbor wanted whose exact distances decide; 0 chooses by
             the index, 1 is off.
         exact_distances: compute the returned distances from the stored keys; else return the
             index's own, which are approximate, and rank nothing again.
@@ -98,7 +98,7 @@ class Policy:
     def factory(self, rows: int, group_rows: int, dim: int) -> str | None:
         """The index for a segment of so many rows in a group of so many; None for exact search.
 
-        In a large group smaller segments have indexes too: their share of the neighbours is small,
+        In a large group smaller segments have indexes too: their share of the neighbors is small,
         and so is what must be visited, while exact search would visit all.
         """
         if self.index != "auto":
@@ -114,14 +114,14 @@ class Policy:
 
     def probes(self, k: int, rows: int, matching: int, lists: int) -> int:
         """How many lists to visit for about the k nearest of the rows that match a filter."""
-        unfiltered = self.nprobe or math.ceil(_CODES_PER_NEIGHBOUR * k * lists / rows) + _LEAST_PROBES
+        unfiltered = self.nprobe or math.ceil(_CODES_PER_NEIGHBOR * k * lists / rows) + _LEAST_PROBES
         return min(math.ceil(unfiltered * rows / matching), lists)
 
     def candidates(self, k: int, rows: int, *, coarse: bool) -> int:
         """How many candidates to rank again by their exact distances, k at least.
 
         Args:
-            k: neighbours wanted.
+            k: neighbors wanted.
             rows: how many rows match.
             coarse: whether the index's own distances are too rough to choose the k nearest.
         """

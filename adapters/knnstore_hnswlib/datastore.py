@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from knnstore.datastore import Capabilities, Datastore, EmbeddedDatastore, KeySegments, Metric, Mode, Segment
-from knnstore.errors import ConfigError
 from knnstore_hnswlib.graph import GraphIndex, build
 from knnstore_hnswlib.policy import Policy
 
@@ -38,8 +37,6 @@ class HnswlibDatastore(EmbeddedDatastore):
             mode: as in `Datastore.open`.
             **params: `M`, `ef_construction`, `ef` and `exact_up_to`; see `Policy`.
         """
-        if dim < 1:
-            raise ConfigError(f"dim must be at least 1, got {dim}")
         metric, policy = Metric(metric), Policy.of(params)
         return cls(KeySegments(Path(location), dim, metric, mode), dim, metric, policy)
 

@@ -9,12 +9,12 @@ import numpy as np
 
 from knnstore.datastore import (
     Distances,
-    Found,
     IdRanges,
     Keys,
     MappedColumns,
     MappedFile,
     Metric,
+    Neighbors,
     Segment,
     compare_rows,
 )
@@ -47,7 +47,7 @@ def build(segment: Segment, policy: Policy, dim: int, metric: Metric, path: Path
     graph = hnswlib.Index("l2", _components(dim, metric))
     # With one more component sqrt(c - |x|²) all keys have the same norm: then the nearest in L2 are those
     # with the greatest inner product (Bachrach et al., 2014). Linked by inner products themselves, keys of
-    # different norms are hard to reach: 0.65 instead of 0.96 of 200 neighbours were found among 50 clusters.
+    # different norms are hard to reach: 0.65 instead of 0.96 of 200 neighbors were found among 50 clusters.
     norms = [_norms(keys[some].astype(np.float32)) for some in chunks] if metric is Metric.IP else []
     largest = max((part.max() for part in norms), default=0)
     try:
@@ -82,10 +82,9 @@ class GraphIndex:
     """
 
     def __init__(self, root: Path, segment: Segment, dim: int, metric: Metric, policy: Policy) -> None:
-        assert segment.entry is not None
-        assert segment.entry.index is not None
+        assert segment.index is not None
         assert isinstance(segment.columns, MappedColumns)
-        self.file = segment.entry.index.file
+        self.file = segment.index.file
         self._columns = segment.columns
         self._metric = metric
         self._ef = policy.ef
@@ -126,7 +125,7 @@ class GraphIndex:
             self._last_filter = ids, matching
         return matching
 
-    def search(self, queries: Keys, k: int, matching: Members) -> Found:
+    def search(self, queries: Keys, k: int, matching: Members) -> Neighbors:
         """Find about the k nearest of some rows, and k always where there are k.
 
         Args:
@@ -136,7 +135,7 @@ class GraphIndex:
         """
         reachable = min(k, matching.size)
         if reachable == 0:
-            return Found.nothing(len(queries), k)
+            return Neighbors.nothing(len(queries), k)
         wanted = k
         if matching.nodes < self._live.nodes:
             wanted = math.ceil(_OVER_FETCHED * k * self._live.nodes / matching.nodes) + _LEAST_OVER_FETCHED
@@ -149,10 +148,10 @@ class GraphIndex:
                 break
             wanted *= 2
             more = self._attempt(queries[short], k, matching, wanted, compare=True)
-            found.ids[short], found.distances[short] = more.ids, more.distances
+            found.put(short, more)
         return found
 
-    def _attempt(self, queries: Keys, k: int, matching: Members, wanted: int, *, compare: bool) -> Found:
+    def _attempt(self, queries: Keys, k: int, matching: Members, wanted: int, *, compare: bool) -> Neighbors:
         """Search the graph for some number of nodes, or all rows that match, if allowed and faster."""
         # hnswlib raises its `ef` to what is wanted; deleted nodes are visited, too.
         visited = max(wanted, self._ef) * len(self._nodes) / max(1, self._live.nodes)
@@ -161,7 +160,7 @@ class GraphIndex:
             return compare_rows(self.segment, matching.rows, queries, k, self._metric)
         return self._search_graph(queries, k, matching, wanted).named(self._columns.ids)
 
-    def _search_graph(self, queries: Keys, k: int, matching: Members, wanted: int) -> Found:
+    def _search_graph(self, queries: Keys, k: int, matching: Members, wanted: int) -> Neighbors:
         """Search the graph; found.ids are rows. A query that reaches too few nodes finds none."""
         if self._metric is Metric.IP:
             asked = np.column_stack([queries, np.zeros(len(queries), np.float32)])
@@ -171,12 +170,9 @@ class GraphIndex:
             nodes, distances = self._graph.knn_query(asked, wanted)
         except RuntimeError:  # for one such query hnswlib refuses the answers of all
             if len(queries) == 1:
-                return Found.nothing(1, k)
+                return Neighbors.nothing(1, k)
             halves = [self._search_graph(half, k, matching, wanted) for half in np.array_split(queries, 2)]
-            return Found(
-                np.concatenate([half.ids for half in halves]),
-                np.concatenate([half.distances for half in halves]),
-            )
+            return Neighbors.joined(halves, axis=0)
         if self._metric is Metric.IP:
             distances -= 1  # hnswlib's is 1 - qx
         return matching.nearest(nodes.view(np.int64), distances, k)

@@ -8,7 +8,7 @@ keys among 20 000 of a language model recall@64 was 0.83). Text that repeats its
 import numpy as np
 from numpy.typing import NDArray
 
-from knnstore.datastore import Distances, Found, IdRanges, StoredKeys
+from knnstore.datastore import Distances, IdRanges, Neighbors, StoredKeys
 
 _CHUNK = 1 << 16  # rows at a time
 
@@ -48,7 +48,7 @@ class Members:
 
     def __init__(self, rows: IdRanges, first: NDArray[np.int64]) -> None:
         self.rows = rows
-        numbers = self.numbers()
+        numbers = rows.ids()
         nodes = first[numbers]
         self._rows = numbers[np.argsort(nodes, kind="stable")]
         self._counts: NDArray[np.int64] = np.bincount(nodes, minlength=len(first))
@@ -62,17 +62,12 @@ class Members:
         """How many rows there are."""
         return len(self._rows)
 
-    def numbers(self) -> NDArray[np.int64]:
-        """The row numbers, ascending."""
-        parts = [np.arange(start, stop) for start, stop in self.rows]
-        return np.concatenate([np.empty(0, np.int64), *parts])
-
     def without_rows(self) -> NDArray[np.bool_]:
         """Which nodes stand for none of the rows; shape (n,), also true for what is no node."""
         none: NDArray[np.bool_] = self._counts == 0
         return none
 
-    def nearest(self, nodes: NDArray[np.int64], distances: Distances, k: int) -> Found:
+    def nearest(self, nodes: NDArray[np.int64], distances: Distances, k: int) -> Neighbors:
         """The first k rows that the nodes found stand for.
 
         Args:
@@ -81,19 +76,18 @@ class Members:
             k: how many rows, at least 1.
         """
         if self._every_node_once:
-            return Found(nodes[:, :k], distances[:, :k]).padded(k)
+            return Neighbors(nodes[:, :k], distances[:, :k]).padded(k)
         counts = self._counts[nodes]
-        found = Found(self._any_row[nodes[:, :k]], distances[:, :k].copy()).padded(k)
+        found = Neighbors(self._any_row[nodes[:, :k]], distances[:, :k].copy()).padded(k)
         # Only queries that found other nodes than those of one row need more than that.
         others = np.flatnonzero((counts[:, :k] != 1).any(axis=1) | (nodes.shape[1] < k))
         if len(others):
-            expanded = self._expanded(nodes[others], distances[others], counts[others], k)
-            found.ids[others], found.distances[others] = expanded.ids, expanded.distances
+            found.put(others, self._expanded(nodes[others], distances[others], counts[others], k))
         return found
 
     def _expanded(
         self, nodes: NDArray[np.int64], distances: Distances, counts: NDArray[np.int64], k: int
-    ) -> Found:
+    ) -> Neighbors:
         # The flat list of all rows: each node's rows follow each other, and so do the nodes of a query.
         before = np.cumsum(counts, axis=1) - counts
         of_query, of_node = np.nonzero((counts > 0) & (before < k))
@@ -103,7 +97,7 @@ class Members:
         kept = column < k
         query = np.repeat(of_query, counts)[kept], column[kept]
         starts = np.repeat(self._starts[nodes[of_query, of_node]], counts)
-        found = Found.nothing(len(nodes), k)
+        found = Neighbors.nothing(len(nodes), k)
         found.ids[query] = self._rows[starts + within][kept]
         found.distances[query] = np.repeat(distances[of_query, of_node], counts)[kept]
         return found

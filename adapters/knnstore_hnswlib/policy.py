@@ -18,7 +18,7 @@ from knnstore.errors import ConfigError
 #   200 000              .36   .992           .08    .993
 #
 # With ef=200 time at k=64 is 1.4 times as long and recall .999. In some graphs (they differ from run to run,
-# for several threads build them) one query in 256 still finds none of its 64 neighbours, in most none does.
+# for several threads build them) one query in 256 still finds none of its 64 neighbors, in most none does.
 _LARGEST_M = 512
 _SMALL_SHARE = 8  # a segment has a graph from this fraction of `exact_up_to` on
 
@@ -30,8 +30,8 @@ class Policy:
     Args:
         M: links of a row, twice as many in the lowest layer; more find more and take more memory.
         ef_construction: candidates for the links of a row; more make a better graph, more slowly.
-        ef: candidates of a search at least; there are never fewer than the neighbours wanted.
-        exact_up_to: rows of a group up to which every neighbour is found, without a graph.
+        ef: candidates of a search at least; there are never fewer than the neighbors wanted.
+        exact_up_to: rows of a group up to which every neighbor is found, without a graph.
     """
 
     M: int = 16

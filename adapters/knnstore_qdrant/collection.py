@@ -14,9 +14,11 @@ from knnstore.errors import (
     DatastoreNotFoundError,
 )
 from knnstore_qdrant.attempts import Attempts
-from knnstore_qdrant.client import DISTANCES
 from knnstore_qdrant.conditions import GROUP, POSITION
 from knnstore_qdrant.options import Options
+
+DISTANCES = {Metric.L2: models.Distance.EUCLID, Metric.IP: models.Distance.DOT}
+"""What Qdrant calls the metrics."""
 
 MARK = "knnstore"
 """The entry of a collection's metadata with a random number, by which it is recognised."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from knnstore.datastore import Filter, IdRanges, Ids
+from knnstore.datastore import Filter, IdRanges, Ids, positions_of, ranges_of, whole_positions
 
 GROUP = "group"
 """The payload field with a record's group, an integer."""
@@ -13,13 +13,10 @@ GROUP = "group"
 POSITION = "position"
 """The payload field with a record's position, an integer.
 
-Qdrant has no ranges of ids, and its ranges of a field are floats. A record id is
-position << 20 | token, so ranges of ids are ranges of positions, whose 43 bits a float holds exactly.
+Qdrant has no ranges of ids, and its ranges of a field are floats. A record id begins with its position, so
+ranges of ids are ranges of positions, whose 43 bits a float holds exactly.
 """
 
-TOKEN_BITS = 20
-
-_ID_LIMIT = 2**63 - 1  # every id is below it
 _LISTED_IDS = 10_000  # so many single ids are named in a condition rather than looked up
 
 
@@ -58,27 +55,11 @@ def condition_of_ranges(ranges: IdRanges, read_ids: Callable[[Condition], Ids]) 
     Ranges that end within a position, which knnstore itself never makes, need the ids there: they are
     listed if they are few, else those that exist are looked up.
     """
-    whole, rest = split(ranges)
+    whole = whole_positions(ranges)
+    rest = ranges - ranges_of(whole.starts, whole.stops)
     positions = tuple(whole)
     if rest.size <= _LISTED_IDS:
-        listed = tuple(i for start, stop in rest for i in range(start, stop))
-        return Condition(positions=positions, ids=listed)
-    around = IdRanges(np.stack([rest.starts >> TOKEN_BITS, (rest.stops - 1 >> TOKEN_BITS) + 1], axis=1))
+        return Condition(positions=positions, ids=tuple(rest.ids().tolist()))
+    around = IdRanges(np.stack([positions_of(rest.starts), positions_of(rest.stops - 1) + 1], axis=1))
     found = read_ids(Condition(positions=tuple(around)))
     return Condition(positions=positions, ids=tuple(found[rest.contains(found)].tolist()))
-
-
-def split(ranges: IdRanges) -> tuple[IdRanges, IdRanges]:
-    """Split ranges of ids into whole positions and what is left beside them.
-
-    Returns:
-        Ranges of positions, and the remaining ranges of ids.
-    """
-    first = -(-ranges.starts >> TOKEN_BITS)
-    last = ranges.stops >> TOKEN_BITS
-    last[ranges.stops == _ID_LIMIT] += 1  # no id lies behind it in its position
-    some = first < last
-    first, last = first[some], last[some]
-    stops = np.where(last > _ID_LIMIT >> TOKEN_BITS, _ID_LIMIT, last << TOKEN_BITS)
-    covered = IdRanges(np.stack([first << TOKEN_BITS, stops], axis=1))
-    return IdRanges(np.stack([first, last], axis=1)), ranges - covered

@@ -9,6 +9,7 @@ from typing import Any, Self
 import numpy as np
 
 from knnstore.datastore import (
+    BATCH_SIZE,
     Capabilities,
     Datastore,
     Filter,
@@ -22,22 +23,23 @@ from knnstore.datastore import (
     checked_k,
     checked_keys,
     checked_records,
+    read_keys,
 )
 from knnstore.errors import ConfigError, DatastoreClosedError, ReadOnlyError
 from knnstore_qdrant.conditions import Condition, condition_of_filter, condition_of_ranges
 from knnstore_qdrant.opening import erase_points, open_points
 from knnstore_qdrant.options import Options
-from knnstore_qdrant.points import Points, missing
+from knnstore_qdrant.points import Points
 
 _SCROLL_BYTES = 8 << 20  # of vectors in one answer
 _NEIGHBORS_AT_ONCE = 1 << 14  # in one answer: each is a Python object for a moment
 
 
 class QdrantDatastore:
-    """Vectors in Qdrant: a server, its engine in this process, or the client's memory.
+    """Vectors in Qdrant: a server, or its engine in this process.
 
     A point's id is the record's; its payload holds the group and the position, both indexed. A search
-    whose graph gives fewer than k neighbours is repeated exactly.
+    whose graph gives fewer than k neighbors is repeated exactly.
 
     Args:
         points: the open collection.
@@ -60,8 +62,8 @@ class QdrantDatastore:
         """Open or create a collection; see `Datastore.open`.
 
         Args:
-            location: ``http://HOST:PORT`` or ``https://…`` for a server, ``:memory:`` for one that ends
-                with the handle, or a directory, which Qdrant's engine then opens in this process.
+            location: ``http://HOST:PORT`` or ``https://…`` for a server, or a directory, which Qdrant's
+                engine then opens in this process.
             dim: number of components of a vector, 1 to 65536.
             metric: how distances are measured.
             mode: as in `Datastore.open`.
@@ -99,7 +101,7 @@ class QdrantDatastore:
         return Capabilities(
             exact_search=points.exact_search,
             exact_keys=points.exact_keys,
-            persistent=points.persistent,
+            persistent=True,
             shared_writers=points.shared_writers,
         )
 
@@ -119,30 +121,27 @@ class QdrantDatastore:
         points = self._points()
         condition = None if where is None else condition_of_filter(where, self._ids_where)
         if not len(queries) or (condition is not None and not condition):
-            return missing(len(queries), k)
+            return Neighbors.nothing(len(queries), k)
         size = max(1, _NEIGHBORS_AT_ONCE // k)
         parts = [
             self._nearest(points, queries[start : start + size], k, condition)
             for start in range(0, len(queries), size)
         ]
-        if len(parts) == 1:
-            return parts[0]
-        return Neighbors(
-            np.concatenate([part.ids for part in parts]), np.concatenate([part.distances for part in parts])
-        )
+        return Neighbors.joined(parts, axis=0)
 
-    def delete(self, ids: IdRanges) -> int:
+    def delete(self, ids: IdRanges) -> None:
         """Remove every record in the ranges; see `Datastore.delete`."""
         points = self._writable()
         condition = condition_of_ranges(ids, self._ids_where)
-        return points.delete(condition) if condition else 0
+        if condition:
+            points.delete(condition)
 
     def count(self) -> int:
         """How many records are live."""
         return self._points().count(None)
 
     def iterate(
-        self, *, ids: IdRanges | None = None, batch_size: int = 8192
+        self, *, ids: IdRanges | None = None, batch_size: int = BATCH_SIZE
     ) -> Iterator[tuple[Ids, Keys, Groups]]:
         """Yield every live record once, by ascending id; see `Datastore.iterate`."""
         if batch_size < 1:
@@ -160,6 +159,10 @@ class QdrantDatastore:
                 yield batch
             if found < limit:
                 return
+
+    def get(self, ids: Ids) -> Keys:
+        """Read the keys of some records; see `SupportsGet.get`."""
+        return read_keys(self, ids)
 
     def flush(self) -> None:
         """Return when everything so far is durable; indexing goes on. See `Datastore.flush`."""
@@ -209,8 +212,7 @@ class QdrantDatastore:
         short = np.flatnonzero(found.ids[:, -1] < 0)
         if len(short) and not points.exact_search:
             # Few match, or the graph of those that match is not connected.
-            again = points.query(queries[short], k, condition, exact=True)
-            found.ids[short], found.distances[short] = again.ids, again.distances
+            found.put(short, points.query(queries[short], k, condition, exact=True))
         return found
 
     def _ids_where(self, condition: Condition) -> Ids:

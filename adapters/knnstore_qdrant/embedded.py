@@ -63,7 +63,6 @@ class EmbeddedPoints:
         options: the adapter's parameters.
     """
 
-    persistent = True
     shared_writers = False
 
     def __init__(self, root: Path, dim: int, metric: Metric, mode: Mode, options: Options) -> None:
@@ -95,13 +94,10 @@ class EmbeddedPoints:
         """The k points nearest to each query."""
         return self._current().query(queries, k, condition, exact=exact)
 
-    def delete(self, condition: Condition) -> int:
-        """Remove points and say how many there were."""
+    def delete(self, condition: Condition) -> None:
+        """Remove points."""
         with self._changing() as shard:
-            count = shard.count(condition)
-            if count:
-                shard.delete(condition)
-            return count
+            shard.delete(condition)
 
     def count(self, condition: Condition | None) -> int:
         """How many points there are."""

@@ -8,8 +8,6 @@ from knnstore.errors import AdapterLoadError
 from knnstore_qdrant.options import Options
 from knnstore_qdrant.points import Points
 
-MEMORY = ":memory:"
-
 
 def open_points(location: str | Path, dim: int, metric: Metric, mode: Mode, options: Options) -> Points:
     """Open or create a collection; see `QdrantDatastore.open`."""
@@ -19,11 +17,6 @@ def open_points(location: str | Path, dim: int, metric: Metric, mode: Mode, opti
         from knnstore_qdrant.connecting import open_server
 
         return open_server(place, dim, metric, mode, options)
-    if Path(place).name == MEMORY:  # a store's relative location comes with its folder
-        _need("qdrant_client", "qdrant", place)
-        from knnstore_qdrant.memory import open_memory
-
-        return open_memory(dim, metric, mode, options)
     _need("qdrant_edge", "qdrant-edge", place)
     from knnstore_qdrant.embedded import EmbeddedPoints
 
@@ -37,7 +30,7 @@ def erase_points(location: str | Path, options: Options) -> None:
         from knnstore_qdrant.connecting import erase_server
 
         erase_server(str(location), options)
-    elif Path(location).name != MEMORY:
+    else:
         _need("qdrant_edge", "qdrant-edge", str(location))
         from knnstore_qdrant.embedded import erase_directory
 

@@ -1,11 +1,12 @@
 """What the datastore asks of Qdrant, whichever way it is reached."""
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 from knnstore.datastore import Groups, Ids, Keys, Metric, Neighbors
-from knnstore_qdrant.conditions import Condition
+from knnstore_qdrant.conditions import GROUP, Condition
 
 
 class Points(Protocol):
@@ -19,9 +20,6 @@ class Points(Protocol):
 
     exact_keys: bool
     """Vectors are kept as float32."""
-
-    persistent: bool
-    """Points outlive the handle."""
 
     shared_writers: bool
     """Several processes may write."""
@@ -41,8 +39,8 @@ class Points(Protocol):
         """
         ...
 
-    def delete(self, condition: Condition) -> int:
-        """Remove points and say how many there were."""
+    def delete(self, condition: Condition) -> None:
+        """Remove points."""
         ...
 
     def count(self, condition: Condition | None) -> int:
@@ -75,15 +73,27 @@ class Points(Protocol):
         ...
 
 
-def missing(queries: int, k: int) -> Neighbors:
-    """A result in which every neighbour is missing."""
-    return Neighbors(np.full((queries, k), -1, np.int64), np.full((queries, k), np.inf, np.float32))
+def neighbors_of(hits: Sequence[tuple[Sequence[Any], Sequence[float]]], k: int, metric: Metric) -> Neighbors:
+    """Take over the answers to some queries: of each the ids, and Qdrant's scores.
 
-
-def distances_of(found: Neighbors, metric: Metric) -> Neighbors:
-    """Turn Qdrant's scores into distances, in place: it gives the root of L2 and the inner product itself."""
+    These are the root of the L2 distance, and the inner product itself.
+    """
+    found = Neighbors.nothing(len(hits), k)
+    for row, (ids, scores) in enumerate(hits):
+        found.ids[row, : len(ids)] = ids
+        found.distances[row, : len(ids)] = scores
     if metric is Metric.L2:
         np.square(found.distances, out=found.distances)
     else:
         np.negative(found.distances, out=found.distances, where=found.ids >= 0)
     return found
+
+
+def batch_of(records: Sequence[Any], dim: int, *, keys: bool) -> tuple[Ids, Keys, Groups]:
+    """Take over points with an id, a vector and a payload; see `Points.scroll`."""
+    known = records if keys else []
+    return (
+        np.array([record.id for record in records], np.int64),
+        np.array([record.vector for record in known], np.float32).reshape(len(known), dim),
+        np.array([record.payload[GROUP] for record in known], np.int32),
+    )

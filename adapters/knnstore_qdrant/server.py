@@ -2,19 +2,23 @@
 
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from typing import TypeVar
 
 from qdrant_client import models
 
-from knnstore.datastore import Groups, Ids, Keys, Metric
-from knnstore_qdrant.client import ClientPoints, Result
+from knnstore.datastore import Groups, Ids, Keys, Metric, Neighbors, positions_of
 from knnstore_qdrant.collection import Collection
+from knnstore_qdrant.conditions import GROUP, POSITION, Condition
+from knnstore_qdrant.points import batch_of, neighbors_of
+
+Result = TypeVar("Result")
 
 _BATCH_BYTES = 1 << 20  # of vectors in a request; as text they are up to five times longer
 _BATCH_POINTS = 1000
 
 
-class ServerPoints(ClientPoints):
-    """The points of a collection on a server.
+class ServerPoints:
+    """The points of a collection on a server, as qdrant-client's own calls give them.
 
     Args:
         collection: open.
@@ -22,21 +26,15 @@ class ServerPoints(ClientPoints):
         metric: how distances are measured.
     """
 
+    shared_writers = True
+
     def __init__(self, collection: Collection, dim: int, metric: Metric) -> None:
-        super().__init__(collection.client, dim, metric, collection.options)
-        self._collection = collection
+        self._collection, self._dim, self._metric = collection, dim, metric
+        self._client, self._options, self._name = collection.client, collection.options, collection.name
         self.attempts = collection.attempts
         self.exact_search = collection.options.exact
         self.exact_keys = collection.exact_keys
         self._senders = ThreadPoolExecutor(collection.options.parallel, thread_name_prefix="qdrant")
-
-    def read(self, call: Callable[[], Result]) -> Result:
-        """Make a call that changes nothing, again if it fails."""
-        return self.attempts.read(call)
-
-    def change(self, call: Callable[[], models.UpdateResult]) -> None:
-        """Make a call that changes points, again until the server says that it is done."""
-        self.attempts.change(lambda: call().status.value)
 
     def upsert(self, ids: Ids, keys: Keys, groups: Groups) -> None:
         """Store points, in batches beside each other."""
@@ -54,7 +52,53 @@ class ServerPoints(ClientPoints):
 
     def send(self, ids: Ids, keys: Keys, groups: Groups) -> None:
         """Store points with one request."""
-        super().upsert(ids, keys, groups)
+        batch = models.Batch(
+            ids=ids.tolist(),
+            vectors=keys.tolist(),
+            payloads=[
+                {GROUP: group, POSITION: position}
+                for group, position in zip(groups.tolist(), positions_of(ids).tolist(), strict=True)
+            ],
+        )
+        self._change(lambda: self._client.upsert(self._name, batch, wait=True))
+
+    def query(self, queries: Keys, k: int, condition: Condition | None, *, exact: bool) -> Neighbors:
+        """The k points nearest to each query."""
+        chosen, params = self._filter(condition), self._params(k, exact)
+        requests = [
+            models.QueryRequest(query=query, limit=k, filter=chosen, params=params)
+            for query in queries.tolist()
+        ]
+        answers = self.attempts.read(lambda: self._client.query_batch_points(self._name, requests))
+        hits = [([hit.id for hit in a.points], [hit.score for hit in a.points]) for a in answers]
+        return neighbors_of(hits, k, self._metric)
+
+    def delete(self, condition: Condition) -> None:
+        """Remove points."""
+        selector = models.FilterSelector(filter=filter_of(condition))
+        self._change(lambda: self._client.delete(self._name, selector, wait=True))
+
+    def count(self, condition: Condition | None) -> int:
+        """How many points there are."""
+        chosen = self._filter(condition)
+        return self.attempts.read(
+            lambda: self._client.count(self._name, count_filter=chosen, exact=True)
+        ).count
+
+    def scroll(
+        self, first: int, limit: int, condition: Condition | None, *, keys: bool
+    ) -> tuple[Ids, Keys, Groups]:
+        """The points with the least ids >= `first`."""
+        chosen = self._filter(condition)
+        records, _ = self.attempts.read(
+            lambda: self._client.scroll(
+                self._name, chosen, limit, offset=first, with_payload=keys, with_vectors=keys
+            )
+        )
+        return batch_of(records, self._dim, keys=keys)
+
+    def flush(self) -> None:
+        """Do nothing: each change was completed when it returned."""
 
     def optimize(self) -> None:
         """Wait until the server has indexed everything."""
@@ -66,7 +110,10 @@ class ServerPoints(ClientPoints):
         try:
             self._collection.let_index()
         finally:
-            super().close()
+            self._client.close()
+
+    def _change(self, call: Callable[[], models.UpdateResult]) -> None:
+        self.attempts.change(lambda: call().status.value)
 
     def _params(self, k: int, exact: bool) -> models.SearchParams:
         rescored = models.QuantizationSearchParams(rescore=True, oversampling=self._options.oversampling)
@@ -75,3 +122,20 @@ class ServerPoints(ClientPoints):
             exact=exact,
             quantization=rescored if self._collection.quantized and not exact else None,
         )
+
+    def _filter(self, condition: Condition | None) -> models.Filter | None:
+        return None if condition is None else filter_of(condition)
+
+
+def filter_of(condition: Condition) -> models.Filter:
+    """Translate a condition."""
+    if condition.groups:
+        match = models.MatchAny(any=list(condition.groups))
+        return models.Filter(must=[models.FieldCondition(key=GROUP, match=match)])
+    should: list[models.Condition] = [
+        models.FieldCondition(key=POSITION, range=models.Range(gte=start, lt=stop))
+        for start, stop in condition.positions
+    ]
+    if condition.ids:
+        should.append(models.HasIdCondition(has_id=list(condition.ids)))
+    return models.Filter(should=should)

@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 from qdrant_edge import (
     BinaryQuantizationConfig,
     CountRequest,
@@ -33,11 +32,11 @@ from qdrant_edge import (
     VectorStorageDatatype,
 )
 
-from knnstore.datastore import Groups, Ids, Keys, Metric, Neighbors
+from knnstore.datastore import Groups, Ids, Keys, Metric, Neighbors, positions_of
 from knnstore.errors import DatastoreError
-from knnstore_qdrant.conditions import GROUP, POSITION, TOKEN_BITS, Condition
+from knnstore_qdrant.conditions import GROUP, POSITION, Condition
 from knnstore_qdrant.options import Options
-from knnstore_qdrant.points import distances_of, missing
+from knnstore_qdrant.points import batch_of, neighbors_of
 
 _POINTS_AT_ONCE = 2048  # a Python object each
 _DISTANCES = {Metric.L2: Distance.Euclid, Metric.IP: Distance.Dot}
@@ -87,7 +86,7 @@ class Shard:
 
     def upsert(self, ids: Ids, keys: Keys, groups: Groups) -> None:
         """Store points, replacing those whose id is present."""
-        numbers, positions, groups_of = ids.tolist(), (ids >> TOKEN_BITS).tolist(), groups.tolist()
+        numbers, positions, groups_of = ids.tolist(), positions_of(ids).tolist(), groups.tolist()
         for start in range(0, len(ids), _POINTS_AT_ONCE):
             points = [
                 Point(numbers[row], keys[row], {GROUP: groups_of[row], POSITION: positions[row]})
@@ -98,7 +97,6 @@ class Shard:
 
     def query(self, queries: Keys, k: int, condition: Condition | None, *, exact: bool) -> Neighbors:
         """The k points nearest to each query."""
-        found = missing(len(queries), k)
         params = SearchParams(
             hnsw_ef=max(k, self._options.ef), exact=exact, quantization=None if exact else self._quantized
         )
@@ -111,10 +109,8 @@ class Shard:
         )
         with engine_errors(self._path):
             answers = self._shard.query_batch(batch)
-        for row, hits in enumerate(answers):
-            found.ids[row, : len(hits)] = [hit.id for hit in hits]
-            found.distances[row, : len(hits)] = [hit.score for hit in hits]
-        return distances_of(found, self._metric)
+        hits = [([hit.id for hit in answer], [hit.score for hit in answer]) for answer in answers]
+        return neighbors_of(hits, k, self._metric)
 
     def delete(self, condition: Condition) -> None:
         """Remove points."""
@@ -135,10 +131,7 @@ class Shard:
         request = ScrollRequest(offset=first, limit=limit, filter=chosen, with_payload=keys, with_vector=keys)
         with engine_errors(self._path):
             records, _ = self._shard.scroll(request)
-        ids = np.array([record.id for record in records], np.int64)
-        known = records if keys else []
-        vectors = np.array([record.vector for record in known], np.float32).reshape(len(known), self._dim)
-        return ids, vectors, np.array([(record.payload or {})[GROUP] for record in known], np.int32)
+        return batch_of(records, self._dim, keys=keys)
 
     def flush(self) -> None:
         """Write everything to the disk."""

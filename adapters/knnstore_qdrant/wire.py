@@ -11,13 +11,12 @@ from grpc import RpcError
 from qdrant_client import grpc
 from qdrant_client.conversions.conversion import RestToGrpc
 
-from knnstore.datastore import Groups, Ids, Keys, Neighbors
+from knnstore.datastore import Groups, Ids, Keys, Neighbors, positions_of
 from knnstore.errors import DatastoreError
-from knnstore_qdrant.client import filter_of
 from knnstore_qdrant.collection import MARK, Collection
-from knnstore_qdrant.conditions import GROUP, POSITION, TOKEN_BITS, Condition
-from knnstore_qdrant.points import distances_of, missing
-from knnstore_qdrant.server import ServerPoints
+from knnstore_qdrant.conditions import GROUP, POSITION, Condition
+from knnstore_qdrant.points import neighbors_of
+from knnstore_qdrant.server import ServerPoints, filter_of
 
 _PROBE_SECONDS = 2.0
 
@@ -40,7 +39,7 @@ class GrpcPoints(ServerPoints):
     def send(self, ids: Ids, keys: Keys, groups: Groups) -> None:
         """Store points with one request."""
         prefix = _dense_prefix(self._dim)
-        rows = zip(ids.tolist(), keys, groups.tolist(), (ids >> TOKEN_BITS).tolist(), strict=True)
+        rows = zip(ids.tolist(), keys, groups.tolist(), positions_of(ids).tolist(), strict=True)
         points = [
             grpc.PointStruct(
                 id=grpc.PointId(num=number),
@@ -77,20 +76,17 @@ class GrpcPoints(ServerPoints):
                 for query in queries
             ],
         )
-        answer = self.read(
+        answer = self.attempts.read(
             lambda: self._client.grpc_points.QueryBatch(request, timeout=self.attempts.seconds_left())
         )
         if len(answer.result) != len(queries):
             answered = f"{len(answer.result)} of {len(queries)} queries"
             raise DatastoreError(f"{self.attempts.place} answered {answered}")
-        found = missing(len(queries), k)
-        for row, batch in enumerate(answer.result):
-            hits = batch.result
-            found.ids[row, : len(hits)] = [hit.id.num for hit in hits]
-            found.distances[row, : len(hits)] = [hit.score for hit in hits]
-        return distances_of(found, self._metric)
+        batches = [batch.result for batch in answer.result]
+        hits = [([hit.id.num for hit in batch], [hit.score for hit in batch]) for batch in batches]
+        return neighbors_of(hits, k, self._metric)
 
-    def remove(self, condition: Condition) -> None:
+    def delete(self, condition: Condition) -> None:
         """Remove points."""
         selector = grpc.PointsSelector(filter=_filter(condition))
         request: Any = grpc.DeletePoints(collection_name=self._name, points=selector, wait=True)
@@ -101,7 +97,7 @@ class GrpcPoints(ServerPoints):
     def count(self, condition: Condition | None) -> int:
         """How many points there are."""
         request: Any = grpc.CountPoints(collection_name=self._name, filter=_filter(condition), exact=True)
-        answer = self.read(
+        answer = self.attempts.read(
             lambda: self._client.grpc_points.Count(request, timeout=self.attempts.seconds_left())
         )
         return int(answer.result.count)
@@ -118,7 +114,7 @@ class GrpcPoints(ServerPoints):
             with_payload=grpc.WithPayloadSelector(enable=keys),
             with_vectors=grpc.WithVectorsSelector(enable=keys),
         )
-        answer = self.read(
+        answer = self.attempts.read(
             lambda: self._client.grpc_points.Scroll(request, timeout=self.attempts.seconds_left())
         )
         ids = np.array([point.id.num for point in answer.result], np.int64)

@@ -39,12 +39,9 @@ from knnstore.catalog.tables import (
 )
 from knnstore.catalog.types import Engine, NewDocument, PlacedDocument
 from knnstore.checks import check_json, check_name
-from knnstore.datastore import TOKEN_BITS
+from knnstore.datastore import POSITION_LIMIT
 from knnstore.errors import CatalogError, DocumentNotFoundError, FencedError, InputError, LockedError
 from knnstore.failpoints import failpoint
-
-POSITION_LIMIT = 1 << (63 - TOKEN_BITS)
-"""Positions are 43-bit: a store takes 8.8e12 tokens in its life, removed ones included."""
 
 _ATTEMPTS_TO_LOCK = 30
 _SECONDS_BETWEEN = 0.1

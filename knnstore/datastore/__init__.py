@@ -7,6 +7,7 @@ are found through `registry`.
 from knnstore.datastore import registry
 from knnstore.datastore.arguments import checked_k, checked_keys, checked_params, checked_records
 from knnstore.datastore.arrays import Capabilities, Distances, Filter, Groups, Ids, Keys, Metric
+from knnstore.datastore.distances import BLOCK_VALUES, nearest_rows, paired, pairwise
 from knnstore.datastore.embedded import (
     EmbeddedDatastore,
     KeySegments,
@@ -15,21 +16,39 @@ from knnstore.datastore.embedded import (
     Segment,
     StoredKeys,
     compare_rows,
-    nearest_rows,
     stored_keys,
 )
 from knnstore.datastore.memory import MemoryDatastore
-from knnstore.datastore.neighbors import Found, Neighbors
-from knnstore.datastore.protocol import Datastore, Mode, SupportsErase, SupportsOptimize, SupportsVerify
+from knnstore.datastore.neighbors import Neighbors
+from knnstore.datastore.protocol import (
+    BATCH_SIZE,
+    Datastore,
+    Mode,
+    SupportsErase,
+    SupportsGet,
+    SupportsOptimize,
+    SupportsVerify,
+)
 from knnstore.datastore.ranges import IdRanges
-from knnstore.datastore.records import TOKEN_BITS, TOKEN_LIMIT, positions_of, ranges_of, record_ids, tokens_of
+from knnstore.datastore.reading import read_keys
+from knnstore.datastore.records import (
+    ID_LIMIT,
+    POSITION_LIMIT,
+    TOKEN_LIMIT,
+    positions_of,
+    ranges_of,
+    record_ids,
+    tokens_of,
+    whole_positions,
+)
 from knnstore.durable import BLOCK, StoredFile, WriterLock, publish, remove, sync_directory
 
 __all__ = [
-    "BLOCK", "TOKEN_BITS", "TOKEN_LIMIT", "Capabilities", "Datastore", "Distances", "EmbeddedDatastore",
-    "Filter", "Found", "Groups", "IdRanges", "Ids", "KeySegments", "Keys", "MappedColumns", "MappedFile",
-    "MemoryDatastore", "Metric", "Mode", "Neighbors", "Segment", "StoredFile", "StoredKeys", "SupportsErase",
-    "SupportsOptimize", "SupportsVerify", "WriterLock", "checked_k", "checked_keys", "checked_params",
-    "checked_records", "compare_rows", "nearest_rows", "positions_of", "publish", "ranges_of", "record_ids",
-    "registry", "remove", "stored_keys", "sync_directory", "tokens_of",
+    "BATCH_SIZE", "BLOCK", "BLOCK_VALUES", "ID_LIMIT", "POSITION_LIMIT", "TOKEN_LIMIT", "Capabilities",
+    "Datastore", "Distances", "EmbeddedDatastore", "Filter", "Groups", "IdRanges", "Ids", "KeySegments",
+    "Keys", "MappedColumns", "MappedFile", "MemoryDatastore", "Metric", "Mode", "Neighbors", "Segment",
+    "StoredFile", "StoredKeys", "SupportsErase", "SupportsGet", "SupportsOptimize", "SupportsVerify",
+    "WriterLock", "checked_k", "checked_keys", "checked_params", "checked_records", "compare_rows",
+    "nearest_rows", "paired", "pairwise", "positions_of", "publish", "ranges_of", "read_keys", "record_ids",
+    "registry", "remove", "stored_keys", "sync_directory", "tokens_of", "whole_positions",
 ]  # fmt: skip

@@ -6,10 +6,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from knnstore.datastore.arrays import Groups, Ids, Keys
+from knnstore.datastore.records import ID_LIMIT
 from knnstore.errors import ConfigError, DimensionMismatchError, InvalidVectorError
-
-_ID_LIMIT = 2**63 - 1
-"""Ids are below it, so that a half-open range can end after any of them."""
 
 _GROUP_LIMIT = 2**31
 
@@ -46,7 +44,7 @@ def checked_records(ids: ArrayLike, keys: ArrayLike, groups: ArrayLike, dim: int
     """
     checked = checked_keys(keys, dim)
     id_array, group_array = np.asarray(ids), np.asarray(groups)
-    for name, array, limit in (("ids", id_array, _ID_LIMIT), ("groups", group_array, _GROUP_LIMIT)):
+    for name, array, limit in (("ids", id_array, ID_LIMIT), ("groups", group_array, _GROUP_LIMIT)):
         if array.shape != (len(checked),):
             raise ValueError(f"{name} need shape ({len(checked)},) like the keys, got {array.shape}")
         if array.size and not np.issubdtype(array.dtype, np.integer):

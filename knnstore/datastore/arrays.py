@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from knnstore.datastore.ranges import IdRanges
 
 Ids = NDArray[np.int64]
-"""Record ids, shape (n,), each >= 0. In results -1 stands for a missing neighbour."""
+"""Record ids, shape (n,), each >= 0. In results -1 stands for a missing neighbor."""
 
 Keys = NDArray[np.float32]
 """Vectors, shape (n, dim), C-contiguous, finite."""
@@ -18,7 +18,7 @@ Groups = NDArray[np.int32]
 """The group of each record, shape (n,), each >= 0."""
 
 Distances = NDArray[np.float32]
-"""Distances, smaller is nearer; in results +inf stands for a missing neighbour."""
+"""Distances, smaller is nearer; in results +inf stands for a missing neighbor."""
 
 
 class Metric(StrEnum):
@@ -36,7 +36,7 @@ class Filter:
     """A set of records, named twice; an adapter uses whichever name is cheap for its engine."""
 
     ids: IdRanges
-    """Exactly the records with these ids."""
+    """Exactly the records with these ids; in the worst case one range for each, so any number of them."""
 
     groups: frozenset[int] | None = None
     """If not None: the same set is exactly the records of these groups."""
@@ -47,7 +47,7 @@ class Capabilities:
     """What an engine can do; the conformance kit tests that each statement is true."""
 
     exact_search: bool
-    """`search` returns the true nearest neighbours."""
+    """`search` returns the true nearest neighbors."""
 
     exact_keys: bool
     """`iterate` returns the very float32 values given to `add` (else rounded to half precision)."""

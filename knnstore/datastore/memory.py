@@ -1,7 +1,7 @@
 """The exact reference store: the oracle of the tests and the shortest complete adapter.
 
 Whoever writes an adapter can start from this file: it is everything the `Datastore` protocol asks
-for and nothing else. Subclassing the protocol is not needed; having its methods is enough.
+for, and `get`. Subclassing the protocol is not needed; having its methods is enough.
 """
 
 import threading
@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from knnstore.datastore.arguments import checked_k, checked_keys, checked_params, checked_records
 from knnstore.datastore.arrays import Capabilities, Distances, Filter, Groups, Ids, Keys, Metric
 from knnstore.datastore.neighbors import Neighbors
-from knnstore.datastore.protocol import Datastore, Mode
+from knnstore.datastore.protocol import BATCH_SIZE, Datastore, Mode
 from knnstore.datastore.ranges import IdRanges
+from knnstore.datastore.reading import read_keys
 from knnstore.errors import ConfigError, DatastoreClosedError, DatastoreNotFoundError
 
 _BLOCK_ROWS = 256
@@ -52,8 +53,8 @@ class MemoryDatastore:
     Example:
         >>> store = MemoryDatastore.open("anywhere", dim=2)
         >>> store.add(np.array([7, 9]), np.array([[0, 0], [3, 4]]), np.array([0, 0]))
-        >>> store.search(np.array([[0, 1]]), k=3)
-        Neighbors(ids=array([[ 7,  9, -1]]), distances=array([[ 1., 18., inf]], dtype=float32))
+        >>> store.search(np.array([[0, 1]]), k=3).distances
+        array([[ 1., 18., inf]], dtype=float32)
     """
 
     def __init__(self, dim: int, metric: Metric) -> None:
@@ -118,29 +119,26 @@ class MemoryDatastore:
         records = self._live()
         if where is not None:
             records = records.rows(where.ids.contains(records.ids))
-        ids = np.full((len(queries), k), -1, np.int64)
-        distances = np.full((len(queries), k), np.inf, np.float32)
+        found = Neighbors.nothing(len(queries), k)
         for row, query in enumerate(queries):  # one at a time: no answer depends on the batch it is in
             to_all = _distances(query, records.keys, self._metric)
             nearest = np.argsort(to_all, kind="stable")[:k]
-            ids[row, : len(nearest)] = records.ids[nearest]
-            distances[row, : len(nearest)] = to_all[nearest]
-        return Neighbors(ids, distances)
+            found.ids[row, : len(nearest)] = records.ids[nearest]
+            found.distances[row, : len(nearest)] = to_all[nearest]
+        return found
 
-    def delete(self, ids: IdRanges) -> int:
+    def delete(self, ids: IdRanges) -> None:
         """Remove every record in the ranges; see `Datastore.delete`."""
         with self._writing:
             old = self._live()
-            gone = ids.contains(old.ids)
-            self._records = old.rows(~gone)
-        return int(gone.sum())
+            self._records = old.rows(~ids.contains(old.ids))
 
     def count(self) -> int:
         """How many records are live."""
         return len(self._live().ids)
 
     def iterate(
-        self, *, ids: IdRanges | None = None, batch_size: int = 8192
+        self, *, ids: IdRanges | None = None, batch_size: int = BATCH_SIZE
     ) -> Iterator[tuple[Ids, Keys, Groups]]:
         """Yield the records live at the first step, by ascending id; see `Datastore.iterate`."""
         if batch_size < 1:
@@ -150,6 +148,10 @@ class MemoryDatastore:
         for start in range(0, len(rows), batch_size):
             batch = records.rows(rows[start : start + batch_size])
             yield batch.ids, batch.keys, batch.groups
+
+    def get(self, ids: Ids) -> Keys:
+        """Read the keys of some records; see `SupportsGet.get`."""
+        return read_keys(self, ids)
 
     def flush(self) -> None:
         """Do nothing: there is no place to write to."""
@@ -177,8 +179,9 @@ class MemoryDatastore:
 def _distances(query: Keys, keys: Keys, metric: Metric) -> Distances:
     """Measure one query, shape (dim,), against keys of shape (n, dim); shape (n,).
 
-    The sums are taken over the differences themselves: |q|² - 2qx + |x|² is several times faster
-    but loses most digits where they matter, between vectors that are near each other.
+    Shares nothing with `knnstore.datastore.distances`, whose oracle it is. The sums are taken over the
+    differences themselves: |q|² - 2qx + |x|² is several times faster but loses most digits where they
+    matter, between vectors that are near each other.
     """
     distances = np.empty(len(keys), np.float32)
     for start in range(0, len(keys), _BLOCK_ROWS):

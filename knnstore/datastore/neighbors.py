@@ -1,89 +1,125 @@
 """What a search finds, and how several searches become one."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from knnstore.datastore.arrays import Distances, Ids
 
+_Change = Callable[[NDArray[Any]], NDArray[Any]]
+
 
 @dataclass(frozen=True, slots=True)
 class Neighbors:
     """The nearest records of each query.
 
-    Rows ascend by distance and no id stands twice in a row. Where fewer than k records match,
-    the rest of the row is id -1 at distance +inf.
+    Rows ascend by distance and no id stands twice in a row. Where fewer than k records match, the rest of
+    the row is missing: id -1 at distance +inf. An adapter gives ids and distances only; a store that was
+    pruned adds log weights.
     """
 
     ids: Ids
-    """int64, shape (q, k)."""
+    """Record ids, or row numbers where an index says so; int64, shape (q, k)."""
 
     distances: Distances
-    """float32, shape (q, k)."""
+    """As `Metric` measures them; float32, shape (q, k)."""
 
     log_weights: NDArray[np.float32] | None = None
-    """The log of how many records each stands for, shape (q, k): added by a store that was pruned, and
-    never by an adapter. None where each stands for itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """Neighbours of each query, nearest first; missing ones are -1 at +inf, at the end of the row."""
-
-    ids: NDArray[np.int64]
-    """Record ids or row numbers, shape (q, k)."""
-
-    distances: Distances
-    """As the protocol measures them, shape (q, k)."""
+    """The log of how many records each stands for, shape (q, k), 0 for what is missing; None where each
+    stands for itself."""
 
     @classmethod
-    def nothing(cls, queries: int, k: int) -> "Found":
+    def nothing(cls, queries: int, k: int) -> "Neighbors":
         """All missing."""
         return cls(np.full((queries, k), -1, np.int64), np.full((queries, k), np.inf, np.float32))
 
-    def named(self, ids: Ids) -> "Found":
+    @classmethod
+    def joined(cls, parts: Sequence["Neighbors"], *, axis: int = 1) -> "Neighbors":
+        """Put parts beside each other in the order given, or with axis 0 below each other.
+
+        Args:
+            parts: one or more; of the same queries, or with axis 0 of any, padded to the widest.
+            axis: along which.
+        """
+        if len(parts) == 1:
+            return parts[0]
+        if axis == 0:
+            width = max(part.ids.shape[1] for part in parts)
+            parts = [part.padded(width) for part in parts]
+        log_weights = None
+        if any(part.log_weights is not None for part in parts):
+            log_weights = np.concatenate([part._weights() for part in parts], axis)
+        ids = np.concatenate([part.ids for part in parts], axis)
+        return cls(ids, np.concatenate([part.distances for part in parts], axis), log_weights)
+
+    def rows(self, rows: NDArray[Any]) -> "Neighbors":
+        """Copy those of some queries, given by a mask or by their numbers."""
+        return self._changed(lambda array: array[rows])
+
+    def named(self, ids: Ids) -> "Neighbors":
         """The same with row r called ids[r]."""
         named = ids.take(self.ids, mode="clip")
         if len(named) and self.ids[:, -1].min() < 0:
             named[self.ids < 0] = -1
-        return Found(named, self.distances)
+        return replace(self, ids=named)
 
-    def padded(self, k: int) -> "Found":
+    def padded(self, k: int) -> "Neighbors":
         """The same with k columns, at least as many as there are."""
-        short = k - self.ids.shape[1]
-        if short == 0:
-            return self
-        wide = Found.nothing(len(self.ids), k)
-        wide.ids[:, :-short] = self.ids
-        wide.distances[:, :-short] = self.distances
-        return wide
+        queries, columns = self.ids.shape
+        return self if columns == k else Neighbors.joined([self, Neighbors.nothing(queries, k - columns)])
 
-    def nearest(self, k: int) -> "Found":
-        """The k nearest in order, from columns in any order of which there are at least k."""
-        ids, distances = self.ids, self.distances
-        if ids.shape[1] > k:
-            kept = np.argpartition(distances, k - 1, axis=1)[:, :k]
-            ids, distances = np.take_along_axis(ids, kept, 1), np.take_along_axis(distances, kept, 1)
-        order = np.argsort(distances, axis=1)
-        return Found(np.take_along_axis(ids, order, 1), np.take_along_axis(distances, order, 1))
+    def spread(self, rows: NDArray[np.bool_]) -> "Neighbors":
+        """The same as the rows of a larger result that are True, shape (n,); the others find nothing."""
+        whole = Neighbors.nothing(len(rows), self.ids.shape[1])
+        if self.log_weights is not None:
+            whole = replace(whole, log_weights=np.zeros(whole.ids.shape, np.float32))
+        whole.put(rows, self)
+        return whole
+
+    def without(self, gone: NDArray[np.bool_]) -> "Neighbors":
+        """The same with some missing in their places, bool of shape (q, k); see `nearest`."""
+        log_weights = None if self.log_weights is None else np.where(gone, np.float32(0), self.log_weights)
+        distances = np.where(gone, np.float32(np.inf), self.distances)
+        return Neighbors(np.where(gone, -1, self.ids), distances, log_weights)
+
+    def nearest(self, k: int) -> "Neighbors":
+        """The k nearest in order, of equally near ones the first; from columns in any order."""
+        # Of the kinds of sort the one that uses order.
+        order = np.argsort(self.distances, axis=1, kind="stable")[:, :k]
+        return self._changed(lambda array: np.take_along_axis(array, order, axis=1)).padded(k)
+
+    def put(self, rows: NDArray[Any], part: "Neighbors") -> None:
+        """Replace those of some queries, in place.
+
+        Args:
+            rows: a mask or numbers.
+            part: with no more columns; its log weights are lost if there are none here.
+        """
+        part = part.padded(self.ids.shape[1])
+        self.ids[rows], self.distances[rows] = part.ids, part.distances
+        if self.log_weights is not None:
+            self.log_weights[rows] = part._weights()
 
     def sort_rows(self, rows: NDArray[np.int64]) -> None:
         """Put some rows in order again, in place, after distances in them changed."""
-        order = np.argsort(self.distances[rows], axis=1, kind="stable")
-        self.ids[rows] = np.take_along_axis(self.ids[rows], order, axis=1)
-        self.distances[rows] = np.take_along_axis(self.distances[rows], order, axis=1)
+        self.put(rows, self.rows(rows).nearest(self.ids.shape[1]))
+
+    def _weights(self) -> NDArray[np.float32]:
+        return np.zeros_like(self.distances) if self.log_weights is None else self.log_weights
+
+    def _changed(self, change: _Change) -> "Neighbors":
+        log_weights = None if self.log_weights is None else change(self.log_weights)
+        return Neighbors(change(self.ids), change(self.distances), log_weights)
 
 
-def merge(parts: Sequence[Found], queries: int, k: int) -> Found:
+def merge(parts: Sequence[Neighbors], queries: int, k: int) -> Neighbors:
     """The k nearest of several parts that have no record in common."""
     parts = [part for part in parts if part.ids.shape[1]]
     if not parts:
-        return Found.nothing(queries, k)
+        return Neighbors.nothing(queries, k)
     if len(parts) == 1 and parts[0].ids.shape[1] <= k:
         return parts[0].padded(k)
-    ids = np.concatenate([part.ids for part in parts], axis=1)
-    distances = np.concatenate([part.distances for part in parts], axis=1)
-    order = np.argsort(distances, axis=1, kind="stable")[:, :k]  # of those here the one that uses order
-    return Found(np.take_along_axis(ids, order, 1), np.take_along_axis(distances, order, 1)).padded(k)
+    return Neighbors.joined(parts).nearest(k)

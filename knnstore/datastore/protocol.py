@@ -11,6 +11,9 @@ from knnstore.datastore.ranges import IdRanges
 
 Mode = Literal["r", "a", "x"]
 
+BATCH_SIZE = 8192
+"""Records that `Datastore.iterate` gives at once, if nothing else is asked for."""
+
 
 @runtime_checkable
 class Datastore(Protocol):
@@ -33,7 +36,9 @@ class Datastore(Protocol):
             metric: how distances are measured.
             mode: ``"r"`` reads what exists and sees what a writer flushes without reopening;
                 ``"a"`` opens for writing or creates; ``"x"`` creates.
-            **params: the adapter's own parameters.
+            **params: the adapter's own parameters, which each adapter documents. What says how records are
+                kept is fixed when the datastore is made; what says how an index is built counts when one
+                is built, and what says how to search or to reach an engine, for this handle.
 
         Raises:
             DatastoreNotFoundError: mode ``"r"`` and nothing is there.
@@ -63,8 +68,9 @@ class Datastore(Protocol):
         """Store records; one whose id is present replaces the old one, group and all.
 
         When it returns, this handle's `search` sees the records; they are durable after `flush`.
-        Nothing is stored when an error is raised. The arrays are neither kept nor changed.
-        An empty call does nothing.
+        The arrays are neither kept nor changed. An empty call does nothing. Arguments that are refused
+        leave nothing behind. An engine that fails half-way (a disk is full, a connection breaks) may leave
+        some of the records, each of them whole, in place of old ones too: adding again completes them.
 
         Args:
             ids: int64, shape (n,), >= 0, each once.
@@ -85,7 +91,8 @@ class Datastore(Protocol):
         Args:
             queries: float32, shape (q, dim), finite; q may be 0.
             k: how many, >= 1; where fewer match, rows are padded with id -1 at +inf.
-            where: only these records; None means all. Always honoured, an empty one matches none.
+            where: only these records; None means all. Always honored, an empty one matches none, and so
+                is one with any number of ranges.
 
         Returns:
             ids and distances, each of shape (q, k).
@@ -97,13 +104,10 @@ class Datastore(Protocol):
         """
         ...
 
-    def delete(self, ids: IdRanges) -> int:
+    def delete(self, ids: IdRanges) -> None:
         """Remove every record in the ranges; unknown ids are ignored.
 
         When it returns, no search of this handle finds them; durable after `flush`.
-
-        Returns:
-            How many records were removed.
         """
         ...
 
@@ -112,7 +116,7 @@ class Datastore(Protocol):
         ...
 
     def iterate(
-        self, *, ids: IdRanges | None = None, batch_size: int = 8192
+        self, *, ids: IdRanges | None = None, batch_size: int = BATCH_SIZE
     ) -> Iterator[tuple[Ids, Keys, Groups]]:
         """Yield every live record once, by ascending id, in batches of at most `batch_size`.
 
@@ -135,6 +139,25 @@ class Datastore(Protocol):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
+
+
+@runtime_checkable
+class SupportsGet(Protocol):
+    """An engine that can read a few records fast."""
+
+    def get(self, ids: Ids) -> Keys:
+        """Read the keys of some records.
+
+        Args:
+            ids: int64, shape (n,), in any order; one may stand there several times.
+
+        Returns:
+            float32, shape (n, dim), in the order of the ids; as exact as those of `iterate`.
+
+        Raises:
+            RecordNotFoundError: there is no record with one of the ids, which it names.
+        """
+        ...
 
 
 @runtime_checkable

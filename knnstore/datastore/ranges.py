@@ -78,6 +78,12 @@ class IdRanges:
     def __repr__(self) -> str:
         return f"IdRanges({list(self)})"
 
+    def ids(self) -> NDArray[np.int64]:
+        """Every id, ascending: shape (size,), so only for sets that are small."""
+        lengths = self.stops - self.starts
+        shifts: NDArray[np.int64] = np.repeat(self.stops - np.cumsum(lengths), lengths)
+        return np.arange(len(shifts)) + shifts
+
     def contains(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of the ids are in the set: bool of the shape of `ids`. Negative ids never are."""
         if not self:

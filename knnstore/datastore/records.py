@@ -11,16 +11,21 @@ from numpy.typing import NDArray
 
 from knnstore.datastore.ranges import IdRanges
 
-TOKEN_BITS = 20
-"""Bits of a record id that hold the token; vocabularies up to 2**20."""
+_TOKEN_BITS = 20
 
-TOKEN_LIMIT = 1 << TOKEN_BITS
+TOKEN_LIMIT = 1 << _TOKEN_BITS
 """Vocabularies up to this size fit."""
+
+POSITION_LIMIT = 1 << (63 - _TOKEN_BITS)
+"""Positions are 43-bit: a store takes 8.8e12 tokens in its life, removed ones included."""
+
+ID_LIMIT = 2**63 - 1
+"""Ids are below it, so that a half-open range can end after any of them."""
 
 
 def record_ids(positions: NDArray[np.int64], tokens: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
     """The ids of the records that predict these tokens at these positions; shapes agree."""
-    return (positions << TOKEN_BITS) | tokens.astype(np.int64)
+    return (positions << _TOKEN_BITS) | tokens.astype(np.int64)
 
 
 def tokens_of(ids: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -30,9 +35,17 @@ def tokens_of(ids: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def positions_of(ids: NDArray[np.int64]) -> NDArray[np.int64]:
     """The position of each record, -1 where the id is -1."""
-    return ids >> TOKEN_BITS
+    return ids >> _TOKEN_BITS
 
 
 def ranges_of(starts: NDArray[np.int64], stops: NDArray[np.int64]) -> IdRanges:
     """The ids of every record whose position is in one of the ranges [start, stop)."""
-    return IdRanges(np.stack([starts, stops], axis=1) << TOKEN_BITS)
+    ends = np.where(stops < POSITION_LIMIT, stops << _TOKEN_BITS, ID_LIMIT)
+    return IdRanges(np.stack([starts << _TOKEN_BITS, ends], axis=1))
+
+
+def whole_positions(ids: IdRanges) -> IdRanges:
+    """The positions of which the set has every id that a record can have."""
+    starts = positions_of(ids.starts - 1) + 1
+    stops = positions_of(ids.stops) + (ids.stops == ID_LIMIT)
+    return IdRanges(np.stack([starts, np.maximum(starts, stops)], axis=1))

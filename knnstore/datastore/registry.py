@@ -10,7 +10,6 @@ Nothing is imported before `load` is called for that very name, so a broken plug
 
 import difflib
 import logging
-import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +17,8 @@ from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, d
 from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import cast
+
+from packaging.requirements import InvalidRequirement, Requirement
 
 from knnstore.datastore.arrays import Capabilities
 from knnstore.datastore.protocol import Datastore
@@ -28,7 +29,6 @@ ENTRY_POINT_GROUP = "knnstore.datastores"
 
 _OURSELVES = "knnstore"  # requires much that is not the engine of an adapter
 _NO_ENGINE = {_OURSELVES, "numpy"}
-_REQUIREMENT = re.compile(r"""(?P<name>[\w.-]+)[^;]*(;.*\bextra *== *["'](?P<extra>[\w.-]+))?""")
 _PROBE_DIM = 8
 
 _METHODS = [
@@ -140,15 +140,26 @@ def _probe(adapter: type[Datastore]) -> tuple[Capabilities | None, str | None]:
 def _libraries(offer: _Offer) -> dict[str, str | None]:
     """What an adapter's engine comes in: the extra of its name, else all that its distribution requires."""
     adapter, owner = offer.entry_point.name, offer.distribution
-    required = [match for line in owner.requires or () if (match := _REQUIREMENT.match(line))]
-    extras = [found for found in required if _belongs(found["extra"], adapter)]
-    if not extras and owner.name != _OURSELVES:
-        extras = [found for found in required if not found["extra"] and found["name"] not in _NO_ENGINE]
-    return {found["name"]: _version(found["name"]) for found in extras}
+    try:
+        requirements = [Requirement(line) for line in owner.requires or ()]
+    except InvalidRequirement:  # no reason to list no adapter
+        return {}
+    extras = [extra for extra in _extras(owner) if extra == adapter or extra.startswith(f"{adapter}-")]
+    engine = [
+        each for each in requirements if not _holds(each) and any(_holds(each, extra) for extra in extras)
+    ]
+    if not engine and owner.name != _OURSELVES:
+        engine = [each for each in requirements if _holds(each) and each.name not in _NO_ENGINE]
+    return {each.name: _version(each.name) for each in engine}
 
 
-def _belongs(extra: str | None, adapter: str) -> bool:
-    return extra is not None and (extra == adapter or extra.startswith(f"{adapter}-"))
+def _holds(requirement: Requirement, extra: str = "") -> bool:
+    """Whether something is required here, with an extra or with none."""
+    return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+
+
+def _extras(owner: Distribution) -> list[str]:
+    return owner.metadata.get_all("Provides-Extra") or []
 
 
 def _version(distribution: str) -> str | None:
@@ -216,8 +227,8 @@ def _missing_dependency(error: Exception, entry_point: EntryPoint) -> str | None
 def _install_command(offer: _Offer) -> str:
     """How to get what an adapter needs: its distribution's extra of the same name, if there is one."""
     owner, extra = offer.distribution.name, offer.entry_point.name
-    extras = offer.distribution.metadata.get_all("Provides-Extra") or []
-    return f"pip install '{owner}[{extra}]'" if extra in extras else f"pip install {owner}"
+    known = extra in _extras(offer.distribution)
+    return f"pip install '{owner}[{extra}]'" if known else f"pip install {owner}"
 
 
 def _not_found(name: str, installed: list[str]) -> str:

@@ -86,7 +86,7 @@ class KNNStore(RelocatableStore):
         Raises:
             StoreExistsError: there is a store already.
             DatastoreExistsError: somebody's keys are at the location.
-            ConfigError: a parameter is wrong or the vocabulary has more than 2**20 tokens.
+            ConfigError: a parameter is wrong or the vocabulary has more than `TOKEN_LIMIT` tokens.
             AdapterError: the adapter is not installed.
         """
         if identity.vocab_size > TOKEN_LIMIT:

@@ -76,7 +76,7 @@ class View:
                 "without its data; restore it, or see `knnstore verify`"
             )
         if strangers.any():
-            found = _without(found, strangers)
+            found = found.without(strangers).nearest(k)
         survivors = self.snapshot.survivors
         if survivors is None:
             return found
@@ -169,11 +169,3 @@ class View:
 
     def _among(self, rows: Iterable[int]) -> NDArray[np.bool_]:
         return np.isin(self.snapshot.rows, np.fromiter(rows, np.int64))
-
-
-def _without(found: Neighbors, strangers: NDArray[np.bool_]) -> Neighbors:
-    """Take these out and move what is left to the front of each row."""
-    order = np.argsort(strangers, axis=1, kind="stable")
-    ids = np.where(strangers, -1, found.ids)
-    distances = np.where(strangers, np.float32(np.inf), found.distances)
-    return Neighbors(np.take_along_axis(ids, order, axis=1), np.take_along_axis(distances, order, axis=1))

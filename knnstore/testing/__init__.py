@@ -11,6 +11,8 @@ A server adapter also overrides the fixture `location` with one that gives an em
 test. See `knnstore.testing.base.KitBase` for all that can be set.
 """
 
+from pkgutil import iter_modules
+
 try:
     import hypothesis  # noqa: F401
     import pytest
@@ -20,22 +22,7 @@ except ImportError as error:
     ) from error
 
 # Without this pytest would explain no assertion that fails in these modules.
-pytest.register_assert_rewrite(
-    *(
-        f"{__name__}.{module}"
-        for module in (
-            "adding",
-            "base",
-            "concurrency",
-            "durability",
-            "filtering",
-            "lifecycle",
-            "removing",
-            "searching",
-            "stateful",
-        )
-    )
-)
+pytest.register_assert_rewrite(*(f"{__name__}.{module.name}" for module in iter_modules(__path__)))
 
 from knnstore.testing.adding import AddTests  # noqa: E402
 from knnstore.testing.concurrency import ConcurrencyTests  # noqa: E402

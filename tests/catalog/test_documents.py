@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from knnstore.catalog import Catalog, CatalogWriter, NewDocument
-from knnstore.catalog.writer import POSITION_LIMIT
+from knnstore.datastore import POSITION_LIMIT
 from knnstore.errors import CatalogError, DocumentNotFoundError, InputError
 
 Make = Callable[..., NewDocument]

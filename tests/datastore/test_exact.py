@@ -4,14 +4,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from knnstore.datastore import IdRanges, Metric
+from knnstore.datastore import IdRanges, Metric, distances
 from knnstore.datastore.embedded import exact
 from knnstore.datastore.embedded.exact import ExactIndex
 from knnstore.datastore.embedded.segment import Segment
-from knnstore.datastore.neighbors import Found, merge
+from knnstore.datastore.neighbors import Neighbors, merge
 
 
 def true_distances(queries: np.ndarray, keys: np.ndarray, metric: Metric) -> np.ndarray:
@@ -32,7 +33,7 @@ def test_near_duplicates_far_from_the_origin(
     index = ExactIndex(64, metric)
     index.update([Segment.in_memory(0, np.arange(2000) * 3, keys)])
     for size in (1 << 23, 5000):
-        monkeypatch.setattr(exact, "_PRODUCT_SIZE", size)
+        monkeypatch.setattr(distances, "_PRODUCT_SIZE", size)
         found = index.search(asked, 20, None)
         truth = true_distances(asked, keys, metric)
         own = np.take_along_axis(truth, found.ids // 3, axis=1)
@@ -83,7 +84,7 @@ def test_merge(parts: list[list[int]], k: int) -> None:
     width = [min(len(part), k) for part in parts]
     found = merge(
         [
-            Found(
+            Neighbors(
                 np.array([part[:w]], np.int64).reshape(1, -1), np.array([part[:w]], np.float32).reshape(1, -1)
             )
             for part, w in zip(parts, width, strict=True)
@@ -94,3 +95,32 @@ def test_merge(parts: list[list[int]], k: int) -> None:
     expected = sorted(value for part in parts for value in part)[:k]
     assert found.ids[0].tolist() == expected + [-1] * (k - len(expected))
     assert found.distances[0].tolist() == expected + [np.inf] * (k - len(expected))
+
+
+@pytest.mark.parametrize("metric", list(Metric))
+def test_one_formula_for_arrays_and_tensors(metric: Metric) -> None:
+    rng = np.random.default_rng(0)
+    queries, keys = (rng.normal(size=(n, 16)).astype(np.float32) + 50 for n in (5, 30))
+    truth = true_distances(queries, keys, metric)
+    measured = distances.pairwise(queries, keys, metric)
+    np.testing.assert_allclose(measured, truth, rtol=1e-4)
+    by_torch = distances.pairwise(torch.from_numpy(queries), torch.from_numpy(keys), metric)
+    np.testing.assert_allclose(by_torch.numpy(), truth, rtol=1e-4)
+    rows = distances.paired(queries, keys[:5], metric)
+    np.testing.assert_allclose(rows, np.diagonal(truth), rtol=1e-5)
+    np.testing.assert_allclose(distances.paired(queries[0], keys, metric), truth[0], rtol=1e-5)
+
+
+def test_log_weights_go_along() -> None:
+    weighted = Neighbors(np.array([[3, 1]]), np.float32([[0.1, 0.3]]), np.float32([[1, 2]]))
+    plain = Neighbors(np.array([[5]]), np.float32([[0.2]]))
+    found = Neighbors.joined([weighted, plain]).nearest(4)
+    assert found.ids.tolist() == [[3, 5, 1, -1]]
+    assert found.log_weights.tolist() == [[1, 0, 2, 0]]
+    left = found.without(found.ids == 3).nearest(4).spread(np.array([False, True]))
+    assert left.ids.tolist() == [[-1] * 4, [5, 1, -1, -1]]
+    assert left.log_weights.tolist() == [[0] * 4, [0, 2, 0, 0]]
+    below = Neighbors.joined([plain, weighted], axis=0).rows(np.array([1, 0]))
+    assert below.ids.tolist() == [[3, 1], [5, -1]]
+    below.put(np.array([0]), plain)
+    assert below.log_weights.tolist() == [[0, 0], [0, 0]]

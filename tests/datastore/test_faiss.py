@@ -89,7 +89,7 @@ def test_inverted_files(tmp_path: Path, factory: str, metric: Metric) -> None:
     store = filled(tmp_path, keys, metric=metric, index=factory)
     store.optimize()
     distances = true_distances(queries, keys, metric)
-    assert store.delete(IdRanges([(0, 3000)])) == 1000
+    store.delete(IdRanges([(0, 3000)]))
     distances[:, :1000] = np.inf
     store.add(np.array([7]), queries[:1], np.array([0]))  # above what is indexed
     for reopened in (False, True):

@@ -95,7 +95,7 @@ def test_graphs(tmp_path: Path, metric: Metric) -> None:
     """Near all neighbours at exact distances, under filters, with dead rows, also after reopening."""
     keys, queries = clustered(6000), clustered(40, seed=1)
     store = filled(tmp_path, keys, metric=metric)
-    assert store.delete(IdRanges([(0, 3000)])) == 1000
+    store.delete(IdRanges([(0, 3000)]))
     store.add(np.array([7]), queries[:1], np.array([0]))  # in no graph
     rows = np.arange(6000)
     distances = np.where(rows < 1000, np.inf, true_distances(queries, keys, metric))

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from knnstore_qdrant import QdrantDatastore, collection
-from knnstore_qdrant.conditions import TOKEN_BITS, Condition, condition_of_ranges
+from knnstore_qdrant.conditions import Condition, condition_of_ranges
 from knnstore_qdrant.wire import GrpcPoints
 from qdrant_client import QdrantClient, models
 
-from knnstore.datastore import Filter, IdRanges, Keys, Neighbors
+from knnstore.datastore import TOKEN_LIMIT, Filter, IdRanges, Keys, Neighbors
 from knnstore.errors import (
     ConfigError,
     DatastoreError,
@@ -28,15 +28,6 @@ from knnstore.testing.filtering import FilterTests
 from knnstore.testing.searching import SearchTests
 
 DIM = 16
-
-
-@pytest.mark.slow  # it filters in Python, point by point
-class TestMemory(DatastoreTests):
-    datastore_class = QdrantDatastore
-
-    @pytest.fixture
-    def location(self) -> str:
-        return ":memory:"
 
 
 if SERVER := os.environ.get("KNNSTORE_TEST_QDRANT_URL"):
@@ -78,7 +69,7 @@ class TestEmbeddedGraph(SearchTests, FilterTests):
         return tmp_path / "datastore"
 
 
-BLOCK = 1 << TOKEN_BITS
+BLOCK = TOKEN_LIMIT
 EDGES = st.integers(-2, 2)
 
 
@@ -94,7 +85,7 @@ def test_ranges_of_ids_become_conditions(bounds: list[tuple[int, int, int, int]]
     stored = np.append(stored, [last - BLOCK - 3, last - BLOCK, last - 1])
 
     def holds(condition: Condition) -> np.ndarray:
-        positions = stored >> TOKEN_BITS
+        positions = stored // BLOCK
         true = np.isin(stored, condition.ids)
         for start, stop in condition.positions:
             true |= (positions >= start) & (positions < stop)
@@ -136,11 +127,11 @@ def test_reading_leaves_no_copy_behind(tmp_path: Path) -> None:
     place = tmp_path / "store"
     keys = np.random.default_rng(0).normal(size=(300, DIM)).astype(np.float32)
     with QdrantDatastore.open(place, dim=DIM, indexing_threshold=1) as store:
-        store.add(np.arange(300) << TOKEN_BITS, keys, np.zeros(300, np.int32))
+        store.add(np.arange(300) * BLOCK, keys, np.zeros(300, np.int32))
         store.optimize()
         (place / "qdrant-copy-killed").mkdir()
         with QdrantDatastore.open(place, dim=DIM, mode="r") as reader:
-            assert reader.search(keys[7:8], 1).ids[0, 0] == 7 << TOKEN_BITS
+            assert reader.search(keys[7:8], 1).ids[0, 0] == 7 * BLOCK
             assert [path.name for path in place.glob("qdrant-copy-*")] == ["qdrant-copy-killed"]
     QdrantDatastore.open(place, dim=DIM).close()
     assert not [*place.glob("qdrant-copy-*")]
@@ -163,7 +154,7 @@ def test_a_graph_finds_the_nearest(tmp_path: Path, quantization: str, recall: fl
         on_disk=True,
         oversampling=4,
     ) as store:
-        store.add(np.arange(4000) << TOKEN_BITS, keys, groups)
+        store.add(np.arange(4000) * BLOCK, keys, groups)
         store.optimize()
         queries = (keys[:20] + 0.1).astype(np.float16).astype(np.float32)  # as float16 stores them
         for k, where, chosen in (
@@ -173,10 +164,10 @@ def test_a_graph_finds_the_nearest(tmp_path: Path, quantization: str, recall: fl
         ):
             found = store.search(queries, k, where=where)
             true = ((queries[:, None].astype(np.float64) - keys) ** 2).sum(-1)
-            own = np.take_along_axis(true, found.ids >> TOKEN_BITS, axis=1)
+            own = np.take_along_axis(true, found.ids // BLOCK, axis=1)
             np.testing.assert_allclose(found.distances, own, rtol=1e-4)
             furthest = np.sort(np.where(chosen, true, np.inf), axis=1)[:, k - 1 : k]
-            assert chosen[found.ids >> TOKEN_BITS].all()
+            assert chosen[found.ids // BLOCK].all()
             assert (own <= furthest * (1 + 1e-5)).mean() >= recall
 
 
@@ -200,7 +191,7 @@ def test_parameters(tmp_path: Path) -> None:
 def some(n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The arguments of an `add`."""
     keys = np.random.default_rng(0).normal(size=(n, DIM)).astype(np.float32)
-    return np.arange(n) << TOKEN_BITS, keys, np.zeros(n, np.int32)
+    return np.arange(n) * BLOCK, keys, np.zeros(n, np.int32)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from knnstore.datastore import IdRanges
+from knnstore.datastore import (
+    ID_LIMIT,
+    POSITION_LIMIT,
+    TOKEN_LIMIT,
+    IdRanges,
+    ranges_of,
+    whole_positions,
+)
 
 _PAIRS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda p: (p[0], p[0] + p[1])))
 _IDS = st.lists(st.integers(-3, 60)).map(lambda ids: np.array(ids, np.int64))
@@ -44,8 +51,10 @@ def test_contains(pairs, ids):
 
 
 @given(_IDS.map(lambda ids: ids[ids >= 0]))
-def test_of_ids(ids):
-    assert _members(IdRanges.of_ids(ids)) == set(ids.tolist())
+def test_of_ids_and_back(ids):
+    ranges = IdRanges.of_ids(ids)
+    assert ranges.ids().tolist() == sorted(set(ids.tolist()))
+    assert len(ranges.ids()) == ranges.size
 
 
 @given(_PAIRS, _IDS)
@@ -94,3 +103,10 @@ def test_ranges_that_run_backward_or_below_zero_are_refused(pairs):
 
 def test_comparing_with_something_else():
     assert IdRanges([(0, 1)]) != [(0, 1)]
+
+
+def test_the_last_position_has_a_range():
+    last = np.array([POSITION_LIMIT - 1])
+    ranges = ranges_of(last, last + 1)
+    assert list(ranges) == [((POSITION_LIMIT - 1) * TOKEN_LIMIT, ID_LIMIT)]
+    assert whole_positions(ranges) == IdRanges([(POSITION_LIMIT - 1, POSITION_LIMIT)])

@@ -51,12 +51,14 @@ def test_describe_names_the_engine_s_library_and_its_version(install):
             'numpy>=2; extra == "extra"',
             "not-there; python_version > '3' and extra == 'dev'",
         ],
+        extras=("extra", "dev"),
     )
+    install("odd-vectors", "odd = odd_vectors:A", requires=["no requirement"])
     libraries = {row.name: row.libraries for row in registry.describe()}
     assert libraries["plain"] == {"not-there": None}
     assert libraries["extra"] == {"numpy": np.__version__}
     assert libraries["faiss"] == {"faiss-cpu": version("faiss-cpu")}
-    assert libraries["memory"] == {}
+    assert libraries["memory"] == libraries["odd"] == {}
 
 
 def test_an_adapter_that_opens_no_folder_is_listed_with_the_reason(install):

@@ -78,7 +78,7 @@ class AgainstDictionary(RuleBasedStateMachine):
     @rule(start=st.integers(0, 60), length=st.integers(0, 30))
     def delete(self, start: int, length: int) -> None:
         gone = [i for i in self.model if start <= i < start + length]
-        assert self.store.delete(IdRanges([(start, start + length)])) == len(gone)
+        self.store.delete(IdRanges([(start, start + length)]))
         for i in gone:
             del self.model[i]
 
@@ -176,7 +176,7 @@ def test_reader_keeps_what_it_reads(tmp_path: Path) -> None:
         batches = reader.iterate(ids=None, batch_size=10)
         next(batches)
         add(store, list(range(100)), 2, group=1)
-        store.compact()
+        store.compact(ratio=10)
         assert [entry[1] for entry in content(reader)] == [2] * 100
         assert sum(len(ids) for ids, _, _ in batches) == 90
 
@@ -189,7 +189,7 @@ def test_few_segments_and_no_dead_rows(tmp_path: Path) -> None:
             store.flush()
         assert len(store.snapshot()) <= 33
         store.delete(IdRanges([(0, 150)]))
-        store.compact()
+        store.compact(ratio=10)
         assert sum(segment.rows for segment in store.snapshot()) == 50
         assert len(store.snapshot()) <= 4
         store.delete(IdRanges([(0, 200)]))
@@ -202,10 +202,10 @@ def test_compacting_leaves_a_large_segment_alone_unless_it_is_rewritten_anyway(t
         for ids in (range(20), range(20, 40), range(40, 41)):
             add(store, list(ids), 0)
             store.flush()
-        store.compact()
+        store.compact(ratio=10)
         assert [segment.rows for segment in store.snapshot()] == [41]
         add(store, [50], 0)
-        store.compact()
+        store.compact(ratio=10)
         assert sorted(segment.rows for segment in store.snapshot()) == [1, 41]
 
 

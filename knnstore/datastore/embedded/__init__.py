@@ -1,7 +1,7 @@
 """The toolkit of engines that run in the process: durable segments of keys, exact search, indexes."""
 
 from knnstore.datastore.embedded.base import EmbeddedDatastore
-from knnstore.datastore.embedded.exact import compare_rows, nearest_rows
+from knnstore.datastore.embedded.exact import compare_rows
 from knnstore.datastore.embedded.log import KeySegments
 from knnstore.datastore.embedded.mapped import MappedFile
 from knnstore.datastore.embedded.merging import stored_keys
@@ -9,5 +9,5 @@ from knnstore.datastore.embedded.segment import MappedColumns, Segment, StoredKe
 
 __all__ = [
     "EmbeddedDatastore", "KeySegments", "MappedColumns", "MappedFile", "Segment", "StoredKeys",
-    "compare_rows", "nearest_rows", "stored_keys",
+    "compare_rows", "stored_keys",
 ]  # fmt: skip

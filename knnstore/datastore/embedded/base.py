@@ -9,15 +9,17 @@ from typing import Any, ClassVar, Self
 
 from knnstore.datastore.arguments import checked_k, checked_keys, checked_records
 from knnstore.datastore.arrays import Capabilities, Filter, Groups, Ids, Keys, Metric
+from knnstore.datastore.distances import nearest_rows
 from knnstore.datastore.embedded.erasing import erase_segments
-from knnstore.datastore.embedded.exact import ExactIndex, NearestRows, nearest_rows
+from knnstore.datastore.embedded.exact import ExactIndex, NearestRows
 from knnstore.datastore.embedded.group import GroupIndex, SegmentIndex
 from knnstore.datastore.embedded.locks import ReadersWriterLock
 from knnstore.datastore.embedded.log import KeySegments
 from knnstore.datastore.embedded.segment import Segment
 from knnstore.datastore.neighbors import Neighbors, merge
-from knnstore.datastore.protocol import Mode
+from knnstore.datastore.protocol import BATCH_SIZE, Mode
 from knnstore.datastore.ranges import IdRanges
+from knnstore.datastore.reading import read_keys
 from knnstore.durable import StoredFile
 
 
@@ -119,27 +121,30 @@ class EmbeddedDatastore(ABC):
                 # What was newest when this search began is new enough: a busy writer delays no search.
                 if (updated or self._segments.snapshot() is self._held) and self._ready(groups):
                     parts = [self._indexes[group].search(queries, k, ids) for group in self._chosen(groups)]
-                    found = merge(parts, len(queries), k)
-                    return Neighbors(found.ids, found.distances)
+                    return merge(parts, len(queries), k)
             with self._lock.writing():
                 self._update(groups)
             updated = True
 
-    def delete(self, ids: IdRanges) -> int:
+    def delete(self, ids: IdRanges) -> None:
         """Remove every record in the ranges; see `Datastore.delete`."""
-        return self._segments.delete(ids)
+        self._segments.delete(ids)
 
     def count(self) -> int:
         """How many records are live."""
         return self._segments.count()
 
     def iterate(
-        self, *, ids: IdRanges | None = None, batch_size: int = 8192
+        self, *, ids: IdRanges | None = None, batch_size: int = BATCH_SIZE
     ) -> Iterator[tuple[Ids, Keys, Groups]]:
         """Yield every live record once, by ascending id; see `Datastore.iterate`."""
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         return self._segments.iterate(ids=ids, batch_size=batch_size)
+
+    def get(self, ids: Ids) -> Keys:
+        """Read the keys of some records; see `SupportsGet.get`."""
+        return read_keys(self, ids)
 
     def flush(self) -> None:
         """Return when everything so far is durable; see `Datastore.flush`."""
@@ -157,7 +162,7 @@ class EmbeddedDatastore(ABC):
                 parameters = self._index_parameters(segment.rows, live)
                 if segment.entry is None or parameters is None:  # what was added meanwhile has no entry yet
                     continue
-                present = segment.entry.index
+                present = segment.index
                 if present is None or present.parameters != parameters or not self._intact(present.file):
                     build = partial(self._build_index, segment, parameters)
                     self._segments.write_index(segment, build, parameters)

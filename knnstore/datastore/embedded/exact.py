@@ -7,56 +7,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knnstore.datastore.arrays import Distances, Keys, Metric
+from knnstore.datastore.distances import BLOCK_VALUES, nearest_rows, paired
 from knnstore.datastore.embedded.segment import Columns, Segment
-from knnstore.datastore.neighbors import Found, merge
+from knnstore.datastore.neighbors import Neighbors, merge
 from knnstore.datastore.ranges import IdRanges
 
 _CHUNK = 1 << 16  # rows converted, moved or gathered at a time
 _LONG_SLICE = 4096  # rows; slices of a filter from this length on are searched where they lie
-_PRODUCT_SIZE = 1 << 23  # numbers of a product of queries and keys that are in memory at once
 
 # Matrix multiplication finds |q - x|² as q² - 2qx + x², which rounds at the scale of q² + x². Where the
 # distance is below this share of it, more than about 1e-5 of the distance may be lost (with the largest
 # error seen, 0.8e-6 of q² + x²), so it is computed again from the difference.
 _CANCELLING = 2.0**-4
 
-NearestRows = Callable[[Keys, Keys, Distances, int, Metric], Found]
+NearestRows = Callable[[Keys, Keys, int, Metric, Distances], Neighbors]
 """Finds the k nearest rows of a matrix, as `nearest_rows` does."""
-
-
-def nearest_rows(queries: Keys, keys: Keys, norms: Distances, k: int, metric: Metric) -> Found:
-    """Find the k nearest rows of a matrix by multiplication; L2 distances are exact to about 1e-6 q² + x².
-
-    Args:
-        queries: float32, shape (q, dim).
-        keys: float32, shape (n, dim).
-        norms: squared norms of the keys, shape (n,).
-        k: how many; at least 1.
-        metric: how distances are measured.
-
-    Returns:
-        Row numbers and distances, shape (q, k), padded where there are fewer rows.
-    """
-    found = Found.nothing(len(queries), k)
-    k = min(k, len(keys))
-    step = max(1, _PRODUCT_SIZE // max(1, len(keys)))
-    for start in range(0, len(queries) if k else 0, step):
-        some = queries[start : start + step]
-        if metric is Metric.L2:
-            distances = (-2 * some) @ keys.T
-            distances += norms
-        else:
-            distances = -some @ keys.T
-        nearest = np.argpartition(distances, k - 1, axis=1)[:, :k]
-        distances = np.take_along_axis(distances, nearest, axis=1)
-        order = np.argsort(distances, axis=1)
-        distances = np.take_along_axis(distances, order, axis=1)
-        if metric is Metric.L2:
-            distances += np.einsum("qd,qd->q", some, some)[:, None]
-            np.maximum(distances, 0, out=distances)  # the sum rounds below zero
-        found.ids[start : start + step, :k] = np.take_along_axis(nearest, order, axis=1)
-        found.distances[start : start + step, :k] = distances
-    return found
 
 
 @dataclass(slots=True)
@@ -85,7 +50,7 @@ class ExactIndex:
         self._dim = dim
         self._metric = metric
         self._nearest = nearest
-        self._centre = np.zeros(dim, np.float32)
+        self._center = np.zeros(dim, np.float32)
         self._spans: list[_Span] = []
         self._rows = 0
         self._matrix = np.empty((0, dim), np.float32)
@@ -107,18 +72,18 @@ class ExactIndex:
         """How many rows there are, of all or of those with some ids."""
         return self._rows if ids is None else int(np.diff(self._slices(ids), axis=1).sum())
 
-    def search(self, queries: Keys, k: int, ids: IdRanges | None) -> Found:
+    def search(self, queries: Keys, k: int, ids: IdRanges | None) -> Neighbors:
         """Find the k nearest rows of each query, of all or of those with some ids."""
         reachable = min(k, self._rows)
         if reachable == 0 or len(queries) == 0:
-            return Found.nothing(len(queries), k)
-        centred = queries - self._centre
+            return Neighbors.nothing(len(queries), k)
+        centered = queries - self._center
         if ids is None:
-            found = self._search_rows(centred, slice(0, self._rows), reachable)
+            found = self._search_rows(centered, slice(0, self._rows), reachable)
         else:
-            found = self._nearest_among(centred, reachable, self._slices(ids))
+            found = self._nearest_among(centered, reachable, self._slices(ids))
         if self._metric is Metric.L2:
-            self._recompute(found, centred)
+            self._recompute(found, centered)
         return found.named(self._ids).padded(k)
 
     def _update(self, segments: Sequence[Segment]) -> None:
@@ -132,22 +97,22 @@ class ExactIndex:
         if wanted:
             self._reserve(self._rows + sum(segment.live for segment in wanted.values()))
             if self._rows == 0 and self._metric is Metric.L2:
-                self._centre = _centre(list(wanted.values()))
+                self._center = _center(list(wanted.values()))
             for segment in wanted.values():
                 self._add(segment)
 
-    def _search_rows(self, queries: Keys, rows: slice | NDArray[np.int64], k: int) -> Found:
-        return self._nearest(queries, self._matrix[rows], self._norms[rows], k, self._metric)
+    def _search_rows(self, queries: Keys, rows: slice | NDArray[np.int64], k: int) -> Neighbors:
+        return self._nearest(queries, self._matrix[rows], k, self._metric, self._norms[rows])
 
-    def _nearest_among(self, queries: Keys, k: int, slices: NDArray[np.int64]) -> Found:
+    def _nearest_among(self, queries: Keys, k: int, slices: NDArray[np.int64]) -> Neighbors:
         """Search some slices of rows: long ones in place, short ones gathered."""
         lengths = slices[:, 1] - slices[:, 0]
-        parts: list[Found] = []
+        parts: list[Neighbors] = []
         for start, stop in slices[lengths >= _LONG_SLICE].tolist():
             part = self._search_rows(queries, slice(start, stop), k)
             part.ids[part.ids >= 0] += start
             parts = [merge([*parts, part], len(queries), k)]
-        rows = _rows_of(slices[lengths < _LONG_SLICE])
+        rows = IdRanges(slices[lengths < _LONG_SLICE]).ids()
         for at in range(0, len(rows), _CHUNK):
             some = rows[at : at + _CHUNK]
             part = self._search_rows(queries, some, k)
@@ -164,39 +129,34 @@ class ExactIndex:
             found.append(ids.rows_in(mine) + span.start)
         return np.concatenate(found)
 
-    def _recompute(self, found: Found, queries: Keys) -> None:
+    def _recompute(self, found: Neighbors, queries: Keys) -> None:
         """Compute those distances from the difference that cancellation made inexact."""
         scale = self._norms.take(found.ids, mode="clip")  # what is missing is at infinity, not below any
         scale += np.einsum("qd,qd->q", queries, queries)[:, None]
         scale *= _CANCELLING
         inexact = found.distances < scale
         of_query, at = np.divmod(np.flatnonzero(inexact), inexact.shape[1])
-        for start in range(0, len(at), _CHUNK):
-            some = of_query[start : start + _CHUNK], at[start : start + _CHUNK]
-            difference = self._matrix[found.ids[some]]
-            difference -= queries[some[0]]
-            found.distances[some] = np.einsum("nd,nd->n", difference, difference)
+        step = max(1, BLOCK_VALUES // self._dim)
+        for start in range(0, len(at), step):
+            some = of_query[start : start + step], at[start : start + step]
+            found.distances[some] = paired(queries[some[0]], self._matrix[found.ids[some]], Metric.L2)
         found.sort_rows(np.flatnonzero(inexact.any(axis=1)))
 
     def _keep(self, span: _Span, segment: Segment) -> None:
         """Move the rows of a span that are still live to the end of what was kept."""
         start = self._rows
         if segment.dead == span.dead:
-            self._move(np.array([[span.start, span.stop]]))
+            self._move(IdRanges([(span.start, span.stop)]))
         else:
-            before = np.arange(segment.rows)[~span.dead.contains(np.arange(segment.rows))]
+            before = (IdRanges([(0, segment.rows)]) - span.dead).ids()
             alive = np.flatnonzero(~segment.dead.contains(before))
-            breaks = np.flatnonzero(np.diff(alive) != 1) + 1
-            runs = np.split(alive, breaks) if len(alive) else []
-            self._move(
-                np.array([[run[0], run[-1] + 1] for run in runs], np.int64).reshape(-1, 2) + span.start
-            )
+            self._move(IdRanges.of_ids(alive + span.start))
         if self._rows > start:
             self._spans.append(_Span(segment.columns, segment.dead, start, self._rows))
 
-    def _move(self, slices: NDArray[np.int64]) -> None:
+    def _move(self, rows: IdRanges) -> None:
         """Move rows down, in pieces, so that overlapping ones need no copy of the whole."""
-        for first, last in slices.tolist():
+        for first, last in rows:
             if first == self._rows:
                 self._rows = last
                 continue
@@ -224,7 +184,7 @@ class ExactIndex:
                 rows = slice(at, min(at + _CHUNK, last))
                 to = slice(self._rows, self._rows + rows.stop - rows.start)
                 added = self._matrix[to]
-                np.subtract(keys[rows], self._centre, out=added)
+                np.subtract(keys[rows], self._center, out=added)
                 np.einsum("nd,nd->n", added, added, out=self._norms[to])
                 self._ids[to] = ids[rows]
                 self._rows = to.stop
@@ -238,7 +198,7 @@ def compare_rows(
     k: int,
     metric: Metric,
     nearest: NearestRows = nearest_rows,
-) -> Found:
+) -> Neighbors:
     """Find the k nearest of some rows of a segment by comparing with each; found.ids are record ids.
 
     Args:
@@ -249,8 +209,8 @@ def compare_rows(
         metric: how distances are measured.
         nearest: an engine's own search of a matrix.
     """
-    numbers = np.concatenate([np.empty(0, np.int64), *(np.arange(start, stop) for start, stop in rows)])
-    found = Found.nothing(len(queries), k)
+    numbers = rows.ids()
+    found = Neighbors.nothing(len(queries), k)
     for start in range(0, len(numbers), _CHUNK):
         some = numbers[start : start + _CHUNK]
         ids, keys = segment.columns.ids[some], segment.columns.keys_at(some)
@@ -260,20 +220,12 @@ def compare_rows(
     return found
 
 
-def _centre(segments: Sequence[Segment]) -> Keys:
+def _center(segments: Sequence[Segment]) -> Keys:
     """About the mean key, rounded so that subtracting it from keys in half precision is exact."""
     largest = max(segments, key=lambda segment: segment.live)
     rows = np.unique(np.linspace(0, largest.rows - 1, 4096).astype(np.int64))
     mean = largest.columns.keys_at(rows).astype(np.float32).mean(axis=0)
     with np.errstate(over="ignore"):
         rounded = mean.astype(np.float16).astype(np.float32)
-    centre: Keys = np.where(np.isfinite(rounded), rounded, mean)
-    return centre
-
-
-def _rows_of(slices: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The numbers in half-open slices, shape (s, 2), in order."""
-    lengths = slices[:, 1] - slices[:, 0]
-    ends = np.cumsum(lengths)
-    rows: NDArray[np.int64] = np.arange(lengths.sum()) + np.repeat(slices[:, 0] - (ends - lengths), lengths)
-    return rows
+    center: Keys = np.where(np.isfinite(rounded), rounded, mean)
+    return center

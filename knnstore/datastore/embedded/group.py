@@ -10,7 +10,7 @@ import numpy as np
 from knnstore.datastore.arrays import Keys
 from knnstore.datastore.embedded.exact import ExactIndex
 from knnstore.datastore.embedded.segment import Segment
-from knnstore.datastore.neighbors import Found, merge
+from knnstore.datastore.neighbors import Neighbors, merge
 from knnstore.datastore.ranges import IdRanges
 from knnstore.durable import StoredFile
 from knnstore.errors import CorruptDatastoreError
@@ -43,7 +43,7 @@ class SegmentIndex(Protocol):
         """The live rows, of all records or of those with some ids; a `Matching`."""
         ...
 
-    def search(self, queries: Keys, k: int, matching: Any) -> Found:
+    def search(self, queries: Keys, k: int, matching: Any) -> Neighbors:
         """Find about the k nearest of some rows, and k always where there are k.
 
         Args:
@@ -108,7 +108,7 @@ class GroupIndex:
         self._indexes = indexes
         self._segments = segments
 
-    def search(self, queries: Keys, k: int, ids: IdRanges | None) -> Found:
+    def search(self, queries: Keys, k: int, ids: IdRanges | None) -> Neighbors:
         """Find the k nearest records of each query, of all or of those with some ids."""
         searched = [(index, index.matching(ids)) for index in self._indexes]
         searched = [(index, matching) for index, matching in searched if matching.size]
@@ -117,7 +117,7 @@ class GroupIndex:
         exact = self._exact.count(ids)
         total = exact + sum(matching.size for _, matching in searched)
         others = [self._exact.search(queries, k, ids)] if exact else []
-        # Each segment is asked for its share of the neighbours, and for all k only where it may hold more.
+        # Each segment is asked for its share of the neighbors, and for all k only where it may hold more.
         parts, unsure = [], np.zeros(len(queries), bool)
         for index, matching in searched:
             share = min(k, math.ceil(_MARGIN * k * matching.size / total) + _LEAST)
@@ -128,23 +128,22 @@ class GroupIndex:
                 unsure |= part.distances[:, -1] < found.distances[:, -1]
         again = np.flatnonzero(unsure)
         if len(again):
-            parts = [Found(part.ids[again], part.distances[again]) for part in others]
+            parts = [part.rows(again) for part in others]
             parts += [index.search(queries[again], k, matching) for index, matching in searched]
-            more = merge(parts, len(again), k)
-            found.ids[again], found.distances[again] = more.ids, more.distances
+            found.put(again, merge(parts, len(again), k))
         return found
 
     def _index_of(self, segment: Segment, known: dict[StoredFile, SegmentIndex]) -> SegmentIndex | None:
-        if segment.entry is None or segment.entry.index is None:
+        if segment.index is None:
             return None
-        file = segment.entry.index.file
+        file = segment.index.file
         if file in self._damaged:
             return None
         if file in known:
             known[file].update(segment)
             return known[file]
         try:
-            return self._opens(segment, segment.entry.index.parameters)
+            return self._opens(segment, segment.index.parameters)
         except FileNotFoundError as error:
             if file not in self._missing:
                 self._missing.add(file)

@@ -30,6 +30,7 @@ from knnstore.datastore.embedded.segment import MemoryColumns, Segment
 from knnstore.datastore.ranges import IdRanges
 from knnstore.durable import FileWriter, WriterLock, remove, sync_directory
 from knnstore.errors import (
+    ConfigError,
     DatastoreClosedError,
     DatastoreError,
     DatastoreExistsError,
@@ -61,12 +62,15 @@ class KeySegments(SegmentReader):
         mode: ``"r"``, ``"a"`` or ``"x"`` as in `Datastore.open`.
 
     Raises:
+        ConfigError: dim is below 1.
         DatastoreNotFoundError, DatastoreExistsError, DatastoreMismatchError, LockedError: see
             `Datastore.open`.
         CorruptDatastoreError: the manifest is damaged or a file that it names has a wrong size.
     """
 
     def __init__(self, root: Path, dim: int, metric: Metric, mode: Literal["r", "a", "x"]) -> None:
+        if dim < 1:
+            raise ConfigError(f"dim must be at least 1, got {dim}")
         super().__init__(root)
         self._lock: WriterLock | None = None
         self._dirty = False
@@ -106,15 +110,13 @@ class KeySegments(SegmentReader):
             self._segments = tuple(segments)
             self._dirty = True
 
-    def delete(self, ids: IdRanges) -> int:
-        """Remove the records in some id ranges; returns how many were live."""
+    def delete(self, ids: IdRanges) -> None:
+        """Remove the records in some id ranges."""
         self._check_writable()
         with self._mutex:
             before = self.count()
             self._segments = tuple(self._without(segment, segment.rows_of(ids)) for segment in self._segments)
-            removed = before - self.count()
-            self._dirty = self._dirty or removed > 0
-            return removed
+            self._dirty |= self.count() < before
 
     def flush(self) -> None:
         """Make everything durable; merges small segments where a group has very many."""
@@ -126,7 +128,7 @@ class KeySegments(SegmentReader):
             for group in many:
                 self._merge(group, ratio=2, indexed=False)
 
-    def compact(self, *, ratio: int = 10) -> None:
+    def compact(self, *, ratio: int) -> None:
         """Reclaim the space of dead rows and merge each group's segments.
 
         Afterwards each segment of a group has at least `ratio` times the rows of the next, so that
@@ -220,10 +222,10 @@ class KeySegments(SegmentReader):
         self._segments = tuple(segment for segment in self._segments if segment.entry or segment.live)
 
     def _merge(self, group: int, *, ratio: int, indexed: bool) -> None:
-        """Merge neighbours among a group's segments until each is `ratio` times as large as the next."""
+        """Merge neighbors among a group's segments until each is `ratio` times as large as the next."""
         found = self.by_group().get(group, [])
         if not indexed:  # an index is dear; only `compact` replaces it
-            found = [segment for segment in found if not (segment.entry and segment.entry.index)]
+            found = [segment for segment in found if segment.index is None]
         for run in merge_plan(found, ratio):
             self._replace(run)
 

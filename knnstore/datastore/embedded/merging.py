@@ -97,7 +97,7 @@ class _Cursor:
 
 
 def merge_plan(segments: Sequence[Segment], ratio: int) -> list[list[Segment]]:
-    """Choose runs of neighbours to merge, so that each segment has `ratio` times the rows of the next.
+    """Choose runs of neighbors to merge, so that each segment has `ratio` times the rows of the next.
 
     The logarithmic method (Bentley and Saxe, 1980): the number of segments, and how often a row is
     rewritten, grow with the logarithm of the rows.
@@ -179,10 +179,10 @@ def with_buffered(segments: Sequence[Segment], fresh: Segment) -> list[Segment]:
             return [*kept, fresh]
         former = same[-1]
         kept.remove(former)
-        alive = ~former.dead.contains(np.arange(former.rows))
+        alive = former.live_rows().ids()
         ids = np.concatenate([former.columns.ids[alive], fresh.columns.ids])
         keys = np.concatenate([former.columns.keys[alive], fresh.columns.keys])
-        if alive.any() and former.last_id > fresh.first_id:
+        if len(alive) and former.last_id > fresh.first_id:
             order = np.argsort(ids)
             ids, keys = ids[order], keys[order]
         fresh = Segment.in_memory(fresh.group, ids, keys)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knnstore.datastore.arrays import Ids
-from knnstore.datastore.embedded.manifest import SegmentEntry
+from knnstore.datastore.embedded.manifest import IndexEntry, SegmentEntry
 from knnstore.datastore.embedded.mapped import MappedFile
 from knnstore.datastore.ranges import IdRanges
 
@@ -122,9 +122,14 @@ class Segment:
         return cls(group, len(ids), int(ids[0]), int(ids[-1]), MemoryColumns(ids, keys))
 
     @property
+    def index(self) -> IndexEntry | None:
+        """The index over its rows, if there is one."""
+        return self.entry.index if self.entry else None
+
+    @property
     def live(self) -> int:
         """How many rows are not dead."""
-        return self.rows - int((self.dead.stops - self.dead.starts).sum())
+        return self.rows - self.dead.size
 
     def live_rows(self, ids: IdRanges | None = None) -> IdRanges:
         """The row numbers that are not dead, of all records or of those with some ids."""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from knnstore.datastore import Keys, Metric, stored_keys
+from knnstore.datastore import Keys, Metric, pairwise, stored_keys
 from knnstore.documents import TextDocument
 from knnstore.errors import ConfigError, InputError
 from knnstore.lm.calibration.candidates import Candidate, compare
@@ -238,23 +238,9 @@ def nearest_keys(queries: Tensor, keys: Tensor, k: int, metric: str) -> tuple[Te
     Returns:
         Distances, float32, ascending, and rows of `keys`, int64: shape (q, k), on the CPU.
     """
-    if metric == Metric.L2:  # the same from any origin; from one amid the keys, rounding loses least
-        centre = keys.mean(0)
-        queries, keys = queries - centre, keys - centre
-        norms, factor = (keys**2).sum(1), -2.0
-    else:
-        norms, factor = keys.new_zeros(len(keys)), -1.0
-    distances, rows = torch.empty(len(queries), k), torch.empty((len(queries), k), dtype=torch.int64)
-    step = max(1, _DISTANCES // len(keys))
-    for start in range(0, len(queries), step):
-        part = queries[start : start + step]
-        found = torch.addmm(norms, part, keys.T, alpha=factor).topk(k, largest=False)
-        nearest = found.values
-        if metric == Metric.L2:
-            nearest = (nearest + (part**2).sum(1, keepdim=True)).clamp_(min=0)
-        distances[start : start + step] = nearest.cpu()
-        rows[start : start + step] = found.indices.cpu()
-    return distances, rows
+    blocks = torch.split(queries, max(1, _DISTANCES // len(keys)))
+    found = [pairwise(block, keys, metric).topk(k, largest=False) for block in blocks]
+    return torch.cat([part.values.cpu() for part in found]), torch.cat([part.indices.cpu() for part in found])
 
 
 def _perplexity(probed: Probed) -> float:

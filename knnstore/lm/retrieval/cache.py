@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from knnstore.datastore import Metric
+from knnstore.datastore import Metric, pairwise
 from knnstore.lm.mixing import Recent
 from knnstore.lm.reading import Tokens
 
@@ -42,7 +42,7 @@ def look_back(
         rows = slice(done, done + count)
         first = max(0, int(at[done]) - width)
         reached = keys[first : int(at[done + count - 1]) + 1]
-        compared = _pairwise(keys[at[rows]], reached, metric)
+        compared = pairwise(keys[at[rows]], reached, metric)
         distances[rows] = compared.gather(1, (before[rows] - first).clamp(min=0))
         done += count
     distances.masked_fill_(before < starts[:, None], torch.inf)
@@ -119,14 +119,3 @@ class Reading:
         begins = torch.cat([torch.tensor([True]), self.documents.diff() != 0])
         starts = rows.where(begins, 0).cummax(0).values
         return look_back(self.keys, self.gold, tokens, starts[tokens], size, self.metric)
-
-
-def _pairwise(queries: Tensor, keys: Tensor, metric: Metric | str) -> Tensor:
-    """Distances of n queries to m keys, shape (n, m)."""
-    if metric == Metric.IP:
-        return -(queries @ keys.T)
-    # Around their mean the keys are small, so that little is lost in |q|² - 2qx + |x|².
-    middle = keys.mean(0)
-    queries, keys = queries - middle, keys - middle
-    squares = torch.addmm(keys.square().sum(1), queries, keys.T, alpha=-2)
-    return squares.add_(queries.square().sum(1, keepdim=True)).clamp_(min=0)

@@ -1,9 +1,8 @@
 """Retrieving token by token where pointers save searches, see `PointerSettings`; many texts together."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,13 +53,13 @@ def retrieve_next(
     needed = np.ones(len(queries), bool) if pointers.min_pointers is None else count < pointers.min_pointers
     rows, others = np.flatnonzero(needed), np.flatnonzero(~needed)
     if len(rows):
-        pointed = _joined(pointed, search(rows), rows)
+        pointed = _together(pointed, search(rows).spread(needed))
     found = _nearest_first(pointed, settings.k)
     if pointers.cluster_size is not None and len(others):
         near = store.follow(
             queries[others], leading[others], settings.selection, cluster_size=pointers.cluster_size
         )
-        found = put(found, others, _nearest_first(near, settings.k, settings.k))
+        found.put(others, near.nearest(settings.k))
     return Retrieval(found, needed)
 
 
@@ -116,55 +115,16 @@ def _leading(before: Ids, read: NDArray[np.int64], most: int) -> Ids:
     return np.where(np.take_along_axis(leading, order, 1), np.take_along_axis(before, order, 1), -1)
 
 
-def _joined(pointed: Neighbors, found: Neighbors, rows: NDArray[np.int64]) -> Neighbors:
-    """Add what was found for some rows; a record that was pointed to as well is there once."""
-    columns = pointed.ids.shape[1]
-    both = missing(len(pointed.ids), columns + found.ids.shape[1])
-    for whole, left, right in zip(_arrays(both), _arrays(pointed), _arrays(found), strict=True):
-        whole[:, :columns] = left
-        whole[rows, columns:] = right
+def _together(pointed: Neighbors, found: Neighbors) -> Neighbors:
+    """What pointers and a search found, in any order; a record that both found is there once."""
+    both = Neighbors.joined([pointed, found])
     order = np.argsort(both.ids, axis=1, kind="stable")
     ordered = np.take_along_axis(both.ids, order, 1)
     again = np.zeros(both.ids.shape, bool)
     np.put_along_axis(again, order[:, 1:], ordered[:, 1:] == ordered[:, :-1], 1)
-    both.ids[again], both.distances[again] = -1, np.inf
-    weighted = pointed.log_weights is not None or found.log_weights is not None
-    return both if weighted else replace(both, log_weights=None)
+    return both.without(again)
 
 
-def _nearest_first(found: Neighbors, least: int, most: int | None = None) -> Neighbors:
-    """Order each row, in at least so many columns, and no more than are needed or allowed."""
-    width = max(least, int((found.ids >= 0).sum(1).max(initial=0)))
-    width = width if most is None else min(width, most)
-    ordered = missing(len(found.ids), width)
-    order = np.argsort(found.distances, axis=1, kind="stable")[:, :width]
-    for whole, part in zip(_arrays(ordered), _arrays(found), strict=True):
-        whole[:, : order.shape[1]] = np.take_along_axis(part, order, 1)
-    return ordered if found.log_weights is not None else replace(ordered, log_weights=None)
-
-
-def missing(queries: int, columns: int) -> Neighbors:
-    """No neighbours, with log weights of 0."""
-    shape = (queries, columns)
-    return Neighbors(
-        np.full(shape, -1, np.int64), np.full(shape, np.inf, np.float32), np.zeros(shape, np.float32)
-    )
-
-
-def _arrays(found: Neighbors) -> list[NDArray[Any]]:
-    weights = np.zeros_like(found.distances) if found.log_weights is None else found.log_weights
-    arrays: list[NDArray[Any]] = [found.ids, found.distances, weights]
-    return arrays
-
-
-def put(found: Neighbors, rows: NDArray[np.int64], part: Neighbors) -> Neighbors:
-    """Replace the neighbours of some queries; all have as many columns as are needed afterwards."""
-    if part.ids.shape[1] > found.ids.shape[1]:
-        wider = missing(len(found.ids), part.ids.shape[1])
-        for whole, old in zip(_arrays(wider), _arrays(found), strict=True):
-            whole[:, : old.shape[1]] = old
-        found = wider
-    for whole, new, nothing in zip(_arrays(found), _arrays(part), (-1, np.inf, 0), strict=True):
-        whole[rows, : new.shape[1]] = new
-        whole[rows, new.shape[1] :] = nothing
-    return found
+def _nearest_first(found: Neighbors, least: int) -> Neighbors:
+    """Order each row, in at least so many columns, and no more than are needed."""
+    return found.nearest(max(least, int((found.ids >= 0).sum(1).max(initial=0))))

@@ -32,25 +32,9 @@ def retrieve(
         where nothing is searched. What is not selected, or is there no more, finds nothing.
     """
     if searched is not None and not searched.all():
-        found = retrieve(store, queries[searched], settings)
-        spread = _nothing(len(queries), found.ids.shape[1])
-        spread.ids[searched], spread.distances[searched] = found.ids, found.distances
-        if found.log_weights is None:
-            return spread
-        weights = np.zeros_like(spread.distances)
-        weights[searched] = found.log_weights
-        return Neighbors(spread.ids, spread.distances, weights)
+        return retrieve(store, queries[searched], settings).spread(searched)
     parts = [_search(store, queries, settings, part) for part in settings.mixer.searches(settings.selection)]
-    if len(parts) < 2:
-        return parts[0] if parts else _nothing(len(queries), 1)
-    log_weights = None
-    if any(part.log_weights is not None for part in parts):
-        log_weights = np.concatenate([_log_weights(part) for part in parts], axis=1)
-    return Neighbors(
-        np.concatenate([part.ids for part in parts], axis=1),
-        np.concatenate([part.distances for part in parts], axis=1),
-        log_weights,
-    )
+    return Neighbors.joined(parts) if parts else Neighbors.nothing(len(queries), 1)
 
 
 def reachable(store: KNNStore, settings: KNNSettings) -> int:
@@ -88,20 +72,12 @@ def _search(store: KNNStore, queries: Keys, settings: KNNSettings, part: Selecti
     domains = selected if part.domains is None else part.domains
     if selected is not None and not set(domains or ()) <= set(selected):
         _tell(store, part, "which is not selected here")
-        return _nothing(len(queries), settings.k)
+        return Neighbors.nothing(len(queries), settings.k)
     try:
         return store.search(queries, settings.k, replace(settings.selection, domains=domains))
     except DomainNotFoundError:  # removed since, perhaps in the middle of a text
         _tell(store, part, "which the store does not have any more")
-        return _nothing(len(queries), settings.k)
-
-
-def _nothing(queries: int, k: int) -> Neighbors:
-    return Neighbors(np.full((queries, k), -1), np.full((queries, k), np.inf, np.float32))
-
-
-def _log_weights(part: Neighbors) -> NDArray[np.float32]:
-    return np.zeros_like(part.distances) if part.log_weights is None else part.log_weights
+        return Neighbors.nothing(len(queries), settings.k)
 
 
 def _tell(store: KNNStore, part: Selection, why: str) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from knnstore.datastore import Ids, Keys, Neighbors
 from knnstore.lm.reading import Tokens
-from knnstore.lm.retrieval.pointers import SearchRows, missing, put, retrieve_next, search_among
+from knnstore.lm.retrieval.pointers import SearchRows, retrieve_next, search_among
 from knnstore.lm.retrieval.prefix_states import PADDING, PrefixStates, prefix_names, unpadded
 from knnstore.lm.settings import KNNSettings
 from knnstore.store import KNNStore
@@ -87,7 +87,7 @@ def retrieve_for_pass(
         before = states.get([_name(text) for text in unpadded(sequence_ids[:, :-length])])
     firsts = (tokens != PADDING).argmax(1).tolist()
     last = [(first - 1, ids) for first, ids in zip(firsts, before, strict=True)]
-    found = missing(len(queries), settings.k)
+    found, order = [Neighbors.nothing(0, settings.k)], [np.empty(0, np.int64)]
     for column in np.unique(columns).tolist():
         rows = np.flatnonzero(columns == column)
         mine = owners[rows].tolist()
@@ -96,7 +96,8 @@ def retrieve_for_pass(
         retrieved = retrieve_next(
             store, queries[rows], _together(known), read, settings, partial(search_among, search, rows)
         ).found
-        found = put(found, rows, retrieved)
+        found.append(retrieved)
+        order.append(rows)
         for owner, ids in zip(mine, retrieved.ids, strict=True):
             last[owner] = column, ids[ids >= 0]
     if states is not None and sequence_ids is not None:
@@ -104,7 +105,7 @@ def retrieve_for_pass(
         ended = [owner for owner, (column, _) in enumerate(last) if column == length - 1]
         ids_of = [ids for _, ids in last]
         states.put([_name(texts[owner]) for owner in ended], [_known(ids_of[owner]) for owner in ended])
-    return found
+    return Neighbors.joined(found, axis=0).rows(np.argsort(np.concatenate(order)))
 
 
 def _name(text: Tokens) -> bytes:

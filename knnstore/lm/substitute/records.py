@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from knnstore.datastore import IdRanges, positions_of, record_ids, tokens_of
+from knnstore.datastore import IdRanges, positions_of, ranges_of, record_ids, tokens_of
 from knnstore.errors import InputError
 from knnstore.store import KNNStore, Selection
 
@@ -78,7 +78,7 @@ def divide(
     view = store.view()
     snapshot, live = view.snapshot, view.scope(selection).live
     lengths = snapshot.stops - snapshot.starts
-    first = record_ids(snapshot.starts, np.zeros(len(lengths), np.int64))
+    first = record_ids(snapshot.starts, np.zeros_like(lengths))
     chosen = np.flatnonzero(live.contains(first) & (lengths > 0))
     if len(chosen) < 2:
         raise InputError(
@@ -94,7 +94,4 @@ def divide(
     places = store.provenance(first[held_out], before=0, after=0)
     documents = [store.tokens(place.document, domain=place.domain) for place in places if place is not None]
     kept = np.setdiff1d(chosen, held_out)
-    starts, stops = snapshot.starts[kept], snapshot.stops[kept]
-    zeros = np.zeros(len(kept), np.int64)
-    ranges = np.stack([record_ids(starts, zeros), record_ids(stops, zeros)], axis=1)
-    return IdRanges(ranges), documents
+    return ranges_of(snapshot.starts[kept], snapshot.stops[kept]), documents

@@ -1,7 +1,7 @@
 """Clusters of near keys: what a pointer leads to besides the one record that it points at.
 
-The records of each domain are divided by the nearest of some centres, which k-means finds among a sample of
-them. Made when first asked for and extended as documents are added. Centres are means of keys, and nothing
+The records of each domain are divided by the nearest of some centers, which k-means finds among a sample of
+them. Made when first asked for and extended as documents are added. Centers are means of keys, and nothing
 may keep a trace of what is removed: so they are only in memory, and made anew when a document was removed.
 """
 
@@ -10,17 +10,16 @@ import threading
 import numpy as np
 from numpy.typing import NDArray
 
-from knnstore.datastore import Datastore, IdRanges, Keys, positions_of, ranges_of
+from knnstore.datastore import Datastore, IdRanges, Keys, Metric, nearest_rows, positions_of, ranges_of
 from knnstore.store.view import View
 
 _SAMPLED = 64
-"""Keys for each centre, of which it becomes the mean."""
+"""Keys for each center, of which it becomes the mean."""
 _MOST_CENTERS = 4096
 """Larger domains have larger clusters: to divide n records takes 2 n c dim operations."""
 _ROUNDS = 2
 _MOST_MEMBERS = 1 << 14
 """Of the clusters that one query is led to, but one cluster at least."""
-_CHUNK_VALUES = 1 << 22
 
 Positions = NDArray[np.int64]
 _NONE = np.empty(0, np.int64)
@@ -71,7 +70,7 @@ class Clusters:
 
 
 class _DomainClusters:
-    """Some records, each in the cluster of its nearest centre.
+    """Some records, each in the cluster of its nearest center.
 
     Args:
         centers: float32, shape (c, dim).
@@ -100,7 +99,7 @@ class _DomainClusters:
         positions, labels = [self._positions], [self._labels]
         for ids, keys, _ in datastore.iterate(ids=new):
             positions.append(positions_of(ids))
-            labels.append(_nearest(keys, self._centers))
+            labels.append(_labels(keys, self._centers))
         together = np.concatenate(positions)
         order = np.argsort(together, kind="stable")
         return _DomainClusters(
@@ -131,7 +130,7 @@ def _up_to_date(known: _DomainClusters | None, view: View, domain: int, size: in
 
 
 def _centers(datastore: Datastore, live: IdRanges, records: int, size: int) -> Keys:
-    """Centres for clusters of a mean size, found by k-means (Lloyd 1982) among every so many records."""
+    """Centers for clusters of a mean size, found by k-means (Lloyd 1982) among every so many records."""
     count = min(_MOST_CENTERS, max(1, round(records / size)))
     every, seen, parts = max(1, records // (_SAMPLED * count)), 0, []
     for ids, keys, _ in datastore.iterate(ids=live):
@@ -140,7 +139,7 @@ def _centers(datastore: Datastore, live: IdRanges, records: int, size: int) -> K
     sample = np.concatenate(parts)
     centers = sample[:: max(1, len(sample) // count)][:count].copy()
     for _ in range(_ROUNDS):
-        labels = _nearest(sample, centers)
+        labels = _labels(sample, centers)
         order = np.argsort(labels, kind="stable")
         present, starts = np.unique(labels[order], return_index=True)
         sums = np.add.reduceat(sample[order], starts, dtype=np.float64)
@@ -148,11 +147,6 @@ def _centers(datastore: Datastore, live: IdRanges, records: int, size: int) -> K
     return centers
 
 
-def _nearest(keys: Keys, centers: Keys) -> NDArray[np.int64]:
-    """The nearest centre of each key by L2, shape (n,)."""
-    half_norms = 0.5 * np.einsum("cd,cd->c", centers, centers)
-    step = max(1, _CHUNK_VALUES // len(centers))
-    parts = [
-        (half_norms - keys[start : start + step] @ centers.T).argmin(1) for start in range(0, len(keys), step)
-    ]
-    return np.concatenate([_NONE, *parts])
+def _labels(keys: Keys, centers: Keys) -> NDArray[np.int64]:
+    """The nearest center of each key, shape (n,)."""
+    return nearest_rows(keys, centers, 1, Metric.L2).ids[:, 0]

@@ -10,15 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from knnstore.datastore import Distances, Ids, Keys, Metric, Neighbors, positions_of, ranges_of
+from knnstore.datastore import BLOCK_VALUES, Ids, Keys, Neighbors, paired, positions_of, ranges_of
 from knnstore.store.pointers.clusters import Clusters
 from knnstore.store.selection import Selection
 
 if TYPE_CHECKING:
     from knnstore.store.view import View
-
-_CHUNK_VALUES = 1 << 22
-"""How many components of keys are subtracted at once: 16 MiB of float32."""
 
 
 def follow(
@@ -57,7 +54,7 @@ def _measure(
     selection: Selection,
 ) -> Neighbors:
     """Measure queries against the selected records at some positions; all shapes (q, m)."""
-    found = Neighbors(np.full(positions.shape, -1, np.int64), np.full(positions.shape, np.inf, np.float32))
+    found = Neighbors.nothing(*positions.shape)
     distinct = np.unique(positions[wanted])
     live = ranges_of(distinct, distinct + 1) & view.scope(selection).live
     stored = list(view.datastore.iterate(ids=live)) if live else []
@@ -65,27 +62,12 @@ def _measure(
         known, keys = (np.concatenate(column) for column in list(zip(*stored, strict=True))[:2])
         at = np.minimum(np.searchsorted(positions_of(known), positions), len(known) - 1)
         rows, columns = np.nonzero(wanted & (positions_of(known)[at] == positions))
-        chosen = at[rows, columns]
-        found.ids[rows, columns] = known[chosen]
-        found.distances[rows, columns] = _distances(queries, keys, rows, chosen, view.datastore.metric)
+        step = max(1, BLOCK_VALUES // queries.shape[1])
+        for start in range(0, len(rows), step):
+            some = rows[start : start + step], columns[start : start + step]
+            found.ids[some] = known[at[some]]
+            found.distances[some] = paired(queries[some[0]], keys[at[some]], view.datastore.metric)
     survivors = view.snapshot.survivors
     if survivors is None:
         return found
     return replace(found, log_weights=survivors.log_weights_at(positions_of(found.ids)))
-
-
-def _distances(
-    queries: Keys, keys: Keys, rows: NDArray[np.int64], at: NDArray[np.int64], metric: Metric
-) -> Distances:
-    """Measure n pairs of a query and a key, given by their numbers; shape (n,)."""
-    distances = np.empty(len(rows), np.float32)
-    step = max(1, _CHUNK_VALUES // queries.shape[1])
-    for start in range(0, len(rows), step):
-        part = slice(start, start + step)
-        if metric is Metric.L2:
-            difference = keys[at[part]]
-            difference -= queries[rows[part]]
-            distances[part] = np.einsum("nd,nd->n", difference, difference)
-        else:
-            distances[part] = -np.einsum("nd,nd->n", keys[at[part]], queries[rows[part]])
-    return distances

@@ -6,13 +6,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knnstore.catalog import DROPPED
-from knnstore.datastore import Keys
+from knnstore.datastore import Keys, Metric, nearest_rows
 from knnstore.progress import Progress
 
 NEAREST = 16
 """Candidates that each record has to be merged with, before more are looked for."""
-
-_BLOCK_VALUES = 1 << 24  # distances in memory at once: 64 MiB
 
 
 class Choice(NamedTuple):
@@ -109,17 +107,11 @@ def _nearest_pairs(
         near = min(NEAREST, len(rows) - 1)
         if near > 0:
             some = keys[rows]
-            some = some - some.mean(axis=0)  # from amid the keys, rounding loses least
-            squares = np.einsum("nd,nd->n", some, some)
-            step = max(1, _BLOCK_VALUES // len(rows))
-            for start in range(0, len(rows), step):
-                part = np.arange(start, min(start + step, len(rows)))
-                distances = squares[part, None] + squares - 2 * (some[part] @ some.T)
-                distances[np.arange(len(part)), part] = np.inf
-                at = np.argpartition(distances, near - 1, axis=1)[:, :near]
-                pairs = np.stack([np.repeat(rows[part], near), rows[at.ravel()]], axis=1)
-                found.append(np.sort(pairs, axis=1))
-                lengths.append(np.maximum(np.take_along_axis(distances, at, axis=1).ravel(), 0))
+            nearest = nearest_rows(some, some, near + 1, Metric.L2)
+            itself = nearest.ids == np.arange(len(rows))[:, None]
+            others = nearest.without(itself).nearest(near)
+            found.append(np.sort(np.stack([np.repeat(rows, near), rows[others.ids.ravel()]], axis=1), axis=1))
+            lengths.append(others.distances.ravel())
         progress.advance(len(rows))
     pairs, distances = np.concatenate(found), np.concatenate(lengths)
     nearest_first = np.lexsort((pairs[:, 1], pairs[:, 0], distances))

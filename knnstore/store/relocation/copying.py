@@ -8,7 +8,18 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from knnstore.datastore import Datastore, Distances, Groups, IdRanges, Ids, Keys, Metric, SupportsOptimize
+from knnstore.datastore import (
+    ID_LIMIT,
+    Datastore,
+    Distances,
+    Groups,
+    IdRanges,
+    Ids,
+    Keys,
+    Metric,
+    SupportsOptimize,
+    pairwise,
+)
 from knnstore.errors import DatastoreError
 from knnstore.failpoints import failpoint
 from knnstore.progress import Progress
@@ -18,8 +29,6 @@ SECONDS_AT_RISK = 10.0
 
 GIVE_UP = "the store stays where it is; drop the copy with `knnstore move --abandon`"
 
-_BATCH = 8192
-_ID_LIMIT = 2**63 - 1
 _QUERIES = 32
 _NEIGHBORS = 1024
 _NOTHING = IdRanges()
@@ -117,7 +126,7 @@ def _copy(batches: Iterable[Batch], total: int, target: Datastore, progress: Pro
             flushed = time.monotonic()
             failpoint("move.flushed")
     if seen < present:
-        _settle(target, first, _ID_LIMIT, np.empty(0, np.int64))
+        _settle(target, first, ID_LIMIT, np.empty(0, np.int64))
     target.flush()
     progress.finish()
     return np.concatenate(sample), copied
@@ -125,7 +134,7 @@ def _copy(batches: Iterable[Batch], total: int, target: Datastore, progress: Pro
 
 def _settle(target: Datastore, start: int, stop: int, wanted: Ids) -> Ids:
     """Delete what the target holds between two ids beside what is wanted; returns all that it held."""
-    held = [batch[0] for batch in target.iterate(ids=IdRanges([(start, stop)]), batch_size=_BATCH)]
+    held = [batch[0] for batch in target.iterate(ids=IdRanges([(start, stop)]))]
     ids = np.concatenate(held) if held else np.empty(0, np.int64)
     target.delete(IdRanges.of_ids(ids[~np.isin(ids, wanted)]))
     return ids
@@ -133,7 +142,7 @@ def _settle(target: Datastore, start: int, stop: int, wanted: Ids) -> Ids:
 
 def _read_ahead(datastore: Datastore, without: IdRanges = _NOTHING) -> Iterator[Batch]:
     """The records in batches, none empty; the next is read while the caller is busy with this one."""
-    batches = datastore.iterate(batch_size=_BATCH)
+    batches = datastore.iterate()
     with ThreadPoolExecutor(1) as reader:
         coming = reader.submit(next, batches, None)
         while (batch := coming.result()) is not None:
@@ -201,28 +210,19 @@ class _Nearest:
     """
 
     def __init__(self, queries: Keys, k: int, metric: Metric) -> None:
-        self.k = k
-        self._metric = metric
-        # Squared distances are the same from any origin; from one amid the keys, rounding loses least.
-        is_l2 = metric is Metric.L2 and len(queries) > 0
-        self._origin = queries.mean(axis=0) if is_l2 else np.zeros(queries.shape[1], np.float32)
-        self._queries = queries - self._origin
-        self._scale = (self._queries**2).sum(axis=1)
+        self.k, self._queries, self._metric = k, queries, metric
         self._distances: Distances = np.full((len(queries), k), np.inf, np.float32)
 
     def add(self, keys: Keys) -> None:
         """Count in some keys, shape (n, dim)."""
-        if not self.k:
-            return
-        keys = keys - self._origin
-        distances = -(self._queries @ keys.T)
-        if self._metric is Metric.L2:
-            distances = 2 * distances + self._scale[:, None] + np.einsum("nd,nd->n", keys, keys)
-        both = np.concatenate([self._distances, distances], axis=1)
-        self._distances = np.partition(both, self.k - 1, axis=1)[:, : self.k]
+        if self.k:
+            both = np.concatenate([self._distances, pairwise(self._queries, keys, self._metric)], axis=1)
+            self._distances = np.partition(both, self.k - 1, axis=1)[:, : self.k]
 
     def bounds(self) -> Distances:
         """The distance up to which a record is among the k nearest of each query, with room for rounding."""
         furthest = self._distances.max(axis=1)
-        bounds: Distances = furthest + 1e-3 * np.abs(furthest) + 1e-5 * self._scale
+        origin = self._queries.mean(axis=0) if self._metric is Metric.L2 else 0
+        scale = ((self._queries - origin) ** 2).sum(axis=1)
+        bounds: Distances = furthest + 1e-3 * np.abs(furthest) + 1e-5 * scale
         return bounds

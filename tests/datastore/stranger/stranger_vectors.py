@@ -78,9 +78,7 @@ class OneFileDatastore:
     def search(self, queries, k, *, where=None):
         self._check()
         queries, k = checked_keys(queries, self.dim, what="queries"), checked_k(k)
-        found = Neighbors(
-            np.full((len(queries), k), -1, np.int64), np.full((len(queries), k), np.inf, np.float32)
-        )
+        found = Neighbors.nothing(len(queries), k)
         ids, keys, groups = self._arrays(self._records)
         if where is not None:
             by_ids = where.ids.contains(ids)
@@ -102,7 +100,6 @@ class OneFileDatastore:
             held = np.array(list(self._records), np.int64)
             gone = set(held[ids.contains(held)].tolist())
             self._records = {i: record for i, record in self._records.items() if i not in gone}
-        return len(gone)
 
     def count(self):
         self._check()
