@@ -1,11 +1,12 @@
 """The store: documents in SQL and their keys in a vector engine, kept as one thing."""
 
 from knnstore.catalog import Document, Domain, Engine, Identity, NewDocument, StoredVersion
-from knnstore.store.fitted import Traces, Weights, load_weights, save_weights
+from knnstore.store.current import Mode
 from knnstore.store.home import Home
+from knnstore.store.info import CALIBRATION
 from knnstore.store.ingest import Ingest
 from knnstore.store.provenance import Provenance
-from knnstore.store.reader import Mode
+from knnstore.store.reader import Reader
 from knnstore.store.relocation import (
     Choice,
     Chooser,
@@ -18,7 +19,9 @@ from knnstore.store.relocation import (
     random_chooser,
 )
 from knnstore.store.selection import EVERYTHING, Selection
-from knnstore.store.store import CALIBRATION, KNNStore
+from knnstore.store.store import KNNStore
+from knnstore.store.traces import Traces
+from knnstore.store.weights import Weights, load_weights, save_weights
 
 __all__ = [
     "CALIBRATION",
@@ -39,6 +42,7 @@ __all__ = [
     "Provenance",
     "Pruned",
     "PrunedDomain",
+    "Reader",
     "Selection",
     "StoredVersion",
     "Traces",

@@ -43,6 +43,11 @@ class Home:
         """Where an engine's keys are: a URL as it stands, a relative folder inside the home."""
         return location if "://" in location else str(self.path / location)
 
+    @property
+    def weights(self) -> Path:
+        """The folder of fitted weights; not there before the first ones are."""
+        return self.path / "weights"
+
     @classmethod
     def new(cls, path: Path, catalog: str | None) -> Self:
         """A home that is still to be made.

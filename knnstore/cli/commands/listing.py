@@ -46,7 +46,7 @@ def documents(
     """
     with knnstore.open(home) as store:
         if domain is not None:
-            store.view().scope(knnstore.Selection(domains=(domain,)))  # an unknown domain is an error
+            store.record_count(knnstore.Selection(domains=(domain,)))  # an unknown domain is an error
         rows = [asdict(document) for document in store.documents(domain=domain, tag=tag)]
     if as_json:
         print_json(rows)

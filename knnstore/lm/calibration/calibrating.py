@@ -21,7 +21,7 @@ from knnstore.lm.calibration.searches import FurtherSearches, WideEvidence
 from knnstore.lm.reading import Encoder, count_predicted
 from knnstore.lm.settings import TRAINED, KNNSettings, saved_for, usable_settings_for
 from knnstore.progress import Progress
-from knnstore.store import CALIBRATION, EVERYTHING, KNNStore, Selection, Traces
+from knnstore.store import CALIBRATION, EVERYTHING, KNNStore, Reader, Selection, Traces
 
 MAX_K = 4096
 """Neighbours that are searched for: p_kNN over more of them was little better, see docs/prediction.md."""
@@ -73,9 +73,9 @@ class CalibrationRecord:
         """By which factor the records have become more since."""
         return _records(store, self.domains) / self.records
 
-    def gone(self, store: KNNStore) -> float:
+    def gone(self, store: Reader) -> float:
         """The share of the documents that were removed or replaced since."""
-        return self.stored.gone(store.view().snapshot) if self.stored else 0.0
+        return store.gone(self.stored) if self.stored else 0.0
 
     def is_stale(self, store: KNNStore) -> bool:
         """Whether the store has changed so much that other settings will be better."""
@@ -145,7 +145,7 @@ def calibrate(
         raise ConfigError(f"max_k must be at least 1, got {max_k}")
     names = tuple(sorted(set(domains or ())))
     selection = Selection(domains=names) if names else EVERYTHING
-    snapshot, records = store.view().snapshot, _records(store, names)
+    revision, traces, records = store.revision(), store.traces(names), _records(store, names)
     listed = list({document.content_hash: document for document in documents}.values())
     contents = sorted(document.content_hash for document in listed)
     twins, stored = (store.stored_content(contents, among) for among in (selection, EVERYTHING))
@@ -203,13 +203,13 @@ def calibrate(
             documents=found.documents,
             tokens=found.tokens,
             text_hash=hashlib.sha256("\n".join(contents).encode()).hexdigest(),
-            revision=snapshot.revision,
+            revision=revision,
             records=records,
             base_ppl=found.base.ppl,
             knn_ppl=knn_ppl,
             domains=names,
             skipped=0.0 if saving is None else saving.share,
-            stored=Traces.of(snapshot, names),
+            stored=traces,
         )
         values = settings.to_dict()
         del values["selection"]

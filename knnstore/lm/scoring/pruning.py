@@ -16,7 +16,7 @@ from knnstore.documents import TextDocument
 from knnstore.errors import ConfigError, InputError
 from knnstore.lm.reading import BATCH_TOKENS, Encoder, pack, prefix_of
 from knnstore.lm.scoring.evaluating import evaluate
-from knnstore.lm.settings import KNNSettings, settings_for
+from knnstore.lm.settings import settings_for
 from knnstore.progress import Progress
 from knnstore.store import (
     EVERYTHING,
@@ -26,6 +26,7 @@ from knnstore.store import (
     Identity,
     KNNStore,
     Pruned,
+    Reader,
     Selection,
     drop_highest,
     merge_chooser,
@@ -109,17 +110,14 @@ def prune(
         )
     settings = settings_for(store, selection) if listed else None
 
-    def measure(some: object, settings: KNNSettings) -> None:
-        found = evaluate(
-            cast(KNNStore, some), encoder, tokenizer, listed, settings,
-            leave_out=leave_out, progress=progress,
-        )  # fmt: skip
-        measured.append((found.tokens, found.base_ppl, found.knn_ppl))
-
-    def compare(preview: object) -> None:
-        if settings is not None:
-            measure(store, settings)
-            measure(preview, settings)
+    def compare(preview: Reader) -> None:
+        for reader in (store, preview):
+            if settings is not None:
+                found = evaluate(
+                    cast(KNNStore, reader), encoder, tokenizer, listed, settings,
+                    leave_out=leave_out, progress=progress,
+                )  # fmt: skip
+                measured.append((found.tokens, found.base_ppl, found.knn_ppl))
 
     pruned = store.prune(
         keep, choose, domains=domains, location=location, params=params, inspect=compare, progress=progress

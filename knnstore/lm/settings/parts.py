@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from knnstore.errors import ConfigError
-from knnstore.store import KNNStore, Traces
+from knnstore.store import Reader, Traces
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +95,9 @@ class Substitute:
         except (KeyError, TypeError) as error:
             raise ConfigError(f"not the settings of a substitute: {error}") from error
 
-    def is_outdated(self, store: KNNStore) -> bool:
+    def is_outdated(self, store: Reader) -> bool:
         """Whether a document that it was trained on was removed or replaced since."""
-        return not self.traces.are_whole(store.view().snapshot)
+        return store.gone(self.traces) > 0
 
     def mix(self, lm_log_probs: Tensor, log_probs: Tensor) -> Tensor:
         """Mix the model's probabilities with those of the substitute.

@@ -5,15 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from knnstore.datastore import Metric
 from knnstore.errors import CorruptWeightsError, FingerprintMismatchError
 from knnstore.lm.keys import described
 from knnstore.lm.mixing import LoadWeights
 from knnstore.lm.settings.parts import Substitute
 from knnstore.lm.settings.query import KNNSettings
-from knnstore.store import CALIBRATION, EVERYTHING, KNNStore, Selection, Weights, load_weights
+from knnstore.store import CALIBRATION, EVERYTHING, KNNStore, Reader, Selection, Weights, load_weights
 
 DEFAULT_K = 1024
 DEFAULT_LAMBDA = 0.5
@@ -25,7 +23,7 @@ _TEMPERATURE_SHARE = 0.1
 _SAMPLE = 8192
 
 
-def default_settings(store: KNNStore) -> KNNSettings:
+def default_settings(store: Reader) -> KNNSettings:
     """Settings for a store that none were fitted for, from the spread of its first keys.
 
     The best temperature grows with the scale of the distances, which differs between models by
@@ -33,8 +31,8 @@ def default_settings(store: KNNStore) -> KNNSettings:
     them; a tenth of the variance is near the optimum in the domains of docs/benchmarks.md, T=1 far
     from it. Fitting on held-out text is better still.
     """
-    _, keys, _ = next(store.datastore.iterate(batch_size=_SAMPLE), (None, np.zeros((0, 1), np.float32), None))
-    variance = float(keys.var(axis=0).sum()) if len(keys) > 1 else 0.0
+    sample = next(store.records(batch_size=_SAMPLE), None)
+    variance = float(sample.keys.var(axis=0).sum()) if sample else 0.0
     if variance == 0:
         return KNNSettings(k=DEFAULT_K, lam=DEFAULT_LAMBDA)
     # d² = |q|² + |x|² - 2 q·x: an inner product moves half as far as a squared distance.

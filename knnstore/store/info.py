@@ -1,0 +1,44 @@
+"""What a store says of itself."""
+
+from typing import Any
+
+from knnstore.catalog import Catalog, Engine, Identity
+from knnstore.store.home import Home
+from knnstore.store.traces import traced_in
+from knnstore.store.view import View
+
+CALIBRATION = "calibration"
+"""Under this name saved settings say how they were found, see `knnstore.lm.calibration`."""
+
+
+def info_of(home: Home, catalog: Catalog, view: View, move_target: Engine | None) -> dict[str, Any]:
+    """What a store is made for and what is in it, as JSON values."""
+    domains, all_settings = catalog.domains(), catalog.all_settings()
+    identity, engine = catalog.identity, view.snapshot.engine
+    return {
+        "home": str(home.path),
+        "catalog": home.catalog_url.render_as_string(hide_password=True),
+        "store": engine.adapter,
+        "location": engine.location,
+        "params": dict(engine.params),
+        "unfinished_move": move_target.location if move_target else None,
+        **{name: getattr(identity, name) for name in Identity.__slots__},
+        "model_fingerprint": identity.model_fingerprint.partition(":")[0],
+        "domains": len(domains),
+        "documents": sum(domain.documents for domain in domains),
+        "tokens": sum(domain.tokens for domain in domains),
+        "records": view.datastore.count(),
+        "revision": catalog.revision(),
+        "substitutes": [
+            f"of {', '.join(traces.domains) or 'the whole store'}: "
+            + ("outdated, documents of it are gone" if traces.gone(view.snapshot) else "ready")
+            for traces in dict(traced_in(all_settings)).values()
+        ],
+        "calibrated": [
+            f"for {', '.join(found['domains']) or 'the whole store'}: {found['mixer']}, perplexity "
+            f"{found['base_ppl']:,.2f} -> {found['knn_ppl']:,.2f} on {found['tokens']:,} tokens (SHA-256 "
+            f"{found['text_hash'][:12]}), {found['date'][:10]}, revision {found['revision']}"
+            for found in (settings.get(CALIBRATION) for settings in all_settings)
+            if found
+        ],
+    }
