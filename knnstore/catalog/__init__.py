@@ -3,7 +3,7 @@
 from sqlalchemy import URL
 
 from knnstore.catalog.catalog import Catalog
-from knnstore.catalog.connection import parse_url, place, sqlite_url, without_password
+from knnstore.catalog.connection import parse_url, place, shown, sqlite_url, without_password
 from knnstore.catalog.survivors import DROPPED, PrunedDocument, Survivors
 from knnstore.catalog.types import (
     Document,
@@ -34,6 +34,7 @@ __all__ = [
     "Survivors",
     "parse_url",
     "place",
+    "shown",
     "sqlite_url",
     "without_password",
 ]

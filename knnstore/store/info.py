@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from knnstore.catalog import Catalog, Engine, Identity
+from knnstore.catalog import Catalog, Engine, Identity, shown
 from knnstore.store.home import Home
 from knnstore.store.traces import traced_in
 from knnstore.store.view import View
@@ -17,7 +17,7 @@ def info_of(home: Home, catalog: Catalog, view: View, move_target: Engine | None
     identity, engine = catalog.identity, view.snapshot.engine
     return {
         "home": str(home.path),
-        "catalog": home.catalog_url.render_as_string(hide_password=True),
+        "catalog": shown(home.catalog_url),
         "store": engine.adapter,
         "location": engine.location,
         "params": dict(engine.params),
