@@ -3,7 +3,7 @@
 from sqlalchemy import URL
 
 from knnstore.catalog.catalog import Catalog
-from knnstore.catalog.connection import parse_url, place, sqlite_url, without_password
+from knnstore.catalog.connection import parse_url, place, shown, sqlite_url, without_password
 from knnstore.catalog.survivors import DROPPED, PrunedDocument, Survivors
 from knnstore.catalog.types import (
     Document,
@@ -20,5 +20,5 @@ from knnstore.catalog.writer import CatalogWriter
 __all__ = [
     "DROPPED", "URL", "Catalog", "CatalogWriter", "Document", "Domain", "Engine", "Identity", "NewDocument",
     "PlacedDocument", "PrunedDocument", "Snapshot", "StoredVersion", "Survivors", "parse_url", "place",
-    "sqlite_url", "without_password",
+    "shown", "sqlite_url", "without_password",
 ]  # fmt: skip

@@ -9,15 +9,22 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 from sqlalchemy import Engine as SqlEngine
-from sqlalchemy import Select, func, select
+from sqlalchemy import func, select
 from sqlalchemy.engine import URL
-from sqlalchemy.orm import Session
 
 from knnstore.catalog import schema
 from knnstore.catalog.connection import connect, exclusive, is_sqlite_file, place, reading, translated_errors
-from knnstore.catalog.making import make_catalog
-from knnstore.catalog.snapshots import read_engine, read_pruned, read_snapshot, records_of_document
-from knnstore.catalog.statements import in_chunks, scope_of, utc
+from knnstore.catalog.queries import (
+    in_chunks,
+    live_documents,
+    read_engine,
+    read_pruned,
+    read_snapshot,
+    read_tags,
+    records_of_document,
+    scope_of,
+    utc,
+)
 from knnstore.catalog.survivors import PrunedDocument
 from knnstore.catalog.tables import (
     IS_LIVE,
@@ -27,7 +34,6 @@ from knnstore.catalog.tables import (
     PrunedRow,
     SettingRow,
     StoreRow,
-    TagRow,
     TokensRow,
 )
 from knnstore.catalog.types import (
@@ -86,7 +92,7 @@ class Catalog:
         sql = connect(url)
         with ExitStack() as failed:
             failed.callback(sql.dispose)
-            make_catalog(sql, identity, engine, created_at)
+            schema.make(sql, identity, engine, created_at)
             failed.pop_all()
         return cls(sql)
 
@@ -151,12 +157,12 @@ class Catalog:
             id: only those of this external id; several domains may have one.
             tag: only those that carry this tag.
         """
-        chosen = self._live(
+        chosen = live_documents(
             select(DocumentRow, DomainRow.name).join(DomainRow), domain=domain, id=id, tag=tag
         ).order_by(DocumentRow.start)
         with reading(self.sql) as current:
             rows = current.execute(chosen).all()
-            tags = self._tags(current, [row.id for row, _ in rows])
+            tags = read_tags(current, [row.id for row, _ in rows])
             return [
                 Document(
                     id=row.external_id,
@@ -173,7 +179,7 @@ class Catalog:
     def rows(self, *, domain: str | None = None, id: str | None = None, tag: str | None = None) -> list[int]:
         """The primary keys of the live documents that `documents` would list."""
         with reading(self.sql) as current:
-            chosen = self._live(select(DocumentRow.id).join(DomainRow), domain=domain, id=id, tag=tag)
+            chosen = live_documents(select(DocumentRow.id).join(DomainRow), domain=domain, id=id, tag=tag)
             return list(current.scalars(chosen))
 
     def labels(self, rows: Iterable[int]) -> dict[int, tuple[str, str]]:
@@ -216,11 +222,11 @@ class Catalog:
             check_name(id, "a document's id")
         with reading(self.sql) as current:
             for chunk in in_chunks(ids):
-                chosen = self._live(select(DocumentRow).join(DomainRow), domain=domain).where(
+                chosen = live_documents(select(DocumentRow).join(DomainRow), domain=domain).where(
                     DocumentRow.external_id.in_(chunk)
                 )
                 rows = current.scalars(chosen).all()
-                tags = self._tags(current, [row.id for row in rows])
+                tags = read_tags(current, [row.id for row in rows])
                 for row in rows:
                     found[row.external_id] = StoredVersion(
                         row.id, row.content_hash, row.attributes, frozenset(tags.get(row.id, ()))
@@ -279,38 +285,6 @@ class Catalog:
         """The settings saved for every set of domains."""
         with reading(self.sql) as current:
             return list(current.scalars(select(SettingRow.payload)))
-
-    # -- parts
-
-    @staticmethod
-    def _live(
-        chosen: Select[*tuple[Any, ...]],
-        *,
-        domain: str | None = None,
-        id: str | None = None,
-        tag: str | None = None,
-    ) -> Select[*tuple[Any, ...]]:
-        chosen = chosen.where(IS_LIVE)
-        if domain is not None:
-            check_name(domain, "the domain's name")
-            chosen = chosen.where(DomainRow.name == domain)
-        if id is not None:
-            check_name(id, "the document's id")
-            chosen = chosen.where(DocumentRow.external_id == id)
-        if tag is not None:
-            check_name(tag, "the tag")
-            chosen = chosen.where(DocumentRow.id.in_(select(TagRow.document_id).where(TagRow.tag == tag)))
-        return chosen
-
-    @staticmethod
-    def _tags(current: Session, rows: Sequence[int]) -> dict[int, list[str]]:
-        tags: dict[int, list[str]] = {}
-        for chunk in in_chunks(rows):
-            for row, tag in current.execute(
-                select(TagRow.document_id, TagRow.tag).where(TagRow.document_id.in_(chunk))
-            ):
-                tags.setdefault(row, []).append(tag)
-        return tags
 
 
 def _existing(url: URL) -> SqlEngine:

@@ -55,9 +55,14 @@ def sqlite_url(path: Path) -> URL:
     return URL.create("sqlite", database=str(path))
 
 
-def without_password(url: URL) -> URL:
-    """The same URL, fit to be written down."""
-    return url._replace(password=None)
+def without_password(url: URL) -> str:
+    """The same URL, fit to be written down and to be compared with another."""
+    return url._replace(password=None).render_as_string()
+
+
+def shown(url: URL) -> str:
+    """The same URL, fit to be shown: a password as ***."""
+    return url.render_as_string(hide_password=True)
 
 
 def is_sqlite_file(url: URL) -> bool:

@@ -1,5 +1,7 @@
-"""Bringing the database to this package's schema, and refusing one that does not fit."""
+"""Making a catalogue, bringing it to this package's schema, and refusing one that does not fit."""
 
+from dataclasses import asdict
+from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
 
@@ -7,9 +9,15 @@ from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, inspect
+from sqlalchemy import Connection, delete, insert, inspect, select
+from sqlalchemy import Engine as SqlEngine
 
-from knnstore.errors import CatalogError, SchemaOutdatedError, SchemaTooNewError
+from knnstore.catalog.connection import exclusive, place
+from knnstore.catalog.queries import utc
+from knnstore.catalog.tables import StoreRow
+from knnstore.catalog.types import Engine, Identity
+from knnstore.errors import CatalogError, SchemaOutdatedError, SchemaTooNewError, StoreExistsError
+from knnstore.failpoints import failpoint
 
 VERSION_TABLE = "knnstore_alembic_version"
 """Not Alembic's default, which another application in the same database may hold."""
@@ -51,13 +59,36 @@ def upgrade(connection: Connection) -> None:
     """Bring the database to the newest schema; a new database gets all its tables.
 
     Args:
-        connection: in a transaction, see `engine.exclusive`.
+        connection: in a transaction, see `connection.exclusive`.
 
     Raises:
         SchemaTooNewError: it is newer already.
     """
     if not _is_newest(connection):
         command.upgrade(_config(connection), "head")
+
+
+def make(sql: SqlEngine, identity: Identity, engine: Engine, created_at: datetime | None) -> None:
+    """Make the tables and the store's row, in one transaction; see `Catalog.create`."""
+    with exclusive(sql) as connection:
+        if not is_empty(connection):
+            check(connection)
+            there = connection.execute(select(StoreRow.created_at, StoreRow.writer_epoch)).first()
+            if there and (utc(there.created_at) != created_at or there.writer_epoch > 0):
+                raise StoreExistsError(f"{place(sql.url)} already holds a store's catalogue")
+            connection.execute(delete(StoreRow))
+        upgrade(connection)
+        connection.execute(
+            insert(StoreRow).values(
+                id=1,
+                created_at=created_at or datetime.now(UTC),
+                adapter=engine.adapter,
+                location=engine.location,
+                params=dict(engine.params),
+                **asdict(identity),
+            )
+        )
+        failpoint("catalog.create.inside")
 
 
 def _is_newest(connection: Connection) -> bool:

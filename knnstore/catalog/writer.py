@@ -21,7 +21,7 @@ from sqlalchemy.orm import Session
 
 from knnstore.catalog.catalog import Catalog
 from knnstore.catalog.connection import LOCK, place, session, translated_errors
-from knnstore.catalog.statements import in_chunks, scope_of
+from knnstore.catalog.queries import in_chunks, scope_of
 from knnstore.catalog.survivors import PrunedDocument
 from knnstore.catalog.tables import (
     DELETING,

@@ -1,13 +1,6 @@
 """The language model: keys, windows, mixing, and a transformers model with a store."""
 
-from knnstore.lm.calibration import (
-    Calibration,
-    Comparison,
-    Interval,
-    Probe,
-    Probed,
-    probe_keys,
-)
+from knnstore.lm.calibration import Calibration, Comparison, Interval, Probe, Probed, probe_keys
 from knnstore.lm.mixing import (
     BinnedLambda,
     Chosen,

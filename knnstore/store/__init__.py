@@ -1,11 +1,12 @@
 """The store: documents in SQL and their keys in a vector engine, kept as one thing."""
 
 from knnstore.catalog import Document, Domain, Engine, Identity, NewDocument, StoredVersion
-from knnstore.store.fitted import Traces, Weights, load_weights, save_weights
+from knnstore.store.current import Mode
+from knnstore.store.fitted import SavedSettings, Traces, Weights, load_weights, save_weights
 from knnstore.store.home import Home
 from knnstore.store.ingest import Ingest
 from knnstore.store.provenance import Provenance
-from knnstore.store.reader import Mode
+from knnstore.store.reader import Reader
 from knnstore.store.relocation import (
     Choice,
     Chooser,
@@ -17,13 +18,12 @@ from knnstore.store.relocation import (
     merge_chooser,
     random_chooser,
 )
-from knnstore.store.saved import SavedSettings
 from knnstore.store.selection import EVERYTHING, Selection
 from knnstore.store.store import KNNStore
 
 __all__ = [
     "EVERYTHING", "Choice", "Chooser", "Document", "Domain", "DomainRecords", "Engine", "Home", "Identity",
-    "Ingest", "KNNStore", "Mode", "Moved", "NewDocument", "Provenance", "Pruned", "PrunedDomain",
+    "Ingest", "KNNStore", "Mode", "Moved", "NewDocument", "Provenance", "Pruned", "PrunedDomain", "Reader",
     "SavedSettings", "Selection", "StoredVersion", "Traces", "Weights", "drop_highest", "load_weights",
     "merge_chooser", "random_chooser", "save_weights",
 ]  # fmt: skip

@@ -1,286 +1,81 @@
-"""Reading a store: searching, tracing and listing what is live."""
+"""What a language model needs of a store: to read it."""
 
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from knnstore.catalog import Catalog, Document, Domain, Engine, Identity, StoredVersion
-from knnstore.datastore import Datastore, Ids, Keys, Metric, Neighbors, registry
-from knnstore.datastore import Mode as DatastoreMode
-from knnstore.errors import (
-    AmbiguousDocumentError,
-    ConfigError,
-    DatastoreError,
-    DocumentNotFoundError,
-    StoreUnavailableError,
-)
-from knnstore.store.fitted import FOLDER, Weights, load_weights
+from knnstore.catalog import Domain, Identity
+from knnstore.datastore import Ids, Keys, Neighbors
+from knnstore.store.fitted import SavedSettings, Traces, Weights
 from knnstore.store.home import Home
-from knnstore.store.pointers import Clusters, follow
-from knnstore.store.provenance import Provenance, Tokens, Tracer
-from knnstore.store.saved import SavedSettings
+from knnstore.store.provenance import Provenance, Tokens
 from knnstore.store.selection import EVERYTHING, Selection
-from knnstore.store.view import View
-
-Mode = Literal["r", "a"]
-
-_SEARCH_ATTEMPTS = 20  # a commit takes longer than a search: so many in a row are not overtaken
 
 
-class StoreReader:
-    """The reading half of `KNNStore`.
+class Records(NamedTuple):
+    """Some records as they are stored."""
 
-    Args:
-        home: where the store is.
-        catalog: its catalogue.
-        mode: how the datastore is opened.
-        opened: what is to be released by `close`; the datastore is added to it.
-        params: parameters of the adapter in place of the store's own.
-    """
+    ids: Ids
+    """Shape (n,), ascending."""
+    keys: Keys
+    """Float32, shape (n, dim)."""
+    log_weights: NDArray[np.float32] | None
+    """The log of how many records each stands for, shape (n,); None when all are 0."""
 
-    def __init__(
-        self,
-        home: Home,
-        catalog: Catalog,
-        mode: Mode,
-        opened: ExitStack,
-        params: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.home = home
-        self.mode: Mode = mode
-        self.identity: Identity = catalog.identity
-        self._catalog = catalog
-        self._params = dict(params or {})
-        self._tracer = Tracer(catalog)
-        self._engine, self._datastore = self._open_current()
-        self._view: View | None = None
-        self._viewing = threading.Lock()
-        self._clusters: dict[int, Clusters] = {}
-        self._opened = opened
-        opened.callback(self._close_datastore)
 
-    def close(self) -> None:
-        """Flush and release everything; a second call does nothing."""
-        self._opened.close()
+class Reader(Protocol):
+    """A store as it is read; `KNNStore` says more of each method."""
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    # -- searching
+    home: Home
+    identity: Identity
 
     def search(self, queries: Keys, k: int, selection: Selection = EVERYTHING) -> Neighbors:
-        """Find the k nearest live records of each query.
-
-        Args:
-            queries: float32, shape (q, dim).
-            k: how many, >= 1.
-            selection: among which documents.
-
-        Returns:
-            Record ids (see `tokens_of`) and distances, shape (q, k), nearest first; id -1 at
-            distance +inf where fewer records match.
-        """
-        return self._at_one_revision(lambda view: view.search(queries, k, selection))
+        """Find the k nearest live records of each query."""
 
     def follow(
-        self,
-        queries: Keys,
-        ids: Ids,
-        selection: Selection = EVERYTHING,
-        *,
-        cluster_size: int | None = None,
+        self, queries: Keys, ids: Ids, selection: Selection = EVERYTHING, *, cluster_size: int | None = None
     ) -> Neighbors:
-        """Measure queries against the records that come after some of others in their documents.
-
-        Args:
-            queries: float32, shape (q, dim).
-            ids: records of any search, int64, shape (q, m), -1 for none.
-            selection: among which documents.
-            cluster_size: measures all that share a cluster with those records, of so many on average; the
-                first call reads every key. See `knnstore.store.pointers.clusters`.
-
-        Returns:
-            Record ids and distances, shape (q, m), each in the place of the record before it; -1 and +inf
-            where that was a document's last, and where the document is live no more. With clusters of shape
-            (q, n), in any order.
-        """
-        clusters = None
-        if cluster_size is not None:
-            clusters = self._clusters.setdefault(cluster_size, Clusters(cluster_size))
-        return self._at_one_revision(lambda view: follow(view, queries, ids, selection, clusters))
-
-    def view(self) -> View:
-        """What is live at the latest revision."""
-        with self._viewing:
-            if self._view is None or self._catalog.revision() != self._view.snapshot.revision:
-                while (snapshot := self._catalog.snapshot()).engine != self._engine:
-                    self._engine, self._datastore = self._open_current()  # moved by another process
-                self._view = View(snapshot, self._datastore, self._catalog)
-            return self._view
+        """Measure queries against the records that come after some of others in their documents."""
 
     def provenance(self, ids: Ids, *, before: int = 16, after: int = 8) -> list[Provenance | None]:
-        """Say where retrieved records come from.
+        """Say where retrieved records come from."""
 
-        Args:
-            ids: record ids of any search, shape (n,).
-            before: tokens of context to give.
-            after: tokens of continuation to give.
-
-        Returns:
-            n entries; None for id -1 and for records whose document was removed since.
-        """
-        return self._tracer.trace(ids, self.view().snapshot, before=before, after=after)
-
-    # -- what is in the store
+    def revision(self) -> int:
+        """The number that grows with every change."""
 
     def domains(self) -> list[Domain]:
         """Every domain with its documents and tokens, by name."""
-        return self._catalog.domains()
 
-    def documents(self, *, domain: str | None = None, tag: str | None = None) -> list[Document]:
-        """The live documents in the order in which they were added."""
-        return self._catalog.documents(domain=domain, tag=tag)
+    def lengths(self, selection: Selection = EVERYTHING) -> dict[int, int]:
+        """How many tokens each selected document has, by the document's number."""
 
-    def document(self, id: str, *, domain: str | None = None) -> Document:
-        """One document.
+    def text(self, number: int) -> Tokens:
+        """The tokens of the document of this number."""
 
-        Raises:
-            DocumentNotFoundError: there is none.
-            AmbiguousDocumentError: several domains have one of this id and none was named.
-        """
-        found = self._catalog.documents(id=id, domain=domain)
-        if not found:
-            where = "" if domain is None else f" in domain {domain!r}"
-            raise DocumentNotFoundError(f"no document {id!r}{where}")
-        if len(found) > 1:
-            names = ", ".join(document.domain for document in found)
-            raise AmbiguousDocumentError(f"document {id!r} is in several domains, name one: {names}")
-        return found[0]
+    def records(
+        self, selection: Selection = EVERYTHING, *, without: Collection[int] = (), batch_size: int = 8192
+    ) -> Iterator[Records]:
+        """Read the records of the selected documents in batches."""
 
-    def tokens(self, id: str, *, domain: str | None = None) -> Tokens:
-        """The tokens of a document, uint32, shape (n,); the model's tokenizer turns them into text.
+    def record_count(self, selection: Selection = EVERYTHING) -> int:
+        """How many live records a search among the selected documents can find."""
 
-        Raises:
-            DocumentNotFoundError, AmbiguousDocumentError: as `document`.
-        """
-        found = self.document(id, domain=domain)
-        for row in self._catalog.rows(id=id, domain=found.domain):
-            tokens = self._catalog.tokens(row)
-            if tokens is not None:
-                return tokens
-        raise DocumentNotFoundError(f"document {id!r} was just removed")
-
-    def versions(self, domain: str, ids: Iterable[str]) -> dict[str, StoredVersion]:
-        """The live versions of documents of a domain, by id; what ingest compares with."""
-        return self._catalog.versions(domain, ids)
+    def token_counts(self, selection: Selection = EVERYTHING) -> NDArray[np.int64]:
+        """How often the selected documents hold each token of the vocabulary."""
 
     def stored_content(self, hashes: Iterable[str], selection: Selection = EVERYTHING) -> set[str]:
         """Which of these content hashes belong to a live document of the selection."""
-        return self.view().content(hashes, selection)
 
-    def token_counts(self, selection: Selection = EVERYTHING) -> NDArray[np.int64]:
-        """How often the selected documents hold each token of the vocabulary, int64, shape (v,)."""
-        return self.view().token_counts(selection, self.identity.vocab_size)
+    def traces(self, domains: Iterable[str] = ()) -> Traces:
+        """All documents that some domains hold now, to be known again."""
 
-    def record_count(self, selection: Selection = EVERYTHING) -> int:
-        """How many live records a search among the selected documents can find.
-
-        Raises:
-            DomainNotFoundError, DocumentNotFoundError: as `search`.
-        """
-        return self.view().scope(selection).records
+    def gone(self, traces: Traces) -> float:
+        """The share of these documents that were removed or replaced since."""
 
     def settings(self, domains: Sequence[str] = ()) -> SavedSettings | None:
         """The settings saved for exactly this set of domains, if any."""
-        payload = self._catalog.settings(domains)
-        return None if payload is None else SavedSettings.of_payload(payload)
 
     def load_weights(self, name: str) -> Weights:
-        """Read fitted weights that settings name.
-
-        Raises:
-            ConfigError: this is not the name of a file of weights.
-            CorruptWeightsError: the file is missing or damaged.
-        """
-        return load_weights(self._weights, name)
-
-    @property
-    def _weights(self) -> Path:
-        return self.home.path / FOLDER
-
-    @property
-    def engine(self) -> Engine:
-        """The adapter that holds the keys, where, and with which parameters."""
-        return self._engine
-
-    @property
-    def datastore(self) -> Datastore:
-        """The datastore itself; after a move another one."""
-        return self.view().datastore
-
-    def _at_one_revision(self, look: Callable[[View], Neighbors]) -> Neighbors:
-        """Look at the keys and the catalogue together, again if a commit came between."""
-        for _ in range(_SEARCH_ATTEMPTS):
-            view = self.view()
-            try:
-                found = look(view)
-            except DatastoreError:
-                if self._catalog.revision() == view.snapshot.revision:
-                    raise
-                continue  # the keys were moved to another engine meanwhile
-            # A commit between the two may have removed what the view still counts on.
-            if self._catalog.revision() == view.snapshot.revision:
-                return found
-        raise StoreUnavailableError(
-            f"each of {_SEARCH_ATTEMPTS} searches was overtaken by a commit; try again"
-        )
-
-    def _open_current(self) -> tuple[Engine, Datastore]:
-        """Open the datastore that the catalogue names, also while the keys are being moved."""
-        while True:
-            engine = self._catalog.engine()
-            try:
-                if self.mode == "a":  # which would make a new, empty one where the keys were lost
-                    open_datastore(self.home, self.identity, engine, "r").close()
-                given = replace(engine, params={**engine.params, **self._params})
-                return engine, open_datastore(self.home, self.identity, given, self.mode)
-            except DatastoreError:
-                if self._catalog.engine() == engine:
-                    raise
-
-    def _close_datastore(self) -> None:
-        self._datastore.close()  # the one in use now, after a move another than the first
-
-
-def open_datastore(home: Home, identity: Identity, engine: Engine, mode: DatastoreMode) -> Datastore:
-    """Open the datastore that an engine entry names.
-
-    Raises:
-        ConfigError: the adapter keeps nothing after the process ends.
-    """
-    opened = registry.load(engine.adapter).open(
-        home.resolve(engine.location),
-        dim=identity.dim,
-        metric=Metric(identity.metric),
-        mode=mode,
-        **engine.params,
-    )
-    if not opened.capabilities.persistent:
-        opened.close()
-        raise ConfigError(
-            f"{engine.adapter} keeps nothing after the process ends, so a store cannot stand on it: "
-            "choose another store, or use the adapter directly"
-        )
-    return opened
+        """Read fitted weights that settings name."""

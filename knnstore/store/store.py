@@ -1,31 +1,30 @@
 """The store: a catalogue and a datastore as one thing."""
 
 import os
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 from numpy.typing import NDArray
 
 from knnstore.catalog import Catalog, CatalogWriter, Document, Domain, Engine, Identity, NewDocument
-from knnstore.datastore import TOKEN_LIMIT, IdRanges, SupportsOptimize
 from knnstore.durable import WriterLock
-from knnstore.errors import ConfigError, DocumentNotFoundError, KnnstoreError
-from knnstore.store.creation import make_store
-from knnstore.store.fitted import Traces, Weights, problem_of, save_weights, sweep
-from knnstore.store.home import Home
-from knnstore.store.ingest import Ingest, purge
-from knnstore.store.reader import Mode
-from knnstore.store.relocation import RelocatableStore, settle_quietly, unfinished
-from knnstore.store.saved import SavedSettings
+from knnstore.errors import ConfigError, ReadOnlyError
+from knnstore.progress import Progress
+from knnstore.store.current import Current, Mode
+from knnstore.store.fitted import SavedSettings, Weights
+from knnstore.store.home import Home, make_store
+from knnstore.store.info import info_of
+from knnstore.store.ingest import Ingest
+from knnstore.store.reading import StoreReader
+from knnstore.store.relocation import Chooser, Inspector, Moved, Pruned, Relocation
 from knnstore.store.selection import Selection
-from knnstore.store.verify import problems_of, strangers_in
+from knnstore.store.verify import problems_of
+from knnstore.store.writing import Writing
 
 
-class KNNStore(RelocatableStore):
+class KNNStore(StoreReader):
     """Documents with their keys, searched by key; open one with `create` or `open`.
 
     One process writes and any number read; readers see each commit without reopening. A handle
@@ -41,19 +40,21 @@ class KNNStore(RelocatableStore):
     def __init__(
         self, home: Home, catalog: Catalog, mode: Mode, params: Mapping[str, Any] | None = None
     ) -> None:
-        self._writer: CatalogWriter | None = None
-        self._writing = threading.RLock()
-        self._unnamed_weights: set[str] = set()
+        self.mode: Mode = mode
+        self._writing: Writing | None = None
         with ExitStack() as opened:
             opened.callback(catalog.close)
             if mode == "a":
                 opened.callback(WriterLock(home.path).release)
-                self._writer = CatalogWriter(catalog)
-            super().__init__(home, catalog, mode, opened, params)
-            if self._writer is not None:  # settle what a killed writer left
-                purge(self._writer, self._datastore, self._writer.unsettled())
-                settle_quietly(home, self._engine)
-                self._sweep_weights()
+                writer = CatalogWriter(catalog)
+            self._current = Current(home, catalog, mode, params or {})
+            opened.callback(self._current.close)
+            super().__init__(home, catalog, self._current.view)
+            self._relocation = Relocation(home, catalog, self._current, self.at)
+            if mode == "a":
+                self._writing = Writing(home, writer, self._current)
+                self._writing.purge()  # what a killed writer left
+                self._relocation.settle_quietly()
             self._opened = opened.pop_all()
 
     # -- opening and closing
@@ -70,9 +71,7 @@ class KNNStore(RelocatableStore):
         catalog: str | None = None,
         projection: Weights | None = None,
     ) -> Self:
-        """Make a new, empty store and open it for writing.
-
-        When this was interrupted, the same call goes through.
+        """Make a new, empty store and open it for writing; when this was interrupted, call it again.
 
         Args:
             home: the folder that the store is known by; new or empty.
@@ -86,18 +85,12 @@ class KNNStore(RelocatableStore):
         Raises:
             StoreExistsError: there is a store already.
             DatastoreExistsError: somebody's keys are at the location.
-            ConfigError: a parameter is wrong or the vocabulary has more than `TOKEN_LIMIT` tokens.
+            ConfigError: a parameter is wrong or the vocabulary has more than 2**20 tokens.
             AdapterError: the adapter is not installed.
         """
-        if identity.vocab_size > TOKEN_LIMIT:
-            raise ConfigError(f"the vocabulary has {identity.vocab_size} tokens; a store takes {TOKEN_LIMIT}")
         engine = Engine(store, location or "keys", dict(params or {}))
-        place = Path(home).resolve()  # a relative one may be the folder that is replaced
-        if projection is not None:
-            identity = replace(identity, projection=projection.name)
-        make_store(place, identity, engine, catalog, projection)
-        found = Home.open(place, catalog)  # with its password, which is not written
-        return cls(found, Catalog.open(found.catalog_url), "a")
+        made = make_store(Path(home), identity, engine, catalog, projection)
+        return cls(made, Catalog.open(made.catalog_url), "a")
 
     @classmethod
     def open(
@@ -120,6 +113,21 @@ class KNNStore(RelocatableStore):
         found = Home.open(home)
         return cls(found, Catalog.open(found.catalog_url), mode, params)
 
+    def close(self) -> None:
+        """Flush and release everything; a second call does nothing."""
+        self._opened.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def engine(self) -> Engine:
+        """The adapter that holds the keys, where, and with which parameters."""
+        return self._current.engine
+
     # -- changing it
 
     @contextmanager
@@ -132,10 +140,8 @@ class KNNStore(RelocatableStore):
         Yields:
             The group, to which every token's key is to be added.
         """
-        with self._locked() as writer:
-            with Ingest(writer, self._datastore, documents) as group:
-                yield group
-            self._sweep_weights()
+        with self._locked() as writing, writing.ingest(documents) as group:
+            yield group
 
     def describe(self, domain: str, changes: Mapping[str, tuple[Mapping[str, Any], Iterable[str]]]) -> None:
         """Set the metadata and tags of documents of a domain, by id, in one transaction; records stay.
@@ -143,9 +149,8 @@ class KNNStore(RelocatableStore):
         Raises:
             DocumentNotFoundError: one is not there; none was changed.
         """
-        with self._locked() as writer:
-            rows = self._rows(domain, changes)
-            writer.describe({rows[id]: change for id, change in changes.items()})
+        with self._locked() as writing:
+            writing.describe(domain, changes)
 
     def retag(
         self, id: str, *, domain: str | None = None, add: Iterable[str] = (), remove: Iterable[str] = ()
@@ -156,36 +161,28 @@ class KNNStore(RelocatableStore):
         self.describe(document.domain, {id: (document.metadata, tags)})
 
     def remove_document(self, id: str, *, domain: str | None = None) -> Document:
-        """Remove a document: when this returns, no reader retrieves anything of it.
-
-        Returns:
-            What was removed.
-        """
+        """Remove a document and return what it was: from then on no reader retrieves anything of it."""
         document = self.document(id, domain=domain)
-        self._remove([self._rows(document.domain, [id])[id]])
+        with self._locked() as writing:
+            writing.remove(document.domain, [id])
         return document
 
     def remove_domain(self, name: str) -> Domain:
-        """Remove a domain with all its documents.
-
-        Returns:
-            What was removed.
+        """Remove a domain with all its documents, and return what it was.
 
         Raises:
             DomainNotFoundError: there is none.
         """
-        with self._locked():
-            self.view().scope(Selection(domains=(name,)))
+        with self._locked() as writing:
+            self.record_count(Selection(domains=(name,)))
             domain = next(domain for domain in self.domains() if domain.name == name)
-            self._remove(self._catalog.rows(domain=name))
+            writing.remove(name)
         return domain
 
     def save_settings(self, saved: SavedSettings, domains: Sequence[str] = ()) -> None:
         """Save settings for exactly this set of domains; weights that none names are removed."""
-        with self._locked() as writer:
-            writer.save_settings(domains, saved.payload())
-            self._unnamed_weights -= set(saved.files())
-            self._sweep_weights()
+        with self._locked() as writing:
+            writing.save_settings(saved, domains)
 
     def save_weights(self, tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, Any]) -> str:
         """Write fitted weights durably to a file in the home.
@@ -198,97 +195,105 @@ class KNNStore(RelocatableStore):
             The name for settings, which this handle is to save with `save_settings`: a file that
             none name is removed with the next change of settings by another handle.
         """
-        with self._locked():
-            name = save_weights(self._weights, Weights(tensors, metadata))
-            self._unnamed_weights.add(name)
-            return name
+        with self._locked() as writing:
+            return writing.save_weights(Weights(tensors, metadata))
 
     def verify(self) -> list[str]:
         """Read everything that is stored and list what is wrong, one line each; empty when sound."""
-        named = sorted(self._named_weights())
-        damaged = [problem for name in named if (problem := problem_of(self._weights, name))]
-        return problems_of(self._catalog, self.datastore) + damaged
+        return problems_of(self.home, self._catalog, self.view())
 
     def repair(self) -> list[str]:
-        """Remove records that belong to no document, and verify.
-
-        What an interrupted writer left was settled when the store was opened for writing.
-        """
-        with self._locked():
-            with suppress(KnnstoreError):  # which verifying reports
-                strangers = strangers_in(self._catalog, self._datastore)
-                self._datastore.delete(IdRanges.of_ids(strangers))
-                self._datastore.flush()
+        """Remove records that belong to no document (opening for writing settled the rest), and verify."""
+        with self._locked() as writing:
+            writing.remove_strangers()
             return self.verify()
 
     def info(self) -> dict[str, Any]:
         """What the store is made for and what is in it."""
-        domains, move_target = self.domains(), unfinished(self.home, self._catalog.engine())
-        snapshot, saved = self.view().snapshot, self._all_settings()
-        files = {name: traces for one in saved for name, traces in one.files().items()}
-        return {
-            "home": str(self.home.path),
-            "catalog": self.home.catalog_url.render_as_string(hide_password=True),
-            "store": self._engine.adapter,
-            "location": self._engine.location,
-            "params": dict(self._engine.params),
-            "unfinished_move": move_target.location if move_target else None,
-            **{name: getattr(self.identity, name) for name in Identity.__slots__},
-            "model_fingerprint": self.identity.model_fingerprint.partition(":")[0],
-            "domains": len(domains),
-            "documents": sum(domain.documents for domain in domains),
-            "tokens": sum(domain.tokens for domain in domains),
-            "records": self.datastore.count(),
-            "revision": self._catalog.revision(),
-            "substitutes": [
-                f"of {', '.join(traces.domains) or 'the whole store'}: "
-                + ("ready" if traces.are_whole(snapshot) else "outdated, documents of it are gone")
-                for traces in files.values()
-                if traces is not None
-            ],
-            "calibrated": [
-                f"for {', '.join(found['domains']) or 'the whole store'}: {found['mixer']}, perplexity "
-                f"{found['base_ppl']:,.2f} -> {found['knn_ppl']:,.2f} on {found['tokens']:,} tokens (SHA-256 "
-                f"{found['text_hash'][:12]}), {found['date'][:10]}, revision {found['revision']}"
-                for found in (one.calibration for one in saved)
-                if found
-            ],
-        }
+        return info_of(self.home, self._catalog, self.view(), self._relocation.unfinished())
 
     def optimize(self) -> None:
         """Let the engine build its indexes and reclaim space."""
+        with self._locked() as writing:
+            writing.optimize()
+
+    # -- putting its keys elsewhere
+
+    def move(
+        self,
+        adapter: str,
+        location: str,
+        *,
+        params: Mapping[str, Any] | None = None,
+        progress: Progress | None = None,
+    ) -> Moved:
+        """Move the keys to another engine: copy, compare, switch in one transaction, erase the old ones.
+
+        Until the switch the store is as it was. When this was interrupted, the same call goes on where
+        it stopped; a call with another target erases the half-made copy first.
+
+        Args:
+            adapter: the new adapter's name.
+            location: a new place: a URL or a folder, a relative one inside the home.
+            params: the new adapter's own parameters; JSON values.
+            progress: hears of each batch.
+
+        Raises:
+            DatastoreExistsError: something else is at the location.
+            DatastoreError: the copy differs from its source, or an engine failed.
+        """
+        with self._locked() as writing:
+            target = Engine(adapter, location, dict(params or {}))
+            return self._relocation.move(writing.writer, target, progress or Progress())
+
+    def prune(
+        self,
+        keep: float,
+        choose: Chooser,
+        *,
+        domains: Sequence[str] = (),
+        location: str | None = None,
+        params: Mapping[str, Any] | None = None,
+        inspect: Inspector | None = None,
+        progress: Progress | None = None,
+    ) -> Pruned:
+        """Let only some records of each domain stay: those are copied to a new place of the same engine.
+
+        Works as `move` does: until the switch, which also says in the catalogue what was pruned, the store
+        is as it was, and the same call goes on where it was interrupted. Called again when it is done, it
+        changes nothing.
+
+        Args:
+            keep: share of each domain's tokens that shall have a record, above 0 and at most 1. A domain
+                that has no more records stays as it is.
+            choose: says which records stay, see `random_chooser` and `merge_chooser`.
+            domains: the domains to prune; none is all.
+            location: a new place; by default a new folder beside the old one, in the home.
+            params: adapter's parameters that differ from those in use.
+            inspect: looks at the store as it will be, before the switch; what it raises ends the pruning.
+            progress: hears of each batch.
+
+        Raises:
+            ConfigError: `keep` is out of range, or the engine is a server and neither location nor params
+                say where the copy is to be.
+            DomainNotFoundError: there is no such domain.
+            DatastoreExistsError: something else is at the location.
+        """
+        with self._locked() as writing:
+            return self._relocation.prune(
+                writing.writer, keep, choose, domains, location, params, inspect, progress or Progress()
+            )
+
+    def abandon_move(self) -> Engine | None:
+        """Give up an interrupted move or pruning and erase its copy; returns where it was to go, or None."""
         with self._locked():
-            if isinstance(self._datastore, SupportsOptimize):
-                self._datastore.optimize()
+            return self._relocation.abandon()
 
     # -- parts
 
-    def _named_weights(self) -> set[str]:
-        """The files that are to be there: not those with traces of a document that is gone."""
-        projection, snapshot = self.identity.projection, self.view().snapshot
-        named: dict[str, Traces | None] = {} if projection is None else {projection: None}
-        for saved in self._all_settings():
-            named |= saved.files()
-        return {name for name, traces in named.items() if traces is None or traces.are_whole(snapshot)}
-
-    def _all_settings(self) -> list[SavedSettings]:
-        return [SavedSettings.of_payload(payload) for payload in self._catalog.all_settings()]
-
-    def _sweep_weights(self) -> None:
-        if self._weights.is_dir():
-            sweep(self._weights, self._unnamed_weights | self._named_weights())
-
-    def _remove(self, rows: Sequence[int]) -> None:
-        with self._locked() as writer:
-            writer.retire(rows)
-            purge(writer, self._datastore, writer.unsettled())
-            self._sweep_weights()
-
-    def _rows(self, domain: str, ids: Iterable[str]) -> dict[str, int]:
-        """The primary keys of live documents of a domain, by id."""
-        wanted = list(ids)
-        found = self._catalog.versions(domain, wanted)
-        for id in wanted:
-            if id not in found:
-                raise DocumentNotFoundError(f"no document {id!r} in domain {domain!r}")
-        return {id: version.row for id, version in found.items()}
+    @contextmanager
+    def _locked(self) -> Iterator[Writing]:
+        if self._writing is None:
+            raise ReadOnlyError(f"{self.home.path} was opened for reading; open it with mode 'a' to write")
+        with self._writing.lock:
+            yield self._writing

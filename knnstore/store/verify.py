@@ -6,19 +6,23 @@ from numpy.typing import NDArray
 from knnstore.catalog import Catalog, PlacedDocument, Snapshot
 from knnstore.datastore import Datastore, Ids, SupportsVerify, positions_of, ranges_of, tokens_of
 from knnstore.errors import KnnstoreError
+from knnstore.store.fitted import files_in_use, problem_of
+from knnstore.store.home import Home
+from knnstore.store.view import View
 
 
-def problems_of(catalog: Catalog, datastore: Datastore) -> list[str]:
+def problems_of(home: Home, catalog: Catalog, view: View) -> list[str]:
     """Read everything that is stored and list what is wrong, one line each.
 
     Args:
+        home: where the weights are.
         catalog: what should be there.
-        datastore: what is there; every record is read.
+        view: what is there; every record is read.
 
     Returns:
         Nothing when the store is sound.
     """
-    problems = []
+    problems, datastore = [], view.datastore
     unsettled = catalog.unsettled()
     if unsettled:
         problems.append(
@@ -31,7 +35,8 @@ def problems_of(catalog: Catalog, datastore: Datastore) -> list[str]:
         problems += _compare(catalog, datastore, unsettled)
     except KnnstoreError as error:
         problems.append(str(error))
-    return problems
+    damaged = (problem_of(home.weights, name) for name in sorted(files_in_use(catalog, view.snapshot)))
+    return problems + [problem for problem in damaged if problem]
 
 
 def strangers_in(catalog: Catalog, datastore: Datastore) -> Ids:

@@ -1,7 +1,7 @@
 """A view: the documents that are live at one revision, and searching among exactly those."""
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from knnstore.catalog import Catalog, Snapshot
 from knnstore.datastore import Datastore, Filter, IdRanges, Keys, Neighbors, positions_of, ranges_of
 from knnstore.errors import CorruptDatastoreError, DocumentNotFoundError, DomainNotFoundError
+from knnstore.store.reader import Records
 from knnstore.store.selection import EVERYTHING, Selection
 
 _SCOPES_KEPT = 64
@@ -120,14 +121,31 @@ class View:
         Raises:
             DomainNotFoundError, DocumentNotFoundError: as `scope`.
         """
-        if self._counts is None or self._counts[0] != selection:
-            counts = np.zeros(vocabulary, np.int64)
-            chosen = self.snapshot.rows[self._chosen(selection)]
-            for tokens in self._catalog.token_blocks(chosen.tolist()):
-                counts += np.bincount(tokens, minlength=vocabulary)
-            counts.setflags(write=False)
-            self._counts = selection, counts
-        return self._counts[1]
+        latest = self._counts
+        if latest is not None and latest[0] == selection:
+            return latest[1]
+        counts = np.zeros(vocabulary, np.int64)
+        chosen = self.snapshot.rows[self._chosen(selection)]
+        for tokens in self._catalog.token_blocks(chosen.tolist()):
+            counts += np.bincount(tokens, minlength=vocabulary)
+        counts.setflags(write=False)
+        self._counts = selection, counts
+        return counts
+
+    def lengths(self, selection: Selection) -> dict[int, int]:
+        """How many tokens each selected document has, by primary key, in the order of their positions."""
+        chosen = self._chosen(selection)
+        lengths = self.snapshot.stops - self.snapshot.starts
+        return dict(zip(self.snapshot.rows[chosen].tolist(), lengths[chosen].tolist(), strict=True))
+
+    def records(self, selection: Selection, without: Collection[int], batch_size: int) -> Iterator[Records]:
+        """Yield the records of the selected documents, but for some by primary key, by ascending id."""
+        chosen = self._chosen(selection) & ~self._among(without)
+        live = ranges_of(self.snapshot.starts[chosen], self.snapshot.stops[chosen])
+        survivors = self.snapshot.survivors
+        for ids, keys, _ in self.datastore.iterate(ids=live, batch_size=batch_size):
+            weights = None if survivors is None else survivors.log_weights_at(positions_of(ids))
+            yield Records(ids, keys, weights)
 
     def _resolve(self, selection: Selection) -> Scope:
         chosen = self._chosen(selection)

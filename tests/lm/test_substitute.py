@@ -156,7 +156,7 @@ def test_a_record_that_stands_for_several_counts_as_often() -> None:
 def test_the_records_of_a_pruned_store_stand_for_all_its_tokens(lm) -> None:
     tokens = sum(domain.tokens for domain in lm.store.domains())
     lm.prune(0.5)
-    (block,) = RecordBlocks(lm.store, lm.store.view().scope(EVERYTHING).live)
+    (block,) = RecordBlocks(lm.store, EVERYTHING)
     assert len(block.tokens) < 0.6 * tokens
     assert float(block.weights.sum()) == pytest.approx(tokens)
     assert block.weights.max() > 1

@@ -5,7 +5,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from knnstore.store import KNNStore, SavedSettings, Selection, Traces
+from knnstore.store import KNNStore, Selection, Traces
 
 
 @pytest.fixture
@@ -13,11 +13,12 @@ def fitted(store, writer):
     """Documents a and b of law and c of news, with weights fitted on law and on everything."""
     writer.add("law", "a", "b")
     writer.add("news", "c")
+    names = {}
     for domains in (("law",), ()):
         traces = Traces.of(store.view().snapshot, domains)
-        name = store.save_weights({"w": np.zeros(4, np.float32)}, asdict(traces))
-        substitute = {"weights": name, "traces": asdict(traces)}
-        store.save_settings(SavedSettings(trained_substitute={"substitute": substitute}), domains)
+        names[domains] = store.save_weights({"w": np.zeros(4, np.float32)}, asdict(traces))
+        store.save_settings({"part": [{"weights": names[domains], "traces": asdict(traces)}]}, domains)
+    return names
 
 
 def whole(store):
@@ -25,10 +26,9 @@ def whole(store):
     snapshot = store.view().snapshot
     found = {}
     for domains in (("law",), ()):
-        saved = store.settings(domains) or SavedSettings()
-        for name, traces in saved.files().items():
-            if traces.are_whole(snapshot):
-                found[domains] = name
+        saved = (store.settings(domains) or {}).get("part")
+        if saved and Traces.from_dict(saved[0]["traces"]).gone(snapshot) == 0:
+            found[domains] = saved[0]["weights"]
     assert {file.name for file in (store.home.path / "weights").iterdir()} == set(found.values())
     assert store.verify() == []
     return set(found)

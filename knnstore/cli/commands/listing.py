@@ -43,7 +43,7 @@ def documents(
     """
     with knnstore.open(home) as store:
         if domain is not None:
-            store.view().scope(knnstore.Selection(domains=(domain,)))  # an unknown domain is an error
+            store.record_count(knnstore.Selection(domains=(domain,)))  # an unknown domain is an error
         rows = [asdict(document) for document in store.documents(domain=domain, tag=tag)]
     print_result(rows, table(rows, ["id", "domain", "tokens", "tags", "added_at"]), as_json=as_json)
 

@@ -26,7 +26,7 @@ from knnstore.lm.settings import (
     usable_settings_for,
 )
 from knnstore.progress import Progress
-from knnstore.store import EVERYTHING, Selection, Traces
+from knnstore.store import EVERYTHING, Selection
 
 MAX_K = 4096
 """Neighbours that are searched for: p_kNN over more of them was little better, see docs/prediction.md."""
@@ -93,7 +93,7 @@ def calibrate(
         raise ConfigError(f"max_k must be at least 1, got {max_k}")
     names = tuple(sorted(set(domains or ())))
     selection = Selection(domains=names) if names else EVERYTHING
-    snapshot, records = store.view().snapshot, records_of(store, names)
+    revision, traces, records = store.revision(), store.traces(names), records_of(store, names)
     distinct = {document.content_hash: document for document in documents_of(documents)}
     listed, reached = HeldOut.of(store, distinct.values(), selection)
     if not leave_out:
@@ -147,13 +147,13 @@ def calibrate(
             documents=found.documents,
             tokens=found.tokens,
             text_hash=hashlib.sha256("\n".join(sorted(distinct)).encode()).hexdigest(),
-            revision=snapshot.revision,
+            revision=revision,
             records=records,
             base_ppl=found.base.ppl,
             knn_ppl=knn_ppl,
             domains=names,
             skipped=0.0 if saving is None else saving.share,
-            stored=Traces.of(snapshot, names),
+            stored=traces,
         )
         save_settings(store, settings, names, record)
         if set(names) == set(lm.knn.selection.domains or ()):

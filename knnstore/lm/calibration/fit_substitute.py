@@ -10,13 +10,13 @@ from knnstore.lm.calibration.scored_text import ScoredSubstitute, ScoredText
 from knnstore.lm.mixing import LEAST_PROBABILITY, FixedLambda, fit_weight
 from knnstore.lm.settings import KNNSettings, trained_for
 from knnstore.lm.substitute import load_head
-from knnstore.store import KNNStore, Selection
+from knnstore.store import Reader, Selection
 
 _ROUNDS = 2  # of fitting the store's part and the substitute's in turn
 
 
 def score_substitute(
-    scored: ScoredText, store: KNNStore, selection: Selection, device: torch.device
+    scored: ScoredText, store: Reader, selection: Selection, device: torch.device
 ) -> ScoredText:
     """Let the substitute trained for a selection predict a text that was scored, if there is one in use."""
     trained = trained_for(store, selection)

@@ -15,7 +15,7 @@ from knnstore.lm.retrieval import Reading, mixture_of
 from knnstore.lm.scoring import score_held_out
 from knnstore.lm.settings import KNNSettings, Substitute
 from knnstore.progress import Progress
-from knnstore.store import KNNStore, Selection
+from knnstore.store import Reader, Selection
 
 _CHUNK_VALUES = 1 << 20
 """How many neighbours are weighed at once: what stays in a CPU's cache."""
@@ -121,7 +121,7 @@ class ScoredText:
 
 
 def score_once(
-    store: KNNStore,
+    store: Reader,
     reader: TextReader,
     documents: Sequence[TextDocument],
     *,

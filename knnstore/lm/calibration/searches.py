@@ -18,7 +18,7 @@ from knnstore.lm.calibration.scored_text import Mixed, ScoredText
 from knnstore.lm.mixing import LEAST_PROBABILITY, Retrieved, mix_probs, relative_distance
 from knnstore.lm.settings import KNNSettings
 from knnstore.progress import Progress
-from knnstore.store import KNNStore, Selection
+from knnstore.store import Reader, Selection
 
 _NEIGHBORS = 1 << 22
 """Of all queries that are searched for at once."""
@@ -37,7 +37,7 @@ class FurtherSearches:
         progress: hears of each batch.
     """
 
-    store: KNNStore
+    store: Reader
     scored: ScoredText
     documents: Sequence[TextDocument]
     selection: Selection

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from knnstore.datastore import Keys, Metric
 from knnstore.errors import ConfigError, FingerprintMismatchError
-from knnstore.store import Identity, KNNStore, Weights
+from knnstore.store import Identity, Reader, Weights
 
 _ROWS = 4_096
 """Keys that are multiplied at once, in float64."""
@@ -53,7 +53,7 @@ class Projection:
         return Weights({"mean": self.mean.numpy(), "matrix": self.matrix.numpy()}, metadata)
 
     @classmethod
-    def of(cls, store: KNNStore) -> Self | None:
+    def of(cls, store: Reader) -> Self | None:
         """The projection of a store's keys; None when they are stored as they are.
 
         Raises:

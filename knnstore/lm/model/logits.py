@@ -24,7 +24,7 @@ from knnstore.lm.retrieval import (
 )
 from knnstore.lm.settings import CacheSettings, KNNSettings
 from knnstore.lm.substitute import Heads
-from knnstore.store import KNNStore
+from knnstore.store import Reader
 
 _CHUNK_VALUES = 1 << 24
 """How many log-probabilities are mixed at once: 64 MiB of float32."""
@@ -81,7 +81,7 @@ class Positions:
 
 
 def mix_logits(
-    store: KNNStore, heads: Heads, logits: Tensor, positions: Positions, settings: KNNSettings
+    store: Reader, heads: Heads, logits: Tensor, positions: Positions, settings: KNNSettings
 ) -> Tensor:
     """Mix into a model's predictions what is retrieved.
 
@@ -123,7 +123,7 @@ def mix_logits(
 
 
 def _found(
-    store: KNNStore, logits: Tensor, queries: Keys, positions: Positions, settings: KNNSettings
+    store: Reader, logits: Tensor, queries: Keys, positions: Positions, settings: KNNSettings
 ) -> Neighbors:
     """The neighbours of the positions that are attended."""
     settings = replace(settings, k=reachable(store, settings))

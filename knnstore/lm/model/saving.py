@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from knnstore.errors import ConfigError, StoreNotFoundError
+from knnstore.errors import ConfigError
 from knnstore.lm.settings import KNNSettings, settings_from_dict, settings_to_dict, weights_for, weights_of
 from knnstore.store import KNNStore, save_weights
 
@@ -27,12 +27,11 @@ def write_config(directory: Path, base: Any, store: KNNStore, knn: KNNSettings) 
     name = base.name_or_path
     if not name:
         raise ConfigError("the base model has no path or hub id; save it and load it from there first")
-    home = store.home.path if isinstance(store, KNNStore) else None
     config = {
         "format": _FORMAT,
         "base": str(Path(name).resolve()) if Path(name).is_dir() else name,
         "revision": getattr(base.config, "_commit_hash", None) or "main",
-        "store": None if home is None else str(Path(home).resolve()),
+        "store": str(Path(store.home.path).resolve()),
         "knn": settings_to_dict(knn),
     }
     directory.mkdir(parents=True, exist_ok=True)
@@ -66,9 +65,6 @@ def read_config(
         raise ConfigError(
             f"{path} has format {config['format']}, this version knows {_FORMAT}; upgrade knnstore"
         )
-    if store is None:
-        if config["store"] is None:
-            raise StoreNotFoundError(f"{path} names no store; give one: from_pretrained(..., store=...)")
-        store = KNNStore.open(config["store"])
+    store = store or KNNStore.open(config["store"])
     knn = knn or settings_from_dict(config["knn"], weights_for(store, directory))
     return config["base"], config["revision"], store, knn

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from knnstore.datastore import Ids, Keys, Neighbors, tokens_of
 from knnstore.lm.settings import KNNSettings
-from knnstore.store import KNNStore
+from knnstore.store import Reader
 
 
 class Retrieval(NamedTuple):
@@ -27,7 +27,7 @@ SearchRows = Callable[[NDArray[np.int64]], Neighbors]
 
 
 def retrieve_next(
-    store: KNNStore,
+    store: Reader,
     queries: Keys,
     before: Ids,
     read: NDArray[np.int64],
@@ -64,7 +64,7 @@ def retrieve_next(
 
 
 def retrieve_in_step(
-    store: KNNStore,
+    store: Reader,
     keys: Keys,
     gold: NDArray[np.int64],
     documents: NDArray[np.int64],

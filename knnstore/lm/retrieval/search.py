@@ -10,14 +10,14 @@ from knnstore.datastore import Keys, Neighbors
 from knnstore.errors import DomainNotFoundError
 from knnstore.lm.mixing import DISTINCT_AMONG
 from knnstore.lm.settings import KNNSettings
-from knnstore.store import KNNStore, Selection
+from knnstore.store import Reader, Selection
 
 _logger = logging.getLogger(__name__)
 _told: set[tuple[str, str, str]] = set()
 
 
 def retrieve(
-    store: KNNStore, queries: Keys, settings: KNNSettings, searched: NDArray[np.bool_] | None = None
+    store: Reader, queries: Keys, settings: KNNSettings, searched: NDArray[np.bool_] | None = None
 ) -> Neighbors:
     """Make the searches of the settings' mixer.
 
@@ -37,7 +37,7 @@ def retrieve(
     return Neighbors.joined(parts) if parts else Neighbors.nothing(len(queries), 1)
 
 
-def reachable(store: KNNStore, settings: KNNSettings) -> int:
+def reachable(store: Reader, settings: KNNSettings) -> int:
     """Lower k where there are fewer records than that, so that no memory is taken for what cannot be found.
 
     Returns:
@@ -55,7 +55,7 @@ def columns_of(settings: KNNSettings) -> int:
     return settings.k * max(1, len(settings.mixer.searches(settings.selection)))
 
 
-def _count(store: KNNStore, selection: Selection, *, strict: bool) -> int:
+def _count(store: Reader, selection: Selection, *, strict: bool) -> int:
     try:
         return store.record_count(selection)
     except DomainNotFoundError:
@@ -64,7 +64,7 @@ def _count(store: KNNStore, selection: Selection, *, strict: bool) -> int:
         return 0  # which `_search` tells of
 
 
-def _search(store: KNNStore, queries: Keys, settings: KNNSettings, part: Selection) -> Neighbors:
+def _search(store: Reader, queries: Keys, settings: KNNSettings, part: Selection) -> Neighbors:
     """Search what is selected, or a part of it by domains, whose absence is no error."""
     if part is settings.selection:
         return store.search(queries, settings.k, part)
@@ -80,7 +80,7 @@ def _search(store: KNNStore, queries: Keys, settings: KNNSettings, part: Selecti
         return Neighbors.nothing(len(queries), settings.k)
 
 
-def _tell(store: KNNStore, part: Selection, why: str) -> None:
+def _tell(store: Reader, part: Selection, why: str) -> None:
     """Say once in a process that a domain's weight falls to the model."""
     domain = ", ".join(part.domains or ())
     known = (str(store.home.path), domain, why)

@@ -13,7 +13,7 @@ from knnstore.lm.reading import Tokens
 from knnstore.lm.retrieval.pointers import SearchRows, retrieve_next, search_among
 from knnstore.lm.retrieval.prefix_states import PADDING, PrefixStates, prefix_names, unpadded
 from knnstore.lm.settings import KNNSettings
-from knnstore.store import KNNStore
+from knnstore.store import Reader
 
 PointerStates = PrefixStates[Ids]
 """The records retrieved at the end of each text. Each call of `generate` makes its own: where pointers begin
@@ -56,7 +56,7 @@ class TextPass(NamedTuple):
 
 
 def retrieve_for_pass(
-    store: KNNStore,
+    store: Reader,
     queries: Keys,
     text_pass: TextPass,
     attended: NDArray[np.bool_],

@@ -17,7 +17,7 @@ from knnstore.lm.retrieval import mixture_of
 from knnstore.lm.scoring.held_out import HeldOut, score_held_out
 from knnstore.lm.scoring.slices import Slice, TokenLosses, perplexity
 from knnstore.lm.scoring.token_table import TokenTable
-from knnstore.lm.settings import KNNModel, KNNSettings, Substitute
+from knnstore.lm.settings import KNNSettings, ReadingModel, Substitute
 from knnstore.lm.substitute import Heads
 from knnstore.progress import Progress
 
@@ -72,7 +72,7 @@ class Evaluation:
 
 
 def evaluate(
-    lm: KNNModel,
+    lm: ReadingModel,
     documents: Iterable[object],
     knn: KNNSettings | None = None,
     *,

@@ -12,9 +12,9 @@ from knnstore.datastore import Ids, tokens_of
 from knnstore.lm.reading import TextReader
 from knnstore.lm.retrieval import mixture_of
 from knnstore.lm.scoring.held_out import score_texts
-from knnstore.lm.settings import KNNModel, KNNSettings
+from knnstore.lm.settings import KNNSettings, ReadingModel
 from knnstore.lm.substitute import Heads
-from knnstore.store import KNNStore
+from knnstore.store import Reader
 
 THIS_TEXT = "(this text)"
 """Stands for a document where a token was found in the explained text itself."""
@@ -64,7 +64,7 @@ class TokenExplanation:
 
 
 def explain(
-    lm: KNNModel, text: str, knn: KNNSettings | None = None, *, neighbors: int = 8, after: str = ""
+    lm: ReadingModel, text: str, knn: KNNSettings | None = None, *, neighbors: int = 8, after: str = ""
 ) -> list[TokenExplanation]:
     """Say for each token of a text how likely both models find it, and why.
 
@@ -120,7 +120,7 @@ def explain(
 
 
 def _stored(
-    store: KNNStore,
+    store: Reader,
     reader: TextReader,
     ids: Ids,
     distances: Sequence[float],

@@ -16,7 +16,7 @@ from knnstore.lm.retrieval import ReadText, columns_of, reachable, retrieve, ret
 from knnstore.lm.scoring.scores import TokenScores, together
 from knnstore.lm.settings import KNNSettings
 from knnstore.progress import Progress
-from knnstore.store import KNNStore, Selection
+from knnstore.store import Reader, Selection
 
 _NEIGHBORS = BATCH_TOKENS << 10
 """Of all tokens that are searched for at once: fewer with a larger k, so that memory does not grow."""
@@ -32,7 +32,7 @@ class HeldOut(NamedTuple):
     """Content hashes of those that retrieval can reach."""
 
     @classmethod
-    def of(cls, store: KNNStore, documents: Iterable[object], selection: Selection) -> "HeldOut":
+    def of(cls, store: Reader, documents: Iterable[object], selection: Selection) -> "HeldOut":
         """Read documents, see `documents_of`, and find those that a search among the selected would reach."""
         listed = list(documents_of(documents))
         return cls(listed, store.stored_content((one.content_hash for one in listed), selection))
@@ -53,7 +53,7 @@ class HeldOut(NamedTuple):
 
 
 def score_held_out(
-    store: KNNStore,
+    store: Reader,
     reader: TextReader,
     documents: Sequence[TextDocument],
     settings: KNNSettings,
@@ -86,7 +86,7 @@ def score_held_out(
 
 
 def score(
-    store: KNNStore,
+    store: Reader,
     reader: TextReader,
     documents: Iterable[TextDocument],
     settings: KNNSettings,
@@ -107,7 +107,7 @@ def score(
 
 
 def score_texts(
-    store: KNNStore,
+    store: Reader,
     reader: TextReader,
     texts: Sequence[NDArray[np.integer[Any]]],
     settings: KNNSettings,
@@ -165,7 +165,7 @@ def _divided(scores: TokenScores, most: int) -> Iterator[TokenScores]:
         yield scores if count <= most else scores.rows(np.arange(start, min(start + most, count)))
 
 
-def search_for(store: KNNStore, scores: TokenScores, settings: KNNSettings) -> TokenScores:
+def search_for(store: Reader, scores: TokenScores, settings: KNNSettings) -> TokenScores:
     """Give tokens their neighbours, those that are to be searched for."""
     found = retrieve(store, scores.keys.numpy(), settings, scores.searched)
     return scores.with_neighbors(found, scores.searched)
@@ -183,7 +183,7 @@ def _few_tokens(texts: Sequence[NDArray[np.integer[Any]]], most: int) -> list[ra
 
 
 def _score_in_step(
-    store: KNNStore, parts: Sequence[TokenScores], settings: KNNSettings
+    store: Reader, parts: Sequence[TokenScores], settings: KNNSettings
 ) -> Iterator[TokenScores]:
     """Retrieve with pointers: texts advance together, token by token, so that one search is for many.
 

@@ -6,7 +6,7 @@ Methods: ``merge`` (He et al. 2021, https://arxiv.org/abs/2109.04212, the neares
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -15,15 +15,15 @@ from knnstore.errors import ConfigError
 from knnstore.lm.reading import TextReader
 from knnstore.lm.scoring.evaluating import Evaluation, evaluate
 from knnstore.lm.scoring.held_out import HeldOut
-from knnstore.lm.settings import KNNModel, KNNModelParts, settings_for
+from knnstore.lm.settings import KNNModel, ReadingParts, settings_for
 from knnstore.progress import Progress
 from knnstore.store import (
     EVERYTHING,
     Choice,
     Chooser,
     DomainRecords,
-    KNNStore,
     Pruned,
+    Reader,
     Selection,
     drop_highest,
     merge_chooser,
@@ -99,10 +99,10 @@ def prune(
     settings = settings_for(store, selection) if texts.documents else None
     measured: list[Evaluation] = []
 
-    def compare(preview: object) -> None:
+    def compare(preview: Reader) -> None:
         if settings is not None:
-            for one in (store, cast(KNNStore, preview)):
-                parts = KNNModelParts(one, lm.reader, settings)
+            for one in (store, preview):
+                parts = ReadingParts(one, lm.reader, settings)
                 measured.append(evaluate(parts, texts.documents, leave_out=leave_out, progress=progress))
 
     pruned = store.prune(

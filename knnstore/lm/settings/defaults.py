@@ -3,8 +3,6 @@
 import logging
 from dataclasses import replace
 
-import numpy as np
-
 from knnstore.datastore import Metric
 from knnstore.errors import CorruptWeightsError, FingerprintMismatchError
 from knnstore.lm.settings.query import KNNSettings
@@ -14,7 +12,7 @@ from knnstore.lm.settings.saved import (
     substitute_of,
     weights_for,
 )
-from knnstore.store import EVERYTHING, KNNStore, Selection
+from knnstore.store import EVERYTHING, Reader, Selection
 
 DEFAULT_K = 1024
 DEFAULT_LAMBDA = 0.5
@@ -26,7 +24,7 @@ _TEMPERATURE_SHARE = 0.1
 _SAMPLE = 8192
 
 
-def default_settings(store: KNNStore) -> KNNSettings:
+def default_settings(store: Reader) -> KNNSettings:
     """Settings for a store that none were fitted for, from the spread of its first keys.
 
     The best temperature grows with the scale of the distances, which differs between models by
@@ -34,8 +32,8 @@ def default_settings(store: KNNStore) -> KNNSettings:
     them; a tenth of the variance is near the optimum in the domains of docs/benchmarks.md, T=1 far
     from it. Fitting on held-out text is better still.
     """
-    _, keys, _ = next(store.datastore.iterate(batch_size=_SAMPLE), (None, np.zeros((0, 1), np.float32), None))
-    variance = float(keys.var(axis=0).sum()) if len(keys) > 1 else 0.0
+    sample = next(store.records(batch_size=_SAMPLE), None)
+    variance = float(sample.keys.var(axis=0).sum()) if sample else 0.0
     if variance == 0:
         return KNNSettings(k=DEFAULT_K, lam=DEFAULT_LAMBDA)
     # d² = |q|² + |x|² - 2 q·x: an inner product moves half as far as a squared distance.
@@ -43,7 +41,7 @@ def default_settings(store: KNNStore) -> KNNSettings:
     return KNNSettings(k=DEFAULT_K, temperature=_TEMPERATURE_SHARE * scale, lam=DEFAULT_LAMBDA)
 
 
-def settings_for(store: KNNStore, selection: Selection = EVERYTHING) -> KNNSettings:
+def settings_for(store: Reader, selection: Selection = EVERYTHING) -> KNNSettings:
     """The settings saved for the domains selected, else those of the whole store, else the default.
 
     A substitute is left out that may not be used for the selection, or that was trained on documents
@@ -74,7 +72,7 @@ def settings_for(store: KNNStore, selection: Selection = EVERYTHING) -> KNNSetti
     return replace(settings, selection=selection)
 
 
-def usable_settings_for(store: KNNStore, selection: Selection = EVERYTHING) -> KNNSettings | None:
+def usable_settings_for(store: Reader, selection: Selection = EVERYTHING) -> KNNSettings | None:
     """`settings_for`; None, with a warning, where a network that they need cannot be used."""
     try:
         return settings_for(store, selection)
@@ -83,7 +81,7 @@ def usable_settings_for(store: KNNStore, selection: Selection = EVERYTHING) -> K
         return None
 
 
-def is_substitute_outdated(store: KNNStore, selection: Selection = EVERYTHING) -> bool:
+def is_substitute_outdated(store: Reader, selection: Selection = EVERYTHING) -> bool:
     """Whether the settings saved for a selection name a substitute that is used no more."""
     saved = saved_for(store, selection)
     named = saved.query.get("substitute") if saved else None

@@ -5,15 +5,19 @@ from typing import Protocol
 
 from knnstore.lm.reading import TextReader
 from knnstore.lm.settings.query import KNNSettings
-from knnstore.store import KNNStore
+from knnstore.store import KNNStore, Reader
 
 
-class KNNModel(Protocol):
-    """`KNNLMForCausalLM`, or anything else with these parts."""
+class ReadingModel(Protocol):
+    """A model with a store that is only read."""
 
-    store: KNNStore
     knn: KNNSettings
     """The settings of calls that give none."""
+
+    @property
+    def store(self) -> Reader:
+        """Where it retrieves from."""
+        ...
 
     @property
     def reader(self) -> TextReader:
@@ -21,10 +25,19 @@ class KNNModel(Protocol):
         ...
 
 
-@dataclass
-class KNNModelParts:
-    """The parts by themselves."""
+class KNNModel(ReadingModel, Protocol):
+    """`KNNLMForCausalLM`, or anything else with these parts."""
 
-    store: KNNStore
+    @property
+    def store(self) -> KNNStore:
+        """Where it retrieves from, opened for whatever is to be done."""
+        ...
+
+
+@dataclass
+class ReadingParts:
+    """The parts of a `ReadingModel` by themselves."""
+
+    store: Reader
     reader: TextReader
     knn: KNNSettings

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from knnstore.errors import ConfigError
-from knnstore.store import KNNStore, Traces
+from knnstore.store import Reader, Traces
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,6 @@ class Substitute:
         if not 0 < self.lam <= 1:
             raise ConfigError(f"lambda of a substitute must be above 0 and at most 1, got {self.lam}")
 
-    def is_outdated(self, store: KNNStore) -> bool:
+    def is_outdated(self, store: Reader) -> bool:
         """Whether a document that it was trained on was removed or replaced since."""
-        return not self.traces.are_whole(store.view().snapshot)
+        return store.gone(self.traces) > 0

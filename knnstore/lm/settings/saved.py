@@ -10,7 +10,16 @@ from knnstore.lm.keys import described
 from knnstore.lm.mixing import Skipping, is_registered, mixer_of
 from knnstore.lm.settings.parts import CacheSettings, PointerSettings, Substitute
 from knnstore.lm.settings.query import KNNSettings
-from knnstore.store import EVERYTHING, KNNStore, SavedSettings, Selection, Traces, Weights, load_weights
+from knnstore.store import (
+    EVERYTHING,
+    KNNStore,
+    Reader,
+    SavedSettings,
+    Selection,
+    Traces,
+    Weights,
+    load_weights,
+)
 
 STALE_GROWTH = 1.25
 """Settings are stale when the records retrieved from have grown or shrunk by more than this factor."""
@@ -109,7 +118,7 @@ def weights_of(settings: KNNSettings) -> list[Weights]:
     return [part for part in parts if isinstance(part, Weights)]
 
 
-def weights_for(store: KNNStore, folder: Path | None = None) -> LoadWeights:
+def weights_for(store: Reader, folder: Path | None = None) -> LoadWeights:
     """Read weights that saved settings name, and refuse what was not fitted for a store's keys.
 
     Args:
@@ -135,7 +144,7 @@ def weights_for(store: KNNStore, folder: Path | None = None) -> LoadWeights:
     return load
 
 
-def saved_for(store: KNNStore, selection: Selection = EVERYTHING) -> SavedSettings | None:
+def saved_for(store: Reader, selection: Selection = EVERYTHING) -> SavedSettings | None:
     """What is saved for the domains selected, else for the whole store, where that has settings at all."""
     for domains in (selection.domains or (), ()):
         saved = store.settings(domains)
@@ -172,7 +181,7 @@ class CalibrationRecord:
     """The documents that were retrieved from; None in records of earlier versions."""
 
     @classmethod
-    def of(cls, store: KNNStore, selection: Selection = EVERYTHING) -> Self | None:
+    def of(cls, store: Reader, selection: Selection = EVERYTHING) -> Self | None:
         """The record of the settings that `settings_for` returns; None when they were not calibrated."""
         saved = saved_for(store, selection)
         if saved is None or saved.calibration is None:
@@ -181,15 +190,15 @@ class CalibrationRecord:
         stored = Traces.from_dict(values["stored"]) if values.get("stored") else None
         return cls(**{**values, "domains": tuple(values["domains"]), "stored": stored})
 
-    def growth(self, store: KNNStore) -> float:
+    def growth(self, store: Reader) -> float:
         """By which factor the records have become more since."""
         return records_of(store, self.domains) / self.records
 
-    def gone(self, store: KNNStore) -> float:
+    def gone(self, store: Reader) -> float:
         """The share of the documents that were removed or replaced since."""
-        return self.stored.gone(store.view().snapshot) if self.stored else 0.0
+        return store.gone(self.stored) if self.stored else 0.0
 
-    def is_stale(self, store: KNNStore) -> bool:
+    def is_stale(self, store: Reader) -> bool:
         """Whether the store has changed so much that other settings will be better."""
         grown = not 1 / STALE_GROWTH <= self.growth(store) <= STALE_GROWTH
         return grown or self.gone(store) > STALE_GONE
@@ -219,7 +228,7 @@ class TrainedSubstitute:
     seconds: float
 
 
-def trained_for(store: KNNStore, selection: Selection) -> Substitute | None:
+def trained_for(store: Reader, selection: Selection) -> Substitute | None:
     """The substitute that was trained on exactly the domains selected, or on the whole store, if any.
 
     None too where the selection is by more than domains, which no substitute can follow.
@@ -243,7 +252,7 @@ def substitute_of(values: Mapping[str, Any]) -> Substitute:
         raise ConfigError(f"not the settings of a substitute: {error}") from error
 
 
-def records_of(store: KNNStore, domains: Sequence[str]) -> int:
+def records_of(store: Reader, domains: Sequence[str]) -> int:
     """Records stored under these domains, or under all when none is named."""
     return sum(domain.records for domain in store.domains() if not domains or domain.name in domains)
 

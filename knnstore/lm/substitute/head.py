@@ -17,7 +17,7 @@ from torch import Tensor
 from knnstore.errors import FingerprintMismatchError, OutdatedWeightsError
 from knnstore.lm.mixing import mix_log_probs
 from knnstore.lm.settings import Substitute
-from knnstore.store import Identity, KNNStore, Weights
+from knnstore.store import Identity, Reader, Weights
 
 _CHUNK_VALUES = 1 << 24
 """How many probabilities are in memory at once: 64 MiB of float32."""
@@ -100,7 +100,7 @@ def token_scores(keys: Tensor, rows: Tensor) -> Tensor:
     return torch.stack([keys @ row.T for row in rows]).logsumexp(0) if len(rows) > 1 else keys @ rows[0].T
 
 
-def load_head(store: KNNStore, substitute: Substitute, device: torch.device | str = "cpu") -> SubstituteHead:
+def load_head(store: Reader, substitute: Substitute, device: torch.device | str = "cpu") -> SubstituteHead:
     """Read the rows of a substitute.
 
     Raises:
@@ -129,7 +129,7 @@ class Heads:
         device: where they compute.
     """
 
-    def __init__(self, store: KNNStore, device: torch.device | str) -> None:
+    def __init__(self, store: Reader, device: torch.device | str) -> None:
         self._store = store
         self._device = device
         self._read: dict[str, SubstituteHead] = {}
@@ -181,7 +181,7 @@ class Heads:
         return mix_log_probs(lm_log_probs, self(substitute).gold_log_probs(keys, gold), substitute.lam)
 
 
-def check_whole(store: KNNStore, substitute: Substitute) -> None:
+def check_whole(store: Reader, substitute: Substitute) -> None:
     """Refuse a substitute that holds traces of a document that is gone.
 
     Raises:

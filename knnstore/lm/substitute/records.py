@@ -1,17 +1,15 @@
 """The records that a substitute is trained on, and the documents that are held out."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import chain, islice
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from knnstore.datastore import IdRanges, positions_of, ranges_of, record_ids, tokens_of
+from knnstore.datastore import tokens_of
 from knnstore.errors import InputError
-from knnstore.store import KNNStore, Selection
+from knnstore.store import Reader, Selection
 
 HELD_OUT_SHARE = 0.05
 HELD_OUT_TOKENS = 20_000
@@ -33,11 +31,18 @@ class Records(NamedTuple):
 
 
 class RecordBlocks:
-    """The records of some documents in blocks of bounded size, which are kept when there is but one."""
+    """The records of some documents in blocks of bounded size, which are kept when there is but one.
 
-    def __init__(self, store: KNNStore, ranges: IdRanges) -> None:
+    Args:
+        store: where they are.
+        selection: of which documents.
+        without: numbers of documents whose records are left out.
+    """
+
+    def __init__(self, store: Reader, selection: Selection, without: Collection[int] = ()) -> None:
         self._store = store
-        self._ranges = ranges
+        self._selection = selection
+        self._without = without
         self._only: Records | None = None
 
     def __iter__(self) -> Iterator[Records]:
@@ -50,16 +55,14 @@ class RecordBlocks:
         yield from chain(read, blocks)
 
     def _read(self) -> Iterator[Records]:
-        survivors = self._store.view().snapshot.survivors
         parts: list[Records] = []
         room = 0
-        for ids, keys, _ in self._store.datastore.iterate(ids=self._ranges):
+        for ids, keys, logs in self._store.records(self._selection, without=self._without):
             if room < len(ids) and parts:
                 yield _together(parts)
                 parts = []
             if not parts:
                 room = max(1, _BLOCK_VALUES // keys.shape[1])
-            logs = None if survivors is None else survivors.log_weights_at(positions_of(ids))
             weights = torch.ones(len(ids)) if logs is None else torch.from_numpy(logs).exp()
             parts.append(Records(torch.from_numpy(keys).half(), torch.from_numpy(tokens_of(ids)), weights))
             room -= len(ids)
@@ -71,27 +74,22 @@ def _together(parts: list[Records]) -> Records:
     return Records(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def divide(
-    store: KNNStore, selection: Selection, generator: torch.Generator
-) -> tuple[IdRanges, list[NDArray[np.uint32]]]:
-    """The records to train on, and the tokens of the documents that are held out."""
-    view = store.view()
-    snapshot, live = view.snapshot, view.scope(selection).live
-    lengths = snapshot.stops - snapshot.starts
-    first = record_ids(snapshot.starts, np.zeros_like(lengths))
-    chosen = np.flatnonzero(live.contains(first) & (lengths > 0))
-    if len(chosen) < 2:
+def choose_held_out(store: Reader, selection: Selection, generator: torch.Generator) -> list[int]:
+    """The numbers of the documents that are kept from training, in random order.
+
+    Raises:
+        InputError: there are fewer than two documents.
+    """
+    lengths = {number: tokens for number, tokens in store.lengths(selection).items() if tokens}
+    if len(lengths) < 2:
         raise InputError(
-            f"{len(chosen)} documents are too few to train on: at least 2 are needed, since some are held out"
+            f"{len(lengths)} documents are too few to train on: at least 2 are needed, since some are held "
+            "out"
         )
-    left = min(HELD_OUT_TOKENS, int(HELD_OUT_SHARE * lengths[chosen].sum()))
-    held_out = []
-    for at in chosen[torch.randperm(len(chosen), generator=generator).numpy()].tolist():
-        if lengths[at] <= left:
-            left -= int(lengths[at])
-            held_out.append(at)
-    held_out = held_out or [int(chosen[lengths[chosen].argmin()])]
-    places = store.provenance(first[held_out], before=0, after=0)
-    documents = [store.tokens(place.document, domain=place.domain) for place in places if place is not None]
-    kept = np.setdiff1d(chosen, held_out)
-    return ranges_of(snapshot.starts[kept], snapshot.stops[kept]), documents
+    left = min(HELD_OUT_TOKENS, int(HELD_OUT_SHARE * sum(lengths.values())))
+    numbers, held_out = list(lengths), []
+    for at in torch.randperm(len(numbers), generator=generator).tolist():
+        if lengths[numbers[at]] <= left:
+            left -= lengths[numbers[at]]
+            held_out.append(numbers[at])
+    return held_out or [min(lengths, key=lengths.__getitem__)]

@@ -17,9 +17,9 @@ from knnstore.lm.mixing import fit_weight, mix_log_probs
 from knnstore.lm.reading import Encoder, TextReader
 from knnstore.lm.settings import KNNModel, Substitute, TrainedSubstitute
 from knnstore.lm.substitute.head import SubstituteHead, token_scores
-from knnstore.lm.substitute.records import RecordBlocks, Records, divide
+from knnstore.lm.substitute.records import RecordBlocks, Records, choose_held_out
 from knnstore.progress import Progress
-from knnstore.store import EVERYTHING, SavedSettings, Selection, Traces
+from knnstore.store import EVERYTHING, SavedSettings, Selection
 
 EPOCHS = 4
 LEARNING_RATE = 5e-3
@@ -65,11 +65,12 @@ def train_substitute(
     started, shown = time.perf_counter(), progress or Progress()
     names = tuple(sorted(set(domains or ())))
     generator = torch.Generator().manual_seed(seed)
-    kept, held_out = divide(store, Selection(domains=names) if names else EVERYTHING, generator)
-    snapshot, device = store.view().snapshot, reader.encoder.model.device
-    judge = _Judge(reader, held_out)
+    selection = Selection(domains=names) if names else EVERYTHING
+    held_out = choose_held_out(store, selection, generator)
+    traces, device = store.traces(names), reader.encoder.model.device
+    judge = _Judge(reader, [store.text(number) for number in held_out])
     shown.start("training", unit="rec")
-    blocks = RecordBlocks(store, kept)
+    blocks = RecordBlocks(store, selection, held_out)
     counts = torch.zeros(store.identity.vocab_size, dtype=torch.int64)
     for block in blocks:
         counts += torch.bincount(block.tokens, minlength=len(counts))
@@ -89,7 +90,7 @@ def train_substitute(
     file = best.weights(store.identity)
     name = store.save_weights(file.tensors, file.metadata)
     trained = TrainedSubstitute(
-        substitute=Substitute(name, lam, Traces.of(snapshot, names)),
+        substitute=Substitute(name, lam, traces),
         rows=rows,
         tokens=len(seen),
         records=records,

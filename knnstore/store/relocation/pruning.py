@@ -14,6 +14,7 @@ from knnstore.errors import CatalogError, ConfigError, DatastoreError
 from knnstore.progress import Progress
 from knnstore.store.provenance import Tokens
 from knnstore.store.relocation.choices import Choice, drop_at_random, merge_nearest
+from knnstore.store.view import View
 
 
 @dataclass(frozen=True)
@@ -109,8 +110,7 @@ class Plan:
 
 def plan_pruning(
     catalog: Catalog,
-    datastore: Datastore,
-    snapshot: Snapshot,
+    view: View,
     keep: float,
     choose: Chooser,
     domains: Sequence[str],
@@ -120,8 +120,7 @@ def plan_pruning(
 
     Args:
         catalog: read for tokens and for what was pruned before.
-        datastore: read for keys, where the chooser wants them.
-        snapshot: what is live.
+        view: what is live; its keys are read where the chooser wants them.
         keep: share of each domain's tokens that shall have a record afterwards.
         choose: says which.
         domains: names of those that are pruned.
@@ -129,6 +128,7 @@ def plan_pruning(
     """
     if not (0 < keep <= 1 and math.isfinite(keep)):
         raise ConfigError(f"the share to keep must be above 0 and at most 1, got {keep}")
+    snapshot = view.snapshot
     known = catalog.pruned(snapshot.rows.tolist())
     first = 0 if catalog.identity.has_prefix else 1
     gone = IdRanges()
@@ -147,7 +147,7 @@ def plan_pruning(
         if len(ids) <= left:
             reports.append(PrunedDomain(name, tokens, len(ids), len(ids), 0, 0))
             continue
-        records = DomainRecords(name, ids, _weights_of(snapshot, ids), texts, datastore)
+        records = DomainRecords(name, ids, _weights_of(snapshot, ids), texts, view.datastore)
         heirs, scale = choose(records, left, progress)
         stays, dropped = heirs == np.arange(len(ids)), int((heirs == DROPPED).sum())
         after = int(stays.sum())

@@ -1,135 +1,149 @@
-"""Putting a store's keys elsewhere: all of them in another engine, or fewer of them in the same one."""
+"""Putting a store's keys elsewhere: all of them in another engine, or fewer of them in the same one.
+
+In steps that may each be interrupted.
+
+::
+
+    1 plan       HOME/move.json says from which engine to which
+    2 make       the target is created, empty, and from then on is the store's own
+    3 transfer   the records are copied, durably every few seconds, and compared
+    4 switch     transaction: the catalogue names the target; readers follow      <- moved
+    5 erase      the old keys, then HOME/move.json
+
+A crash before 4 leaves the store as it was: the same move goes on where it stopped, and any other
+erases the half-made target first. After 4 the next writer does step 5.
+"""
 
 import json
-import threading
+import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from knnstore.catalog import CatalogWriter, Engine, PrunedDocument, Snapshot
+from knnstore.catalog import Catalog, CatalogWriter, Engine, PrunedDocument
 from knnstore.checks import check_json
 from knnstore.datastore import Datastore, IdRanges
-from knnstore.errors import ConfigError, KnnstoreError, ReadOnlyError
+from knnstore.errors import ConfigError, DatastoreExistsError, KnnstoreError
 from knnstore.failpoints import failpoint
 from knnstore.progress import Progress
-from knnstore.store.reader import StoreReader
-from knnstore.store.relocation import moving
+from knnstore.store.current import Current
+from knnstore.store.home import Home, Place, holds_something
+from knnstore.store.reader import Reader
 from knnstore.store.relocation.copying import Transferred, transfer
-from knnstore.store.relocation.moving import Moved
+from knnstore.store.relocation.moving import Moved, Plan
 from knnstore.store.relocation.pruning import Chooser, Pruned, plan_pruning
-from knnstore.store.selection import Selection
+from knnstore.store.selection import EVERYTHING, Selection
 from knnstore.store.view import View
 
-Inspector = Callable[[StoreReader], None]
+_logger = logging.getLogger(__name__)
+
+Inspector = Callable[[Reader], None]
 """Looks at a store as it will be."""
 
 
-class RelocatableStore(StoreReader):
-    """The part of `KNNStore` that moves and prunes; it has the writer and its lock."""
+class Relocation:
+    """Moves and prunes one store.
 
-    _writer: CatalogWriter | None
-    _writing: threading.RLock
+    Args:
+        home: where the store is.
+        catalog: its catalogue.
+        current: where its keys are.
+        preview: makes a reader of what will be live.
+    """
 
-    def move(
-        self,
-        adapter: str,
-        location: str,
-        *,
-        params: Mapping[str, Any] | None = None,
-        progress: Progress | None = None,
-    ) -> Moved:
-        """Move the keys to another engine: copy, compare, switch in one transaction, erase the old ones.
+    def __init__(
+        self, home: Home, catalog: Catalog, current: Current, preview: Callable[[View], Reader]
+    ) -> None:
+        self._home = home
+        self._catalog = catalog
+        self._current = current
+        self._preview = preview
 
-        Until the switch the store is as it was. When this was interrupted, the same call goes on where
-        it stopped; a call with another target erases the half-made copy first.
+    def unfinished(self) -> Engine | None:
+        """Where a move goes that was interrupted before it switched."""
+        plan = Plan.read(self._home)
+        return None if plan is None or plan.target == self._catalog.engine() else plan.target
 
-        Args:
-            adapter: the new adapter's name.
-            location: a new place: a URL or a folder, a relative one inside the home.
-            params: the new adapter's own parameters; JSON values.
-            progress: hears of each batch.
+    def settle(self) -> str | None:
+        """Erase the old keys of a move that has switched, if there is one.
+
+        Returns:
+            Why the old keys are still there, if they are; None otherwise.
+        """
+        try:
+            plan = Plan.read(self._home)
+            switched = plan is not None and plan.target == self._current.engine
+            return self._end(plan) if plan is not None and switched else None
+        except (KnnstoreError, OSError) as error:
+            return f"{error}; the next writer tries again"
+
+    def settle_quietly(self) -> None:
+        """Do `settle` when a store is opened, which must not fail for it."""
+        Plan.clean(self._home)
+        left = self.settle()
+        if left:
+            _logger.warning("keys that were moved are still at the old place: %s", left)
+
+    def abandon(self) -> Engine | None:
+        """Erase the half-made copy of an unfinished move.
+
+        Returns:
+            Where it was going; None when no move is unfinished.
 
         Raises:
-            DatastoreExistsError: something else is at the location.
-            DatastoreError: the copy differs from its source, or an engine failed.
+            KnnstoreError: it cannot be erased.
         """
-        started, progress = time.perf_counter(), progress or Progress()
-        check_json(params or {}, "the parameters")
-        target = Engine(adapter, location, json.loads(json.dumps(dict(params or {}))))
-        with self._locked() as writer:
-            self.view()  # follows a move whose answer was lost
-            before = self._engine
-            done = self._relocate(writer, target, progress)
-            left = moving.settle(self.home, target)
-            return Moved(before, target, seconds=time.perf_counter() - started, left=left, **done._asdict())
+        self._current.view()  # follows a move whose answer was lost
+        plan = Plan.read(self._home)
+        if plan is None or plan.target == self._current.engine:
+            return None
+        left = self._end(plan)
+        if left:
+            _logger.warning("the unfinished copy stays: %s", left)
+        return plan.target
+
+    def move(self, writer: CatalogWriter, target: Engine, progress: Progress) -> Moved:
+        """Move the keys to another engine; see `KNNStore.move`."""
+        started = time.perf_counter()
+        target = replace(target, params=_as_json(target.params))
+        self._current.view()  # follows a move whose answer was lost
+        before = self._current.engine
+        done = self._relocate(writer, target, progress)
+        left = self.settle()
+        return Moved(before, target, seconds=time.perf_counter() - started, left=left, **done._asdict())
 
     def prune(
         self,
+        writer: CatalogWriter,
         keep: float,
         choose: Chooser,
-        *,
-        domains: Sequence[str] = (),
-        location: str | None = None,
-        params: Mapping[str, Any] | None = None,
-        inspect: Inspector | None = None,
-        progress: Progress | None = None,
+        domains: Sequence[str],
+        location: str | None,
+        params: Mapping[str, Any] | None,
+        inspect: Inspector | None,
+        progress: Progress,
     ) -> Pruned:
-        """Let only some records of each domain stay: those are copied to a new place of the same engine.
-
-        Works as `move` does: until the switch, which also says in the catalogue what was pruned, the store
-        is as it was, and the same call goes on where it was interrupted. Called again when it is done, it
-        changes nothing.
-
-        Args:
-            keep: share of each domain's tokens that shall have a record, above 0 and at most 1. A domain
-                that has no more records stays as it is.
-            choose: says which records stay, see `random_chooser` and `merge_chooser`.
-            domains: the domains to prune; none is all.
-            location: a new place; by default a new folder beside the old one, in the home.
-            params: adapter's parameters that differ from those in use.
-            inspect: looks at the store as it will be, before the switch; what it raises ends the pruning.
-            progress: hears of each batch.
-
-        Raises:
-            ConfigError: `keep` is out of range, or the engine is a server and neither location nor params
-                say where the copy is to be.
-            DomainNotFoundError: there is no such domain.
-            DatastoreExistsError: something else is at the location.
-        """
-        started, progress = time.perf_counter(), progress or Progress()
-        check_json(params or {}, "the parameters")
-        with self._locked() as writer:
-            view, before = self.view(), self._engine
-            view.scope(Selection(domains=tuple(domains)) if domains else Selection())
-            names = sorted(set(domains) or view.snapshot.domains)
-            plan = plan_pruning(self._catalog, view.datastore, view.snapshot, keep, choose, names, progress)
-            if not plan.gone:
-                seconds = time.perf_counter() - started
-                return Pruned(plan.domains, before, before, view.datastore.count(), seconds)
-            target = self._place_beside(location, json.loads(json.dumps(dict(params or {}))))
-
-            def look(copy: Datastore) -> None:
-                if inspect is not None:
-                    inspect(_Preview(self, copy, plan.snapshot))
-
-            done = self._relocate(
-                writer, target, progress, without=plan.gone, pruned=plan.documents, look=look
-            )
-            left = moving.settle(self.home, target)
+        """Let only some records of each domain stay; see `KNNStore.prune`."""
+        started, differing = time.perf_counter(), _as_json(params or {})
+        view, before = self._current.view(), self._current.engine
+        view.scope(Selection(domains=tuple(domains)) if domains else EVERYTHING)
+        names = sorted(set(domains) or view.snapshot.domains)
+        plan = plan_pruning(self._catalog, view, keep, choose, names, progress)
+        if not plan.gone:
             seconds = time.perf_counter() - started
-            return Pruned(plan.domains, before, target, done.records, seconds, left)
+            return Pruned(plan.domains, before, before, view.datastore.count(), seconds)
+        target = self._place_beside(location, differing)
 
-    def abandon_move(self) -> Engine | None:
-        """Give up a move or a pruning that was interrupted, and erase what it had copied.
+        def look(copy: Datastore) -> None:
+            if inspect is not None:
+                inspect(self._preview(View(plan.snapshot, copy, self._catalog)))
 
-        Returns:
-            Where it was going; None when there is no such move.
-        """
-        with self._locked():
-            return moving.abandon(self.home, self.identity, self._catalog.engine())
+        done = self._relocate(writer, target, progress, without=plan.gone, pruned=plan.documents, look=look)
+        left = self.settle()
+        return Pruned(plan.domains, before, target, done.records, time.perf_counter() - started, left)
 
     def _relocate(
         self,
@@ -142,14 +156,16 @@ class RelocatableStore(StoreReader):
         look: Callable[[Datastore], None] = lambda copy: None,
     ) -> Transferred:
         """Copy the records, compare them, and switch to the copy; the old keys stay."""
-        copy = moving.begin(self.home, self.identity, self._engine, target, progress)
+
+        def commit() -> None:
+            writer.move(target, pruned or {})
+            failpoint("move.switched")
+
+        copy = self._begin(target, progress)
         try:
-            done = transfer(self._datastore, copy, progress, without=without or IdRanges())
+            done = transfer(self._current.datastore, copy, progress, without=without or IdRanges())
             look(copy)
-            with self._viewing:  # other threads see both changes or none
-                writer.move(target, pruned or {})
-                failpoint("move.switched")
-                old, self._datastore, self._engine, self._view = self._datastore, copy, target, None
+            old = self._current.switch(target, copy, commit)
         except BaseException:
             with suppress(KnnstoreError):  # what is durable already serves the next try
                 copy.close()
@@ -157,9 +173,78 @@ class RelocatableStore(StoreReader):
         old.close()
         return done
 
-    def _place_beside(self, location: str | None, params: dict[str, Any]) -> Engine:
+    def _begin(self, target: Engine, progress: Progress) -> Datastore:
+        """Open the target for writing: a new one, or the one of the same move, interrupted.
+
+        Raises:
+            DatastoreExistsError: something else is at the location.
+        """
+        source, place = self._current.engine, self._place(target)
+        plan = Plan.read(self._home)
+        if plan is not None and plan.target != target:
+            self._give_up(plan, progress)
+            plan = None
+        if plan is None:
+            self._check_free(place)
+            Plan(source, target).write(self._home)
+            failpoint("move.planned")
+            try:
+                opened = place.open("x")
+            except (ConfigError, DatastoreExistsError):
+                Plan.forget(self._home)
+                raise
+        else:
+            opened = place.open("a")
+            if not plan.made and opened.count():
+                opened.close()
+                Plan.forget(self._home)
+                raise place.taken()
+        failpoint("move.made")
+        Plan(source, target, made=True).write(self._home)
+        return opened
+
+    def _check_free(self, place: Place) -> None:
+        """Refuse a place that holds anything: whatever is there after the move is taken for the store's."""
+        folder, old, problem = place.folder, self._place(self._current.engine).folder, None
+        if folder is not None and old is not None and folder.is_relative_to(old):
+            problem = "is where the keys are now"
+        elif folder is not None and holds_something(folder):
+            problem = "holds something already"
+        if problem is not None:
+            raise DatastoreExistsError(f"{place.location} {problem}; choose another --location")
+        place.check_free()
+
+    def _give_up(self, plan: Plan, progress: Progress) -> None:
+        """Clear the way for another move: what was left of this one is erased, or named."""
+        if plan.target != self._current.engine:
+            progress.say(f"giving up the unfinished move to {self._leftover(plan)}")
+        try:
+            problem = self._end(plan)
+        except (KnnstoreError, OSError) as error:
+            problem = str(error)
+            Plan.forget(self._home)
+        if problem:
+            progress.say(f"remove what is left at {self._leftover(plan)} yourself: {problem}")
+
+    def _end(self, plan: Plan) -> str | None:
+        """Erase what is left of a move; returns why that is left to the user, if it is."""
+        leftover = self._leftover(plan)
+        ours = plan.made or plan.target == self._current.engine or leftover.is_empty()
+        left = leftover.erase() if ours else None
+        Plan.forget(self._home)
+        return left
+
+    def _leftover(self, plan: Plan) -> Place:
+        """The old keys of a move that has switched, the copy of one that has not."""
+        return self._place(plan.source if plan.target == self._current.engine else plan.target)
+
+    def _place(self, engine: Engine) -> Place:
+        return Place(self._home, self._catalog.identity, engine)
+
+    def _place_beside(self, location: str | None, params: Mapping[str, Any]) -> Engine:
         """Where the copy of the same engine goes."""
-        target = replace(self._engine, params={**self._engine.params, **params})
+        engine = self._current.engine
+        target = replace(engine, params={**engine.params, **params})
         if location is not None:
             return replace(target, location=location)
         if "://" in target.location:
@@ -169,40 +254,19 @@ class RelocatableStore(StoreReader):
                     "parameter such as --param collection=NAME"
                 )
             return target
-        begun = moving.unfinished(self.home, self._engine)
+        begun = self.unfinished()
         if begun is not None and begun == replace(target, location=begun.location):
             return begun
         stem = target.location.rstrip("0123456789").removesuffix("-") or "keys"
         free = (f"{stem}-{number}" for number in count(2))
-        return replace(target, location=next(name for name in free if not self._is_there(name)))
-
-    def _is_there(self, location: str) -> bool:
-        return (self.home.path / location).exists()
-
-    @contextmanager
-    def _locked(self) -> Iterator[CatalogWriter]:
-        if self._writer is None:
-            raise ReadOnlyError(f"{self.home.path} was opened for reading; open it with mode 'a' to write")
-        with self._writing:
-            yield self._writer
+        return replace(target, location=next(name for name in free if not (self._home.path / name).exists()))
 
 
-class _Preview(StoreReader):
-    """A store as it will be once a copy is switched to; shares everything with the one that it is of.
+def _as_json(params: Mapping[str, Any]) -> dict[str, Any]:
+    """An adapter's parameters as they come back from JSON.
 
-    Args:
-        store: the store as it is.
-        copy: where its records will be.
-        snapshot: what its catalogue will say.
+    Raises:
+        InputError: they cannot be written as JSON.
     """
-
-    def __init__(self, store: StoreReader, copy: Datastore, snapshot: Snapshot) -> None:
-        self.__dict__.update(store.__dict__)
-        self._prepared = View(snapshot, copy, self._catalog)
-
-    def view(self) -> View:
-        """What will be live."""
-        return self._prepared
-
-    def close(self) -> None:
-        """Leave everything to the store."""
+    check_json(params, "the parameters")
+    return dict(json.loads(json.dumps(dict(params))))

@@ -15,7 +15,7 @@ import os
 from pathlib import Path
 from typing import Self
 
-from knnstore.catalog import URL, parse_url, sqlite_url, without_password
+from knnstore.catalog import URL, parse_url, shown, sqlite_url, without_password
 from knnstore.durable import publish
 from knnstore.errors import ConfigError, StoreNotFoundError
 
@@ -43,6 +43,11 @@ class Home:
         """Where an engine's keys are: a URL as it stands, a relative folder inside the home."""
         return location if "://" in location else str(self.path / location)
 
+    @property
+    def weights(self) -> Path:
+        """The folder of fitted weights; not there before the first ones are."""
+        return self.path / "weights"
+
     @classmethod
     def new(cls, path: Path, catalog: str | None) -> Self:
         """A home that is still to be made.
@@ -59,7 +64,7 @@ class Home:
     def write(self) -> None:
         """Say durably where the catalogue is; a password in its URL is not written."""
         inside = self.catalog_url == self._catalog_url(self.path, None)
-        saved = None if inside else without_password(self.catalog_url).render_as_string()
+        saved = None if inside else without_password(self.catalog_url)
         description = json.dumps({"format": FORMAT, "catalog": saved}, indent=2)
         publish(self.path / DESCRIPTION, description.encode() + b"\n", "home")
 
@@ -95,8 +100,9 @@ class Home:
         """The URL given, which may bring a password but must name the database of the home."""
         parsed = parse_url(given)
         if without_password(parsed) != without_password(url):
-            known, other = (u.render_as_string(hide_password=True) for u in (url, parsed))
-            raise ConfigError(f"the store's catalogue is {known}, {CATALOG_VARIABLE} names another: {other}")
+            raise ConfigError(
+                f"the store's catalogue is {shown(url)}, {CATALOG_VARIABLE} names another: {shown(parsed)}"
+            )
         return parsed
 
     @staticmethod

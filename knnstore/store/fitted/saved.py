@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from knnstore.store.fitted import Traces
+from knnstore.catalog import Catalog, Snapshot
+from knnstore.store.fitted.traces import Traces
 
 _CALIBRATION, _TRAINED = "calibration", "trained_substitute"
 
@@ -44,3 +45,17 @@ class SavedSettings:
             for part in (*parts, trained.get("substitute"))
             if part and "weights" in part
         }
+
+
+def all_saved(catalog: Catalog) -> list[SavedSettings]:
+    """What is saved for every set of domains."""
+    return [SavedSettings.of_payload(payload) for payload in catalog.all_settings()]
+
+
+def files_in_use(catalog: Catalog, snapshot: Snapshot) -> set[str]:
+    """The files of weights that are to be there: not those with traces of a document that is gone."""
+    projection = catalog.identity.projection
+    named: dict[str, Traces | None] = {} if projection is None else {projection: None}
+    for saved in all_saved(catalog):
+        named |= saved.files()
+    return {name for name, traces in named.items() if traces is None or not traces.gone(snapshot)}

@@ -1,22 +1,77 @@
-"""Reading what is live, and what pruning has left of it, all at one revision."""
+"""Statements and queries that reading and writing the catalogue are made of."""
 
-from collections.abc import Iterable
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
 from itertools import chain
+from typing import Any
 
 import numpy as np
-from sqlalchemy import ColumnElement, case, func, select
+from sqlalchemy import ColumnElement, Select, case, func, select
 from sqlalchemy.orm import Session
 
-from knnstore.catalog.statements import in_chunks
 from knnstore.catalog.survivors import PrunedDocument, Survivors
-from knnstore.catalog.tables import IS_LIVE, DocumentRow, DomainRow, PrunedRow, StoreRow
+from knnstore.catalog.tables import IS_LIVE, DocumentRow, DomainRow, PrunedRow, StoreRow, TagRow
 from knnstore.catalog.types import Engine, Snapshot
+from knnstore.checks import check_name
+
+_IDS_A_STATEMENT = 500  # far below SQLite's limit of bound values
 
 _PRUNED = (
     select(DocumentRow.id, DocumentRow.start, PrunedRow.survivors, PrunedRow.scale)
     .join(PrunedRow, PrunedRow.document_id == DocumentRow.id)
     .where(IS_LIVE)
 )
+
+
+def in_chunks(values: Iterable[Any]) -> Iterator[list[Any]]:
+    """Cut values into lists short enough for one SQL statement."""
+    listed = list(values)
+    return (listed[at : at + _IDS_A_STATEMENT] for at in range(0, len(listed), _IDS_A_STATEMENT))
+
+
+def utc(moment: datetime) -> datetime:
+    """A moment as it was stored, in UTC: SQLite drops the zone."""
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).astimezone(UTC)
+
+
+def scope_of(domains: Iterable[str]) -> tuple[str, list[str]]:
+    """The key under which settings for a set of domains are saved, and their names in order."""
+    names = sorted(set(domains))
+    return hashlib.sha256(json.dumps(names).encode()).hexdigest(), names
+
+
+def live_documents(
+    chosen: Select[*tuple[Any, ...]],
+    *,
+    domain: str | None = None,
+    id: str | None = None,
+    tag: str | None = None,
+) -> Select[*tuple[Any, ...]]:
+    """Restrict a statement over documents and their domains to live ones, of one domain, id or tag."""
+    chosen = chosen.where(IS_LIVE)
+    if domain is not None:
+        check_name(domain, "the domain's name")
+        chosen = chosen.where(DomainRow.name == domain)
+    if id is not None:
+        check_name(id, "the document's id")
+        chosen = chosen.where(DocumentRow.external_id == id)
+    if tag is not None:
+        check_name(tag, "the tag")
+        chosen = chosen.where(DocumentRow.id.in_(select(TagRow.document_id).where(TagRow.tag == tag)))
+    return chosen
+
+
+def read_tags(current: Session, rows: Iterable[int]) -> dict[int, list[str]]:
+    """The tags of these documents, by primary key; nothing for those without."""
+    tags: dict[int, list[str]] = {}
+    for chunk in in_chunks(rows):
+        for row, tag in current.execute(
+            select(TagRow.document_id, TagRow.tag).where(TagRow.document_id.in_(chunk))
+        ):
+            tags.setdefault(row, []).append(tag)
+    return tags
 
 
 def read_engine(current: Session) -> Engine:

@@ -21,18 +21,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
 
-from knnstore.catalog import Catalog, Engine, Identity, place
+from knnstore.catalog import Catalog, Engine, Identity
+from knnstore.catalog import place as place_of
+from knnstore.datastore import TOKEN_LIMIT
 from knnstore.durable import publish, sync_directory
-from knnstore.errors import (
-    ConfigError,
-    DatastoreExistsError,
-    DatastoreNotFoundError,
-    StoreExistsError,
-    StoreNotFoundError,
-)
-from knnstore.store.fitted import FOLDER, Weights, save_weights
-from knnstore.store.home import DESCRIPTION, Home
-from knnstore.store.reader import open_datastore
+from knnstore.errors import ConfigError, StoreExistsError, StoreNotFoundError
+from knnstore.store.fitted import Weights, save_weights
+from knnstore.store.home.home import DESCRIPTION, Home
+from knnstore.store.home.places import Place, holds_something
 
 _NAME = "creation.json"
 
@@ -69,7 +65,7 @@ def make_store(
     engine: Engine,
     catalog: str | None,
     projection: Weights | None = None,
-) -> None:
+) -> Home:
     """Make a home with an empty datastore and a catalogue; it is whole or not there.
 
     Args:
@@ -77,21 +73,29 @@ def make_store(
         identity: what the store is made for.
         engine: where the keys are to be.
         catalog: the catalogue's URL, whose password is not written; None is SQLite in the home.
-        projection: the weights that the identity names, if it does.
+        projection: weights that the identity is to name.
+
+    Returns:
+        The home, its catalogue's URL with the password.
 
     Raises:
         StoreExistsError: a store is there, or in the catalogue's database.
         DatastoreExistsError: a datastore is at the location.
         ConfigError: the folder holds other files, or something given cannot be used.
     """
-    folder = path.resolve()
+    if identity.vocab_size > TOKEN_LIMIT:
+        raise ConfigError(f"the vocabulary has {identity.vocab_size} tokens; a store takes {TOKEN_LIMIT}")
+    if projection is not None:
+        identity = replace(identity, projection=projection.name)
+    folder = path.resolve()  # a relative one may be the folder that is replaced
     if (folder / DESCRIPTION).exists():
         raise StoreExistsError(f"{folder} is a knnstore already; remove it or choose another --home")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if holds_something(folder):
         raise ConfigError(f"{folder} is there and not an empty folder; choose another --home")
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     home = Home.new(unfinished, catalog)
-    outside = _outside(home, folder, engine)
+    place = Place(home, identity, engine)
+    outside = _outside(place, folder)
     creation = Creation.read(unfinished)
     begun = outside in creation.datastores
     unfinished.mkdir(parents=True, exist_ok=True)
@@ -100,15 +104,15 @@ def make_store(
         if catalog is not None:
             _check_catalog(home, creation.moment)
         if outside is not None and not begun:
-            _check_location(home, identity, engine)
+            place.check_free()
             creation = replace(creation, datastores=(*creation.datastores, outside))
         if catalog is not None or outside is not None:
             creation.write(unfinished)
-        with open_datastore(home, identity, engine, "a" if begun else "x") as made:
+        with place.open("a" if begun else "x") as made:
             if made.count():
-                raise _occupied(engine)
+                raise place.taken()
         if projection is not None:
-            save_weights(unfinished / FOLDER, projection)
+            save_weights(home.weights, projection)
         Catalog.create(home.catalog_url, identity, engine, created_at=creation.moment).close()
         home.write()
         os.rename(unfinished, folder)
@@ -119,19 +123,18 @@ def make_store(
         raise
     sync_directory(folder.parent)
     (folder / _NAME).unlink(missing_ok=True)
+    return Home.open(folder, catalog)
 
 
-def _outside(home: Home, folder: Path, engine: Engine) -> str | None:
+def _outside(place: Place, folder: Path) -> str | None:
     """Which datastore is to be made outside the home, if it is."""
-    where = home.resolve(engine.location)
-    if "://" not in where:
-        resolved = Path(where).resolve()
-        if resolved.is_relative_to(home.path):
-            return None
-        if resolved.is_relative_to(folder):
-            raise ConfigError(f"{resolved} is in the home: give its place there, as in --location keys")
-        where = str(resolved)
-    return f"{engine.adapter} {where}"
+    if place.folder is None:
+        return f"{place.engine.adapter} {place.location}"
+    if place.folder.is_relative_to(place.home.path):
+        return None
+    if place.folder.is_relative_to(folder):
+        raise ConfigError(f"{place.folder} is in the home: give its place there, as in --location keys")
+    return f"{place.engine.adapter} {place.folder}"
 
 
 def _check_catalog(home: Home, moment: datetime) -> None:
@@ -142,19 +145,7 @@ def _check_catalog(home: Home, moment: datetime) -> None:
     except StoreNotFoundError:
         return
     if not ours:
-        raise StoreExistsError(f"{place(home.catalog_url)} already holds a store's catalogue")
-
-
-def _check_location(home: Home, identity: Identity, engine: Engine) -> None:
-    with suppress(DatastoreNotFoundError):
-        open_datastore(home, identity, engine, "r").close()
-        raise _occupied(engine)
-
-
-def _occupied(engine: Engine) -> DatastoreExistsError:
-    return DatastoreExistsError(
-        f"a datastore is already at {engine.adapter} {engine.location}; choose another --location"
-    )
+        raise StoreExistsError(f"{place_of(home.catalog_url)} already holds a store's catalogue")
 
 
 def _clear(unfinished: Path) -> None:

@@ -1,4 +1,4 @@
-"""Fitted weights that are too large for SQL, and the documents that they hold traces of.
+"""Fitted weights that are too large for SQL, in files of their own.
 
 ::
 
@@ -7,10 +7,6 @@
 Saved settings name the files that they need. A file is durable before the settings that name it are
 saved, and removed when settings are saved and none names it any more, so a crash leaves at most a
 file too many.
-
-What is fitted on the store's own documents keeps something of each. Saved settings name such weights
-together with their traces (`SavedSettings.files`); once a document is removed or replaced, they are
-used no more and their file is removed with it.
 """
 
 import hashlib
@@ -26,17 +22,10 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from knnstore.catalog import Snapshot
 from knnstore.durable import publish, sync_directory
 from knnstore.errors import ConfigError, CorruptWeightsError
-from knnstore.store.selection import Selection
-
-FOLDER = "weights"
-"""Of a home."""
-
 
 _NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
-
 
 _METADATA = "knnstore"  # one entry, since the order of several would not be the same each time
 
@@ -144,55 +133,3 @@ def sweep(folder: Path, named: Iterable[str]) -> None:
     for path in folder.iterdir() if folder.is_dir() else ():
         if _NAME.fullmatch(path.name.removesuffix(".tmp")) and path.name not in kept:
             path.unlink(missing_ok=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Traces:
-    """All documents that some domains held at one moment.
-
-    Positions are never given twice and later documents have higher ones. So these documents are all
-    still there as long as there are as many below the position that the next one was to have.
-    """
-
-    domains: tuple[str, ...]
-    """Sorted; none is the whole store."""
-    documents: int
-    """How many there were."""
-    below: int
-    """They had no position from this one on."""
-
-    @classmethod
-    def of(cls, snapshot: Snapshot, domains: Iterable[str] = ()) -> Self:
-        """Everything that these domains hold now; of the whole store when none is named."""
-        names = tuple(sorted(set(domains)))
-        below = int(snapshot.stops.max(initial=0))
-        return cls(names, _count(snapshot, names, below), below)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Read what was saved as JSON."""
-        return cls(**{**values, "domains": tuple(values["domains"])})
-
-    def are_whole(self, snapshot: Snapshot) -> bool:
-        """Whether every document is still as it was."""
-        return _count(snapshot, self.domains, self.below) == self.documents
-
-    def gone(self, snapshot: Snapshot) -> float:
-        """The share of the documents that were removed or replaced since."""
-        return 1 - _count(snapshot, self.domains, self.below) / max(1, self.documents)
-
-    def are_within(self, selection: Selection) -> bool:
-        """Whether a selection reaches every one of these documents, so that it may show traces of them."""
-        if Selection(domains=selection.domains) != selection:
-            return False
-        return selection.domains is None or (
-            bool(self.domains) and set(self.domains) <= set(selection.domains)
-        )
-
-
-def _count(snapshot: Snapshot, domains: tuple[str, ...], below: int) -> int:
-    inside = snapshot.starts < below
-    if domains:
-        groups = [snapshot.domains[name] for name in domains if name in snapshot.domains]
-        inside &= np.isin(snapshot.groups, groups)
-    return int(inside.sum())

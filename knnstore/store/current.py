@@ -1,0 +1,81 @@
+"""The keys and the documents as they are now: the datastore that the catalogue names, and what is live."""
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+from knnstore.catalog import Catalog, Engine
+from knnstore.datastore import Datastore
+from knnstore.errors import DatastoreError
+from knnstore.store.home import Home, Place
+from knnstore.store.view import View
+
+Mode = Literal["r", "a"]
+
+
+class Current:
+    """Follows the catalogue from revision to revision and from engine to engine.
+
+    Args:
+        home: where the store is.
+        catalog: its catalogue.
+        mode: how the datastore is opened.
+        params: parameters of the adapter in place of the store's own.
+    """
+
+    engine: Engine
+    """As the catalogue names it."""
+    datastore: Datastore
+
+    def __init__(self, home: Home, catalog: Catalog, mode: Mode, params: Mapping[str, Any]) -> None:
+        self._home = home
+        self._catalog = catalog
+        self._mode: Mode = mode
+        self._params = dict(params)
+        self._view: View | None = None
+        self._viewing = threading.Lock()
+        self.engine, self.datastore = self._open()
+
+    def view(self) -> View:
+        """What is live at the latest revision."""
+        with self._viewing:
+            if self._view is None or self._catalog.revision() != self._view.snapshot.revision:
+                while (snapshot := self._catalog.snapshot()).engine != self.engine:
+                    self.engine, self.datastore = self._open()  # moved by another process
+                self._view = View(snapshot, self.datastore, self._catalog)
+            return self._view
+
+    def switch(self, engine: Engine, datastore: Datastore, commit: Callable[[], None]) -> Datastore:
+        """Go over to another engine as the catalogue does; other threads see both changes or none.
+
+        Args:
+            engine: the new one.
+            datastore: the new one, opened.
+            commit: makes the catalogue name it.
+
+        Returns:
+            The datastore in use until now.
+        """
+        with self._viewing:
+            commit()
+            old, self.datastore, self.engine, self._view = self.datastore, datastore, engine, None
+        return old
+
+    def close(self) -> None:
+        """Flush and release the datastore in use."""
+        self.datastore.close()
+
+    def _open(self) -> tuple[Engine, Datastore]:
+        """Open the datastore that the catalogue names, also while the keys are being moved."""
+        while True:
+            engine = self._catalog.engine()
+            place = Place(self._home, self._catalog.identity, engine)
+            try:
+                if self._mode == "a":  # which would make a new, empty one where the keys were lost
+                    place.open("r").close()
+                given = replace(engine, params={**engine.params, **self._params})
+                return engine, replace(place, engine=given).open(self._mode)
+            except DatastoreError:
+                if self._catalog.engine() == engine:
+                    raise

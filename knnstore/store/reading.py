@@ -1,0 +1,251 @@
+"""Reading a store: searching, tracing and listing what is live."""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from knnstore.catalog import Catalog, Document, Domain, Identity, StoredVersion
+from knnstore.datastore import Datastore, Ids, Keys, Neighbors
+from knnstore.errors import (
+    AmbiguousDocumentError,
+    DatastoreError,
+    DocumentNotFoundError,
+    StoreUnavailableError,
+)
+from knnstore.store.fitted import SavedSettings, Traces, Weights, load_weights
+from knnstore.store.home import Home
+from knnstore.store.pointers import Clusters, follow
+from knnstore.store.provenance import Provenance, Tokens, Tracer
+from knnstore.store.reader import Records
+from knnstore.store.selection import EVERYTHING, Selection
+from knnstore.store.view import View
+
+_SEARCH_ATTEMPTS = 20  # a commit takes longer than a search: so many in a row are not overtaken
+
+
+class StoreReader:
+    """Reads a store as whoever makes it says that it is.
+
+    Args:
+        home: where the store is.
+        catalog: its catalogue.
+        view: gives what is live.
+    """
+
+    def __init__(self, home: Home, catalog: Catalog, view: Callable[[], View]) -> None:
+        self.home = home
+        self.identity: Identity = catalog.identity
+        self._catalog = catalog
+        self._current_view = view
+        self._tracer = Tracer(catalog)
+        self._clusters: dict[int, Clusters] = {}
+
+    def at(self, view: View) -> "StoreReader":
+        """A reader of one view, whatever becomes of the store; it shares what this one remembers."""
+        reader = StoreReader(self.home, self._catalog, lambda: view)
+        reader._tracer, reader._clusters = self._tracer, self._clusters
+        return reader
+
+    def view(self) -> View:
+        """What is live at the latest revision."""
+        return self._current_view()
+
+    @property
+    def datastore(self) -> Datastore:
+        """The datastore itself; after a move another one."""
+        return self.view().datastore
+
+    # -- searching
+
+    def search(self, queries: Keys, k: int, selection: Selection = EVERYTHING) -> Neighbors:
+        """Find the k nearest live records of each query.
+
+        Args:
+            queries: float32, shape (q, dim).
+            k: how many, >= 1.
+            selection: among which documents.
+
+        Returns:
+            Record ids (see `tokens_of`) and distances, shape (q, k), nearest first; id -1 at
+            distance +inf where fewer records match.
+        """
+        return self._at_one_revision(lambda view: view.search(queries, k, selection))
+
+    def follow(
+        self,
+        queries: Keys,
+        ids: Ids,
+        selection: Selection = EVERYTHING,
+        *,
+        cluster_size: int | None = None,
+    ) -> Neighbors:
+        """Measure queries against the records that come after some of others in their documents.
+
+        Args:
+            queries: float32, shape (q, dim).
+            ids: records of any search, int64, shape (q, m), -1 for none.
+            selection: among which documents.
+            cluster_size: measures all that share a cluster with those records, of so many on average; the
+                first call reads every key. See `knnstore.store.pointers.clusters`.
+
+        Returns:
+            Record ids and distances, shape (q, m), each in the place of the record before it; -1 and +inf
+            where that was a document's last, and where the document is live no more. With clusters of shape
+            (q, n), in any order.
+        """
+        clusters = None
+        if cluster_size is not None:
+            clusters = self._clusters.setdefault(cluster_size, Clusters(cluster_size))
+        return self._at_one_revision(lambda view: follow(view, queries, ids, selection, clusters))
+
+    def provenance(self, ids: Ids, *, before: int = 16, after: int = 8) -> list[Provenance | None]:
+        """Say where retrieved records come from.
+
+        Args:
+            ids: record ids of any search, shape (n,).
+            before: tokens of context to give.
+            after: tokens of continuation to give.
+
+        Returns:
+            n entries; None for id -1 and for records whose document was removed since.
+        """
+        return self._tracer.trace(ids, self.view().snapshot, before=before, after=after)
+
+    # -- what is in the store
+
+    def domains(self) -> list[Domain]:
+        """Every domain with its documents and tokens, by name."""
+        return self._catalog.domains()
+
+    def documents(self, *, domain: str | None = None, tag: str | None = None) -> list[Document]:
+        """The live documents in the order in which they were added."""
+        return self._catalog.documents(domain=domain, tag=tag)
+
+    def document(self, id: str, *, domain: str | None = None) -> Document:
+        """One document.
+
+        Raises:
+            DocumentNotFoundError: there is none.
+            AmbiguousDocumentError: several domains have one of this id and none was named.
+        """
+        found = self._catalog.documents(id=id, domain=domain)
+        if not found:
+            where = "" if domain is None else f" in domain {domain!r}"
+            raise DocumentNotFoundError(f"no document {id!r}{where}")
+        if len(found) > 1:
+            names = ", ".join(document.domain for document in found)
+            raise AmbiguousDocumentError(f"document {id!r} is in several domains, name one: {names}")
+        return found[0]
+
+    def tokens(self, id: str, *, domain: str | None = None) -> Tokens:
+        """The tokens of a document, uint32, shape (n,); the model's tokenizer turns them into text.
+
+        Raises:
+            DocumentNotFoundError, AmbiguousDocumentError: as `document`.
+        """
+        found = self.document(id, domain=domain)
+        for row in self._catalog.rows(id=id, domain=found.domain):
+            tokens = self._catalog.tokens(row)
+            if tokens is not None:
+                return tokens
+        raise DocumentNotFoundError(f"document {id!r} was just removed")
+
+    def versions(self, domain: str, ids: Iterable[str]) -> dict[str, StoredVersion]:
+        """The live versions of documents of a domain, by id; what ingest compares with."""
+        return self._catalog.versions(domain, ids)
+
+    def stored_content(self, hashes: Iterable[str], selection: Selection = EVERYTHING) -> set[str]:
+        """Which of these content hashes belong to a live document of the selection."""
+        return self.view().content(hashes, selection)
+
+    def token_counts(self, selection: Selection = EVERYTHING) -> NDArray[np.int64]:
+        """How often the selected documents hold each token of the vocabulary, int64, shape (v,)."""
+        return self.view().token_counts(selection, self.identity.vocab_size)
+
+    def revision(self) -> int:
+        """The number that grows with every change that readers may see."""
+        return self._catalog.revision()
+
+    def lengths(self, selection: Selection = EVERYTHING) -> dict[int, int]:
+        """How many tokens each selected document has, by its number, in the order in which they were added.
+
+        A document's number is never given twice, nor to another version of it.
+
+        Raises:
+            DomainNotFoundError, DocumentNotFoundError: as `search`.
+        """
+        return self.view().lengths(selection)
+
+    def text(self, number: int) -> Tokens:
+        """The tokens of the document of this number, uint32, shape (n,).
+
+        Raises:
+            DocumentNotFoundError: it was removed.
+        """
+        tokens = self._catalog.tokens(number)
+        if tokens is None:
+            raise DocumentNotFoundError(f"document number {number} was removed")
+        return tokens
+
+    def records(
+        self, selection: Selection = EVERYTHING, *, without: Collection[int] = (), batch_size: int = 8192
+    ) -> Iterator[Records]:
+        """Read the records of the selected documents, by ascending id, in batches.
+
+        Args:
+            selection: of which documents.
+            without: numbers of documents whose records are left out.
+            batch_size: records a batch at most, >= 1.
+
+        Raises:
+            DomainNotFoundError, DocumentNotFoundError: as `search`.
+        """
+        return self.view().records(selection, without, batch_size)
+
+    def traces(self, domains: Iterable[str] = ()) -> Traces:
+        """All documents that these domains hold now, or the whole store when none is named; see `gone`."""
+        return Traces.of(self.view().snapshot, domains)
+
+    def gone(self, traces: Traces) -> float:
+        """The share of these documents that were removed or replaced since; 0 when all are as they were."""
+        return traces.gone(self.view().snapshot)
+
+    def record_count(self, selection: Selection = EVERYTHING) -> int:
+        """How many live records a search among the selected documents can find.
+
+        Raises:
+            DomainNotFoundError, DocumentNotFoundError: as `search`.
+        """
+        return self.view().scope(selection).records
+
+    def settings(self, domains: Sequence[str] = ()) -> SavedSettings | None:
+        """The settings saved for exactly this set of domains, if any."""
+        payload = self._catalog.settings(domains)
+        return None if payload is None else SavedSettings.of_payload(payload)
+
+    def load_weights(self, name: str) -> Weights:
+        """Read fitted weights that settings name.
+
+        Raises:
+            ConfigError: this is not the name of a file of weights.
+            CorruptWeightsError: the file is missing or damaged.
+        """
+        return load_weights(self.home.weights, name)
+
+    def _at_one_revision(self, look: Callable[[View], Neighbors]) -> Neighbors:
+        """Look at the keys and the catalogue together, again if a commit came between."""
+        for _ in range(_SEARCH_ATTEMPTS):
+            view = self.view()
+            try:
+                found = look(view)
+            except DatastoreError:
+                if self._catalog.revision() == view.snapshot.revision:
+                    raise
+                continue  # the keys were moved to another engine meanwhile
+            # A commit between the two may have removed what the view still counts on.
+            if self._catalog.revision() == view.snapshot.revision:
+                return found
+        raise StoreUnavailableError(
+            f"each of {_SEARCH_ATTEMPTS} searches was overtaken by a commit; try again"
+        )

@@ -1,0 +1,97 @@
+"""Changing what is in a store: each change is whole or not there."""
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from knnstore.catalog import CatalogWriter, NewDocument
+from knnstore.datastore import IdRanges, SupportsOptimize
+from knnstore.errors import DocumentNotFoundError, KnnstoreError
+from knnstore.store.current import Current
+from knnstore.store.fitted import SavedSettings, Weights, files_in_use, save_weights, sweep
+from knnstore.store.home import Home
+from knnstore.store.ingest import Ingest, purge
+from knnstore.store.verify import strangers_in
+
+
+class Writing:
+    """The one writer of a store; whoever calls a method holds `lock`.
+
+    Args:
+        home: where the store is.
+        writer: of its catalogue.
+        current: its keys.
+    """
+
+    def __init__(self, home: Home, writer: CatalogWriter, current: Current) -> None:
+        self.lock = threading.RLock()
+        self.writer = writer
+        self._home = home
+        self._current = current
+        self._unnamed_weights: set[str] = set()
+
+    def purge(self) -> None:
+        """Remove the documents that are not live, for good, with the weights that hold traces of them."""
+        purge(self.writer, self._current.datastore, self.writer.unsettled())
+        self._sweep_weights()
+
+    @contextmanager
+    def ingest(self, documents: Sequence[NewDocument]) -> Iterator[Ingest]:
+        """Add documents; see `KNNStore.ingest`."""
+        with Ingest(self.writer, self._current.datastore, documents) as group:
+            yield group
+        self._sweep_weights()
+
+    def describe(self, domain: str, changes: Mapping[str, tuple[Mapping[str, Any], Iterable[str]]]) -> None:
+        """Set the metadata and tags of documents of a domain; see `KNNStore.describe`."""
+        rows = self._rows(domain, changes)
+        self.writer.describe({rows[id]: change for id, change in changes.items()})
+
+    def remove(self, domain: str, ids: Iterable[str] | None = None) -> None:
+        """Remove documents of a domain; None is all.
+
+        Raises:
+            DocumentNotFoundError: one is not there; none was removed.
+        """
+        gone = self.writer.catalog.rows(domain=domain) if ids is None else self._rows(domain, ids).values()
+        self.writer.retire(list(gone))
+        self.purge()
+
+    def save_settings(self, saved: SavedSettings, domains: Sequence[str]) -> None:
+        """Save settings, and remove the weights that none name; see `KNNStore.save_settings`."""
+        self.writer.save_settings(domains, saved.payload())
+        self._unnamed_weights -= set(saved.files())
+        self._sweep_weights()
+
+    def save_weights(self, weights: Weights) -> str:
+        """Write fitted weights; see `KNNStore.save_weights`."""
+        name = save_weights(self._home.weights, weights)
+        self._unnamed_weights.add(name)
+        return name
+
+    def remove_strangers(self) -> None:
+        """Remove records that belong to no document; what fails is left to verifying."""
+        with suppress(KnnstoreError):
+            strangers = strangers_in(self.writer.catalog, self._current.datastore)
+            self._current.datastore.delete(IdRanges.of_ids(strangers))
+            self._current.datastore.flush()
+
+    def optimize(self) -> None:
+        """Let the engine build its indexes and reclaim space."""
+        if isinstance(self._current.datastore, SupportsOptimize):
+            self._current.datastore.optimize()
+
+    def _sweep_weights(self) -> None:
+        if self._home.weights.is_dir():
+            used = files_in_use(self.writer.catalog, self._current.view().snapshot)
+            sweep(self._home.weights, self._unnamed_weights | used)
+
+    def _rows(self, domain: str, ids: Iterable[str]) -> dict[str, int]:
+        """The primary keys of live documents of a domain, by id."""
+        wanted = list(ids)
+        found = self.writer.catalog.versions(domain, wanted)
+        for id in wanted:
+            if id not in found:
+                raise DocumentNotFoundError(f"no document {id!r} in domain {domain!r}")
+        return {id: version.row for id, version in found.items()}
