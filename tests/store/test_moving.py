@@ -272,7 +272,7 @@ def test_to_a_server_that_fails_in_the_middle_and_back(
     need("qdrant")
     from qdrant_faults import FOREVER
 
-    monkeypatch.setattr(transfer, "_BATCH", 100)
+    monkeypatch.setattr(transfer, "BATCH_SIZE", 100)
     writer.add("law", "1", n=400)
     writer.add("news", "2", n=200)
     before, batches, params = answers(store), contents(store), {"timeout": 1.0}

@@ -126,7 +126,7 @@ def test_one_fault_at_every_call(tmp_path: Path, qdrant_server: Any, kind: str) 
             check_change(reader, qdrant_server, version)
             if fault.seen < first:
                 break
-    assert first > (3 if kind in ("acknowledged", "wait_timeout") else 7)
+    assert first > (3 if kind in ("acknowledged", "wait_timeout") else 6)
 
 
 @pytest.mark.slow

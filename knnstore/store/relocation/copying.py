@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knnstore.datastore import (
+    BATCH_SIZE,
     ID_LIMIT,
     Datastore,
     Distances,
@@ -142,7 +143,7 @@ def _settle(target: Datastore, start: int, stop: int, wanted: Ids) -> Ids:
 
 def _read_ahead(datastore: Datastore, without: IdRanges = _NOTHING) -> Iterator[Batch]:
     """The records in batches, none empty; the next is read while the caller is busy with this one."""
-    batches = datastore.iterate()
+    batches = datastore.iterate(batch_size=BATCH_SIZE)
     with ThreadPoolExecutor(1) as reader:
         coming = reader.submit(next, batches, None)
         while (batch := coming.result()) is not None:
