@@ -22,7 +22,7 @@ import torch
 import knnstore
 from knnstore.documents import TextDocument, read_documents
 from knnstore.lm import KNNLMForCausalLM, KNNSettings
-from knnstore.lm.mixing.interpolation import gold_knn_probs, mix_gold, neighbor_weights
+from knnstore.lm.mixing import mix_gold, neighbor_weights
 from knnstore.lm.scoring.held_out import score
 
 TINY_LM = Path(__file__).parent.parent / "examples" / "tiny-lm"
@@ -37,11 +37,12 @@ class Scores:
     ) -> None:
         log_probs, knn, found = [], [], []
         started = time.perf_counter()
-        for part in score(lm.store, lm.encoder, lm.tokenizer, documents, KNNSettings(k=k)):
+        for part in score(lm.store, lm.reader, documents, KNNSettings(k=k)):
             weights = [neighbor_weights(part.distances, temperature) for temperature in temperatures]
+            hits = part.tokens == part.gold[:, None]
             log_probs.append(part.lm_log_probs)
             found.append(weights[0].sum(1) > 0)
-            knn.append(torch.stack([gold_knn_probs(w, part.tokens, part.gold) for w in weights]))
+            knn.append(torch.stack([(of * hits).sum(1).clamp(max=1.0) for of in weights]))
         self.seconds = time.perf_counter() - started
         self.log_probs, self.found = torch.cat(log_probs), torch.cat(found)
         self.knn = dict(zip(temperatures, torch.cat(knn, dim=1), strict=True))
@@ -50,7 +51,8 @@ class Scores:
         return math.exp(-self.log_probs.double().mean())
 
     def ppl(self, temperature: float, lam: float) -> float:
-        return math.exp(-mix_gold(self.log_probs, self.knn[temperature], self.found, lam).double().mean())
+        mixed = mix_gold(self.log_probs, self.knn[temperature], lam * self.found)
+        return math.exp(-mixed.double().mean())
 
     def best_lambda(self, temperature: float) -> float:
         """EM for the weight of a mixture of two: exact, for the likelihood has one maximum."""

@@ -21,12 +21,11 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
-from knnstore.lm.reading.tokens import tokenized
 
 import knnstore
+from knnstore.datastore import tokens_of
 from knnstore.documents import TextDocument, read_documents
-from knnstore.lm.mixing.interpolation import gold_knn_probs, mix_gold, neighbor_weights
-from knnstore.lm.reading.windows import BATCH_TOKENS, pack, prefix_of
+from knnstore.lm.mixing import Component, Mixture, neighbor_weights
 from knnstore.store import EVERYTHING
 
 TINY_LM = Path(__file__).parent.parent / "examples" / "tiny-lm"
@@ -63,22 +62,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         exact = {"index": "exact"}  # what is compared is storing, not the training of an index
         lm = knnstore.create(Path(folder) / "home", model=options.model, device="cpu", params=exact)
-        identity, tokenizer = lm.store.identity, lm.tokenizer
-        chosen, tokens = [], []
+        identity, chosen, tokens = lm.store.identity, [], []
         for document in documents_of(options.documents):
             chosen.append(document)
-            tokens += tokenized([document], tokenizer)
+            tokens.append(lm.reader.tokens(document.text))
             if sum(map(len, tokens)) >= options.tokens:
                 break
-        batches = list(
-            pack(
-                tokens,
-                prefix=prefix_of(tokenizer),
-                max_length=identity.max_length,
-                stride=identity.stride,
-                batch_tokens=BATCH_TOKENS,
-            )
-        )
+        batches = list(lm.reader.batches(tokens))
         stored = sum(len(batch.at) for batch in batches)
 
         def forward() -> None:
@@ -107,10 +97,10 @@ def main() -> None:
             modelled = time.perf_counter()
             found = lm.store.search(encoded.keys.numpy(), options.k, EVERYTHING)
             searched = time.perf_counter()
-            distances, ids = torch.from_numpy(found.distances), torch.from_numpy(found.ids)
-            weights = neighbor_weights(distances, 20.0)
-            knn = gold_knn_probs(weights, ids & 0xFFFFF, torch.from_numpy(batch.gold))
-            mix_gold(log_probs, knn, weights.sum(1) > 0, 0.5)
+            weights = neighbor_weights(torch.from_numpy(found.distances), 20.0)
+            neighbors = torch.from_numpy(tokens_of(found.ids))
+            mixture = Mixture([Component(weights, torch.full((len(weights),), 0.5), neighbors)])
+            mixture.gold(log_probs, torch.from_numpy(batch.gold))
             mixed = time.perf_counter()
             for name, seconds in zip(
                 parts, (modelled - started, searched - modelled, mixed - searched), strict=True

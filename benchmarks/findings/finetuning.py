@@ -3,16 +3,15 @@
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from knnstore.lm.reading.tokens import tokenized
+from texts import reader_of
 from torch.nn.functional import cross_entropy
 
 from knnstore.documents import TextDocument
-from knnstore.lm.reading.models import load_model
-from knnstore.lm.reading.windows import max_length_of, pack, prefix_of
 
 LEARNING_RATE = 1e-3
 WARMUP = 0.05
@@ -37,15 +36,11 @@ def fine_tune(model: str, documents: Sequence[TextDocument], epochs: int, out: P
     """
     torch.manual_seed(0)
     order = np.random.default_rng(0)
-    lm, tokenizer = load_model(model, device="cpu")
-    length = max_length_of(lm.config)
+    reader = reader_of(model)
+    lm = reader.encoder.model
     started = time.perf_counter()
-    batches = list(
-        pack(
-            tokenized(documents, tokenizer), prefix=prefix_of(tokenizer),
-            max_length=length, stride=length - 1, batch_tokens=BATCH_TOKENS,
-        )
-    )  # fmt: skip
+    apart = replace(reader, stride=reader.max_length - 1, batch_tokens=BATCH_TOKENS)
+    batches = list(apart.batches(apart.tokenized(documents)))
     weights = list(lm.parameters())
     optimizer = torch.optim.AdamW(
         [
@@ -74,5 +69,5 @@ def fine_tune(model: str, documents: Sequence[TextDocument], epochs: int, out: P
                 raise RuntimeError("fine-tuning diverged")
     seconds = time.perf_counter() - started
     lm.eval().save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    reader.tokenizer.save_pretrained(out)
     return seconds

@@ -14,8 +14,7 @@ from knnstore.lm.calibration.fit_cache import fit_cache, gather_cache_evidence
 from knnstore.lm.calibration.fit_lambda import fit_fixed
 from knnstore.lm.calibration.judging import RESAMPLES, Interval, Judge
 from knnstore.lm.calibration.scored_text import ScoredText
-from knnstore.lm.mixing.interpolation import neighbor_weights
-from knnstore.lm.mixing.likelihood import fit_lambdas
+from knnstore.lm.mixing import fit_lambdas, neighbor_weights
 
 LAMBDAS = torch.arange(0, 100) / 100
 _LEAST = 1e-30

@@ -14,19 +14,16 @@ from typing import NamedTuple, Self
 
 import torch
 from finetuning import fine_tune
-from knnstore.lm.reading.tokens import tokenized
 from memory import Make, Memory, write_json
-from texts import FRACTIONS, SPLITS, Limits, batches, leveled
+from texts import FRACTIONS, SPLITS, Limits, leveled, reader_of
 
 import knnstore
 from knnstore.documents import TextDocument
 from knnstore.lm import KNNLMForCausalLM, KNNSettings
 from knnstore.lm.calibration.candidates import Candidate, Comparison, compare
 from knnstore.lm.calibration.scored_text import ScoredText
-from knnstore.lm.keys.fingerprint import model_fingerprint
-from knnstore.lm.keys.places import locate
-from knnstore.lm.reading.encoder import Encoder
-from knnstore.lm.reading.models import load_model
+from knnstore.lm.keys import model_fingerprint
+from knnstore.lm.reading import in_chunks
 from knnstore.store import Selection
 
 
@@ -60,7 +57,7 @@ class Lab:
     ) -> None:
         self.model, self.texts, self.limits, self.say = model, texts, limits, say
         self.domains, self.fractions = list(texts), FRACTIONS[: limits.fractions]
-        self.tokenizer = load_model(model, device="cpu").tokenizer
+        self.reader = reader_of(model)
         self.inputs = self._hash()
         self.folder = out / "shared" / self.inputs[:12]
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -68,8 +65,7 @@ class Lab:
         self._compared: dict[tuple[str, str, int], Comparison] = {}
 
     def _hash(self) -> str:
-        base = load_model(self.model, device="cpu").model
-        digest = hashlib.sha256(model_fingerprint(base).encode())
+        digest = hashlib.sha256(model_fingerprint(self.reader.encoder.model).encode())
         digest.update(json.dumps(asdict(self.limits)).encode())
         for domain, splits in self.texts.items():
             for split in SPLITS:
@@ -177,7 +173,7 @@ class Lab:
         record = folder / "tuned.json"
         if not record.is_file():
             documents = self.part(domain, fraction)
-            tokens = sum(map(len, tokenized(documents, self.tokenizer)))
+            tokens = sum(map(len, self.reader.tokenized(documents)))
             self.say(f"{domain}: fine-tuning on {tokens:,} tokens, {epochs} times")
             seconds = fine_tune(self.model, documents, epochs, folder)
             write_json(record, {"tokens": tokens, "seconds": seconds})
@@ -186,14 +182,14 @@ class Lab:
 
     def alone(self, model: str, domain: str, split: str) -> ScoredText:
         """Held-out text as another model reads it; the neighbours are still those of the base model."""
-        lm, tokenizer = load_model(model, device="cpu")
-        encoder, length = Encoder(lm, locate(lm)), self.base.lm.store.identity.max_length
+        reader = reader_of(model)
         log_probs, keys, gold = [], [], []
-        for batch in batches(self.texts[domain][split], tokenizer, length):
-            encoded = encoder.encode(batch.input_ids, batch.at)
-            log_probs.append(encoder.gold_log_probs(encoded.states, batch.gold))
-            keys.append(encoded.keys)
-            gold.append(torch.from_numpy(batch.gold))
+        for ahead in in_chunks(self.texts[domain][split]):  # as it was scored
+            for batch in reader.batches(reader.tokenized(ahead)):
+                encoded = reader.encoder.encode(batch.input_ids, batch.at)
+                log_probs.append(reader.encoder.gold_log_probs(encoded.states, batch.gold))
+                keys.append(encoded.keys)
+                gold.append(torch.from_numpy(batch.gold))
         scored = self.base.scored(domain, split)
         assert torch.equal(torch.cat(gold), scored.reading.gold), "in another order"
         reading = replace(scored.reading, keys=torch.cat(keys))

@@ -16,11 +16,11 @@ from texts import leveled
 from torch import Tensor
 
 import knnstore
-from knnstore.datastore.records import tokens_of
+from knnstore.datastore import tokens_of
 from knnstore.lm import KNNLMForCausalLM
 from knnstore.lm.calibration.scored_text import ScoredText, score_once
-from knnstore.lm.mixing.gate import distinct_tokens
-from knnstore.lm.retrieval.cache import Reading
+from knnstore.lm.mixing import distinct_tokens
+from knnstore.lm.retrieval import Reading
 from knnstore.store import KNNStore, Selection
 
 if TYPE_CHECKING:
@@ -127,9 +127,7 @@ class Memory:
                 scored = search_again(base.scored(domain, split), store, k, selection)
             else:
                 texts = self._lab.texts[domain][split]
-                scored = score_once(
-                    store, self.lm.encoder, self.lm.tokenizer, texts, k=k, selection=selection
-                )
+                scored = score_once(store, self.lm.reader, texts, k=k, selection=selection)
             if params is not None:
                 store.close()
             save_scored(file, scored)

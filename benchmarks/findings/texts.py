@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from knnstore.lm.reading.tokens import in_chunks, tokenized
 
 from knnstore.documents import TextDocument, read_documents
 from knnstore.errors import InputError
-from knnstore.lm.reading.models import load_model
-from knnstore.lm.reading.windows import BATCH_TOKENS, Batch, pack, prefix_of
+from knnstore.lm.keys import locate
+from knnstore.lm.reading import Encoder, TextReader, load_model, window_of
 
 SPLITS = ("store", "dev", "test")
 FRACTIONS = (1, 2, 4, 8, 16, 32)
@@ -41,6 +40,13 @@ class Limits:
     prompts: int = 32
 
 
+def reader_of(model: str) -> TextReader:
+    """A model from its folder, as a store of it would read text."""
+    lm, tokenizer = load_model(model, device="cpu")
+    window = window_of(lm)
+    return TextReader(Encoder(lm, locate(lm)), tokenizer, window, max(1, window // 2))
+
+
 def read(folder: Path, domains: Sequence[str], model: str, limits: Limits) -> dict[str, Any]:
     """Read the documents of each domain's splits, as many as the limits allow.
 
@@ -55,10 +61,10 @@ def read(folder: Path, domains: Sequence[str], model: str, limits: Limits) -> di
         ConfigError: there is no such model.
     """
     names = domains or domains_in(folder)
-    tokenizer = load_model(model, device="cpu").tokenizer
+    reader = reader_of(model)
     return {
         name: {
-            split: cut(read_documents([folder / name / f"{split}.jsonl"]), split, tokenizer, limits)
+            split: cut(read_documents([folder / name / f"{split}.jsonl"]), split, reader, limits)
             for split in SPLITS
         }
         for name in names
@@ -80,7 +86,9 @@ def domains_in(folder: Path) -> list[str]:
     return names
 
 
-def cut(documents: Iterator[TextDocument], split: str, tokenizer: Any, limits: Limits) -> list[TextDocument]:
+def cut(
+    documents: Iterator[TextDocument], split: str, reader: TextReader, limits: Limits
+) -> list[TextDocument]:
     """The first documents of a split, as many as the limits allow."""
     stored = split == "store"
     enough, least = (limits.store_tokens, 0) if stored else (limits.held_out_tokens, MIN_DOCUMENTS)
@@ -91,7 +99,7 @@ def cut(documents: Iterator[TextDocument], split: str, tokenizer: Any, limits: L
             break
         used = document if stored else replace(document, text=document.text[: limits.held_out_characters])
         taken.append(used)
-        tokens += len(tokenized([used], tokenizer)[0])
+        tokens += len(reader.tokens(used.text))
     return taken
 
 
@@ -110,12 +118,3 @@ def leveled(documents: Sequence[TextDocument], fractions: Sequence[int]) -> list
         (documents[at], max(fraction for fraction in fractions if share * fraction <= 1))
         for at, share in zip(order.tolist(), shares, strict=True)
     ]
-
-
-def batches(documents: Sequence[TextDocument], tokenizer: Any, length: int) -> Iterator[Batch]:
-    """The windows of held-out text in the order in which they are scored."""
-    for ahead in in_chunks(documents):
-        yield from pack(
-            tokenized(ahead, tokenizer), prefix=prefix_of(tokenizer),
-            max_length=length, stride=max(1, length // 2), batch_tokens=BATCH_TOKENS,
-        )  # fmt: skip

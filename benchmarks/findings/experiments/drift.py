@@ -6,14 +6,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from finding import Finding, Plot, Table, count, settle
-from knnstore.lm.reading.tokens import tokenized
 from lab import Lab
 from torch import Tensor
 
 from knnstore.lm import KNNSettings
 from knnstore.lm.calibration.judging import RESAMPLES, Interval
-from knnstore.lm.reading.windows import Batch, prefix_of
-from knnstore.lm.scoring.held_out import score_batch
+from knnstore.lm.reading import Batch
+from knnstore.lm.retrieval import mixture_of
+from knnstore.lm.scoring.held_out import read_batch, search_for
 
 TITLE = "In free generation retrieval becomes less certain the longer the text"
 CLAIM = """Wang et al. 2023: texts written with retrieval are not better by any measure of theirs; the longer
@@ -70,8 +70,8 @@ FixedNone = KNNSettings(lam=0.0).mixer
 
 def split(lab: Lab, domain: str) -> tuple[Tensor, Tensor]:
     """Beginnings of test documents, each behind the prefix, and how they go on."""
-    prefix, length = prefix_of(lab.tokenizer), PROMPT + lab.limits.generated
-    texts = [ids.astype(np.int64) for ids in tokenized(lab.texts[domain]["test"], lab.tokenizer)]
+    prefix, length = lab.reader.prefix, PROMPT + lab.limits.generated
+    texts = [ids.astype(np.int64) for ids in lab.reader.tokenized(lab.texts[domain]["test"])]
     long = [torch.from_numpy(ids[:length]) for ids in texts if len(ids) >= length][: lab.limits.prompts]
     together = torch.stack(long)
     prompts = together[:, :PROMPT]
@@ -85,7 +85,7 @@ def generate(lab: Lab, prompts: Tensor, length: int, settings: KNNSettings) -> T
     torch.manual_seed(0)
     written = lab.base.lm.generate(
         prompts, attention_mask=torch.ones_like(prompts), knn=settings, do_sample=True, top_k=0,
-        max_new_tokens=length, min_new_tokens=length, pad_token_id=lab.tokenizer.eos_token_id,
+        max_new_tokens=length, min_new_tokens=length, pad_token_id=lab.reader.tokenizer.eos_token_id,
     )  # fmt: skip
     return written[:, prompts.shape[1] :]
 
@@ -108,9 +108,9 @@ def look(lab: Lab, prompts: Tensor, text: Tensor, settings: KNNSettings) -> Seen
     row, column = torch.arange(text.numel()) // text.shape[1], torch.arange(text.numel()) % text.shape[1]
     at = row * ids.shape[1] + prompts.shape[1] - 1 + column
     batch = Batch(ids.numpy(), at.numpy(), row.numpy(), column.numpy(), text.flatten().numpy())
-    scores = score_batch(lm.store, lm.encoder, batch, settings)
+    scores = search_for(lm.store, read_batch(lm.reader, batch, settings), settings)
     # Not at one temperature: a gate, and bins, choose T for each token.
-    weights = settings.weigh(scores.retrieved()).weights
+    weights = mixture_of(settings, scores.retrieved()).weights
     entropy = torch.empty(len(at))
     for one, tokens in enumerate(scores.tokens.where(weights > 0, 0)):
         p = torch.zeros(lm.store.identity.vocab_size).scatter_add_(0, tokens, weights[one])

@@ -3,7 +3,7 @@
 from finding import Finding, Table, settle
 from lab import Lab
 
-from knnstore.lm.calibration.probing import Probed, probe_keys
+from knnstore.lm.calibration import Probed, probe_keys
 
 TITLE = "The normalised input of the last feed-forward part is the best key"
 CLAIM = """Khandelwal et al. 2020, table 5 (dev, alone 17.96): input of the feed-forward part after its
@@ -26,7 +26,9 @@ def run(lab: Lab) -> Finding:
     base = lab.base.lm.base
     for domain in lab.domains:
         lab.say(f"{domain}: probing keys")
-        found = probe_keys(base, lab.tokenizer, lab.texts[domain]["store"], keys=KEYS, metrics=["l2", "ip"])
+        found = probe_keys(
+            base, lab.reader.tokenizer, lab.texts[domain]["store"], keys=KEYS, metrics=["l2", "ip"]
+        )
         by_place = {(one.key, one.metric): one for one in found.candidates}
         distances = [one for one in found.candidates if one.metric == "l2"]
         best, wanted = distances[0], by_place[WANTED, "l2"]

@@ -6,8 +6,8 @@ from finding import Finding, Table, below, count, settle
 from judging import interval, ratio
 from lab import Lab, store_alone
 
+from knnstore.lm.calibration import Interval
 from knnstore.lm.calibration.candidates import Candidate
-from knnstore.lm.calibration.judging import Interval
 
 TITLE = "λ by the nearest distance is better than one λ"
 CLAIM = """Drozdov et al. 2022: λ chosen by the distance to the nearest neighbour lowers perplexity by up

@@ -9,11 +9,10 @@ from lab import Lab
 from torch import Tensor
 
 from knnstore.datastore import Neighbors
-from knnstore.lm import KNNSettings
-from knnstore.lm.retrieval.pointers import retrieve_in_step
+from knnstore.lm import KNNSettings, PointerSettings
+from knnstore.lm.retrieval import mixture_of, retrieve_in_step
 from knnstore.lm.scoring.held_out import score_held_out
 from knnstore.lm.scoring.scores import TokenScores, together
-from knnstore.lm.settings.parts import PointerSettings
 from knnstore.store import Selection
 
 TITLE = "Pointers to what comes next save searches, better than leaving them out at random"
@@ -87,7 +86,7 @@ def name_of(pointers: PointerSettings) -> str:
 def search_once(lab: Lab, domain: str, settings: KNNSettings) -> TokenScores:
     """Score test and search for every token, whichever searches are saved afterwards."""
     lm, documents = lab.base.lm, lab.texts[domain]["test"]
-    return together(list(score_held_out(lm.store, lm.encoder, lm.tokenizer, documents, settings)))
+    return together(list(score_held_out(lm.store, lm.reader, documents, settings)))
 
 
 def follow(lab: Lab, whole: TokenScores, settings: KNNSettings) -> tuple[Tensor, float]:
@@ -100,8 +99,7 @@ def follow(lab: Lab, whole: TokenScores, settings: KNNSettings) -> tuple[Tensor,
     log_probs, made = torch.empty(len(whole.gold)), 0
     for rows, (found, searched) in steps:
         step = whole.rows(rows).with_neighbors(found, searched)
-        weighed = settings.weigh(step.retrieved())
-        knn_probs = weighed.knn_probs(step.gold)
-        log_probs[torch.from_numpy(rows)] = weighed.mixed_gold(step.lm_log_probs, knn_probs)
+        mixture = mixture_of(settings, step.retrieved())
+        log_probs[torch.from_numpy(rows)] = mixture.gold(step.lm_log_probs, step.gold)
         made += int(searched.sum())
     return log_probs, made / len(whole.gold)

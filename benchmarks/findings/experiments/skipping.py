@@ -5,9 +5,9 @@ from finding import Finding, Plot, Table, below, count, every, settle
 from judging import interval, ppl, ratio
 from lab import Lab, store_alone
 
+from knnstore.lm import Skipping
 from knnstore.lm.calibration.fit_gate import fit_skipping
 from knnstore.lm.calibration.scored_text import ScoredText
-from knnstore.lm.mixing.skipping import Skipping
 
 TITLE = "A gate tells beforehand where a search is not worth it"
 CLAIM = """He et al. 2021: with half of the searches skipped where a small network expects little of them,
