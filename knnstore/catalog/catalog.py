@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import datetime
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,7 +16,7 @@ from sqlalchemy.engine import URL
 from knnstore.catalog import schema
 from knnstore.catalog.connection import connect, exclusive, is_sqlite_file, place, reading, translated_errors
 from knnstore.catalog.queries import (
-    in_chunks,
+    among,
     live_documents,
     read_engine,
     read_pruned,
@@ -184,16 +185,11 @@ class Catalog:
 
     def labels(self, rows: Iterable[int]) -> dict[int, tuple[str, str]]:
         """The (external id, domain) of each live document, by primary key."""
-        found = {}
+        chosen = live_documents(
+            select(DocumentRow.id, DocumentRow.external_id, DomainRow.name).join(DomainRow)
+        )
         with reading(self.sql) as current:
-            for chunk in in_chunks(rows):
-                chosen = (
-                    select(DocumentRow.id, DocumentRow.external_id, DomainRow.name)
-                    .join(DomainRow)
-                    .where(DocumentRow.id.in_(chunk), IS_LIVE)
-                )
-                found.update({row: (id, domain) for row, id, domain in current.execute(chosen)})
-        return found
+            return {row: (id, domain) for row, id, domain in among(current, chosen, DocumentRow.id, rows)}
 
     def tokens(self, row: int) -> np.ndarray[tuple[int], np.dtype[np.uint32]] | None:
         """The token ids of a live document, uint32 of shape (n,); None when it is live no more."""
@@ -204,10 +200,10 @@ class Catalog:
 
     def token_blocks(self, rows: Iterable[int]) -> Iterator[NDArray[np.uint32]]:
         """Yield the token ids of the documents that are still live, each of shape (n,), in any order."""
+        chosen = select(TokensRow.tokens).join(DocumentRow).where(IS_LIVE)
         with reading(self.sql) as current:
-            for chunk in in_chunks(rows):
-                chosen = select(TokensRow.tokens).join(DocumentRow).where(DocumentRow.id.in_(chunk), IS_LIVE)
-                yield from (np.frombuffer(blob, "<u4") for blob in current.scalars(chosen))
+            for (blob,) in among(current, chosen, DocumentRow.id, rows):
+                yield np.frombuffer(blob, "<u4")
 
     def pruned(self, rows: Iterable[int]) -> dict[int, PrunedDocument]:
         """What was pruned of these documents, of those that are live and were pruned."""
@@ -216,33 +212,27 @@ class Catalog:
 
     def versions(self, domain: str, ids: Iterable[str]) -> dict[str, StoredVersion]:
         """The live versions of these documents of a domain, by external id."""
-        found: dict[str, StoredVersion] = {}
         ids = list(ids)
         for id in ids:
             check_name(id, "a document's id")
+        chosen = live_documents(select(DocumentRow).join(DomainRow), domain=domain)
         with reading(self.sql) as current:
-            for chunk in in_chunks(ids):
-                chosen = live_documents(select(DocumentRow).join(DomainRow), domain=domain).where(
-                    DocumentRow.external_id.in_(chunk)
+            rows = [row for (row,) in among(current, chosen, DocumentRow.external_id, ids)]
+            tags = read_tags(current, [row.id for row in rows])
+            return {
+                row.external_id: StoredVersion(
+                    row.id, row.content_hash, row.attributes, frozenset(tags.get(row.id, ()))
                 )
-                rows = current.scalars(chosen).all()
-                tags = read_tags(current, [row.id for row in rows])
-                for row in rows:
-                    found[row.external_id] = StoredVersion(
-                        row.id, row.content_hash, row.attributes, frozenset(tags.get(row.id, ()))
-                    )
-        return found
+                for row in rows
+            }
 
     def rows_by_content(self, hashes: Iterable[str]) -> dict[str, list[int]]:
         """The primary keys of the live documents with these content hashes, by hash."""
         found: dict[str, list[int]] = {}
+        chosen = select(DocumentRow.content_hash, DocumentRow.id).where(IS_LIVE)
         with reading(self.sql) as current:
-            for chunk in in_chunks(hashes):
-                chosen = select(DocumentRow.content_hash, DocumentRow.id).where(
-                    DocumentRow.content_hash.in_(chunk), IS_LIVE
-                )
-                for content_hash, row in current.execute(chosen):
-                    found.setdefault(content_hash, []).append(row)
+            for content_hash, row in among(current, chosen, DocumentRow.content_hash, hashes):
+                found.setdefault(content_hash, []).append(row)
         return found
 
     def domains(self) -> list[Domain]:
@@ -263,7 +253,7 @@ class Catalog:
         with reading(self.sql) as current:
             rows = current.execute(chosen).all()
         # Sorted here: databases order text differently.
-        return sorted((Domain(name, *map(int, sums)) for name, *sums in rows), key=_name)
+        return sorted((Domain(name, *map(int, sums)) for name, *sums in rows), key=attrgetter("name"))
 
     def unsettled(self) -> list[PlacedDocument]:
         """The documents that are not live: being added or removed, or left so by a crash."""
@@ -295,7 +285,3 @@ def _existing(url: URL) -> SqlEngine:
 
 def _not_found(url: URL) -> StoreNotFoundError:
     return StoreNotFoundError(f"there is no catalogue in {place(url)}; make a store with `knnstore init`")
-
-
-def _name(domain: Domain) -> str:
-    return domain.name

@@ -8,8 +8,8 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-from sqlalchemy import ColumnElement, Select, case, func, select
-from sqlalchemy.orm import Session
+from sqlalchemy import ColumnElement, Row, Select, case, func, select
+from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from knnstore.catalog.survivors import PrunedDocument, Survivors
 from knnstore.catalog.tables import IS_LIVE, DocumentRow, DomainRow, PrunedRow, StoreRow, TagRow
@@ -29,6 +29,17 @@ def in_chunks(values: Iterable[Any]) -> Iterator[list[Any]]:
     """Cut values into lists short enough for one SQL statement."""
     listed = list(values)
     return (listed[at : at + _IDS_A_STATEMENT] for at in range(0, len(listed), _IDS_A_STATEMENT))
+
+
+def among(
+    current: Session,
+    chosen: Select[*tuple[Any, ...]],
+    column: InstrumentedAttribute[Any],
+    values: Iterable[Any],
+) -> Iterator[Row[*tuple[Any, ...]]]:
+    """The rows of a statement whose column has one of these values, however many these are."""
+    for chunk in in_chunks(values):
+        yield from current.execute(chosen.where(column.in_(chunk)))
 
 
 def utc(moment: datetime) -> datetime:
@@ -66,11 +77,8 @@ def live_documents(
 def read_tags(current: Session, rows: Iterable[int]) -> dict[int, list[str]]:
     """The tags of these documents, by primary key; nothing for those without."""
     tags: dict[int, list[str]] = {}
-    for chunk in in_chunks(rows):
-        for row, tag in current.execute(
-            select(TagRow.document_id, TagRow.tag).where(TagRow.document_id.in_(chunk))
-        ):
-            tags.setdefault(row, []).append(tag)
+    for row, tag in among(current, select(TagRow.document_id, TagRow.tag), TagRow.document_id, rows):
+        tags.setdefault(row, []).append(tag)
     return tags
 
 
@@ -110,8 +118,7 @@ def read_snapshot(current: Session, *, has_prefix: bool) -> Snapshot:
 
 def read_pruned(current: Session, rows: Iterable[int]) -> dict[int, PrunedDocument]:
     """What was pruned of these documents, of those that are live and were pruned, by primary key."""
-    statements = (_PRUNED.where(DocumentRow.id.in_(chunk)) for chunk in in_chunks(rows))
-    found = chain.from_iterable(current.execute(statement) for statement in statements)
+    found = among(current, _PRUNED, DocumentRow.id, rows)
     return {row: PrunedDocument.unpacked(blob, scale, start) for row, start, blob, scale in found}
 
 

@@ -6,7 +6,7 @@ database may be shared with other applications.
 """
 
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any
 
 from sqlalchemy import (
     JSON,
@@ -36,6 +36,14 @@ _NAMES = {
 
 # SQLite numbers rows by itself only for a primary key of type INTEGER.
 _RowId = BigInteger().with_variant(Integer, "sqlite")
+
+# Of a row that goes with its document.
+_DocumentId = Annotated[
+    int,
+    mapped_column(
+        _RowId, ForeignKey("knnstore_documents.id", ondelete="CASCADE"), primary_key=True, autoincrement=False
+    ),
+]
 
 PENDING, LIVE, DELETING = "pending", "live", "deleting"
 """The states of a document; only the records of a live one count as neighbours."""
@@ -146,12 +154,7 @@ class TokensRow(Base):
 
     __tablename__ = "knnstore_document_tokens"
 
-    document_id: Mapped[int] = mapped_column(
-        _RowId,
-        ForeignKey("knnstore_documents.id", ondelete="CASCADE"),
-        primary_key=True,
-        autoincrement=False,
-    )
+    document_id: Mapped[_DocumentId]
     tokens: Mapped[bytes] = mapped_column(LargeBinary)
     """Little-endian uint32."""
 
@@ -161,12 +164,7 @@ class PrunedRow(Base):
 
     __tablename__ = "knnstore_document_pruned"
 
-    document_id: Mapped[int] = mapped_column(
-        _RowId,
-        ForeignKey("knnstore_documents.id", ondelete="CASCADE"),
-        primary_key=True,
-        autoincrement=False,
-    )
+    document_id: Mapped[_DocumentId]
     records: Mapped[int]
     """How many are left."""
     scale: Mapped[float] = mapped_column(Double)
@@ -181,9 +179,7 @@ class TagRow(Base):
 
     __tablename__ = "knnstore_document_tags"
 
-    document_id: Mapped[int] = mapped_column(
-        _RowId, ForeignKey("knnstore_documents.id", ondelete="CASCADE"), primary_key=True
-    )
+    document_id: Mapped[_DocumentId]
     tag: Mapped[str] = mapped_column(String, primary_key=True, index=True)
 
 

@@ -21,7 +21,7 @@ from sqlalchemy.orm import Session
 
 from knnstore.catalog.catalog import Catalog
 from knnstore.catalog.connection import LOCK, place, session, translated_errors
-from knnstore.catalog.queries import in_chunks, scope_of
+from knnstore.catalog.queries import among, in_chunks, scope_of
 from knnstore.catalog.survivors import PrunedDocument
 from knnstore.catalog.tables import (
     DELETING,
@@ -225,22 +225,21 @@ class CatalogWriter:
             CatalogError: a document is live no more, or has another number of tokens; nothing changes.
         """
         with self._transaction("move") as current:
-            for chunk in in_chunks(pruned):
-                live = select(DocumentRow.id, DocumentRow.start, DocumentRow.stop)
-                found = current.execute(live.where(DocumentRow.id.in_(chunk), IS_LIVE)).all()
-                lengths = {row: stop - start for row, start, stop in found}
-                if any(lengths.get(row) != len(pruned[row].survivors) for row in chunk):
-                    raise CatalogError("a document to prune is not live, or another one")
-                for row, start, _ in found:
-                    document = pruned[row]
-                    current.merge(
-                        PrunedRow(
-                            document_id=row,
-                            records=int(document.kept(start).sum()),
-                            scale=document.scale,
-                            survivors=document.packed(start),
-                        )
+            live = select(DocumentRow.id, DocumentRow.start, DocumentRow.stop).where(IS_LIVE)
+            found = list(among(current, live, DocumentRow.id, pruned))
+            lengths = {row: stop - start for row, start, stop in found}
+            if any(lengths.get(row) != len(document.survivors) for row, document in pruned.items()):
+                raise CatalogError("a document to prune is not live, or another one")
+            for row, start, _ in found:
+                document = pruned[row]
+                current.merge(
+                    PrunedRow(
+                        document_id=row,
+                        records=int(document.kept(start).sum()),
+                        scale=document.scale,
+                        survivors=document.packed(start),
                     )
+                )
             current.execute(
                 update(StoreRow).values(
                     adapter=engine.adapter, location=engine.location, params=dict(engine.params)
@@ -250,10 +249,8 @@ class CatalogWriter:
 
     @staticmethod
     def _groups(current: Session, names: set[str]) -> dict[str, int]:
-        known: dict[str, int] = {}
-        for chunk in in_chunks(names):
-            found = current.scalars(select(DomainRow).where(DomainRow.name.in_(chunk)))
-            known.update({row.name: row.id for row in found})
+        chosen = select(DomainRow.name, DomainRow.id)
+        known = {row.name: row.id for row in among(current, chosen, DomainRow.name, names)}
         fresh = [DomainRow(name=name) for name in sorted(names - known.keys())]
         current.add_all(fresh)
         current.flush()

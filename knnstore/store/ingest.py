@@ -14,8 +14,6 @@ for both, and each step may be repeated, so recovery may itself be killed.
 
 import contextlib
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,9 +38,7 @@ def purge(catalog: CatalogWriter, datastore: Datastore, documents: Sequence[Plac
 
 
 class Ingest:
-    """A group of documents that becomes live at once, when the ``with`` block ends well.
-
-    On an exception nothing of the group stays. Made by `KNNStore.ingest`.
+    """A group of documents that becomes live at once; made, and committed or abandoned, by `KNNStore.ingest`.
 
     Args:
         catalog: the writer.
@@ -97,18 +93,3 @@ class Ingest:
             purge(
                 self._catalog, self._datastore, [placed for placed in self._placed if placed.row not in live]
             )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self.abandon()
-            return
-        try:
-            self.commit()
-        except BaseException:
-            self.abandon()
-            raise

@@ -39,8 +39,13 @@ class Writing:
     @contextmanager
     def ingest(self, documents: Sequence[NewDocument]) -> Iterator[Ingest]:
         """Add documents; see `KNNStore.ingest`."""
-        with Ingest(self.writer, self._current.datastore, documents) as group:
+        group = Ingest(self.writer, self._current.datastore, documents)
+        try:
             yield group
+            group.commit()
+        except BaseException:
+            group.abandon()
+            raise
         self._sweep_weights()
 
     def describe(self, domain: str, changes: Mapping[str, tuple[Mapping[str, Any], Iterable[str]]]) -> None:

@@ -36,7 +36,7 @@ from knnstore.lm.keys.capture import key_dim
 from knnstore.lm.keys.fingerprint import model_fingerprint, tokenizer_fingerprint
 from knnstore.lm.keys.places import locate
 from knnstore.lm.reading.encoder import Encoder
-from knnstore.store import EVERYTHING, Identity
+from knnstore.store import EVERYTHING, Identity, Reader
 
 VOCABULARY = 101
 SPECIAL = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
@@ -160,7 +160,7 @@ def decoder_path(family: str) -> str:
     return FAMILIES[family].decoder
 
 
-class ExactStore:
+class ExactStore(Reader):
     """The records of some token sequences, searched one distance at a time."""
 
     def __init__(
@@ -206,7 +206,7 @@ class ExactStore:
     def record_count(self, selection=EVERYTHING) -> int:
         return len(self.ids) if selection == EVERYTHING else 0
 
-    def provenance(self, ids) -> list[None]:
+    def provenance(self, ids, *, before=16, after=8) -> list[None]:
         return [None] * len(ids)
 
 

@@ -74,6 +74,23 @@ def test_tokens_are_counted_in_what_is_selected(store, writer) -> None:
     assert store.token_counts().tolist() == counted(("a", "1"), ("b", "1"))
 
 
+def test_records_are_read_of_what_is_selected_but_for_some_documents(store, writer) -> None:
+    writer.add("law", "1", "2")
+    writer.add("news", "3", n=7)
+    law = Selection(domains=("law",))
+    first, second = store.lengths(law)
+    assert store.lengths() == {first: 20, second: 20, second + 1: 7}
+    assert store.text(second).tolist() == writer.tokens["law", "2"].tolist()
+    batches = list(store.records(law, without=[first], batch_size=15))
+    assert np.concatenate([tokens_of(batch.ids) for batch in batches]).tolist() == store.text(second).tolist()
+    assert np.array_equal(np.concatenate([batch.keys for batch in batches]), writer.keys["law", "2"])
+    with pytest.raises(DomainNotFoundError):
+        next(store.records(Selection(domains=("tax",))))
+    store.remove_document("2")
+    with pytest.raises(DocumentNotFoundError):
+        store.text(second)
+
+
 def test_provenance_names_document_position_and_surroundings(store, writer) -> None:
     writer.add("law", "1", "2")
     found = store.search(writer.keys["law", "2"][5:6], 1)

@@ -19,8 +19,8 @@ from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
 
 from knnstore.durable import publish, sync_directory
 from knnstore.errors import ConfigError, CorruptWeightsError
@@ -45,16 +45,16 @@ class Weights:
         return save(dense, {_METADATA: described})
 
     @classmethod
-    def decode(cls, content: bytes) -> Self:
-        """Read what `encode` returned.
+    def read(cls, path: Path) -> Self:
+        """Read a file with the content that `encode` returned.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: it has another.
         """
         try:
-            tensors = load(content)
-            header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-            return cls(tensors, json.loads(header["__metadata__"][_METADATA]))
+            with safe_open(path, framework="np") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                return cls(tensors, json.loads(file.metadata()[_METADATA]))
         except (SafetensorError, KeyError, TypeError) as error:
             raise ValueError(f"not a file of weights: {error}") from error
 
@@ -105,7 +105,7 @@ def load_weights(folder: Path, name: str) -> Weights:
     problem = problem_of(folder, name)
     if problem is not None:
         raise CorruptWeightsError(problem)
-    return Weights.decode((folder / name).read_bytes())
+    return Weights.read(folder / name)
 
 
 def problem_of(folder: Path, name: str) -> str | None:

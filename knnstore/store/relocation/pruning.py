@@ -138,7 +138,8 @@ def plan_pruning(
         at = np.flatnonzero(snapshot.groups == snapshot.domains[name])
         at = at[snapshot.stops[at] > snapshot.starts[at]]
         documents = {}
-        for row, start, stop in zip(*(c[at].tolist() for c in _places(snapshot)), strict=True):
+        places = (snapshot.rows, snapshot.starts, snapshot.stops)
+        for row, start, stop in zip(*(column[at].tolist() for column in places), strict=True):
             documents[row] = known.get(row) or _unpruned(start, stop, first)
         texts = _texts(catalog, snapshot, at)
         ids = _record_ids(texts, documents.values())
@@ -166,10 +167,6 @@ def _unpruned(start: int, stop: int, first: int) -> PrunedDocument:
     survivors = np.arange(start, stop)
     survivors[:first] = DROPPED
     return PrunedDocument(survivors)
-
-
-def _places(snapshot: Snapshot) -> tuple[NDArray[np.int64], ...]:
-    return snapshot.rows, snapshot.starts, snapshot.stops
 
 
 def _texts(catalog: Catalog, snapshot: Snapshot, at: NDArray[np.int64]) -> list[tuple[int, Tokens]]:
