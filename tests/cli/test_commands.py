@@ -81,7 +81,9 @@ def test_eval_agrees_with_the_store(knnstore, store):
         assert sum(part["tokens"] for part in slices) == found.json["tokens"]
     alone = knnstore("eval held-out.jsonl --lambda 0 --json").json
     assert alone["knn_ppl"] == alone["base_ppl"] == found.json["base_ppl"]
-    shown = knnstore("eval held-out.jsonl --lambda 0")
+    assert alone["searched"] == 0
+    alone = knnstore("eval held-out.jsonl --lambda 0.5 --json").json
+    shown = knnstore("eval held-out.jsonl --lambda 0.5")
     again = json.loads(shown.out)
     slices = ("by_frequency", "by_distance")
     for name in slices:

@@ -6,6 +6,7 @@ import knnstore as library
 from knnstore import Selection
 from knnstore.cli.query import Query
 from knnstore.lm import CacheSettings
+from knnstore.store import SavedSettings
 
 SAVED = {"size": 400, "temperature": 50.0, "lam": 0.15}
 
@@ -15,9 +16,8 @@ def cache_of(store):
     with library.open(store, "a") as opened:
 
         def find(saved=SAVED, **given):
-            opened.save_settings(
-                {"temperature": 20.0, "mixer": {"name": "fixed", "lam": 0.5}, "cache": saved}
-            )
+            query = {"temperature": 20.0, "mixer": {"name": "fixed", "lam": 0.5}, "cache": saved}
+            opened.save_settings(SavedSettings(query))
             return Query(**given).settings(opened, Selection()).cache
 
         yield find
