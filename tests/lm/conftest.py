@@ -1,9 +1,11 @@
 """Tiny random models of the families that knnstore is tried on, and an exact store in a few lines."""
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -32,10 +34,9 @@ from transformers import (
 import knnstore
 from knnstore.datastore import Neighbors
 from knnstore.datastore.records import record_ids
-from knnstore.lm.keys.capture import key_dim
-from knnstore.lm.keys.fingerprint import model_fingerprint, tokenizer_fingerprint
-from knnstore.lm.keys.places import locate
-from knnstore.lm.reading.encoder import Encoder
+from knnstore.lm import KNNLMForCausalLM
+from knnstore.lm.keys import key_dim, locate, model_fingerprint, tokenizer_fingerprint
+from knnstore.lm.reading import Encoder
 from knnstore.store import EVERYTHING, Identity, Reader
 
 VOCABULARY = 101
@@ -240,8 +241,26 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+@pytest.fixture(scope="module")
+def make_lm(model_path, tmp_path_factory) -> Iterator[Callable[..., KNNLMForCausalLM]]:
+    """Make a store for the GPT-2 of some documents by domain; it is open for writing until the module ends.
+
+    Further arguments are those of `knnstore.create`.
+    """
+    with ExitStack() as stores:
+
+        def make(documents: Mapping[str, Iterable[object]] = MappingProxyType({}), **options: Any):
+            made = knnstore.create(tmp_path_factory.mktemp("made") / "home", model_path, **options)
+            stores.enter_context(made.store)
+            for domain, of_domain in documents.items():
+                made.add(of_domain, domain=domain)
+            return made
+
+        yield make
+
+
 @pytest.fixture
-def lm(filled, tmp_path):
+def lm(filled, tmp_path) -> Iterator[KNNLMForCausalLM]:
     """A copy, open for writing, of the home that the module's own fixture `filled` makes."""
     shutil.copytree(filled, tmp_path / "home")
     opened = knnstore.load(tmp_path / "home", "a")

@@ -9,39 +9,23 @@ import numpy as np
 import pytest
 
 import knnstore
-from knnstore.documents import TextDocument
 from knnstore.errors import InputError, ReadOnlyError
 from knnstore.lm import CalibrationRecord, KNNSettings, TokenTable, settings_for
 from knnstore.lm.calibration.scored_text import score_once
 from knnstore.store import EVERYTHING, Selection
+from tests.lm.phrases import documents, phrases, words
 
 RNG = np.random.default_rng(7)
-PHRASES = [" ".join(f"w{i}" for i in RNG.integers(4, 60, 12)) for _ in range(30)]
-
-
-def phrased(count: int, name: str) -> list[dict[str, str]]:
-    """Documents made of the same phrases in another order."""
-    return [
-        {"id": f"{name}{at}", "text": " ".join(PHRASES[i] for i in RNG.integers(0, 30, 9))}
-        for at in range(count)
-    ]
-
-
-STORED, HELD_OUT = phrased(12, "s"), phrased(12, "h")
-NOISE = [" ".join(f"w{i}" for i in RNG.integers(60, 100, 50)) for _ in range(4)]
+PHRASES = phrases(RNG, 30)
+STORED, HELD_OUT = documents(RNG, PHRASES, "s", 12), documents(RNG, PHRASES, "h", 12)
+NOISE = [words(RNG, 50, 60, 100) for _ in range(4)]
 
 
 @pytest.fixture(scope="module")
-def filled(make_model, tokenizer, tmp_path_factory):
+def filled(make_lm):
     """A home with the domains phrases and noise."""
-    path, home = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("filled") / "home"
-    make_model("gpt2").save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    lm = knnstore.create(home, model=str(path), max_length=32, stride=16)
-    with lm.store:
-        lm.add(STORED, domain="phrases")
-        lm.add(NOISE, domain="noise")
-    return home
+    with make_lm({"phrases": STORED, "noise": NOISE}, max_length=32, stride=16).store as store:
+        return store.home.path
 
 
 def test_the_winner_is_saved_for_its_domains_and_used(lm):
@@ -60,10 +44,10 @@ def test_the_winner_is_saved_for_its_domains_and_used(lm):
     assert CalibrationRecord.of(lm.store) is None
     assert CalibrationRecord.of(lm.store, Selection(domains=("noise",))) is None
     assert not record.is_stale(lm.store)
-    lm.add(phrased(3, "s"), domain="phrases")  # in place of the first three
+    lm.add(documents(RNG, PHRASES, "s", 3), domain="phrases")  # in place of the first three
     assert (record.gone(lm.store), record.growth(lm.store)) == (0.25, 1)
     assert record.is_stale(lm.store)
-    lm.add(phrased(4, "more"), domain="phrases")
+    lm.add(documents(RNG, PHRASES, "more", 4), domain="phrases")
     assert record.growth(lm.store) == pytest.approx(16 / 12)
 
 
@@ -96,7 +80,7 @@ def test_documents_of_the_store_are_refused_or_left_out(lm):
     assert (elsewhere.comparison.documents, elsewhere.in_store, elsewhere.savings) == (12, 12, ())
     assert "gate" not in {candidate.name for candidate in elsewhere.comparison.candidates}
     left_out = lm.calibrate(STORED, max_k=16, leave_out=True)
-    assert left_out.in_store == len({row["text"] for row in STORED})
+    assert left_out.in_store == len({document.text for document in STORED})
     assert not left_out.savings, "no network is trained on what may be removed"
     assert "gate" not in {candidate.name for candidate in left_out.comparison.candidates}
     with pytest.raises(InputError, match="would outlast their removal"):
@@ -106,15 +90,14 @@ def test_documents_of_the_store_are_refused_or_left_out(lm):
     assert left_out.comparison.best.held_out.ppl == pytest.approx(honest.knn_ppl, rel=0.2)
 
 
-@pytest.mark.parametrize("documents", [HELD_OUT[:7], [f"w5 w{at}" for at in range(6, 20)], []])
-def test_too_little_text_is_refused_before_the_pass(lm, documents):
+@pytest.mark.parametrize("held_out", [HELD_OUT[:7], [f"w5 w{at}" for at in range(6, 20)], []])
+def test_too_little_text_is_refused_before_the_pass(lm, held_out):
     with pytest.raises(InputError, match="at least 8 documents and 1,000 tokens are needed"):
-        lm.calibrate(documents)
+        lm.calibrate(held_out)
 
 
 def test_the_cached_pass_agrees_with_the_evaluation(lm):
-    documents = [TextDocument(row["id"], row["text"]) for row in HELD_OUT]
-    scored = score_once(lm.store, lm.reader, documents, k=64, selection=EVERYTHING)
+    scored = score_once(lm.store, lm.reader, HELD_OUT, k=64, selection=EVERYTHING)
     fitted = lm.calibrate(HELD_OUT, max_k=64).comparison.candidates
     for settings in [
         KNNSettings(k=20, temperature=3.0, lam=0.4),
@@ -141,7 +124,7 @@ def test_every_token_has_a_row_that_adds_up(lm):
     for row in rows:
         assert row["p"] == pytest.approx(0.75 * row["p_lm"] + 0.25 * row["p_knn"], rel=1e-4)
         assert row["distance"] >= 0
-        texts_stored = [*(document["text"] for document in STORED), *NOISE]
+        texts_stored = [*(document.text for document in STORED), *NOISE]
         assert row["frequency"] == sum(text.split().count(row["text"]) for text in texts_stored)
     never = [part.tokens for part in found.by_frequency if part.high == 0]
     assert sum(never) == sum(row["frequency"] == 0 for row in rows)

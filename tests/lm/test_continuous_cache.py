@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import knnstore
 from knnstore.datastore.records import tokens_of
 from knnstore.documents import TextDocument
 from knnstore.errors import ConfigError
@@ -22,6 +21,7 @@ from knnstore.lm.scoring import evaluate
 from knnstore.lm.scoring.explaining import THIS_TEXT
 from knnstore.lm.scoring.token_table import TokenTable
 from knnstore.lm.settings import CacheSettings, KNNModelParts, KNNSettings
+from tests.lm.phrases import words
 
 STORED = [[0, 40, 41, 42, 50, 51, 52, 40, 41, 60, 70, 71], [0, 7, 5, 3, 40, 41, 99, 98, 97, 40]]
 CACHE = CacheSettings(size=6, temperature=15.0, lam=0.3)
@@ -194,19 +194,13 @@ def test_what_the_cache_cannot_know_is_said(knn_gpt2):
 
 
 @pytest.fixture(scope="module")
-def lm(gpt2, tokenizer, tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    gpt2.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    opened = knnstore.create(path / "home", model=str(path), max_length=12, stride=6)
-    with opened.store:
-        opened.add(["w5 w6 w7 w8 w9 w10"], domain="stored")
-        yield opened
+def lm(make_lm):
+    return make_lm({"stored": ["w5 w6 w7 w8 w9 w10"]}, max_length=12, stride=6)
 
 
 def test_documents_longer_than_the_window_match_an_oracle_that_has_all_keys(lm):
     rng = np.random.default_rng(1)
-    texts = [" ".join(f"w{token}" for token in rng.integers(4, 9, size)) for size in (50, 7, 64, 1, 30)]
+    texts = [words(rng, size, 4, 9) for size in (50, 7, 64, 1, 30)]
     cache = CacheSettings(size=20, temperature=15.0, lam=0.3)
     table = TokenTable()
     documents = [TextDocument(str(at), text) for at, text in enumerate(texts)]

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import knnstore
 from knnstore.datastore import Neighbors
 from knnstore.errors import ConfigError, DomainNotFoundError
 from knnstore.lm import (
@@ -24,6 +23,7 @@ from knnstore.lm import (
 from knnstore.lm.calibration.fit_domains import DomainEvidence, fit_domains, mixture_weights
 from knnstore.lm.retrieval import retrieve
 from knnstore.store import Selection
+from tests.lm.phrases import documents, phrases, text, words
 
 
 def loss(probs: np.ndarray, weights: np.ndarray) -> float:
@@ -175,57 +175,46 @@ def test_weights_that_make_no_sense_are_refused(domains, lambdas, factors):
 
 
 RNG = np.random.default_rng(11)
-PHRASES = {
-    domain: [" ".join(f"w{i}" for i in RNG.integers(low, low + 40, 12)) for _ in range(20)]
-    for domain, low in (("a", 4), ("b", 50))
-}
-
-
-def phrased(*domains: str, count: int = 6) -> list[str]:
-    """Documents made of the phrases of these domains."""
-    phrases = [phrase for domain in domains for phrase in PHRASES[domain]]
-    return [" ".join(phrases[i] for i in RNG.integers(0, len(phrases), 9)) for _ in range(count)]
+OF_A, OF_B = phrases(RNG, 20, 4, 44), phrases(RNG, 20, 50, 90)
 
 
 @pytest.fixture(scope="module")
-def filled(make_model, tokenizer, tmp_path_factory):
+def filled(make_lm):
     """A home with the domains a and b, and one of noise."""
-    path, home = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("filled") / "home"
-    make_model("gpt2").save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    lm = knnstore.create(home, model=str(path), max_length=32, stride=16)
-    with lm.store:
-        lm.add(phrased("a", count=8), domain="a")
-        lm.add(phrased("b", count=3), domain="b")
-        lm.add([" ".join(f"w{i}" for i in RNG.integers(4, 100, 99)) for _ in range(2)], domain="noise")
-    return home
+    stored = {
+        "a": documents(RNG, OF_A, "a", 8),
+        "b": documents(RNG, OF_B, "b", 3),
+        "noise": [words(RNG, 99) for _ in range(2)],
+    }
+    with make_lm(stored, max_length=32, stride=16).store as store:
+        return store.home.path
 
 
 MIXER = DomainWeights(("a", "b", "noise"), (0.3, 0.4, 0.0), (1.0, 2.0, 1.0))
 
 
 def test_evaluation_forward_and_explanations_agree_with_domains_searched_apart(lm):
-    given, text = KNNSettings(8, 3.0, MIXER), phrased("a", "b", count=1)[0]
+    given, held_out = KNNSettings(8, 3.0, MIXER), text(RNG, OF_A + OF_B)
     table = TokenTable()
-    found = lm.evaluate([text], given, table=table)
+    found = lm.evaluate([held_out], given, table=table)
     rows = list(table.rows(lm.tokenizer))
     alone = {}
     for domain, temperature in (("a", 3.0), ("b", 6.0)):
         only = TokenTable()
         knn = KNNSettings(8, temperature, lam=0.5, selection=Selection(domains=(domain,)))
-        lm.evaluate([text], knn, table=only)
+        lm.evaluate([held_out], knn, table=only)
         alone[domain] = list(only.rows(lm.tokenizer))
     for row, a, b in zip(rows, alone["a"], alone["b"], strict=True):
         assert row["p"] == pytest.approx(0.3 * row["p_lm"] + 0.3 * a["p_knn"] + 0.4 * b["p_knn"], rel=1e-4)
         assert row["distance"] == pytest.approx(min(a["distance"], b["distance"]))
         assert row["lambda"] == pytest.approx(0.7)
     assert found.knn_ppl == pytest.approx(np.exp(-np.mean(np.log([row["p"] for row in rows]))), rel=1e-5)
-    ids = torch.tensor([[lm.tokenizer.bos_token_id, *lm.tokenizer(text)["input_ids"]]])[:, :20]
+    ids = torch.tensor([[lm.tokenizer.bos_token_id, *lm.reader.tokens(held_out).tolist()]])[:, :20]
     logits = lm(ids, knn=given).logits[0].detach()
     assert logits.exp().sum(1).tolist() == pytest.approx([1] * 20, abs=1e-4)
     predicted = logits[torch.arange(19), ids[0, 1:]].exp().tolist()
     assert predicted == pytest.approx([row["p"] for row in rows[:19]], rel=1e-3)
-    explained = lm.explain(" ".join(text.split()[:6]), given, neighbors=16)
+    explained = lm.explain(" ".join(held_out.split()[:6]), given, neighbors=16)
     assert {source.domain for source in explained[5].neighbors} == {"a", "b"}
     assert sum(source.share for source in explained[5].neighbors) == pytest.approx(1, abs=1e-4)
     distances = [source.distance for source in explained[5].neighbors]
@@ -234,8 +223,8 @@ def test_evaluation_forward_and_explanations_agree_with_domains_searched_apart(l
 
 def test_a_domain_that_goes_gives_its_weight_back(lm):
     given = KNNSettings(8, 3.0, MIXER)
-    text = phrased("a", count=1)[0]
-    ids = torch.tensor([[lm.tokenizer.bos_token_id, *lm.tokenizer(text)["input_ids"]]])[:, :9]
+    held_out = text(RNG, OF_A)
+    ids = torch.tensor([[lm.tokenizer.bos_token_id, *lm.reader.tokens(held_out).tolist()]])[:, :9]
 
     class Removing:
         """Removes a domain after the third token."""
@@ -255,4 +244,4 @@ def test_a_domain_that_goes_gives_its_weight_back(lm):
     reduced = KNNSettings(8, 3.0, DomainWeights(("a",), (0.3,)))
     both = {knn: lm.generate(ids, max_new_tokens=6, num_beams=2, knn=knn) for knn in (given, reduced)}
     assert torch.equal(*both.values())
-    assert lm.evaluate([text], given).knn_ppl == pytest.approx(lm.evaluate([text], reduced).knn_ppl)
+    assert lm.evaluate([held_out], given).knn_ppl == pytest.approx(lm.evaluate([held_out], reduced).knn_ppl)

@@ -6,41 +6,29 @@ import numpy as np
 import pytest
 import torch
 
-import knnstore
-from knnstore.documents import TextDocument
 from knnstore.lm import BinnedLambda, DomainWeights, KNNSettings
 from knnstore.lm.calibration.candidates import compare
 from knnstore.lm.calibration.evidence import between_rungs
 from knnstore.lm.calibration.scored_text import score_once
 from knnstore.lm.calibration.searches import FurtherSearches
 from knnstore.store import EVERYTHING
+from tests.lm.phrases import documents, phrases, words
 
 RNG = np.random.default_rng(3)
-PHRASES = [" ".join(f"w{i}" for i in RNG.integers(4, 100, 12)) for _ in range(40)]
-
-
-def phrased(count: int, name: str, phrases: range) -> list[TextDocument]:
-    return [
-        TextDocument(f"{name}{at}", " ".join(PHRASES[i] for i in RNG.choice(phrases, 9)))
-        for at in range(count)
-    ]
-
-
-HELD_OUT = [*phrased(6, "x", range(20)), *phrased(6, "y", range(20, 40))]
+OF_A, OF_B = phrases(RNG, 20, 4, 100), phrases(RNG, 20, 4, 100)
+HELD_OUT = [*documents(RNG, OF_A, "x", 6), *documents(RNG, OF_B, "y", 6)]
 
 
 @pytest.fixture(scope="module")
-def filled(make_model, tokenizer, tmp_path_factory):
+def filled(make_lm):
     """A home with the domains a and b, which know other phrases, and noise."""
-    path, home = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("filled") / "home"
-    make_model("gpt2").save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    lm = knnstore.create(home, model=str(path), max_length=32, stride=16)
-    with lm.store:
-        lm.add(phrased(4, "a", range(20)), domain="a")
-        lm.add(phrased(2, "b", range(20, 40)), domain="b")
-        lm.add([" ".join(f"w{i}" for i in RNG.integers(4, 100, 150)) for _ in range(2)], domain="noise")
-    return home
+    stored = {
+        "a": documents(RNG, OF_A, "a", 4),
+        "b": documents(RNG, OF_B, "b", 2),
+        "noise": [words(RNG, 150) for _ in range(2)],
+    }
+    with make_lm(stored, max_length=32, stride=16).store as store:
+        return store.home.path
 
 
 @pytest.fixture
@@ -82,16 +70,16 @@ def test_domains_searched_apart_agree_with_the_evaluation(lm, further):
 
 
 def test_documents_that_are_left_out_do_not_find_themselves(lm):
-    documents = [*HELD_OUT[:2], *HELD_OUT[6:8]]
-    lm.add(documents[1:3], domain="b")
-    twins = {one.content_hash for one in documents[1:3]}
-    scored = score_once(lm.store, lm.reader, documents, k=16, selection=EVERYTHING, left_out=twins)
-    further = FurtherSearches(lm.store, scored, documents, EVERYTHING, twins)
+    held_out = [*HELD_OUT[:2], *HELD_OUT[6:8]]
+    lm.add(held_out[1:3], domain="b")
+    twins = {one.content_hash for one in held_out[1:3]}
+    scored = score_once(lm.store, lm.reader, held_out, k=16, selection=EVERYTHING, left_out=twins)
+    further = FurtherSearches(lm.store, scored, held_out, EVERYTHING, twins)
     of = further.with_k([64])[0]
     given = KNNSettings(64, float(of.evidence.temperatures[8]), lam=0.4)
-    honest = lm.evaluate(documents, given, leave_out=True).knn_ppl
+    honest = lm.evaluate(held_out, given, leave_out=True).knn_ppl
     assert ppl(of.log_probs(given, torch.arange(len(scored))).log_probs) == pytest.approx(honest, rel=1e-4)
-    assert honest > lm.evaluate(documents, given).knn_ppl * 1.1
+    assert honest > lm.evaluate(held_out, given).knn_ppl * 1.1
 
 
 def test_calibrate_tries_larger_k_and_weights_of_domains(lm, monkeypatch):
@@ -122,12 +110,14 @@ def test_what_is_in_force_is_judged_with_its_own_weights_or_its_own_k(lm, furthe
 
 def test_all_records_are_the_largest_k(lm):
     """More neighbours than there are records change nothing: p_kNN is then over every record."""
-    text, records = HELD_OUT[:2], lm.store.datastore.count()
+    held_out, records = HELD_OUT[:2], lm.store.datastore.count()
     ids, keys, _ = (np.concatenate(part) for part in zip(*lm.store.datastore.iterate(), strict=True))
     given = KNNSettings(records, 10.0, lam=0.5)
-    found = lm.evaluate(text, given)
-    assert lm.evaluate(text, KNNSettings(records + 50, 10.0, lam=0.5)).knn_ppl == pytest.approx(found.knn_ppl)
-    scored = score_once(lm.store, lm.reader, text, k=1, selection=EVERYTHING)
+    found = lm.evaluate(held_out, given)
+    assert lm.evaluate(held_out, KNNSettings(records + 50, 10.0, lam=0.5)).knn_ppl == pytest.approx(
+        found.knn_ppl
+    )
+    scored = score_once(lm.store, lm.reader, held_out, k=1, selection=EVERYTHING)
     distances = ((scored.reading.keys.numpy()[:, None].astype(np.float64) - keys) ** 2).sum(2)
     masses = np.exp(-(distances - distances.min(1, keepdims=True)) / 10)
     hits = (ids & (2**20 - 1)) == scored.reading.gold.numpy()[:, None]

@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-import knnstore
-from knnstore.documents import TextDocument
 from knnstore.errors import ConfigError, CorruptWeightsError, FingerprintMismatchError
 from knnstore.lm.calibration.evidence import gather_evidence
 from knnstore.lm.calibration.fit_gate import fit_gate, known_before
@@ -22,6 +20,7 @@ from knnstore.lm.retrieval.cache import Reading
 from knnstore.lm.settings import settings_for, settings_from_dict, settings_to_dict, weights_for, weights_of
 from knnstore.lm.settings.query import KNNSettings
 from knnstore.store import EVERYTHING, KNNStore, SavedSettings
+from tests.lm.phrases import documents, phrases, words
 
 K = 8
 
@@ -100,26 +99,19 @@ def test_searches_that_help_nobody_are_left_out_at_no_loss() -> None:
 
 
 RNG = np.random.default_rng(7)
-PHRASES = [" ".join(f"w{i}" for i in RNG.integers(4, 60, 12)) for _ in range(20)]
-NOISE = [" ".join(f"w{i}" for i in RNG.integers(60, 100, 60)) for _ in range(20)]
-TEXTS = [" ".join(PHRASES[i] for i in RNG.integers(0, 20, 5)) for _ in range(30)]
+PHRASES = phrases(RNG, 20)
+NOISE = [words(RNG, 60, 60, 100) for _ in range(20)]
+TEXTS = documents(RNG, PHRASES, "t", 30, of=5)
 
 
 @pytest.fixture(scope="module")
-def lm(make_model, tokenizer, tmp_path_factory):
-    path, home = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("gated") / "home"
-    make_model("gpt2").save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    made = knnstore.create(home, model=str(path), max_length=64)
-    with made.store:
-        made.add(TEXTS[:10], domain="phrases")
-        yield made
+def lm(make_lm):
+    return make_lm({"phrases": TEXTS[:10]}, max_length=64)
 
 
 @pytest.fixture(scope="module")
 def scored(lm):
-    documents = [TextDocument(str(at), text) for at, text in enumerate(TEXTS[10:])]
-    return score_once(lm.store, lm.reader, documents, k=K, selection=EVERYTHING)
+    return score_once(lm.store, lm.reader, TEXTS[10:], k=K, selection=EVERYTHING)
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +153,7 @@ def test_a_skipped_query_is_not_searched_for_and_keeps_p_lm(lm, scored, gated, m
 
 
 def test_forward_and_generation_use_the_gate_as_scoring_does(lm, scored, gated) -> None:
-    ids = torch.tensor([[0, *lm.reader.tokens(TEXTS[10]).tolist()]])
+    ids = torch.tensor([[0, *lm.reader.tokens(TEXTS[10].text).tolist()]])
     with torch.no_grad():
         whole = lm(ids, knn=gated).logits
         padded = lm(

@@ -6,27 +6,18 @@ import pytest
 import knnstore
 from knnstore.datastore.records import tokens_of
 from knnstore.lm.reading.encoder import Encoder
+from tests.lm.phrases import documents, phrases
 
 RNG = np.random.default_rng(7)
-PHRASES = [" ".join(f"w{i}" for i in RNG.integers(4, 60, 12)) for _ in range(30)]
-
-
-def phrased(count):
-    return [" ".join(PHRASES[i] for i in RNG.integers(0, 30, 11)) for _ in range(count)]
-
-
-STORED, HELD_OUT = phrased(10), phrased(8)
+PHRASES = phrases(RNG, 30)
+STORED, HELD_OUT = documents(RNG, PHRASES, "s", 10, of=11), documents(RNG, PHRASES, "h", 8, of=11)
 
 
 @pytest.fixture(scope="module")
-def home(make_model, tokenizer, tmp_path_factory):
-    path, home = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("ip") / "home"
-    make_model("gpt2").save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    lm = knnstore.create(home, str(path), key="attention_input@1", metric="ip", max_length=32)
-    with lm.store:
-        lm.add(STORED, domain="phrases")
-    return home
+def home(make_lm):
+    options = {"key": "attention_input@1", "metric": "ip", "max_length": 32}
+    with make_lm({"phrases": STORED}, **options).store as store:
+        return store.home.path
 
 
 def test_the_nearest_have_the_greatest_products(home) -> None:
@@ -34,7 +25,7 @@ def test_the_nearest_have_the_greatest_products(home) -> None:
     with lm.store as store:
         assert store.identity.key == "transformer.h.1.attn:input"
         ids, keys, _ = next(store.datastore.iterate(batch_size=10_000))
-        text = " ".join(HELD_OUT[0].split()[:20])
+        text = " ".join(HELD_OUT[0].text.split()[:20])
         tokens = lm.tokenizer("<s> " + text, return_tensors="pt", add_special_tokens=False)["input_ids"]
         queries = Encoder(lm.base, lm.encoder.location).encode(tokens, np.arange(20)).keys.numpy()
         found = store.search(queries, 9)

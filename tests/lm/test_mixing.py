@@ -95,13 +95,9 @@ class Elsewhere(SimpleMixer):
 
 
 @pytest.fixture(scope="module")
-def lm(model_path, tmp_path_factory):
-    """With one document in each of the domains open and secret."""
-    made = knnstore.create(tmp_path_factory.mktemp("mixing") / "home", model_path, max_length=16)
-    with made.store:
-        made.add([{"id": "a", "text": "w5 w6 w7 w8"}], domain="open")
-        made.add([{"id": "b", "text": "w5 w6 w9 w10"}], domain="secret")
-        yield made
+def lm(make_lm):
+    stored = {"open": [{"id": "a", "text": "w5 w6 w7 w8"}], "secret": [{"id": "b", "text": "w5 w6 w9 w10"}]}
+    return make_lm(stored, max_length=16)
 
 
 def test_a_mixer_of_ones_own_is_saved_in_a_store_and_in_force_when_it_is_loaded(lm):

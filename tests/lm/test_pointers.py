@@ -2,13 +2,13 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-import knnstore
 from knnstore.errors import ConfigError
 from knnstore.lm import (
     CacheSettings,
@@ -21,32 +21,24 @@ from knnstore.lm import (
     settings_to_dict,
 )
 from knnstore.lm.scoring.held_out import score_texts
+from tests.lm.phrases import phrases as phrases_of
+from tests.lm.phrases import text as text_of
 
 RNG = np.random.default_rng(11)
-PHRASES = [" ".join(f"w{i}" for i in RNG.integers(4, 30, 5)) for _ in range(6)]
+PHRASES = phrases_of(RNG, 6, 4, 30, length=5)
 KNN = KNNSettings(k=6, temperature=15.0, lam=0.6, pointers=PointerSettings(2))
-
-
-def text(count: int) -> str:
-    return " ".join(PHRASES[i] for i in RNG.integers(0, len(PHRASES), count))
+text = partial(text_of, RNG, PHRASES)
 
 
 @pytest.fixture(scope="module")
-def lm(make_model, tokenizer, tmp_path_factory):
-    path, home = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("home") / "home"
-    make_model("gpt2").save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    with knnstore.create(home, model=str(path), max_length=16, stride=8).store:
-        pass
-    opened = knnstore.load(home, "a")
-    opened.add([text(n) for n in (1, 2, 5, 8)], domain="one")
-    opened.add([text(n) for n in (3, 6)], domain="two")
+def lm(make_lm):
+    stored = {"one": [text(n) for n in (1, 2, 5, 8)], "two": [text(n) for n in (3, 6)]}
+    made = make_lm(stored, max_length=16, stride=8)
     # Equal beginnings have equal keys, and of those at equal distances any may be found: make all different.
-    for ids, keys, groups in list(opened.store.datastore.iterate()):
+    for ids, keys, groups in list(made.store.datastore.iterate()):
         noise = RNG.normal(scale=0.1, size=keys.shape).astype(np.float32)
-        opened.store.datastore.add(ids, keys + noise, groups)
-    with opened.store:
-        yield opened
+        made.store.datastore.add(ids, keys + noise, groups)
+    return made
 
 
 class Definition:

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from knnstore.documents import TextDocument
 from knnstore.errors import ConfigError, InputError
 from knnstore.lm.calibration.probing import default_keys, nearest_keys, probe_keys
+from tests.lm.phrases import documents, phrases
 
 RNG = np.random.default_rng(7)
-PHRASES = [" ".join(f"w{i}" for i in RNG.integers(4, 60, 12)) for _ in range(30)]
-DOCUMENTS = [TextDocument(f"d{at}", " ".join(PHRASES[i] for i in RNG.integers(0, 30, 9))) for at in range(36)]
+DOCUMENTS = documents(RNG, phrases(RNG, 30), "d", 36)
 
 
 @pytest.mark.parametrize("metric", ["l2", "ip"])

@@ -15,10 +15,11 @@ from knnstore.lm.keys.projection import fit_projection
 from knnstore.lm.reading.encoder import Encoder
 from knnstore.lm.reading.sample import sample_documents
 from knnstore.store import KNNStore, SavedSettings
+from tests.lm.phrases import words
 
 RNG = np.random.default_rng(3)
 KEYS = (RNG.standard_normal((500, 12)) @ RNG.standard_normal((12, 12)) + 5).astype(np.float32)
-TEXTS = [" ".join(f"w{i}" for i in RNG.integers(4, 60, 60)) for _ in range(12)]
+TEXTS = [words(RNG, 60, 4, 60) for _ in range(12)]
 
 
 def squares(keys):
@@ -71,22 +72,11 @@ def test_a_sample_is_random_the_same_each_time_and_takes_a_text_once() -> None:
 
 
 @pytest.fixture(scope="module")
-def path(make_model, tokenizer, tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    make_model("gpt2").save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def filled(path, tmp_path_factory):
+def filled(make_lm):
     """A home whose keys are projected to 8 of 32 components."""
-    home = tmp_path_factory.mktemp("projected") / "home"
-    lm = knnstore.create(home, path, dim=8, sample=TEXTS, max_length=32)
-    with lm.store:
-        lm.add(TEXTS[:8], domain="phrases")
-        lm.store.save_settings(SavedSettings(settings_to_dict(KNNSettings(k=20, temperature=2.0, lam=0.5))))
-    return home
+    with make_lm({"phrases": TEXTS[:8]}, dim=8, sample=TEXTS, max_length=32).store as store:
+        store.save_settings(SavedSettings(settings_to_dict(KNNSettings(k=20, temperature=2.0, lam=0.5))))
+        return store.home.path
 
 
 def test_what_is_stored_and_searched_is_projected(filled) -> None:
@@ -111,7 +101,7 @@ def test_what_is_stored_and_searched_is_projected(filled) -> None:
         assert torch.equal(hidden_forward(lm.base, lm.encoder.location, ids[:, :31])[0][0], keys)
 
 
-def test_a_projection_that_is_lost_or_for_another_store_is_refused(filled, path, tmp_path) -> None:
+def test_a_projection_that_is_lost_or_for_another_store_is_refused(filled, make_lm, tmp_path) -> None:
     home = tmp_path / "home"
     shutil.copytree(filled, home)
     with KNNStore.open(home, "a") as store:
@@ -127,7 +117,7 @@ def test_a_projection_that_is_lost_or_for_another_store_is_refused(filled, path,
     file.unlink()
     with pytest.raises(CorruptWeightsError, match="cannot be read"):
         knnstore.load(home)
-    with knnstore.create(tmp_path / "other", path, dim=8, sample=TEXTS, key="final_hidden").store as other:
+    with make_lm(dim=8, sample=TEXTS, key="final_hidden").store as other:
         stranger = other.load_weights(other.identity.projection)
     with KNNStore.create(tmp_path / "mixed", store.identity, projection=stranger) as mixed:
         assert mixed.identity.projection == stranger.name
@@ -135,9 +125,9 @@ def test_a_projection_that_is_lost_or_for_another_store_is_refused(filled, path,
         knnstore.load(tmp_path / "mixed")
 
 
-def test_the_size_and_the_sample_belong_together(path, tmp_path) -> None:
+def test_the_size_and_the_sample_belong_together(model_path, tmp_path) -> None:
     with pytest.raises(ConfigError, match="belong together"):
-        knnstore.create(tmp_path / "home", path, dim=8)
+        knnstore.create(tmp_path / "home", model_path, dim=8)
     with pytest.raises(ConfigError, match="between 1 and 32, got 33"):
-        knnstore.create(tmp_path / "home", path, dim=33, sample=TEXTS)
+        knnstore.create(tmp_path / "home", model_path, dim=33, sample=TEXTS)
     assert not (tmp_path / "home").exists()

@@ -1,7 +1,6 @@
 """The trainable substitute: its arithmetic, its training, and that it goes when its documents go."""
 
 import math
-import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -32,42 +31,26 @@ from knnstore.lm.substitute.records import RecordBlocks, Records
 from knnstore.lm.substitute.training import fit_rows
 from knnstore.progress import Progress
 from knnstore.store import EVERYTHING, Selection, Traces
+from tests.lm.phrases import documents, phrases
 
 RNG = np.random.default_rng(3)
-PHRASES = [" ".join(f"w{i}" for i in RNG.integers(4, 60, 12)) for _ in range(30)]
-
-
-def phrased(count: int, name: str) -> list[dict[str, str]]:
-    """Documents made of the same phrases in another order."""
-    return [
-        {"id": f"{name}{at}", "text": " ".join(PHRASES[i] for i in RNG.integers(0, 30, 9))}
-        for at in range(count)
-    ]
-
-
-HELD_OUT = phrased(8, "h")
+PHRASES = phrases(RNG, 30)
+HELD_OUT = documents(RNG, PHRASES, "h", 8)
 TRACES = Traces((), 1, 1)
 
 
 @pytest.fixture(scope="module")
-def trained(make_model, tokenizer, tmp_path_factory):
+def trained(make_lm):
     """A home with the domains phrases and noise, and what training on phrases returned."""
-    path, home = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("trained") / "home"
-    make_model("gpt2").save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    lm = knnstore.create(home, model=str(path), max_length=32, stride=16)
-    with lm.store:
-        lm.add(phrased(20, "s"), domain="phrases")
-        lm.add(["w90 w91 w92"], domain="noise")
-        return home, lm.train_substitute(domains=["phrases"], rows=2, epochs=6)
+    stored = {"phrases": documents(RNG, PHRASES, "s", 20), "noise": ["w90 w91 w92"]}
+    lm = make_lm(stored, max_length=32, stride=16)
+    with lm.store as store:
+        return store.home.path, lm.train_substitute(domains=["phrases"], rows=2, epochs=6)
 
 
-@pytest.fixture
-def lm(trained, tmp_path):
-    shutil.copytree(trained[0], tmp_path / "home")
-    opened = knnstore.load(tmp_path / "home", "a")
-    yield opened
-    opened.store.close()
+@pytest.fixture(scope="module")
+def filled(trained):
+    return trained[0]
 
 
 @pytest.fixture
@@ -308,7 +291,7 @@ def test_generation_with_beams_in_a_padded_batch_is_the_best_of_forward(lm, subs
 
 def test_calibration_tries_it_alone_and_beside_the_store(lm, trained) -> None:
     phrases = Selection(domains=("phrases",))
-    found = lm.calibrate(phrased(12, "d"), domains=["phrases"], max_k=16)
+    found = lm.calibrate(documents(RNG, PHRASES, "d", 12), domains=["phrases"], max_k=16)
     names = [candidate.name for candidate in found.comparison.candidates]
     at = names.index("substitute")
     assert names[at + 1].endswith(" + substitute")
@@ -323,7 +306,9 @@ def test_calibration_tries_it_alone_and_beside_the_store(lm, trained) -> None:
     lm.store.remove_document("s1")
     assert "substitute" not in [
         candidate.name
-        for candidate in lm.calibrate(phrased(12, "e"), domains=["phrases"], max_k=16).comparison.candidates
+        for candidate in lm.calibrate(
+            documents(RNG, PHRASES, "e", 12), domains=["phrases"], max_k=16
+        ).comparison.candidates
     ]
 
 

@@ -1,6 +1,7 @@
 """Adding, evaluating, explaining and writing text, from documents on disk to numbers."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,25 +16,17 @@ from knnstore.lm.calibration.scored_text import score_once
 from knnstore.lm.scoring import held_out as scoring
 from knnstore.lm.settings.parts import PointerSettings
 from knnstore.store import EVERYTHING, SavedSettings, Selection
+from tests.lm.phrases import words as random_words
 
 RNG = np.random.default_rng(5)
 
 
-def words(n: int) -> str:
-    return " ".join(f"w{i}" for i in RNG.integers(4, 100, n))
-
-
-@pytest.fixture(scope="module")
-def model_path(make_model, tokenizer, tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    make_model("gpt2").save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return str(path)
+words = partial(random_words, RNG)
 
 
 @pytest.fixture
-def lm(model_path, tmp_path):
-    made = knnstore.create(tmp_path / "home", model=model_path, max_length=16, stride=8)
+def lm(make_lm):
+    made = make_lm(max_length=16, stride=8)
     yield made
     made.store.close()
 
@@ -209,20 +202,20 @@ def test_text_is_continued_from_the_store_and_seeds_repeat(lm) -> None:
         lm.generate_text(words(12), max_new_tokens=6)
 
 
-def test_settings_follow_the_scale_of_the_keys_and_are_found_again(lm, tmp_path) -> None:
+def test_settings_follow_the_scale_of_the_keys_and_are_found_again(lm) -> None:
     lm.add([words(60) for _ in range(5)], domain="d")
     keys = np.concatenate([keys for _, keys, _ in lm.store.datastore.iterate()])
     assert lm.knn.temperature == pytest.approx(keys.var(axis=0).sum() / 10, rel=1e-5)
     lm.store.save_settings(SavedSettings({"k": 3, "temperature": 2.0, "lambda": 0.1}), ["d"])
     lm.store.close()
-    again = knnstore.load(tmp_path / "home")
+    again = knnstore.load(lm.store.home.path)
     assert again.knn == lm.knn
     with pytest.raises(ReadOnlyError):
         again.add([words(3)], domain="d")
     again.store.close()
 
 
-def test_another_model_at_the_same_place_is_refused(model_path, make_model, tokenizer, tmp_path) -> None:
+def test_another_model_at_the_same_place_is_refused(make_model, tokenizer, tmp_path) -> None:
     moved = tmp_path / "model"
     make_model("gpt2").save_pretrained(moved)
     tokenizer.save_pretrained(moved)
@@ -252,15 +245,12 @@ def test_bad_documents_are_left_out_only_when_asked(lm) -> None:
     assert [str(error).split(":")[0] for error in bad] == ["document 2", "document 3"]
 
 
-def test_half_precision_gives_nearly_the_same_keys(model_path, tmp_path) -> None:
+def test_half_precision_gives_nearly_the_same_keys(make_lm) -> None:
     text = words(30)
     found = []
     for dtype in ("float32", "bfloat16"):
-        lm = knnstore.create(tmp_path / dtype, model=model_path, dtype=dtype)
-        lm.add([text], domain="d")
-        ids, keys, _ = next(lm.store.datastore.iterate())
+        ids, keys, _ = next(make_lm({"d": [text]}, dtype=dtype).store.datastore.iterate())
         found.append((tokens_of(ids), keys))
-        lm.store.close()
     assert np.array_equal(found[0][0], found[1][0])
     assert np.allclose(found[0][1], found[1][1], atol=0.1)
 
