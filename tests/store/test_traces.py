@@ -5,7 +5,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from knnstore.store import KNNStore, Selection, Traces
+from knnstore.store import KNNStore, SavedSettings, Selection, Traces
 
 
 @pytest.fixture
@@ -17,7 +17,8 @@ def fitted(store, writer):
     for domains in (("law",), ()):
         traces = Traces.of(store.view().snapshot, domains)
         names[domains] = store.save_weights({"w": np.zeros(4, np.float32)}, asdict(traces))
-        store.save_settings({"part": [{"weights": names[domains], "traces": asdict(traces)}]}, domains)
+        part = {"weights": names[domains], "traces": asdict(traces)}
+        store.save_settings(SavedSettings(query={"substitute": part}), domains)
     return names
 
 
@@ -26,9 +27,10 @@ def whole(store):
     snapshot = store.view().snapshot
     found = {}
     for domains in (("law",), ()):
-        saved = (store.settings(domains) or {}).get("part")
-        if saved and Traces.from_dict(saved[0]["traces"]).gone(snapshot) == 0:
-            found[domains] = saved[0]["weights"]
+        saved = store.settings(domains)
+        for name, traces in saved.files().items() if saved else ():
+            if traces and traces.gone(snapshot) == 0:
+                found[domains] = name
     assert {file.name for file in (store.home.path / "weights").iterdir()} == set(found.values())
     assert store.verify() == []
     return set(found)
