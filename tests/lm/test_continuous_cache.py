@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from knnstore.datastore.records import tokens_of
 from knnstore.documents import TextDocument
 from knnstore.errors import ConfigError
-from knnstore.lm import settings_from_dict, settings_to_dict
 from knnstore.lm.calibration.fit_cache import fit_cache, gather_cache_evidence
 from knnstore.lm.calibration.scored_text import ScoredText
 from knnstore.lm.mixing.fixed import FixedLambda
@@ -248,15 +247,7 @@ def test_sources_in_the_text_itself_are_named(lm):
         assert last.p == pytest.approx(lm(ids, knn=BOTH).logits[0, -1, 21].exp().item(), rel=1e-4)
 
 
-# -- settings and their fit
-
-
-def test_settings_survive_being_saved_and_older_ones_have_no_cache():
-    assert settings_from_dict(settings_to_dict(BOTH)) == BOTH
-    assert settings_from_dict({"k": 3}).cache is None
-    for wrong in ({"size": 0}, {"temperature": 0.0}, {"lam": 1.5}, {"reach": 3}):
-        with pytest.raises(ConfigError, match=r"[cC]ache"):
-            settings_from_dict({"cache": wrong})
+# -- the fit
 
 
 def test_the_fit_finds_how_a_text_repeats_itself():

@@ -17,8 +17,6 @@ from knnstore.lm import (
     KNNSettings,
     Retrieved,
     TokenTable,
-    settings_from_dict,
-    settings_to_dict,
 )
 from knnstore.lm.calibration.fit_domains import DomainEvidence, fit_domains, mixture_weights
 from knnstore.lm.retrieval import retrieve
@@ -149,11 +147,6 @@ def test_only_domains_with_a_weight_are_searched_and_a_lost_one_is_reported_once
     ):
         assert (retrieve(store, queries, nowhere).ids == -1).all()
     assert store.selections == []
-
-
-def test_settings_with_weights_of_domains_survive_json():
-    given = KNNSettings(16, 3.0, DomainWeights(("a", "b"), (0.25, 0.5), (1.0, 2.0)))
-    assert settings_from_dict(settings_to_dict(given)) == given
 
 
 @pytest.mark.parametrize(

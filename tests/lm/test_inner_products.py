@@ -3,9 +3,7 @@
 import numpy as np
 import pytest
 
-import knnstore
 from knnstore.datastore.records import tokens_of
-from knnstore.lm.reading.encoder import Encoder
 from tests.lm.phrases import documents, phrases
 
 RNG = np.random.default_rng(7)
@@ -14,38 +12,35 @@ STORED, HELD_OUT = documents(RNG, PHRASES, "s", 10, of=11), documents(RNG, PHRAS
 
 
 @pytest.fixture(scope="module")
-def home(make_lm):
+def filled(make_lm):
     options = {"key": "attention_input@1", "metric": "ip", "max_length": 32}
     with make_lm({"phrases": STORED}, **options).store as store:
         return store.home.path
 
 
-def test_the_nearest_have_the_greatest_products(home) -> None:
-    lm = knnstore.load(home)
-    with lm.store as store:
-        assert store.identity.key == "transformer.h.1.attn:input"
-        ids, keys, _ = next(store.datastore.iterate(batch_size=10_000))
-        text = " ".join(HELD_OUT[0].text.split()[:20])
-        tokens = lm.tokenizer("<s> " + text, return_tensors="pt", add_special_tokens=False)["input_ids"]
-        queries = Encoder(lm.base, lm.encoder.location).encode(tokens, np.arange(20)).keys.numpy()
-        found = store.search(queries, 9)
-        products = queries.astype(np.float64) @ keys.astype(np.float64).T
-        np.testing.assert_allclose(-found.distances, -np.sort(-products, 1)[:, :9], rtol=1e-3, atol=1e-3)
-        # p_kNN with the default settings, whose T is of the scale that products have.
-        scores = np.exp((products - products.max(1)[:, None]) / lm.knn.temperature)
-        scores[products < -np.sort(-products, 1)[:, lm.knn.k - 1 : lm.knn.k]] = 0
-        hits = tokens_of(ids) == tokens[0, 1:].numpy()[:, None]
-        expected = (scores * hits).sum(1) / scores.sum(1)
-        explained = [token.p_knn for token in lm.explain(text)]
-        np.testing.assert_allclose(explained, expected, rtol=0.02, atol=1e-3)
+def test_the_nearest_have_the_greatest_products(lm) -> None:
+    store = lm.store
+    assert store.identity.key == "transformer.h.1.attn:input"
+    ids, keys, _ = next(store.datastore.iterate(batch_size=10_000))
+    text = " ".join(HELD_OUT[0].text.split()[:20])
+    tokens = lm.tokenizer("<s> " + text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    queries = lm.encoder.encode(tokens, np.arange(20)).keys.numpy()
+    found = store.search(queries, 9)
+    products = queries.astype(np.float64) @ keys.astype(np.float64).T
+    np.testing.assert_allclose(-found.distances, -np.sort(-products, 1)[:, :9], rtol=1e-3, atol=1e-3)
+    # p_kNN with the default settings, whose T is of the scale that products have.
+    scores = np.exp((products - products.max(1)[:, None]) / lm.knn.temperature)
+    scores[products < -np.sort(-products, 1)[:, lm.knn.k - 1 : lm.knn.k]] = 0
+    hits = tokens_of(ids) == tokens[0, 1:].numpy()[:, None]
+    expected = (scores * hits).sum(1) / scores.sum(1)
+    explained = [token.p_knn for token in lm.explain(text)]
+    np.testing.assert_allclose(explained, expected, rtol=0.02, atol=1e-3)
 
 
 @pytest.mark.slow
-def test_calibrating_finds_settings_that_help(home) -> None:
-    lm = knnstore.load(home, "a")
-    with lm.store:
-        before = lm.evaluate(HELD_OUT)
-        found = lm.calibrate(HELD_OUT, max_k=64)
-        assert found.record is not None
-        assert found.comparison.best.held_out.ppl < before.base_ppl / 2
-        assert lm.evaluate(HELD_OUT).knn_ppl <= before.knn_ppl
+def test_calibrating_finds_settings_that_help(lm) -> None:
+    before = lm.evaluate(HELD_OUT)
+    found = lm.calibrate(HELD_OUT, max_k=64)
+    assert found.record is not None
+    assert found.comparison.best.held_out.ppl < before.base_ppl / 2
+    assert lm.evaluate(HELD_OUT).knn_ppl <= before.knn_ppl

@@ -2,17 +2,13 @@
 
 import threading
 
-import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, TextIteratorStreamer, Trainer, TrainingArguments, pipeline
+from transformers import TextIteratorStreamer, Trainer, TrainingArguments, pipeline
 
-from knnstore.lm.keys.places import locate
 from knnstore.lm.model.modeling import KNNLMForCausalLM
-from knnstore.lm.reading.encoder import Encoder
-from knnstore.lm.reading.windows import pack
 from knnstore.lm.settings.query import KNNSettings
-from knnstore.store import KNNStore, NewDocument, Selection
+from knnstore.store import Selection
 
 SEQUENCE = [0, 40, 41, 42, 50, 51, 52, 40, 41, 60, 70, 71, 72, 90, 33, 44, 40, 13, 14, 15]
 PROMPT = "<s> w40 w41 w42"
@@ -106,23 +102,14 @@ def test_lm_eval_scores_the_mixture(knn_model, tokenizer):
         assert greedy == (continuation.strip() == CONTINUATION)
 
 
-def test_a_saved_model_opens_its_store_again(make_model, make_store, tokenizer, tmp_path):
-    tokenizer.save_pretrained(tmp_path / "base")
-    make_model("llama").save_pretrained(tmp_path / "base")
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    exact = make_store(base, [SEQUENCE])
-    document = NewDocument("one", "stories", "0" * 64, np.array(SEQUENCE[1:], np.uint32))
-    with KNNStore.create(tmp_path / "home", exact.identity) as store:
-        with store.ingest([document]) as ingest:
-            encoder = Encoder(base, locate(base, store.identity.key))
-            for batch in pack([document.tokens], prefix=0, max_length=8, stride=4, batch_tokens=64):
-                keys = encoder.encode(batch.input_ids, batch.at).keys.numpy()
-                ingest.add(batch.documents, batch.positions, batch.gold, keys)
-        settings = KNNSettings(k=4, temperature=0.01, lam=1, selection=Selection(domains=("stories",)))
-        KNNLMForCausalLM.from_base(base, store, settings).save_pretrained(tmp_path / "knn")
-    loaded = KNNLMForCausalLM.from_pretrained(tmp_path / "knn")
+def test_a_saved_model_opens_its_store_again(make_lm, tmp_path):
+    lm = make_lm({"stories": [" ".join(f"w{token}" for token in SEQUENCE[1:])]}, max_length=8, stride=4)
+    lm.knn = KNNSettings(k=4, temperature=0.01, lam=1, selection=Selection(domains=("stories",)))
+    lm.save_pretrained(tmp_path)
+    lm.store.close()
+    loaded = KNNLMForCausalLM.from_pretrained(tmp_path)
     with loaded.store, torch.no_grad():
         # The first window ends at the eighth token; up to there the keys are those of the store.
         predicted = loaded(torch.tensor([SEQUENCE[:7]])).logits[0].argmax(-1)
-    assert loaded.knn == settings
+    assert loaded.knn == lm.knn
     assert predicted.tolist() == SEQUENCE[1:8]

@@ -49,6 +49,7 @@ def test_each_name_is_the_tensor_that_it_says(family, model, layer) -> None:
         assert [str(locate(model, f"{place}@{at}")) for place in LAYER_PLACES] == expected
     if layer == 1:
         assert [str(locate(model, place)) for place in LAYER_PLACES] == expected
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     residual = hidden_states(model)[layer]
     before = keys_at(model, f"attention_input_before_norm@{layer}")
     assert torch.equal(before, residual)
@@ -113,8 +114,3 @@ def test_parts_that_share_one_norm(make_model) -> None:
 def test_places_that_are_not_there_are_refused(make_model, key, message) -> None:
     with pytest.raises(ConfigError, match=message):
         locate(make_model("llama"), key)
-
-
-def test_no_hook_stays(model) -> None:
-    locate(model, "ffn_input_before_norm")
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

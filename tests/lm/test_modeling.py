@@ -5,6 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+from transformers import GPT2LMHeadModel
 
 from knnstore.datastore.records import tokens_of
 from knnstore.errors import ConfigError, FingerprintMismatchError
@@ -326,10 +327,8 @@ def test_a_model_that_was_never_saved_cannot_be_named(knn_gpt2, tmp_path):
         knn_gpt2.save_pretrained(tmp_path)
 
 
-def test_save_and_load_without_weights(gpt2, make_store, tokenizer, tmp_path):
-    tokenizer.save_pretrained(tmp_path / "base")
-    gpt2.save_pretrained(tmp_path / "base")
-    base = type(gpt2).from_pretrained(tmp_path / "base")
+def test_save_and_load_without_weights(make_store, model_path, tmp_path):
+    base = GPT2LMHeadModel.from_pretrained(model_path)
     store = make_store(base, [SEQUENCE, OTHER])
     saved = KNNLMForCausalLM(base, store, SETTINGS)
     saved.save_pretrained(tmp_path / "knn")
@@ -341,4 +340,4 @@ def test_save_and_load_without_weights(gpt2, make_store, tokenizer, tmp_path):
     half = KNNLMForCausalLM.from_pretrained(tmp_path / "knn", store=store, dtype=torch.bfloat16)
     assert half.dtype == torch.bfloat16
     with pytest.raises(ConfigError, match=r"knn_config\.json"):
-        KNNLMForCausalLM.from_pretrained(tmp_path / "base", store=store)
+        KNNLMForCausalLM.from_pretrained(model_path, store=store)

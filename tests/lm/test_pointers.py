@@ -9,16 +9,12 @@ import pytest
 import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from knnstore.errors import ConfigError
 from knnstore.lm import (
     CacheSettings,
-    DomainWeights,
     KNNLMForCausalLM,
     KNNSettings,
     PointerSettings,
     TokenTable,
-    settings_from_dict,
-    settings_to_dict,
 )
 from knnstore.lm.scoring.held_out import score_texts
 from tests.lm.phrases import phrases as phrases_of
@@ -229,16 +225,3 @@ def test_with_a_cache_and_explained(lm) -> None:
     explained = lm.explain(held_out, knn)
     rows = list(table.rows(lm.tokenizer))[: len(explained)]
     assert [part.p for part in explained] == pytest.approx([row["p"] for row in rows], rel=1e-3)
-
-
-def test_settings_with_pointers_are_saved_and_wrong_ones_refused() -> None:
-    for pointers in (None, PointerSettings(None, 64), PointerSettings(3, cluster_size=9)):
-        knn = replace(KNN, pointers=pointers)
-        assert settings_from_dict(settings_to_dict(knn)) == knn
-    for wrong in ({"min_pointers": 0}, {"max_pointers": 0}, {"min_pointers": 2000}, {"cluster_size": 0}):
-        with pytest.raises(ConfigError, match=next(iter(wrong))):
-            PointerSettings(**wrong)
-    with pytest.raises(ConfigError, match="PointerSettings has other settings"):
-        settings_from_dict({"pointers": {"beams": 3}})
-    with pytest.raises(ConfigError, match="the mixer 'domains', which makes searches of its own"):
-        KNNSettings(mixer=DomainWeights(("one",), (0.5,)), pointers=PointerSettings())

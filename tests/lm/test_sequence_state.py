@@ -12,13 +12,6 @@ IDS = torch.tensor([[2, 2, 2, 0, 40, 41], [0, 9, 8, 7, 6, 5]])
 MASK = torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
 
 
-def test_prefixes_have_the_same_name_exactly_where_they_are_equal():
-    one, other = prefix_names(np.array([5, 6, 7, 8])), prefix_names(np.array([5, 6, 8, 8]))
-    assert [left == right for left, right in zip(one, other, strict=True)] == [True, True, False, False]
-    assert prefix_names(np.array([5, 6, 7, 8]), first=2) == one[2:]
-    assert len({*one, *other}) == 6
-
-
 def test_what_was_not_used_for_longest_is_forgotten_first():
     states = PrefixStates[int](capacity=3)
     for name, value in ((b"a", 1), (b"b", 2), (b"c", 3)):

@@ -1,0 +1,173 @@
+"""Settings: their values, to JSON and back, and what a mixer of one's own may do."""
+
+import dataclasses
+import json
+import math
+from functools import partial
+
+import pytest
+import torch
+
+import knnstore
+from knnstore.errors import ConfigError
+from knnstore.lm import (
+    CacheSettings,
+    Chosen,
+    DomainWeights,
+    FixedLambda,
+    KNNSettings,
+    PointerSettings,
+    SimpleMixer,
+    Substitute,
+    register_mixer,
+    settings_from_dict,
+    settings_to_dict,
+)
+from knnstore.store import SavedSettings, Selection, Traces
+
+PHRASES = Selection(domains=("phrases",))
+TRAINED = Substitute("0" * 64 + ".safetensors", 0.6, Traces(("phrases",), 20, 999))
+SETTINGS = [
+    KNNSettings(),
+    KNNSettings(k=7, temperature=3.5, lam=0.125, selection=Selection(("law", "news"), exclude=("ab12",))),
+    KNNSettings(16, 3.0, DomainWeights(("a", "b"), (0.25, 0.5), (1.0, 2.0))),
+    KNNSettings(cache=CacheSettings(size=6, temperature=15.0, lam=0.3)),
+    KNNSettings(pointers=PointerSettings(None, 64)),
+    KNNSettings(pointers=PointerSettings(3, cluster_size=9)),
+    KNNSettings(lam=0.25, selection=PHRASES, substitute=TRAINED),
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_settings_survive_json(settings):
+    assert settings_from_dict(json.loads(json.dumps(settings_to_dict(settings)))) == settings
+
+
+def test_what_was_not_saved_has_its_default():
+    assert settings_from_dict({}) == KNNSettings()
+    assert settings_from_dict({"lambda": 0.125}).mixer == FixedLambda(0.125)
+
+
+@pytest.mark.parametrize(
+    ("make", "values", "message"),
+    [
+        *((KNNSettings, {"k": k}, "k must") for k in (0, 2.5)),
+        *((KNNSettings, {"temperature": t}, "temperature") for t in (0.0, math.nan, math.inf)),
+        *((KNNSettings, {"lam": lam}, "lambda") for lam in (-0.1, 1.1, math.nan)),
+        (CacheSettings, {"size": 0}, "the cache's size"),
+        (CacheSettings, {"temperature": 0.0}, "the cache's temperature"),
+        (CacheSettings, {"lam": 1.5}, "the cache's lambda"),
+        *((PointerSettings, {name: 0}, name) for name in ("min_pointers", "max_pointers", "cluster_size")),
+        (PointerSettings, {"min_pointers": 2000}, "min_pointers"),
+        (partial(dataclasses.replace, TRAINED), {"lam": 0.0}, "above 0"),
+    ],
+)
+def test_values_out_of_range_are_refused(make, values, message):
+    with pytest.raises(ConfigError, match=message):
+        make(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"lamda": 0.5}, "lamda"),
+        ({"selection": {"domain": ["law"]}}, "domain"),
+        ({"mixer": {"name": "gate"}}, "mixer"),
+        ({"mixer": {"lam": 0.5}}, "mixer"),
+        ({"mixer": {"name": "fixed"}}, "mixer"),
+        ({"mixer": {"name": "fixed", "lam": 0.5, "x": 1}}, "mixer"),
+        ({"cache": {"size": 0}}, "the cache's size"),
+        ({"cache": {"reach": 3}}, "other settings: .*reach"),
+        ({"pointers": {"beams": 3}}, "other settings: .*beams"),
+        ({"substitute": {"weights": "x"}}, "not the settings of a substitute"),
+    ],
+)
+def test_what_was_not_saved_by_settings_is_refused(values, message):
+    with pytest.raises(ConfigError, match=message):
+        settings_from_dict(values)
+
+
+def test_what_does_not_go_together_is_refused():
+    with pytest.raises(ConfigError, match="the mixer 'domains', which makes searches of its own"):
+        KNNSettings(mixer=DomainWeights(("one",), (0.5,)), pointers=PointerSettings())
+    for selection in (Selection(domains=("noise",)), Selection(tags=("a",)), Selection(documents=("s1",))):
+        with pytest.raises(ConfigError, match="leaves out documents that the substitute was trained on"):
+            KNNSettings(selection=selection, substitute=TRAINED)
+
+
+def test_lam_is_short_for_a_fixed_mixer():
+    assert KNNSettings(lam=0.5) == KNNSettings(mixer=FixedLambda(0.5))
+    assert dataclasses.replace(KNNSettings(lam=0.5), k=3).mixer == FixedLambda(0.5)
+    assert not KNNSettings(lam=0).retrieves
+    assert KNNSettings(lam=1e-9).retrieves
+    assert KNNSettings(mixer=Nearer(0.5, 20.0)).retrieves
+
+
+# -- mixers of one's own
+
+
+@register_mixer
+@dataclasses.dataclass(frozen=True)
+class Nearer(SimpleMixer):
+    """λ where the nearest neighbour is nearer than a limit, else 0."""
+
+    lam: float
+    limit: float
+    name = "nearer"
+
+    def __call__(self, retrieved, temperature):
+        return Chosen((retrieved.distances[:, 0] < self.limit) * self.lam, temperature)
+
+
+@dataclasses.dataclass(frozen=True)
+class Elsewhere(SimpleMixer):
+    """Searches where it likes, whatever is selected."""
+
+    part: Selection
+    name = "elsewhere"
+
+    def searches(self, selection):
+        return (self.part,)
+
+    def __call__(self, retrieved, temperature):
+        return Chosen(torch.full((len(retrieved.distances),), 0.5), temperature)
+
+
+@pytest.fixture(scope="module")
+def lm(make_lm):
+    stored = {"open": [{"id": "a", "text": "w5 w6 w7 w8"}], "secret": [{"id": "b", "text": "w5 w6 w9 w10"}]}
+    return make_lm(stored, max_length=16)
+
+
+def test_settings_with_a_mixer_that_is_not_registered_are_not_saved():
+    with pytest.raises(ConfigError, match=r"'elsewhere' cannot be saved: call .*register_mixer"):
+        settings_to_dict(KNNSettings(mixer=Elsewhere(PHRASES)))
+
+
+def test_a_mixer_of_ones_own_is_saved_in_a_store_and_in_force_when_it_is_loaded(lm):
+    settings = KNNSettings(k=3, temperature=2.0, mixer=Nearer(0.75, 0.5))
+    lm.store.save_settings(SavedSettings(settings_to_dict(settings)))
+    explained = lm.explain("w5 w6 w20", settings)
+    assert [token.lam for token in explained] == [0.75, 0.75, 0.75]
+    assert [token.lam for token in lm.explain("w20 w5", settings)] == [0.75, 0.0]
+    with (again := knnstore.load(lm.store.home.path)).store:
+        assert again.knn == settings
+        assert again.explain("w5 w6 w20") == explained
+
+
+@pytest.mark.parametrize(
+    ("selection", "part", "found"),
+    [
+        (Selection(), Selection(domains=("secret",)), {"b"}),
+        (Selection(domains=("open",)), Selection(domains=("secret",)), set()),
+        (Selection(domains=("open",)), Selection(domains=("open", "secret")), set()),
+        (Selection(domains=("open",)), Selection(), {"a"}),
+        (Selection(documents=("a",)), Selection(domains=("secret",)), set()),
+        (Selection(documents=("a",)), Selection(), {"a"}),
+    ],
+)
+def test_a_mixer_never_searches_what_is_not_selected(lm, selection, part, found):
+    settings = KNNSettings(k=9, mixer=Elsewhere(part), selection=selection)
+    explained = lm.explain("w5 w6", settings)
+    assert {source.document for token in explained for source in token.neighbors} == found
+    assert [token.lam for token in explained] == [0.5 if found else 0.0] * 2
