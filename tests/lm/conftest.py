@@ -5,12 +5,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from sqlalchemy import make_url
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -38,6 +40,7 @@ from knnstore.lm import KNNLMForCausalLM
 from knnstore.lm.keys import key_dim, locate, model_fingerprint, tokenizer_fingerprint
 from knnstore.lm.reading import Encoder
 from knnstore.store import EVERYTHING, Identity, Reader
+from knnstore.store.home import Home
 
 VOCABULARY = 101
 SPECIAL = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
@@ -179,6 +182,7 @@ class ExactStore(Reader):
             max_length=64,
             stride=32,
         )
+        self.home = Home(Path("exact"), make_url("sqlite://"))
         self.searched = 0
         """Queries so far."""
         self.keys = np.zeros((0, self.identity.dim), np.float32)

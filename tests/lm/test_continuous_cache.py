@@ -19,7 +19,7 @@ from knnstore.lm.retrieval.cache import Reading, look_back
 from knnstore.lm.scoring import evaluate
 from knnstore.lm.scoring.explaining import THIS_TEXT
 from knnstore.lm.scoring.token_table import TokenTable
-from knnstore.lm.settings import CacheSettings, KNNModelParts, KNNSettings
+from knnstore.lm.settings import CacheSettings, KNNSettings, ReadingParts
 from tests.lm.phrases import words
 
 STORED = [[0, 40, 41, 42, 50, 51, 52, 40, 41, 60, 70, 71], [0, 7, 5, 3, 40, 41, 99, 98, 97, 40]]
@@ -204,7 +204,7 @@ def test_documents_longer_than_the_window_match_an_oracle_that_has_all_keys(lm):
     table = TokenTable()
     documents = [TextDocument(str(at), text) for at, text in enumerate(texts)]
     knn = replace(ALONE, cache=cache)
-    few_at_once = KNNModelParts(lm.store, replace(lm.reader, batch_tokens=30), knn)
+    few_at_once = ReadingParts(lm.store, replace(lm.reader, batch_tokens=30), knn)
     found = evaluate(few_at_once, documents, table=table)
     rows = list(table.rows(lm.tokenizer))
     assert len(rows) == found.tokens == 152
