@@ -4,7 +4,7 @@
 
 Two comparisons, each with both sides in turn in one process, JSON on standard output:
 
-* adding documents (tokenising, forward pass, copying, hashing, fsync, SQL) against the forward
+* adding documents (tokenizing, forward pass, copying, hashing, fsync, SQL) against the forward
   pass alone, without the output head, over the same batches;
 * what p_kNN of the gold token and mixing cost within a scoring step of model, search and mixing.
 """
@@ -94,7 +94,7 @@ def main() -> None:
             started = time.perf_counter()
             encoded = lm.encoder.encode(batch.input_ids, batch.at)
             log_probs = lm.encoder.gold_log_probs(encoded.states, batch.gold)
-            modelled = time.perf_counter()
+            modeled = time.perf_counter()
             found = lm.store.search(encoded.keys.numpy(), options.k, EVERYTHING)
             searched = time.perf_counter()
             weights = neighbor_weights(torch.from_numpy(found.distances), 20.0)
@@ -103,7 +103,7 @@ def main() -> None:
             mixture.gold(log_probs, torch.from_numpy(batch.gold))
             mixed = time.perf_counter()
             for name, seconds in zip(
-                parts, (modelled - started, searched - modelled, mixed - searched), strict=True
+                parts, (modeled - started, searched - modeled, mixed - searched), strict=True
             ):
                 parts[name].append(seconds)
         totals = {name: sum(seconds) for name, seconds in parts.items()}

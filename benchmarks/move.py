@@ -8,7 +8,7 @@ JSON goes to stdout, a line for each engine to stderr. A store on FAISS is moved
 `KNNStore.move`: read, written durably, indexed, every record compared, recall measured, switched. In
 turn with it, in one process, the same keys are loaded from memory into the same engine, ready to be
 searched: with its adapter, and with its library alone where that takes a few lines. A ratio is that of the
-records/s, the median of neighbouring runs; above 0.5 the move takes less than twice as long.
+records/s, the median of neighboring runs; above 0.5 the move takes less than twice as long.
 """
 
 import argparse

@@ -40,10 +40,10 @@ def clustered(n: int, dim: int, seed: int) -> Keys:
     """Keys like a language model's: many clusters of very different sizes, few directions in each."""
     rng = np.random.default_rng(seed)
     shape = np.random.default_rng(7)
-    centres = shape.normal(size=(2000, 48))
+    centers = shape.normal(size=(2000, 48))
     sizes = 1 / np.arange(1, 2001)
     project = shape.normal(size=(48, dim)) / 7
-    latent = centres[rng.choice(2000, n, p=sizes / sizes.sum())] + 0.5 * rng.normal(size=(n, 48))
+    latent = centers[rng.choice(2000, n, p=sizes / sizes.sum())] + 0.5 * rng.normal(size=(n, 48))
     keys = np.empty((n, dim), np.float32)
     for start in range(0, n, 1 << 16):
         part = latent[start : start + (1 << 16)] @ project
@@ -113,7 +113,7 @@ def exact_tier(keys: Keys, batches: list[Keys], repeats: int) -> list[dict[str, 
 
 
 def indexed_tier(root: Path, keys: Keys, queries: Keys, repeats: int, factory: str) -> list[dict[str, Any]]:
-    """Adapter against the same kind of index in plain FAISS, and the neighbours found.
+    """Adapter against the same kind of index in plain FAISS, and the neighbors found.
 
     With exact distances the other side is FAISS's own second ranking over the keys in half precision.
     """

@@ -94,7 +94,7 @@ def size(root: Path) -> int:
 
 
 def recall(distances: Distances, truth: Distances) -> float:
-    """Share of the neighbours that are among the true ones; ties count."""
+    """Share of the neighbors that are among the true ones; ties count."""
     return round(float((distances <= truth[:, -1:] * (1 + 1e-5)).mean()), 4)
 
 

@@ -1,4 +1,4 @@
-"""What the catalogue accepts from a user: the same on every database."""
+"""What the catalog accepts from a user: the same on every database."""
 
 import json
 from collections.abc import Mapping

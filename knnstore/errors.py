@@ -92,11 +92,11 @@ class StoreUnavailableError(DatastoreError, ConnectionError):
     """The engine cannot be reached; trying again is safe."""
 
 
-# -- the catalogue: the SQL side
+# -- the catalog: the SQL side
 
 
 class CatalogError(KnnstoreError):
-    """The catalogue cannot do what was asked."""
+    """The catalog cannot do what was asked."""
 
 
 class SchemaOutdatedError(CatalogError):

@@ -2,7 +2,7 @@
 
 
 class Progress:
-    """Hears how far a long operation is; this one is silent. Subclass it to show something."""
+    """Is told how far a long operation is; this one is silent. Subclass it to show something."""
 
     def start(self, title: str, *, total: int | None = None, unit: str = "tok") -> None:
         """An operation begins; `total` units are expected, None when that is not known."""

@@ -1,4 +1,4 @@
-"""What every test may use: PostgreSQL, a new catalogue on each database, a sudden end, a Qdrant server."""
+"""What every test may use: PostgreSQL, a new catalog on each database, a sudden end, a Qdrant server."""
 
 import os
 import pwd

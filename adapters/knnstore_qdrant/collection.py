@@ -1,4 +1,4 @@
-"""A collection on a server as such: making it, recognising it, and when it is indexed."""
+"""A collection on a server as such: making it, recognizing it, and when it is indexed."""
 
 import time
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ DISTANCES = {Metric.L2: models.Distance.EUCLID, Metric.IP: models.Distance.DOT}
 """What Qdrant calls the metrics."""
 
 MARK = "knnstore"
-"""The entry of a collection's metadata with a random number, by which it is recognised."""
+"""The entry of a collection's metadata with a random number, by which it is recognized."""
 
 _BULK = 100_000  # so many records added to a handle make the server put indexing off until `index`
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0  # between looks at how far indexing is

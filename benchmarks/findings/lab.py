@@ -181,7 +181,7 @@ class Lab:
         return Tuned(str(folder), values["tokens"], epochs, values["seconds"])
 
     def alone(self, model: str, domain: str, split: str) -> ScoredText:
-        """Held-out text as another model reads it; the neighbours are still those of the base model."""
+        """Held-out text as another model reads it; the neighbors are still those of the base model."""
         reader = reader_of(model)
         log_probs, keys, gold = [], [], []
         for ahead in in_chunks(self.texts[domain][split]):  # as it was scored

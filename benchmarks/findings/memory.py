@@ -109,7 +109,7 @@ class Memory:
             domain: of the text and of the store.
             split: ``dev`` or ``test``.
             fraction: which part of the store to search.
-            k: neighbours; default that of the limits, at most as many as there are.
+            k: neighbors; default that of the limits, at most as many as there are.
             params: of the FAISS adapter, in place of those of the store.
         """
         stored = self.stored(domain)

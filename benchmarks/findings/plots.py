@@ -8,7 +8,7 @@ from finding import Plot
 
 WIDTH, HEIGHT = 720, 400
 LEFT, RIGHT, TOP, BOTTOM = 64, 230, 36, 48
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#999999")
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#999999")
 """Of Okabe and Ito, told apart by everybody."""
 
 
@@ -36,16 +36,16 @@ def svg(plot: Plot) -> str:
         parts.append(_text(x_at(x), HEIGHT - BOTTOM + 17, f"{x:,.6g}"))
     parts.append(_line(LEFT, HEIGHT - BOTTOM, WIDTH - RIGHT, HEIGHT - BOTTOM, "#000000"))
     for number, (name, points) in enumerate(lines.items()):
-        colour = COLOURS[number % len(COLOURS)]
-        dash = "" if number < len(COLOURS) else ' stroke-dasharray="5 3"'
+        color = COLORS[number % len(COLORS)]
+        dash = "" if number < len(COLORS) else ' stroke-dasharray="5 3"'
         path = " ".join(f"{x_at(x):.1f},{y_at(y):.1f}" for x, y in points)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>')
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"{dash}/>')
         if len(points) <= 20:
             parts += [
-                f'<circle cx="{x_at(x):.1f}" cy="{y_at(y):.1f}" r="3" fill="{colour}"/>' for x, y in points
+                f'<circle cx="{x_at(x):.1f}" cy="{y_at(y):.1f}" r="3" fill="{color}"/>' for x, y in points
             ]
         at = TOP + 16 * number
-        parts.append(_line(WIDTH - RIGHT + 12, at, WIDTH - RIGHT + 30, at, colour, f'stroke-width="2"{dash}'))
+        parts.append(_line(WIDTH - RIGHT + 12, at, WIDTH - RIGHT + 30, at, color, f'stroke-width="2"{dash}'))
         parts.append(_text(WIDTH - RIGHT + 35, at + 4, name, "start"))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
@@ -86,8 +86,8 @@ def _powers(low: float, high: float) -> list[float]:
     return [float(base) ** number for number in range(first, last + 1)]
 
 
-def _line(x1: float, y1: float, x2: float, y2: float, colour: str, more: str = "") -> str:
-    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}" {more}/>'
+def _line(x1: float, y1: float, x2: float, y2: float, color: str, more: str = "") -> str:
+    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{color}" {more}/>'
 
 
 def _text(x: float, y: float, text: str, anchor: str = "middle", more: str = "") -> str:

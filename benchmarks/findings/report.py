@@ -10,7 +10,7 @@ from texts import MIN_DOCUMENTS
 
 INTRODUCTION = """# Findings of the papers, on real text
 
-What papers on nearest-neighbour language models report, tried again with `knnstore` by one command:
+What papers on nearest-neighbor language models report, tried again with `knnstore` by one command:
 
     {command}
 

@@ -1,10 +1,10 @@
-"""The catalogue in SQL: what is stored, under which domain and tags, and with which settings."""
+"""The catalog in SQL: what is stored, under which domain and tags, and with which settings."""
 
 from sqlalchemy import URL
 
 from knnstore.catalog.catalog import Catalog
 from knnstore.catalog.connection import parse_url, place, shown, sqlite_url, without_password
-from knnstore.catalog.survivors import DROPPED, PrunedDocument, Survivors
+from knnstore.catalog.representatives import DROPPED, PrunedDocument, Representatives
 from knnstore.catalog.types import (
     Document,
     Domain,
@@ -18,7 +18,23 @@ from knnstore.catalog.types import (
 from knnstore.catalog.writer import CatalogWriter
 
 __all__ = [
-    "DROPPED", "URL", "Catalog", "CatalogWriter", "Document", "Domain", "Engine", "Identity", "NewDocument",
-    "PlacedDocument", "PrunedDocument", "Snapshot", "StoredVersion", "Survivors", "parse_url", "place",
-    "shown", "sqlite_url", "without_password",
+    "DROPPED",
+    "URL",
+    "Catalog",
+    "CatalogWriter",
+    "Document",
+    "Domain",
+    "Engine",
+    "Identity",
+    "NewDocument",
+    "PlacedDocument",
+    "PrunedDocument",
+    "Representatives",
+    "Snapshot",
+    "StoredVersion",
+    "parse_url",
+    "place",
+    "shown",
+    "sqlite_url",
+    "without_password",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Reading the catalogue: the store's identity, its documents, domains, tags and settings."""
+"""Reading the catalog: the store's identity, its documents, domains, tags and settings."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -26,7 +26,7 @@ from knnstore.catalog.queries import (
     scope_of,
     utc,
 )
-from knnstore.catalog.survivors import PrunedDocument
+from knnstore.catalog.representatives import PrunedDocument
 from knnstore.catalog.tables import (
     IS_LIVE,
     IS_UNSETTLED,
@@ -51,7 +51,7 @@ from knnstore.errors import StoreNotFoundError
 
 
 class Catalog:
-    """One database that holds one store's catalogue; may be used by several threads.
+    """One database that holds one store's catalog; may be used by several threads.
 
     Args:
         engine: a connected SQLAlchemy engine, released by `close`; use `create` and `open`.
@@ -99,7 +99,7 @@ class Catalog:
 
     @classmethod
     def open(cls, url: URL) -> Self:
-        """Open an existing catalogue.
+        """Open an existing catalog.
 
         Raises:
             StoreNotFoundError: the database holds no store.
@@ -110,7 +110,7 @@ class Catalog:
 
     @staticmethod
     def upgrade(url: URL) -> None:
-        """Bring an existing catalogue to this package's schema; nothing happens when it is there.
+        """Bring an existing catalog to this package's schema; nothing happens when it is there.
 
         Raises:
             StoreNotFoundError: the database holds no store.
@@ -284,4 +284,4 @@ def _existing(url: URL) -> SqlEngine:
 
 
 def _not_found(url: URL) -> StoreNotFoundError:
-    return StoreNotFoundError(f"there is no catalogue in {place(url)}; make a store with `knnstore init`")
+    return StoreNotFoundError(f"there is no catalog in {place(url)}; make a store with `knnstore init`")

@@ -1,4 +1,4 @@
-"""Connecting to the catalogue's database: SQLite in a file or in memory, PostgreSQL by URL."""
+"""Connecting to the catalog's database: SQLite in a file or in memory, PostgreSQL by URL."""
 
 import json
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ LOCK = 0x6B6E6E73
 
 
 def parse_url(url: str) -> URL:
-    """Read a SQLAlchemy URL and refuse databases that the catalogue does not support.
+    """Read a SQLAlchemy URL and refuse databases that the catalog does not support.
 
     Raises:
         ConfigError: the URL cannot be read or names another database.
@@ -40,13 +40,13 @@ def parse_url(url: str) -> URL:
     try:
         parsed = make_url(url)
     except (ArgumentError, ValueError):  # may quote the URL, password included: not chained
-        raise ConfigError(f"the catalogue's URL cannot be read; {_EXPECTED}") from None
+        raise ConfigError(f"the catalog's URL cannot be read; {_EXPECTED}") from None
     if parsed.drivername not in _DRIVERS:
-        raise ConfigError(f"the catalogue does not run on {parsed.drivername}; {_EXPECTED}")
+        raise ConfigError(f"the catalog does not run on {parsed.drivername}; {_EXPECTED}")
     if "@" in (parsed.host or ""):
-        raise ConfigError("the catalogue's URL has two @: write one in a password as %40")
+        raise ConfigError("the catalog's URL has two @: write one in a password as %40")
     if "password" in parsed.query:
-        raise ConfigError("give the catalogue's password as USER:PASSWORD@HOST, not as ?password=")
+        raise ConfigError("give the catalog's password as USER:PASSWORD@HOST, not as ?password=")
     return parsed.set(drivername=_DRIVERS[parsed.drivername])
 
 
@@ -130,7 +130,7 @@ def translated_errors(engine: Engine) -> Iterator[None]:
         reason = lines[0] if lines else type(error.orig).__name__
         unreachable = error.connection_invalidated or isinstance(error, OperationalError)
         kind = StoreUnavailableError if unreachable else CatalogError
-        raise kind(f"the catalogue's database ({place(engine.url)}) failed: {reason}") from error
+        raise kind(f"the catalog's database ({place(engine.url)}) failed: {reason}") from error
 
 
 def place(url: URL) -> str:

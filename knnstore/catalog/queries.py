@@ -1,4 +1,4 @@
-"""Statements and queries that reading and writing the catalogue are made of."""
+"""Statements and queries that reading and writing the catalog are made of."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ import numpy as np
 from sqlalchemy import ColumnElement, Row, Select, case, func, select
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
-from knnstore.catalog.survivors import PrunedDocument, Survivors
+from knnstore.catalog.representatives import PrunedDocument, Representatives
 from knnstore.catalog.tables import IS_LIVE, DocumentRow, DomainRow, PrunedRow, StoreRow, TagRow
 from knnstore.catalog.types import Engine, Snapshot
 from knnstore.checks import check_name
@@ -19,7 +19,7 @@ from knnstore.checks import check_name
 _IDS_A_STATEMENT = 500  # far below SQLite's limit of bound values
 
 _PRUNED = (
-    select(DocumentRow.id, DocumentRow.start, PrunedRow.survivors, PrunedRow.scale)
+    select(DocumentRow.id, DocumentRow.start, PrunedRow.representatives, PrunedRow.scale)
     .join(PrunedRow, PrunedRow.document_id == DocumentRow.id)
     .where(IS_LIVE)
 )
@@ -100,7 +100,7 @@ def read_snapshot(current: Session, *, has_prefix: bool) -> Snapshot:
         select(DocumentRow.id, DocumentRow.domain_id, DocumentRow.start, DocumentRow.stop, records)
         .outerjoin(PrunedRow, PrunedRow.document_id == DocumentRow.id)
         .where(IS_LIVE)
-        .order_by(DocumentRow.start, DocumentRow.stop)  # an empty document before its neighbour
+        .order_by(DocumentRow.start, DocumentRow.stop)  # an empty document before its neighbor
     )
     domains = select(DomainRow.name, DomainRow.id).where(
         DomainRow.id.in_(select(DocumentRow.domain_id).where(IS_LIVE))
@@ -112,7 +112,15 @@ def read_snapshot(current: Session, *, has_prefix: bool) -> Snapshot:
     rows, groups, starts, stops, counts = table
     names = dict(current.execute(domains).all())
     return Snapshot(
-        revision, read_engine(current), rows, groups, starts, stops, counts, read_survivors(current), names
+        revision,
+        read_engine(current),
+        rows,
+        groups,
+        starts,
+        stops,
+        counts,
+        read_representatives(current),
+        names,
     )
 
 
@@ -122,11 +130,11 @@ def read_pruned(current: Session, rows: Iterable[int]) -> dict[int, PrunedDocume
     return {row: PrunedDocument.unpacked(blob, scale, start) for row, start, blob, scale in found}
 
 
-def read_survivors(current: Session) -> Survivors | None:
+def read_representatives(current: Session) -> Representatives | None:
     """The records that pruning has left in all documents; None when no live one was pruned."""
     found = current.execute(_PRUNED)
     documents = {start: PrunedDocument.unpacked(blob, scale, start) for _, start, blob, scale in found}
-    return Survivors.of(documents) if documents else None
+    return Representatives.of(documents) if documents else None
 
 
 def records_of_document(*, has_prefix: bool) -> ColumnElement[int]:

@@ -1,4 +1,4 @@
-"""Making a catalogue, bringing it to this package's schema, and refusing one that does not fit."""
+"""Making a catalog, bringing it to this package's schema, and refusing one that does not fit."""
 
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -38,7 +38,7 @@ def script_location() -> Path:
 
 
 def is_empty(connection: Connection) -> bool:
-    """Whether the database has no catalogue yet."""
+    """Whether the database has no catalog yet."""
     return not inspect(connection).has_table(VERSION_TABLE)
 
 
@@ -51,7 +51,7 @@ def check(connection: Connection) -> None:
     """
     if not _is_newest(connection):
         raise SchemaOutdatedError(
-            "the catalogue's schema is older than this package: run `knnstore db upgrade`"
+            "the catalog's schema is older than this package: run `knnstore db upgrade`"
         )
 
 
@@ -75,7 +75,7 @@ def make(sql: SqlEngine, identity: Identity, engine: Engine, created_at: datetim
             check(connection)
             there = connection.execute(select(StoreRow.created_at, StoreRow.writer_epoch)).first()
             if there and (utc(there.created_at) != created_at or there.writer_epoch > 0):
-                raise StoreExistsError(f"{place(sql.url)} already holds a store's catalogue")
+                raise StoreExistsError(f"{place(sql.url)} already holds a store's catalog")
             connection.execute(delete(StoreRow))
         upgrade(connection)
         connection.execute(
@@ -98,7 +98,7 @@ def _is_newest(connection: Connection) -> bool:
     known = {script.revision for script in scripts.walk_revisions()}
     if current is not None and current not in known:
         raise SchemaTooNewError(
-            f"the catalogue's schema ({current}) is newer than this package: upgrade knnstore"
+            f"the catalog's schema ({current}) is newer than this package: upgrade knnstore"
         )
     return current == scripts.get_current_head()
 

@@ -1,4 +1,4 @@
-"""The tables of the catalogue.
+"""The tables of the catalog.
 
 One row per document and none per token: the value of a record rides in its id, so the vector
 engine needs nothing from SQL to answer a search. Every name begins with ``knnstore_``: the
@@ -46,7 +46,7 @@ _DocumentId = Annotated[
 ]
 
 PENDING, LIVE, DELETING = "pending", "live", "deleting"
-"""The states of a document; only the records of a live one count as neighbours."""
+"""The states of a document; only the records of a live one count as neighbors."""
 
 
 def _now() -> datetime:
@@ -169,7 +169,7 @@ class PrunedRow(Base):
     """How many are left."""
     scale: Mapped[float] = mapped_column(Double)
     """What each token counts; above 1 where others were dropped at random."""
-    survivors: Mapped[bytes] = mapped_column(LargeBinary)
+    representatives: Mapped[bytes] = mapped_column("survivors", LargeBinary)
     """zlib of a little-endian int64 for each token: how many positions after its own the record is that
     stands for it; 0 where its own is left, the least integer where there is none."""
 

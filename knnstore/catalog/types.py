@@ -1,4 +1,4 @@
-"""What the catalogue hands out and takes in, free of SQL."""
+"""What the catalog hands out and takes in, free of SQL."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from knnstore.catalog.survivors import Survivors
+from knnstore.catalog.representatives import Representatives
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class Snapshot:
     stops: NDArray[np.int64]
     records: NDArray[np.int64]
     """How many records each document has, shape (n,)."""
-    survivors: Survivors | None
+    representatives: Representatives | None
     """Which ones these are in the documents that were pruned; None when none was."""
     domains: Mapping[str, int]
     """Id of each domain that has a live document, by name."""

@@ -1,4 +1,4 @@
-"""Writing the catalogue: each method is one transaction, fenced against an older writer.
+"""Writing the catalog: each method is one transaction, fenced against an older writer.
 
 A document goes through three states::
 
@@ -22,7 +22,7 @@ from sqlalchemy.orm import Session
 from knnstore.catalog.catalog import Catalog
 from knnstore.catalog.connection import LOCK, place, session, translated_errors
 from knnstore.catalog.queries import among, in_chunks, scope_of
-from knnstore.catalog.survivors import PrunedDocument
+from knnstore.catalog.representatives import PrunedDocument
 from knnstore.catalog.tables import (
     DELETING,
     IS_LIVE,
@@ -48,16 +48,16 @@ _SECONDS_BETWEEN = 0.1
 
 
 class CatalogWriter:
-    """The one writer of a catalogue. Making one takes over: any older writer can commit no more.
+    """The one writer of a catalog. Making one takes over: any older writer can commit no more.
 
-    On PostgreSQL it also holds a lock until the catalogue is closed or the process ends; a file's
+    On PostgreSQL it also holds a lock until the catalog is closed or the process ends; a file's
     readers and writers are on one machine, where the store's own lock serves.
 
     Args:
         catalog: where to write.
 
     Raises:
-        LockedError: another process writes to this catalogue on PostgreSQL.
+        LockedError: another process writes to this catalog on PostgreSQL.
     """
 
     def __init__(self, catalog: Catalog) -> None:
@@ -228,7 +228,7 @@ class CatalogWriter:
             live = select(DocumentRow.id, DocumentRow.start, DocumentRow.stop).where(IS_LIVE)
             found = list(among(current, live, DocumentRow.id, pruned))
             lengths = {row: stop - start for row, start, stop in found}
-            if any(lengths.get(row) != len(document.survivors) for row, document in pruned.items()):
+            if any(lengths.get(row) != len(document.representatives) for row, document in pruned.items()):
                 raise CatalogError("a document to prune is not live, or another one")
             for row, start, _ in found:
                 document = pruned[row]
@@ -237,7 +237,7 @@ class CatalogWriter:
                         document_id=row,
                         records=int(document.kept(start).sum()),
                         scale=document.scale,
-                        survivors=document.packed(start),
+                        representatives=document.packed(start),
                     )
                 )
             current.execute(
@@ -289,4 +289,4 @@ def _lock(engine: SqlEngine) -> Connection:
                 return connection
             time.sleep(_SECONDS_BETWEEN)
         connection.close()
-    raise LockedError(f"another process writes to the catalogue in {place(engine.url)}; end it first")
+    raise LockedError(f"another process writes to the catalog in {place(engine.url)}; end it first")

@@ -35,10 +35,10 @@ class SelectionOptions:
 class Query:
     """How to retrieve; what was not given is None."""
 
-    k: Annotated[int | None, typer.Option(min=1, metavar="N", help="Neighbours of each token.")] = None
+    k: Annotated[int | None, typer.Option(min=1, metavar="N", help="Neighbors of each token.")] = None
     temperature: Annotated[
         float | None,
-        typer.Option(metavar="T", help="Divides the distances: larger gives far neighbours more weight."),
+        typer.Option(metavar="T", help="Divides the distances: larger gives far neighbors more weight."),
     ] = None
     lam: Annotated[
         float | None,
@@ -154,7 +154,7 @@ class GenerationQuery(Query):
         typer.Option(
             "--knn-temperature",
             metavar="T",
-            help="Divides the distances of neighbours, as --temperature of eval.",
+            help="Divides the distances of neighbors, as --temperature of eval.",
         ),
     ] = None
 

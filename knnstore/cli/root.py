@@ -78,7 +78,7 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-database = typer.Typer(help="Look after the catalogue's database.", no_args_is_help=True)
+database = typer.Typer(help="Look after the catalog's database.", no_args_is_help=True)
 
 for _name, _command in COMMANDS.items():
     _register(app, _command, _name)

@@ -1,4 +1,4 @@
-"""The keys and the documents as they are now: the datastore that the catalogue names, and what is live."""
+"""The keys and the documents as they are now: the datastore that the catalog names, and what is live."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -15,17 +15,17 @@ Mode = Literal["r", "a"]
 
 
 class Current:
-    """Follows the catalogue from revision to revision and from engine to engine.
+    """Follows the catalog from revision to revision and from engine to engine.
 
     Args:
         home: where the store is.
-        catalog: its catalogue.
+        catalog: its catalog.
         mode: how the datastore is opened.
         params: parameters of the adapter in place of the store's own.
     """
 
     engine: Engine
-    """As the catalogue names it."""
+    """As the catalog names it."""
     datastore: Datastore
 
     def __init__(self, home: Home, catalog: Catalog, mode: Mode, params: Mapping[str, Any]) -> None:
@@ -47,12 +47,12 @@ class Current:
             return self._view
 
     def switch(self, engine: Engine, datastore: Datastore, commit: Callable[[], None]) -> Datastore:
-        """Go over to another engine as the catalogue does; other threads see both changes or none.
+        """Go over to another engine as the catalog does; other threads see both changes or none.
 
         Args:
             engine: the new one.
             datastore: the new one, opened.
-            commit: makes the catalogue name it.
+            commit: makes the catalog name it.
 
         Returns:
             The datastore in use until now.
@@ -67,7 +67,7 @@ class Current:
         self.datastore.close()
 
     def _open(self) -> tuple[Engine, Datastore]:
-        """Open the datastore that the catalogue names, also while the keys are being moved."""
+        """Open the datastore that the catalog names, also while the keys are being moved."""
         while True:
             engine = self._catalog.engine()
             place = Place(self._home, self._catalog.identity, engine)

@@ -11,7 +11,7 @@ from knnstore.store.view import View
 def info_of(home: Home, catalog: Catalog, view: View, move_target: Engine | None) -> dict[str, Any]:
     """What a store is made for and what is in it, as JSON values."""
     domains, saved = catalog.domains(), all_saved(catalog)
-    files = {name: traces for one in saved for name, traces in one.files().items()}
+    files = {name: lineage for one in saved for name, lineage in one.files().items()}
     identity, engine = catalog.identity, view.snapshot.engine
     return {
         "home": str(home.path),
@@ -28,10 +28,10 @@ def info_of(home: Home, catalog: Catalog, view: View, move_target: Engine | None
         "records": view.datastore.count(),
         "revision": catalog.revision(),
         "substitutes": [
-            f"of {', '.join(traces.domains) or 'the whole store'}: "
-            + ("outdated, documents of it are gone" if traces.gone(view.snapshot) else "ready")
-            for traces in files.values()
-            if traces is not None
+            f"of {', '.join(lineage.domains) or 'the whole store'}: "
+            + ("outdated, documents of it are gone" if lineage.gone(view.snapshot) else "ready")
+            for lineage in files.values()
+            if lineage is not None
         ],
         "calibrated": [
             f"for {', '.join(found['domains']) or 'the whole store'}: {found['mixer']}, perplexity "

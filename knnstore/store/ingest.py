@@ -1,4 +1,4 @@
-"""The two-phase protocol that keeps the catalogue and the datastore as one thing.
+"""The two-phase protocol that keeps the catalog and the datastore as one thing.
 
 ::
 
@@ -25,7 +25,7 @@ from knnstore.failpoints import failpoint
 
 
 def purge(catalog: CatalogWriter, datastore: Datastore, documents: Sequence[PlacedDocument]) -> None:
-    """Remove documents that are not live, first from the datastore and then from the catalogue."""
+    """Remove documents that are not live, first from the datastore and then from the catalog."""
     if not documents:
         return
     bounds = np.array([(document.start, document.stop) for document in documents], np.int64)
@@ -85,7 +85,7 @@ class Ingest:
     def abandon(self) -> None:
         """Take back what was stored of the group; what fails here is left to recovery.
 
-        The catalogue is asked again what is live: a commit whose answer was lost stands. What is not
+        The catalog is asked again what is live: a commit whose answer was lost stands. What is not
         goes, also where another writer took over and has forgotten the documents already.
         """
         with contextlib.suppress(KnnstoreError, OSError):

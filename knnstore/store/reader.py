@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from knnstore.catalog import Domain, Identity
 from knnstore.datastore import Ids, Keys, Neighbors
-from knnstore.store.fitted import SavedSettings, Traces, Weights
+from knnstore.store.fitted import Lineage, SavedSettings, Weights
 from knnstore.store.home import Home
 from knnstore.store.provenance import Provenance, Tokens
 from knnstore.store.selection import EVERYTHING, Selection
@@ -68,10 +68,10 @@ class Reader(Protocol):
     def stored_content(self, hashes: Iterable[str], selection: Selection = EVERYTHING) -> set[str]:
         """Which of these content hashes belong to a live document of the selection."""
 
-    def traces(self, domains: Iterable[str] = ()) -> Traces:
+    def lineage(self, domains: Iterable[str] = ()) -> Lineage:
         """All documents that some domains hold now, to be known again."""
 
-    def gone(self, traces: Traces) -> float:
+    def gone(self, lineage: Lineage) -> float:
         """The share of these documents that were removed or replaced since."""
 
     def settings(self, domains: Sequence[str] = ()) -> SavedSettings | None:

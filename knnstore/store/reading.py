@@ -13,7 +13,7 @@ from knnstore.errors import (
     DocumentNotFoundError,
     StoreUnavailableError,
 )
-from knnstore.store.fitted import SavedSettings, Traces, Weights, load_weights
+from knnstore.store.fitted import Lineage, SavedSettings, Weights, load_weights
 from knnstore.store.home import Home
 from knnstore.store.pointers import Clusters, follow
 from knnstore.store.provenance import Provenance, Tokens, Tracer
@@ -29,7 +29,7 @@ class StoreReader:
 
     Args:
         home: where the store is.
-        catalog: its catalogue.
+        catalog: its catalog.
         view: gives what is live.
     """
 
@@ -203,13 +203,13 @@ class StoreReader:
         """
         return self.view().records(selection, without, batch_size)
 
-    def traces(self, domains: Iterable[str] = ()) -> Traces:
+    def lineage(self, domains: Iterable[str] = ()) -> Lineage:
         """All documents that these domains hold now, or the whole store when none is named; see `gone`."""
-        return Traces.of(self.view().snapshot, domains)
+        return Lineage.of(self.view().snapshot, domains)
 
-    def gone(self, traces: Traces) -> float:
+    def gone(self, lineage: Lineage) -> float:
         """The share of these documents that were removed or replaced since; 0 when all are as they were."""
-        return traces.gone(self.view().snapshot)
+        return lineage.gone(self.view().snapshot)
 
     def record_count(self, selection: Selection = EVERYTHING) -> int:
         """How many live records a search among the selected documents can find.
@@ -234,7 +234,7 @@ class StoreReader:
         return load_weights(self.home.weights, name)
 
     def _at_one_revision(self, look: Callable[[View], Neighbors]) -> Neighbors:
-        """Look at the keys and the catalogue together, again if a commit came between."""
+        """Look at the keys and the catalog together, again if a commit came between."""
         for _ in range(_SEARCH_ATTEMPTS):
             view = self.view()
             try:

@@ -1,4 +1,4 @@
-"""The store: a catalogue and a datastore as one thing."""
+"""The store: a catalog and a datastore as one thing."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ class KNNStore(StoreReader):
 
     Args:
         home: where the store is.
-        catalog: its catalogue.
+        catalog: its catalog.
         mode: ``"r"`` or ``"a"``.
         params: see `open`.
     """
@@ -79,7 +79,7 @@ class KNNStore(StoreReader):
             store: the adapter's name.
             location: where the adapter keeps the keys: a URL or a folder; default ``HOME/keys``.
             params: the adapter's own parameters.
-            catalog: the catalogue's SQLAlchemy URL; default is SQLite in the home.
+            catalog: the catalog's SQLAlchemy URL; default is SQLite in the home.
             projection: kept in the home for as long as the store is, and named by its identity.
 
         Raises:
@@ -205,7 +205,7 @@ class KNNStore(StoreReader):
     def repair(self) -> list[str]:
         """Remove records that belong to no document (opening for writing settled the rest), and verify."""
         with self._locked() as writing:
-            writing.remove_strangers()
+            writing.remove_orphans()
             return self.verify()
 
     def info(self) -> dict[str, Any]:
@@ -236,7 +236,7 @@ class KNNStore(StoreReader):
             adapter: the new adapter's name.
             location: a new place: a URL or a folder, a relative one inside the home.
             params: the new adapter's own parameters; JSON values.
-            progress: hears of each batch.
+            progress: is told of each batch.
 
         Raises:
             DatastoreExistsError: something else is at the location.
@@ -259,7 +259,7 @@ class KNNStore(StoreReader):
     ) -> Pruned:
         """Let only some records of each domain stay: those are copied to a new place of the same engine.
 
-        Works as `move` does: until the switch, which also says in the catalogue what was pruned, the store
+        Works as `move` does: until the switch, which also says in the catalog what was pruned, the store
         is as it was, and the same call goes on where it was interrupted. Called again when it is done, it
         changes nothing.
 
@@ -271,7 +271,7 @@ class KNNStore(StoreReader):
             location: a new place; by default a new folder beside the old one, in the home.
             params: adapter's parameters that differ from those in use.
             inspect: looks at the store as it will be, before the switch; what it raises ends the pruning.
-            progress: hears of each batch.
+            progress: is told of each batch.
 
         Raises:
             ConfigError: `keep` is out of range, or the engine is a server and neither location nor params

@@ -1,4 +1,4 @@
-"""Checking that catalogue and datastore say the same of every token."""
+"""Checking that catalog and datastore say the same of every token."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,28 +39,28 @@ def problems_of(home: Home, catalog: Catalog, view: View) -> list[str]:
     return problems + [problem for problem in damaged if problem]
 
 
-def strangers_in(catalog: Catalog, datastore: Datastore) -> Ids:
+def orphans_in(catalog: Catalog, datastore: Datastore) -> Ids:
     """The records that belong to no live document, ascending."""
     snapshot = catalog.snapshot()
     return np.concatenate(
-        [np.zeros(0, np.int64), *(_strangers(ids, snapshot) for ids, _, _ in datastore.iterate())]
+        [np.zeros(0, np.int64), *(_orphans(ids, snapshot) for ids, _, _ in datastore.iterate())]
     )
 
 
 def _compare(catalog: Catalog, datastore: Datastore, unsettled: list[PlacedDocument]) -> list[str]:
-    """Compare each record with the token that the catalogue has at its position."""
+    """Compare each record with the token that the catalog has at its position."""
     snapshot = catalog.snapshot()
     first = 0 if catalog.identity.has_prefix else 1  # without one nothing predicts a first token
-    survivors = snapshot.survivors
+    representatives = snapshot.representatives
     records = np.zeros(len(snapshot.rows), np.int64)
     wrong = np.zeros(len(snapshot.rows), bool)
-    strangers = [np.zeros(0, np.int64)]
+    foreign = [np.zeros(0, np.int64)]
     text: tuple[int, NDArray[np.uint32] | None] = (-1, None)  # the document read last
     for ids, _, groups in datastore.iterate():
-        strangers.append(_strangers(ids, snapshot))
+        foreign.append(_orphans(ids, snapshot))
         positions = positions_of(ids)
         at = snapshot.documents_at(positions)
-        left = np.ones(len(ids), bool) if survivors is None else survivors.has_record(positions)
+        left = np.ones(len(ids), bool) if representatives is None else representatives.has_record(positions)
         for document in np.unique(at[at >= 0]).tolist():
             mine = at == document
             if text[0] != document:
@@ -80,16 +80,16 @@ def _compare(catalog: Catalog, datastore: Datastore, unsettled: list[PlacedDocum
         f"document {id!r} of domain {domain!r} has lost records or has wrong ones: remove it and add it again"
         for id, domain in names.values()
     ]
-    foreign = np.concatenate(strangers)
-    if len(foreign):  # a writer may have been at work since
+    orphans = np.concatenate(foreign)
+    if len(orphans):  # a writer may have been at work since
         for documents in (unsettled, catalog.unsettled()):
             bounds = np.array([(d.start, d.stop) for d in documents], np.int64).reshape(-1, 2)
-            foreign = foreign[~ranges_of(bounds[:, 0], bounds[:, 1]).contains(foreign)]
-        foreign = _strangers(foreign, catalog.snapshot())
-    if len(foreign):
-        problems.append(f"{len(foreign)} records belong to no document: run `knnstore repair`")
+            orphans = orphans[~ranges_of(bounds[:, 0], bounds[:, 1]).contains(orphans)]
+        orphans = _orphans(orphans, catalog.snapshot())
+    if len(orphans):
+        problems.append(f"{len(orphans)} records belong to no document: run `knnstore repair`")
     return problems
 
 
-def _strangers(ids: Ids, snapshot: Snapshot) -> Ids:
+def _orphans(ids: Ids, snapshot: Snapshot) -> Ids:
     return ids[snapshot.documents_at(positions_of(ids)) < 0]

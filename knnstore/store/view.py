@@ -34,7 +34,7 @@ class View:
     """The store at one revision.
 
     The datastore may hold more than what is live (a document that is just being added) and is not
-    trusted with the difference: every neighbour is checked here against the catalogue.
+    trusted with the difference: every neighbor is checked here against the catalog.
 
     Args:
         snapshot: which documents are live.
@@ -66,22 +66,22 @@ class View:
         """
         live, where, records = self.scope(selection)
         found = self.datastore.search(queries, k, where=where)
-        strangers = ~live.contains(found.ids) & (found.ids >= 0)
-        if strangers.any():
+        orphans = ~live.contains(found.ids) & (found.ids >= 0)
+        if orphans.any():
             # A record that is not live yet, or no more, took a place: search by exact ids.
             found = self.datastore.search(queries, k, where=Filter(live))
-            strangers = ~live.contains(found.ids) & (found.ids >= 0)
+            orphans = ~live.contains(found.ids) & (found.ids >= 0)
         if records and (found.ids[:, 0] < 0).any():
             raise CorruptDatastoreError(
-                "the engine has none of the records that the catalogue lists: it lost them, or came back "
+                "the engine has none of the records that the catalog lists: it lost them, or came back "
                 "without its data; restore it, or see `knnstore verify`"
             )
-        if strangers.any():
-            found = found.without(strangers).nearest(k)
-        survivors = self.snapshot.survivors
-        if survivors is None:
+        if orphans.any():
+            found = found.without(orphans).nearest(k)
+        representatives = self.snapshot.representatives
+        if representatives is None:
             return found
-        return replace(found, log_weights=survivors.log_weights_at(positions_of(found.ids)))
+        return replace(found, log_weights=representatives.log_weights_at(positions_of(found.ids)))
 
     def scope(self, selection: Selection) -> Scope:
         """Resolve a selection, remembering the latest ones.
@@ -103,10 +103,10 @@ class View:
         Raises:
             DomainNotFoundError, DocumentNotFoundError: as `scope`.
         """
-        twins = self._catalog.rows_by_content(hashes)
-        reached = self._chosen(selection) & self._among(row for rows in twins.values() for row in rows)
+        duplicates = self._catalog.rows_by_content(hashes)
+        reached = self._chosen(selection) & self._among(row for rows in duplicates.values() for row in rows)
         there = set(self.snapshot.rows[reached].tolist())
-        return {hash for hash, rows in twins.items() if not there.isdisjoint(rows)}
+        return {hash for hash, rows in duplicates.items() if not there.isdisjoint(rows)}
 
     def token_counts(self, selection: Selection, vocabulary: int) -> NDArray[np.int64]:
         """How often the selected documents hold each token, remembering the latest answer.
@@ -142,9 +142,9 @@ class View:
         """Yield the records of the selected documents, but for some by primary key, by ascending id."""
         chosen = self._chosen(selection) & ~self._among(without)
         live = ranges_of(self.snapshot.starts[chosen], self.snapshot.stops[chosen])
-        survivors = self.snapshot.survivors
+        representatives = self.snapshot.representatives
         for ids, keys, _ in self.datastore.iterate(ids=live, batch_size=batch_size):
-            weights = None if survivors is None else survivors.log_weights_at(positions_of(ids))
+            weights = None if representatives is None else representatives.log_weights_at(positions_of(ids))
             yield Records(ids, keys, weights)
 
     def _resolve(self, selection: Selection) -> Scope:
@@ -169,8 +169,8 @@ class View:
         if selection.documents is not None:
             chosen &= self._among(row for id in selection.documents for row in self._rows_of(id))
         if selection.exclude:
-            twins = self._catalog.rows_by_content(selection.exclude)
-            chosen &= ~self._among(row for rows in twins.values() for row in rows)
+            duplicates = self._catalog.rows_by_content(selection.exclude)
+            chosen &= ~self._among(row for rows in duplicates.values() for row in rows)
         return chosen
 
     def _group(self, domain: str) -> int:

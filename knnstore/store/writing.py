@@ -12,7 +12,7 @@ from knnstore.store.current import Current
 from knnstore.store.fitted import SavedSettings, Weights, files_in_use, save_weights, sweep
 from knnstore.store.home import Home
 from knnstore.store.ingest import Ingest, purge
-from knnstore.store.verify import strangers_in
+from knnstore.store.verify import orphans_in
 
 
 class Writing:
@@ -20,7 +20,7 @@ class Writing:
 
     Args:
         home: where the store is.
-        writer: of its catalogue.
+        writer: of its catalog.
         current: its keys.
     """
 
@@ -75,11 +75,11 @@ class Writing:
         self._unnamed_weights.add(name)
         return name
 
-    def remove_strangers(self) -> None:
+    def remove_orphans(self) -> None:
         """Remove records that belong to no document; what fails is left to verifying."""
         with suppress(KnnstoreError):
-            strangers = strangers_in(self.writer.catalog, self._current.datastore)
-            self._current.datastore.delete(IdRanges.of_ids(strangers))
+            orphans = orphans_in(self.writer.catalog, self._current.datastore)
+            self._current.datastore.delete(IdRanges.of_ids(orphans))
             self._current.datastore.flush()
 
     def optimize(self) -> None:

@@ -139,8 +139,8 @@ def check_neighbors(
         valid = int((ids != -1).sum())
         assert (ids[valid:] == -1).all(), "missing neighbors (-1) stand before found ones"
         assert (distances[valid:] == np.inf).all(), "a missing neighbor's distance is not +inf"
-        strangers = [i for i in ids[:valid].tolist() if i not in row_of]
-        assert not strangers, f"found ids that are not live or not in the filter: {strangers[:5]}"
+        orphans = [i for i in ids[:valid].tolist() if i not in row_of]
+        assert not orphans, f"found ids that are not live or not in the filter: {orphans[:5]}"
         assert len(set(ids[:valid].tolist())) == valid, "an id stands twice in one row"
         assert (np.diff(distances[:valid]) >= 0).all(), "distances do not ascend"
         own = np.array([true[row_of[int(i)]] for i in ids[:valid]])

@@ -125,7 +125,7 @@ class SearchTests(KitBase):
     def test_queries_are_not_changed(self, store: Datastore) -> None:
         """`search` leaves the caller's array as it is.
 
-        If this fails, look for normalising or negating in place.
+        If this fails, look for normalizing or negating in place.
         """
         queries = some_queries(5, self.dim)
         before = queries.copy()
@@ -160,11 +160,11 @@ class SearchTests(KitBase):
         records.put(store)
         key = records.keys[:1] * 4
         ids = record_ids(10_000 + np.arange(30), np.zeros(30, np.int64))
-        twins = Records(ids, np.repeat(key, 30, axis=0), np.zeros(30, np.int32))
-        twins.put(store)
+        duplicates = Records(ids, np.repeat(key, 30, axis=0), np.zeros(30, np.int32))
+        duplicates.put(store)
         found = store.search(key, 30)
-        check_neighbors(found, records + twins, key, 30, metric, recall=required_recall(store))
-        assert set(found.ids[0].tolist()) == set(twins.ids.tolist())
+        check_neighbors(found, records + duplicates, key, 30, metric, recall=required_recall(store))
+        assert set(found.ids[0].tolist()) == set(duplicates.ids.tolist())
 
     def test_optimizing_changes_no_answer(self, store: Datastore, records: Records, metric: Metric) -> None:
         """After `optimize` all is still there, what was deleted stays away, and changes still work.

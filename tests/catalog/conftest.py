@@ -1,4 +1,4 @@
-"""Catalogues for the tests: opened, closed at the end, and filled by hand."""
+"""Catalogs for the tests: opened, closed at the end, and filled by hand."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +20,7 @@ Creator = Callable[[URL], Catalog]
 
 @pytest.fixture
 def create() -> Iterator[Creator]:
-    """Makes a catalogue in a database; closed at the end."""
+    """Makes a catalog in a database; closed at the end."""
     with ExitStack() as opened:
 
         def make(url: URL) -> Catalog:
@@ -33,7 +33,7 @@ def create() -> Iterator[Creator]:
 
 @pytest.fixture
 def opener(catalog_url: URL, create: Creator) -> Iterator[Opener]:
-    """Opens the test's catalogue again and again, each time with connections of its own."""
+    """Opens the test's catalog again and again, each time with connections of its own."""
     create(catalog_url)
     with ExitStack() as opened:
 

@@ -134,7 +134,7 @@ def test_calibrated_settings_are_used_and_named(knnstore, store):
         "ppl",
         "low",
         "high",
-        "quotient",
+        "ratio",
     ]
     assert "\nsaved for the whole store: " in table.err
 
@@ -197,7 +197,7 @@ def test_credit_goes_to_the_very_token_and_not_to_one_that_looks_like_it():
     assert [source["document"] for source in credits_of([token])] == ["right"]
 
 
-def test_explain_names_the_neighbours(knnstore, store):
+def test_explain_names_the_neighbors(knnstore, store):
     tokens = knnstore("explain 'The harbour wall' --neighbors 2 --domain news --lambda 0.25 --json").json
     assert "".join(token["text"] for token in tokens) == "The harbour wall"
     for token in tokens:

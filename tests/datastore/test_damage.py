@@ -1,4 +1,4 @@
-"""Damaged files and full disks: a clear error or a rebuilt index, never a wrong neighbour, never a crash."""
+"""Damaged files and full disks: a clear error or a rebuilt index, never a wrong neighbor, never a crash."""
 
 import os
 import resource

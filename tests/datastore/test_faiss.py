@@ -40,10 +40,10 @@ class TestInvertedFile(DatastoreTests):
 
 
 def clustered(n: int, seed: int = 0, dim: int = DIM) -> np.ndarray:
-    """Keys around 50 centres, as float32 that half precision holds exactly."""
+    """Keys around 50 centers, as float32 that half precision holds exactly."""
     rng = np.random.default_rng(seed)
-    centres = np.random.default_rng(99).normal(size=(50, dim)) * 3
-    keys = centres[rng.integers(0, 50, n)] + rng.normal(size=(n, dim))
+    centers = np.random.default_rng(99).normal(size=(50, dim)) * 3
+    keys = centers[rng.integers(0, 50, n)] + rng.normal(size=(n, dim))
     return keys.astype(np.float16).astype(np.float32)
 
 
@@ -67,7 +67,7 @@ def recall(found: np.ndarray, distances: np.ndarray, k: int) -> float:
     return float((found <= bound + 1e-5 * np.abs(bound)).mean())
 
 
-def test_a_filter_that_matches_one_small_segment_finds_its_neighbours(tmp_path: Path) -> None:
+def test_a_filter_that_matches_one_small_segment_finds_its_neighbors(tmp_path: Path) -> None:
     """How many lists of a segment are visited depends on what matches in it, not on its size."""
     keys, queries = clustered(129000), clustered(50, seed=1)
     with FaissDatastore.open(tmp_path / "store", dim=DIM, index="IVF256,SQ8") as store:
@@ -84,7 +84,7 @@ def test_a_filter_that_matches_one_small_segment_finds_its_neighbours(tmp_path: 
 @pytest.mark.parametrize("metric", list(Metric))
 @pytest.mark.parametrize("factory", ["IVF32,SQ8", "IVF32,PQ8x4fs", "IVF32,PQ8np", "IVF32,PQ8", "IVF32,Flat"])
 def test_inverted_files(tmp_path: Path, factory: str, metric: Metric) -> None:
-    """Near all neighbours at exact distances, under filters, with dead rows, also after reopening."""
+    """Near all neighbors at exact distances, under filters, with dead rows, also after reopening."""
     keys, queries = clustered(12000), clustered(50, seed=1)
     store = filled(tmp_path, keys, metric=metric, index=factory)
     store.optimize()
@@ -269,7 +269,7 @@ def test_an_index_that_is_known_to_be_intact_is_not_read_again(tmp_path: Path) -
 
 @pytest.mark.parametrize("metric", Metric)
 @pytest.mark.parametrize("index", ["IVF16,SQ4", "IVF16,PQ4x4fs"])
-def test_which_neighbours_and_which_distances_are_chosen_apart(
+def test_which_neighbors_and_which_distances_are_chosen_apart(
     tmp_path: Path, index: str, metric: Metric, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inverted, "_FEW_ROWS", 0)

@@ -50,10 +50,10 @@ class TestGraphs(DatastoreTests):
 
 
 def clustered(n: int, seed: int = 0) -> np.ndarray:
-    """Keys around 50 centres, as float32 that half precision holds exactly."""
+    """Keys around 50 centers, as float32 that half precision holds exactly."""
     rng = np.random.default_rng(seed)
-    centres = np.random.default_rng(99).normal(size=(50, DIM)) * 3
-    keys = centres[rng.integers(0, 50, n)] + rng.normal(size=(n, DIM))
+    centers = np.random.default_rng(99).normal(size=(50, DIM)) * 3
+    keys = centers[rng.integers(0, 50, n)] + rng.normal(size=(n, DIM))
     return keys.astype(np.float16).astype(np.float32)
 
 
@@ -92,7 +92,7 @@ def graphs_of(path: Path) -> list[Path]:
 
 @pytest.mark.parametrize("metric", list(Metric))
 def test_graphs(tmp_path: Path, metric: Metric) -> None:
-    """Near all neighbours at exact distances, under filters, with dead rows, also after reopening."""
+    """Near all neighbors at exact distances, under filters, with dead rows, also after reopening."""
     keys, queries = clustered(6000), clustered(40, seed=1)
     store = filled(tmp_path, keys, metric=metric)
     store.delete(IdRanges([(0, 3000)]))
@@ -158,7 +158,7 @@ def test_most_are_dead(tmp_path: Path) -> None:
 
 
 def test_several_graphs(tmp_path: Path) -> None:
-    """Growth leaves a large graph alone; a small one that holds all the neighbours gives them all."""
+    """Growth leaves a large graph alone; a small one that holds all the neighbors gives them all."""
     keys, queries = clustered(5000), clustered(20, seed=1)
     odd = clustered(600, seed=2) + 20
     with filled(tmp_path, keys[:4000]) as store:
@@ -208,8 +208,8 @@ def test_equal_keys(tmp_path: Path) -> None:
 def test_rows_out_of_reach(tmp_path: Path) -> None:
     """hnswlib refuses a whole batch when one query reaches too few rows; here each has its answer."""
     rng = np.random.default_rng(0)
-    centres = rng.normal(size=(10, DIM)) * 1000
-    keys = (np.repeat(centres, 100, axis=0) + rng.normal(size=(1000, DIM))).astype(np.float16)
+    centers = rng.normal(size=(10, DIM)) * 1000
+    keys = (np.repeat(centers, 100, axis=0) + rng.normal(size=(1000, DIM))).astype(np.float16)
     with filled(tmp_path, keys, M=2, ef_construction=2) as store:
         asked = keys[::100].astype(np.float32)
         store.search(asked, 1)

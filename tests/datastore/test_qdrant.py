@@ -140,7 +140,7 @@ def test_reading_leaves_no_copy_behind(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("quantization", "recall"), [("none", 0.85), ("scalar", 0.85), ("binary", 0.25)])
 @pytest.mark.parametrize("datatype", ["float32", "float16"])
 def test_a_graph_finds_the_nearest(tmp_path: Path, quantization: str, recall: float, datatype: str) -> None:
-    """Near all neighbours at exact distances, also by codes, within a group, and far more than `ef`."""
+    """Near all neighbors at exact distances, also by codes, within a group, and far more than `ef`."""
     rng = np.random.default_rng(0)
     keys = rng.normal(size=(4000, 64)).astype(np.float16).astype(np.float32)
     groups = (np.arange(4000) % 4).astype(np.int32)

@@ -168,7 +168,7 @@ def test_one_fault_at_every_call_of_creating(spoilt: Spoilt, kind: str) -> None:
 
 
 def test_a_search_says_in_time_that_the_store_is_unavailable(spoilt: Spoilt) -> None:
-    """It gives neither wrong neighbours nor fewer nor none, also to a handle that is already open."""
+    """It gives neither wrong neighbors nor fewer nor none, also to a handle that is already open."""
     records, queries = sample(60, DIM), some_queries(4, DIM)
     with spoilt.open() as store:
         records.put(store)

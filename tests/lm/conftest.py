@@ -101,7 +101,7 @@ FAMILIES = {
         "model.decoder",
     ),
 }
-"""The families that every behaviour is tried on."""
+"""The families that every behavior is tried on."""
 
 ODD_FAMILIES = {
     "gemma2": Gemma2Config(**LLAMA, final_logit_softcapping=2.0),

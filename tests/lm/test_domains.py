@@ -45,9 +45,9 @@ def made(seed: int = 0, tokens: int = 600) -> DomainEvidence:
     lm = rng.uniform(0.01, 0.3, tokens).astype(np.float32)
     knn = rng.uniform(0, 0.2, (3, tokens, 4)).astype(np.float32)
     half = tokens // 2
-    for rung, gain in enumerate((0.3, 0.5, 0.7, 0.4)):
-        knn[0, :half, rung] += gain
-        knn[1, half:, rung] += 0.8 - gain
+    for point, gain in enumerate((0.3, 0.5, 0.7, 0.4)):
+        knn[0, :half, point] += gain
+        knn[1, half:, point] += 0.8 - gain
     knn[2] = 1e-6
     found = np.ones((3, tokens), bool)
     found[1, ::5] = False

@@ -24,7 +24,7 @@ def made(seed: int = 0, tokens: int = 1200, k: int = 16, documents: int = 12) ->
     rng = np.random.default_rng(seed)
     nearest = rng.uniform(1, 100, (tokens, 1))
     distances = nearest + np.sort(rng.exponential(20, (tokens, k)), axis=1)
-    # The nearer a neighbour, the likelier it has the token.
+    # The nearer a neighbor, the likelier it has the token.
     hits = rng.random((tokens, k)) < 0.9 * np.exp(-distances / 60)
     return ScoredText(
         torch.from_numpy(np.log(rng.uniform(0.001, 0.4, tokens)).astype(np.float32)),
@@ -77,7 +77,7 @@ def test_lambda_is_that_of_expectation_maximisation():
     assert float(free) == 0
 
 
-def test_bins_give_more_where_neighbours_are_near():
+def test_bins_give_more_where_neighbors_are_near():
     scored = made(tokens=4000)
     evidence = gather_evidence(scored, [16])[0]
     for temperatures in (False, True):
@@ -113,7 +113,7 @@ def test_a_bin_without_tokens_has_the_values_of_all_tokens(seed, bins, temperatu
         assert fitted.temperature == pytest.approx(fixed.temperature)
 
 
-def test_tokens_without_neighbours_count_with_the_models_probability():
+def test_tokens_without_neighbors_count_with_the_models_probability():
     scored = made()
     scored.distances[::3] = torch.inf
     scored.distances[1::3, 5:] = torch.inf

@@ -8,7 +8,7 @@ import torch
 
 from knnstore.lm import BinnedLambda, DomainWeights, KNNSettings
 from knnstore.lm.calibration.candidates import compare
-from knnstore.lm.calibration.evidence import between_rungs
+from knnstore.lm.calibration.evidence import between_points
 from knnstore.lm.calibration.scored_text import score_once
 from knnstore.lm.calibration.searches import FurtherSearches
 from knnstore.store import EVERYTHING
@@ -46,16 +46,18 @@ def test_larger_k_agrees_with_the_evaluation(lm, further):
     wide = further.with_k([64, 300])
     assert [of.evidence.k for of in wide] == [64, 300]
     bins = BinnedLambda((20.0,), (0.7, 0.3), (1.0, 2.0))
-    rung = float(wide[0].evidence.temperatures[8])
+    point = float(wide[0].evidence.temperatures[8])
     for of in wide:
         for given in (
-            KNNSettings(of.evidence.k, rung, lam=0.4),
-            KNNSettings(of.evidence.k, rung * 1.2, lam=0.4),
-            KNNSettings(of.evidence.k, rung, bins),
+            KNNSettings(of.evidence.k, point, lam=0.4),
+            KNNSettings(of.evidence.k, point * 1.2, lam=0.4),
+            KNNSettings(of.evidence.k, point, bins),
         ):
             mixed, lam = of.log_probs(given, every)
             found = lm.evaluate(HELD_OUT, given)
-            assert ppl(mixed) == pytest.approx(found.knn_ppl, rel=1e-4 if given.temperature == rung else 2e-3)
+            assert ppl(mixed) == pytest.approx(
+                found.knn_ppl, rel=1e-4 if given.temperature == point else 2e-3
+            )
             assert float(lam.mean()) == pytest.approx(found.lam)
 
 
@@ -72,9 +74,9 @@ def test_domains_searched_apart_agree_with_the_evaluation(lm, further):
 def test_documents_that_are_left_out_do_not_find_themselves(lm):
     held_out = [*HELD_OUT[:2], *HELD_OUT[6:8]]
     lm.add(held_out[1:3], domain="b")
-    twins = {one.content_hash for one in held_out[1:3]}
-    scored = score_once(lm.store, lm.reader, held_out, k=16, selection=EVERYTHING, left_out=twins)
-    further = FurtherSearches(lm.store, scored, held_out, EVERYTHING, twins)
+    duplicates = {one.content_hash for one in held_out[1:3]}
+    scored = score_once(lm.store, lm.reader, held_out, k=16, selection=EVERYTHING, left_out=duplicates)
+    further = FurtherSearches(lm.store, scored, held_out, EVERYTHING, duplicates)
     of = further.with_k([64])[0]
     given = KNNSettings(64, float(of.evidence.temperatures[8]), lam=0.4)
     honest = lm.evaluate(held_out, given, leave_out=True).knn_ppl
@@ -109,7 +111,7 @@ def test_what_is_in_force_is_judged_with_its_own_weights_or_its_own_k(lm, furthe
 
 
 def test_all_records_are_the_largest_k(lm):
-    """More neighbours than there are records change nothing: p_kNN is then over every record."""
+    """More neighbors than there are records change nothing: p_kNN is then over every record."""
     held_out, records = HELD_OUT[:2], lm.store.datastore.count()
     ids, keys, _ = (np.concatenate(part) for part in zip(*lm.store.datastore.iterate(), strict=True))
     given = KNNSettings(records, 10.0, lam=0.5)
@@ -125,10 +127,10 @@ def test_all_records_are_the_largest_k(lm):
     assert math.exp(-np.log(p).mean()) == pytest.approx(found.knn_ppl, rel=1e-4)
 
 
-def test_between_rungs_is_exact_on_rungs():
+def test_between_points_is_exact_on_points():
     knn, temperatures = torch.rand(5, 4), torch.tensor([1.0, 2.0, 4.0, 8.0])
     for column, temperature in enumerate(temperatures):
-        assert torch.allclose(between_rungs(knn, temperatures, float(temperature)), knn[:, column])
+        assert torch.allclose(between_points(knn, temperatures, float(temperature)), knn[:, column])
     wanted = torch.tensor([1.0, 2.0, 4.0, 8.0, 100.0])
-    assert torch.allclose(between_rungs(knn, temperatures, wanted), knn[range(5), [0, 1, 2, 3, 3]])
-    assert torch.equal(between_rungs(knn[:, :1], temperatures[:1], 3.0), knn[:, 0])
+    assert torch.allclose(between_points(knn, temperatures, wanted), knn[range(5), [0, 1, 2, 3, 3]])
+    assert torch.equal(between_points(knn[:, :1], temperatures[:1], 3.0), knn[:, 0])

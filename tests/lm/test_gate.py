@@ -26,7 +26,7 @@ K = 8
 
 
 def synthetic(n: int, seed: int) -> tuple[ScoredText, torch.Tensor]:
-    """Tokens for which retrieval is right (all neighbours) or wrong (none), as the first component of the key
+    """Tokens for which retrieval is right (all neighbors) or wrong (none), as the first component of the key
     tells; distances and confidence tell nothing."""
     rng = np.random.default_rng(seed)
     right = torch.from_numpy(rng.random(n) < 0.5)
@@ -88,14 +88,14 @@ def test_searches_that_help_nobody_are_left_out_at_no_loss() -> None:
     (evidence,) = gather_evidence(scored, [K])
     log_probs = scored.log_probs(fit_fixed(evidence)).log_probs
     half, most = judge_savings(scored, log_probs, scored.lm_log_probs, scored.documents % 2 == 0, (0.5, 0.75))
-    assert half.quotient < 1 < half.random  # where retrieval is wrong, p_LM alone is better
-    assert half.quotient < most.quotient < most.random
+    assert half.ratio < 1 < half.random  # where retrieval is wrong, p_LM alone is better
+    assert half.ratio < most.ratio < most.random
     searched = half.skip.searched(scored.reading.keys, scored.lm_max, scored.lm_entropy)
     assert float((searched == right).float().mean()) > 0.97
     # As by hand: gains lost, over all tokens.
     gains = log_probs - scored.lm_log_probs
     lost = gains[~right].sum() / 3000
-    assert half.quotient == pytest.approx(float(lost.exp()), rel=0.05)
+    assert half.ratio == pytest.approx(float(lost.exp()), rel=0.05)
 
 
 RNG = np.random.default_rng(7)
@@ -207,7 +207,7 @@ def test_a_gate_for_another_model_is_refused(lm, scored, gated) -> None:
     wider = replace(scored, reading=replace(scored.reading, keys=scored.reading.keys.repeat(1, 2)))
     with pytest.raises(ConfigError, match="fitted for another model"):
         wider.log_probs(gated)
-    # Fewer neighbours than it was fitted with are no other model.
+    # Fewer neighbors than it was fitted with are no other model.
     assert scored.log_probs(replace(gated, k=2)).lam.isfinite().all()
 
 

@@ -20,7 +20,7 @@ def mixture(distances, temperature, tokens, lam) -> Mixture:
 
 
 def oracle(lm, distances, tokens, temperature, lam):
-    """log p over the vocabulary, one query and one neighbour at a time."""
+    """log p over the vocabulary, one query and one neighbor at a time."""
     rows = []
     for row in range(len(lm)):
         knn = np.zeros(lm.shape[1])
@@ -73,7 +73,7 @@ def test_mixture_is_the_definition(case):
         torch.testing.assert_close(one, mixed[:, token], rtol=1e-5, atol=1e-5)
 
 
-def test_rows_without_neighbours_and_lambda_zero_keep_the_model_exactly():
+def test_rows_without_neighbors_and_lambda_zero_keep_the_model_exactly():
     lm = torch.randn(3, 11).log_softmax(1)
     distances = torch.full((3, 4), torch.inf)
     distances[0, 0] = 2.0

@@ -1,4 +1,4 @@
-"""Probing key locations: exact neighbours, and places of which is known how good they are."""
+"""Probing key locations: exact neighbors, and places of which is known how good they are."""
 
 import math
 
@@ -15,7 +15,7 @@ DOCUMENTS = documents(RNG, phrases(RNG, 30), "d", 36)
 
 
 @pytest.mark.parametrize("metric", ["l2", "ip"])
-def test_neighbours_are_the_nearest(metric, monkeypatch) -> None:
+def test_neighbors_are_the_nearest(metric, monkeypatch) -> None:
     monkeypatch.setattr("knnstore.lm.calibration.probing._DISTANCES", 1000)  # several steps
     keys = torch.from_numpy(RNG.standard_normal((300, 8)).astype(np.float32)) + 100
     queries = keys[:20] + torch.from_numpy(RNG.standard_normal((20, 8)).astype(np.float32))

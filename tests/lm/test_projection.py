@@ -118,9 +118,9 @@ def test_a_projection_that_is_lost_or_for_another_store_is_refused(filled, make_
     with pytest.raises(CorruptWeightsError, match="cannot be read"):
         knnstore.load(home)
     with make_lm(dim=8, sample=TEXTS, key="final_hidden").store as other:
-        stranger = other.load_weights(other.identity.projection)
-    with KNNStore.create(tmp_path / "mixed", store.identity, projection=stranger) as mixed:
-        assert mixed.identity.projection == stranger.name
+        foreign = other.load_weights(other.identity.projection)
+    with KNNStore.create(tmp_path / "mixed", store.identity, projection=foreign) as mixed:
+        assert mixed.identity.projection == foreign.name
     with pytest.raises(FingerprintMismatchError, match="transformer:output"):
         knnstore.load(tmp_path / "mixed")
 

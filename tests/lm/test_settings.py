@@ -23,10 +23,10 @@ from knnstore.lm import (
     settings_from_dict,
     settings_to_dict,
 )
-from knnstore.store import SavedSettings, Selection, Traces
+from knnstore.store import Lineage, SavedSettings, Selection
 
 PHRASES = Selection(domains=("phrases",))
-TRAINED = Substitute("0" * 64 + ".safetensors", 0.6, Traces(("phrases",), 20, 999))
+TRAINED = Substitute("0" * 64 + ".safetensors", 0.6, Lineage(("phrases",), 20, 999))
 SETTINGS = [
     KNNSettings(),
     KNNSettings(k=7, temperature=3.5, lam=0.125, selection=Selection(("law", "news"), exclude=("ab12",))),
@@ -109,7 +109,7 @@ def test_lam_is_short_for_a_fixed_mixer():
 @register_mixer
 @dataclasses.dataclass(frozen=True)
 class Nearer(SimpleMixer):
-    """λ where the nearest neighbour is nearer than a limit, else 0."""
+    """λ where the nearest neighbor is nearer than a limit, else 0."""
 
     lam: float
     limit: float

@@ -29,13 +29,13 @@ from knnstore.lm.substitute.head import SubstituteHead, load_head
 from knnstore.lm.substitute.records import RecordBlocks, Records
 from knnstore.lm.substitute.training import fit_rows
 from knnstore.progress import Progress
-from knnstore.store import EVERYTHING, Selection, Traces
+from knnstore.store import EVERYTHING, Lineage, Selection
 from tests.lm.phrases import documents, phrases
 
 RNG = np.random.default_rng(3)
 PHRASES = phrases(RNG, 30)
 HELD_OUT = documents(RNG, PHRASES, "h", 8)
-TRACES = Traces((), 1, 1)
+LINEAGE = Lineage((), 1, 1)
 
 
 @pytest.fixture(scope="module")

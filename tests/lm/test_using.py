@@ -91,7 +91,7 @@ def test_perplexity_after_removal_is_that_of_before_to_the_last_digit(lm) -> Non
 
 
 @pytest.mark.parametrize("pointers", [None, PointerSettings(2)])
-def test_more_neighbours_than_records_take_no_memory_and_change_nothing(lm, monkeypatch, pointers) -> None:
+def test_more_neighbors_than_records_take_no_memory_and_change_nothing(lm, monkeypatch, pointers) -> None:
     stored = [TextDocument(str(at), words(30)) for at in range(5)]
     lm.add(stored, domain="d")
     every, more = (KNNSettings(k=k, temperature=9.0, pointers=pointers) for k in (150, 5_000))
@@ -108,7 +108,7 @@ def test_more_neighbours_than_records_take_no_memory_and_change_nothing(lm, monk
     assert max(k for _, k in asked) == 150
 
 
-def test_a_pass_over_documents_that_are_left_out_has_fewer_neighbours_for_them(lm) -> None:
+def test_a_pass_over_documents_that_are_left_out_has_fewer_neighbors_for_them(lm) -> None:
     stored = [TextDocument(str(at), words(40)) for at in range(3)]
     lm.add(stored, domain="d")
     scored = score_once(
@@ -265,8 +265,8 @@ def test_what_the_model_predicts_goes_first_and_the_cost_is_that_of_the_store_af
     assert done.cost.before_ppl == pytest.approx(before, rel=1e-5)
     assert done.cost.after_ppl == pytest.approx(lm.evaluate(held_out).knn_ppl, rel=1e-5)
     log_probs, _, _ = direct_log_probs(lm, text)
-    survivors = lm.store.view().snapshot.survivors
-    kept = survivors.has_record(survivors.starts[0] + np.arange(40))
+    representatives = lm.store.view().snapshot.representatives
+    kept = representatives.has_record(representatives.starts[0] + np.arange(40))
     assert kept.sum() == 20
     assert log_probs[kept].max() <= log_probs[~kept].min() + 1e-5
     assert lm.store.verify() == []

@@ -48,10 +48,10 @@ def edge_index(schema: models.PayloadFieldSchema) -> Any:
 
 
 def edge_query(request: models.QueryRequest) -> edge.QueryRequest:
-    """Translate a query for the nearest neighbours of a vector."""
+    """Translate a query for the nearest neighbors of a vector."""
     query = request.query.nearest if isinstance(request.query, models.NearestQuery) else request.query
     if not isinstance(query, list) or request.prefetch or request.using:
-        raise _unknown("a query other than for a vector's nearest neighbours")
+        raise _unknown("a query other than for a vector's nearest neighbors")
     params = request.params or models.SearchParams()
     return edge.QueryRequest(
         limit=10 if request.limit is None else request.limit,

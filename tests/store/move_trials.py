@@ -63,8 +63,8 @@ def only(home: Path, location: str) -> None:
         return
     manifest = (home / location / "manifest.json").read_text()
     files = {path.name for path in (home / location).rglob("*") if path.is_file()}
-    strangers = {name for name in files if name not in manifest} - {"manifest.json", *KEPT}
-    assert not strangers, f"files of no segment: {strangers}"
+    orphans = {name for name in files if name not in manifest} - {"manifest.json", *KEPT}
+    assert not orphans, f"files of no segment: {orphans}"
 
 
 def durable(home: Path) -> int:

@@ -106,7 +106,7 @@ def test_a_failure_midway_leaves_nothing_in_the_way(places, identity, monkeypatc
     assert left_beside(home) == set()
 
 
-def test_an_unreachable_catalogue_is_noticed_before_anything_is_made(identity, tmp_path) -> None:
+def test_an_unreachable_catalog_is_noticed_before_anything_is_made(identity, tmp_path) -> None:
     for _ in range(2):
         with pytest.raises(StoreUnavailableError):
             KNNStore.create(

@@ -220,7 +220,7 @@ def test_a_place_that_holds_something_is_refused_and_stays_as_it_is(store, write
         with pytest.raises(DatastoreExistsError):
             store.move("faiss", place)
     with pytest.raises(ConfigError):
-        store.move("faiss", "elsewhere", params={"colour": "red"})
+        store.move("faiss", "elsewhere", params={"color": "red"})
     with pytest.raises(ConfigError):
         store.move("memory", "elsewhere")
     assert store.engine.location == "keys"

@@ -12,7 +12,7 @@ from knnstore.store import KNNStore
 
 @pytest.fixture
 def shared(postgres, home, identity):
-    """A store whose catalogue is on a server; closed at the end."""
+    """A store whose catalog is on a server; closed at the end."""
     url = postgres.new_database().render_as_string(hide_password=False)
     with KNNStore.create(home, identity, catalog=url) as made:
         yield made
@@ -26,7 +26,7 @@ def on_another_machine(home: Path) -> Path:
 def test_a_writer_on_another_machine_is_refused(shared, home, writer_of) -> None:
     writer_of(shared).add("law", "1")
     copy = on_another_machine(home)
-    with pytest.raises(LockedError, match="another process writes to the catalogue in postgresql"):
+    with pytest.raises(LockedError, match="another process writes to the catalog in postgresql"):
         KNNStore.open(copy, "a")
     with KNNStore.open(copy) as reader:
         assert [document.id for document in reader.documents()] == ["1"]
@@ -71,7 +71,7 @@ def test_a_server_that_crashes_during_ingest_loses_nothing_acknowledged(
     with pytest.raises(StoreUnavailableError) as caught, store.ingest([new]) as group:
         writer.put(group, 0, new)
         own_postgres.stop()
-    assert str(caught.value).startswith("the catalogue's database (postgresql")
+    assert str(caught.value).startswith("the catalog's database (postgresql")
     assert "\n" not in str(caught.value)
     with pytest.raises(StoreUnavailableError):
         reader.search(writer.keys["law", "1"], 5)

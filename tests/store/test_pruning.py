@@ -48,10 +48,10 @@ def p_knn(found: Neighbors, temperature: float) -> np.ndarray:
 
 
 def greedy(tokens: np.ndarray, keys: np.ndarray, left: int) -> np.ndarray:
-    """The heir of each record, one merge at a time."""
-    heirs, weights = np.arange(len(tokens)), np.ones(len(tokens))
-    while (heirs == np.arange(len(tokens))).sum() > left:
-        alive = np.flatnonzero(heirs == np.arange(len(tokens)))
+    """The representative of each record, one merge at a time."""
+    representatives, weights = np.arange(len(tokens)), np.ones(len(tokens))
+    while (representatives == np.arange(len(tokens))).sum() > left:
+        alive = np.flatnonzero(representatives == np.arange(len(tokens)))
         pairs = [
             (((keys[a] - keys[b]) ** 2).sum(), a, b)
             for a in alive
@@ -63,8 +63,8 @@ def greedy(tokens: np.ndarray, keys: np.ndarray, left: int) -> np.ndarray:
         _, a, b = min(pairs)
         stays, goes = (a, b) if weights[a] >= weights[b] else (b, a)
         weights[stays] += weights[goes]
-        heirs[heirs == goes] = stays
-    return heirs
+        representatives[representatives == goes] = stays
+    return representatives
 
 
 @settings(deadline=None, max_examples=60)
@@ -73,16 +73,16 @@ def test_the_nearest_of_the_same_token_are_merged_first(seed, n, tokens, left) -
     rng = np.random.default_rng(seed)
     values, keys = rng.integers(0, tokens, n), rng.standard_normal((n, 3)).astype(np.float32)
     choice = merge_nearest(values, keys, np.ones(n), left)
-    assert np.array_equal(choice.heirs, greedy(values, keys, left))
+    assert np.array_equal(choice.representatives, greedy(values, keys, left))
 
 
 def test_more_candidates_are_looked_for_where_the_first_do_not_suffice(monkeypatch) -> None:
     monkeypatch.setattr("knnstore.store.relocation.choices.NEAREST", 1)
     rng = np.random.default_rng(0)
     keys = rng.standard_normal((300, 3)).astype(np.float32)
-    heirs = merge_nearest(np.zeros(300, np.int64), keys, np.ones(300), 7).heirs
-    assert len(np.unique(heirs)) == 7
-    assert np.array_equal(heirs[heirs], heirs)
+    representatives = merge_nearest(np.zeros(300, np.int64), keys, np.ones(300), 7).representatives
+    assert len(np.unique(representatives)) == 7
+    assert np.array_equal(representatives[representatives], representatives)
 
 
 def test_what_was_equal_leaves_every_probability_as_it_was(store, add) -> None:
@@ -185,7 +185,7 @@ def test_verify_knows_what_is_missing_by_design_to_the_record(store, writer) -> 
     store.datastore.add(ids, keys, groups)
     assert store.verify() == []
     start = int(store.view().snapshot.starts[0])
-    kept = store.view().snapshot.survivors.has_record(start + np.arange(30))
+    kept = store.view().snapshot.representatives.has_record(start + np.arange(30))
     gone = start + int(np.flatnonzero(~kept)[0])
     token = int(writer.tokens["law", "1"][gone - start])
     store.datastore.add(np.array([gone << 20 | token]), keys[:1], groups[:1])

@@ -235,7 +235,7 @@ def test_lost_keys_are_noticed_and_not_replaced_by_nothing(store, writer, home) 
         assert again.verify() == []
 
 
-def test_verify_finds_records_that_differ_from_the_catalogue(store, writer) -> None:
+def test_verify_finds_records_that_differ_from_the_catalog(store, writer) -> None:
     writer.add("law", "1", "2")
     live = store.view().scope(Selection(documents=("1",))).live
     store.datastore.delete(live)
@@ -380,9 +380,7 @@ def test_moving_does_not_depend_on_how_the_keys_are_cut_into_batches(store, writ
     assert np.array_equal(store.search(query, 15).ids, before.ids)
 
 
-def test_the_environment_cannot_lead_a_home_to_another_catalogue(
-    home, identity, tmp_path, monkeypatch
-) -> None:
+def test_the_environment_cannot_lead_a_home_to_another_catalog(home, identity, tmp_path, monkeypatch) -> None:
     other = tmp_path / "other.db"
     KNNStore.create(tmp_path / "other", identity, catalog=f"sqlite:///{other}").close()
     monkeypatch.setenv("KNNSTORE_CATALOG", f"sqlite:///{other}")

@@ -13,7 +13,7 @@ CLAIM = """Khandelwal et al. 2020, table 1 (Wikitext-103, test): 18.65 alone, 18
 cache, 16.12 with a store, 15.79 with both. Grave et al. 2017: the weaker the model, the more the cache
 gains."""
 RULE = """in a domain it holds if each step (alone, cache, store, both) lowers perplexity with the whole
-interval of their quotient. The store is mixed as `knnstore calibrate` chooses on dev, the size, T and λ
+interval of their ratio. The store is mixed as `knnstore calibrate` chooses on dev, the size, T and λ
 of the cache are the likeliest on dev."""
 MINUTES = 35.0
 

@@ -1,4 +1,4 @@
-"""Approximate search: which neighbours, and which distances."""
+"""Approximate search: which neighbors, and which distances."""
 
 from itertools import product
 
@@ -9,13 +9,13 @@ from lab import Lab
 from knnstore.lm import KNNSettings
 from knnstore.lm.calibration.scored_text import ScoredText
 
-TITLE = "Rough distances cost more than missed neighbours, and less with a fitted temperature"
-CLAIM = """Khandelwal et al. 2020: 16.5 with the quantised distances of the index, 16.06 with exact ones,
+TITLE = "Rough distances cost more than missed neighbors, and less with a fitted temperature"
+CLAIM = """Khandelwal et al. 2020: 16.5 with the quantized distances of the index, 16.06 with exact ones,
 at T = 1. Xu et al. 2023: at T = 1, and with a part of the store, rough distances are no worse or even better;
-once T is tuned the difference is small, and which neighbours are found (the mask) matters less than how far
+once T is tuned the difference is small, and which neighbors are found (the mask) matters less than how far
 they are said to be (the score)."""
-RULE = """an index of product codes (`IVF64,PQ32`) with all four combinations of neighbours and distances,
-T and λ fitted on dev for each. In a domain it holds if exact distances to the index's neighbours lower
+RULE = """an index of product codes (`IVF64,PQ32`) with all four combinations of neighbors and distances,
+T and λ fitted on dev for each. In a domain it holds if exact distances to the index's neighbors lower
 perplexity against its own distances at T = 1 (λ fitted) with the whole interval, and the whole difference
 between the index alone and everything exact is at most 5 % with T fitted; the contrary if either is false
 with its whole interval."""
@@ -41,7 +41,7 @@ def run(lab: Lab) -> Finding:
             )  # fmt: skip
         gains.append(below(ratio(test, at_one["index", True], at_one["index", False])))
         smalls.append(below(ratio(test, tuned["index", False], tuned["exact", True]), 1.05))
-    head = ["domain", "neighbours", "distances", "perplexity at T = 1", "with T fitted", "T"]
+    head = ["domain", "neighbors", "distances", "perplexity at T = 1", "with T fitted", "T"]
     return Finding(
         settle([every(parts) for parts in zip(gains, smalls, strict=True)]),
         f"At T = 1 exact distances were better in {count(gains)}, rough ones in "

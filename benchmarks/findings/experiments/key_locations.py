@@ -5,12 +5,12 @@ from lab import Lab
 
 from knnstore.lm.calibration import Probed, probe_keys
 
-TITLE = "The normalised input of the last feed-forward part is the best key"
+TITLE = "The normalized input of the last feed-forward part is the best key"
 CLAIM = """Khandelwal et al. 2020, table 5 (dev, alone 17.96): input of the feed-forward part after its
-normalisation 16.06, before it 17.06; input of the attention 16.76 and 17.14; output of the model 17.01
+normalization 16.06, before it 17.06; input of the attention 16.76 and 17.14; output of the model 17.01
 and 17.07. Xu et al. 2023: inner products do about as well as distances."""
 RULE = """in a domain it holds if `ffn_input` with distances has the lowest perplexity of all places of
-the table, of the last layer and behind it; the contrary if the interval of its quotient to the model
+the table, of the last layer and behind it; the contrary if the interval of its ratio to the model
 alone is above, as a whole, that of the best place. `knnstore probe-keys` measures it on a sample of the
 store's text: T and λ are fitted on one half of the held-out documents and judged on the other."""
 MINUTES = 8.0

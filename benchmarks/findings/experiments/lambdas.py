@@ -36,7 +36,7 @@ def run(lab: Lab) -> Finding:
         settle(holds),
         f"The best λ was smaller in domain, beyond chance, in {count(holds)}.",
         [Table(head, rows)],
-        [Plot("lambdas", "Perplexity of test by λ, divided by the model's own", "λ", "quotient", lines)],
+        [Plot("lambdas", "Perplexity of test by λ, divided by the model's own", "λ", "ratio", lines)],
     )
 
 

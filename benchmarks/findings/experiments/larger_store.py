@@ -9,7 +9,7 @@ CLAIM = """Khandelwal et al. 2020, table 3: a model trained on 100 million token
 of 3 billion 13.73; one trained on the 3 billion has 15.17."""
 RULE = """in a domain it holds if a model fine-tuned (three epochs) on a quarter of the text, with a store
 of all of it, has a lower perplexity than the model fine-tuned on all of it, with the whole interval of
-the quotient; the contrary if the whole interval is above 1."""
+the ratio; the contrary if the whole interval is above 1."""
 MINUTES = 60.0
 
 
@@ -25,8 +25,8 @@ def run(lab: Lab) -> Finding:
         mixed = test.log_probs(settings).log_probs
         all_read = lab.tuned(domain, 3, fraction)
         whole = lab.alone(all_read.model, domain, "test").lm_log_probs
-        quotient = ratio(test, mixed, whole)
-        holds.append(below(quotient))
+        change = ratio(test, mixed, whole)
+        holds.append(below(change))
         alone = interval(test, test.lm_log_probs)
         rows.append(
             [
@@ -36,10 +36,10 @@ def run(lab: Lab) -> Finding:
                 interval(test, mixed),
                 all_read.tokens,
                 interval(test, whole),
-                quotient,
+                change,
             ]
         )
-    head = ["domain", "trained on", "alone", "with a store of all", "trained on all", "alone", "quotient"]
+    head = ["domain", "trained on", "alone", "with a store of all", "trained on all", "alone", "ratio"]
     return Finding(
         settle(holds),
         f"The store of all text was better than training on all of it in {count(holds)}.",

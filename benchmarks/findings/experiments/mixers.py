@@ -10,7 +10,7 @@ from knnstore.lm.calibration import Interval
 from knnstore.lm.calibration.candidates import Candidate
 
 TITLE = "λ by the nearest distance is better than one λ"
-CLAIM = """Drozdov et al. 2022: λ chosen by the distance to the nearest neighbour lowers perplexity by up
+CLAIM = """Drozdov et al. 2022: λ chosen by the distance to the nearest neighbor lowers perplexity by up
 to 4 % against one λ. He et al. 2021: so does a gate that is trained. Others need next to no fitting (SK-
 MT, NEST)."""
 RULE = """in a domain it holds if the perplexity with λ by bins of the nearest distance, divided by that of
@@ -42,16 +42,16 @@ def run(lab: Lab) -> Finding:
         rows = [["the model alone", None, interval(test, test.lm_log_probs), None]]
         for candidate in alone:
             log_probs = test.log_probs(candidate.settings).log_probs
-            quotient = ratio(test, log_probs, reference)
+            change = ratio(test, log_probs, reference)
             chosen = " (chosen)" if candidate is taken[CHOSEN] else ""
-            rows.append([candidate.name + chosen, candidate.settings.k, interval(test, log_probs), quotient])
+            rows.append([candidate.name + chosen, candidate.settings.k, interval(test, log_probs), change])
             for kind, one in taken.items():
                 if candidate is one:
-                    judged[kind].append(quotient)
+                    judged[kind].append(change)
         tables.append(Table(["mixer", "k", "perplexity", "÷ best fixed"], rows, domain))
-    title, *others = (said(kind, quotients) for kind, quotients in judged.items())
+    title, *others = (said(kind, changes) for kind, changes in judged.items())
     return Finding(
-        settle([below(quotient) for quotient in judged[BINS]]),
+        settle([below(change) for change in judged[BINS]]),
         f"Better than the best fixed λ, T and k, beyond chance: {title}. And: {'; '.join(others)}.",
         tables,
     )
@@ -62,7 +62,7 @@ def best_of(candidates: Sequence[Candidate], names: Sequence[str]) -> Candidate:
     return min((one for one in candidates if one.name in names), key=lambda candidate: candidate.held_out.ppl)
 
 
-def said(kind: str, quotients: Sequence[Interval]) -> str:
+def said(kind: str, changes: Sequence[Interval]) -> str:
     """In how many domains perplexity was lower beyond chance, and by how much in each."""
-    lower = ", ".join(f"{1 - quotient.ppl:.1%}" for quotient in quotients)
-    return f"{kind} in {count([below(quotient) for quotient in quotients])}, lower by {lower}"
+    lower = ", ".join(f"{1 - change.ppl:.1%}" for change in changes)
+    return f"{kind} in {count([below(change) for change in changes])}, lower by {lower}"

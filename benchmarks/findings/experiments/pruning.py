@@ -5,7 +5,7 @@ from judging import best_fixed, interval, ratio
 from lab import Lab
 
 TITLE = "Half of a store does nearly as well"
-CLAIM = """He et al. 2021: with 60 % of the records, chosen by merging neighbours that carry the same
+CLAIM = """He et al. 2021: with 60 % of the records, chosen by merging neighbors that carry the same
 token, perplexity is 16.86 in place of 16.65; merging is better than leaving out at random, which is
 better than other methods."""
 RULE = """in a domain it holds if merging to half of the records raises perplexity by at most 3 % and is

@@ -54,10 +54,10 @@ def run(lab: Lab) -> Finding:
             against = ratio(test, log_probs, random)
             if saved >= 0.1:
                 better.append(below(against))
-            quotient = ratio(test, log_probs, plain)
-            free = max(free, saved) if quotient.ppl <= 1.005 else free
+            change = ratio(test, log_probs, plain)
+            free = max(free, saved) if change.ppl <= 1.005 else free
             rows.append(
-                [domain, name_of(pointers), f"{saved:.0%}", interval(test, log_probs), quotient, against]
+                [domain, name_of(pointers), f"{saved:.0%}", interval(test, log_probs), change, against]
             )
             kind = domain if pointers.cluster_size is None else f"{domain}, clusters"
             for name, of in ((kind, log_probs), (f"{domain}, at random", random)):

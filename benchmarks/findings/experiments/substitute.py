@@ -15,7 +15,7 @@ trained on the same keys while the model is frozen and mixed in the same way, ab
 remains."""
 RULE = """in a domain it holds if one row for each token has at least a third of the store's gain in
 perplexity (alone - substitute) ÷ (alone - store), and the store is better still, with the whole interval
-of the quotient; the contrary if either is false (the latter with its whole interval). T and λ are fitted
+of the ratio; the contrary if either is false (the latter with its whole interval). T and λ are fitted
 on dev."""
 MINUTES = 40.0
 

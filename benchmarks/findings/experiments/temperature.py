@@ -19,25 +19,25 @@ OCTAVES = range(-6, 6)
 
 
 def run(lab: Lab) -> Finding:
-    """Fit λ at each T of a ladder around the best one, and at T = 1."""
+    """Fit λ at each T of a grid around the best one, and at T = 1."""
     rows, holds, lines = [], [], {}
     for domain in lab.domains:
         dev, test = lab.dev(domain), lab.test(domain)
         tuned = best_fixed(dev)
         one = KNNSettings(tuned.k, 1.0, lam=best_lambda(dev, tuned.k, 1.0))
         best, plain = test.log_probs(tuned).log_probs, test.log_probs(one).log_probs
-        quotient = ratio(test, best, plain)
-        holds.append(below(quotient))
+        change = ratio(test, best, plain)
+        holds.append(below(change))
         rows.append(
             [domain, ppl(test.lm_log_probs), interval(test, plain), one.mixer.lam,
-             interval(test, best), tuned.temperature, tuned.mixer.lam, quotient]
+             interval(test, best), tuned.temperature, tuned.mixer.lam, change]
         )  # fmt: skip
         lines[domain] = []
         for octave in OCTAVES:
             temperature = tuned.temperature * 2.0**octave
             settings = replace(one, temperature=temperature, lam=best_lambda(dev, tuned.k, temperature))
             lines[domain].append((temperature, ppl(test.log_probs(settings).log_probs)))
-    head = ["domain", "the model alone", "T = 1", "its λ", "T fitted", "T", "its λ", "quotient"]
+    head = ["domain", "the model alone", "T = 1", "its λ", "T fitted", "T", "its λ", "ratio"]
     return Finding(
         settle(holds),
         f"T fitted on dev was better than 1 beyond chance in {count(holds)}.",

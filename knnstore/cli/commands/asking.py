@@ -80,9 +80,7 @@ def generate(
 def explain(
     text: Annotated[str, typer.Argument(metavar="TEXT", help="The text; - reads it from standard input.")],
     *,
-    neighbors: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Neighbours to name for each token.")
-    ] = 3,
+    neighbors: Annotated[int, typer.Option(min=0, metavar="N", help="Neighbors to name for each token.")] = 3,
     selected: SelectionOptions,
     query: Query,
     runtime: StoreRuntime,
@@ -90,7 +88,7 @@ def explain(
 ) -> None:
     """Say how probable each token of a text is, and why.
 
-    Under each token stand its nearest neighbours: their part of the retrieved probability, their
+    Under each token stand its nearest neighbors: their part of the retrieved probability, their
     distance (squared for l2, the negated inner product for ip), where they are, and the text around
     them with the retrieved token in brackets.
 
@@ -106,7 +104,7 @@ def explain(
 
 
 def _lines(token: "TokenExplanation") -> Iterator[str]:
-    """A token, and below it its neighbours."""
+    """A token, and below it its neighbors."""
     yield (
         f"{printable(token.text)!r:<20} p_LM {token.p_lm:.4f}  p_kNN {token.p_knn:.4f}  "
         f"λ {token.lam:.2f}  p {token.p:.4f}" + ("" if token.p_sub is None else f"  p_sub {token.p_sub:.4f}")

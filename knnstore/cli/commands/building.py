@@ -26,7 +26,7 @@ def init(
     catalog: Annotated[
         str | None,
         typer.Option(
-            metavar="SQLALCHEMY_URL", show_default="SQLite in the home", help="The catalogue's database."
+            metavar="SQLALCHEMY_URL", show_default="SQLite in the home", help="The catalog's database."
         ),
     ] = None,
     key: Annotated[

@@ -25,7 +25,7 @@ def calibrate(
         typer.Option(
             min=1,
             metavar="N",
-            help="Neighbours to search for; a quarter of them, and so on, is tried too. Above 1,024 "
+            help="Neighbors to search for; a quarter of them, and so on, is tried too. Above 1,024 "
             "a fixed lambda and bins are fitted, below all mixers.",
         ),
     ] = 4096,
@@ -51,11 +51,11 @@ def calibrate(
     """Fit k, temperature, lambda and mixer to held-out text, and save the best.
 
     The model reads the documents once; then every candidate is fitted on half of the documents and judged
-    on the other half, both ways. Where there are 2 to 16 domains, each is searched on its own too, and
-    weights of their own are a candidate. The table gives held-out perplexities with
-    intervals of 95 % (bootstrap over documents), and their quotient by that of the model alone. What is best
-    is saved for these domains (or the whole store) and used by eval, generate and explain from then
-    on; nothing is saved unless it beats the model alone.
+    on the other half, both ways (two-fold cross-fitting). Where there are 2 to 16 domains, each is searched
+    on its own too, and weights of their own are a candidate. The table gives held-out perplexities with
+    intervals of 95 % (bootstrap over documents), and their ratio to that of the model alone. What is best is
+    saved for these domains (or the whole store) and used by eval, generate and explain from then on; nothing
+    is saved unless it beats the model alone.
 
     A second table tells what it costs to leave out those searches that are expected to help least.
 
@@ -84,8 +84,7 @@ def calibrate(
         )
     rows = _rows(found.comparison)
     savings = [
-        {"saved": of.share, "ppl": of.ppl, "quotient": of.quotient, "random": of.random}
-        for of in found.savings
+        {"saved": of.share, "ppl": of.ppl, "ratio": of.ratio, "random": of.random} for of in found.savings
     ]
     result = {
         "candidates": rows,
@@ -98,17 +97,17 @@ def calibrate(
     }
     print_result(result, table_of_fits(rows, ["mixer"]), as_json=as_json)
     if savings and not as_json:
-        note("leaving out the searches expected to help least, and its quotient when chosen at random:")
+        note("leaving out the searches expected to help least, and its ratio when chosen at random:")
         shown = [
             {
                 "saved": f"{of.share:.0%}",
                 "ppl": of.ppl,
-                "quotient": f"{of.quotient:.3f}",
+                "ratio": f"{of.ratio:.3f}",
                 "random": f"{of.random:.3f}",
             }
             for of in found.savings
         ]
-        typer.echo(table(shown, ["saved", "ppl", "quotient", "random"]))
+        typer.echo(table(shown, ["saved", "ppl", "ratio", "random"]))
     if found.record is None:
         raise ConfigError(
             f"no candidate beats the model alone (perplexity {found.comparison.base.ppl:,.2f}) beyond "
@@ -146,17 +145,17 @@ def figures(
     """Fitted settings, and how well they do, as both are printed.
 
     Args:
-        k: neighbours.
+        k: neighbors.
         temperature: of the distances; None where there is none.
         lam: mean λ.
         held_out: perplexity.
-        change: its quotient by that of the model alone.
+        change: its ratio to that of the model alone.
     """
-    quotients = {"quotient": change.ppl, "quotient_low": change.low, "quotient_high": change.high}
-    return {"k": k, "temperature": temperature, "lambda": lam, **held_out._asdict(), **quotients}
+    ratios = {"ratio": change.ppl, "ratio_low": change.low, "ratio_high": change.high}
+    return {"k": k, "temperature": temperature, "lambda": lam, **held_out._asdict(), **ratios}
 
 
 def table_of_fits(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
     """Write rows of `figures`, each after what it is named by."""
-    shown = [{**row, "quotient": f"{row['quotient']:.3f}"} for row in rows]
-    return table(shown, [*names, "k", "temperature", "lambda", "ppl", "low", "high", "quotient"])
+    shown = [{**row, "ratio": f"{row['ratio']:.3f}"} for row in rows]
+    return table(shown, [*names, "k", "temperature", "lambda", "ppl", "low", "high", "ratio"])

@@ -58,7 +58,7 @@ def evaluate(
     same for words and bytes, helped: the share of tokens to which retrieval gives more probability
     than the model, k, temperature, lambda, mixer, tokens_per_s and more), with --json on one line.
     by_frequency and by_distance divide the tokens by how often they are stored and by how near the
-    nearest neighbour is. With a continuous cache store_ppl is that of the mixture without it, and
+    nearest neighbor is. With a continuous cache store_ppl is that of the mixture without it, and
     cache_ppl that of the model with the cache alone.
 
     Examples:

@@ -55,7 +55,7 @@ def probe_keys(
     memory, the rest is searched for. The model reads each once, which gives the keys of all places;
     for each of them k, temperature and lambda are fitted on half of the held-out documents and judged
     on the other half, both ways. The table gives held-out perplexities with intervals of 95 %, the best
-    first, and their quotient by that of the model alone.
+    first, and their ratio to that of the model alone.
 
     Examples:
       knnstore probe-keys --model examples/tiny-lm articles.jsonl

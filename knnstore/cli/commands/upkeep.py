@@ -91,7 +91,7 @@ def move(
 
     They are copied without the model and both sides are compared, then the store switches and the old
     keys are removed. Interrupted before that, nothing has changed: the same command goes on where it
-    stopped, and --abandon drops what was copied. Prints how many of the true nearest neighbours of some
+    stopped, and --abandon drops what was copied. Prints how many of the true nearest neighbors of some
     stored keys the new engine finds.
 
     Examples:
@@ -185,4 +185,4 @@ def upgrade(home: HomeOption = DEFAULT_HOME) -> None:
     from knnstore.store import Home
 
     Catalog.upgrade(Home.open(home).catalog_url)
-    note("the catalogue has the newest schema")
+    note("the catalog has the newest schema")

@@ -29,9 +29,9 @@ from knnstore.progress import Progress
 from knnstore.store import EVERYTHING, Selection
 
 MAX_K = 4096
-"""Neighbours that are searched for: p_kNN over more of them was little better, see docs/prediction.md."""
+"""Neighbors that are searched for: p_kNN over more of them was little better, see docs/prediction.md."""
 PASS_K = 1024
-"""Neighbours that are kept of each token, for mixers that look at them; of more, only p_kNN is."""
+"""Neighbors that are kept of each token, for mixers that look at them; of more, only p_kNN is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +72,12 @@ def calibrate(
         lm: the model, its store opened for writing.
         documents: as in `add`: held-out text of the kind that is to be predicted.
         domains: what to retrieve from, and what the settings are saved for; default the whole store.
-        max_k: neighbours to search for; smaller numbers are tried as well.
+        max_k: neighbors to search for; smaller numbers are tried as well.
         leave_out: a document that is itself in the store does not retrieve from itself; else it is refused.
         networks: whether a gate is fitted as one more candidate, and where searches can be left out. Neither
             is when a document is anywhere in the store: what is trained on it would outlast its removal.
         skip: share of searches that the saved settings leave out, above 0 and below 1; None is none.
-        progress: hears of each batch.
+        progress: is told of each batch.
 
     Raises:
         ReadOnlyError: the store was opened for reading.
@@ -93,7 +93,7 @@ def calibrate(
         raise ConfigError(f"max_k must be at least 1, got {max_k}")
     names = tuple(sorted(set(domains or ())))
     selection = Selection(domains=names) if names else EVERYTHING
-    revision, traces, records = store.revision(), store.traces(names), records_of(store, names)
+    revision, lineage, records = store.revision(), store.lineage(names), records_of(store, names)
     distinct = {document.content_hash: document for document in documents_of(documents)}
     listed, reached = HeldOut.of(store, distinct.values(), selection)
     if not leave_out:
@@ -153,7 +153,7 @@ def calibrate(
             knn_ppl=knn_ppl,
             domains=names,
             skipped=0.0 if saving is None else saving.share,
-            stored=traces,
+            stored=lineage,
         )
         save_settings(store, settings, names, record)
         if set(names) == set(lm.knn.selection.domains or ()):

@@ -1,6 +1,6 @@
 """Comparing every k, T, λ and mixer on held-out text, each judged by what it was not fitted on.
 
-Documents are divided in two halves. Every candidate is fitted on each half and judged on the other, so
+Two-fold cross-fitting: every candidate is fitted on each half of the documents and judged on the other, so
 that each token is judged by settings that never saw its document; the one with the lowest perplexity is then
 fitted on all of them. Intervals are of the bootstrap over documents, since tokens of one document
 are not independent.
@@ -119,7 +119,7 @@ def compare(
     trial = _Trial(scored)
     evidence = gather_evidence(scored, ks_up_to(scored.k))
     if not len(evidence[0].tokens):
-        raise InputError("nothing can be fitted: the search found no neighbour of any token")
+        raise InputError("nothing can be fitted: the search found no neighbor of any token")
     fixed = [trial.fitted("fixed", fit_fixed, of) for of in evidence]
     at_best_k = min(zip(fixed, evidence, strict=True), key=lambda pair: pair[0].held_out.ppl)[1]
     others = [trial.fitted(name, fit, at_best_k) for name, fit in fits.items()]

@@ -1,4 +1,4 @@
-"""What scored tokens say about settings: p_kNN of the token that came, at every temperature of a ladder."""
+"""What scored tokens say about settings: p_kNN of the token that came, at every temperature of a grid."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,13 +23,13 @@ class Evidence:
 
     k: int
     temperatures: Tensor
-    """The ladder, float32, shape (m,), ascending."""
+    """The grid, float32, shape (m,), ascending."""
     knn: Tensor
     """p_kNN of each token at each temperature, float32, shape (n, m)."""
     lm: Tensor
     """p_LM of each token, float32, shape (n, 1)."""
     nearest: Retrieved
-    """The nearest neighbour alone: distances of shape (n, 1)."""
+    """The nearest neighbor alone: distances of shape (n, 1)."""
     relative: Tensor
     """`relative_distance` of each token, shape (n,)."""
     tokens: Tensor
@@ -53,7 +53,7 @@ class Evidence:
 
 
 def gather_evidence(scored: ScoredText, ks: Sequence[int]) -> list[Evidence]:
-    """Compute p_kNN of every token at each k and each temperature of a ladder, in one sweep.
+    """Compute p_kNN of every token at each k and each temperature of a grid, in one sweep.
 
     Args:
         scored: the text.
@@ -67,7 +67,7 @@ def gather_evidence(scored: ScoredText, ks: Sequence[int]) -> list[Evidence]:
     for chunk in scored.chunks(ks[-1], found):
         rows = slice(done, done + len(chunk))
         retrieved = scored.retrieved(ks[-1], chunk)
-        knn[:, rows] = gold_on_ladder(
+        knn[:, rows] = gold_on_grid(
             retrieved.distances, scored.hits[chunk, : ks[-1]], ks, temperatures, retrieved.log_weights
         )
         for at, k in enumerate(ks):
@@ -79,19 +79,19 @@ def gather_evidence(scored: ScoredText, ks: Sequence[int]) -> list[Evidence]:
 
 
 def temperatures_for(scored: ScoredText) -> Tensor:
-    """The ladder for a text in which something was found, float32, shape (m,), ascending."""
+    """The grid for a text in which something was found, float32, shape (m,), ascending."""
     found = scored.distances[:, 0].isfinite().nonzero()[:, 0]
-    return ladder(scored.distances[found[:: max(1, len(found) // _SAMPLE)]])
+    return grid(scored.distances[found[:: max(1, len(found) // _SAMPLE)]])
 
 
 _OCTAVES = (-6.0, 3.0)
 _STEP = 0.5
 _CHUNK_VALUES = 1 << 20
-"""How many neighbours are weighed at once: what stays in a CPU's cache."""
+"""How many neighbors are weighed at once: what stays in a CPU's cache."""
 
 
-def ladder(distances: Tensor) -> Tensor:
-    """Choose temperatures around the neighbours' typical distance from the nearest one.
+def grid(distances: Tensor) -> Tensor:
+    """Choose temperatures around the neighbors' typical distance from the nearest one.
 
     Args:
         distances: of a sample of n tokens for which something was found, shape (n, k), ascending.
@@ -110,7 +110,7 @@ def ladder(distances: Tensor) -> Tensor:
     return smallest * 2 ** (_STEP * torch.arange(steps))
 
 
-def gold_on_ladder(
+def gold_on_grid(
     distances: Tensor,
     hits: Tensor,
     ks: Sequence[int],
@@ -121,10 +121,10 @@ def gold_on_ladder(
 
     Args:
         distances: ascending, the first finite, float32, shape (n, k).
-        hits: whether a neighbour carries the token, bool, shape (n, k).
+        hits: whether a neighbor carries the token, bool, shape (n, k).
         ks: ascending, the last at most k.
         temperatures: shape (m,).
-        log_weights: of the neighbours, shape (n, k); see `Retrieved`.
+        log_weights: of the neighbors, shape (n, k); see `Retrieved`.
 
     Returns:
         float32, shape (len(ks), n, m).
@@ -147,8 +147,8 @@ def gold_on_ladder(
     return knn
 
 
-def between_rungs(knn: Tensor, temperatures: Tensor, wanted: Tensor | float) -> Tensor:
-    """Take p_kNN at any temperature: between the rungs, on the cubic through the nearest four.
+def between_points(knn: Tensor, temperatures: Tensor, wanted: Tensor | float) -> Tensor:
+    """Take p_kNN at any temperature: between the points, on the cubic through the nearest four.
 
     Args:
         knn: at each temperature, shape (n, m).

@@ -24,21 +24,21 @@ class CacheEvidence:
     sizes: tuple[int, ...]
     """Ascending."""
     temperatures: Tensor
-    """A ladder of half octaves, float32, shape (m,)."""
+    """A grid of half octaves, float32, shape (m,)."""
     probs: Tensor
     """p_cache of each token at each size and temperature, float32, shape (n, len(sizes), m)."""
     found: Tensor
     """Which tokens have any before them, bool, shape (n,)."""
 
     def mix(self, log_probs: Tensor, cache: CacheSettings) -> Tensor:
-        """Mix a cache with a size and T from these ladders into log p of each token, shape (n,)."""
+        """Mix a cache with a size and T from these grids into log p of each token, shape (n,)."""
         column = int((self.temperatures - cache.temperature).abs().argmin())
         probs = self.probs[:, self.sizes.index(cache.size), column]
         return mix_gold(log_probs, probs, cache.lam * self.found)
 
 
 def gather_cache_evidence(reading: Reading) -> CacheEvidence:
-    """Compute p_cache of every token at each size and each temperature of a ladder."""
+    """Compute p_cache of every token at each size and each temperature of a grid."""
     longest = int(torch.unique_consecutive(reading.documents, return_counts=True)[1].max())
     sizes = tuple(size for at, size in enumerate(SIZES) if at == 0 or SIZES[at - 1] < longest - 1)
     every = torch.arange(len(reading.documents))

@@ -1,7 +1,7 @@
 """Fitting the weight and the temperature of each domain, after one pass that searched each on its own.
 
-The log-likelihood of p = λ_0 p_LM + Σ_j λ_j p_kNN^(j) is concave in λ; expectation maximisation climbs it.
-The temperatures are taken from a ladder, in turns, while they make it larger.
+The log-likelihood of p = λ_0 p_LM + Σ_j λ_j p_kNN^(j) is concave in λ; expectation maximization climbs it.
+The temperatures are taken from a grid, in turns, while they make it larger.
 """
 
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from knnstore.lm.calibration.evidence import between_rungs
+from knnstore.lm.calibration.evidence import between_points
 from knnstore.lm.calibration.scored_text import Mixed
 from knnstore.lm.mixing import LEAST_PROBABILITY, MAX_LAMBDA, DomainWeights, mix_probs
 from knnstore.lm.settings import KNNSettings
@@ -29,7 +29,7 @@ class DomainEvidence:
     k: int
     domains: tuple[str, ...]
     temperatures: Tensor
-    """The ladder, float32, shape (m,), ascending."""
+    """The grid, float32, shape (m,), ascending."""
     knn: Tensor
     """p_kNN^(j) of each token at each temperature, float32, shape (j, n, m); p_LM where nothing was found,
     to which the weight falls there."""
@@ -46,7 +46,7 @@ class DomainEvidence:
         """Mix as settings with `DomainWeights` for these domains say.
 
         Args:
-            settings: where a T_j is between two of the ladder, so is p_kNN^(j).
+            settings: where a T_j is between two of the grid, so is p_kNN^(j).
             tokens: indices, int64, shape (m,).
 
         Returns:
@@ -58,7 +58,7 @@ class DomainEvidence:
         for number in mixer.searched:
             at = self.domains.index(mixer.domains[number])
             factor = mixer.temperature_factors[number] if mixer.temperature_factors else 1.0
-            knn = between_rungs(self.knn[at, tokens], self.temperatures, settings.temperature * factor)
+            knn = between_points(self.knn[at, tokens], self.temperatures, settings.temperature * factor)
             parts.append((mixer.lambdas[number], knn))
             lam += mixer.lambdas[number] * self.found[at, tokens]
         return Mixed(mix_probs(lm, *parts).log(), lam)
@@ -69,22 +69,22 @@ def fit_domains(evidence: DomainEvidence) -> KNNSettings:
     count = len(evidence.domains)
     # Where each domain would begin if it were the only one, with a weight of one half.
     losses = [-(evidence.lm[:, None] + knn).log().mean(0) for knn in evidence.knn]
-    rungs = torch.stack(losses).argmin(1)
+    points = torch.stack(losses).argmin(1)
     for _ in range(_TURNS):
-        before = rungs.clone()
-        lambdas = _weights(evidence, rungs)
+        before = points.clone()
+        lambdas = _weights(evidence, points)
         for number in range(count):
-            knn = _at(evidence, rungs)
+            knn = _at(evidence, points)
             others = (1 - lambdas.sum()) * evidence.lm + lambdas @ knn - lambdas[number] * knn[number]
             mixed = others[:, None] + lambdas[number] * evidence.knn[number]
-            rungs[number] = mixed.clamp_(min=LEAST_PROBABILITY).log().mean(0).argmax()
-        if torch.equal(rungs, before):
+            points[number] = mixed.clamp_(min=LEAST_PROBABILITY).log().mean(0).argmax()
+        if torch.equal(points, before):
             break
-    lambdas = _weights(evidence, rungs)
+    lambdas = _weights(evidence, points)
     worth = lambdas >= _LEAST_WEIGHT
-    lambdas = _weights(evidence, rungs, worth)
+    lambdas = _weights(evidence, points, worth)
     lambdas = lambdas * (MAX_LAMBDA / lambdas.sum().clamp(min=MAX_LAMBDA))
-    temperatures = evidence.temperatures[rungs]
+    temperatures = evidence.temperatures[points]
     heaviest = float(temperatures[lambdas.argmax()])
     mixer = DomainWeights(
         evidence.domains, tuple(lambdas.tolist()), tuple((temperatures / heaviest).tolist())
@@ -93,7 +93,7 @@ def fit_domains(evidence: DomainEvidence) -> KNNSettings:
 
 
 def mixture_weights(probs: Tensor) -> Tensor:
-    """Find the weights with which a mixture is likeliest, by expectation maximisation.
+    """Find the weights with which a mixture is likeliest, by expectation maximization.
 
     No weights are likelier by more than ``_GAP`` nats for each observation: of concave functions the largest
     component of the gradient tells (it is 1 for every component in use at the optimum).
@@ -114,15 +114,15 @@ def mixture_weights(probs: Tensor) -> Tensor:
     return weights
 
 
-def _weights(evidence: DomainEvidence, rungs: Tensor, worth: Tensor | None = None) -> Tensor:
+def _weights(evidence: DomainEvidence, points: Tensor, worth: Tensor | None = None) -> Tensor:
     """The λ_j at these temperatures, 0 for domains that are not worth it; float32, shape (j,)."""
-    worth = torch.ones(len(rungs), dtype=torch.bool) if worth is None else worth
-    probs = torch.cat([evidence.lm[:, None], _at(evidence, rungs)[worth].T], 1).clamp(min=LEAST_PROBABILITY)
-    weights = torch.zeros(len(rungs))
+    worth = torch.ones(len(points), dtype=torch.bool) if worth is None else worth
+    probs = torch.cat([evidence.lm[:, None], _at(evidence, points)[worth].T], 1).clamp(min=LEAST_PROBABILITY)
+    weights = torch.zeros(len(points))
     weights[worth] = mixture_weights(probs)[1:].float()
     return weights
 
 
-def _at(evidence: DomainEvidence, rungs: Tensor) -> Tensor:
+def _at(evidence: DomainEvidence, points: Tensor) -> Tensor:
     """p_kNN of each domain at one temperature each, shape (j, n)."""
-    return torch.stack([knn[:, rung] for knn, rung in zip(evidence.knn, rungs.tolist(), strict=True)])
+    return torch.stack([knn[:, point] for knn, point in zip(evidence.knn, points.tolist(), strict=True)])

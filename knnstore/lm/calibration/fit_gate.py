@@ -26,8 +26,8 @@ _NOTHING = -1e9  # nats: a threshold below any estimate
 def fit_gate(evidence: Evidence, scored: ScoredText) -> KNNSettings:
     """Fit a network that chooses λ and T of each token, beginning with the best fixed ones.
 
-    What it minimises is the negative log-likelihood of the mixture; p_kNN between two temperatures of
-    the ladder is taken in a straight line, so that nothing depends on k.
+    What it minimizes is the negative log-likelihood of the mixture; p_kNN between two temperatures of
+    the grid is taken in a straight line, so that nothing depends on k.
 
     Args:
         evidence: of the tokens to fit on.
@@ -41,12 +41,12 @@ def fit_gate(evidence: Evidence, scored: ScoredText) -> KNNSettings:
             for tokens in scored.chunks(evidence.k, evidence.tokens)
         ]
     )
-    lm, ladder = evidence.lm[:, 0], evidence.temperatures.log2()
+    lm, grid = evidence.lm[:, 0], evidence.temperatures.log2()
 
     def loss(outputs: Tensor, rows: Tensor) -> Tensor:
         lam, temperature = chosen_by(outputs, fixed_temperature)
         assert isinstance(temperature, Tensor)
-        knn = _at(evidence.knn[rows], (temperature.log2() - ladder[0]) / (ladder[1] - ladder[0]))
+        knn = _at(evidence.knn[rows], (temperature.log2() - grid[0]) / (grid[1] - grid[0]))
         return -mix_probs(lm[rows], (lam, knn)).log().mean()
 
     documents = scored.documents[evidence.tokens]

@@ -1,8 +1,8 @@
 """Fitting k, T, λ and the mixers on text that was scored once.
 
 For a given T the log-likelihood of p = λ p_kNN + (1 - λ) p_LM is concave in λ, so λ is found by bisection
-of the derivative, for many T and many bins of tokens at once. T is found on a ladder of half
-octaves, between whose rungs the vertex of a parabola is taken: in log T the loss is smooth and flat
+of the derivative, for many T and many bins of tokens at once. T is found on a grid of half
+octaves, between whose points the vertex of a parabola is taken: in log T the loss is smooth and flat
 around its minimum.
 """
 
@@ -35,8 +35,8 @@ def fit_fixed(evidence: Evidence) -> KNNSettings:
 def best_fixed(evidence: Evidence) -> tuple[float, float]:
     """The likeliest T and λ for all tokens."""
     lam, loss = _fit_one(evidence)
-    rung = _lowest(loss)
-    return _at(evidence.temperatures.log(), rung).exp().item(), _at(lam, rung).item()
+    point = _lowest(loss)
+    return _at(evidence.temperatures.log(), point).exp().item(), _at(lam, point).item()
 
 
 def fit_bins(
@@ -49,7 +49,7 @@ def fit_bins(
 
     Args:
         evidence: of the tokens to fit on.
-        distance_bins: of the distance to the nearest neighbour.
+        distance_bins: of the distance to the nearest neighbor.
         confidence_bins: into which each of these is divided by the model's confidence.
         temperatures: whether T differs between bins too.
     """
@@ -62,12 +62,12 @@ def fit_bins(
     scale = evidence.temperatures.log()
     if temperatures:
         together = _at(scale, _lowest(overall_loss))
-        rungs = _lowest(loss + PRIOR_TOKENS * overall_loss / len(bins))
-        factors = tuple((_at(scale.expand_as(loss), rungs) - together).exp().tolist())
+        points = _lowest(loss + PRIOR_TOKENS * overall_loss / len(bins))
+        factors = tuple((_at(scale.expand_as(loss), points) - together).exp().tolist())
     else:
-        rungs = _lowest(loss.sum(0, keepdim=True)).expand(count)
-        together, factors = _at(scale, rungs[:1]), ()
-    mixer = BinnedLambda(distance_edges, tuple(_at(lam, rungs).tolist()), factors, confidence_edges)
+        points = _lowest(loss.sum(0, keepdim=True)).expand(count)
+        together, factors = _at(scale, points[:1]), ()
+    mixer = BinnedLambda(distance_edges, tuple(_at(lam, points).tolist()), factors, confidence_edges)
     return KNNSettings(evidence.k, together.exp().item(), mixer)
 
 
@@ -80,8 +80,8 @@ def fit_nearness(evidence: Evidence) -> KNNSettings:
             for column, temperature in enumerate(evidence.temperatures)
         ]
     )
-    rung = _lowest(loss[None])
-    return KNNSettings(evidence.k, _at(evidence.temperatures.log(), rung).exp().item(), mixer)
+    point = _lowest(loss[None])
+    return KNNSettings(evidence.k, _at(evidence.temperatures.log(), point).exp().item(), mixer)
 
 
 def fit_relative(evidence: Evidence) -> KNNSettings:

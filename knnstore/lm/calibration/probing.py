@@ -116,7 +116,7 @@ def probe_keys(
         dims: numbers of components to project the best keys to.
         tokens: of the sample.
         max_length: tokens in a window; default is the model's limit.
-        progress: hears of each batch, and of each place.
+        progress: is told of each batch, and of each place.
 
     Raises:
         ConfigError: a place, a metric or a number of components is not possible.

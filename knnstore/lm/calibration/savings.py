@@ -23,10 +23,10 @@ class Saving:
     """Of the searches that were left out on the other half of the documents."""
     ppl: float
     """Held out: where to search is chosen by a network fitted on the other half of the documents."""
-    quotient: float
+    ratio: float
     """That perplexity divided by the one with all searches."""
     random: float
-    """The same quotient for searches left out at random."""
+    """The same ratio for searches left out at random."""
     skip: Skipping
     """Leaves out this share; fitted on all documents."""
 
@@ -64,7 +64,7 @@ def judge_savings(
             Saving(
                 share=share,
                 ppl=math.exp(lost - float(log_probs.double().mean())),
-                quotient=math.exp(lost),
+                ratio=math.exp(lost),
                 random=math.exp(share * float(gains.double().mean())),
                 skip=replace(final, threshold=threshold),
             )

@@ -18,7 +18,7 @@ from knnstore.progress import Progress
 from knnstore.store import Reader, Selection
 
 _CHUNK_VALUES = 1 << 20
-"""How many neighbours are weighed at once: what stays in a CPU's cache."""
+"""How many neighbors are weighed at once: what stays in a CPU's cache."""
 
 
 class Mixed(NamedTuple):
@@ -40,9 +40,9 @@ class ScoredSubstitute(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ScoredText:
-    """n tokens with k neighbours each; no model and no search is needed any more.
+    """n tokens with k neighbors each; no model and no search is needed any more.
 
-    5 bytes a neighbour and 4 a component of a key: 50,000 tokens with 1,024 neighbours take 256 MB, their
+    5 bytes a neighbor and 4 a component of a key: 50,000 tokens with 1,024 neighbors take 256 MB, their
     keys of 288 components 58 MB.
     """
 
@@ -51,19 +51,19 @@ class ScoredText:
     lm_max: Tensor
     """log p_LM of the token that was likeliest there, float32, shape (n,)."""
     distances: Tensor
-    """To the neighbours, float32, shape (n, k), ascending, +inf where one is missing."""
+    """To the neighbors, float32, shape (n, k), ascending, +inf where one is missing."""
     hits: Tensor
-    """Whether a neighbour carries the token, bool, shape (n, k)."""
+    """Whether a neighbor carries the token, bool, shape (n, k)."""
     documents: Tensor
     """Index of each token's document, int64, shape (n,)."""
     log_weights: Tensor | None = None
-    """Of the neighbours, float32, shape (n, k); None where each stands for itself."""
+    """Of the neighbors, float32, shape (n, k); None where each stands for itself."""
     reading: Reading | None = None
     """What a continuous cache needs, and the keys for a gate; None where it was not asked for."""
     lm_entropy: Tensor | None = None
     """Entropy of p_LM in nats, float32, shape (n,)."""
     distinct: Tensor | None = None
-    """`distinct_tokens` among the neighbours, int16, shape (n, r)."""
+    """`distinct_tokens` among the neighbors, int16, shape (n, r)."""
     fitted_for: Mapping[str, Any] | None = None
     """What weights that are fitted on this text are for; see `described`."""
     substitute: ScoredSubstitute | None = None
@@ -74,17 +74,17 @@ class ScoredText:
 
     @property
     def k(self) -> int:
-        """Neighbours of each token."""
+        """Neighbors of each token."""
         return self.distances.shape[1]
 
     def chunks(self, k: int, tokens: Tensor | None = None) -> Iterator[Tensor]:
-        """Indices of tokens to weigh together with k neighbours each; of all, or of those given."""
+        """Indices of tokens to weigh together with k neighbors each; of all, or of those given."""
         every = torch.arange(len(self)) if tokens is None else tokens
         step = max(1, _CHUNK_VALUES // k)
         return (every[start : start + step] for start in range(0, len(every), step))
 
     def retrieved(self, k: int, tokens: Tensor) -> Retrieved:
-        """What a mixer chooses from, with the k nearest neighbours of some tokens."""
+        """What a mixer chooses from, with the k nearest neighbors of some tokens."""
         return Retrieved(
             self.distances[tokens, :k],
             self.lm_max[tokens],

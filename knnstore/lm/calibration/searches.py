@@ -1,7 +1,7 @@
 """Searching once more for text that was scored: with larger k, and in each domain on its own.
 
-Of thousands of neighbours of each token only p_kNN of the gold token is kept, at the temperatures of a
-ladder: memory does not grow with k.
+Of thousands of neighbors of each token only p_kNN of the gold token is kept, at the temperatures of a
+grid: memory does not grow with k.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from knnstore.datastore import tokens_of
 from knnstore.documents import TextDocument
-from knnstore.lm.calibration.evidence import Evidence, between_rungs, gold_on_ladder, temperatures_for
+from knnstore.lm.calibration.evidence import Evidence, between_points, gold_on_grid, temperatures_for
 from knnstore.lm.calibration.fit_domains import DomainEvidence
 from knnstore.lm.calibration.scored_text import Mixed, ScoredText
 from knnstore.lm.mixing import LEAST_PROBABILITY, Retrieved, mix_probs, relative_distance
@@ -34,7 +34,7 @@ class FurtherSearches:
         documents: those that it is of.
         selection: among which documents.
         left_out: content hashes of documents that are not among what they retrieve from.
-        progress: hears of each batch.
+        progress: is told of each batch.
     """
 
     store: Reader
@@ -57,7 +57,7 @@ class FurtherSearches:
         knn = torch.empty(len(ks), len(scored), len(temperatures))
         relative = torch.empty(len(ks), len(scored))
         for tokens, found, hits in self._search(ks[-1], f"searching k={ks[-1]:,}", self.selection):
-            knn[:, tokens] = gold_on_ladder(found.distances, hits, ks, temperatures, found.log_weights)
+            knn[:, tokens] = gold_on_grid(found.distances, hits, ks, temperatures, found.log_weights)
             for at, k in enumerate(ks):
                 relative[at, tokens] = relative_distance(replace(found, distances=found.distances[:, :k]))
         every = scored.distances[:, 0].isfinite().nonzero()[:, 0]
@@ -76,7 +76,7 @@ class FurtherSearches:
 
         Args:
             domains: their names; all are selected.
-            k: neighbours in each.
+            k: neighbors in each.
         """
         scored, temperatures = self.scored, temperatures_for(self.scored)
         lm = scored.lm_log_probs.exp().clamp_(min=LEAST_PROBABILITY)
@@ -85,14 +85,14 @@ class FurtherSearches:
         for number, domain in enumerate(domains):
             selection = replace(self.selection, domains=(domain,))
             for tokens, found, hits in self._search(k, f"searching {domain}", selection):
-                knn[number, tokens] = gold_on_ladder(
+                knn[number, tokens] = gold_on_grid(
                     found.distances, hits, [k], temperatures, found.log_weights
                 )[0]
                 everywhere[number, tokens] = True
         return DomainEvidence(k, tuple(domains), temperatures, knn, everywhere, lm)
 
     def _search(self, k: int, title: str, selection: Selection) -> Iterator[tuple[Tensor, Retrieved, Tensor]]:
-        """Yield tokens for which something is found, their neighbours, and which of these have the token."""
+        """Yield tokens for which something is found, their neighbors, and which of these have the token."""
         scored, shown = self.scored, self.progress or Progress()
         reading = scored.reading
         assert reading is not None
@@ -133,7 +133,7 @@ class WideEvidence:
     """log p_LM of every token of the text, float32, shape (n,)."""
 
     def log_probs(self, settings: KNNSettings, tokens: Tensor) -> Mixed:
-        """Mix as settings say; where T is between two of the ladder, so is p_kNN.
+        """Mix as settings say; where T is between two of the grid, so is p_kNN.
 
         Args:
             settings: with this k.
@@ -144,7 +144,7 @@ class WideEvidence:
         """
         evidence = self.evidence
         _, lam, temperature = settings.mixer.weigh(evidence.nearest, settings.temperature)
-        knn = between_rungs(evidence.knn, evidence.temperatures, temperature)
+        knn = between_points(evidence.knn, evidence.temperatures, temperature)
         log_probs, lambdas = self.lm_log_probs.clone(), torch.zeros_like(self.lm_log_probs)
         log_probs[evidence.tokens] = mix_probs(evidence.lm[:, 0], (lam, knn)).log()
         lambdas[evidence.tokens] = lam

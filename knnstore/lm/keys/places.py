@@ -1,14 +1,14 @@
 """The places in a model where keys can be taken: found from its structure, called alike in every model.
 
-In a layer that normalises first, as most do, these are the places of two of the names::
+In a layer that normalizes first, as most do, these are the places of two of the names::
 
     x ──┬── norm ── attention ── + ──┬── norm ──┬── feed-forward ── + ──
         └────────────────────────┘   │          └ ffn_input         │
                                      ├ ffn_input_before_norm        │
                                      └──────────────────────────────┘
 
-Where a layer runs attention and feed-forward side by side, or normalises last, the name stands for the
-same tensor: what enters the part, and what the normalisation right before that took in.
+Where a layer runs attention and feed-forward side by side, or normalizes last, the name stands for the
+same tensor: what enters the part, and what the normalization right before that took in.
 """
 
 import re
@@ -40,7 +40,7 @@ def locate(model: PreTrainedModel, key: str = "ffn_input") -> KeyLocation:
     - ``attention_input``: what enters its attention;
     - ``final_hidden``: what the decoder gives to the output head.
 
-    ``_before_norm`` behind a name is what the layer normalisation right before the place took in. ``@LAYER``
+    ``_before_norm`` behind a name is what the layer normalization right before the place took in. ``@LAYER``
     behind one of the first two takes another layer: ``@0`` is the first and ``@-2`` the last but
     one. Anything else is the path of a module, with ``:input`` (the default) or ``:output`` after it.
 
@@ -110,7 +110,7 @@ def _part(model: PreTrainedModel, key: str, place: str, layer: int) -> nn.Module
 
 
 def _before_norm(model: PreTrainedModel, key: str, location: KeyLocation) -> KeyLocation:
-    """Find the input of the normalisation whose result is what is at a location, by trying two tokens."""
+    """Find the input of the normalization whose result is what is at a location, by trying two tokens."""
     results: list[tuple[str, Tensor]] = []
 
     def keep(path: str, _: nn.Module, __: Any, output: Any) -> None:
@@ -135,7 +135,7 @@ def _before_norm(model: PreTrainedModel, key: str, location: KeyLocation) -> Key
         if output.data_ptr() == wanted.data_ptr() and output.numel() == wanted.numel():
             return KeyLocation(path, "input")
     raise ConfigError(
-        f"key {key!r}: what is at {location} comes from no layer normalisation in {type(model).__name__}; "
+        f"key {key!r}: what is at {location} comes from no layer normalization in {type(model).__name__}; "
         "leave _before_norm out"
     )
 
@@ -169,7 +169,7 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 def _has_matrix(module: nn.Module) -> bool:
-    # Quantised layers keep their weights in buffers.
+    # Quantized layers keep their weights in buffers.
     return any(weight.ndim >= 2 for weight in (*module.parameters(), *module.buffers()))
 
 

@@ -1,4 +1,4 @@
-"""λ, and T if wanted, by how near the nearest neighbour is and how sure the model is of itself."""
+"""λ, and T if wanted, by how near the nearest neighbor is and how sure the model is of itself."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from knnstore.lm.mixing.mixer import Chosen, Retrieved, SimpleMixer
 
 @dataclass(frozen=True, slots=True)
 class BinnedLambda(SimpleMixer):
-    """A λ for each bin of the distance to the nearest neighbour (Drozdov et al. 2022).
+    """A λ for each bin of the distance to the nearest neighbor (Drozdov et al. 2022).
 
     https://arxiv.org/abs/2210.15859. With `confidence_edges` each of these bins is divided again,
     by the log-probability of the model's likeliest token. A value on an edge is in the upper bin.

@@ -1,6 +1,6 @@
 """A weight for each domain: p(y) = λ_0 p_LM(y) + Σ_j λ_j p_kNN^(j)(y), where λ_0 + Σ_j λ_j = 1.
 
-Each domain is searched on its own, so that a large one cannot push the neighbours of a small one out of the k
+Each domain is searched on its own, so that a large one cannot push the neighbors of a small one out of the k
 nearest (Min et al. 2023, https://arxiv.org/abs/2308.04430, mix stores so). A domain in which nothing is
 found gives its weight back to the model, as one does that was removed or is not selected.
 """
@@ -19,7 +19,7 @@ from knnstore.store import Selection
 
 @dataclass(frozen=True, slots=True)
 class DomainWeights:
-    """λ_j and T_j of each domain j; the k neighbours of each are found by `retrieve`."""
+    """λ_j and T_j of each domain j; the k neighbors of each are found by `retrieve`."""
 
     domains: tuple[str, ...]
     """Their names, each once."""
@@ -57,10 +57,10 @@ class DomainWeights:
         return [replace(selection, domains=(self.domains[number],)) for number in self.searched]
 
     def weigh(self, retrieved: Retrieved, temperature: float) -> Weighed:
-        """Weigh each neighbour by λ_j p_kNN^(j), divided by the sum of the λ_j of the domains found.
+        """Weigh each neighbor by λ_j p_kNN^(j), divided by the sum of the λ_j of the domains found.
 
         Args:
-            retrieved: n queries with the k neighbours of each domain that has a weight, in columns side by
+            retrieved: n queries with the k neighbors of each domain that has a weight, in columns side by
                 side.
             temperature: T of the settings.
 

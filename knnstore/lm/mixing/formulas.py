@@ -27,11 +27,11 @@ class NearnessLambda(SimpleMixer):
 
 @dataclass(frozen=True, slots=True)
 class RelativeConfidence(SimpleMixer):
-    """λ by how much nearer the nearest neighbour is than the farthest, of NEST (Li et al. 2024).
+    """λ by how much nearer the nearest neighbor is than the farthest, of NEST (Li et al. 2024).
 
     The relative retrieval confidence of https://arxiv.org/abs/2405.19325: the model's own weight is
-    1 - λ = σ((r - alpha) / tau), where r = min|d| / max|d| over the neighbours found. A single
-    neighbour has r = 1.
+    1 - λ = σ((r - alpha) / tau), where r = min|d| / max|d| over the neighbors found. A single
+    neighbor has r = 1.
     """
 
     alpha: float = 0.4
@@ -53,9 +53,9 @@ class RelativeConfidence(SimpleMixer):
 
 
 def relative_distance(retrieved: Retrieved) -> Tensor:
-    """min|d| / max|d| over each query's neighbours, float32, shape (n,), between 0 and 1.
+    """min|d| / max|d| over each query's neighbors, float32, shape (n,), between 0 and 1.
 
-    1 where there is no neighbour, or where all are at distance 0.
+    1 where there is no neighbor, or where all are at distance 0.
     """
     sizes, found = retrieved.distances.abs(), retrieved.distances.isfinite()
     nearest = sizes.amin(1)

@@ -12,7 +12,7 @@ from knnstore.lm.mixing.network import Network
 from knnstore.store import Weights
 
 DISTINCT_AMONG = 64
-"""Different tokens are counted among at most so many nearest neighbours."""
+"""Different tokens are counted among at most so many nearest neighbors."""
 
 _FAR = 1e30  # stands in where nothing was found, and λ does not matter
 
@@ -22,12 +22,12 @@ class GateLambda(SimpleMixer):
     """λ and T of a network: "Efficient Nearest Neighbor Language Models" (He et al. 2021).
 
     https://arxiv.org/abs/2109.04212. It sees the query, the model's confidence and entropy, the distances
-    of the nearest 1, 2, 4, ... neighbours, and how many different tokens are among them. Unlike
+    of the nearest 1, 2, 4, ... neighbors, and how many different tokens are among them. Unlike
     theirs it comes after the search; what may come before it is `Skipping`.
     """
 
     weights: Weights
-    """Of the network; in their metadata ``scale`` is the unit of distances, and ``k`` how many neighbours
+    """Of the network; in their metadata ``scale`` is the unit of distances, and ``k`` how many neighbors
     were looked at when it was fitted. With fewer the last one stands for those that are missing."""
 
     name = "gate"
@@ -69,7 +69,7 @@ def gate_features(retrieved: Retrieved, k: int, scale: float) -> Tensor:
 
     Args:
         retrieved: with `keys`, `lm_entropy`, and `tokens` or `distinct`.
-        k: how many neighbours are looked at.
+        k: how many neighbors are looked at.
         scale: a typical distance.
 
     Returns:
@@ -105,11 +105,11 @@ def _at_powers(ascending: Tensor, k: int) -> Tensor:
 
 
 def distinct_tokens(tokens: Tensor, distances: Tensor) -> Tensor:
-    """How many different tokens are among the nearest 1, 2, 4, ... neighbours, up to `DISTINCT_AMONG`.
+    """How many different tokens are among the nearest 1, 2, 4, ... neighbors, up to `DISTINCT_AMONG`.
 
     Args:
         tokens: int64, shape (n, k).
-        distances: shape (n, k), +inf where a neighbour is missing, which counts as none.
+        distances: shape (n, k), +inf where a neighbor is missing, which counts as none.
 
     Returns:
         int16, shape (n, ⌊log₂ min(k, 64)⌋ + 1).

@@ -1,13 +1,13 @@
-"""The arithmetic of kNN-LM: neighbours become a distribution, which is mixed with the model's.
+"""The arithmetic of kNN-LM: neighbors become a distribution, which is mixed with the model's.
 
     p(y) = λ p_kNN(y) + (1 - λ) p_LM(y)        p_kNN(y) ∝ Σ_{i: token_i = y} exp(-d_i / T)
 
 (Khandelwal et al. 2020, https://arxiv.org/abs/1911.00172). Whatever else is mixed in has the same form: a
 distribution over few tokens, with a weight λ over all that lies below it. Everything is float32, in
-logarithms, and touches only those tokens. A missing neighbour (distance +inf) weighs nothing; where a
+logarithms, and touches only those tokens. A missing neighbor (distance +inf) weighs nothing; where a
 distribution is empty its λ counts as 0.
 
-Shapes: n queries, k neighbours, v tokens in the vocabulary. Distances are float32 and smaller is
+Shapes: n queries, k neighbors, v tokens in the vocabulary. Distances are float32 and smaller is
 nearer; they may be negative (inner products).
 """
 
@@ -22,21 +22,21 @@ PerQuery = float | Tensor
 """One value for all queries, or a tensor of shape (n,)."""
 
 LEAST_PROBABILITY = 1e-30
-"""Fitting keeps probabilities above, so that their logarithms and quotients stay finite in float32."""
+"""Fitting keeps probabilities above, so that their logarithms and ratios stay finite in float32."""
 
 
 def neighbor_weights(distances: Tensor, temperature: PerQuery, log_weights: Tensor | None = None) -> Tensor:
-    """Turn distances into the probability that p_kNN gives to each neighbour.
+    """Turn distances into the probability that p_kNN gives to each neighbor.
 
-    A neighbour of weight w counts as w of them at its distance, whatever T is: exp(-d / T + log w).
+    A neighbor of weight w counts as w of them at its distance, whatever T is: exp(-d / T + log w).
 
     Args:
-        distances: float32, shape (n, k), +inf where a neighbour is missing, k >= 1.
+        distances: float32, shape (n, k), +inf where a neighbor is missing, k >= 1.
         temperature: T > 0; larger is flatter.
         log_weights: log w, float32, shape (n, k), finite; None is w = 1.
 
     Returns:
-        float32, shape (n, k). Rows sum to 1, or to 0 when no neighbour was found.
+        float32, shape (n, k). Rows sum to 1, or to 0 when no neighbor was found.
     """
     temperatures = torch.as_tensor(temperature, dtype=torch.float32, device=distances.device)
     # The nearest is taken as zero before dividing, so that no row under- or overflows.
@@ -77,7 +77,7 @@ class Mixture:
 
     Args:
         components: at least one.
-        temperature: T in force for the neighbours from the store, for reports.
+        temperature: T in force for the neighbors from the store, for reports.
     """
 
     def __init__(self, components: Sequence[Component], temperature: PerQuery = 1.0) -> None:

@@ -37,13 +37,13 @@ class Retrieved:
     """What is known about n queries when λ is chosen; tensors are on one device."""
 
     distances: Tensor
-    """float32, shape (n, k), ascending in each row; +inf where a neighbour is missing."""
+    """float32, shape (n, k), ascending in each row; +inf where a neighbor is missing."""
 
     lm_max: Tensor
     """log p_LM of the token that the model finds likeliest, float32, shape (n,): its confidence."""
 
     tokens: Tensor | None = None
-    """int64, shape (n, k); anything where a neighbour is missing. Not kept by `ScoredText`."""
+    """int64, shape (n, k); anything where a neighbor is missing. Not kept by `ScoredText`."""
 
     keys: Tensor | None = None
     """The queries themselves, float32, shape (n, d). Not kept by `ScoredText`."""
@@ -55,34 +55,34 @@ class Retrieved:
     """`distinct_tokens`, where `tokens` were not kept."""
 
     log_weights: Tensor | None = None
-    """The log of how many records each neighbour stands for, float32, shape (n, k); None where each stands
+    """The log of how many records each neighbor stands for, float32, shape (n, k); None where each stands
     for itself, as in a store that was not pruned."""
 
     recent: Recent | None = None
     """What stands before in the same text; None where no cache is in use."""
 
     hits: Tensor | None = None
-    """Whether each neighbour carries the token that came, bool, shape (n, k), if `tokens` are not known."""
+    """Whether each neighbor carries the token that came, bool, shape (n, k), if `tokens` are not known."""
 
 
 class Chosen(NamedTuple):
     """λ and T for n queries."""
 
     lam: Tensor
-    """λ, float32, shape (n,), between 0 and 1; rows without a neighbour do not matter."""
+    """λ, float32, shape (n,), between 0 and 1; rows without a neighbor do not matter."""
 
     temperature: PerQuery
     """T > 0, one for all or of shape (n,)."""
 
 
 class Weighed(NamedTuple):
-    """What a mixer makes of n queries with their neighbours."""
+    """What a mixer makes of n queries with their neighbors."""
 
     weights: Tensor
-    """p_kNN of each neighbour, float32, shape (n, k); rows sum to 1, or to 0 when nothing was found."""
+    """p_kNN of each neighbor, float32, shape (n, k); rows sum to 1, or to 0 when nothing was found."""
 
     lam: Tensor
-    """λ, float32, shape (n,), between 0 and 1; rows without a neighbour do not matter."""
+    """λ, float32, shape (n,), between 0 and 1; rows without a neighbor do not matter."""
 
     temperature: PerQuery
     """T in force, for reports."""
@@ -115,7 +115,7 @@ class Mixer(Protocol):
         ...
 
     def weigh(self, retrieved: Retrieved, temperature: float) -> Weighed:
-        """Weigh the neighbours of n queries.
+        """Weigh the neighbors of n queries.
 
         Args:
             retrieved: what was found by `searches`.
@@ -134,7 +134,7 @@ class SimpleMixer:
         return (selection,)
 
     def weigh(self, retrieved: Retrieved, temperature: float) -> Weighed:
-        """Weigh each neighbour by its distance and the T chosen."""
+        """Weigh each neighbor by its distance and the T chosen."""
         lam, temperatures = self(retrieved, temperature)
         return Weighed(
             neighbor_weights(retrieved.distances, temperatures, retrieved.log_weights), lam, temperatures

@@ -23,7 +23,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class Network(nn.Module):
-    """A multilayer perceptron over standardised features.
+    """A multilayer perceptron over standardized features.
 
     Args:
         mean: of the features, shape (f,).
@@ -81,7 +81,7 @@ def fit_network(features: Tensor, loss: Loss, documents: Tensor, start: Sequence
 
     Args:
         features: float32, shape (n, f).
-        loss: to be minimised.
+        loss: to be minimized.
         documents: of each token, int64, shape (n,); whole documents are kept apart.
         start: the best constant outputs.
     """

@@ -125,7 +125,7 @@ def mix_logits(
 def _found(
     store: Reader, logits: Tensor, queries: Keys, positions: Positions, settings: KNNSettings
 ) -> Neighbors:
-    """The neighbours of the positions that are attended."""
+    """The neighbors of the positions that are attended."""
     settings = replace(settings, k=reachable(store, settings))
     attended = positions.attended
     searched = np.ones(len(queries), bool)
@@ -143,7 +143,7 @@ def _found(
 
 
 def _spread(found: Neighbors, rows: Tensor, vocabulary: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Distances, tokens and log weights of the neighbours, in the rows that were searched for.
+    """Distances, tokens and log weights of the neighbors, in the rows that were searched for.
 
     Args:
         found: of the rows that are True.

@@ -43,7 +43,7 @@ def create(
         store: the adapter that holds the keys.
         location: where it keeps them: a URL or a folder; default ``HOME/keys``.
         params: the adapter's own parameters.
-        catalog: SQLAlchemy URL of the catalogue; default is SQLite in the home.
+        catalog: SQLAlchemy URL of the catalog; default is SQLite in the home.
         key: where in the model the keys are taken: ``ffn_input`` or another place; see `locate`.
         metric: ``l2`` or ``ip``.
         dim: to how many components the keys are projected (PCA); default is as many as they have.
@@ -52,7 +52,7 @@ def create(
         stride: tokens by which a window moves on; default is half of it.
         device: where the model runs; default is the GPU if there is one, else the CPU.
         dtype: of its weights; see `load_model`.
-        progress: hears of the sample's keys.
+        progress: is told of the sample's keys.
 
     Raises:
         StoreExistsError: there is a store already.

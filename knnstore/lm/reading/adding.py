@@ -80,7 +80,7 @@ def add(
         commit_tokens: documents become live in groups of about so many tokens.
         batch_tokens: tokens in one forward pass, padding included.
         total_bytes: UTF-8 bytes of all texts, if known, for the time left.
-        progress: hears of each batch.
+        progress: is told of each batch.
 
     Raises:
         InputError: a document cannot be used and `on_bad` is None; what was committed stays.
@@ -149,7 +149,7 @@ class _Pace:
     def __init__(self, total_bytes: int | None, progress: Progress) -> None:
         self._total_bytes = total_bytes
         self._progress = progress
-        self._tokens = 0  # tokenised so far
+        self._tokens = 0  # tokenized so far
         self._bytes = 0  # of the texts that they came from
 
     def skip(self, document: TextDocument) -> None:

@@ -96,7 +96,7 @@ def sample_keys(
         reader: the model.
         documents: read once, to the end.
         count: how many keys, if there is so much text.
-        progress: hears of each batch.
+        progress: is told of each batch.
 
     Returns:
         float32, shape (n, d).

@@ -1,4 +1,4 @@
-"""What a prediction is mixed with: neighbours from the store, the text's own past, pointers."""
+"""What a prediction is mixed with: neighbors from the store, the text's own past, pointers."""
 
 from knnstore.lm.retrieval.cache import Reading, ReadText
 from knnstore.lm.retrieval.mixture import mixture_of

@@ -51,7 +51,7 @@ def reachable(store: Reader, settings: KNNSettings) -> int:
 
 
 def columns_of(settings: KNNSettings) -> int:
-    """How many neighbours `retrieve` finds for each query."""
+    """How many neighbors `retrieve` finds for each query."""
     return settings.k * max(1, len(settings.mixer.searches(settings.selection)))
 
 

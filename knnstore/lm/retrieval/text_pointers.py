@@ -77,7 +77,7 @@ def retrieve_for_pass(
         search: searches for some of the n queries.
 
     Returns:
-        The neighbours of each query.
+        The neighbors of each query.
     """
     tokens, kept, sequence_ids, states = text_pass
     length = tokens.shape[1]

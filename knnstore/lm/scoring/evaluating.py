@@ -63,7 +63,7 @@ class Evaluation:
     by_frequency: tuple[Slice, ...]
     """Tokens divided by how often the selection holds them."""
     by_distance: tuple[Slice, ...]
-    """Tokens divided by the distance to the nearest neighbour, into tenths."""
+    """Tokens divided by the distance to the nearest neighbor, into tenths."""
     substitute_ppl: float | None
     """Of the model with a substitute and without any retrieval; None when none was given."""
     substitute_share: float | None
@@ -91,7 +91,7 @@ def evaluate(
         leave_out: a document that is itself in the store does not retrieve from itself; else it
             does, and `Evaluation.stored` names it.
         table: takes in a row for each token.
-        progress: hears of each batch.
+        progress: is told of each batch.
 
     Raises:
         InputError: there is not one token to predict.

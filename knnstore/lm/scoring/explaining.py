@@ -159,7 +159,7 @@ def _here(
         reader: the model's.
         tokens: the text.
         position: of the token.
-        distances: to the places before it, shape (m,), the last is its neighbour.
+        distances: to the places before it, shape (m,), the last is its neighbor.
         shares: of p_kNN, shape (m,).
         count: how many to name.
     """

@@ -69,7 +69,7 @@ def score_held_out(
         documents: all of them.
         settings: what to search for and where, how far to look back, and for which tokens not to search.
         left_out: content hashes of documents that are not among what they retrieve from.
-        progress: hears of each batch.
+        progress: is told of each batch.
 
     Yields:
         As `score`.
@@ -133,7 +133,7 @@ def score_texts(
 def read_batch(
     reader: TextReader, batch: Batch, settings: KNNSettings, read: ReadText | None = None
 ) -> TokenScores:
-    """Run the model over one batch of windows; what is to be searched is marked, no neighbour is there."""
+    """Run the model over one batch of windows; what is to be searched is marked, no neighbor is there."""
     encoded = reader.encoder.encode(batch.input_ids, batch.at)
     keys = encoded.keys.cpu()
     log_probs = reader.encoder.log_probs(encoded.states, batch.gold)
@@ -166,7 +166,7 @@ def _divided(scores: TokenScores, most: int) -> Iterator[TokenScores]:
 
 
 def search_for(store: Reader, scores: TokenScores, settings: KNNSettings) -> TokenScores:
-    """Give tokens their neighbours, those that are to be searched for."""
+    """Give tokens their neighbors, those that are to be searched for."""
     found = retrieve(store, scores.keys.numpy(), settings, scores.searched)
     return scores.with_neighbors(found, scores.searched)
 

@@ -84,7 +84,7 @@ def prune(
         seed: of ``random``.
         location: a new place for the keys; by default a new folder beside the old one, in the home.
         params: the adapter's parameters that differ from those in use.
-        progress: hears of each batch.
+        progress: is told of each batch.
 
     Raises:
         ConfigError: the method is unknown, or `keep` is out of range.

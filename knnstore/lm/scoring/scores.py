@@ -27,11 +27,11 @@ class TokenScores:
     searched: NDArray[np.bool_]
     """For which of them a search was made, shape (n,)."""
     ids: Ids
-    """The neighbours' records, shape (n, k), -1 where one is missing."""
+    """The neighbors' records, shape (n, k), -1 where one is missing."""
     distances: Tensor
-    """To the neighbours, float32, shape (n, k), +inf where one is missing."""
+    """To the neighbors, float32, shape (n, k), +inf where one is missing."""
     tokens: Tensor
-    """Of the neighbours, int64, shape (n, k)."""
+    """Of the neighbors, int64, shape (n, k)."""
     gold: Tensor
     """The tokens themselves, int64, shape (n,)."""
     keys: Tensor
@@ -41,7 +41,7 @@ class TokenScores:
     positions: NDArray[np.int64]
     """Of each token in its document, shape (n,)."""
     log_weights: Tensor | None = None
-    """Of the neighbours, float32, shape (n, k); see `Retrieved`."""
+    """Of the neighbors, float32, shape (n, k); see `Retrieved`."""
     recent: Recent | None = None
     """What stands before each token in its document; None without a cache."""
 
@@ -69,7 +69,7 @@ class TokenScores:
         return TokenScores(**{one.name: chosen(getattr(self, one.name)) for one in fields(self)})
 
     def with_neighbors(self, found: Neighbors, searched: NDArray[np.bool_]) -> "TokenScores":
-        """The same tokens with other neighbours."""
+        """The same tokens with other neighbors."""
         return replace(
             self,
             searched=searched,
@@ -81,7 +81,7 @@ class TokenScores:
 
 
 def together(parts: Sequence[TokenScores]) -> TokenScores:
-    """Put tokens one after another, which have as many neighbours each."""
+    """Put tokens one after another, which have as many neighbors each."""
 
     def joined(columns: list[Any]) -> Any:
         if isinstance(columns[0], Recent):

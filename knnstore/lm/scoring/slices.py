@@ -47,7 +47,7 @@ class TokenLosses:
             lm: log p_LM of each, float32.
             mixed: log p of the mixture, float32.
             helped: whether p_kNN > p_LM, bool.
-            nearest: distance to the nearest neighbour, +inf where there is none, float32.
+            nearest: distance to the nearest neighbor, +inf where there is none, float32.
         """
         self._parts.append(tuple(column.cpu().numpy() for column in (gold, lm, mixed, helped, nearest)))
 
@@ -68,7 +68,7 @@ class TokenLosses:
         return tuple(found)
 
     def by_distance(self, parts: int = _PARTS) -> tuple[Slice, ...]:
-        """Divide by the distance to the nearest neighbour into parts of about the same size.
+        """Divide by the distance to the nearest neighbor into parts of about the same size.
 
         Args:
             parts: how many, besides one of the tokens for which nothing was found; fewer where many

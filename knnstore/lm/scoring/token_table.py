@@ -19,7 +19,7 @@ COLUMNS = (
     "document", "position", "token", "text", "p_lm", "p_knn", "lambda", "p", "distance", "frequency",
 )  # fmt: skip
 """``position`` counts a document's tokens from 0, ``token`` is the token's id, ``distance`` that of
-the nearest neighbour, null where there is none, ``frequency`` how often the token was stored."""
+the nearest neighbor, null where there is none, ``frequency`` how often the token was stored."""
 
 
 class TokenTable:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from knnstore.errors import ConfigError
-from knnstore.store import Reader, Traces
+from knnstore.store import Lineage, Reader
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Substitute:
     """The file in the store's home."""
     lam: float
     """λ, its weight beside the model: above 0 and at most 1."""
-    traces: Traces
+    traces: Lineage
     """The documents that it was trained on."""
 
     def __post_init__(self) -> None:

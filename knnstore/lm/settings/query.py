@@ -1,4 +1,4 @@
-"""The settings of a query, values only: how many neighbours, how far they count, how much λ is."""
+"""The settings of a query, values only: how many neighbors, how far they count, how much λ is."""
 
 import math
 from dataclasses import InitVar, dataclass
@@ -20,10 +20,10 @@ class KNNSettings:
     """
 
     k: int = 1024
-    """Neighbours of each query, >= 1."""
+    """Neighbors of each query, >= 1."""
 
     temperature: float = 1.0
-    """T > 0, in the unit of the distances; larger gives far neighbours more weight."""
+    """T > 0, in the unit of the distances; larger gives far neighbors more weight."""
 
     mixer: Mixer = _KHANDELWAL
     """Chooses λ for each query; some scale T as well."""

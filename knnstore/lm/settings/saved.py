@@ -13,10 +13,10 @@ from knnstore.lm.settings.query import KNNSettings
 from knnstore.store import (
     EVERYTHING,
     KNNStore,
+    Lineage,
     Reader,
     SavedSettings,
     Selection,
-    Traces,
     Weights,
     load_weights,
 )
@@ -177,7 +177,7 @@ class CalibrationRecord:
     """What the settings were found for; none is the whole store."""
     skipped: float = 0.0
     """Share of searches that they leave out."""
-    stored: Traces | None = None
+    stored: Lineage | None = None
     """The documents that were retrieved from; None in records of earlier versions."""
 
     @classmethod
@@ -187,7 +187,7 @@ class CalibrationRecord:
         if saved is None or saved.calibration is None:
             return None
         values = dict(saved.calibration)
-        stored = Traces.from_dict(values["stored"]) if values.get("stored") else None
+        stored = Lineage.from_dict(values["stored"]) if values.get("stored") else None
         return cls(**{**values, "domains": tuple(values["domains"]), "stored": stored})
 
     def growth(self, store: Reader) -> float:
@@ -247,7 +247,7 @@ def substitute_of(values: Mapping[str, Any]) -> Substitute:
         ConfigError: something is missing or unknown.
     """
     try:
-        return Substitute(**{**values, "traces": Traces.from_dict(values["traces"])})
+        return Substitute(**{**values, "traces": Lineage.from_dict(values["traces"])})
     except (KeyError, TypeError) as error:
         raise ConfigError(f"not the settings of a substitute: {error}") from error
 

@@ -50,7 +50,7 @@ def train_substitute(
         epochs: at most.
         learning_rate: at the beginning; it falls to zero in a line.
         seed: of the order of records, of the documents held out and of what is random at the beginning.
-        progress: hears of each batch.
+        progress: is told of each batch.
 
     Raises:
         ReadOnlyError: the store was opened for reading.
@@ -67,7 +67,7 @@ def train_substitute(
     generator = torch.Generator().manual_seed(seed)
     selection = Selection(domains=names) if names else EVERYTHING
     held_out = choose_held_out(store, selection, generator)
-    traces, device = store.traces(names), reader.encoder.model.device
+    lineage, device = store.lineage(names), reader.encoder.model.device
     judge = _Judge(reader, [store.text(number) for number in held_out])
     shown.start("training", unit="rec")
     blocks = RecordBlocks(store, selection, held_out)
@@ -90,7 +90,7 @@ def train_substitute(
     file = best.weights(store.identity)
     name = store.save_weights(file.tensors, file.metadata)
     trained = TrainedSubstitute(
-        substitute=Substitute(name, lam, traces),
+        substitute=Substitute(name, lam, lineage),
         rows=rows,
         tokens=len(seen),
         records=records,
@@ -130,7 +130,7 @@ def fit_rows(
         epochs: at most.
         learning_rate: at the beginning; it falls to zero in a line.
         generator: of the order of records.
-        progress: hears of each batch.
+        progress: is told of each batch.
 
     Returns:
         The best rows, and after how many epochs; 0 when training made nothing better.

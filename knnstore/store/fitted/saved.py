@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from knnstore.catalog import Catalog, Snapshot
-from knnstore.store.fitted.traces import Traces
+from knnstore.store.fitted.lineage import Lineage
 
 _CALIBRATION, _TRAINED = "calibration", "trained_substitute"
 
@@ -36,12 +36,12 @@ class SavedSettings:
         parts = {_CALIBRATION: self.calibration, _TRAINED: self.trained_substitute}
         return {**self.query, **{name: part for name, part in parts.items() if part is not None}}
 
-    def files(self) -> dict[str, Traces | None]:
+    def files(self) -> dict[str, Lineage | None]:
         """The files of weights that are needed, each with the documents whose traces it holds, if any."""
         trained = self.trained_substitute or {}
         parts = [self.query.get(name) for name in ("mixer", "skip", "substitute")]
         return {
-            part["weights"]: Traces.from_dict(part["traces"]) if "traces" in part else None
+            part["weights"]: Lineage.from_dict(part["traces"]) if "traces" in part else None
             for part in (*parts, trained.get("substitute"))
             if part and "weights" in part
         }
@@ -55,7 +55,7 @@ def all_saved(catalog: Catalog) -> list[SavedSettings]:
 def files_in_use(catalog: Catalog, snapshot: Snapshot) -> set[str]:
     """The files of weights that are to be there: not those with traces of a document that is gone."""
     projection = catalog.identity.projection
-    named: dict[str, Traces | None] = {} if projection is None else {projection: None}
+    named: dict[str, Lineage | None] = {} if projection is None else {projection: None}
     for saved in all_saved(catalog):
         named |= saved.files()
-    return {name for name, traces in named.items() if traces is None or not traces.gone(snapshot)}
+    return {name for name, lineage in named.items() if lineage is None or not lineage.gone(snapshot)}

@@ -4,12 +4,12 @@
 
     1 look      what is to be outside the home is free
     2 begin     .NAME.unfinished/creation.json, beside the home, says what is being made outside
-    3 make      the datastore, then the catalogue with its one row
+    3 make      the datastore, then the catalog with its one row
     4 appear    the folder gets the home's name                                <- a store is there
 
 A crash before 4 leaves no home. What it left in the folder goes with the next try. What it left outside
 is known again by creation.json: a datastore by its place, where it must still be empty, and the
-catalogue by the moment that stands in its row. Anything else found outside is somebody's, and refused.
+catalog by the moment that stands in its row. Anything else found outside is somebody's, and refused.
 """
 
 import json
@@ -38,7 +38,7 @@ class Creation:
     """A creation that has begun to make things outside its folder."""
 
     moment: datetime
-    """When it first began; stands in the catalogue's row."""
+    """When it first began; stands in the catalog's row."""
     datastores: tuple[str, ...] = ()
     """Where it began to make a datastore, nothing being there."""
 
@@ -66,20 +66,20 @@ def make_store(
     catalog: str | None,
     projection: Weights | None = None,
 ) -> Home:
-    """Make a home with an empty datastore and a catalogue; it is whole or not there.
+    """Make a home with an empty datastore and a catalog; it is whole or not there.
 
     Args:
         path: the folder; new or empty.
         identity: what the store is made for.
         engine: where the keys are to be.
-        catalog: the catalogue's URL, whose password is not written; None is SQLite in the home.
+        catalog: the catalog's URL, whose password is not written; None is SQLite in the home.
         projection: weights that the identity is to name.
 
     Returns:
-        The home, its catalogue's URL with the password.
+        The home, its catalog's URL with the password.
 
     Raises:
-        StoreExistsError: a store is there, or in the catalogue's database.
+        StoreExistsError: a store is there, or in the catalog's database.
         DatastoreExistsError: a datastore is at the location.
         ConfigError: the folder holds other files, or something given cannot be used.
     """
@@ -145,7 +145,7 @@ def _check_catalog(home: Home, moment: datetime) -> None:
     except StoreNotFoundError:
         return
     if not ours:
-        raise StoreExistsError(f"{place_of(home.catalog_url)} already holds a store's catalogue")
+        raise StoreExistsError(f"{place_of(home.catalog_url)} already holds a store's catalog")
 
 
 def _clear(unfinished: Path) -> None:

@@ -1,9 +1,9 @@
-"""The home: the folder that a store is known by. It says where the catalogue is, and holds what is local.
+"""The home: the folder that a store is known by. It says where the catalog is, and holds what is local.
 
 ::
 
-    HOME/knnstore.json    format, and the catalogue's URL when it is not in the home
-    HOME/catalog.db       the catalogue, when it is SQLite
+    HOME/knnstore.json    format, and the catalog's URL when it is not in the home
+    HOME/catalog.db       the catalog, when it is SQLite
     HOME/keys/            the datastore, when it is embedded
     HOME/weights/         what was fitted and is too large for SQL, as settings name it
     HOME/writer.lock      held by the one process that writes
@@ -21,7 +21,7 @@ from knnstore.errors import ConfigError, StoreNotFoundError
 
 FORMAT = 1
 CATALOG_VARIABLE = "KNNSTORE_CATALOG"
-"""Environment variable with the catalogue's URL and its password, which is not written in the home."""
+"""Environment variable with the catalog's URL and its password, which is not written in the home."""
 
 DESCRIPTION = "knnstore.json"
 """The file that makes a folder a home."""
@@ -32,7 +32,7 @@ class Home:
 
     Args:
         path: the folder.
-        catalog_url: where the catalogue is.
+        catalog_url: where the catalog is.
     """
 
     def __init__(self, path: Path, catalog_url: URL) -> None:
@@ -54,7 +54,7 @@ class Home:
 
         Args:
             path: the folder.
-            catalog: the catalogue's URL; None is SQLite in the home.
+            catalog: the catalog's URL; None is SQLite in the home.
 
         Raises:
             ConfigError: the URL cannot be used.
@@ -62,7 +62,7 @@ class Home:
         return cls(path, cls._catalog_url(path, catalog))
 
     def write(self) -> None:
-        """Say durably where the catalogue is; a password in its URL is not written."""
+        """Say durably where the catalog is; a password in its URL is not written."""
         inside = self.catalog_url == self._catalog_url(self.path, None)
         saved = None if inside else without_password(self.catalog_url)
         description = json.dumps({"format": FORMAT, "catalog": saved}, indent=2)
@@ -74,7 +74,7 @@ class Home:
 
         Args:
             path: the folder.
-            catalog: the catalogue's URL with its password; default is that of the environment, else
+            catalog: the catalog's URL with its password; default is that of the environment, else
                 the one written.
 
         Raises:
@@ -101,7 +101,7 @@ class Home:
         parsed = parse_url(given)
         if without_password(parsed) != without_password(url):
             raise ConfigError(
-                f"the store's catalogue is {shown(url)}, {CATALOG_VARIABLE} names another: {shown(parsed)}"
+                f"the store's catalog is {shown(url)}, {CATALOG_VARIABLE} names another: {shown(parsed)}"
             )
         return parsed
 

@@ -67,7 +67,7 @@ def _measure(
             some = rows[start : start + step], columns[start : start + step]
             found.ids[some] = known[at[some]]
             found.distances[some] = paired(queries[some[0]], keys[at[some]], view.datastore.metric)
-    survivors = view.snapshot.survivors
-    if survivors is None:
+    representatives = view.snapshot.representatives
+    if representatives is None:
         return found
-    return replace(found, log_weights=survivors.log_weights_at(positions_of(found.ids)))
+    return replace(found, log_weights=representatives.log_weights_at(positions_of(found.ids)))

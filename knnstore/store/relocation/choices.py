@@ -16,7 +16,7 @@ NEAREST = 16
 class Choice(NamedTuple):
     """What becomes of n records."""
 
-    heirs: NDArray[np.int64]
+    representatives: NDArray[np.int64]
     """Which record stands for each, shape (n,): its own index where it stays, `DROPPED` where none does."""
 
     scale: float = 1.0
@@ -66,7 +66,7 @@ def merge_nearest(
         keys: float32, shape (n, dim).
         weights: how many records each stands for already, shape (n,).
         left: how many shall stay; one of each token always does.
-        progress: hears of each record that is compared with the others of its token.
+        progress: is told of each record that is compared with the others of its token.
     """
     shown = progress or Progress()
     into = np.arange(len(tokens))
@@ -76,19 +76,19 @@ def merge_nearest(
         shown.start("comparing", total=len(alive), unit="rec")
         pairs, distances = _nearest_pairs(tokens[alive], keys[alive], shown)
         shown.finish()
-        gone, heirs = _merge_pairs(pairs, distances, masses[alive], len(alive) - left)
-        into[alive[gone]] = alive[heirs]
-        np.add.at(masses, alive[heirs], masses[alive[gone]])
+        gone, representatives = _merge_pairs(pairs, distances, masses[alive], len(alive) - left)
+        into[alive[gone]] = alive[representatives]
+        np.add.at(masses, alive[representatives], masses[alive[gone]])
         alive = np.flatnonzero(into == np.arange(len(into)))
-    while not np.array_equal(into, into[into]):  # the heir of an heir
+    while not np.array_equal(into, into[into]):  # the representative of a representative
         into = into[into]
     return Choice(into)
 
 
 def _only(stay: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    heirs = np.full(count, DROPPED, np.int64)
-    heirs[stay] = stay
-    return heirs
+    representatives = np.full(count, DROPPED, np.int64)
+    representatives[stay] = stay
+    return representatives
 
 
 def _nearest_pairs(
@@ -148,13 +148,13 @@ def _merge_pairs(
         mutual = (best[pairs[:, 0]] == ranks) & (best[pairs[:, 1]] == ranks)
         first, second = pairs[mutual].T
         first_stays = weights[first] >= weights[second]
-        heirs, gone = np.where(first_stays, first, second), np.where(first_stays, second, first)
-        weights[heirs] += weights[gone]
-        merges.append(np.stack([ranks[mutual], gone, heirs], axis=1))
+        representatives, gone = np.where(first_stays, first, second), np.where(first_stays, second, first)
+        weights[representatives] += weights[gone]
+        merges.append(np.stack([ranks[mutual], gone, representatives], axis=1))
         there = np.ones(len(weights), bool)
         there[gone] = False
         remain = there[pairs[:, 0]] & there[pairs[:, 1]]
         pairs, ranks = pairs[remain], ranks[remain]
     done = np.concatenate(merges)
-    _, gone, heirs = done[np.argsort(done[:, 0])[:most]].T
-    return gone, heirs
+    _, gone, representatives = done[np.argsort(done[:, 0])[:most]].T
+    return gone, representatives

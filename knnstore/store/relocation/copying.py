@@ -45,9 +45,9 @@ class Transferred(NamedTuple):
     copied: int
     """Those of them that the target did not hold before."""
     recall: float | None
-    """Share of the true nearest neighbours of some keys that the target finds; None without records."""
+    """Share of the true nearest neighbors of some keys that the target finds; None without records."""
     neighbors: int
-    """How many neighbours of each key that was."""
+    """How many neighbors of each key that was."""
 
 
 def transfer(
@@ -56,12 +56,12 @@ def transfer(
     """Make the target hold exactly the records of the source, ready to be searched, and check that it does.
 
     What the target holds already, from a transfer that was interrupted, is not copied again. Every
-    record is compared, and the neighbours of a sample are compared with those that numpy finds.
+    record is compared, and the neighbors of a sample are compared with those that numpy finds.
 
     Args:
         source: only read.
         target: opened for writing; holds nothing but records of the source, present or former.
-        progress: hears of each batch.
+        progress: is told of each batch.
         without: records of the source that the target shall not hold.
 
     Raises:
@@ -94,7 +94,7 @@ def _copy(batches: Iterable[Batch], total: int, target: Datastore, progress: Pro
         batches: of what the target shall hold.
         total: how many records these are.
         target: opened for writing.
-        progress: hears of each batch.
+        progress: is told of each batch.
 
     Returns:
         Some keys of the source, evenly spread, shape (at most _QUERIES, dim); how many were copied.
@@ -156,7 +156,7 @@ def _read_ahead(datastore: Datastore, without: IdRanges = _NOTHING) -> Iterator[
 def _compare(
     batches: Iterable[Batch], total: int, target: Datastore, queries: Keys, progress: Progress
 ) -> "_Nearest":
-    """Compare what the target holds with what it shall, and find the queries' true neighbours on the way."""
+    """Compare what the target holds with what it shall, and find the queries' true neighbors on the way."""
     progress.start("comparing", total=total, unit="rec")
     nearest = _Nearest(queries, min(_NEIGHBORS, total), target.metric)
     exact = target.capabilities.exact_keys

@@ -25,10 +25,10 @@ class Moved:
     """Records copied by this call; fewer than `records` when it went on from an interrupted one."""
     seconds: float
     recall: float | None
-    """Share of the true nearest neighbours of some stored keys that the new engine finds, 1 where
+    """Share of the true nearest neighbors of some stored keys that the new engine finds, 1 where
     its search is exact; None without records."""
     neighbors: int
-    """How many neighbours of each key that was."""
+    """How many neighbors of each key that was."""
     left: str | None
     """Why the old keys are still where they were; None when they are gone."""
 

@@ -1,4 +1,4 @@
-"""Pruning: which records of each domain go, and what the catalogue says of them afterwards."""
+"""Pruning: which records of each domain go, and what the catalog says of them afterwards."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from knnstore.catalog import DROPPED, Catalog, Engine, PrunedDocument, Snapshot, Survivors
+from knnstore.catalog import DROPPED, Catalog, Engine, PrunedDocument, Representatives, Snapshot
 from knnstore.datastore import Datastore, IdRanges, Ids, Keys, positions_of, record_ids, tokens_of
 from knnstore.errors import CatalogError, ConfigError, DatastoreError
 from knnstore.progress import Progress
@@ -35,7 +35,7 @@ class DomainRecords:
         """Read from the datastore into memory, float32, shape (n, dim).
 
         Raises:
-            DatastoreError: the datastore has other records than the catalogue says.
+            DatastoreError: the datastore has other records than the catalog says.
         """
         bounds = np.array([[self.ids[0], self.ids[-1] + 1]])
         batches = list(self.datastore.iterate(ids=IdRanges(bounds)))
@@ -103,7 +103,7 @@ class Plan:
     gone: IdRanges
     """The records that go; empty when there is nothing to do."""
     documents: Mapping[int, PrunedDocument]
-    """What the catalogue is to say, by primary key."""
+    """What the catalog is to say, by primary key."""
     snapshot: Snapshot
     """What is live, as it will be."""
 
@@ -124,7 +124,7 @@ def plan_pruning(
         keep: share of each domain's tokens that shall have a record afterwards.
         choose: says which.
         domains: names of those that are pruned.
-        progress: hears of each step.
+        progress: is told of each step.
     """
     if not (0 < keep <= 1 and math.isfinite(keep)):
         raise ConfigError(f"the share to keep must be above 0 and at most 1, got {keep}")
@@ -149,24 +149,24 @@ def plan_pruning(
             reports.append(PrunedDomain(name, tokens, len(ids), len(ids), 0, 0))
             continue
         records = DomainRecords(name, ids, _weights_of(snapshot, ids), texts, view.datastore)
-        heirs, scale = choose(records, left, progress)
-        stays, dropped = heirs == np.arange(len(ids)), int((heirs == DROPPED).sum())
+        representatives, scale = choose(records, left, progress)
+        stays, dropped = representatives == np.arange(len(ids)), int((representatives == DROPPED).sum())
         after = int(stays.sum())
         reports.append(PrunedDomain(name, tokens, len(ids), after, len(ids) - after - dropped, dropped))
         gone |= IdRanges.of_ids(ids[~stays])
         positions = positions_of(ids)
-        moved_to = np.where(heirs == DROPPED, DROPPED, positions[heirs])
+        moved_to = np.where(representatives == DROPPED, DROPPED, positions[representatives])
         for row, document in documents.items():
-            survivors = _look_up(document.survivors, positions, moved_to)
-            changed[row] = PrunedDocument(survivors, document.scale * scale)
+            representatives = _look_up(document.representatives, positions, moved_to)
+            changed[row] = PrunedDocument(representatives, document.scale * scale)
     return Plan(tuple(reports), gone, changed, _as_it_will_be(snapshot, {**known, **changed}))
 
 
 def _unpruned(start: int, stop: int, first: int) -> PrunedDocument:
     """A document with all its records; the first `first` tokens have none."""
-    survivors = np.arange(start, stop)
-    survivors[:first] = DROPPED
-    return PrunedDocument(survivors)
+    representatives = np.arange(start, stop)
+    representatives[:first] = DROPPED
+    return PrunedDocument(representatives)
 
 
 def _texts(catalog: Catalog, snapshot: Snapshot, at: NDArray[np.int64]) -> list[tuple[int, Tokens]]:
@@ -190,8 +190,8 @@ def _record_ids(texts: Sequence[tuple[int, Tokens]], documents: Iterable[PrunedD
 
 
 def _weights_of(snapshot: Snapshot, ids: Ids) -> NDArray[np.float64]:
-    survivors = snapshot.survivors
-    logs = None if survivors is None else survivors.log_weights_at(positions_of(ids))
+    representatives = snapshot.representatives
+    logs = None if representatives is None else representatives.log_weights_at(positions_of(ids))
     return np.ones(len(ids)) if logs is None else np.exp(logs.astype(np.float64))
 
 
@@ -204,7 +204,7 @@ def _look_up(
 
 
 def _as_it_will_be(snapshot: Snapshot, pruned: Mapping[int, PrunedDocument]) -> Snapshot:
-    """The snapshot once the catalogue says what was pruned, by primary key."""
+    """The snapshot once the catalog says what was pruned, by primary key."""
     if not pruned:
         return snapshot
     starts = dict(zip(snapshot.rows.tolist(), snapshot.starts.tolist(), strict=True))
@@ -212,5 +212,5 @@ def _as_it_will_be(snapshot: Snapshot, pruned: Mapping[int, PrunedDocument]) -> 
     for index, row in enumerate(snapshot.rows.tolist()):
         if row in pruned:
             records[index] = pruned[row].kept(starts[row]).sum()
-    survivors = Survivors.of({starts[row]: document for row, document in pruned.items()})
-    return replace(snapshot, records=records, survivors=survivors)
+    representatives = Representatives.of({starts[row]: document for row, document in pruned.items()})
+    return replace(snapshot, records=records, representatives=representatives)

@@ -7,7 +7,7 @@ In steps that may each be interrupted.
     1 plan       HOME/move.json says from which engine to which
     2 make       the target is created, empty, and from then on is the store's own
     3 transfer   the records are copied, durably every few seconds, and compared
-    4 switch     transaction: the catalogue names the target; readers follow      <- moved
+    4 switch     transaction: the catalog names the target; readers follow      <- moved
     5 erase      the old keys, then HOME/move.json
 
 A crash before 4 leaves the store as it was: the same move goes on where it stopped, and any other
@@ -49,7 +49,7 @@ class Relocation:
 
     Args:
         home: where the store is.
-        catalog: its catalogue.
+        catalog: its catalog.
         current: where its keys are.
         preview: makes a reader of what will be live.
     """

@@ -1,4 +1,4 @@
-"""Far more neighbours than the papers use."""
+"""Far more neighbors than the papers use."""
 
 import torch
 from finding import Finding, Table, below, count, settle
@@ -9,7 +9,7 @@ from knnstore.lm.calibration.fit_lambda import fit_fixed
 from knnstore.lm.calibration.searches import FurtherSearches, WideEvidence
 from knnstore.store import Selection
 
-TITLE = "More than 1,024 neighbours still help a little"
+TITLE = "More than 1,024 neighbors still help a little"
 CLAIM = """Khandelwal et al. 2020 stop at k = 1024, where the curve is nearly flat; Geng et al. 2024 use
 up to 2,048. No paper known to us goes on to the whole store."""
 RULE = """in a domain it holds if the perplexity at the best larger k, chosen on dev, divided by that at
@@ -30,7 +30,7 @@ def run(lab: Lab) -> Finding:
         plain = best_fixed(dev)
         reference = test.log_probs(plain).log_probs
         rows.append([domain, plain.k, interval(test, reference), None, plain.temperature, plain.mixer.lam])
-        losses, quotients = [], []
+        losses, changes = [], []
         wide = {split: searched(lab, domain, split, ks) for split in ("dev", "test")}
         for of_dev, of_test in zip(wide["dev"], wide["test"], strict=True):
             settings = fit_fixed(of_dev.evidence)
@@ -38,12 +38,12 @@ def run(lab: Lab) -> Finding:
                 -float(of_dev.log_probs(settings, torch.arange(len(dev))).log_probs.double().mean())
             )
             log_probs = of_test.log_probs(settings, every_token).log_probs
-            quotients.append(ratio(test, log_probs, reference))
+            changes.append(ratio(test, log_probs, reference))
             rows.append(
-                [domain, settings.k, interval(test, log_probs), quotients[-1], settings.temperature,
+                [domain, settings.k, interval(test, log_probs), changes[-1], settings.temperature,
                  settings.mixer.lam]
             )  # fmt: skip
-        holds.append(below(quotients[losses.index(min(losses))]))
+        holds.append(below(changes[losses.index(min(losses))]))
     return Finding(
         settle(holds),
         f"A larger k was better beyond chance in {count(holds)}.",

@@ -15,7 +15,7 @@ from knnstore.store.selection import Selection
 
 
 @dataclass(frozen=True, slots=True)
-class Traces:
+class Lineage:
     """All documents that some domains held at one moment.
 
     Positions are never given twice and later documents have higher ones. So these documents are all

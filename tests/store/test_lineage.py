@@ -5,7 +5,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from knnstore.store import KNNStore, SavedSettings, Selection, Traces
+from knnstore.store import KNNStore, Lineage, SavedSettings, Selection
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def fitted(store, writer):
     writer.add("news", "c")
     names = {}
     for domains in (("law",), ()):
-        traces = Traces.of(store.view().snapshot, domains)
+        traces = Lineage.of(store.view().snapshot, domains)
         names[domains] = store.save_weights({"w": np.zeros(4, np.float32)}, asdict(traces))
         part = {"weights": names[domains], "traces": asdict(traces)}
         store.save_settings(SavedSettings(query={"substitute": part}), domains)
@@ -88,7 +88,7 @@ def test_a_killed_removal_is_finished_by_the_next_writer(store, fitted, home, ki
 
 def test_only_a_selection_that_reaches_all_of_them_may_show_traces(store, fitted) -> None:
     snapshot = store.view().snapshot
-    law, everything = Traces.of(snapshot, ["law"]), Traces.of(snapshot)
+    law, everything = Lineage.of(snapshot, ["law"]), Lineage.of(snapshot)
     for selection, law_is, everything_is in [
         (Selection(), True, True),
         (Selection(domains=("news", "law")), True, False),

@@ -1,4 +1,4 @@
-"""How many neighbours."""
+"""How many neighbors."""
 
 from finding import Finding, Plot, Table, below, count, every, settle
 from judging import interval, ratio
@@ -7,11 +7,11 @@ from lab import Lab
 from knnstore.lm.calibration.evidence import gather_evidence
 from knnstore.lm.calibration.fit_lambda import fit_fixed
 
-TITLE = "More neighbours are better, each less than the one before"
+TITLE = "More neighbors are better, each less than the one before"
 CLAIM = """Khandelwal et al. 2020, figure 4: perplexity falls with k, from 17.6 at k = 1 to 16.1 at k =
 1024, and ever more slowly."""
 RULE = """in a domain it holds if the perplexity at the largest k is below that at every smaller one in
-the table, with the whole interval of their quotient for all k up to a quarter of the largest. T and λ are
+the table, with the whole interval of their ratio for all k up to a quarter of the largest. T and λ are
 fitted for each k."""
 MINUTES = 4.0
 KS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -40,5 +40,5 @@ def run(lab: Lab) -> Finding:
         settle(holds),
         f"The largest k was the best beyond chance in {count(holds)}.",
         [Table(["domain", "k", "perplexity", "T", "λ"], rows)],
-        [Plot("neighbours", "Perplexity by number of neighbours", "k", "perplexity", lines, log_x=True)],
+        [Plot("neighbors", "Perplexity by number of neighbors", "k", "perplexity", lines, log_x=True)],
     )

@@ -22,7 +22,7 @@ _ABSENT = np.iinfo(np.int64).min
 class PrunedDocument:
     """Where the records of one document are."""
 
-    survivors: NDArray[np.int64]
+    representatives: NDArray[np.int64]
     """For each token the position of the record that stands for it, shape (n,): its own where it is kept,
     `DROPPED` where there is none."""
 
@@ -31,13 +31,13 @@ class PrunedDocument:
 
     def kept(self, start: int) -> NDArray[np.bool_]:
         """Which tokens have a record, shape (n,), when the first is at position `start`."""
-        kept: NDArray[np.bool_] = self.survivors == start + np.arange(len(self.survivors))
+        kept: NDArray[np.bool_] = self.representatives == start + np.arange(len(self.representatives))
         return kept
 
     def packed(self, start: int) -> bytes:
         """A compact form for SQL: mostly zeros, the same wherever the document is."""
-        own = start + np.arange(len(self.survivors))
-        offsets = np.where(self.survivors == DROPPED, _ABSENT, self.survivors - own)
+        own = start + np.arange(len(self.representatives))
+        offsets = np.where(self.representatives == DROPPED, _ABSENT, self.representatives - own)
         return zlib.compress(offsets.astype("<i8").tobytes())
 
     @classmethod
@@ -49,7 +49,7 @@ class PrunedDocument:
 
 
 @dataclass(frozen=True, slots=True)
-class Survivors:
+class Representatives:
     """The records of every pruned document that is live, at one revision."""
 
     starts: NDArray[np.int64]
@@ -73,14 +73,16 @@ class Survivors:
         """
         starts = np.array(sorted(documents), np.int64)
         ordered = [documents[start] for start in starts.tolist()]
-        origins = np.cumsum([0, *(len(document.survivors) for document in ordered)], dtype=np.int64)
-        survivors = np.concatenate([document.survivors for document in ordered])
+        origins = np.cumsum([0, *(len(document.representatives) for document in ordered)], dtype=np.int64)
+        representatives = np.concatenate([document.representatives for document in ordered])
         scale = np.repeat([document.scale for document in ordered], np.diff(origins))
-        made = cls(starts, origins, np.empty(len(survivors), bool), None)
-        into = made._index(survivors)  # -1 for what is dropped, and where the survivor was removed
-        kept = into == np.arange(len(survivors))
+        made = cls(starts, origins, np.empty(len(representatives), bool), None)
+        into = made._index(
+            representatives
+        )  # -1 for what is dropped, and where the representative was removed
+        kept = into == np.arange(len(representatives))
         there = into >= 0
-        weights = np.bincount(into[there], scale[there], minlength=len(survivors))
+        weights = np.bincount(into[there], scale[there], minlength=len(representatives))
         log_weights = np.log(weights, where=kept, out=np.zeros(len(kept))).astype(np.float32)
         return cls(starts, origins, kept, log_weights if log_weights.any() else None)
 
