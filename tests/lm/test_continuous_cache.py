@@ -206,6 +206,7 @@ def test_documents_longer_than_the_window_match_an_oracle_that_has_all_keys(lm):
     found = evaluate(few_at_once, documents, table=table)
     rows = list(table.rows(lm.tokenizer))
     assert len(rows) == found.tokens == 152
+    assert found.searched == 0
     probs = []
     for text in texts:
         tokens = lm.reader.tokens(text).tolist()
