@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import knnstore as library
 from knnstore.errors import CorruptWeightsError
-from knnstore.store import KNNStore
+from knnstore.store import KNNStore, SavedSettings
 
 BAD = {
     "empty.txt": (b"", "empty.txt: the file is empty"),
@@ -194,7 +194,7 @@ def test_a_second_writer_is_refused_and_told_who_writes(knnstore, store):
 def test_a_missing_network_is_refused_and_locks_nothing(knnstore, store):
     with library.open(store, "a") as opened:
         gate = {"name": "gate", "weights": f"{'0' * 64}.safetensors"}
-        opened.save_settings({"k": 16, "temperature": 2.0, "mixer": gate})
+        opened.save_settings(SavedSettings({"k": 16, "temperature": 2.0, "mixer": gate}))
     refused = knnstore("eval held-out.jsonl")
     assert (refused.status, refused.out) == (1, "")
     assert re.fullmatch(r"error: \S+ cannot be read .* \(knnstore calibrate\)\n", refused.err)

@@ -1,6 +1,7 @@
 """`knnstore substitute`, `eval --substitute`, and what is said once a document of it is gone."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -22,8 +23,9 @@ def test_a_substitute_is_trained_and_measured_and_goes_with_its_documents(knnsto
     assert "leave out --tag" in knnstore("eval held-out.jsonl --substitute --domain news --tag final").err
 
     with library.open(store, "a") as opened:  # as calibrate would, if that were best
-        saved = dict(opened.settings(["news"]))
-        opened.save_settings({**saved, "substitute": saved["trained_substitute"]["substitute"]}, ["news"])
+        saved = opened.settings(["news"])
+        query = {"substitute": saved.trained_substitute["substitute"]}
+        opened.save_settings(replace(saved, query=query), ["news"])
     explained = knnstore("explain harbour --domain news --neighbors 0")
     assert " p_sub 0." in explained.out
     alone = knnstore("eval held-out.jsonl --domain news --lambda 0 --json").json

@@ -20,7 +20,7 @@ from knnstore.errors import (
     StoreExistsError,
     StoreNotFoundError,
 )
-from knnstore.store import KNNStore, Selection
+from knnstore.store import KNNStore, SavedSettings, Selection
 
 
 def nearest(keys: np.ndarray, tokens: np.ndarray, query: np.ndarray, k: int) -> tuple[list[float], list[int]]:
@@ -300,8 +300,8 @@ def test_positions_are_not_used_again(store, writer) -> None:
 
 def test_settings_are_kept_for_each_set_of_domains(store) -> None:
     assert store.settings() is None
-    store.save_settings({"k": 8}, ["b", "a"])
-    assert store.settings(["a", "b"]) == {"k": 8}
+    store.save_settings(SavedSettings({"k": 8}), ["b", "a"])
+    assert store.settings(["a", "b"]) == SavedSettings({"k": 8})
     assert store.settings(["a"]) is None
 
 
