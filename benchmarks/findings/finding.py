@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from knnstore.lm.calibration import Interval
+from knnstore.lm import Interval
 
 Verdict = Literal["reproduced", "not reproduced", "inconclusive"]
 Cell = Any

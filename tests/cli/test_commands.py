@@ -69,7 +69,8 @@ def test_standard_input(knnstore, store):
 
 
 def test_eval_agrees_with_the_store(knnstore, store):
-    found = knnstore("eval held-out.jsonl --domain news --k 4 --temperature 2 --lambda 0.5 --json")
+    line = "eval held-out.jsonl --domain news --k 4 --temperature 2 --lambda 0.5"
+    found = knnstore(f"{line} --json")
     assert found.err == ""
     assert found.out.count("\n") == 1
     fields = {"tokens", "base_ppl", "knn_ppl", "k", "temperature", "lambda", "mixer", "tokens_per_s"}
@@ -82,17 +83,16 @@ def test_eval_agrees_with_the_store(knnstore, store):
     alone = knnstore("eval held-out.jsonl --lambda 0 --json").json
     assert alone["knn_ppl"] == alone["base_ppl"] == found.json["base_ppl"]
     assert alone["searched"] == 0
-    alone = knnstore("eval held-out.jsonl --lambda 0.5 --json").json
-    shown = knnstore("eval held-out.jsonl --lambda 0.5")
-    again = json.loads(shown.out)
+    shown = knnstore(line)
+    whole, again = found.json, json.loads(shown.out)
     slices = ("by_frequency", "by_distance")
     for name in slices:
-        for part, rounded in zip(alone[name], again[name], strict=True):
+        for part, rounded in zip(whole[name], again[name], strict=True):
             assert rounded == pytest.approx(part, rel=1e-5)
     assert shown.out.count("\n") == 2 + len(again) + sum(1 + len(again[name]) for name in slices)
     for name in (*slices, "tokens_per_s"):
-        del again[name], alone[name]
-    assert again == alone
+        del again[name], whole[name]
+    assert again == whole
 
 
 def test_eval_warns_of_stored_documents_and_can_leave_them_out(knnstore, store):

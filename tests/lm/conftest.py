@@ -34,8 +34,7 @@ from transformers import (
 )
 
 import knnstore
-from knnstore.datastore import Neighbors
-from knnstore.datastore.records import record_ids
+from knnstore.datastore import Neighbors, record_ids
 from knnstore.lm import KNNLMForCausalLM
 from knnstore.lm.keys import key_dim, locate, model_fingerprint, tokenizer_fingerprint
 from knnstore.lm.reading import Encoder

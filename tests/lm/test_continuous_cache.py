@@ -8,17 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from knnstore.datastore.records import tokens_of
+from knnstore.datastore import tokens_of
 from knnstore.documents import TextDocument
 from knnstore.errors import ConfigError
+from knnstore.lm import FixedLambda, KNNLMForCausalLM, TokenTable
 from knnstore.lm.calibration.fit_cache import fit_cache, gather_cache_evidence
 from knnstore.lm.calibration.scored_text import ScoredText
-from knnstore.lm.mixing.fixed import FixedLambda
-from knnstore.lm.model.modeling import KNNLMForCausalLM
 from knnstore.lm.retrieval.cache import Reading, look_back
 from knnstore.lm.scoring import evaluate
 from knnstore.lm.scoring.explaining import THIS_TEXT
-from knnstore.lm.scoring.token_table import TokenTable
 from knnstore.lm.settings import CacheSettings, KNNSettings, ReadingParts
 from tests.lm.phrases import words
 
@@ -208,6 +206,7 @@ def test_documents_longer_than_the_window_match_an_oracle_that_has_all_keys(lm):
     found = evaluate(few_at_once, documents, table=table)
     rows = list(table.rows(lm.tokenizer))
     assert len(rows) == found.tokens == 152
+    assert found.searched == 0
     probs = []
     for text in texts:
         tokens = lm.reader.tokens(text).tolist()

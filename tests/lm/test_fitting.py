@@ -15,8 +15,7 @@ from knnstore.lm.calibration.evidence import gather_evidence
 from knnstore.lm.calibration.fit_lambda import fit_bins, fit_fixed
 from knnstore.lm.calibration.judging import MIN_TOKENS
 from knnstore.lm.calibration.scored_text import ScoredText
-from knnstore.lm.mixing.bins import bins_of
-from knnstore.lm.mixing.likelihood import fit_lambdas
+from knnstore.lm.mixing import bins_of, fit_lambdas
 
 
 def made(seed: int = 0, tokens: int = 1200, k: int = 16, documents: int = 12) -> ScoredText:

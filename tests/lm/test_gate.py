@@ -7,18 +7,16 @@ import pytest
 import torch
 
 from knnstore.errors import ConfigError, CorruptWeightsError, FingerprintMismatchError
+from knnstore.lm import KNNLMForCausalLM, KNNSettings
 from knnstore.lm.calibration.evidence import gather_evidence
 from knnstore.lm.calibration.fit_gate import fit_gate, known_before
 from knnstore.lm.calibration.fit_lambda import fit_bins, fit_fixed
 from knnstore.lm.calibration.savings import judge_savings
 from knnstore.lm.calibration.scored_text import ScoredText, score_once
-from knnstore.lm.mixing.gate import GateLambda, distinct_tokens, gate_features
+from knnstore.lm.mixing import GateLambda, Skipping, distinct_tokens, gate_features, skip_features
 from knnstore.lm.mixing.network import Network
-from knnstore.lm.mixing.skipping import Skipping, skip_features
-from knnstore.lm.model.modeling import KNNLMForCausalLM
-from knnstore.lm.retrieval.cache import Reading
+from knnstore.lm.retrieval import Reading
 from knnstore.lm.settings import settings_for, settings_from_dict, settings_to_dict, weights_for, weights_of
-from knnstore.lm.settings.query import KNNSettings
 from knnstore.store import EVERYTHING, KNNStore, SavedSettings
 from tests.lm.phrases import documents, phrases, words
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from knnstore.datastore.records import tokens_of
+from knnstore.datastore import tokens_of
 from tests.lm.phrases import documents, phrases
 
 RNG = np.random.default_rng(7)

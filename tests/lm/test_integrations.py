@@ -6,8 +6,7 @@ import pytest
 import torch
 from transformers import TextIteratorStreamer, Trainer, TrainingArguments, pipeline
 
-from knnstore.lm.model.modeling import KNNLMForCausalLM
-from knnstore.lm.settings.query import KNNSettings
+from knnstore.lm import KNNLMForCausalLM, KNNSettings
 from knnstore.store import Selection
 
 SEQUENCE = [0, 40, 41, 42, 50, 51, 52, 40, 41, 60, 70, 71, 72, 90, 33, 44, 40, 13, 14, 15]

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from knnstore.errors import ConfigError
-from knnstore.lm.keys.capture import KeyCapture, KeyLocation, hidden_forward, key_dim, keys_forward
-from knnstore.lm.keys.places import locate
-from knnstore.lm.reading.encoder import Encoder
+from knnstore.lm.keys import KeyCapture, KeyLocation, hidden_forward, key_dim, keys_forward, locate
+from knnstore.lm.reading import Encoder
 
 IDS = torch.tensor([[5, 17, 42, 99, 3, 8], [60, 61, 62, 5, 17, 42]])
 

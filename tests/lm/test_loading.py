@@ -7,8 +7,8 @@ import torch
 
 import knnstore
 from knnstore.errors import FingerprintMismatchError
-from knnstore.lm.keys.fingerprint import model_fingerprint, same_model
-from knnstore.lm.reading.models import load_model
+from knnstore.lm import load_model
+from knnstore.lm.keys import model_fingerprint, same_model
 
 DTYPES = ("float32", "float16", "bfloat16")
 PAIRS = list(itertools.product(DTYPES, DTYPES))

@@ -7,8 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, OPTConfig
 
 from knnstore.errors import ConfigError
-from knnstore.lm.keys.capture import hidden_forward
-from knnstore.lm.keys.places import LAYER_PLACES, layer_count, locate
+from knnstore.lm.keys import LAYER_PLACES, hidden_forward, layer_count, locate
 
 IDS = torch.tensor([[5, 17, 42, 99, 3, 8], [60, 61, 62, 5, 17, 42]])
 

@@ -7,11 +7,9 @@ import pytest
 import torch
 from transformers import GPT2LMHeadModel
 
-from knnstore.datastore.records import tokens_of
+from knnstore.datastore import tokens_of
 from knnstore.errors import ConfigError, FingerprintMismatchError
-from knnstore.lm.mixing import Chosen, SimpleMixer
-from knnstore.lm.model.modeling import KNNLMForCausalLM
-from knnstore.lm.settings.query import KNNSettings
+from knnstore.lm import Chosen, KNNLMForCausalLM, KNNSettings, SimpleMixer
 from knnstore.store import Selection
 
 SEQUENCE = [0, 40, 41, 42, 50, 51, 52, 40, 41, 60, 70, 71, 72, 90, 33, 44, 40, 13, 14, 15]

@@ -10,9 +10,8 @@ import knnstore
 from knnstore.documents import TextDocument
 from knnstore.errors import ConfigError, CorruptWeightsError, FingerprintMismatchError
 from knnstore.lm import KNNSettings, settings_to_dict
-from knnstore.lm.keys.capture import hidden_forward
-from knnstore.lm.keys.projection import fit_projection
-from knnstore.lm.reading.encoder import Encoder
+from knnstore.lm.keys import fit_projection, hidden_forward
+from knnstore.lm.reading import Encoder
 from knnstore.lm.reading.sample import sample_documents
 from knnstore.store import KNNStore, SavedSettings
 from tests.lm.phrases import words

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from knnstore.lm.model.modeling import KNNLMForCausalLM
+from knnstore.lm import KNNLMForCausalLM, KNNSettings
 from knnstore.lm.retrieval.prefix_states import PrefixStates, prefix_names, sequence_ids_of, unpadded
-from knnstore.lm.settings.query import KNNSettings
 
 IDS = torch.tensor([[2, 2, 2, 0, 40, 41], [0, 9, 8, 7, 6, 5]])
 MASK = torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]])

@@ -8,13 +8,12 @@ import pytest
 import torch
 
 import knnstore
-from knnstore.datastore.records import tokens_of
+from knnstore.datastore import tokens_of
 from knnstore.documents import TextDocument
 from knnstore.errors import FingerprintMismatchError, InputError, ReadOnlyError
-from knnstore.lm import KNNSettings
+from knnstore.lm import KNNSettings, PointerSettings
 from knnstore.lm.calibration.scored_text import score_once
 from knnstore.lm.scoring import held_out as scoring
-from knnstore.lm.settings.parts import PointerSettings
 from knnstore.store import EVERYTHING, SavedSettings, Selection
 from tests.lm.phrases import words as random_words
 

@@ -3,7 +3,7 @@
 from finding import Finding, Table, settle
 from lab import Lab
 
-from knnstore.lm.calibration import Probed, probe_keys
+from knnstore.lm import Probed, probe_keys
 
 TITLE = "The normalized input of the last feed-forward part is the best key"
 CLAIM = """Khandelwal et al. 2020, table 5 (dev, alone 17.96): input of the feed-forward part after its

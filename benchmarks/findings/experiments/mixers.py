@@ -6,7 +6,7 @@ from finding import Finding, Table, below, count, settle
 from judging import interval, ratio
 from lab import Lab, store_alone
 
-from knnstore.lm.calibration import Interval
+from knnstore.lm import Interval
 from knnstore.lm.calibration.candidates import Candidate
 
 TITLE = "λ by the nearest distance is better than one λ"

@@ -11,7 +11,7 @@ from torch import Tensor
 from knnstore.datastore import Neighbors
 from knnstore.lm import KNNSettings, PointerSettings
 from knnstore.lm.retrieval import mixture_of, retrieve_in_step
-from knnstore.lm.scoring.held_out import score_held_out
+from knnstore.lm.scoring import score_held_out
 from knnstore.lm.scoring.scores import TokenScores, together
 from knnstore.store import Selection
 

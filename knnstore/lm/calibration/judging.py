@@ -1,4 +1,4 @@
-"""Judging what was fitted: the folds of two-fold cross-fitting, and intervals of the bootstrap over documents.
+"""Judging what was fitted: the folds of two-fold cross-fitting, and the bootstrap over documents.
 
 Tokens of one document are not independent, so it is documents that are divided and drawn.
 """
