@@ -1,6 +1,7 @@
 """The house: each folder has one face, and nobody imports past it but its own folder."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,3 +68,14 @@ def test_every_folder_and_every_module_fit_in_one_mind() -> None:
         assert len(path.read_text().splitlines()) <= MOST_LINES, module
         if is_folder(module):
             assert len(list(path.parent.glob("*.py"))) <= MOST_MODULES, module
+
+
+def test_the_walks_name_modules_that_are_there() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    walks = text[text.index("### A document goes in") : text.index("## Records")]
+    for row in re.findall(r"^\|.*\|(.*)\|$", walks, re.MULTILINE):
+        folder = Path()
+        for name in re.findall(r"`(.*?)`", row):  # a bare one is beside the one before it, or in the package
+            places = [ROOT / "knnstore" / name, ROOT / "knnstore" / folder / name]
+            assert any(place.is_dir() or place.with_suffix(".py").is_file() for place in places), name
+            folder = Path(name).parent if "/" in name else folder
