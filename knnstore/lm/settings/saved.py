@@ -1,7 +1,7 @@
 """What is saved of settings: each payload with its type, to and from values for JSON."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -43,16 +43,8 @@ def settings_to_dict(settings: KNNSettings) -> dict[str, Any]:
         raise ConfigError(
             f"settings with the mixer {mixer.name!r} cannot be saved: call knnstore.lm.register_mixer first"
         )
-    return {
-        "k": settings.k,
-        "temperature": settings.temperature,
-        "mixer": {"name": mixer.name, **_values(mixer)},
-        "selection": asdict(settings.selection),
-        "cache": settings.cache and asdict(settings.cache),
-        "skip": settings.skip and _values(settings.skip),
-        "pointers": settings.pointers and asdict(settings.pointers),
-        "substitute": settings.substitute and asdict(settings.substitute),
-    }
+    values = _values(settings)
+    return {**values, "mixer": {"name": mixer.name, **values["mixer"]}}
 
 
 def settings_from_dict(values: Mapping[str, Any], load: LoadWeights | None = None) -> KNNSettings:
@@ -68,20 +60,18 @@ def settings_from_dict(values: Mapping[str, Any], load: LoadWeights | None = Non
         ConfigError: a name is unknown or a value is out of range.
     """
     makers: dict[str, Callable[[Any], Any]] = {
-        "k": lambda k: k,
-        "temperature": lambda temperature: temperature,
         "mixer": lambda part: mixer_of(_loaded(part, load)),
         "selection": _selection_of,
         "cache": lambda part: part and _made(CacheSettings, part),
         "skip": lambda part: part and _made(Skipping, _loaded(part, load)),
         "pointers": lambda part: part and _made(PointerSettings, part),
         "substitute": lambda part: part and substitute_of(part),
-        "lambda": lambda lam: lam,
     }
-    unknown = sorted(set(values) - set(makers))
+    known = [*(field.name for field in fields(KNNSettings)), "lambda"]
+    unknown = sorted(set(values) - set(known))
     if unknown:
-        raise ConfigError(f"unknown setting {unknown[0]!r}; known: {', '.join(makers)}")
-    given = {name: makers[name](value) for name, value in values.items()}
+        raise ConfigError(f"unknown setting {unknown[0]!r}; known: {', '.join(known)}")
+    given = {name: makers[name](value) if name in makers else value for name, value in values.items()}
     return KNNSettings(**{"lam" if name == "lambda" else name: value for name, value in given.items()})
 
 
@@ -257,10 +247,13 @@ def records_of(store: Reader, domains: Sequence[str]) -> int:
     return sum(domain.records for domain in store.domains() if not domains or domain.name in domains)
 
 
-def _values(part: Any) -> dict[str, Any]:
-    """The fields of a part of settings: weights as the name of their file."""
-    values = {field.name: getattr(part, field.name) for field in fields(part) if field.init}
-    return {name: value.name if isinstance(value, Weights) else value for name, value in values.items()}
+def _values(part: Any) -> Any:
+    """Settings or a part of them as values: weights as the name of their file."""
+    if isinstance(part, Weights):
+        return part.name
+    if not is_dataclass(part):
+        return part
+    return {field.name: _values(getattr(part, field.name)) for field in fields(part) if field.init}
 
 
 def _loaded(values: Mapping[str, Any], load: LoadWeights | None) -> Mapping[str, Any]:
