@@ -13,7 +13,7 @@ from knnstore.errors import (
     DatastoreMismatchError,
     DatastoreNotFoundError,
 )
-from knnstore_qdrant.attempts import Attempts
+from knnstore_qdrant.attempts import Attempts, pauses
 from knnstore_qdrant.conditions import GROUP, POSITION
 from knnstore_qdrant.options import Options
 
@@ -24,7 +24,6 @@ MARK = "knnstore"
 """The entry of a collection's metadata with a random number, by which it is recognized."""
 
 _BULK = 100_000  # so many records added to a handle make the server put indexing off until `index`
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0  # between looks at how far indexing is
 
 _INDEXES: Mapping[str, models.IntegerIndexParams] = {
     # The server keeps points of a group together, and links them in the graph.
@@ -129,8 +128,7 @@ class Collection:
     def index(self) -> None:
         """Let the server index everything, and wait until it has."""
         self.let_index()
-        pause = _FIRST_PAUSE
-        while True:
+        for pause in pauses():
             info = self.attempts.read(lambda: self.client.get_collection(self.name))
             if info.status == models.CollectionStatus.GREEN:
                 return
@@ -139,7 +137,6 @@ class Collection:
             if info.status == models.CollectionStatus.GREY:  # after a restart it waits for a change
                 self._configure(models.OptimizersConfigDiff())
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _describe(self) -> models.CollectionInfo | None:
         try:

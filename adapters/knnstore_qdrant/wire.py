@@ -52,10 +52,7 @@ class GrpcPoints(ServerPoints):
             for number, key, group, position in rows
         ]
         request: Any = grpc.UpsertPoints(collection_name=self._name, points=points, wait=True)
-
-        self.attempts.change(
-            lambda: _status(self._client.grpc_points.Upsert(request, timeout=self.attempts.seconds_left()))
-        )
+        self.attempts.change(lambda: _status(self._call("Upsert", request)))
 
     def query(self, queries: Keys, k: int, condition: Condition | None, *, exact: bool) -> Neighbors:
         """The k points nearest to each query."""
@@ -76,31 +73,22 @@ class GrpcPoints(ServerPoints):
                 for query in queries
             ],
         )
-        answer = self.attempts.read(
-            lambda: self._client.grpc_points.QueryBatch(request, timeout=self.attempts.seconds_left())
-        )
+        answer = self.attempts.read(lambda: self._call("QueryBatch", request))
         if len(answer.result) != len(queries):
             answered = f"{len(answer.result)} of {len(queries)} queries"
             raise DatastoreError(f"{self.attempts.place} answered {answered}")
-        batches = [batch.result for batch in answer.result]
-        hits = [([hit.id.num for hit in batch], [hit.score for hit in batch]) for batch in batches]
-        return neighbors_of(hits, k, self._metric)
+        return neighbors_of([batch.result for batch in answer.result], k, self._metric, id_at="id.num")
 
     def delete(self, condition: Condition) -> None:
         """Remove points."""
         selector = grpc.PointsSelector(filter=_filter(condition))
         request: Any = grpc.DeletePoints(collection_name=self._name, points=selector, wait=True)
-        self.attempts.change(
-            lambda: _status(self._client.grpc_points.Delete(request, timeout=self.attempts.seconds_left()))
-        )
+        self.attempts.change(lambda: _status(self._call("Delete", request)))
 
-    def count(self, condition: Condition | None) -> int:
+    def count(self) -> int:
         """How many points there are."""
-        request: Any = grpc.CountPoints(collection_name=self._name, filter=_filter(condition), exact=True)
-        answer = self.attempts.read(
-            lambda: self._client.grpc_points.Count(request, timeout=self.attempts.seconds_left())
-        )
-        return int(answer.result.count)
+        request: Any = grpc.CountPoints(collection_name=self._name, exact=True)
+        return int(self.attempts.read(lambda: self._call("Count", request)).result.count)
 
     def scroll(
         self, first: int, limit: int, condition: Condition | None, *, keys: bool
@@ -114,9 +102,7 @@ class GrpcPoints(ServerPoints):
             with_payload=grpc.WithPayloadSelector(enable=keys),
             with_vectors=grpc.WithVectorsSelector(enable=keys),
         )
-        answer = self.attempts.read(
-            lambda: self._client.grpc_points.Scroll(request, timeout=self.attempts.seconds_left())
-        )
+        answer = self.attempts.read(lambda: self._call("Scroll", request))
         ids = np.array([point.id.num for point in answer.result], np.int64)
         known = answer.result if keys else []
         vectors = np.empty((len(known), self._dim), np.float32)
@@ -125,6 +111,10 @@ class GrpcPoints(ServerPoints):
             vectors[row] = vector.dense.data or vector.data  # servers before 1.16 fill the latter
         groups = [point.payload[GROUP].integer_value for point in known]
         return ids, vectors, np.array(groups, np.int32)
+
+    def _call(self, method: str, request: Any) -> Any:
+        """Make one attempt, within the time that is left."""
+        return getattr(self._client.grpc_points, method)(request, timeout=self.attempts.seconds_left())
 
 
 def _status(answer: Any) -> str:
