@@ -44,13 +44,7 @@ _QUANTIZATION: Mapping[str, models.QuantizationConfig | None] = {
 
 
 class Collection:
-    """A collection on a server; `open` comes first.
-
-    Args:
-        client: connected to the server.
-        attempts: makes the calls.
-        options: the adapter's parameters.
-    """
+    """A collection on a server; `open` comes first."""
 
     mark: str | None = None
     """The random number in its metadata; None if the server keeps no metadata."""
@@ -68,13 +62,10 @@ class Collection:
         self._put_off = False
 
     def open(self, dim: int, metric: Metric, *, create: bool, must_create: bool) -> None:
-        """Find the collection or make it, and compare it with what is wanted.
+        """Find the collection and compare it with what is wanted.
 
-        Args:
-            dim: number of components of a vector.
-            metric: how distances are measured.
-            create: make it, or what an interrupted creation left out.
-            must_create: it must not be there.
+        With `create` it is made, or what an interrupted creation left out; with `must_create` it must not
+        be there.
         """
         info = self._describe()
         if info is None:

@@ -69,15 +69,7 @@ _OWN_FILES = (f"{_DESCRIPTION}.tmp", "flushed", "flushed.tmp", "changing.lock", 
 
 
 class EmbeddedPoints:
-    """The points in a directory.
-
-    Args:
-        root: the directory.
-        dim: number of components of a vector.
-        metric: how distances are measured.
-        mode: as in `Datastore.open`.
-        options: the adapter's parameters.
-    """
+    """The points in a directory."""
 
     shared_writers = False
 
@@ -182,7 +174,7 @@ class EmbeddedPoints:
                 self._lock.release()
 
     def _open_for_writing(self, mode: Mode) -> None:
-        exists = self._description.exists()
+        exists = (self._root / _DESCRIPTION).exists()
         if exists and mode == "x":
             raise DatastoreExistsError(f"a datastore is already at {self._root}")
         strange = {path.name for path in self._root.iterdir()} - {_SHARD, *_OWN_FILES}
@@ -195,25 +187,23 @@ class EmbeddedPoints:
                 for copy in self._root.glob(f"{_COPY}*"):
                     shutil.rmtree(copy)
             self._flushed = self._read_flushed()
-            self._shard = _load(self._path)
+            with engine_errors(self._path):
+                self._shard = EdgeShard.load(str(self._path))
             return
         shutil.rmtree(self._path, ignore_errors=True)  # of a creation that was killed
         self._shard = create_shard(self._path, self._dim, self._metric, self._options)
         description = {"format": 1, "engine": "qdrant", "dim": self._dim, "metric": self._metric.value}
-        publish(self._description, json.dumps(description).encode(), "description")
-
-    @property
-    def _description(self) -> Path:
-        return self._root / _DESCRIPTION
+        publish(self._root / _DESCRIPTION, json.dumps(description).encode(), "description")
 
     def _check_description(self) -> None:
+        path = self._root / _DESCRIPTION
         try:
-            described = json.loads(self._description.read_bytes())
+            described = json.loads(path.read_bytes())
             dim, metric = int(described["dim"]), Metric(described["metric"])
         except (FileNotFoundError, NotADirectoryError):
             raise DatastoreNotFoundError(f"no datastore at {self._root}") from None
         except (ValueError, KeyError, TypeError) as error:
-            raise CorruptDatastoreError(f"{self._description} is damaged: restore a backup") from error
+            raise CorruptDatastoreError(f"{path} is damaged: restore a backup") from error
         if (dim, metric) != (self._dim, self._metric):
             raise DatastoreMismatchError(
                 f"{self._root} has dim {dim} and metric {metric}, asked for {self._dim} and {self._metric}"
@@ -256,7 +246,8 @@ class EmbeddedPoints:
             try:
                 copy_directory(self._root / _SHARD, copy / _SHARD)
                 self._path = copy / _SHARD
-                shard = _load(self._path)
+                with engine_errors(self._path):
+                    shard = EdgeShard.load(str(self._path))
             finally:
                 shutil.rmtree(copy, ignore_errors=True)
         self._flushed = flushed
@@ -277,11 +268,6 @@ class EmbeddedPoints:
                     )
                 time.sleep(_POLL_SECONDS)
             yield
-
-
-def _load(path: Path) -> EdgeShard:
-    with engine_errors(path):
-        return EdgeShard.load(str(path))
 
 
 def erase_directory(root: Path) -> None:

@@ -14,13 +14,7 @@ _BATCH_POINTS = 1000
 
 
 class ServerPoints:
-    """The points of a collection on a server, as qdrant-client's own calls give them.
-
-    Args:
-        collection: open.
-        dim: number of components of a vector.
-        metric: how distances are measured.
-    """
+    """The points of an open collection on a server, as qdrant-client's own calls give them."""
 
     shared_writers = True
 

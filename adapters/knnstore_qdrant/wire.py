@@ -4,6 +4,7 @@ For k=1024 these objects take several times longer than the search, and vectors 
 longer than their bytes.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -38,12 +39,11 @@ class GrpcPoints(ServerPoints):
 
     def send(self, ids: Ids, keys: Keys, groups: Groups) -> None:
         """Store points with one request."""
-        prefix = _dense_prefix(self._dim)
-        rows = zip(ids.tolist(), keys, groups.tolist(), positions_of(ids).tolist(), strict=True)
+        rows = zip(ids.tolist(), _dense(keys), groups.tolist(), positions_of(ids).tolist(), strict=True)
         points = [
             grpc.PointStruct(
                 id=grpc.PointId(num=number),
-                vectors=grpc.Vectors(vector=grpc.Vector(dense=_dense(prefix, key))),
+                vectors=grpc.Vectors(vector=grpc.Vector(dense=key)),
                 payload={
                     GROUP: grpc.Value(integer_value=group),
                     POSITION: grpc.Value(integer_value=position),
@@ -56,7 +56,6 @@ class GrpcPoints(ServerPoints):
 
     def query(self, queries: Keys, k: int, condition: Condition | None, *, exact: bool) -> Neighbors:
         """The k points nearest to each query."""
-        prefix = _dense_prefix(self._dim)
         shared: dict[str, Any] = {
             "collection_name": self._name,
             "limit": k,
@@ -67,10 +66,8 @@ class GrpcPoints(ServerPoints):
         request: Any = grpc.QueryBatchPoints(
             collection_name=self._name,
             query_points=[
-                grpc.QueryPoints(
-                    query=grpc.Query(nearest=grpc.VectorInput(dense=_dense(prefix, query))), **shared
-                )
-                for query in queries
+                grpc.QueryPoints(query=grpc.Query(nearest=grpc.VectorInput(dense=query)), **shared)
+                for query in _dense(queries)
             ],
         )
         answer = self.attempts.read(lambda: self._call("QueryBatch", request))
@@ -125,13 +122,11 @@ def _filter(condition: Condition | None) -> Any:
     return None if condition is None else RestToGrpc.convert_filter(filter_of(condition))
 
 
-def _dense_prefix(dim: int) -> bytes:
-    """What stands before the floats of a serialized vector."""
-    zeros: Any = grpc.DenseVector(data=[0.0] * dim)
-    serialized: bytes = zeros.SerializeToString()
-    return serialized[: len(serialized) - 4 * dim]
-
-
-def _dense(prefix: bytes, vector: Keys) -> Any:
+def _dense(vectors: Keys) -> Iterator[Any]:
+    """Give each vector as a message, made of bytes."""
     message: Any = grpc.DenseVector
-    return message.FromString(prefix + vector.astype("<f4", copy=False).tobytes())
+    dim = vectors.shape[1]
+    serialized: bytes = message(data=[0.0] * dim).SerializeToString()
+    prefix = serialized[: len(serialized) - 4 * dim]  # what stands before the floats
+    for vector in vectors.astype("<f4", copy=False):
+        yield message.FromString(prefix + vector.tobytes())
