@@ -45,12 +45,7 @@ class FaissDatastore(EmbeddedDatastore):
     ) -> Self:
         """Open or create a datastore in a directory; see `Datastore.open`.
 
-        Args:
-            location: the directory.
-            dim: number of components of a vector, >= 1.
-            metric: how distances are measured.
-            mode: as in `Datastore.open`.
-            **params: `index`, `nprobe`, `rerank`, `exact_distances` and `neighbors`; see `Policy`.
+        The parameters are `index`, `nprobe`, `rerank`, `exact_distances` and `neighbors`; see `Policy`.
         """
         metric = Metric(metric)
         policy = Policy.of(params, dim, metric)
@@ -97,8 +92,7 @@ class FaissDatastore(EmbeddedDatastore):
             return None
         file = segment.index.file
         if file not in self._measuring:
-            opened = self._open_index(segment, segment.index.parameters)
-            self._measuring = {**self._measuring, file: opened}
+            self._measuring = {**self._measuring, file: self._open_index(segment, segment.index.parameters)}
         return self._measuring[file]
 
     def _index_parameters(self, rows: int, group_rows: int) -> dict[str, Any] | None:

@@ -23,7 +23,7 @@ from knnstore.datastore import (
 )
 from knnstore.errors import CorruptDatastoreError, DatastoreError
 from knnstore_faiss.flat import found_by_faiss, nearest_rows
-from knnstore_faiss.policy import Policy, new_index
+from knnstore_faiss.policy import METRICS, Policy, new_index
 
 _CHUNK = 1 << 16  # rows given to FAISS at a time
 _FEW_ROWS = 4096  # matching rows up to which they are compared one by one
@@ -57,14 +57,7 @@ def fits(factory: str, rows: int, dim: int, metric: Metric) -> bool:
 
 
 class InvertedIndex:
-    """Searches one segment through its index file.
-
-    Args:
-        root: the datastore's directory.
-        segment: a segment whose entry names an index.
-        dim: number of components of a key.
-        metric: how distances are measured.
-        policy: how far to search.
+    """Searches one segment through the index file that its entry names.
 
     Raises:
         FileNotFoundError: the file is gone; a newer manifest may have replaced it.
@@ -74,7 +67,6 @@ class InvertedIndex:
     def __init__(self, root: Path, segment: Segment, dim: int, metric: Metric, policy: Policy) -> None:
         assert segment.index is not None
         assert isinstance(segment.columns, MappedColumns)
-        self.segment = segment
         self.file = segment.index.file
         self._columns = segment.columns
         self._metric = metric
@@ -110,14 +102,9 @@ class InvertedIndex:
         return found.named(self._columns.ids)
 
     def distances_to(self, query: Keys, rows: NDArray[np.int64]) -> Distances:
-        """Measure one query against some rows: by their keys, or by what the index has of them.
+        """Measure one query against some distinct rows: by their keys, or by what the index has of them.
 
-        Args:
-            query: float32, shape (dim,).
-            rows: distinct, shape (m,).
-
-        Returns:
-            float32, shape (m,).
+        The query has shape (dim,), rows and distances have shape (m,).
         """
         if self._policy.exact_distances:
             return paired(query, self._columns.keys_at(rows).astype(np.float32), self._metric)
@@ -134,23 +121,19 @@ class InvertedIndex:
     ) -> Neighbors:
         """Search some lists for each query; found.ids are rows."""
         wanted = faiss.SearchParametersIVF(nprobe=probes, sel=selector)
-        if not self._policy.ranks_again:
-            distances, rows = self._index.search(queries, k, params=wanted)
-            return found_by_faiss(rows, distances, self._metric)
-        if len(queries) * candidates * BLOCK < self._columns.keys_file.file.size and not self._checked:
-            # Fewer bytes to check than the whole file: the first queries need not wait for all of it.
+        keys = self._columns.keys_file
+        # Fewer bytes to check than the whole file: the first queries need not wait for all of it.
+        few = not keys.checked and len(queries) * candidates * BLOCK < keys.file.size
+        if few or not self._policy.ranks_again:
             distances, rows = self._index.search(queries, candidates, params=wanted)
-            return self._ranked(queries, found_by_faiss(rows, distances, self._metric), k)
+            found = found_by_faiss(rows, distances, self._metric)
+            return self._ranked(queries, found, k) if self._policy.ranks_again else found
         if self._ranking is None:
             self._stored = _view(self._columns.keys, self._metric)
             self._ranking = faiss.IndexRefine(self._index, self._stored)
         ranked = faiss.IndexRefineSearchParameters(k_factor=candidates / k, base_index_params=wanted)
         distances, rows = self._ranking.search(queries, k, params=ranked)
         return found_by_faiss(rows, distances, self._metric)
-
-    @property
-    def _checked(self) -> bool:
-        return self._columns.keys_file.checked
 
     def _ranked(self, queries: Keys, found: Neighbors, k: int) -> Neighbors:
         """Compute the distances of candidates from the stored keys and keep the nearest."""
@@ -172,7 +155,7 @@ def _read(root: Path, file: StoredFile, segment: Segment, dim: int, metric: Metr
         index = faiss.read_index(str(mapped.path), faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY)
     except RuntimeError as error:
         raise CorruptDatastoreError(f"{mapped.path} cannot be read: {error}") from error
-    expected = (dim, segment.rows, faiss.METRIC_L2 if metric is Metric.L2 else faiss.METRIC_INNER_PRODUCT)
+    expected = (dim, segment.rows, METRICS[metric])
     if not isinstance(index, faiss.IndexIVF) or (index.d, index.ntotal, index.metric_type) != expected:
         raise CorruptDatastoreError(f"{mapped.path} belongs to other keys")
     lists = faiss.downcast_InvertedLists(index.invlists)
@@ -193,12 +176,11 @@ def _selector(rows: IdRanges, total: int) -> faiss.IDSelectorBitmap | None:
 
 def _view(keys: StoredKeys, metric: Metric) -> faiss.IndexFlatCodes:
     """A flat index over keys that stay where they are: only to search, and while they are kept alive."""
-    faiss_metric = faiss.METRIC_L2 if metric is Metric.L2 else faiss.METRIC_INNER_PRODUCT
     dim = keys.shape[1]
     if keys.dtype == np.float16:
-        index = faiss.IndexScalarQuantizer(dim, faiss.ScalarQuantizer.QT_fp16, faiss_metric)
+        index = faiss.IndexScalarQuantizer(dim, faiss.ScalarQuantizer.QT_fp16, METRICS[metric])
     else:
-        index = faiss.IndexFlat(dim, faiss_metric)
+        index = faiss.IndexFlat(dim, METRICS[metric])
     codes = faiss.MaybeOwnedVectorUInt8()
     codes.is_owned = False
     codes.view_data = codes.c_ptr = faiss.swig_ptr(keys.reshape(-1).view(np.uint8))

@@ -9,6 +9,9 @@ import faiss
 from knnstore.datastore import Metric, checked_params
 from knnstore.errors import ConfigError
 
+METRICS = {Metric.L2: faiss.METRIC_L2, Metric.IP: faiss.METRIC_INNER_PRODUCT}
+"""What FAISS calls the metrics."""
+
 # Measured with keys of a language model (the last FFN's input of a 4-layer GPT-2, dim 256) over technical
 # prose, 256 queries of other documents a batch, exact distances included, by FAISS 1.15 on two busy cores.
 # Time is relative to exact search over the same rows; recall is against exact search.
@@ -118,19 +121,14 @@ class Policy:
         return min(math.ceil(unfiltered * rows / matching), lists)
 
     def candidates(self, k: int, rows: int, *, coarse: bool) -> int:
-        """How many candidates to rank again by their exact distances, k at least.
+        """How many of the rows that match to rank again by their exact distances, k at least.
 
-        Args:
-            k: neighbors wanted.
-            rows: how many rows match.
-            coarse: whether the index's own distances are too rough to choose the k nearest.
+        An index is coarse whose own distances are too rough to choose the k nearest.
         """
         if not self.ranks_again:
             return k
-        if self.rerank:
-            wanted = k * self.rerank
-        else:
-            wanted = max(_RANKED_AGAIN * k, _LEAST_RANKED_AGAIN) if coarse else k
+        by_index = max(_RANKED_AGAIN * k, _LEAST_RANKED_AGAIN) if coarse else k
+        wanted = k * self.rerank or by_index
         return max(k, min(wanted, rows))
 
 
@@ -140,9 +138,8 @@ def new_index(factory: str, dim: int, metric: Metric) -> faiss.IndexIVF:
     Raises:
         ConfigError: FAISS does not know the factory string or it is no plain inverted file.
     """
-    faiss_metric = faiss.METRIC_L2 if metric is Metric.L2 else faiss.METRIC_INNER_PRODUCT
     try:
-        index = faiss.index_factory(dim, factory, faiss_metric)
+        index = faiss.index_factory(dim, factory, METRICS[metric])
     except (RuntimeError, TypeError) as error:
         reason = str(error).rsplit(": ", 1)[-1]
         raise ConfigError(f"faiss: index {factory!r} does not work for dim {dim}: {reason}") from error

@@ -30,12 +30,7 @@ class HnswlibDatastore(EmbeddedDatastore):
     ) -> Self:
         """Open or create a datastore in a directory; see `Datastore.open`.
 
-        Args:
-            location: the directory.
-            dim: number of components of a vector, >= 1.
-            metric: how distances are measured.
-            mode: as in `Datastore.open`.
-            **params: `M`, `ef_construction`, `ef` and `exact_up_to`; see `Policy`.
+        The parameters are `M`, `ef_construction`, `ef` and `exact_up_to`; see `Policy`.
         """
         metric, policy = Metric(metric), Policy.of(params)
         return cls(KeySegments(Path(location), dim, metric, mode), dim, metric, policy)

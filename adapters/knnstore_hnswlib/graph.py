@@ -44,7 +44,7 @@ def build(segment: Segment, policy: Policy, dim: int, metric: Metric, path: Path
     keys = segment.columns.keys
     nodes = np.unique(first_of_equal(keys))
     chunks = [nodes[start : start + _CHUNK] for start in range(0, len(nodes), _CHUNK)]
-    graph = hnswlib.Index("l2", _components(dim, metric))
+    graph = hnswlib.Index("l2", dim + (metric is Metric.IP))
     # With one more component sqrt(c - |x|²) all keys have the same norm: then the nearest in L2 are those
     # with the greatest inner product (Bachrach et al., 2014). Linked by inner products themselves, keys of
     # different norms are hard to reach: 0.65 instead of 0.96 of 200 neighbors were found among 50 clusters.
@@ -67,14 +67,7 @@ def build(segment: Segment, policy: Policy, dim: int, metric: Metric, path: Path
 
 
 class GraphIndex:
-    """Searches one segment through its graph.
-
-    Args:
-        root: the datastore's directory.
-        segment: a segment whose entry names a graph.
-        dim: number of components of a key.
-        metric: how distances are measured.
-        policy: how far to search.
+    """Searches one segment through the graph that its entry names.
 
     Raises:
         FileNotFoundError: the file is gone; a newer manifest may have replaced it.
@@ -90,7 +83,7 @@ class GraphIndex:
         self._ef = policy.ef
         mapped = MappedFile(root, self.file)
         mapped.check()  # a damaged file kills the process that parses it
-        self._graph = hnswlib.Index("ip" if metric is Metric.IP else "l2", _components(dim, metric))
+        self._graph = hnswlib.Index("ip" if metric is Metric.IP else "l2", dim + (metric is Metric.IP))
         try:
             self._graph.load_index(str(mapped.path))
         except RuntimeError as error:
@@ -110,7 +103,7 @@ class GraphIndex:
         self.segment = segment
         self._live = Members(segment.live_rows(), self._first)
         self._last_filter: tuple[IdRanges | None, Members] = None, self._live
-        died = self._nodes[self._live.without_rows()[self._nodes] & ~self._deleted[self._nodes]]
+        died = self._nodes[(self._live.counts[self._nodes] == 0) & ~self._deleted[self._nodes]]
         for node in died.tolist():
             self._graph.mark_deleted(node)
         self._deleted[died] = True
@@ -126,16 +119,8 @@ class GraphIndex:
         return matching
 
     def search(self, queries: Keys, k: int, matching: Members) -> Neighbors:
-        """Find about the k nearest of some rows, and k always where there are k.
-
-        Args:
-            queries: float32, shape (q, dim), q >= 1.
-            k: how many, >= 1.
-            matching: from `matching`.
-        """
+        """Find about the k nearest of some rows, and k always where there are k; see `SegmentIndex`."""
         reachable = min(k, matching.size)
-        if reachable == 0:
-            return Neighbors.nothing(len(queries), k)
         wanted = k
         if matching.nodes < self._live.nodes:
             wanted = math.ceil(_OVER_FETCHED * k * self._live.nodes / matching.nodes) + _LEAST_OVER_FETCHED
@@ -147,8 +132,7 @@ class GraphIndex:
             if len(short) == 0:
                 break
             wanted *= 2
-            more = self._attempt(queries[short], k, matching, wanted, compare=True)
-            found.put(short, more)
+            found.put(short, self._attempt(queries[short], k, matching, wanted, compare=True))
         return found
 
     def _attempt(self, queries: Keys, k: int, matching: Members, wanted: int, *, compare: bool) -> Neighbors:
@@ -162,10 +146,9 @@ class GraphIndex:
 
     def _search_graph(self, queries: Keys, k: int, matching: Members, wanted: int) -> Neighbors:
         """Search the graph; found.ids are rows. A query that reaches too few nodes finds none."""
+        asked = queries
         if self._metric is Metric.IP:
             asked = np.column_stack([queries, np.zeros(len(queries), np.float32)])
-        else:
-            asked = queries
         try:
             nodes, distances = self._graph.knn_query(asked, wanted)
         except RuntimeError:  # for one such query hnswlib refuses the answers of all
@@ -176,11 +159,6 @@ class GraphIndex:
         if self._metric is Metric.IP:
             distances -= 1  # hnswlib's is 1 - qx
         return matching.nearest(nodes.view(np.int64), distances, k)
-
-
-def _components(dim: int, metric: Metric) -> int:
-    """How many components a key has in a graph."""
-    return dim + 1 if metric is Metric.IP else dim
 
 
 def _norms(keys: Keys) -> Distances:

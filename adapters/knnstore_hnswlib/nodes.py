@@ -14,14 +14,7 @@ _CHUNK = 1 << 16  # rows at a time
 
 
 def first_of_equal(keys: StoredKeys) -> NDArray[np.int64]:
-    """Find the first row that has the same key, for every row.
-
-    Args:
-        keys: shape (n, dim).
-
-    Returns:
-        Row numbers, shape (n,).
-    """
+    """Find the first row that has the same key, for every row of keys; row numbers, shape (n,)."""
     words = keys.view(f"u{keys.dtype.itemsize}")
     factors = np.random.default_rng(0).integers(0, 2**64, keys.shape[1], np.uint64)
     hashes = np.empty(len(keys), np.uint64)
@@ -44,6 +37,11 @@ class Members:
     Args:
         rows: the rows.
         first: from `first_of_equal`; a node is numbered by its first row.
+
+    Attributes:
+        size: how many rows there are.
+        counts: how many of them each node stands for, shape (n,); 0 also for what is no node.
+        nodes: how many nodes stand for any.
     """
 
     def __init__(self, rows: IdRanges, first: NDArray[np.int64]) -> None:
@@ -51,21 +49,12 @@ class Members:
         numbers = rows.ids()
         nodes = first[numbers]
         self._rows = numbers[np.argsort(nodes, kind="stable")]
-        self._counts: NDArray[np.int64] = np.bincount(nodes, minlength=len(first))
-        self._starts = np.cumsum(self._counts) - self._counts
+        self.size = len(numbers)
+        self.counts: NDArray[np.int64] = np.bincount(nodes, minlength=len(first))
+        self._starts = np.cumsum(self.counts) - self.counts
         self._any_row = np.append(self._rows, -1)[self._starts]
-        self.nodes = int(np.count_nonzero(self._counts))
+        self.nodes = int(np.count_nonzero(self.counts))
         self._every_node_once = self.nodes == len(numbers) == len(first)
-
-    @property
-    def size(self) -> int:
-        """How many rows there are."""
-        return len(self._rows)
-
-    def without_rows(self) -> NDArray[np.bool_]:
-        """Which nodes stand for none of the rows; shape (n,), also true for what is no node."""
-        none: NDArray[np.bool_] = self._counts == 0
-        return none
 
     def nearest(self, nodes: NDArray[np.int64], distances: Distances, k: int) -> Neighbors:
         """The first k rows that the nodes found stand for.
@@ -77,7 +66,7 @@ class Members:
         """
         if self._every_node_once:
             return Neighbors(nodes[:, :k], distances[:, :k]).padded(k)
-        counts = self._counts[nodes]
+        counts = self.counts[nodes]
         found = Neighbors(self._any_row[nodes[:, :k]], distances[:, :k].copy()).padded(k)
         # Only queries that found other nodes than those of one row need more than that.
         others = np.flatnonzero((counts[:, :k] != 1).any(axis=1) | (nodes.shape[1] < k))

@@ -95,7 +95,7 @@ class Attempts:
 
     def _repeat(self, call: Callable[[], Result], seconds: float, *, patient: bool = True) -> Result:
         deadline = time.monotonic() + seconds
-        for pause in _pauses():
+        for pause in pauses():
             self._attempt.until = min(time.monotonic() + self._timeout, deadline)
             try:
                 return call()
@@ -142,8 +142,8 @@ class Attempts:
         return DatastoreError(f"{self.place} refuses the request: {line}")
 
 
-def _pauses() -> Iterator[float]:
-    """Longer and longer, and never the same for two clients."""
+def pauses() -> Iterator[float]:
+    """Seconds, more and more, and never the same for two clients."""
     pause = _FIRST_PAUSE
     while True:
         yield pause * random.uniform(0.5, 1)  # noqa: S311  # no secret

@@ -13,7 +13,7 @@ from knnstore.errors import (
     DatastoreMismatchError,
     DatastoreNotFoundError,
 )
-from knnstore_qdrant.attempts import Attempts
+from knnstore_qdrant.attempts import Attempts, pauses
 from knnstore_qdrant.conditions import GROUP, POSITION
 from knnstore_qdrant.options import Options
 
@@ -24,7 +24,6 @@ MARK = "knnstore"
 """The entry of a collection's metadata with a random number, by which it is recognized."""
 
 _BULK = 100_000  # so many records added to a handle make the server put indexing off until `index`
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0  # between looks at how far indexing is
 
 _INDEXES: Mapping[str, models.IntegerIndexParams] = {
     # The server keeps points of a group together, and links them in the graph.
@@ -45,13 +44,7 @@ _QUANTIZATION: Mapping[str, models.QuantizationConfig | None] = {
 
 
 class Collection:
-    """A collection on a server; `open` comes first.
-
-    Args:
-        client: connected to the server.
-        attempts: makes the calls.
-        options: the adapter's parameters.
-    """
+    """A collection on a server; `open` comes first."""
 
     mark: str | None = None
     """The random number in its metadata; None if the server keeps no metadata."""
@@ -69,13 +62,10 @@ class Collection:
         self._put_off = False
 
     def open(self, dim: int, metric: Metric, *, create: bool, must_create: bool) -> None:
-        """Find the collection or make it, and compare it with what is wanted.
+        """Find the collection and compare it with what is wanted.
 
-        Args:
-            dim: number of components of a vector.
-            metric: how distances are measured.
-            create: make it, or what an interrupted creation left out.
-            must_create: it must not be there.
+        With `create` it is made, or what an interrupted creation left out; with `must_create` it must not
+        be there.
         """
         info = self._describe()
         if info is None:
@@ -129,8 +119,7 @@ class Collection:
     def index(self) -> None:
         """Let the server index everything, and wait until it has."""
         self.let_index()
-        pause = _FIRST_PAUSE
-        while True:
+        for pause in pauses():
             info = self.attempts.read(lambda: self.client.get_collection(self.name))
             if info.status == models.CollectionStatus.GREEN:
                 return
@@ -139,7 +128,6 @@ class Collection:
             if info.status == models.CollectionStatus.GREY:  # after a restart it waits for a change
                 self._configure(models.OptimizersConfigDiff())
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _describe(self) -> models.CollectionInfo | None:
         try:

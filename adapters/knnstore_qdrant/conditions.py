@@ -22,16 +22,11 @@ _LISTED_IDS = 10_000  # so many single ids are named in a condition rather than 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A set of points: those of some groups, or those with some positions or ids."""
+    """A set of points: all of some groups, or those in half-open ranges of positions or with some ids."""
 
     groups: tuple[int, ...] = ()
-    """All points of these groups; if there are any, the other fields are empty."""
-
     positions: tuple[tuple[int, int], ...] = ()
-    """Half-open ranges of positions."""
-
     ids: tuple[int, ...] = ()
-    """Single ids."""
 
     def __bool__(self) -> bool:
         return bool(self.groups or self.positions or self.ids)
@@ -40,9 +35,7 @@ class Condition:
 def condition_of_filter(where: Filter, read_ids: Callable[[Condition], Ids]) -> Condition:
     """Name a filter's records: by their groups where it has them, for these are indexed for searching.
 
-    Args:
-        where: the filter.
-        read_ids: gives the ids of all points that a condition is true of.
+    `read_ids` gives the ids of all points that a condition is true of.
     """
     if where.groups is not None:
         return Condition(groups=tuple(sorted(where.groups)))

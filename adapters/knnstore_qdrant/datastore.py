@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -25,9 +26,8 @@ from knnstore.datastore import (
     checked_records,
     read_keys,
 )
-from knnstore.errors import ConfigError, DatastoreClosedError, ReadOnlyError
+from knnstore.errors import AdapterLoadError, ConfigError, DatastoreClosedError, ReadOnlyError
 from knnstore_qdrant.conditions import Condition, condition_of_filter, condition_of_ranges
-from knnstore_qdrant.opening import erase_points, open_points
 from knnstore_qdrant.options import Options
 from knnstore_qdrant.points import Points
 
@@ -77,12 +77,29 @@ class QdrantDatastore:
             raise ConfigError(f"dim must be between 1 and 65536, got {dim}")
         metric = Metric(metric)
         options = Options.of(params)
-        return cls(open_points(location, dim, metric, mode, options), dim, metric, mode, options)
+        points: Points
+        if _is_server(location):
+            from knnstore_qdrant.connecting import open_server
+
+            points = open_server(str(location), dim, metric, mode, options)
+        else:
+            from knnstore_qdrant.embedded import EmbeddedPoints
+
+            points = EmbeddedPoints(Path(location), dim, metric, mode, options)
+        return cls(points, dim, metric, mode, options)
 
     @classmethod
     def erase(cls, location: str | Path, **params: Any) -> None:
         """Remove the collection at a location; see `SupportsErase.erase`."""
-        erase_points(location, Options.of(params))
+        options = Options.of(params)
+        if _is_server(location):
+            from knnstore_qdrant.connecting import erase_server
+
+            erase_server(str(location), options)
+        else:
+            from knnstore_qdrant.embedded import erase_directory
+
+            erase_directory(Path(location))
 
     @property
     def dim(self) -> int:
@@ -138,7 +155,7 @@ class QdrantDatastore:
 
     def count(self) -> int:
         """How many records are live."""
-        return self._points().count(None)
+        return self._points().count()
 
     def iterate(
         self, *, ids: IdRanges | None = None, batch_size: int = BATCH_SIZE
@@ -150,15 +167,7 @@ class QdrantDatastore:
         if condition is not None and not condition:
             return
         limit = min(batch_size, max(1, _SCROLL_BYTES // (4 * self._dim)))
-        first = 0
-        while True:
-            batch = self._points().scroll(first, limit, condition, keys=True)
-            found = len(batch[0])
-            if found:
-                first = int(batch[0][-1]) + 1  # now, for what is yielded is the caller's
-                yield batch
-            if found < limit:
-                return
+        yield from self._scroll(limit, condition, keys=True)
 
     def get(self, ids: Ids) -> Keys:
         """Read the keys of some records; see `SupportsGet.get`."""
@@ -217,13 +226,36 @@ class QdrantDatastore:
 
     def _ids_where(self, condition: Condition) -> Ids:
         """The ids of all points that a condition is true of."""
-        found, first, limit = [np.empty(0, np.int64)], 0, 10_000
-        while True:
-            ids, _, _ = self._points().scroll(first, limit, condition, keys=False)
-            found.append(ids)
-            if len(ids) < limit:
-                return np.concatenate(found)
-            first = int(ids[-1]) + 1
+        batches = self._scroll(10_000, condition, keys=False)
+        return np.concatenate([np.empty(0, np.int64), *(ids for ids, _, _ in batches)])
+
+    def _scroll(
+        self, limit: int, condition: Condition | None, *, keys: bool
+    ) -> Iterator[tuple[Ids, Keys, Groups]]:
+        """Yield all points that a condition is true of, so many at once; see `Points.scroll`."""
+        first, found = 0, limit
+        while found >= limit:
+            batch = self._points().scroll(first, limit, condition, keys=keys)
+            found = len(batch[0])
+            if found:
+                first = int(batch[0][-1]) + 1  # now, for what is yielded is the caller's
+                yield batch
+
+
+def _is_server(location: str | Path) -> bool:
+    """Whether a location is the address of a server.
+
+    Raises:
+        AdapterLoadError: the package that this location needs is not installed.
+    """
+    place = str(location)
+    is_server = "://" in place
+    module, extra = ("qdrant_client", "qdrant") if is_server else ("qdrant_edge", "qdrant-edge")
+    if find_spec(module) is None:
+        raise AdapterLoadError(
+            f"the location {place} needs {module!r}. Install it with: pip install 'knnstore[{extra}]'"
+        )
+    return is_server
 
 
 _conforms: type[Datastore] = QdrantDatastore  # here a type checker compares every signature

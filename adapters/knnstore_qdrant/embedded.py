@@ -22,6 +22,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from qdrant_edge import (
+    CountRequest,
+    EdgeShard,
+    Point,
+    QuantizationSearchParams,
+    Query,
+    QueryBatchRequest,
+    QueryRequest,
+    ScrollRequest,
+    SearchParams,
+    UpdateOperation,
+)
+
 from knnstore.datastore import (
     Groups,
     Ids,
@@ -30,6 +43,7 @@ from knnstore.datastore import (
     Mode,
     Neighbors,
     WriterLock,
+    positions_of,
     publish,
     remove,
     sync_directory,
@@ -42,26 +56,20 @@ from knnstore.errors import (
     DatastoreNotFoundError,
     StoreUnavailableError,
 )
-from knnstore_qdrant.conditions import Condition
+from knnstore_qdrant.conditions import GROUP, POSITION, Condition
 from knnstore_qdrant.copying import copy_directory
 from knnstore_qdrant.options import Options
-from knnstore_qdrant.shard import Shard
+from knnstore_qdrant.points import batch_of, neighbors_of
+from knnstore_qdrant.shard import create_shard, engine_errors, filter_of
 
+_POINTS_AT_ONCE = 2048  # a Python object each
 _POLL_SECONDS = 0.02
 _DESCRIPTION, _SHARD, _COPY = "store.json", "qdrant-shard", "qdrant-copy-"
 _OWN_FILES = (f"{_DESCRIPTION}.tmp", "flushed", "flushed.tmp", "changing.lock", "writer.json", "writer.lock")
 
 
 class EmbeddedPoints:
-    """The points in a directory.
-
-    Args:
-        root: the directory.
-        dim: number of components of a vector.
-        metric: how distances are measured.
-        mode: as in `Datastore.open`.
-        options: the adapter's parameters.
-    """
+    """The points in a directory."""
 
     shared_writers = False
 
@@ -69,8 +77,12 @@ class EmbeddedPoints:
         self.exact_search = options.exact
         self.exact_keys = options.datatype == "float32"
         self._root, self._dim, self._metric, self._options = root, dim, metric, options
+        self._quantized = None
+        if options.quantization != "none":
+            self._quantized = QuantizationSearchParams(rescore=True, oversampling=options.oversampling)
         self._switching = threading.Lock()
-        self._shard: Shard | None = None
+        self._shard: EdgeShard | None = None
+        self._path = root / _SHARD
         self._flushed = ""
         self._changed = False
         self._lock: WriterLock | None = None
@@ -87,41 +99,66 @@ class EmbeddedPoints:
 
     def upsert(self, ids: Ids, keys: Keys, groups: Groups) -> None:
         """Store points, replacing those whose id is present."""
+        numbers, positions, groups_of = ids.tolist(), positions_of(ids).tolist(), groups.tolist()
         with self._changing() as shard:
-            shard.upsert(ids, keys, groups)
+            for start in range(0, len(ids), _POINTS_AT_ONCE):
+                points = [
+                    Point(numbers[row], keys[row], {GROUP: groups_of[row], POSITION: positions[row]})
+                    for row in range(start, min(start + _POINTS_AT_ONCE, len(ids)))
+                ]
+                with engine_errors(self._path):
+                    shard.update(UpdateOperation.upsert_points(points))
 
     def query(self, queries: Keys, k: int, condition: Condition | None, *, exact: bool) -> Neighbors:
         """The k points nearest to each query."""
-        return self._current().query(queries, k, condition, exact=exact)
+        params = SearchParams(
+            hnsw_ef=max(k, self._options.ef), exact=exact, quantization=None if exact else self._quantized
+        )
+        chosen = None if condition is None else filter_of(condition)
+        batch = QueryBatchRequest(
+            [
+                QueryRequest(k, query=Query.Nearest(query), params=params, filter=chosen)
+                for query in queries.tolist()  # lists are taken faster than arrays
+            ]
+        )
+        with self._reading() as shard:
+            answers = shard.query_batch(batch)
+        return neighbors_of(answers, k, self._metric)
 
     def delete(self, condition: Condition) -> None:
         """Remove points."""
-        with self._changing() as shard:
-            shard.delete(condition)
+        with self._changing() as shard, engine_errors(self._path):
+            shard.update(UpdateOperation.delete_points_by_filter(filter_of(condition)))
 
-    def count(self, condition: Condition | None) -> int:
+    def count(self) -> int:
         """How many points there are."""
-        return self._current().count(condition)
+        with self._reading() as shard:
+            return shard.count(CountRequest(exact=True))
 
     def scroll(
         self, first: int, limit: int, condition: Condition | None, *, keys: bool
     ) -> tuple[Ids, Keys, Groups]:
         """The points with the least ids >= `first`."""
-        return self._current().scroll(first, limit, condition, keys=keys)
+        chosen = None if condition is None else filter_of(condition)
+        request = ScrollRequest(offset=first, limit=limit, filter=chosen, with_payload=keys, with_vector=keys)
+        with self._reading() as shard:
+            records, _ = shard.scroll(request)
+        return batch_of(records, self._dim, keys=keys)
 
     def flush(self) -> None:
         """Return when all changes so far survive a power loss, and let readers know."""
         if not self._changed:
             return
         with self._changing() as shard:
-            shard.flush()
+            with engine_errors(self._path):
+                shard.flush()
             self._flushed = str(int(self._flushed or 0) + 1)
             publish(self._root / "flushed", self._flushed.encode(), "flushed")
             self._changed = False
 
     def optimize(self) -> None:
         """Index all points and reclaim the space of removed ones."""
-        with self._changing() as shard:
+        with self._changing() as shard, engine_errors(self._path):
             shard.optimize()
         self.flush()
 
@@ -131,12 +168,13 @@ class EmbeddedPoints:
         if self._lock is not None:
             try:
                 if shard is not None:
-                    shard.close()
+                    with engine_errors(self._path):
+                        shard.close()
             finally:
                 self._lock.release()
 
     def _open_for_writing(self, mode: Mode) -> None:
-        exists = self._description.exists()
+        exists = (self._root / _DESCRIPTION).exists()
         if exists and mode == "x":
             raise DatastoreExistsError(f"a datastore is already at {self._root}")
         strange = {path.name for path in self._root.iterdir()} - {_SHARD, *_OWN_FILES}
@@ -149,28 +187,23 @@ class EmbeddedPoints:
                 for copy in self._root.glob(f"{_COPY}*"):
                     shutil.rmtree(copy)
             self._flushed = self._read_flushed()
-            self._shard = self._open(self._root / _SHARD)
+            with engine_errors(self._path):
+                self._shard = EdgeShard.load(str(self._path))
             return
-        shutil.rmtree(self._root / _SHARD, ignore_errors=True)  # of a creation that was killed
-        self._shard = Shard(self._root / _SHARD, self._dim, self._metric, self._options, create=True)
+        shutil.rmtree(self._path, ignore_errors=True)  # of a creation that was killed
+        self._shard = create_shard(self._path, self._dim, self._metric, self._options)
         description = {"format": 1, "engine": "qdrant", "dim": self._dim, "metric": self._metric.value}
-        publish(self._description, json.dumps(description).encode(), "description")
-
-    def _open(self, path: Path) -> Shard:
-        return Shard(path, self._dim, self._metric, self._options, create=False)
-
-    @property
-    def _description(self) -> Path:
-        return self._root / _DESCRIPTION
+        publish(self._root / _DESCRIPTION, json.dumps(description).encode(), "description")
 
     def _check_description(self) -> None:
+        path = self._root / _DESCRIPTION
         try:
-            described = json.loads(self._description.read_bytes())
+            described = json.loads(path.read_bytes())
             dim, metric = int(described["dim"]), Metric(described["metric"])
         except (FileNotFoundError, NotADirectoryError):
             raise DatastoreNotFoundError(f"no datastore at {self._root}") from None
         except (ValueError, KeyError, TypeError) as error:
-            raise CorruptDatastoreError(f"{self._description} is damaged: restore a backup") from error
+            raise CorruptDatastoreError(f"{path} is damaged: restore a backup") from error
         if (dim, metric) != (self._dim, self._metric):
             raise DatastoreMismatchError(
                 f"{self._root} has dim {dim} and metric {metric}, asked for {self._dim} and {self._metric}"
@@ -183,24 +216,27 @@ class EmbeddedPoints:
             return ""
 
     @contextmanager
-    def _changing(self) -> Iterator[Shard]:
+    def _changing(self) -> Iterator[EdgeShard]:
         """Keep readers from copying during a change."""
         with self._switching, self._locked(fcntl.LOCK_EX):
             assert self._shard is not None
             self._changed = True
             yield self._shard
 
-    def _current(self) -> Shard:
+    @contextmanager
+    def _reading(self) -> Iterator[EdgeShard]:
         """The writer's shard, or a reader's newest copy."""
-        if self._lock is not None:
-            assert self._shard is not None
-            return self._shard
-        with self._switching:
-            if self._shard is None or self._flushed != self._read_flushed():
-                self._shard = self._copied()
-            return self._shard
+        shard = self._shard
+        if self._lock is None:
+            with self._switching:
+                if self._shard is None or self._flushed != self._read_flushed():
+                    self._shard = self._copied()
+                shard = self._shard
+        assert shard is not None
+        with engine_errors(self._path):
+            yield shard
 
-    def _copied(self) -> Shard:
+    def _copied(self) -> EdgeShard:
         with self._locked(fcntl.LOCK_SH):
             flushed = self._read_flushed()
             try:
@@ -209,7 +245,9 @@ class EmbeddedPoints:
                 raise ConfigError(f"to read {self._root} one must be able to write there: {error}") from error
             try:
                 copy_directory(self._root / _SHARD, copy / _SHARD)
-                shard = self._open(copy / _SHARD)
+                self._path = copy / _SHARD
+                with engine_errors(self._path):
+                    shard = EdgeShard.load(str(self._path))
             finally:
                 shutil.rmtree(copy, ignore_errors=True)
         self._flushed = flushed

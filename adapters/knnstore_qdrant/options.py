@@ -16,76 +16,59 @@ _CHOICES = {
 class Options:
     """How a collection is made, reached and searched.
 
-    What concerns making it takes effect when it is made and is kept with it by Qdrant.
+    What concerns making it, down to `full_scan_threshold` and from `shards` on, takes effect when it is made
+    and is kept with it by Qdrant.
+
+    Args:
+        m: links of a point in the graph (HNSW, Malkov and Yashunin 2018), >= 2.
+        ef_construct: candidates kept while a point is linked, >= 4.
+        quantization: ``"none"``; ``"scalar"`` (8 bits a component) or ``"binary"`` (1 bit) codes are kept in
+            memory and searched, and what they find is compared again with the vectors.
+        datatype: how vectors are kept: ``"float32"`` or ``"float16"``.
+        on_disk: leave the vectors on disk, cached by the operating system; sensible with `quantization`.
+        graph_on_disk: leave the graph on disk too.
+        indexing_threshold: kilobytes of vectors from which a segment gets a graph, >= 1.
+        full_scan_threshold: kilobytes of vectors up to which those that match a filter are all compared,
+            >= 1.
+        ef: candidates kept while the graph is searched, >= 1; never fewer than k.
+        exact: compare each query with every point.
+        oversampling: how many times k points are taken from the codes to be compared again, >= 1.
+        collection: the collection's name on a server; stores there need different ones.
+        timeout: seconds within which a read is answered or the store said to be unavailable, >= 0.1; a
+            write is tried for three times as long.
+        api_key_file: a file with the API key of a server; without it the environment's
+            KNNSTORE_QDRANT_API_KEY, if set.
+        prefer_grpc: use gRPC when the server answers there; REST otherwise.
+        grpc_port: the server's port for gRPC.
+        parallel: requests in flight while many records are added to a server, >= 1.
+        shards: parts of the collection, spread over the nodes of a cluster; 0 lets the server decide.
+        replicas: nodes that hold each part, >= 1.
+        write_consistency: replicas that must have applied a write before it counts, 1 to `replicas`.
     """
 
-    # -- making it
-
     m: int = 16
-    """Links of a point in the graph (HNSW, Malkov and Yashunin 2018), >= 2."""
-
     ef_construct: int = 100
-    """Candidates kept while a point is linked, >= 4."""
-
     quantization: str = "none"
-    """``"scalar"`` (8 bits a component) or ``"binary"`` (1 bit) codes are kept in memory and searched; what
-    they find is compared again with the vectors."""
-
     datatype: str = "float32"
-    """How vectors are kept: ``"float32"`` or ``"float16"``."""
-
     on_disk: bool = False
-    """Leave the vectors on disk, cached by the operating system; sensible with `quantization`."""
-
     graph_on_disk: bool = False
-    """Leave the graph on disk too."""
-
     indexing_threshold: int = 20_000
-    """Kilobytes of vectors from which a segment gets a graph, >= 1."""
-
     full_scan_threshold: int = 10_000
-    """Kilobytes of vectors up to which those that match a filter are all compared, >= 1."""
-
-    # -- searching it
 
     ef: int = 128
-    """Candidates kept while the graph is searched, >= 1; never fewer than k."""
-
     exact: bool = False
-    """Compare each query with every point."""
-
     oversampling: float = 2.0
-    """How many times k points are taken from the codes to be compared again, >= 1."""
-
-    # -- a server
 
     collection: str = "knnstore"
-    """The collection's name; stores on one server need different ones."""
-
     timeout: float = 10.0
-    """Seconds within which a read is answered or the store said to be unavailable, >= 0.1; a write is
-    tried for three times as long."""
-
     api_key_file: str = ""
-    """A file with the API key; without it the environment's KNNSTORE_QDRANT_API_KEY, if set."""
-
     prefer_grpc: bool = True
-    """Use gRPC when the server answers there; REST otherwise."""
-
     grpc_port: int = 6334
-    """The server's port for gRPC."""
-
     parallel: int = 4
-    """Requests in flight while many records are added, >= 1."""
 
     shards: int = 0
-    """Parts of the collection, spread over the nodes of a cluster; 0 lets the server decide."""
-
     replicas: int = 1
-    """Nodes that hold each part, >= 1."""
-
     write_consistency: int = 1
-    """Replicas that must have applied a write before it counts, 1 to `replicas`."""
 
     @classmethod
     def of(cls, params: dict[str, Any]) -> Self:
@@ -97,9 +80,7 @@ class Options:
         defaults = {field.name: field.default for field in fields(cls)}
         values = checked_params("qdrant", params, accepted=defaults)
         types = get_type_hints(cls)
-        for name, value in values.items():
-            values[name] = _checked(name, value, types[name])
-        options = cls(**values)
+        options = cls(**{name: _checked(name, value, types[name]) for name, value in values.items()})
         for name, least in _LEAST.items():
             if getattr(options, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, got {getattr(options, name)}")

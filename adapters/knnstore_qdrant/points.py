@@ -1,6 +1,7 @@
 """What the datastore asks of Qdrant, whichever way it is reached."""
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, Protocol
 
 import numpy as np
@@ -43,7 +44,7 @@ class Points(Protocol):
         """Remove points."""
         ...
 
-    def count(self, condition: Condition | None) -> int:
+    def count(self) -> int:
         """How many points there are, exactly."""
         ...
 
@@ -73,15 +74,15 @@ class Points(Protocol):
         ...
 
 
-def neighbors_of(hits: Sequence[tuple[Sequence[Any], Sequence[float]]], k: int, metric: Metric) -> Neighbors:
-    """Take over the answers to some queries: of each the ids, and Qdrant's scores.
+def neighbors_of(answers: Sequence[Sequence[Any]], k: int, metric: Metric, *, id_at: str = "id") -> Neighbors:
+    """Take over the answers to some queries: hits with an id and Qdrant's score.
 
-    These are the root of the L2 distance, and the inner product itself.
+    The score is the root of the L2 distance, or the inner product itself.
     """
-    found = Neighbors.nothing(len(hits), k)
-    for row, (ids, scores) in enumerate(hits):
-        found.ids[row, : len(ids)] = ids
-        found.distances[row, : len(ids)] = scores
+    found = Neighbors.nothing(len(answers), k)
+    for row, hits in enumerate(answers):
+        found.ids[row, : len(hits)] = [*map(attrgetter(id_at), hits)]
+        found.distances[row, : len(hits)] = [hit.score for hit in hits]
     if metric is Metric.L2:
         np.square(found.distances, out=found.distances)
     else:

@@ -1,8 +1,6 @@
 """The points of a collection on a server, over REST."""
 
-from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from typing import TypeVar
 
 from qdrant_client import models
 
@@ -11,20 +9,12 @@ from knnstore_qdrant.collection import Collection
 from knnstore_qdrant.conditions import GROUP, POSITION, Condition
 from knnstore_qdrant.points import batch_of, neighbors_of
 
-Result = TypeVar("Result")
-
 _BATCH_BYTES = 1 << 20  # of vectors in a request; as text they are up to five times longer
 _BATCH_POINTS = 1000
 
 
 class ServerPoints:
-    """The points of a collection on a server, as qdrant-client's own calls give them.
-
-    Args:
-        collection: open.
-        dim: number of components of a vector.
-        metric: how distances are measured.
-    """
+    """The points of an open collection on a server, as qdrant-client's own calls give them."""
 
     shared_writers = True
 
@@ -60,36 +50,33 @@ class ServerPoints:
                 for group, position in zip(groups.tolist(), positions_of(ids).tolist(), strict=True)
             ],
         )
-        self._change(lambda: self._client.upsert(self._name, batch, wait=True))
+        self.attempts.change(lambda: self._client.upsert(self._name, batch, wait=True).status.value)
 
     def query(self, queries: Keys, k: int, condition: Condition | None, *, exact: bool) -> Neighbors:
         """The k points nearest to each query."""
-        chosen, params = self._filter(condition), self._params(k, exact)
+        chosen = None if condition is None else filter_of(condition)
+        params = self._params(k, exact)
         requests = [
             models.QueryRequest(query=query, limit=k, filter=chosen, params=params)
             for query in queries.tolist()
         ]
         answers = self.attempts.read(lambda: self._client.query_batch_points(self._name, requests))
-        hits = [([hit.id for hit in a.points], [hit.score for hit in a.points]) for a in answers]
-        return neighbors_of(hits, k, self._metric)
+        return neighbors_of([answer.points for answer in answers], k, self._metric)
 
     def delete(self, condition: Condition) -> None:
         """Remove points."""
         selector = models.FilterSelector(filter=filter_of(condition))
-        self._change(lambda: self._client.delete(self._name, selector, wait=True))
+        self.attempts.change(lambda: self._client.delete(self._name, selector, wait=True).status.value)
 
-    def count(self, condition: Condition | None) -> int:
+    def count(self) -> int:
         """How many points there are."""
-        chosen = self._filter(condition)
-        return self.attempts.read(
-            lambda: self._client.count(self._name, count_filter=chosen, exact=True)
-        ).count
+        return self.attempts.read(lambda: self._client.count(self._name, exact=True)).count
 
     def scroll(
         self, first: int, limit: int, condition: Condition | None, *, keys: bool
     ) -> tuple[Ids, Keys, Groups]:
         """The points with the least ids >= `first`."""
-        chosen = self._filter(condition)
+        chosen = None if condition is None else filter_of(condition)
         records, _ = self.attempts.read(
             lambda: self._client.scroll(
                 self._name, chosen, limit, offset=first, with_payload=keys, with_vectors=keys
@@ -112,9 +99,6 @@ class ServerPoints:
         finally:
             self._client.close()
 
-    def _change(self, call: Callable[[], models.UpdateResult]) -> None:
-        self.attempts.change(lambda: call().status.value)
-
     def _params(self, k: int, exact: bool) -> models.SearchParams:
         rescored = models.QuantizationSearchParams(rescore=True, oversampling=self._options.oversampling)
         return models.SearchParams(
@@ -122,9 +106,6 @@ class ServerPoints:
             exact=exact,
             quantization=rescored if self._collection.quantized and not exact else None,
         )
-
-    def _filter(self, condition: Condition | None) -> models.Filter | None:
-        return None if condition is None else filter_of(condition)
 
 
 def filter_of(condition: Condition) -> models.Filter:

@@ -4,6 +4,7 @@ For k=1024 these objects take several times longer than the search, and vectors 
 longer than their bytes.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -38,12 +39,11 @@ class GrpcPoints(ServerPoints):
 
     def send(self, ids: Ids, keys: Keys, groups: Groups) -> None:
         """Store points with one request."""
-        prefix = _dense_prefix(self._dim)
-        rows = zip(ids.tolist(), keys, groups.tolist(), positions_of(ids).tolist(), strict=True)
+        rows = zip(ids.tolist(), _dense(keys), groups.tolist(), positions_of(ids).tolist(), strict=True)
         points = [
             grpc.PointStruct(
                 id=grpc.PointId(num=number),
-                vectors=grpc.Vectors(vector=grpc.Vector(dense=_dense(prefix, key))),
+                vectors=grpc.Vectors(vector=grpc.Vector(dense=key)),
                 payload={
                     GROUP: grpc.Value(integer_value=group),
                     POSITION: grpc.Value(integer_value=position),
@@ -52,14 +52,10 @@ class GrpcPoints(ServerPoints):
             for number, key, group, position in rows
         ]
         request: Any = grpc.UpsertPoints(collection_name=self._name, points=points, wait=True)
-
-        self.attempts.change(
-            lambda: _status(self._client.grpc_points.Upsert(request, timeout=self.attempts.seconds_left()))
-        )
+        self.attempts.change(lambda: _status(self._call("Upsert", request)))
 
     def query(self, queries: Keys, k: int, condition: Condition | None, *, exact: bool) -> Neighbors:
         """The k points nearest to each query."""
-        prefix = _dense_prefix(self._dim)
         shared: dict[str, Any] = {
             "collection_name": self._name,
             "limit": k,
@@ -70,37 +66,26 @@ class GrpcPoints(ServerPoints):
         request: Any = grpc.QueryBatchPoints(
             collection_name=self._name,
             query_points=[
-                grpc.QueryPoints(
-                    query=grpc.Query(nearest=grpc.VectorInput(dense=_dense(prefix, query))), **shared
-                )
-                for query in queries
+                grpc.QueryPoints(query=grpc.Query(nearest=grpc.VectorInput(dense=query)), **shared)
+                for query in _dense(queries)
             ],
         )
-        answer = self.attempts.read(
-            lambda: self._client.grpc_points.QueryBatch(request, timeout=self.attempts.seconds_left())
-        )
+        answer = self.attempts.read(lambda: self._call("QueryBatch", request))
         if len(answer.result) != len(queries):
             answered = f"{len(answer.result)} of {len(queries)} queries"
             raise DatastoreError(f"{self.attempts.place} answered {answered}")
-        batches = [batch.result for batch in answer.result]
-        hits = [([hit.id.num for hit in batch], [hit.score for hit in batch]) for batch in batches]
-        return neighbors_of(hits, k, self._metric)
+        return neighbors_of([batch.result for batch in answer.result], k, self._metric, id_at="id.num")
 
     def delete(self, condition: Condition) -> None:
         """Remove points."""
         selector = grpc.PointsSelector(filter=_filter(condition))
         request: Any = grpc.DeletePoints(collection_name=self._name, points=selector, wait=True)
-        self.attempts.change(
-            lambda: _status(self._client.grpc_points.Delete(request, timeout=self.attempts.seconds_left()))
-        )
+        self.attempts.change(lambda: _status(self._call("Delete", request)))
 
-    def count(self, condition: Condition | None) -> int:
+    def count(self) -> int:
         """How many points there are."""
-        request: Any = grpc.CountPoints(collection_name=self._name, filter=_filter(condition), exact=True)
-        answer = self.attempts.read(
-            lambda: self._client.grpc_points.Count(request, timeout=self.attempts.seconds_left())
-        )
-        return int(answer.result.count)
+        request: Any = grpc.CountPoints(collection_name=self._name, exact=True)
+        return int(self.attempts.read(lambda: self._call("Count", request)).result.count)
 
     def scroll(
         self, first: int, limit: int, condition: Condition | None, *, keys: bool
@@ -114,9 +99,7 @@ class GrpcPoints(ServerPoints):
             with_payload=grpc.WithPayloadSelector(enable=keys),
             with_vectors=grpc.WithVectorsSelector(enable=keys),
         )
-        answer = self.attempts.read(
-            lambda: self._client.grpc_points.Scroll(request, timeout=self.attempts.seconds_left())
-        )
+        answer = self.attempts.read(lambda: self._call("Scroll", request))
         ids = np.array([point.id.num for point in answer.result], np.int64)
         known = answer.result if keys else []
         vectors = np.empty((len(known), self._dim), np.float32)
@@ -125,6 +108,10 @@ class GrpcPoints(ServerPoints):
             vectors[row] = vector.dense.data or vector.data  # servers before 1.16 fill the latter
         groups = [point.payload[GROUP].integer_value for point in known]
         return ids, vectors, np.array(groups, np.int32)
+
+    def _call(self, method: str, request: Any) -> Any:
+        """Make one attempt, within the time that is left."""
+        return getattr(self._client.grpc_points, method)(request, timeout=self.attempts.seconds_left())
 
 
 def _status(answer: Any) -> str:
@@ -135,13 +122,11 @@ def _filter(condition: Condition | None) -> Any:
     return None if condition is None else RestToGrpc.convert_filter(filter_of(condition))
 
 
-def _dense_prefix(dim: int) -> bytes:
-    """What stands before the floats of a serialized vector."""
-    zeros: Any = grpc.DenseVector(data=[0.0] * dim)
-    serialized: bytes = zeros.SerializeToString()
-    return serialized[: len(serialized) - 4 * dim]
-
-
-def _dense(prefix: bytes, vector: Keys) -> Any:
+def _dense(vectors: Keys) -> Iterator[Any]:
+    """Give each vector as a message, made of bytes."""
     message: Any = grpc.DenseVector
-    return message.FromString(prefix + vector.astype("<f4", copy=False).tobytes())
+    dim = vectors.shape[1]
+    serialized: bytes = message(data=[0.0] * dim).SerializeToString()
+    prefix = serialized[: len(serialized) - 4 * dim]  # what stands before the floats
+    for vector in vectors.astype("<f4", copy=False):
+        yield message.FromString(prefix + vector.tobytes())
