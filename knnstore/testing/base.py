@@ -1,6 +1,7 @@
 """What the cases of the conformance kit share: fixtures, records, and an oracle of its own."""
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -210,17 +211,13 @@ class KitBase:
     @pytest.fixture
     def open_store(self, location: str | Path) -> Iterator[OpenStore]:
         """A function that opens the datastore under test."""
-        opened: list[Datastore] = []
+        with ExitStack() as opened:
 
-        def open_store(**overrides: Any) -> Datastore:
-            arguments = {"location": location, "dim": self.dim, **self.params, **overrides}
-            store = self.datastore_class.open(**arguments)
-            opened.append(store)
-            return store
+            def open_store(**overrides: Any) -> Datastore:
+                arguments = {"location": location, "dim": self.dim, **self.params, **overrides}
+                return opened.enter_context(closing(self.datastore_class.open(**arguments)))
 
-        yield open_store
-        for store in reversed(opened):
-            store.close()
+            yield open_store
 
     @pytest.fixture(params=list(Metric), ids=str)
     def metric(self, request: pytest.FixtureRequest) -> Metric:
