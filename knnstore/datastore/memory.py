@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -71,12 +70,8 @@ class MemoryDatastore:
     ) -> Self:
         """Create an empty store; see `Datastore.open`.
 
-        Args:
-            location: not used.
-            dim: number of components of a vector, >= 1.
-            metric: how distances are measured.
-            mode: ``"a"`` or ``"x"``; there is never anything for ``"r"`` to read.
-            **params: none are accepted.
+        The location is not used, there is never anything for mode ``"r"`` to read, and no parameters are
+        accepted.
         """
         checked_params("memory", params, accepted={})
         if dim < 1:
@@ -164,9 +159,7 @@ class MemoryDatastore:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _live(self) -> _Records:

@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 
 from knnstore.datastore.arrays import Distances, Ids
 
-_Change = Callable[[NDArray[Any]], NDArray[Any]]
-
 
 @dataclass(frozen=True, slots=True)
 class Neighbors:
@@ -38,11 +36,9 @@ class Neighbors:
 
     @classmethod
     def joined(cls, parts: Sequence["Neighbors"], *, axis: int = 1) -> "Neighbors":
-        """Put parts beside each other in the order given, or with axis 0 below each other.
+        """Put one or more parts of the same queries beside each other, in the order given.
 
-        Args:
-            parts: one or more; of the same queries, or with axis 0 of any, padded to the widest.
-            axis: along which.
+        With axis 0 parts of any queries come below each other, padded to the widest.
         """
         if len(parts) == 1:
             return parts[0]
@@ -92,11 +88,9 @@ class Neighbors:
         return self._changed(lambda array: np.take_along_axis(array, order, axis=1)).padded(k)
 
     def put(self, rows: NDArray[Any], part: "Neighbors") -> None:
-        """Replace those of some queries, in place.
+        """Replace those of some queries, given by a mask or by their numbers, in place.
 
-        Args:
-            rows: a mask or numbers.
-            part: with no more columns; its log weights are lost if there are none here.
+        The part has no more columns than this; its log weights are lost if there are none here.
         """
         part = part.padded(self.ids.shape[1])
         self.ids[rows], self.distances[rows] = part.ids, part.distances
@@ -110,7 +104,7 @@ class Neighbors:
     def _weights(self) -> NDArray[np.float32]:
         return np.zeros_like(self.distances) if self.log_weights is None else self.log_weights
 
-    def _changed(self, change: _Change) -> "Neighbors":
+    def _changed(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> "Neighbors":
         log_weights = None if self.log_weights is None else change(self.log_weights)
         return Neighbors(change(self.ids), change(self.distances), log_weights)
 

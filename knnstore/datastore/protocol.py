@@ -47,22 +47,18 @@ class Datastore(Protocol):
             LockedError: another process writes to it and the engine allows one writer only.
             ConfigError: a parameter is unknown (the accepted ones are named) or has a bad value.
         """
-        ...
 
     @property
     def dim(self) -> int:
         """Number of components of a vector."""
-        ...
 
     @property
     def metric(self) -> Metric:
         """How distances are measured."""
-        ...
 
     @property
     def capabilities(self) -> Capabilities:
         """What this engine can do."""
-        ...
 
     def add(self, ids: Ids, keys: Keys, groups: Groups) -> None:
         """Store records; one whose id is present replaces the old one, group and all.
@@ -83,7 +79,6 @@ class Datastore(Protocol):
             ValueError: shapes do not match, an id or a group is negative, an id stands twice.
             ReadOnlyError: the handle was opened with mode ``"r"``.
         """
-        ...
 
     def search(self, queries: Keys, k: int, *, where: Filter | None = None) -> Neighbors:
         """Find the k nearest records of each query.
@@ -102,18 +97,15 @@ class Datastore(Protocol):
             InvalidVectorError: a query holds NaN or an infinity.
             ValueError: k < 1.
         """
-        ...
 
     def delete(self, ids: IdRanges) -> None:
         """Remove every record in the ranges; unknown ids are ignored.
 
         When it returns, no search of this handle finds them; durable after `flush`.
         """
-        ...
 
     def count(self) -> int:
         """How many records are live, exactly."""
-        ...
 
     def iterate(
         self, *, ids: IdRanges | None = None, batch_size: int = BATCH_SIZE
@@ -124,15 +116,12 @@ class Datastore(Protocol):
             ids: only records in these ranges; None means all.
             batch_size: records a batch, >= 1.
         """
-        ...
 
     def flush(self) -> None:
         """Return when everything added or deleted so far survives `kill -9` and a power loss."""
-        ...
 
     def close(self) -> None:
         """Flush, if opened for writing, and release everything; a second call does nothing."""
-        ...
 
     def __enter__(self) -> Self: ...
 
@@ -157,7 +146,6 @@ class SupportsGet(Protocol):
         Raises:
             RecordNotFoundError: there is no record with one of the ids, which it names.
         """
-        ...
 
 
 @runtime_checkable
@@ -166,7 +154,6 @@ class SupportsOptimize(Protocol):
 
     def optimize(self) -> None:
         """Build or extend indexes and reclaim the space of deleted records; searches stay correct."""
-        ...
 
 
 @runtime_checkable
@@ -175,7 +162,6 @@ class SupportsVerify(Protocol):
 
     def verify(self) -> list[str]:
         """Check sizes and checksums of everything stored; one line for each problem found."""
-        ...
 
 
 @runtime_checkable
@@ -197,4 +183,3 @@ class SupportsErase(Protocol):
             LockedError: another process writes to it.
             StoreUnavailableError: the engine cannot be reached.
         """
-        ...

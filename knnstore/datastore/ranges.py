@@ -38,12 +38,10 @@ class IdRanges:
             raise ValueError("a range needs 0 <= start <= stop")
         pairs = pairs[pairs[:, 0] < pairs[:, 1]]
         pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
-        reach = np.maximum.accumulate(pairs[:, 1]) if len(pairs) else pairs[:, 1]
-        begins = np.ones(len(pairs), bool)
-        begins[1:] = pairs[1:, 0] > reach[:-1]
-        firsts = np.flatnonzero(begins)
-        self.starts = pairs[firsts, 0]
-        self.stops = reach[np.append(firsts[1:], len(pairs))[: len(firsts)] - 1] if len(firsts) else reach
+        reach = np.maximum.accumulate(pairs[:, 1])
+        begins, ends = np.ones((2, len(pairs)), bool)
+        begins[1:] = ends[:-1] = pairs[1:, 0] > reach[:-1]
+        self.starts, self.stops = pairs[begins, 0], reach[ends]
         self.starts.setflags(write=False)
         self.stops.setflags(write=False)
 
@@ -126,9 +124,7 @@ class IdRanges:
         Returns:
             int64, shape (s, 2): half-open row slices, ascending and disjoint, none empty.
         """
-        slices = np.stack(
-            [np.searchsorted(sorted_ids, self.starts), np.searchsorted(sorted_ids, self.stops)], axis=1
-        )
+        slices = np.searchsorted(sorted_ids, self._pairs())
         return slices[slices[:, 0] < slices[:, 1]]
 
     def _pairs(self) -> NDArray[np.int64]:

@@ -109,21 +109,14 @@ def describe() -> list[AdapterInfo]:
 
 def _describe(offer: _Offer, offers: list[_Offer]) -> AdapterInfo:
     problem = capabilities = note = None
+    name, owner = offer.entry_point.name, offer.distribution
     try:
-        adapter = _load(offer.entry_point.name, offers)
+        adapter = _load(name, offers)
     except AdapterError as error:
         problem = str(error)
     else:
         capabilities, note = _probe(adapter)
-    return AdapterInfo(
-        offer.entry_point.name,
-        offer.distribution.name,
-        offer.distribution.version,
-        problem,
-        _libraries(offer),
-        capabilities,
-        note,
-    )
+    return AdapterInfo(name, owner.name, owner.version, problem, _libraries(offer), capabilities, note)
 
 
 def _probe(adapter: type[Datastore]) -> tuple[Capabilities | None, str | None]:
@@ -133,8 +126,7 @@ def _probe(adapter: type[Datastore]) -> tuple[Capabilities | None, str | None]:
             with adapter.open(Path(folder) / "probe", dim=_PROBE_DIM, mode="x") as store:
                 return store.capabilities, None
         except Exception as error:  # whatever an adapter does, the others are to be listed
-            reason = (str(error).splitlines() or [""])[0]
-            return None, reason or type(error).__name__
+            return None, (str(error).splitlines() or [""])[0] or type(error).__name__
 
 
 def _libraries(offer: _Offer) -> dict[str, str | None]:
@@ -195,11 +187,7 @@ def _load(name: str, offers: list[_Offer]) -> type[Datastore]:
     if len(named) > 1:
         owners = " and ".join(offer.distribution.name for offer in named)
         raise AdapterConflictError(f"adapter {name!r} is offered by {owners}; uninstall all but one of them")
-    return _imported(named[0])
-
-
-def _imported(offer: _Offer) -> type[Datastore]:
-    name, owner = offer.entry_point.name, offer.distribution.name
+    offer, owner = named[0], named[0].distribution.name
     try:
         adapter = offer.entry_point.load()
     except Exception as error:

@@ -29,9 +29,8 @@ class AddTests(KitBase):
 
         If this fails, check that keys and groups are sorted along with the ids.
         """
-        store = open_store()
         shuffled = records[np.random.default_rng(5).permutation(len(records))]
-        shuffled[:200].put(store)
+        store = shuffled[:200].put(open_store())
         shuffled[200:].put(store)
         check_holds(store, records)
 
@@ -40,13 +39,11 @@ class AddTests(KitBase):
 
         If this fails, check that the engine's own insert replaces instead of storing a second row.
         """
-        store = open_store()
-        records.put(store)
+        store = records.put(open_store())
         changed = Records(records.ids[:100], half(records.keys[:100] + 64), records.groups[:100])
         changed.put(store)
         check_holds(store, changed + records[100:])
-        nearest = store.search(changed.keys, 3)
-        assert nearest.ids[:, 0].tolist() == changed.ids.tolist()
+        assert store.search(changed.keys, 3).ids[:, 0].tolist() == changed.ids.tolist()
         old_places = store.search(records.keys[:100], 5).ids
         assert not np.isin(old_places, changed.ids).any(), "a replaced key is still found"
 
@@ -55,8 +52,7 @@ class AddTests(KitBase):
 
         If this fails, check that the old row is removed from the index of its old group.
         """
-        store = open_store()
-        records.put(store)
+        store = records.put(open_store())
         moved = records[records.groups == 0]
         Records(moved.ids, moved.keys, np.full(len(moved), 9, np.int32)).put(store)
         groups = np.where(records.groups == 0, 9, records.groups).astype(np.int32)
@@ -92,8 +88,7 @@ class AddTests(KitBase):
 
         If this fails, check for operations that need at least one row.
         """
-        store = open_store()
-        records[:0].put(store)
+        store = records[:0].put(open_store())
         assert store.count() == 0
         records.put(store)
         records[:0].put(store)
@@ -107,8 +102,7 @@ class AddTests(KitBase):
         ids = np.array([0, 1, 2**31, 2**32 + 1, 2**53 + 1, 2**62 + 5, 2**63 - 2])
         some = sample(len(ids), self.dim)
         records = Records(ids, some.keys, some.groups)
-        store = open_store()
-        records.put(store)
+        store = records.put(open_store())
         check_holds(store, records)
         assert store.search(records.keys, 1).ids[:, 0].tolist() == ids.tolist()
         store.delete(IdRanges.of_ids(ids[-2:]))
@@ -121,8 +115,7 @@ class AddTests(KitBase):
         """
         some = sample(4, self.dim)
         records = Records(some.ids, some.keys, np.array([0, 1, 70_000, 2**31 - 1], np.int32))
-        store = open_store()
-        records.put(store)
+        store = records.put(open_store())
         check_holds(store, records)
         found = store.search(some.keys[:1], 4, where=records.of_groups(2**31 - 1))
         assert found.ids[0].tolist() == [records.ids[3], -1, -1, -1]
@@ -132,9 +125,8 @@ class AddTests(KitBase):
 
         If this fails, check that arrays that needed no cast are copied.
         """
-        store = open_store()
         buffer = Records(records.ids.copy(), records.keys.copy(), records.groups.copy())
-        buffer.put(store)
+        store = buffer.put(open_store())
         np.testing.assert_array_equal(buffer.keys, records.keys)
         np.testing.assert_array_equal(buffer.ids, records.ids)
         np.testing.assert_array_equal(buffer.groups, records.groups)

@@ -1,9 +1,10 @@
 """What the cases of the conformance kit share: fixtures, records, and an oracle of its own."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -34,12 +35,11 @@ _RTOL, _ATOL = 1e-4, 1e-3
 """How far a distance computed in float32 may be off; below any difference that matters here."""
 
 
-class OpenStore(Protocol):
-    """Opens a store at the test's location, closed when the test ends."""
+OpenStore = Callable[..., Datastore]
+"""Opens a store at the test's location, closed when the test ends.
 
-    def __call__(self, **overrides: Any) -> Datastore:
-        """Open; `overrides` go before the kit's location, dim and params."""
-        ...
+Its named arguments go before the kit's location, dim and params.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,10 @@ class Records:
             np.concatenate([self.groups, other.groups]),
         )
 
-    def put(self, store: Datastore) -> None:
-        """Add all of them in one call."""
+    def put(self, store: Datastore) -> Datastore:
+        """Add all of them in one call and give the store back."""
         store.add(self.ids, self.keys, self.groups)
+        return store
 
     def matching(self, where: Filter | None) -> "Records":
         """Those that a filter lets through."""
@@ -155,10 +156,24 @@ def check_neighbors(
     assert hits >= wanted, f"recall@{k}: {hits} of {expected * len(queries)} found, {wanted:.0f} needed"
 
 
+def check_search(
+    store: Datastore, records: Records, k: int, queries: Keys | None = None, *, where: Filter | None = None
+) -> Neighbors:
+    """Search a store that holds exactly these records and compare with the truth.
+
+    Without queries there are ten. Nine of ten neighbors must be found, by an exact store all of them.
+    """
+    queries = some_queries(10, store.dim) if queries is None else queries
+    found = store.search(queries, k, where=where)
+    recall = 1.0 if store.capabilities.exact_search else 0.9
+    check_neighbors(found, records.matching(where), queries, k, store.metric, recall=recall)
+    return found
+
+
 def contents(store: Datastore, *, ids: IdRanges | None = None, batch_size: int = BATCH_SIZE) -> Records:
     """Read everything out of a store through `iterate`."""
-    empty = Records(np.empty(0, np.int64), np.empty((0, store.dim), np.float32), np.empty(0, np.int32))
-    return sum((Records(*batch) for batch in store.iterate(ids=ids, batch_size=batch_size)), empty)
+    batches = store.iterate(ids=ids, batch_size=batch_size)
+    return sum((Records(*batch) for batch in batches), sample(0, store.dim))
 
 
 def check_holds(store: Datastore, records: Records) -> None:
@@ -196,17 +211,13 @@ class KitBase:
     @pytest.fixture
     def open_store(self, location: str | Path) -> Iterator[OpenStore]:
         """A function that opens the datastore under test."""
-        opened: list[Datastore] = []
+        with ExitStack() as opened:
 
-        def open_store(**overrides: Any) -> Datastore:
-            arguments = {"location": location, "dim": self.dim, **self.params, **overrides}
-            store = self.datastore_class.open(**arguments)
-            opened.append(store)
-            return store
+            def open_store(**overrides: Any) -> Datastore:
+                arguments = {"location": location, "dim": self.dim, **self.params, **overrides}
+                return opened.enter_context(closing(self.datastore_class.open(**arguments)))
 
-        yield open_store
-        for store in reversed(opened):
-            store.close()
+            yield open_store
 
     @pytest.fixture(params=list(Metric), ids=str)
     def metric(self, request: pytest.FixtureRequest) -> Metric:
@@ -221,14 +232,7 @@ class KitBase:
     @pytest.fixture
     def store(self, open_store: OpenStore, records: Records, metric: Metric) -> Datastore:
         """A store that holds `records`, for each metric."""
-        store = open_store(metric=metric)
-        records.put(store)
-        return store
-
-
-def required_recall(store: Datastore) -> float:
-    """The share of true neighbors that this store must find."""
-    return 1.0 if store.capabilities.exact_search else 0.9
+        return records.put(open_store(metric=metric))
 
 
 def require_get(store: Datastore) -> SupportsGet:
@@ -238,7 +242,8 @@ def require_get(store: Datastore) -> SupportsGet:
     return store
 
 
-def require_persistent(store: Datastore) -> None:
+def require_persistent(store: Datastore) -> Datastore:
     """Skip the test for a store that forgets everything when its process ends."""
     if not store.capabilities.persistent:
         pytest.skip("capabilities.persistent is False: nothing outlives the handle")
+    return store

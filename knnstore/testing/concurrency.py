@@ -18,8 +18,7 @@ class ConcurrencyTests(KitBase):
         If this fails, check what the engine allows beside a change: mostly nothing, so a search must
         either hold a reader's lock or work on data that no change touches.
         """
-        store = open_store(metric=Metric.L2)
-        records.put(store)
+        store = records.put(open_store(metric=Metric.L2))
         visitors = sample(200, self.dim, seed=8, first_position=50_000)
         deleted: list[int] = []  # these never come back
         done = threading.Event()

@@ -4,7 +4,6 @@ import contextlib
 import inspect
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from knnstore.datastore import Capabilities, Datastore, IdRanges, Metric, SupportsErase, SupportsGet
@@ -22,8 +21,9 @@ from knnstore.testing.base import (
     OpenStore,
     Records,
     check_holds,
-    check_neighbors,
+    check_search,
     require_persistent,
+    sample,
     some_queries,
 )
 
@@ -67,20 +67,16 @@ class LifecycleTests(KitBase):
         If this fails, check how the engine answers a search of an empty index.
         """
         store = open_store(metric=metric)
-        nothing = Records(np.empty(0, np.int64), np.empty((0, self.dim), np.float32), np.empty(0, np.int32))
-        check_holds(store, nothing)
-        queries = some_queries(3, self.dim)
-        check_neighbors(store.search(queries, 4), nothing, queries, 4, metric)
+        check_holds(store, sample(0, self.dim))
+        check_search(store, sample(0, self.dim), 4, some_queries(3, self.dim))
 
     def test_create_only_refuses_what_exists(self, open_store: OpenStore, records: Records) -> None:
         """Mode "x" creates a store once.
 
         If this fails, check that "x" looks for a store before it writes anything.
         """
-        store = open_store(mode="x")
-        require_persistent(store)
-        records.put(store)
-        store.close()
+        with require_persistent(open_store(mode="x")) as store:
+            records.put(store)
         with pytest.raises(DatastoreExistsError):
             open_store(mode="x")
         check_holds(open_store(), records)
@@ -92,8 +88,7 @@ class LifecycleTests(KitBase):
 
         If this fails, make a `Path` of it at the beginning of `open`.
         """
-        with open_store(location=str(location)) as store:
-            require_persistent(store)
+        with require_persistent(open_store(location=str(location))) as store:
             records.put(store)
         check_holds(open_store(), records)
 
@@ -111,10 +106,8 @@ class LifecycleTests(KitBase):
 
         If this fails, check that `add` and `delete` ask for the mode first.
         """
-        store = open_store()
-        require_persistent(store)
-        records.put(store)
-        store.close()
+        with require_persistent(open_store()) as store:
+            records.put(store)
         reader = open_store(mode="r")
         with pytest.raises(ReadOnlyError):
             records.put(reader)
@@ -127,9 +120,7 @@ class LifecycleTests(KitBase):
 
         If this fails, check that the dim is stored when the store is created.
         """
-        store = open_store()
-        require_persistent(store)
-        store.close()
+        require_persistent(open_store()).close()
         for mode in ("a", "r"):
             with pytest.raises(DatastoreMismatchError, match=rf"(?s)(?=.*{self.dim})(?=.*{self.dim * 2})"):
                 open_store(dim=self.dim * 2, mode=mode)
@@ -139,9 +130,7 @@ class LifecycleTests(KitBase):
 
         If this fails, check that the metric is stored when the store is created.
         """
-        store = open_store(metric=Metric.L2)
-        require_persistent(store)
-        store.close()
+        require_persistent(open_store(metric=Metric.L2)).close()
         for mode in ("a", "r"):
             with pytest.raises(DatastoreMismatchError, match=r"(?s)(?=.*l2)(?=.*ip)"):
                 open_store(metric=Metric.IP, mode=mode)
@@ -167,8 +156,7 @@ class LifecycleTests(KitBase):
 
         If this fails, check that each method asks whether the handle is open.
         """
-        store = open_store()
-        records.put(store)
+        store = records.put(open_store())
         store.close()
         store.close()
         for operation in (
@@ -207,10 +195,8 @@ class LifecycleTests(KitBase):
         """
         if not issubclass(self.datastore_class, SupportsErase):
             pytest.skip("it has no erase, which is optional: moving away from it leaves the old keys")
-        store = open_store()
-        require_persistent(store)
-        records.put(store)
-        store.close()
+        with require_persistent(open_store()) as store:
+            records.put(store)
         strange = Path(location) / "not of the datastore" if isinstance(location, Path) else None
         if strange:
             strange.write_text("kept")

@@ -52,11 +52,8 @@ class DatastoreStateMachine(RuleBasedStateMachine):
     @rule(first=_POSITIONS, count=st.integers(0, 15))
     def delete(self, first: int, count: int) -> None:
         """Delete a run of positions."""
-        ranges = _of_positions([(first, first + count)])
-        gone = [i for i in self._live if _id(first) <= i < _id(first + count)]
-        self._store.delete(ranges)
-        for i in gone:
-            del self._live[i]
+        self._store.delete(_of_positions([(first, first + count)]))
+        self._live = {i: live for i, live in self._live.items() if not _id(first) <= i < _id(first + count)}
 
     @rule(key=_KEYS, k=st.integers(1, 50))
     def search(self, key: int, k: int) -> None:

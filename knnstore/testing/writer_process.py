@@ -4,11 +4,9 @@ The kit runs this file as a script: the first argument says in JSON what to open
 is one step, answered by a line on stdout when it is done.
 """
 
-import importlib
 import json
 import sys
-from functools import reduce
-from typing import Any
+from pkgutil import resolve_name
 
 import numpy as np
 
@@ -18,8 +16,7 @@ from knnstore.datastore import Datastore, IdRanges, Metric
 def main() -> None:
     """Open the store, say so, and obey until killed or stdin ends."""
     job = json.loads(sys.argv[1])
-    module: Any = importlib.import_module(job["module"])
-    datastore_class: type[Datastore] = reduce(getattr, job["qualname"].split("."), module)
+    datastore_class: type[Datastore] = resolve_name(job["datastore"])
     with np.load(job["records"]) as records:
         ids, keys, groups = records["ids"], records["keys"], records["groups"]
     store = datastore_class.open(

@@ -103,7 +103,7 @@ class AgainstDictionary(RuleBasedStateMachine):
     @rule()
     def crash(self) -> None:
         """Forget what is in memory, as a crash does."""
-        self.store._release()
+        self.store._lock.release()
         self.store = opened(self.root)
         self.model = dict(self.durable)
 

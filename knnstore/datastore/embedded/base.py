@@ -2,19 +2,18 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, Self
 
 from knnstore.datastore.arguments import checked_k, checked_keys, checked_records
 from knnstore.datastore.arrays import Capabilities, Filter, Groups, Ids, Keys, Metric
 from knnstore.datastore.distances import nearest_rows
-from knnstore.datastore.embedded.erasing import erase_segments
 from knnstore.datastore.embedded.exact import ExactIndex, NearestRows
 from knnstore.datastore.embedded.group import GroupIndex, SegmentIndex
 from knnstore.datastore.embedded.locks import ReadersWriterLock
-from knnstore.datastore.embedded.log import KeySegments
+from knnstore.datastore.embedded.log import KeySegments, erase_segments
 from knnstore.datastore.embedded.segment import Segment
 from knnstore.datastore.neighbors import Neighbors, merge
 from knnstore.datastore.protocol import BATCH_SIZE, Mode
@@ -85,11 +84,9 @@ class EmbeddedDatastore(ABC):
 
     @abstractmethod
     def _open_index(self, segment: Segment, parameters: dict[str, Any]) -> SegmentIndex | None:
-        """Open the index that the segment's entry names; None if it is another engine's.
+        """Open the index that the segment's entry names, built with these parameters.
 
-        Args:
-            segment: one with an index.
-            parameters: what the index was built with.
+        None if it is another engine's.
 
         Raises:
             FileNotFoundError: its file is gone.
@@ -180,9 +177,7 @@ class EmbeddedDatastore(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _intact(self, file: StoredFile) -> bool:
@@ -206,16 +201,11 @@ class EmbeddedDatastore(ABC):
             self._by_group = self._segments.by_group()
             for group in set(self._indexes) - set(self._by_group):
                 del self._indexes[group]
-            try:
+            with suppress(FileNotFoundError):  # a writer replaced an index while a reader opened it
                 for group in self._chosen(groups):
                     if group not in self._indexes:
-                        self._indexes[group] = GroupIndex(
-                            ExactIndex(self._dim, self._metric, self._nearest),
-                            self._open_index,
-                            self._is_indexed,
-                            self._damaged,
-                        )
+                        exact = ExactIndex(self._dim, self._metric, self._nearest)
+                        new = GroupIndex(exact, self._open_index, self._is_indexed, self._damaged)
+                        self._indexes[group] = new
                     self._indexes[group].update(self._by_group[group])
                 return
-            except FileNotFoundError:  # a writer replaced an index while a reader opened it
-                continue

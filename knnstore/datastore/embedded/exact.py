@@ -39,11 +39,6 @@ class ExactIndex:
 
     Nothing is built before the first `update`. For L2 the keys are kept relative to about their
     mean, which changes no distance and makes the rounding errors of the multiplication smaller.
-
-    Args:
-        dim: number of components of a key.
-        metric: how distances are measured.
-        nearest: an engine's own search of a matrix.
     """
 
     def __init__(self, dim: int, metric: Metric, nearest: NearestRows = nearest_rows) -> None:
@@ -115,19 +110,14 @@ class ExactIndex:
         rows = IdRanges(slices[lengths < _LONG_SLICE]).ids()
         for at in range(0, len(rows), _CHUNK):
             some = rows[at : at + _CHUNK]
-            part = self._search_rows(queries, some, k)
-            present = part.ids >= 0
-            part.ids[present] = some[part.ids[present]]
+            part = self._search_rows(queries, some, k).named(some)
             parts = [merge([*parts, part], len(queries), k)]
         return merge(parts, len(queries), k)
 
     def _slices(self, ids: IdRanges) -> NDArray[np.int64]:
         """The rows of the matrix with some ids, as slices, shape (s, 2)."""
-        found = [np.empty((0, 2), np.int64)]
-        for span in self._spans:
-            mine = self._ids[span.start : span.stop]
-            found.append(ids.rows_in(mine) + span.start)
-        return np.concatenate(found)
+        found = [ids.rows_in(self._ids[span.start : span.stop]) + span.start for span in self._spans]
+        return np.concatenate([np.empty((0, 2), np.int64), *found])
 
     def _recompute(self, found: Neighbors, queries: Keys) -> None:
         """Compute those distances from the difference that cancellation made inexact."""

@@ -21,15 +21,6 @@ _MARGIN = 1.25  # what a segment is asked for, as a multiple of its share
 _LEAST = 64  # and beside it
 
 
-class Matching(Protocol):
-    """Some rows of a segment."""
-
-    @property
-    def size(self) -> int:
-        """How many."""
-        ...
-
-
 class SegmentIndex(Protocol):
     """Searches the rows of one segment through the index file that its entry names."""
 
@@ -37,11 +28,9 @@ class SegmentIndex(Protocol):
 
     def update(self, segment: Segment) -> None:
         """Search the rows that are live in this version of the segment; must not run beside a search."""
-        ...
 
     def matching(self, ids: IdRanges | None) -> Any:
-        """The live rows, of all records or of those with some ids; a `Matching`."""
-        ...
+        """The live rows, of all records or of those with some ids; its `size` says how many."""
 
     def search(self, queries: Keys, k: int, matching: Any) -> Neighbors:
         """Find about the k nearest of some rows, and k always where there are k.
@@ -51,7 +40,6 @@ class SegmentIndex(Protocol):
             k: how many, >= 1.
             matching: from `matching`, not empty.
         """
-        ...
 
 
 class GroupIndex:
@@ -59,10 +47,8 @@ class GroupIndex:
 
     Args:
         exact: searches the rows that no index covers; empty.
-        opens: opens the index of a segment, built with some parameters; None where it is another
-            engine's. Raises FileNotFoundError when its file is gone and CorruptDatastoreError when it
-            is damaged.
-        is_indexed: whether a group of so many live rows is searched by indexes at all.
+        opens: see `EmbeddedDatastore._open_index`.
+        is_indexed: see `EmbeddedDatastore._is_indexed`.
         damaged: grows by each file that turns out to be damaged or lost.
     """
 
@@ -97,21 +83,14 @@ class GroupIndex:
         self._segments = ()
         known = {index.file: index for index in self._indexes}
         indexed = self._is_indexed(sum(segment.live for segment in segments))
-        indexes, rest = [], []
-        for segment in segments:
-            index = self._index_of(segment, known) if indexed else None
-            if index is None:
-                rest.append(segment)
-            else:
-                indexes.append(index)
-        self._exact.update(rest)
-        self._indexes = indexes
+        pairs = [(segment, self._index_of(segment, known) if indexed else None) for segment in segments]
+        self._exact.update([segment for segment, index in pairs if index is None])
+        self._indexes = [index for _, index in pairs if index is not None]
         self._segments = segments
 
     def search(self, queries: Keys, k: int, ids: IdRanges | None) -> Neighbors:
         """Find the k nearest records of each query, of all or of those with some ids."""
-        searched = [(index, index.matching(ids)) for index in self._indexes]
-        searched = [(index, matching) for index, matching in searched if matching.size]
+        searched = [(index, rows) for index in self._indexes if (rows := index.matching(ids)).size]
         if not searched or len(queries) == 0:
             return self._exact.search(queries, k, ids)
         exact = self._exact.count(ids)
@@ -134,11 +113,9 @@ class GroupIndex:
         return found
 
     def _index_of(self, segment: Segment, known: dict[StoredFile, SegmentIndex]) -> SegmentIndex | None:
-        if segment.index is None:
+        if segment.index is None or segment.index.file in self._damaged:
             return None
         file = segment.index.file
-        if file in self._damaged:
-            return None
         if file in known:
             known[file].update(segment)
             return known[file]

@@ -8,7 +8,7 @@ the next manifest is published. Dropping a group is dropping files.
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from knnstore.datastore.arrays import Groups, Ids, Keys, Metric
-from knnstore.datastore.embedded.manifest import IndexEntry, Manifest
+from knnstore.datastore.embedded.manifest import NAME, IndexEntry, Manifest
 from knnstore.datastore.embedded.merging import (
     CHUNK_SIZE,
     file_names,
@@ -25,8 +25,8 @@ from knnstore.datastore.embedded.merging import (
     with_buffered,
     write_segment,
 )
-from knnstore.datastore.embedded.reader import SegmentReader, missing
-from knnstore.datastore.embedded.segment import MemoryColumns, Segment
+from knnstore.datastore.embedded.reader import SegmentReader
+from knnstore.datastore.embedded.segment import Segment
 from knnstore.datastore.ranges import IdRanges
 from knnstore.durable import FileWriter, WriterLock, remove, sync_directory
 from knnstore.errors import (
@@ -44,8 +44,8 @@ BUFFER_SIZE = 16 << 20
 
 _MANY_SEGMENTS = 32  # of one group; from here on flush merges the small ones
 _SPARSE = 0.25  # share of dead rows from which a segment is rewritten
-OWN_FILE = re.compile(r"\d{8}\.(keys|ids|digests|index)")
-"""How the files of segments and indexes are named."""
+_FOLDERS = ("segments", "indexes")
+_OWN_FILE = re.compile(r"\d{8}\.(keys|ids|digests|index)")
 
 
 class KeySegments(SegmentReader):
@@ -86,7 +86,7 @@ class KeySegments(SegmentReader):
                 self._manifest = self._open_for_writing(dim, metric, create_only=mode == "x")
                 self._check_same(dim, metric)
             except BaseException:
-                self._release()
+                self._lock.release()
                 raise
         self._next_number = self._manifest.next_number
 
@@ -98,7 +98,8 @@ class KeySegments(SegmentReader):
         if not len(ids):
             return
         with self._mutex:
-            if self._buffered_size() + keys.nbytes // 2 > BUFFER_SIZE:
+            buffered_size = sum(s.columns.keys.nbytes for s in self._segments if s.entry is None)
+            if buffered_size + keys.nbytes // 2 > BUFFER_SIZE:
                 self._spill()
             order = np.argsort(ids, kind="stable")
             ids, groups = ids[order], groups[order]
@@ -163,11 +164,9 @@ class KeySegments(SegmentReader):
             sync_directory(self.root / "indexes")
             self._on_disk.add(name)
             self._hashed.add(stored)
+            entry = replace(segment.entry, index=IndexEntry(stored, parameters))
             self._segments = tuple(
-                replace(s, entry=replace(s.entry, index=IndexEntry(stored, parameters)))
-                if s.columns is segment.columns and s.entry
-                else s
-                for s in self._segments
+                replace(s, entry=entry) if s.columns is segment.columns else s for s in self._segments
             )
             self._publish()
 
@@ -180,7 +179,8 @@ class KeySegments(SegmentReader):
                 self.flush()
         finally:
             self._closed = True
-            self._release()
+            if self._lock is not None:
+                self._lock.release()
             self._segments = ()
 
     # -- inside
@@ -196,21 +196,14 @@ class KeySegments(SegmentReader):
             else:
                 if create_only:
                     raise DatastoreExistsError(f"a datastore is already at {self.root}")
-            try:
-                self._segments = self._mapped(manifest)
-            except FileNotFoundError as error:
-                raise missing(error) from None
+            self._segments = self._mapped(manifest)
             self._on_disk = _named(manifest)
-            for folder in (self.root / "segments", self.root / "indexes"):
-                folder.mkdir(exist_ok=True)
-                for path in folder.iterdir():  # what a crash left behind
-                    orphan = f"{folder.name}/{path.name}" not in self._on_disk
-                    if orphan and OWN_FILE.match(path.name):
-                        remove(path)
+            for folder in _FOLDERS:
+                (self.root / folder).mkdir(exist_ok=True)
+            for path in _own_files(self.root):  # what a crash left behind
+                if f"{path.parent.name}/{path.name}" not in self._on_disk:
+                    remove(path)
         return manifest
-
-    def _buffered_size(self) -> int:
-        return sum(s.columns.keys.nbytes for s in self._segments if isinstance(s.columns, MemoryColumns))
 
     def _spill(self) -> None:
         """Write what is buffered as segments that no manifest names yet."""
@@ -223,9 +216,8 @@ class KeySegments(SegmentReader):
 
     def _merge(self, group: int, *, ratio: int, indexed: bool) -> None:
         """Merge neighbors among a group's segments until each is `ratio` times as large as the next."""
-        found = self.by_group().get(group, [])
-        if not indexed:  # an index is dear; only `compact` replaces it
-            found = [segment for segment in found if segment.index is None]
+        # An index is dear; only `compact` replaces it.
+        found = [segment for segment in self.by_group().get(group, []) if indexed or segment.index is None]
         for run in merge_plan(found, ratio):
             self._replace(run)
 
@@ -295,10 +287,38 @@ class KeySegments(SegmentReader):
                 "free space or repair the disk, then flush again"
             ) from error
 
-    def _release(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
+
+def erase_segments(root: Path) -> None:
+    """Remove what `KeySegments` keeps in a directory, and the directory when nothing else is in it.
+
+    May be called again after it was interrupted, and where nothing is.
+
+    Raises:
+        LockedError: another process writes there.
+    """
+    if not root.is_dir():
+        return
+    lock = WriterLock(root)
+    try:
+        remove(root / NAME)  # from now on nobody takes the rest for a datastore
+        sync_directory(root)
+        for path in _own_files(root):
+            remove(path)
+        for name in (f"{NAME}.tmp", "writer.json", "writer.lock"):
+            remove(root / name)
+        for folder in (*_FOLDERS, ""):
+            with suppress(OSError):  # somebody put something there
+                (root / folder).rmdir()
+        sync_directory(root.parent)
+    finally:
+        lock.release()
 
 
 def _named(manifest: Manifest) -> set[str]:
     return {name for entry in manifest.segments for name in entry.file_names()}
+
+
+def _own_files(root: Path) -> list[Path]:
+    """The files of segments and indexes that are there, named by a manifest or not."""
+    folders = [root / folder for folder in _FOLDERS if (root / folder).is_dir()]
+    return [path for folder in folders for path in folder.iterdir() if _OWN_FILE.match(path.name)]

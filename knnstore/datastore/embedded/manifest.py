@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +60,11 @@ class Manifest:
     next_number: int = 1
     """The number of the next file; never reused, so a name means one content for ever."""
 
-    segments: tuple[SegmentEntry, ...] = field(default=())
+    segments: tuple[SegmentEntry, ...] = ()
 
     def write(self, root: Path) -> None:
         """Publish atomically and durably; readers see the old manifest or this one."""
-        content = {"format": FORMAT, **asdict(self)}
-        text = _canonical(content)
+        text = _canonical({"format": FORMAT, **asdict(self)})
         publish(root / NAME, f'{{"sha256":"{_digest(text)}","content":{text}}}'.encode(), "manifest")
 
     @classmethod

@@ -22,14 +22,10 @@ _LARGEST = 1 << 24  # rows; segments are not merged beyond this
 def merged(
     segments: Sequence[Segment], *, ids: IdRanges | None = None, batch_size: int
 ) -> Iterator[tuple[Ids, StoredKeys, Groups]]:
-    """Yield the live records of several segments by ascending id, in batches of about `batch_size`.
+    """Yield the live records of several segments by ascending id, in batches of at most `batch_size`.
 
-    An id is live in one segment at most. Memory is that of a batch, whatever the segments hold.
-
-    Args:
-        segments: in any order; their id ranges may overlap.
-        ids: only records in these ranges; None means all.
-        batch_size: records a batch, at most, >= 1.
+    An id is live in one segment at most. Memory is that of a batch, whatever the segments hold. Their id
+    ranges may overlap; `ids` leaves only the records in some ranges.
     """
     cursors = [_Cursor(segment, segment.live_rows(ids)) for segment in segments]
     cursors = [cursor for cursor in cursors if cursor.advance()]
@@ -100,14 +96,7 @@ def merge_plan(segments: Sequence[Segment], ratio: int) -> list[list[Segment]]:
     """Choose runs of neighbors to merge, so that each segment has `ratio` times the rows of the next.
 
     The logarithmic method (Bentley and Saxe, 1980): the number of segments, and how often a row is
-    rewritten, grow with the logarithm of the rows.
-
-    Args:
-        segments: of one group.
-        ratio: how much larger than the next one a segment is left, >= 1.
-
-    Returns:
-        The runs, each of two segments or more.
+    rewritten, grow with the logarithm of the rows. Each run has two segments or more.
     """
     stack: list[list[Segment]] = []
     for segment in segments:
@@ -122,13 +111,7 @@ def merge_plan(segments: Sequence[Segment], ratio: int) -> list[list[Segment]]:
 
 
 def write_segment(root: Path, name: str, segments: Sequence[Segment], dim: int) -> Segment:
-    """Write the live rows of segments of one group as the files of a new one, durably.
-
-    Args:
-        root: the datastore's directory.
-        name: the new segment's name.
-        segments: one or more.
-        dim: number of components of a key.
+    """Write the live rows of segments of one group, one or more, as the files of a new one, durably.
 
     Raises:
         OSError: the disk is full or broken.
@@ -162,9 +145,7 @@ def file_names(name: str) -> tuple[str, str, str]:
 
 def stored_keys(keys: Keys) -> StoredKeys:
     """Keys in half precision, where their range allows it."""
-    if max(keys.max(), -keys.min()) > _FLOAT16_MAX:
-        return keys
-    return keys.astype(np.float16)
+    return keys if max(keys.max(), -keys.min()) > _FLOAT16_MAX else keys.astype(np.float16)
 
 
 def with_buffered(segments: Sequence[Segment], fresh: Segment) -> list[Segment]:

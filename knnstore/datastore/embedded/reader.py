@@ -22,11 +22,7 @@ from knnstore.errors import (
 
 
 class SegmentReader:
-    """What can be read of the segments in a directory; see `KeySegments`.
-
-    Args:
-        root: a directory that the datastore owns.
-    """
+    """What can be read of the segments in a directory; see `KeySegments`."""
 
     _manifest: Manifest
 
@@ -109,15 +105,11 @@ class SegmentReader:
                 before = (0, 0, 0)
             manifest = Manifest.read(self.root)
             try:
-                segments = self._mapped(manifest)
-            except (FileNotFoundError, CorruptDatastoreError) as error:
-                if signature(self.root) != before:
-                    continue
-                if isinstance(error, CorruptDatastoreError):
+                self._segments, self._signature = self._mapped(manifest), before
+                return manifest
+            except CorruptDatastoreError:
+                if signature(self.root) == before:
                     raise
-                raise missing(error) from None
-            self._segments, self._signature = segments, before
-            return manifest
 
     def _refresh(self) -> None:
         try:
@@ -132,22 +124,17 @@ class SegmentReader:
     def _mapped(self, manifest: Manifest) -> tuple[Segment, ...]:
         """Map the segments of a manifest, keeping the maps of those that are mapped already."""
         known = {segment.entry.keys: segment.columns for segment in self._segments if segment.entry}
-        return tuple(
-            Segment(
-                entry.group,
-                entry.rows,
-                entry.first_id,
-                entry.last_id,
-                known.get(entry.keys) or MappedColumns(self.root, entry, manifest.dim),
-                IdRanges(entry.dead),
-                entry,
+        segments = []
+        for entry in manifest.segments:
+            try:
+                columns = known.get(entry.keys) or MappedColumns(self.root, entry, manifest.dim)
+            except FileNotFoundError as error:
+                raise CorruptDatastoreError(
+                    f"{error.filename} is missing: restore it from a backup, or remove its documents and "
+                    "add them again"
+                ) from None
+            dead = IdRanges(entry.dead)
+            segments.append(
+                Segment(entry.group, entry.rows, entry.first_id, entry.last_id, columns, dead, entry)
             )
-            for entry in manifest.segments
-        )
-
-
-def missing(error: FileNotFoundError) -> CorruptDatastoreError:
-    """The error for a file that the manifest names and nobody replaced."""
-    return CorruptDatastoreError(
-        f"{error.filename} is missing: restore it from a backup, or remove its documents and add them again"
-    )
+        return tuple(segments)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,43 +16,20 @@ StoredKeys = NDArray[Any]
 """Keys as they are stored: shape (n, dim), float16, or float32 where one exceeds the range of float16."""
 
 
-class Columns(Protocol):
-    """The ids and keys of a segment; its identity is the identity of the rows."""
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The keys' type, float16 or float32."""
-        ...
-
-    @property
-    def ids(self) -> Ids:
-        """Ascending, shape (n,)."""
-        ...
-
-    @property
-    def keys(self) -> StoredKeys:
-        """All keys, shape (n, dim), checked as a whole."""
-        ...
-
-    def keys_at(self, rows: NDArray[np.int64]) -> StoredKeys:
-        """Copy some keys, shape (len(rows), dim), checking no more than what is read."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class MemoryColumns:
-    """Rows that are not on disk yet."""
+    """Rows that are not on disk yet; ids ascend."""
 
     ids: Ids
     keys: StoredKeys
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The keys' type."""
+        """The keys' type, float16 or float32."""
         return self.keys.dtype
 
     def keys_at(self, rows: NDArray[np.int64]) -> StoredKeys:
-        """Copy some keys."""
+        """Copy some keys, shape (len(rows), dim)."""
         return self.keys[rows]
 
 
@@ -84,18 +61,22 @@ class MappedColumns:
 
     @property
     def keys(self) -> StoredKeys:
-        """All keys, shape (n, dim)."""
+        """All keys, shape (n, dim), checked as a whole."""
         self.keys_file.check()
         return self._keys
 
     def keys_at(self, rows: NDArray[np.int64]) -> StoredKeys:
-        """Copy some keys; only the blocks that hold them are checked."""
+        """Copy some keys, shape (len(rows), dim); only the blocks that hold them are checked."""
         self.keys_file.check_rows(rows, self.dtype.itemsize * self._shape[1])
         return np.asarray(self._keys[rows])
 
     @property
     def _keys(self) -> StoredKeys:
         return self.keys_file.bytes.view(self.dtype).reshape(self._shape)
+
+
+Columns = MemoryColumns | MappedColumns
+"""The ids and keys of a segment; its identity is the identity of the rows."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
