@@ -16,10 +16,11 @@ from sqlalchemy.engine import URL
 from knnstore.catalog import schema
 from knnstore.catalog.connection import connect, exclusive, is_sqlite_file, place, reading, translated_errors
 from knnstore.catalog.queries import (
+    PRUNED,
     among,
+    grouped,
     live_documents,
     read_engine,
-    read_pruned,
     read_snapshot,
     read_tags,
     records_of_document,
@@ -116,14 +117,13 @@ class Catalog:
             StoreNotFoundError: the database holds no store.
             SchemaTooNewError: its schema is newer than this package.
         """
-        sql = _existing(url)
-        try:
-            with exclusive(sql) as connection:
-                if schema.is_empty(connection):
-                    raise _not_found(url)
-                schema.upgrade(connection)
-        finally:
-            sql.dispose()
+        with ExitStack() as opened:
+            sql = _existing(url)
+            opened.callback(sql.dispose)
+            connection = opened.enter_context(exclusive(sql))
+            if schema.is_empty(connection):
+                raise _not_found(url)
+            schema.upgrade(connection)
 
     def close(self) -> None:
         """Release the connections, and the writer's lock if this process holds it."""
@@ -208,7 +208,8 @@ class Catalog:
     def pruned(self, rows: Iterable[int]) -> dict[int, PrunedDocument]:
         """What was pruned of these documents, of those that are live and were pruned."""
         with reading(self.sql) as current:
-            return read_pruned(current, rows)
+            found = among(current, PRUNED, DocumentRow.id, rows)
+            return {row: PrunedDocument.unpacked(blob, scale, start) for row, start, blob, scale in found}
 
     def versions(self, domain: str, ids: Iterable[str]) -> dict[str, StoredVersion]:
         """The live versions of these documents of a domain, by external id."""
@@ -228,22 +229,16 @@ class Catalog:
 
     def rows_by_content(self, hashes: Iterable[str]) -> dict[str, list[int]]:
         """The primary keys of the live documents with these content hashes, by hash."""
-        found: dict[str, list[int]] = {}
         chosen = select(DocumentRow.content_hash, DocumentRow.id).where(IS_LIVE)
         with reading(self.sql) as current:
-            for content_hash, row in among(current, chosen, DocumentRow.content_hash, hashes):
-                found.setdefault(content_hash, []).append(row)
-        return found
+            return grouped(among(current, chosen, DocumentRow.content_hash, hashes))
 
     def domains(self) -> list[Domain]:
         """Every domain that has a live document, by name."""
+        tokens = func.sum(DocumentRow.stop - DocumentRow.start)
+        records = func.sum(records_of_document(has_prefix=self.identity.has_prefix))
         chosen = (
-            select(
-                DomainRow.name,
-                func.count(),
-                func.sum(DocumentRow.stop - DocumentRow.start),
-                func.sum(records_of_document(has_prefix=self.identity.has_prefix)),
-            )
+            select(DomainRow.name, func.count(), tokens, records)
             .select_from(DomainRow)
             .join(DocumentRow)
             .outerjoin(PrunedRow, PrunedRow.document_id == DocumentRow.id)

@@ -18,11 +18,12 @@ from knnstore.checks import check_name
 
 _IDS_A_STATEMENT = 500  # far below SQLite's limit of bound values
 
-_PRUNED = (
+PRUNED = (
     select(DocumentRow.id, DocumentRow.start, PrunedRow.representatives, PrunedRow.scale)
     .join(PrunedRow, PrunedRow.document_id == DocumentRow.id)
     .where(IS_LIVE)
 )
+"""What was pruned of the live documents."""
 
 
 def in_chunks(values: Iterable[Any]) -> Iterator[list[Any]]:
@@ -40,6 +41,14 @@ def among(
     """The rows of a statement whose column has one of these values, however many these are."""
     for chunk in in_chunks(values):
         yield from current.execute(chosen.where(column.in_(chunk)))
+
+
+def grouped(rows: Iterable[Row[*tuple[Any, ...]]]) -> dict[Any, list[Any]]:
+    """The second values of pairs, by the first."""
+    found: dict[Any, list[Any]] = {}
+    for key, value in rows:
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def utc(moment: datetime) -> datetime:
@@ -76,10 +85,7 @@ def live_documents(
 
 def read_tags(current: Session, rows: Iterable[int]) -> dict[int, list[str]]:
     """The tags of these documents, by primary key; nothing for those without."""
-    tags: dict[int, list[str]] = {}
-    for row, tag in among(current, select(TagRow.document_id, TagRow.tag), TagRow.document_id, rows):
-        tags.setdefault(row, []).append(tag)
-    return tags
+    return grouped(among(current, select(TagRow.document_id, TagRow.tag), TagRow.document_id, rows))
 
 
 def read_engine(current: Session) -> Engine:
@@ -89,12 +95,7 @@ def read_engine(current: Session) -> Engine:
 
 
 def read_snapshot(current: Session, *, has_prefix: bool) -> Snapshot:
-    """Which documents are live.
-
-    Args:
-        current: in a transaction that sees one moment.
-        has_prefix: see `Identity`.
-    """
+    """Which documents are live, in a transaction that sees one moment."""
     records = records_of_document(has_prefix=has_prefix)
     documents = (
         select(DocumentRow.id, DocumentRow.domain_id, DocumentRow.start, DocumentRow.stop, records)
@@ -109,32 +110,14 @@ def read_snapshot(current: Session, *, has_prefix: bool) -> Snapshot:
     values = chain.from_iterable(current.execute(documents))
     table = np.fromiter(values, np.int64).reshape(-1, 5).T.copy()
     table.setflags(write=False)
+    pruned = {
+        start: PrunedDocument.unpacked(blob, scale, start)
+        for _, start, blob, scale in current.execute(PRUNED)
+    }
+    representatives = Representatives.of(pruned) if pruned else None
     rows, groups, starts, stops, counts = table
-    names = dict(current.execute(domains).all())
-    return Snapshot(
-        revision,
-        read_engine(current),
-        rows,
-        groups,
-        starts,
-        stops,
-        counts,
-        read_representatives(current),
-        names,
-    )
-
-
-def read_pruned(current: Session, rows: Iterable[int]) -> dict[int, PrunedDocument]:
-    """What was pruned of these documents, of those that are live and were pruned, by primary key."""
-    found = among(current, _PRUNED, DocumentRow.id, rows)
-    return {row: PrunedDocument.unpacked(blob, scale, start) for row, start, blob, scale in found}
-
-
-def read_representatives(current: Session) -> Representatives | None:
-    """The records that pruning has left in all documents; None when no live one was pruned."""
-    found = current.execute(_PRUNED)
-    documents = {start: PrunedDocument.unpacked(blob, scale, start) for _, start, blob, scale in found}
-    return Representatives.of(documents) if documents else None
+    engine, names = read_engine(current), dict(current.execute(domains).all())
+    return Snapshot(revision, engine, rows, groups, starts, stops, counts, representatives, names)
 
 
 def records_of_document(*, has_prefix: bool) -> ColumnElement[int]:

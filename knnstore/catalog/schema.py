@@ -56,10 +56,7 @@ def check(connection: Connection) -> None:
 
 
 def upgrade(connection: Connection) -> None:
-    """Bring the database to the newest schema; a new database gets all its tables.
-
-    Args:
-        connection: in a transaction, see `connection.exclusive`.
+    """Bring the database to the newest schema, in a transaction; see `connection.exclusive`.
 
     Raises:
         SchemaTooNewError: it is newer already.
@@ -82,9 +79,7 @@ def make(sql: SqlEngine, identity: Identity, engine: Engine, created_at: datetim
             insert(StoreRow).values(
                 id=1,
                 created_at=created_at or datetime.now(UTC),
-                adapter=engine.adapter,
-                location=engine.location,
-                params=dict(engine.params),
+                **asdict(engine),
                 **asdict(identity),
             )
         )

@@ -129,6 +129,10 @@ class Snapshot:
     domains: Mapping[str, int]
     """Id of each domain that has a live document, by name."""
 
+    def log_weights_at(self, positions: NDArray[np.int64]) -> NDArray[np.float32] | None:
+        """See `Representatives.log_weights_at`; None where nothing was pruned."""
+        return None if self.representatives is None else self.representatives.log_weights_at(positions)
+
     def documents_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Which document holds each position.
 

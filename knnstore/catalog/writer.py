@@ -11,7 +11,9 @@ A document goes through three states::
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import UTC, datetime
+from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -107,20 +109,19 @@ class CatalogWriter:
             ).one()
             if end > POSITION_LIMIT:
                 raise CatalogError(f"the store has used up its {POSITION_LIMIT} positions; start a new one")
-            rows, start = [], end - total
-            for document in documents:
-                rows.append(
-                    DocumentRow(
-                        domain_id=groups[document.domain],
-                        external_id=document.id,
-                        state=PENDING,
-                        start=start,
-                        stop=start + len(document.tokens),
-                        content_hash=document.content_hash,
-                        attributes=dict(document.metadata),
-                    )
+            stops = accumulate((len(document.tokens) for document in documents), initial=end - total)
+            rows = [
+                DocumentRow(
+                    domain_id=groups[document.domain],
+                    external_id=document.id,
+                    state=PENDING,
+                    start=start,
+                    stop=stop,
+                    content_hash=document.content_hash,
+                    attributes=dict(document.metadata),
                 )
-                start += len(document.tokens)
+                for document, (start, stop) in zip(documents, pairwise(stops), strict=True)
+            ]
             current.add_all(rows)
             current.flush()
             for row, document in zip(rows, documents, strict=True):
@@ -232,19 +233,11 @@ class CatalogWriter:
                 raise CatalogError("a document to prune is not live, or another one")
             for row, start, _ in found:
                 document = pruned[row]
+                left, packed = int(document.kept(start).sum()), document.packed(start)
                 current.merge(
-                    PrunedRow(
-                        document_id=row,
-                        records=int(document.kept(start).sum()),
-                        scale=document.scale,
-                        representatives=document.packed(start),
-                    )
+                    PrunedRow(document_id=row, records=left, scale=document.scale, representatives=packed)
                 )
-            current.execute(
-                update(StoreRow).values(
-                    adapter=engine.adapter, location=engine.location, params=dict(engine.params)
-                )
-            )
+            current.execute(update(StoreRow).values(asdict(engine)))
             _reveal(current)
 
     @staticmethod

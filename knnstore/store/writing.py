@@ -16,13 +16,7 @@ from knnstore.store.verify import orphans_in
 
 
 class Writing:
-    """The one writer of a store; whoever calls a method holds `lock`.
-
-    Args:
-        home: where the store is.
-        writer: of its catalog.
-        current: its keys.
-    """
+    """The one writer of a store; whoever calls a method holds `lock`."""
 
     def __init__(self, home: Home, writer: CatalogWriter, current: Current) -> None:
         self.lock = threading.RLock()

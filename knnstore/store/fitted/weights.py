@@ -116,14 +116,12 @@ def problem_of(folder: Path, name: str) -> str | None:
     """
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{name!r} is not the name of a file of weights: <SHA-256>.safetensors")
+    why = "is damaged"
     try:
-        found = name_of((folder / name).read_bytes())
+        if name_of((folder / name).read_bytes()) == name:
+            return None
     except OSError as error:
-        found, why = "", f"cannot be read ({error.strerror})"
-    else:
-        why = "is damaged"
-    if found == name:
-        return None
+        why = f"cannot be read ({error.strerror})"
     return f"{folder / name} {why}: restore it from a backup, or fit again what needs it (knnstore calibrate)"
 
 
