@@ -18,7 +18,6 @@ from knnstore.catalog.connection import connect, exclusive, is_sqlite_file, plac
 from knnstore.catalog.queries import (
     PRUNED,
     among,
-    grouped,
     live_documents,
     read_engine,
     read_snapshot,
@@ -80,12 +79,8 @@ class Catalog:
     ) -> Self:
         """Make the tables and the store's row, in one transaction.
 
-        Args:
-            url: the database.
-            identity: what the store is made for.
-            engine: where its keys are.
-            created_at: if not None, a store of this very moment that was never written to is the
-                same one, whose making was interrupted; it is made anew.
+        If `created_at` is given, a store of this very moment that was never written to is the same one,
+        whose making was interrupted; it is made anew.
 
         Raises:
             StoreExistsError: the database already holds a store.
@@ -185,9 +180,8 @@ class Catalog:
 
     def labels(self, rows: Iterable[int]) -> dict[int, tuple[str, str]]:
         """The (external id, domain) of each live document, by primary key."""
-        chosen = live_documents(
-            select(DocumentRow.id, DocumentRow.external_id, DomainRow.name).join(DomainRow)
-        )
+        columns = DocumentRow.id, DocumentRow.external_id, DomainRow.name
+        chosen = live_documents(select(*columns).join(DomainRow))
         with reading(self.sql) as current:
             return {row: (id, domain) for row, id, domain in among(current, chosen, DocumentRow.id, rows)}
 
@@ -229,9 +223,12 @@ class Catalog:
 
     def rows_by_content(self, hashes: Iterable[str]) -> dict[str, list[int]]:
         """The primary keys of the live documents with these content hashes, by hash."""
+        found: dict[str, list[int]] = {}
         chosen = select(DocumentRow.content_hash, DocumentRow.id).where(IS_LIVE)
         with reading(self.sql) as current:
-            return grouped(among(current, chosen, DocumentRow.content_hash, hashes))
+            for content_hash, row in among(current, chosen, DocumentRow.content_hash, hashes):
+                found.setdefault(content_hash, []).append(row)
+        return found
 
     def domains(self) -> list[Domain]:
         """Every domain that has a live document, by name."""

@@ -43,14 +43,6 @@ def among(
         yield from current.execute(chosen.where(column.in_(chunk)))
 
 
-def grouped(rows: Iterable[Row[*tuple[Any, ...]]]) -> dict[Any, list[Any]]:
-    """The second values of pairs, by the first."""
-    found: dict[Any, list[Any]] = {}
-    for key, value in rows:
-        found.setdefault(key, []).append(value)
-    return found
-
-
 def utc(moment: datetime) -> datetime:
     """A moment as it was stored, in UTC: SQLite drops the zone."""
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).astimezone(UTC)
@@ -85,7 +77,10 @@ def live_documents(
 
 def read_tags(current: Session, rows: Iterable[int]) -> dict[int, list[str]]:
     """The tags of these documents, by primary key; nothing for those without."""
-    return grouped(among(current, select(TagRow.document_id, TagRow.tag), TagRow.document_id, rows))
+    tags: dict[int, list[str]] = {}
+    for row, tag in among(current, select(TagRow.document_id, TagRow.tag), TagRow.document_id, rows):
+        tags.setdefault(row, []).append(tag)
+    return tags
 
 
 def read_engine(current: Session) -> Engine:
@@ -121,11 +116,8 @@ def read_snapshot(current: Session, *, has_prefix: bool) -> Snapshot:
 
 
 def records_of_document(*, has_prefix: bool) -> ColumnElement[int]:
-    """How many records a document has, in a statement that joins `PrunedRow` from the outside.
-
-    Args:
-        has_prefix: see `Identity`; without one nothing predicts a document's first token.
-    """
+    """How many records a document has, in a statement that joins `PrunedRow` from the outside."""
     tokens = DocumentRow.stop - DocumentRow.start
+    # Without a prefix nothing predicts a document's first token.
     stored = tokens if has_prefix else case((tokens > 0, tokens - 1), else_=tokens)
     return func.coalesce(PrunedRow.records, stored)

@@ -43,12 +43,7 @@ def is_empty(connection: Connection) -> bool:
 
 
 def check(connection: Connection) -> None:
-    """Refuse a database whose schema is not this package's.
-
-    Raises:
-        SchemaOutdatedError: older; says which command to run.
-        SchemaTooNewError: newer; says to upgrade the package.
-    """
+    """Refuse a database whose schema is not this package's; see `Catalog.open`."""
     if not _is_newest(connection):
         raise SchemaOutdatedError(
             "the catalog's schema is older than this package: run `knnstore db upgrade`"
@@ -56,11 +51,7 @@ def check(connection: Connection) -> None:
 
 
 def upgrade(connection: Connection) -> None:
-    """Bring the database to the newest schema, in a transaction; see `connection.exclusive`.
-
-    Raises:
-        SchemaTooNewError: it is newer already.
-    """
+    """Bring the database to the newest schema, in a transaction; see `connection.exclusive`."""
     if not _is_newest(connection):
         command.upgrade(_config(connection), "head")
 

@@ -100,7 +100,6 @@ class Document:
     id: str
     domain: str
     tokens: int
-    """How many tokens it has."""
     tags: tuple[str, ...]
     metadata: Mapping[str, Any]
     content_hash: str
@@ -114,7 +113,6 @@ class Snapshot:
 
     revision: int
     engine: Engine
-    """Where the keys are."""
     rows: NDArray[np.int64]
     """Primary keys, shape (n,)."""
     groups: NDArray[np.int64]

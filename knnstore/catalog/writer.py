@@ -55,9 +55,6 @@ class CatalogWriter:
     On PostgreSQL it also holds a lock until the catalog is closed or the process ends; a file's
     readers and writers are on one machine, where the store's own lock serves.
 
-    Args:
-        catalog: where to write.
-
     Raises:
         LockedError: another process writes to this catalog on PostgreSQL.
     """
@@ -67,25 +64,18 @@ class CatalogWriter:
         self._sql = catalog.sql
         if self._sql.dialect.name == "postgresql":
             catalog.opened.callback(_lock(self._sql).close)
+        taken_over = update(StoreRow).values(writer_epoch=StoreRow.writer_epoch + 1)
         with session(self._sql) as current:
-            self._epoch = current.scalars(
-                update(StoreRow)
-                .values(writer_epoch=StoreRow.writer_epoch + 1)
-                .returning(StoreRow.writer_epoch)
-            ).one()
+            self._epoch = current.scalars(taken_over.returning(StoreRow.writer_epoch)).one()
 
     @contextmanager
     def _transaction(self, name: str) -> Iterator[Session]:
         """One fenced transaction; the fence is its first statement, so it takes the write lock."""
         failpoint(f"catalog.{name}.before")
         with session(self._sql) as current:
-            mine = current.scalars(
-                update(StoreRow)
-                .where(StoreRow.writer_epoch == self._epoch)
-                .values(writer_epoch=self._epoch)
-                .returning(StoreRow.id)
-            )
-            if mine.one_or_none() is None:
+            mine = StoreRow.writer_epoch == self._epoch
+            fence = update(StoreRow).where(mine).values(writer_epoch=self._epoch).returning(StoreRow.id)
+            if current.scalars(fence).one_or_none() is None:
                 raise FencedError("another writer has taken over this store; open it again to write")
             yield current
             failpoint(f"catalog.{name}.inside")
@@ -102,11 +92,8 @@ class CatalogWriter:
         with self._transaction("begin") as current:
             groups = self._groups(current, {document.domain for document in documents})
             total = sum(len(document.tokens) for document in documents)
-            end = current.scalars(
-                update(StoreRow)
-                .values(next_position=StoreRow.next_position + total)
-                .returning(StoreRow.next_position)
-            ).one()
+            allocated = update(StoreRow).values(next_position=StoreRow.next_position + total)
+            end = current.scalars(allocated.returning(StoreRow.next_position)).one()
             if end > POSITION_LIMIT:
                 raise CatalogError(f"the store has used up its {POSITION_LIMIT} positions; start a new one")
             stops = accumulate((len(document.tokens) for document in documents), initial=end - total)

@@ -35,12 +35,8 @@ class View:
     """The store at one revision.
 
     The datastore may hold more than what is live (a document that is just being added) and is not
-    trusted with the difference: every neighbor is checked here against the catalog.
-
-    Args:
-        snapshot: which documents are live.
-        datastore: where their keys are.
-        catalog: looked up for tags and for documents by id or content.
+    trusted with the difference: every neighbor is checked here against the catalog. A selection that names
+    what is not there raises as `scope` says.
     """
 
     def __init__(self, snapshot: Snapshot, datastore: Datastore, catalog: Catalog) -> None:
@@ -89,22 +85,14 @@ class View:
         return scope
 
     def content(self, hashes: Iterable[str], selection: Selection) -> set[str]:
-        """Which of these content hashes belong to a selected document.
-
-        Raises:
-            DomainNotFoundError, DocumentNotFoundError: as `scope`.
-        """
+        """Which of these content hashes belong to a selected document."""
         duplicates = self._catalog.rows_by_content(hashes)
         reached = self._chosen(selection) & self._among(chain(*duplicates.values()))
         there = set(self.snapshot.rows[reached].tolist())
         return {hash for hash, rows in duplicates.items() if not there.isdisjoint(rows)}
 
     def token_counts(self, selection: Selection, vocabulary: int) -> NDArray[np.int64]:
-        """How often the selected documents hold each token, read-only, remembering the latest answer.
-
-        Raises:
-            DomainNotFoundError, DocumentNotFoundError: as `scope`.
-        """
+        """How often the selected documents hold each token, read-only, remembering the latest answer."""
         latest = self._counts
         if latest is not None and latest[0] == selection:
             return latest[1]

@@ -76,11 +76,7 @@ def name_of(content: bytes) -> str:
 
 
 def save_weights(folder: Path, weights: Weights) -> str:
-    """Write weights durably; nothing is done when they are there already.
-
-    Args:
-        folder: made when it does not exist.
-        weights: what to write.
+    """Write weights durably, making the folder; nothing is done when they are there already.
 
     Returns:
         The name to save in settings.

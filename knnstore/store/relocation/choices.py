@@ -24,7 +24,7 @@ class Choice(NamedTuple):
 
 
 def drop_at_random(count: int, left: int, seed: int) -> Choice:
-    """Let so many records stay at random, each with the same probability, and each weigh as much more.
+    """Let `left` of `count` records stay at random, all equally likely, and each weigh as much more.
 
     So a domain that was pruned keeps its part of p_kNN beside others that were not.
     """
@@ -54,14 +54,8 @@ def merge_nearest(
     The heavier of the two stays, of equal ones the first, and stands for both. He et al. 2021
     (https://arxiv.org/abs/2109.04212) merge among each record's k nearest, in random order; the nearest
     pairs first cost far less perplexity and stop at any number. What is nearest is measured by Euclidean
-    distance, whatever the store's metric: where keys are equal, p_kNN stays as it was.
-
-    Args:
-        tokens: shape (n,).
-        keys: float32, shape (n, dim).
-        weights: how many records each stands for already, shape (n,).
-        left: how many shall stay; one of each token always does.
-        progress: is told of each record that is compared with the others of its token.
+    distance, whatever the store's metric: where keys are equal, p_kNN stays as it was. `left` records
+    stay, more where each token's last one does. `weights` says how many records each stands for already.
     """
     shown = progress or Progress()
     into = np.arange(len(tokens))

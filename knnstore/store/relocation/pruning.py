@@ -116,7 +116,7 @@ def plan_pruning(
     domains: Sequence[str],
     progress: Progress,
 ) -> Pruning:
-    """Decide which records go of some domains, by name; see `KNNStore.prune`."""
+    """Decide which records of these domains go; see `KNNStore.prune`."""
     if not (0 < keep <= 1 and math.isfinite(keep)):
         raise ConfigError(f"the share to keep must be above 0 and at most 1, got {keep}")
     snapshot = view.snapshot
@@ -139,13 +139,15 @@ def plan_pruning(
         if len(ids) <= left:
             reports.append(PrunedDomain(name, tokens, len(ids), len(ids), 0, 0))
             continue
-        records = DomainRecords(name, ids, _weights_of(snapshot, ids), texts, view.datastore)
+        positions = positions_of(ids)
+        logs = snapshot.log_weights_at(positions)
+        weights = np.ones(len(ids)) if logs is None else np.exp(logs.astype(np.float64))
+        records = DomainRecords(name, ids, weights, texts, view.datastore)
         representatives, scale = choose(records, left, progress)
         stays, dropped = representatives == np.arange(len(ids)), int((representatives == DROPPED).sum())
         after = int(stays.sum())
         reports.append(PrunedDomain(name, tokens, len(ids), after, len(ids) - after - dropped, dropped))
         gone |= IdRanges.of_ids(ids[~stays])
-        positions = positions_of(ids)
         moved_to = np.where(representatives == DROPPED, DROPPED, positions[representatives])
         for row, document in documents.items():
             representatives = _look_up(document.representatives, positions, moved_to)
@@ -178,11 +180,6 @@ def _record_ids(texts: Sequence[tuple[int, Tokens]], documents: Iterable[PrunedD
         offsets = np.flatnonzero(document.kept(start))
         parts.append(record_ids(start + offsets, tokens[offsets]))
     return np.concatenate(parts)
-
-
-def _weights_of(snapshot: Snapshot, ids: Ids) -> NDArray[np.float64]:
-    logs = snapshot.log_weights_at(positions_of(ids))
-    return np.ones(len(ids)) if logs is None else np.exp(logs.astype(np.float64))
 
 
 def _look_up(
