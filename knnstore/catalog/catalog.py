@@ -16,10 +16,10 @@ from sqlalchemy.engine import URL
 from knnstore.catalog import schema
 from knnstore.catalog.connection import connect, exclusive, is_sqlite_file, place, reading, translated_errors
 from knnstore.catalog.queries import (
+    PRUNED,
     among,
     live_documents,
     read_engine,
-    read_pruned,
     read_snapshot,
     read_tags,
     records_of_document,
@@ -79,12 +79,8 @@ class Catalog:
     ) -> Self:
         """Make the tables and the store's row, in one transaction.
 
-        Args:
-            url: the database.
-            identity: what the store is made for.
-            engine: where its keys are.
-            created_at: if not None, a store of this very moment that was never written to is the
-                same one, whose making was interrupted; it is made anew.
+        If `created_at` is given, a store of this very moment that was never written to is the same one,
+        whose making was interrupted; it is made anew.
 
         Raises:
             StoreExistsError: the database already holds a store.
@@ -116,14 +112,13 @@ class Catalog:
             StoreNotFoundError: the database holds no store.
             SchemaTooNewError: its schema is newer than this package.
         """
-        sql = _existing(url)
-        try:
-            with exclusive(sql) as connection:
-                if schema.is_empty(connection):
-                    raise _not_found(url)
-                schema.upgrade(connection)
-        finally:
-            sql.dispose()
+        with ExitStack() as opened:
+            sql = _existing(url)
+            opened.callback(sql.dispose)
+            connection = opened.enter_context(exclusive(sql))
+            if schema.is_empty(connection):
+                raise _not_found(url)
+            schema.upgrade(connection)
 
     def close(self) -> None:
         """Release the connections, and the writer's lock if this process holds it."""
@@ -185,9 +180,8 @@ class Catalog:
 
     def labels(self, rows: Iterable[int]) -> dict[int, tuple[str, str]]:
         """The (external id, domain) of each live document, by primary key."""
-        chosen = live_documents(
-            select(DocumentRow.id, DocumentRow.external_id, DomainRow.name).join(DomainRow)
-        )
+        columns = DocumentRow.id, DocumentRow.external_id, DomainRow.name
+        chosen = live_documents(select(*columns).join(DomainRow))
         with reading(self.sql) as current:
             return {row: (id, domain) for row, id, domain in among(current, chosen, DocumentRow.id, rows)}
 
@@ -208,7 +202,8 @@ class Catalog:
     def pruned(self, rows: Iterable[int]) -> dict[int, PrunedDocument]:
         """What was pruned of these documents, of those that are live and were pruned."""
         with reading(self.sql) as current:
-            return read_pruned(current, rows)
+            found = among(current, PRUNED, DocumentRow.id, rows)
+            return {row: PrunedDocument.unpacked(blob, scale, start) for row, start, blob, scale in found}
 
     def versions(self, domain: str, ids: Iterable[str]) -> dict[str, StoredVersion]:
         """The live versions of these documents of a domain, by external id."""
@@ -237,13 +232,10 @@ class Catalog:
 
     def domains(self) -> list[Domain]:
         """Every domain that has a live document, by name."""
+        tokens = func.sum(DocumentRow.stop - DocumentRow.start)
+        records = func.sum(records_of_document(has_prefix=self.identity.has_prefix))
         chosen = (
-            select(
-                DomainRow.name,
-                func.count(),
-                func.sum(DocumentRow.stop - DocumentRow.start),
-                func.sum(records_of_document(has_prefix=self.identity.has_prefix)),
-            )
+            select(DomainRow.name, func.count(), tokens, records)
             .select_from(DomainRow)
             .join(DocumentRow)
             .outerjoin(PrunedRow, PrunedRow.document_id == DocumentRow.id)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -147,13 +147,11 @@ def session(engine: Engine) -> Iterator[Session]:
         yield current
 
 
-@contextmanager
-def reading(engine: Engine) -> Iterator[Session]:
+def reading(engine: Engine) -> AbstractContextManager[Session]:
     """Run several queries that all see the database as it was at one moment."""
     if engine.dialect.name == "postgresql":  # on SQLite every transaction is so
         engine = engine.execution_options(isolation_level="REPEATABLE READ")
-    with session(engine) as current:
-        yield current
+    return session(engine)
 
 
 @contextmanager

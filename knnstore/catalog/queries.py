@@ -18,11 +18,12 @@ from knnstore.checks import check_name
 
 _IDS_A_STATEMENT = 500  # far below SQLite's limit of bound values
 
-_PRUNED = (
+PRUNED = (
     select(DocumentRow.id, DocumentRow.start, PrunedRow.representatives, PrunedRow.scale)
     .join(PrunedRow, PrunedRow.document_id == DocumentRow.id)
     .where(IS_LIVE)
 )
+"""What was pruned of the live documents."""
 
 
 def in_chunks(values: Iterable[Any]) -> Iterator[list[Any]]:
@@ -89,12 +90,7 @@ def read_engine(current: Session) -> Engine:
 
 
 def read_snapshot(current: Session, *, has_prefix: bool) -> Snapshot:
-    """Which documents are live.
-
-    Args:
-        current: in a transaction that sees one moment.
-        has_prefix: see `Identity`.
-    """
+    """Which documents are live, in a transaction that sees one moment."""
     records = records_of_document(has_prefix=has_prefix)
     documents = (
         select(DocumentRow.id, DocumentRow.domain_id, DocumentRow.start, DocumentRow.stop, records)
@@ -109,40 +105,19 @@ def read_snapshot(current: Session, *, has_prefix: bool) -> Snapshot:
     values = chain.from_iterable(current.execute(documents))
     table = np.fromiter(values, np.int64).reshape(-1, 5).T.copy()
     table.setflags(write=False)
+    pruned = {
+        start: PrunedDocument.unpacked(blob, scale, start)
+        for _, start, blob, scale in current.execute(PRUNED)
+    }
+    representatives = Representatives.of(pruned) if pruned else None
     rows, groups, starts, stops, counts = table
-    names = dict(current.execute(domains).all())
-    return Snapshot(
-        revision,
-        read_engine(current),
-        rows,
-        groups,
-        starts,
-        stops,
-        counts,
-        read_representatives(current),
-        names,
-    )
-
-
-def read_pruned(current: Session, rows: Iterable[int]) -> dict[int, PrunedDocument]:
-    """What was pruned of these documents, of those that are live and were pruned, by primary key."""
-    found = among(current, _PRUNED, DocumentRow.id, rows)
-    return {row: PrunedDocument.unpacked(blob, scale, start) for row, start, blob, scale in found}
-
-
-def read_representatives(current: Session) -> Representatives | None:
-    """The records that pruning has left in all documents; None when no live one was pruned."""
-    found = current.execute(_PRUNED)
-    documents = {start: PrunedDocument.unpacked(blob, scale, start) for _, start, blob, scale in found}
-    return Representatives.of(documents) if documents else None
+    engine, names = read_engine(current), dict(current.execute(domains).all())
+    return Snapshot(revision, engine, rows, groups, starts, stops, counts, representatives, names)
 
 
 def records_of_document(*, has_prefix: bool) -> ColumnElement[int]:
-    """How many records a document has, in a statement that joins `PrunedRow` from the outside.
-
-    Args:
-        has_prefix: see `Identity`; without one nothing predicts a document's first token.
-    """
+    """How many records a document has, in a statement that joins `PrunedRow` from the outside."""
     tokens = DocumentRow.stop - DocumentRow.start
+    # Without a prefix nothing predicts a document's first token.
     stored = tokens if has_prefix else case((tokens > 0, tokens - 1), else_=tokens)
     return func.coalesce(PrunedRow.records, stored)

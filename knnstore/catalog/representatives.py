@@ -77,9 +77,8 @@ class Representatives:
         representatives = np.concatenate([document.representatives for document in ordered])
         scale = np.repeat([document.scale for document in ordered], np.diff(origins))
         made = cls(starts, origins, np.empty(len(representatives), bool), None)
-        into = made._index(
-            representatives
-        )  # -1 for what is dropped, and where the representative was removed
+        # -1 for what is dropped, and where the representative was removed
+        into = made._index(representatives)
         kept = into == np.arange(len(representatives))
         there = into >= 0
         weights = np.bincount(into[there], scale[there], minlength=len(representatives))

@@ -43,12 +43,7 @@ def is_empty(connection: Connection) -> bool:
 
 
 def check(connection: Connection) -> None:
-    """Refuse a database whose schema is not this package's.
-
-    Raises:
-        SchemaOutdatedError: older; says which command to run.
-        SchemaTooNewError: newer; says to upgrade the package.
-    """
+    """Refuse a database whose schema is not this package's; see `Catalog.open`."""
     if not _is_newest(connection):
         raise SchemaOutdatedError(
             "the catalog's schema is older than this package: run `knnstore db upgrade`"
@@ -56,14 +51,7 @@ def check(connection: Connection) -> None:
 
 
 def upgrade(connection: Connection) -> None:
-    """Bring the database to the newest schema; a new database gets all its tables.
-
-    Args:
-        connection: in a transaction, see `connection.exclusive`.
-
-    Raises:
-        SchemaTooNewError: it is newer already.
-    """
+    """Bring the database to the newest schema, in a transaction; see `connection.exclusive`."""
     if not _is_newest(connection):
         command.upgrade(_config(connection), "head")
 
@@ -82,9 +70,7 @@ def make(sql: SqlEngine, identity: Identity, engine: Engine, created_at: datetim
             insert(StoreRow).values(
                 id=1,
                 created_at=created_at or datetime.now(UTC),
-                adapter=engine.adapter,
-                location=engine.location,
-                params=dict(engine.params),
+                **asdict(engine),
                 **asdict(identity),
             )
         )

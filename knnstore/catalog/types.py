@@ -100,7 +100,6 @@ class Document:
     id: str
     domain: str
     tokens: int
-    """How many tokens it has."""
     tags: tuple[str, ...]
     metadata: Mapping[str, Any]
     content_hash: str
@@ -114,7 +113,6 @@ class Snapshot:
 
     revision: int
     engine: Engine
-    """Where the keys are."""
     rows: NDArray[np.int64]
     """Primary keys, shape (n,)."""
     groups: NDArray[np.int64]
@@ -128,6 +126,10 @@ class Snapshot:
     """Which ones these are in the documents that were pruned; None when none was."""
     domains: Mapping[str, int]
     """Id of each domain that has a live document, by name."""
+
+    def log_weights_at(self, positions: NDArray[np.int64]) -> NDArray[np.float32] | None:
+        """See `Representatives.log_weights_at`; None where nothing was pruned."""
+        return None if self.representatives is None else self.representatives.log_weights_at(positions)
 
     def documents_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Which document holds each position.

@@ -11,7 +11,9 @@ A document goes through three states::
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import UTC, datetime
+from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -53,9 +55,6 @@ class CatalogWriter:
     On PostgreSQL it also holds a lock until the catalog is closed or the process ends; a file's
     readers and writers are on one machine, where the store's own lock serves.
 
-    Args:
-        catalog: where to write.
-
     Raises:
         LockedError: another process writes to this catalog on PostgreSQL.
     """
@@ -65,25 +64,18 @@ class CatalogWriter:
         self._sql = catalog.sql
         if self._sql.dialect.name == "postgresql":
             catalog.opened.callback(_lock(self._sql).close)
+        taken_over = update(StoreRow).values(writer_epoch=StoreRow.writer_epoch + 1)
         with session(self._sql) as current:
-            self._epoch = current.scalars(
-                update(StoreRow)
-                .values(writer_epoch=StoreRow.writer_epoch + 1)
-                .returning(StoreRow.writer_epoch)
-            ).one()
+            self._epoch = current.scalars(taken_over.returning(StoreRow.writer_epoch)).one()
 
     @contextmanager
     def _transaction(self, name: str) -> Iterator[Session]:
         """One fenced transaction; the fence is its first statement, so it takes the write lock."""
         failpoint(f"catalog.{name}.before")
         with session(self._sql) as current:
-            mine = current.scalars(
-                update(StoreRow)
-                .where(StoreRow.writer_epoch == self._epoch)
-                .values(writer_epoch=self._epoch)
-                .returning(StoreRow.id)
-            )
-            if mine.one_or_none() is None:
+            mine = StoreRow.writer_epoch == self._epoch
+            fence = update(StoreRow).where(mine).values(writer_epoch=self._epoch).returning(StoreRow.id)
+            if current.scalars(fence).one_or_none() is None:
                 raise FencedError("another writer has taken over this store; open it again to write")
             yield current
             failpoint(f"catalog.{name}.inside")
@@ -100,27 +92,23 @@ class CatalogWriter:
         with self._transaction("begin") as current:
             groups = self._groups(current, {document.domain for document in documents})
             total = sum(len(document.tokens) for document in documents)
-            end = current.scalars(
-                update(StoreRow)
-                .values(next_position=StoreRow.next_position + total)
-                .returning(StoreRow.next_position)
-            ).one()
+            allocated = update(StoreRow).values(next_position=StoreRow.next_position + total)
+            end = current.scalars(allocated.returning(StoreRow.next_position)).one()
             if end > POSITION_LIMIT:
                 raise CatalogError(f"the store has used up its {POSITION_LIMIT} positions; start a new one")
-            rows, start = [], end - total
-            for document in documents:
-                rows.append(
-                    DocumentRow(
-                        domain_id=groups[document.domain],
-                        external_id=document.id,
-                        state=PENDING,
-                        start=start,
-                        stop=start + len(document.tokens),
-                        content_hash=document.content_hash,
-                        attributes=dict(document.metadata),
-                    )
+            stops = accumulate((len(document.tokens) for document in documents), initial=end - total)
+            rows = [
+                DocumentRow(
+                    domain_id=groups[document.domain],
+                    external_id=document.id,
+                    state=PENDING,
+                    start=start,
+                    stop=stop,
+                    content_hash=document.content_hash,
+                    attributes=dict(document.metadata),
                 )
-                start += len(document.tokens)
+                for document, (start, stop) in zip(documents, pairwise(stops), strict=True)
+            ]
             current.add_all(rows)
             current.flush()
             for row, document in zip(rows, documents, strict=True):
@@ -232,19 +220,11 @@ class CatalogWriter:
                 raise CatalogError("a document to prune is not live, or another one")
             for row, start, _ in found:
                 document = pruned[row]
+                left, packed = int(document.kept(start).sum()), document.packed(start)
                 current.merge(
-                    PrunedRow(
-                        document_id=row,
-                        records=int(document.kept(start).sum()),
-                        scale=document.scale,
-                        representatives=document.packed(start),
-                    )
+                    PrunedRow(document_id=row, records=left, scale=document.scale, representatives=packed)
                 )
-            current.execute(
-                update(StoreRow).values(
-                    adapter=engine.adapter, location=engine.location, params=dict(engine.params)
-                )
-            )
+            current.execute(update(StoreRow).values(asdict(engine)))
             _reveal(current)
 
     @staticmethod

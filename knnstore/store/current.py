@@ -17,11 +17,7 @@ Mode = Literal["r", "a"]
 class Current:
     """Follows the catalog from revision to revision and from engine to engine.
 
-    Args:
-        home: where the store is.
-        catalog: its catalog.
-        mode: how the datastore is opened.
-        params: parameters of the adapter in place of the store's own.
+    The datastore is opened with `params` in place of the store's own.
     """
 
     engine: Engine
@@ -47,15 +43,9 @@ class Current:
             return self._view
 
     def switch(self, engine: Engine, datastore: Datastore, commit: Callable[[], None]) -> Datastore:
-        """Go over to another engine as the catalog does; other threads see both changes or none.
+        """Go over to another engine once `commit` has made the catalog name it; returns the old datastore.
 
-        Args:
-            engine: the new one.
-            datastore: the new one, opened.
-            commit: makes the catalog name it.
-
-        Returns:
-            The datastore in use until now.
+        Other threads see both changes or none.
         """
         with self._viewing:
             commit()

@@ -38,13 +38,7 @@ def purge(catalog: CatalogWriter, datastore: Datastore, documents: Sequence[Plac
 
 
 class Ingest:
-    """A group of documents that becomes live at once; made, and committed or abandoned, by `KNNStore.ingest`.
-
-    Args:
-        catalog: the writer.
-        datastore: opened for writing.
-        documents: distinct in (domain, id); one that is live already is replaced.
-    """
+    """A group of documents that becomes live at once; made, committed and abandoned by `KNNStore.ingest`."""
 
     def __init__(
         self, catalog: CatalogWriter, datastore: Datastore, documents: Sequence[NewDocument]
@@ -90,6 +84,5 @@ class Ingest:
         """
         with contextlib.suppress(KnnstoreError, OSError):
             live = self._catalog.catalog.labels(placed.row for placed in self._placed)
-            purge(
-                self._catalog, self._datastore, [placed for placed in self._placed if placed.row not in live]
-            )
+            gone = [placed for placed in self._placed if placed.row not in live]
+            purge(self._catalog, self._datastore, gone)

@@ -37,28 +37,14 @@ class Provenance:
 
 
 class Tracer:
-    """Finds the provenance of records; remembers the documents read last.
-
-    Args:
-        catalog: read for tokens and names.
-    """
+    """Finds the provenance of records; remembers the documents read last."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
         self._document = lru_cache(_DOCUMENTS_KEPT)(self._read)
 
     def trace(self, ids: Ids, snapshot: Snapshot, *, before: int, after: int) -> list[Provenance | None]:
-        """The place of each record.
-
-        Args:
-            ids: int64, shape (n,).
-            snapshot: the documents that may be named.
-            before: how many tokens of context.
-            after: how many tokens of continuation.
-
-        Returns:
-            n entries; None for id -1 and for a record whose document is live no more.
-        """
+        """The place of each record in the documents of a snapshot; see `StoreReader.provenance`."""
         positions = positions_of(ids)
         found = snapshot.documents_at(positions)
         places: list[Provenance | None] = []

@@ -25,13 +25,7 @@ _SEARCH_ATTEMPTS = 20  # a commit takes longer than a search: so many in a row a
 
 
 class StoreReader:
-    """Reads a store as whoever makes it says that it is.
-
-    Args:
-        home: where the store is.
-        catalog: its catalog.
-        view: gives what is live.
-    """
+    """Reads a store as whoever makes it says that it is; `view` gives what is live."""
 
     def __init__(self, home: Home, catalog: Catalog, view: Callable[[], View]) -> None:
         self.home = home

@@ -9,6 +9,7 @@ from typing import Any, Self
 from numpy.typing import NDArray
 
 from knnstore.catalog import Catalog, CatalogWriter, Document, Domain, Engine, Identity, NewDocument
+from knnstore.datastore import SupportsOptimize
 from knnstore.durable import WriterLock
 from knnstore.errors import ConfigError, ReadOnlyError
 from knnstore.progress import Progress
@@ -29,12 +30,6 @@ class KNNStore(StoreReader):
 
     One process writes and any number read; readers see each commit without reopening. A handle
     may be used by several threads: searches run beside each other and beside one writing thread.
-
-    Args:
-        home: where the store is.
-        catalog: its catalog.
-        mode: ``"r"`` or ``"a"``.
-        params: see `open`.
     """
 
     def __init__(
@@ -214,8 +209,9 @@ class KNNStore(StoreReader):
 
     def optimize(self) -> None:
         """Let the engine build its indexes and reclaim space."""
-        with self._locked() as writing:
-            writing.optimize()
+        with self._locked():
+            if isinstance(self._current.datastore, SupportsOptimize):
+                self._current.datastore.optimize()
 
     # -- putting its keys elsewhere
 

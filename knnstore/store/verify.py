@@ -12,16 +12,7 @@ from knnstore.store.view import View
 
 
 def problems_of(home: Home, catalog: Catalog, view: View) -> list[str]:
-    """Read everything that is stored and list what is wrong, one line each.
-
-    Args:
-        home: where the weights are.
-        catalog: what should be there.
-        view: what is there; every record is read.
-
-    Returns:
-        Nothing when the store is sound.
-    """
+    """Read everything that is stored and list what is wrong, one line each; nothing when it is sound."""
     problems, datastore = [], view.datastore
     unsettled = catalog.unsettled()
     if unsettled:
@@ -42,9 +33,8 @@ def problems_of(home: Home, catalog: Catalog, view: View) -> list[str]:
 def orphans_in(catalog: Catalog, datastore: Datastore) -> Ids:
     """The records that belong to no live document, ascending."""
     snapshot = catalog.snapshot()
-    return np.concatenate(
-        [np.zeros(0, np.int64), *(_orphans(ids, snapshot) for ids, _, _ in datastore.iterate())]
-    )
+    orphans = [_orphans(ids, snapshot) for ids, _, _ in datastore.iterate()]
+    return np.concatenate([np.zeros(0, np.int64), *orphans])
 
 
 def _compare(catalog: Catalog, datastore: Datastore, unsettled: list[PlacedDocument]) -> list[str]:

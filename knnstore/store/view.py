@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -34,12 +35,8 @@ class View:
     """The store at one revision.
 
     The datastore may hold more than what is live (a document that is just being added) and is not
-    trusted with the difference: every neighbor is checked here against the catalog.
-
-    Args:
-        snapshot: which documents are live.
-        datastore: where their keys are.
-        catalog: looked up for tags and for documents by id or content.
+    trusted with the difference: every neighbor is checked here against the catalog. A selection that names
+    what is not there raises as `scope` says.
     """
 
     def __init__(self, snapshot: Snapshot, datastore: Datastore, catalog: Catalog) -> None:
@@ -50,16 +47,9 @@ class View:
         self._counts: tuple[Selection, NDArray[np.int64]] | None = None
 
     def search(self, queries: Keys, k: int, selection: Selection) -> Neighbors:
-        """The k nearest live records of each query, among the selected documents.
+        """The k nearest live records of each query, among the selected documents; see `StoreReader.search`.
 
-        Args:
-            queries: float32, shape (q, dim).
-            k: how many, >= 1.
-            selection: where to look.
-
-        Returns:
-            ids and distances of shape (q, k); -1 and +inf where fewer records match. With log weights if a
-            live document was pruned so that records stand for others.
+        With log weights if a live document was pruned so that records stand for others.
 
         Raises:
             CorruptDatastoreError: the datastore finds nothing where there must be something.
@@ -78,10 +68,7 @@ class View:
             )
         if orphans.any():
             found = found.without(orphans).nearest(k)
-        representatives = self.snapshot.representatives
-        if representatives is None:
-            return found
-        return replace(found, log_weights=representatives.log_weights_at(positions_of(found.ids)))
+        return replace(found, log_weights=self.snapshot.log_weights_at(positions_of(found.ids)))
 
     def scope(self, selection: Selection) -> Scope:
         """Resolve a selection, remembering the latest ones.
@@ -98,29 +85,14 @@ class View:
         return scope
 
     def content(self, hashes: Iterable[str], selection: Selection) -> set[str]:
-        """Which of these content hashes belong to a selected document.
-
-        Raises:
-            DomainNotFoundError, DocumentNotFoundError: as `scope`.
-        """
+        """Which of these content hashes belong to a selected document."""
         duplicates = self._catalog.rows_by_content(hashes)
-        reached = self._chosen(selection) & self._among(row for rows in duplicates.values() for row in rows)
+        reached = self._chosen(selection) & self._among(chain(*duplicates.values()))
         there = set(self.snapshot.rows[reached].tolist())
         return {hash for hash, rows in duplicates.items() if not there.isdisjoint(rows)}
 
     def token_counts(self, selection: Selection, vocabulary: int) -> NDArray[np.int64]:
-        """How often the selected documents hold each token, remembering the latest answer.
-
-        Args:
-            selection: which documents.
-            vocabulary: how many tokens there are, v.
-
-        Returns:
-            int64, shape (v,), not to be written to.
-
-        Raises:
-            DomainNotFoundError, DocumentNotFoundError: as `scope`.
-        """
+        """How often the selected documents hold each token, read-only, remembering the latest answer."""
         latest = self._counts
         if latest is not None and latest[0] == selection:
             return latest[1]
@@ -142,10 +114,8 @@ class View:
         """Yield the records of the selected documents, but for some by primary key, by ascending id."""
         chosen = self._chosen(selection) & ~self._among(without)
         live = ranges_of(self.snapshot.starts[chosen], self.snapshot.stops[chosen])
-        representatives = self.snapshot.representatives
         for ids, keys, _ in self.datastore.iterate(ids=live, batch_size=batch_size):
-            weights = None if representatives is None else representatives.log_weights_at(positions_of(ids))
-            yield Records(ids, keys, weights)
+            yield Records(ids, keys, self.snapshot.log_weights_at(positions_of(ids)))
 
     def _resolve(self, selection: Selection) -> Scope:
         chosen = self._chosen(selection)
@@ -169,8 +139,7 @@ class View:
         if selection.documents is not None:
             chosen &= self._among(row for id in selection.documents for row in self._rows_of(id))
         if selection.exclude:
-            duplicates = self._catalog.rows_by_content(selection.exclude)
-            chosen &= ~self._among(row for rows in duplicates.values() for row in rows)
+            chosen &= ~self._among(chain(*self._catalog.rows_by_content(selection.exclude).values()))
         return chosen
 
     def _group(self, domain: str) -> int:

@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from knnstore.catalog import CatalogWriter, NewDocument
-from knnstore.datastore import IdRanges, SupportsOptimize
+from knnstore.datastore import IdRanges
 from knnstore.errors import DocumentNotFoundError, KnnstoreError
 from knnstore.store.current import Current
 from knnstore.store.fitted import SavedSettings, Weights, files_in_use, save_weights, sweep
@@ -16,13 +16,7 @@ from knnstore.store.verify import orphans_in
 
 
 class Writing:
-    """The one writer of a store; whoever calls a method holds `lock`.
-
-    Args:
-        home: where the store is.
-        writer: of its catalog.
-        current: its keys.
-    """
+    """The one writer of a store; whoever calls a method holds `lock`."""
 
     def __init__(self, home: Home, writer: CatalogWriter, current: Current) -> None:
         self.lock = threading.RLock()
@@ -54,11 +48,7 @@ class Writing:
         self.writer.describe({rows[id]: change for id, change in changes.items()})
 
     def remove(self, domain: str, ids: Iterable[str] | None = None) -> None:
-        """Remove documents of a domain; None is all.
-
-        Raises:
-            DocumentNotFoundError: one is not there; none was removed.
-        """
+        """Remove documents of a domain, or none if one is not there; None is all."""
         gone = self.writer.catalog.rows(domain=domain) if ids is None else self._rows(domain, ids).values()
         self.writer.retire(list(gone))
         self.purge()
@@ -81,11 +71,6 @@ class Writing:
             orphans = orphans_in(self.writer.catalog, self._current.datastore)
             self._current.datastore.delete(IdRanges.of_ids(orphans))
             self._current.datastore.flush()
-
-    def optimize(self) -> None:
-        """Let the engine build its indexes and reclaim space."""
-        if isinstance(self._current.datastore, SupportsOptimize):
-            self._current.datastore.optimize()
 
     def _sweep_weights(self) -> None:
         if self._home.weights.is_dir():

@@ -76,11 +76,7 @@ def name_of(content: bytes) -> str:
 
 
 def save_weights(folder: Path, weights: Weights) -> str:
-    """Write weights durably; nothing is done when they are there already.
-
-    Args:
-        folder: made when it does not exist.
-        weights: what to write.
+    """Write weights durably, making the folder; nothing is done when they are there already.
 
     Returns:
         The name to save in settings.
@@ -116,14 +112,12 @@ def problem_of(folder: Path, name: str) -> str | None:
     """
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{name!r} is not the name of a file of weights: <SHA-256>.safetensors")
+    why = "is damaged"
     try:
-        found = name_of((folder / name).read_bytes())
+        if name_of((folder / name).read_bytes()) == name:
+            return None
     except OSError as error:
-        found, why = "", f"cannot be read ({error.strerror})"
-    else:
-        why = "is damaged"
-    if found == name:
-        return None
+        why = f"cannot be read ({error.strerror})"
     return f"{folder / name} {why}: restore it from a backup, or fit again what needs it (knnstore calibrate)"
 
 

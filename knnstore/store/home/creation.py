@@ -64,19 +64,12 @@ def make_store(
     identity: Identity,
     engine: Engine,
     catalog: str | None,
-    projection: Weights | None = None,
+    projection: Weights | None,
 ) -> Home:
-    """Make a home with an empty datastore and a catalog; it is whole or not there.
-
-    Args:
-        path: the folder; new or empty.
-        identity: what the store is made for.
-        engine: where the keys are to be.
-        catalog: the catalog's URL, whose password is not written; None is SQLite in the home.
-        projection: weights that the identity is to name.
+    """Make a home with an empty datastore and a catalog, whole or not there; see `KNNStore.create`.
 
     Returns:
-        The home, its catalog's URL with the password.
+        The home, its catalog's URL with the password, which is not written.
 
     Raises:
         StoreExistsError: a store is there, or in the catalog's database.

@@ -28,12 +28,7 @@ DESCRIPTION = "knnstore.json"
 
 
 class Home:
-    """A home; use `open` for one that is there.
-
-    Args:
-        path: the folder.
-        catalog_url: where the catalog is.
-    """
+    """A folder and where its catalog is; use `open` for one that is there."""
 
     def __init__(self, path: Path, catalog_url: URL) -> None:
         self.path = path
@@ -50,11 +45,7 @@ class Home:
 
     @classmethod
     def new(cls, path: Path, catalog: str | None) -> Self:
-        """A home that is still to be made.
-
-        Args:
-            path: the folder.
-            catalog: the catalog's URL; None is SQLite in the home.
+        """A home that is still to be made, its catalog at a URL; None is SQLite in the home.
 
         Raises:
             ConfigError: the URL cannot be used.
@@ -72,10 +63,8 @@ class Home:
     def open(cls, path: str | os.PathLike[str], catalog: str | None = None) -> Self:
         """Read a home's description.
 
-        Args:
-            path: the folder.
-            catalog: the catalog's URL with its password; default is that of the environment, else
-                the one written.
+        The catalog's URL with its password is the one given, else that of the environment, else the one
+        written.
 
         Raises:
             StoreNotFoundError: the folder is no home.

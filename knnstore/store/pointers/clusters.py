@@ -70,14 +70,9 @@ class Clusters:
 
 
 class _DomainClusters:
-    """Some records, each in the cluster of its nearest center.
+    """Some records by ascending position, each labeled with its nearest center.
 
-    Args:
-        centers: float32, shape (c, dim).
-        made_for: how many records there were.
-        divided: where all records are in a cluster.
-        positions: theirs, shape (n,), ascending.
-        labels: the cluster of each.
+    All records of `divided` are in a cluster; there were `made_for` of them when the centers were found.
     """
 
     def __init__(

@@ -5,7 +5,6 @@ into another document or to anything that was removed. Nor do clusters: what the
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,27 +12,16 @@ from numpy.typing import NDArray
 from knnstore.datastore import BLOCK_VALUES, Ids, Keys, Neighbors, paired, positions_of, ranges_of
 from knnstore.store.pointers.clusters import Clusters
 from knnstore.store.selection import Selection
-
-if TYPE_CHECKING:
-    from knnstore.store.view import View
+from knnstore.store.view import View
 
 
 def follow(
-    view: "View", queries: Keys, ids: Ids, selection: Selection, clusters: Clusters | None = None
+    view: View, queries: Keys, ids: Ids, selection: Selection, clusters: Clusters | None = None
 ) -> Neighbors:
-    """Measure each query against the records that come after some of others in their documents.
+    """Measure each query against the records that come after some of others; see `StoreReader.follow`.
 
-    Args:
-        view: what is live.
-        queries: float32, shape (q, dim).
-        ids: records as of any revision, int64, shape (q, m), -1 for none.
-        selection: where the records may be.
-        clusters: measures all records of the clusters that those records are in.
-
-    Returns:
-        ids and distances of shape (q, m), each in the place of the record before it; -1 and +inf where that
-        was a document's last, and where there is no such record any more. With clusters of shape (q, n), in
-        any order. With log weights as `View.search`.
+    The ids may be of any revision. With clusters, all records of those that the records are in are measured.
+    With log weights as `View.search`.
     """
     positions = positions_of(ids) + 1
     documents = view.snapshot.documents_at(positions)
@@ -47,7 +35,7 @@ def follow(
 
 
 def _measure(
-    view: "View",
+    view: View,
     queries: Keys,
     positions: NDArray[np.int64],
     wanted: NDArray[np.bool_],
@@ -67,7 +55,4 @@ def _measure(
             some = rows[start : start + step], columns[start : start + step]
             found.ids[some] = known[at[some]]
             found.distances[some] = paired(queries[some[0]], keys[at[some]], view.datastore.metric)
-    representatives = view.snapshot.representatives
-    if representatives is None:
-        return found
-    return replace(found, log_weights=representatives.log_weights_at(positions_of(found.ids)))
+    return replace(found, log_weights=view.snapshot.log_weights_at(positions_of(found.ids)))

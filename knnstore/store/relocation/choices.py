@@ -24,14 +24,9 @@ class Choice(NamedTuple):
 
 
 def drop_at_random(count: int, left: int, seed: int) -> Choice:
-    """Let records stay at random, each with the same probability, and each weigh as much more.
+    """Let `left` of `count` records stay at random, all equally likely, and each weigh as much more.
 
     So a domain that was pruned keeps its part of p_kNN beside others that were not.
-
-    Args:
-        count: how many there are.
-        left: how many shall stay, at most `count`.
-        seed: the same gives the same choice.
     """
     stay = np.random.default_rng(seed).choice(count, left, replace=False, shuffle=False)
     return Choice(_only(stay, count), scale=count / left)
@@ -59,14 +54,8 @@ def merge_nearest(
     The heavier of the two stays, of equal ones the first, and stands for both. He et al. 2021
     (https://arxiv.org/abs/2109.04212) merge among each record's k nearest, in random order; the nearest
     pairs first cost far less perplexity and stop at any number. What is nearest is measured by Euclidean
-    distance, whatever the store's metric: where keys are equal, p_kNN stays as it was.
-
-    Args:
-        tokens: shape (n,).
-        keys: float32, shape (n, dim).
-        weights: how many records each stands for already, shape (n,).
-        left: how many shall stay; one of each token always does.
-        progress: is told of each record that is compared with the others of its token.
+    distance, whatever the store's metric: where keys are equal, p_kNN stays as it was. `left` records
+    stay, more where each token's last one does. `weights` says how many records each stands for already.
     """
     shown = progress or Progress()
     into = np.arange(len(tokens))
@@ -74,9 +63,9 @@ def merge_nearest(
     alive = np.arange(len(tokens))
     while len(alive) > max(left, len(np.unique(tokens[alive]))):
         shown.start("comparing", total=len(alive), unit="rec")
-        pairs, distances = _nearest_pairs(tokens[alive], keys[alive], shown)
+        pairs = _nearest_pairs(tokens[alive], keys[alive], shown)
         shown.finish()
-        gone, representatives = _merge_pairs(pairs, distances, masses[alive], len(alive) - left)
+        gone, representatives = _merge_pairs(pairs, masses[alive], len(alive) - left)
         into[alive[gone]] = alive[representatives]
         np.add.at(masses, alive[representatives], masses[alive[gone]])
         alive = np.flatnonzero(into == np.arange(len(into)))
@@ -91,13 +80,11 @@ def _only(stay: NDArray[np.int64], count: int) -> NDArray[np.int64]:
     return representatives
 
 
-def _nearest_pairs(
-    tokens: NDArray[np.int64], keys: Keys, progress: Progress
-) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+def _nearest_pairs(tokens: NDArray[np.int64], keys: Keys, progress: Progress) -> NDArray[np.int64]:
     """Pair each record with the `NEAREST` ones of the same token.
 
     Returns:
-        Pairs (lower index, higher index), shape (m, 2), and their squared distances, nearest first.
+        Pairs (lower index, higher index), shape (m, 2), nearest first.
     """
     found: list[NDArray[np.int64]] = [np.empty((0, 2), np.int64)]
     lengths: list[NDArray[np.float32]] = [np.empty(0, np.float32)]
@@ -114,26 +101,16 @@ def _nearest_pairs(
             lengths.append(others.distances.ravel())
         progress.advance(len(rows))
     pairs, distances = np.concatenate(found), np.concatenate(lengths)
-    nearest_first = np.lexsort((pairs[:, 1], pairs[:, 0], distances))
-    return pairs[nearest_first], distances[nearest_first]
+    return pairs[np.lexsort((pairs[:, 1], pairs[:, 0], distances))]
 
 
 def _merge_pairs(
-    pairs: NDArray[np.int64],
-    distances: NDArray[np.float32],
-    weights: NDArray[np.float64],
-    most: int,
+    pairs: NDArray[np.int64], weights: NDArray[np.float64], most: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Merge along pairs, nearest first, while both are there.
+    """Merge at most so many times along pairs, nearest first, while both are there.
 
     Two records that are each other's nearest are merged by the greedy algorithm whatever it does before, so
     all such pairs are merged at once.
-
-    Args:
-        pairs: shape (m, 2), nearest first.
-        distances: of each pair, ascending.
-        weights: of each record, shape (n,).
-        most: how many merges.
 
     Returns:
         The records that go and those that each is merged into, nearest pairs first.
@@ -142,7 +119,7 @@ def _merge_pairs(
     ranks = np.arange(len(pairs))
     merges = [np.empty((0, 3), np.int64)]  # rank, who goes, into whom
     while len(pairs):
-        best = np.full(len(weights), len(distances))
+        best = np.full(len(weights), ranks[-1] + 1)
         for side in (0, 1):
             np.minimum.at(best, pairs[:, side], ranks)
         mutual = (best[pairs[:, 0]] == ranks) & (best[pairs[:, 1]] == ranks)

@@ -50,19 +50,11 @@ class Transferred(NamedTuple):
     """How many neighbors of each key that was."""
 
 
-def transfer(
-    source: Datastore, target: Datastore, progress: Progress, *, without: IdRanges = _NOTHING
-) -> Transferred:
-    """Make the target hold exactly the records of the source, ready to be searched, and check that it does.
+def transfer(source: Datastore, target: Datastore, progress: Progress, *, without: IdRanges) -> Transferred:
+    """Make the target hold the records of the source but for some, ready to be searched, and check that.
 
-    What the target holds already, from a transfer that was interrupted, is not copied again. Every
-    record is compared, and the neighbors of a sample are compared with those that numpy finds.
-
-    Args:
-        source: only read.
-        target: opened for writing; holds nothing but records of the source, present or former.
-        progress: is told of each batch.
-        without: records of the source that the target shall not hold.
+    What the target holds already, records of the source from a transfer that was interrupted, is not
+    copied again. Every record is compared, and the neighbors of a sample with those that numpy finds.
 
     Raises:
         DatastoreError: the target gives back other records than it was given, or does not find
@@ -88,13 +80,7 @@ def transfer(
 
 
 def _copy(batches: Iterable[Batch], total: int, target: Datastore, progress: Progress) -> tuple[Keys, int]:
-    """Copy what is missing and delete what is left over, durably.
-
-    Args:
-        batches: of what the target shall hold.
-        total: how many records these are.
-        target: opened for writing.
-        progress: is told of each batch.
+    """Copy what is missing of some batches and delete what is left over, durably.
 
     Returns:
         Some keys of the source, evenly spread, shape (at most _QUERIES, dim); how many were copied.
@@ -202,13 +188,7 @@ def _same(ours: Batch, theirs: Batch, *, exact: bool) -> bool:
 
 
 class _Nearest:
-    """The distances of the k nearest of all keys that were added, for each query.
-
-    Args:
-        queries: float32, shape (q, dim).
-        k: how many.
-        metric: how distances are measured.
-    """
+    """The distances of the k nearest of all keys that were added, for each query."""
 
     def __init__(self, queries: Keys, k: int, metric: Metric) -> None:
         self.k, self._queries, self._metric = k, queries, metric

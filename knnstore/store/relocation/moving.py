@@ -44,11 +44,7 @@ class Plan:
 
     @classmethod
     def read(cls, home: Home) -> Self | None:
-        """The move that is unfinished, if any.
-
-        Raises:
-            ConfigError: its file is damaged.
-        """
+        """The move that is unfinished, if any."""
         path = home.path / _NAME
         try:
             content = json.loads(path.read_bytes())

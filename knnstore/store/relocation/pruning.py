@@ -47,7 +47,7 @@ class DomainRecords:
 
 
 Chooser = Callable[[DomainRecords, int, Progress], Choice]
-"""Chooses which records of a domain stay, given how many shall; see `choosing`."""
+"""Chooses which records of a domain stay, given how many shall; see `Choice`."""
 
 
 def random_chooser(seed: int = 0) -> Chooser:
@@ -96,7 +96,7 @@ class Pruned:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Pruning:
     """A pruning that was decided on."""
 
     domains: tuple[PrunedDomain, ...]
@@ -115,17 +115,8 @@ def plan_pruning(
     choose: Chooser,
     domains: Sequence[str],
     progress: Progress,
-) -> Plan:
-    """Decide which records go.
-
-    Args:
-        catalog: read for tokens and for what was pruned before.
-        view: what is live; its keys are read where the chooser wants them.
-        keep: share of each domain's tokens that shall have a record afterwards.
-        choose: says which.
-        domains: names of those that are pruned.
-        progress: is told of each step.
-    """
+) -> Pruning:
+    """Decide which records of these domains go; see `KNNStore.prune`."""
     if not (0 < keep <= 1 and math.isfinite(keep)):
         raise ConfigError(f"the share to keep must be above 0 and at most 1, got {keep}")
     snapshot = view.snapshot
@@ -148,18 +139,20 @@ def plan_pruning(
         if len(ids) <= left:
             reports.append(PrunedDomain(name, tokens, len(ids), len(ids), 0, 0))
             continue
-        records = DomainRecords(name, ids, _weights_of(snapshot, ids), texts, view.datastore)
+        positions = positions_of(ids)
+        logs = snapshot.log_weights_at(positions)
+        weights = np.ones(len(ids)) if logs is None else np.exp(logs.astype(np.float64))
+        records = DomainRecords(name, ids, weights, texts, view.datastore)
         representatives, scale = choose(records, left, progress)
         stays, dropped = representatives == np.arange(len(ids)), int((representatives == DROPPED).sum())
         after = int(stays.sum())
         reports.append(PrunedDomain(name, tokens, len(ids), after, len(ids) - after - dropped, dropped))
         gone |= IdRanges.of_ids(ids[~stays])
-        positions = positions_of(ids)
         moved_to = np.where(representatives == DROPPED, DROPPED, positions[representatives])
         for row, document in documents.items():
             representatives = _look_up(document.representatives, positions, moved_to)
             changed[row] = PrunedDocument(representatives, document.scale * scale)
-    return Plan(tuple(reports), gone, changed, _as_it_will_be(snapshot, {**known, **changed}))
+    return Pruning(tuple(reports), gone, changed, _as_it_will_be(snapshot, {**known, **changed}))
 
 
 def _unpruned(start: int, stop: int, first: int) -> PrunedDocument:
@@ -187,12 +180,6 @@ def _record_ids(texts: Sequence[tuple[int, Tokens]], documents: Iterable[PrunedD
         offsets = np.flatnonzero(document.kept(start))
         parts.append(record_ids(start + offsets, tokens[offsets]))
     return np.concatenate(parts)
-
-
-def _weights_of(snapshot: Snapshot, ids: Ids) -> NDArray[np.float64]:
-    representatives = snapshot.representatives
-    logs = None if representatives is None else representatives.log_weights_at(positions_of(ids))
-    return np.ones(len(ids)) if logs is None else np.exp(logs.astype(np.float64))
 
 
 def _look_up(

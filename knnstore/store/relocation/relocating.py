@@ -23,7 +23,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from knnstore.catalog import Catalog, CatalogWriter, Engine, PrunedDocument
+from knnstore.catalog import Catalog, CatalogWriter, Engine
 from knnstore.checks import check_json
 from knnstore.datastore import Datastore, IdRanges
 from knnstore.errors import ConfigError, DatastoreExistsError, KnnstoreError
@@ -34,7 +34,7 @@ from knnstore.store.home import Home, Place, holds_something
 from knnstore.store.reader import Reader
 from knnstore.store.relocation.copying import Transferred, transfer
 from knnstore.store.relocation.moving import Moved, Plan
-from knnstore.store.relocation.pruning import Chooser, Pruned, plan_pruning
+from knnstore.store.relocation.pruning import Chooser, Pruned, Pruning, plan_pruning
 from knnstore.store.selection import EVERYTHING, Selection
 from knnstore.store.view import View
 
@@ -45,14 +45,7 @@ Inspector = Callable[[Reader], None]
 
 
 class Relocation:
-    """Moves and prunes one store.
-
-    Args:
-        home: where the store is.
-        catalog: its catalog.
-        current: where its keys are.
-        preview: makes a reader of what will be live.
-    """
+    """Moves and prunes one store; `preview` makes a reader of what will be live."""
 
     def __init__(
         self, home: Home, catalog: Catalog, current: Current, preview: Callable[[View], Reader]
@@ -68,11 +61,7 @@ class Relocation:
         return None if plan is None or plan.target == self._catalog.engine() else plan.target
 
     def settle(self) -> str | None:
-        """Erase the old keys of a move that has switched, if there is one.
-
-        Returns:
-            Why the old keys are still there, if they are; None otherwise.
-        """
+        """Erase the old keys of a move that has switched; returns why they are still there, if they are."""
         try:
             plan = Plan.read(self._home)
             switched = plan is not None and plan.target == self._current.engine
@@ -88,14 +77,7 @@ class Relocation:
             _logger.warning("keys that were moved are still at the old place: %s", left)
 
     def abandon(self) -> Engine | None:
-        """Erase the half-made copy of an unfinished move.
-
-        Returns:
-            Where it was going; None when no move is unfinished.
-
-        Raises:
-            KnnstoreError: it cannot be erased.
-        """
+        """Erase the half-made copy of an unfinished move; see `KNNStore.abandon_move`."""
         self._current.view()  # follows a move whose answer was lost
         plan = Plan.read(self._home)
         if plan is None or plan.target == self._current.engine:
@@ -136,12 +118,7 @@ class Relocation:
             seconds = time.perf_counter() - started
             return Pruned(plan.domains, before, before, view.datastore.count(), seconds)
         target = self._place_beside(location, differing)
-
-        def look(copy: Datastore) -> None:
-            if inspect is not None:
-                inspect(self._preview(View(plan.snapshot, copy, self._catalog)))
-
-        done = self._relocate(writer, target, progress, without=plan.gone, pruned=plan.documents, look=look)
+        done = self._relocate(writer, target, progress, plan, inspect)
         left = self.settle()
         return Pruned(plan.domains, before, target, done.records, time.perf_counter() - started, left)
 
@@ -150,21 +127,21 @@ class Relocation:
         writer: CatalogWriter,
         target: Engine,
         progress: Progress,
-        *,
-        without: IdRanges | None = None,
-        pruned: Mapping[int, PrunedDocument] | None = None,
-        look: Callable[[Datastore], None] = lambda copy: None,
+        pruning: Pruning | None = None,
+        inspect: Inspector | None = None,
     ) -> Transferred:
         """Copy the records, compare them, and switch to the copy; the old keys stay."""
 
         def commit() -> None:
-            writer.move(target, pruned or {})
+            writer.move(target, pruning.documents if pruning else {})
             failpoint("move.switched")
 
         copy = self._begin(target, progress)
         try:
-            done = transfer(self._current.datastore, copy, progress, without=without or IdRanges())
-            look(copy)
+            without = pruning.gone if pruning else IdRanges()
+            done = transfer(self._current.datastore, copy, progress, without=without)
+            if pruning and inspect:
+                inspect(self._preview(View(pruning.snapshot, copy, self._catalog)))
             old = self._current.switch(target, copy, commit)
         except BaseException:
             with suppress(KnnstoreError):  # what is durable already serves the next try
@@ -174,11 +151,7 @@ class Relocation:
         return done
 
     def _begin(self, target: Engine, progress: Progress) -> Datastore:
-        """Open the target for writing: a new one, or the one of the same move, interrupted.
-
-        Raises:
-            DatastoreExistsError: something else is at the location.
-        """
+        """Open the target for writing: a new one, or the one of the same move, interrupted."""
         source, place = self._current.engine, self._place(target)
         plan = Plan.read(self._home)
         if plan is not None and plan.target != target:
@@ -263,10 +236,6 @@ class Relocation:
 
 
 def _as_json(params: Mapping[str, Any]) -> dict[str, Any]:
-    """An adapter's parameters as they come back from JSON.
-
-    Raises:
-        InputError: they cannot be written as JSON.
-    """
+    """An adapter's parameters as they come back from JSON."""
     check_json(params, "the parameters")
     return dict(json.loads(json.dumps(dict(params))))
