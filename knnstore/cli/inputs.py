@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import typer
@@ -28,32 +29,27 @@ ParamsOption = Annotated[
 ]
 
 
+@dataclass
 class Documents:
-    """The documents of some files, to be read once.
+    """The documents of some files, to be read once."""
 
-    Args:
-        files: as `read_documents` takes them.
-        skip_bad: whether those that cannot be used are reported and left out.
-        bar: to report above.
-
-    Raises:
-        InputError: on reading, a document cannot be used and is not to be left out.
-    """
-
-    skipped = 0
+    files: FilesArgument
+    skip_bad: SkipBadOption = False
+    skipped: int = field(default=0, init=False)
     """How many were left out."""
 
-    def __init__(self, files: Sequence[str], *, skip_bad: bool, bar: Bar) -> None:
-        self._files = files
-        self._skip_bad = skip_bad
-        self._bar = bar
+    def read(self, bar: Bar) -> Iterator[TextDocument]:
+        """Read them; those that are left out are reported above a bar.
 
-    def __iter__(self) -> Iterator[TextDocument]:
-        return read_documents(self._files, on_bad=self._skip if self._skip_bad else None)
+        Raises:
+            InputError: on reading, a document cannot be used and is not to be left out.
+        """
 
-    def _skip(self, error: InputError) -> None:
-        self.skipped += 1
-        self._bar.say(f"skipped {one_line(error)}")
+        def skip(error: InputError) -> None:
+            self.skipped += 1
+            bar.say(f"skipped {one_line(error)}")
+
+        return read_documents(self.files, on_bad=skip if self.skip_bad else None)
 
 
 def read_text(given: str) -> str:
