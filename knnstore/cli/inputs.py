@@ -12,17 +12,6 @@ from knnstore.cli.output import Bar, one_line
 from knnstore.documents import STDIN, TextDocument, read_documents
 from knnstore.errors import InputError
 
-FilesArgument = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="FILE",
-        help=".jsonl (a row a document: id, text, metadata), .txt or .md (one document), a folder of "
-        "such files, or - for standard input; each may be compressed (.gz).",
-    ),
-]
-SkipBadOption = Annotated[
-    bool, typer.Option("--skip-bad", help="Report documents that cannot be used, and go on without them.")
-]
 ParamsOption = Annotated[
     list[str] | None,
     typer.Option("--param", metavar="NAME=VALUE", help="A parameter of the engine; repeatable."),
@@ -33,8 +22,17 @@ ParamsOption = Annotated[
 class Documents:
     """The documents of some files, to be read once."""
 
-    files: FilesArgument
-    skip_bad: SkipBadOption = False
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE",
+            help=".jsonl (a row a document: id, text, metadata), .txt or .md (one document), a folder of "
+            "such files, or - for standard input; each may be compressed (.gz).",
+        ),
+    ]
+    skip_bad: Annotated[
+        bool, typer.Option("--skip-bad", help="Report documents that cannot be used, and go on without them.")
+    ] = False
     skipped: int = field(default=0, init=False)
     """How many were left out."""
 

@@ -100,11 +100,7 @@ def evaluate(
 
 
 def trained_substitute(store: "KNNStore", selection: "Selection") -> "Substitute":
-    """The substitute that was trained on exactly these domains.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The substitute that was trained on exactly these domains; that there is none is an error."""
     from knnstore.lm import trained_for
 
     if selection.tags:

@@ -44,11 +44,9 @@ class Adds(Protocol):
     @property
     def reader(self) -> TextReader:
         """Makes their keys."""
-        ...
 
     def after_adding(self) -> None:
         """Hear that documents with new records are live."""
-        ...
 
 
 def add(

@@ -180,11 +180,7 @@ def max_length_of(config: Any) -> int:
 
 
 def check_window(max_length: int, stride: int) -> None:
-    """Refuse windows that hold nothing to predict, or that would leave tokens out.
-
-    Raises:
-        ConfigError: max_length or stride is out of range.
-    """
+    """Refuse windows that hold nothing to predict, or that would leave tokens out."""
     if max_length < 2:
         raise ConfigError(f"max_length must be at least 2, got {max_length}")
     if not 1 <= stride < max_length:
