@@ -49,9 +49,6 @@ def windows(length: int, max_length: int, stride: int, *, has_prefix: bool) -> I
         has_prefix: whether a prefix precedes the document; without one its first token is
             context only, since nothing comes before it.
 
-    Raises:
-        ConfigError: max_length or stride is out of range.
-
     Example:
         >>> [tuple(window) for window in windows(10, 6, 3, has_prefix=True)]
         [(-1, 5, 0), (2, 8, 5), (4, 10, 8)]

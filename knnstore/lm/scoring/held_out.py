@@ -61,7 +61,10 @@ def score_held_out(
     left_out: Collection[str] = (),
     progress: Progress | None = None,
 ) -> Iterator[TokenScores]:
-    """As `score`, but documents with a content hash in `left_out` do not retrieve from themselves."""
+    """Score held-out documents, see `score`.
+
+    Those with a content hash in `left_out` do not retrieve from themselves.
+    """
     others = [at for at, document in enumerate(documents) if document.content_hash not in left_out]
     groups = [(others, settings)] + [
         ([at], replace(settings, selection=settings.selection.without(document.content_hash)))
