@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import typer
@@ -11,49 +12,42 @@ from knnstore.cli.output import Bar, one_line
 from knnstore.documents import STDIN, TextDocument, read_documents
 from knnstore.errors import InputError
 
-FilesArgument = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="FILE",
-        help=".jsonl (a row a document: id, text, metadata), .txt or .md (one document), a folder of "
-        "such files, or - for standard input; each may be compressed (.gz).",
-    ),
-]
-SkipBadOption = Annotated[
-    bool, typer.Option("--skip-bad", help="Report documents that cannot be used, and go on without them.")
-]
 ParamsOption = Annotated[
     list[str] | None,
     typer.Option("--param", metavar="NAME=VALUE", help="A parameter of the engine; repeatable."),
 ]
 
 
+@dataclass
 class Documents:
-    """The documents of some files, to be read once.
+    """The documents of some files, to be read once."""
 
-    Args:
-        files: as `read_documents` takes them.
-        skip_bad: whether those that cannot be used are reported and left out.
-        bar: to report above.
-
-    Raises:
-        InputError: on reading, a document cannot be used and is not to be left out.
-    """
-
-    skipped = 0
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE",
+            help=".jsonl (a row a document: id, text, metadata), .txt or .md (one document), a folder of "
+            "such files, or - for standard input; each may be compressed (.gz).",
+        ),
+    ]
+    skip_bad: Annotated[
+        bool, typer.Option("--skip-bad", help="Report documents that cannot be used, and go on without them.")
+    ] = False
+    skipped: int = field(default=0, init=False)
     """How many were left out."""
 
-    def __init__(self, files: Sequence[str], *, skip_bad: bool, bar: Bar) -> None:
-        self._files = files
-        self._skip_bad = skip_bad
-        self._bar = bar
+    def read(self, bar: Bar) -> Iterator[TextDocument]:
+        """Read them; those that are left out are reported above a bar.
 
-    def __iter__(self) -> Iterator[TextDocument]:
-        return read_documents(self._files, on_bad=self._skip if self._skip_bad else None)
+        Raises:
+            InputError: on reading, a document cannot be used and is not to be left out.
+        """
 
-    def _skip(self, error: InputError) -> None:
-        self.skipped += 1
-        self._bar.say(f"skipped {one_line(error)}")
+        def skip(error: InputError) -> None:
+            self.skipped += 1
+            bar.say(f"skipped {one_line(error)}")
+
+        return read_documents(self.files, on_bad=skip if self.skip_bad else None)
 
 
 def read_text(given: str) -> str:

@@ -62,11 +62,7 @@ class StoreRuntime(Runtime):
 
 
 def load_tokenizer(model: str) -> Any:
-    """Load a model's tokenizer alone.
-
-    Raises:
-        ConfigError: it is not there.
-    """
+    """Load a model's tokenizer alone; that it is not there is an error."""
     quiet_transformers()
     from transformers import AutoTokenizer
 

@@ -85,12 +85,20 @@ class Query:
         Raises:
             ConfigError: a value is out of range, or clusters are given without pointers.
         """
+        from knnstore.lm import is_substitute_outdated
+
         settings = self._in_force(store, selection)
-        if self.lam is None:
-            _warn_of_outdated(store, selection)
+        if self.lam is None and is_substitute_outdated(store, selection):
+            note(
+                "warning: the substitute in these settings was trained on documents that were removed or "
+                "replaced since, and is left out: run knnstore substitute again"
+            )
         if None in (self.k, self.temperature, self.lam):
             self._name_calibration(store, settings)
-        _warn_of_nothing_selected(store, settings)
+        if settings.retrieves and not store.record_count(settings.selection):
+            tags = ", ".join(map(repr, settings.selection.tags or ()))
+            why = f"no document selected has the tag {tags}" if tags else "no document is stored"
+            note(f"warning: nothing is retrieved, the model is alone: {why}")
         return settings
 
     def _in_force(self, store: "KNNStore", selection: "Selection") -> "KNNSettings":
@@ -161,22 +169,3 @@ class GenerationQuery(Query):
 
 def _given(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
-
-
-def _warn_of_outdated(store: "KNNStore", selection: "Selection") -> None:
-    """Say so where the settings saved for a selection name a substitute that is used no more."""
-    from knnstore.lm import is_substitute_outdated
-
-    if is_substitute_outdated(store, selection):
-        note(
-            "warning: the substitute in these settings was trained on documents that were removed or "
-            "replaced since, and is left out: run knnstore substitute again"
-        )
-
-
-def _warn_of_nothing_selected(store: "KNNStore", settings: "KNNSettings") -> None:
-    """Say so where retrieval is asked for and there is no record to retrieve."""
-    if settings.retrieves and not store.record_count(settings.selection):
-        tags = ", ".join(map(repr, settings.selection.tags or ()))
-        why = f"no document selected has the tag {tags}" if tags else "no document is stored"
-        note(f"warning: nothing is retrieved, the model is alone: {why}")

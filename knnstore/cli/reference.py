@@ -22,12 +22,7 @@ called wrongly and 130 after Ctrl-C.
 
 
 def helps(command: Any = None, name: str = "knnstore") -> Iterator[tuple[str, str]]:
-    """Yield the name of every command, as it is called, with its help.
-
-    Args:
-        command: where to begin; default is the whole command line.
-        name: what it is called.
-    """
+    """Yield the name of every command, as it is called, with its help, from `command` on."""
     command = command or typer.main.get_command(app)
     context = typer.Context(
         command, info_name=name, terminal_width=_WIDTH, help_option_names=["-h", "--help"]

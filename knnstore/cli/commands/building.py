@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from knnstore.cli.inputs import Documents, FilesArgument, ParamsOption, SkipBadOption, read_params
+from knnstore.cli.inputs import Documents, ParamsOption, read_params
 from knnstore.cli.models import Runtime, StoreRuntime, quiet_transformers
 from knnstore.cli.options import DEFAULT_HOME, HomeOption, JsonOption, LocationOption, MaxLengthOption
 from knnstore.cli.output import Bar, note, pairs, print_result
@@ -109,13 +109,12 @@ def init(
 
 
 def add(
-    files: FilesArgument,
     domain: Annotated[str, typer.Option(metavar="NAME", help="The domain; made when it is new.")],
     *,
     tags: Annotated[
         list[str] | None, typer.Option("--tag", metavar="TAG", help="Tag every document; repeatable.")
     ] = None,
-    skip_bad: SkipBadOption = False,
+    documents: Documents,
     runtime: StoreRuntime,
     as_json: JsonOption = False,
 ) -> None:
@@ -130,8 +129,10 @@ def add(
       cat news.jsonl | knnstore add - --domain news --skip-bad
     """
     with Bar() as bar, runtime.open_model("a") as lm:
-        documents = Documents(files, skip_bad=skip_bad, bar=bar)
-        added = lm.add(documents, domain=domain, tags=tags or (), total_bytes=size_of(files), progress=bar)
+        total_bytes = size_of(documents.files)
+        added = lm.add(
+            documents.read(bar), domain=domain, tags=tags or (), total_bytes=total_bytes, progress=bar
+        )
     if documents.skipped:
         note(f"skipped {documents.skipped:,} in all")
     done = {**asdict(added), "tokens_per_s": added.tokens_per_s, "skipped": documents.skipped}

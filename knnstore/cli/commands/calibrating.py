@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from knnstore.cli.inputs import Documents, FilesArgument, SkipBadOption
+from knnstore.cli.inputs import Documents
 from knnstore.cli.models import StoreRuntime
 from knnstore.cli.options import DomainsOption, JsonOption, LeaveOutOption
 from knnstore.cli.output import Bar, note, print_result, table
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 
 def calibrate(
-    files: FilesArgument,
     *,
     domains: DomainsOption = None,
     max_k: Annotated[
@@ -44,7 +43,7 @@ def calibrate(
             metavar="SHARE", help="Save settings that leave out this share of the searches, as 0.5."
         ),
     ] = None,
-    skip_bad: SkipBadOption = False,
+    documents: Documents,
     runtime: StoreRuntime,
     as_json: JsonOption = False,
 ) -> None:
@@ -67,9 +66,8 @@ def calibrate(
     from knnstore.lm import settings_to_dict
 
     with Bar() as bar, runtime.open_model("a") as lm:
-        documents = Documents(files, skip_bad=skip_bad, bar=bar)
         found = lm.calibrate(
-            documents,
+            documents.read(bar),
             domains=domains,
             max_k=max_k,
             leave_out=leave_out,
@@ -100,12 +98,12 @@ def calibrate(
         note("leaving out the searches expected to help least, and its ratio when chosen at random:")
         shown = [
             {
-                "saved": f"{of.share:.0%}",
-                "ppl": of.ppl,
-                "ratio": f"{of.ratio:.3f}",
-                "random": f"{of.random:.3f}",
+                **row,
+                "saved": f"{row['saved']:.0%}",
+                "ratio": f"{row['ratio']:.3f}",
+                "random": f"{row['random']:.3f}",
             }
-            for of in found.savings
+            for row in savings
         ]
         typer.echo(table(shown, ["saved", "ppl", "ratio", "random"]))
     if found.record is None:
@@ -142,15 +140,7 @@ def _rows(comparison: "Comparison") -> list[dict[str, Any]]:
 def figures(
     k: int, temperature: float | None, lam: float, held_out: "Interval", change: "Interval"
 ) -> dict[str, Any]:
-    """Fitted settings, and how well they do, as both are printed.
-
-    Args:
-        k: neighbors.
-        temperature: of the distances; None where there is none.
-        lam: mean λ.
-        held_out: perplexity.
-        change: its ratio to that of the model alone.
-    """
+    """Fitted settings as they are printed, with perplexity and its ratio to that of the model alone."""
     ratios = {"ratio": change.ppl, "ratio_low": change.low, "ratio_high": change.high}
     return {"k": k, "temperature": temperature, "lambda": lam, **held_out._asdict(), **ratios}
 

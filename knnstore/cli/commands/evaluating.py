@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from knnstore.cli.inputs import Documents, FilesArgument, SkipBadOption, read_params
+from knnstore.cli.inputs import Documents, read_params
 from knnstore.cli.models import StoreRuntime
 from knnstore.cli.options import JsonOption, LeaveOutOption
 from knnstore.cli.output import Bar, json_lines, note, plain, print_result, printable
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    files: FilesArgument,
     *,
     selected: SelectionOptions,
     query: Query,
@@ -32,7 +31,7 @@ def evaluate(
             help="Measure beside it the substitute trained for these domains, without any retrieval.",
         ),
     ] = False,
-    skip_bad: SkipBadOption = False,
+    documents: Documents,
     per_token: Annotated[
         Path | None,
         typer.Option(
@@ -70,7 +69,7 @@ def evaluate(
     """
     from knnstore.lm import TokenTable, replacing
 
-    if per_token is not None and is_among(per_token, files):
+    if per_token is not None and is_among(per_token, documents.files):
         raise ConfigError(
             f"--per-token would replace {per_token}, which is to be evaluated: name another file"
         )
@@ -81,9 +80,8 @@ def evaluate(
         lm = opened.enter_context(runtime.open_model("r", params=read_params(params)))
         selection = selected.selection()
         settings = query.settings(lm.store, selection)
-        documents = Documents(files, skip_bad=skip_bad, bar=bar)
         found = lm.evaluate(
-            documents,
+            documents.read(bar),
             knn=settings,
             substitute=trained_substitute(lm.store, selection) if substitute else None,
             leave_out=leave_out,
@@ -102,11 +100,7 @@ def evaluate(
 
 
 def trained_substitute(store: "KNNStore", selection: "Selection") -> "Substitute":
-    """The substitute that was trained on exactly these domains.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The substitute that was trained on exactly these domains; that there is none is an error."""
     from knnstore.lm import trained_for
 
     if selection.tags:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from knnstore.cli.commands.calibrating import figures, table_of_fits
-from knnstore.cli.inputs import Documents, FilesArgument, SkipBadOption
+from knnstore.cli.inputs import Documents
 from knnstore.cli.models import Runtime, quiet_transformers
 from knnstore.cli.options import JsonOption, MaxLengthOption
 from knnstore.cli.output import Bar, note, print_result
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 
 def probe_keys(
-    files: FilesArgument,
     model: Annotated[str, typer.Option(metavar="PATH_OR_HUB_ID", help="The causal language model to probe.")],
     *,
     keys: Annotated[
@@ -45,7 +44,7 @@ def probe_keys(
         int, typer.Option(min=1, metavar="N", help="Tokens of the sample, a third of them held out.")
     ] = 30_000,
     max_length: MaxLengthOption = None,
-    skip_bad: SkipBadOption = False,
+    documents: Documents,
     runtime: Runtime,
     as_json: JsonOption = False,
 ) -> None:
@@ -66,12 +65,11 @@ def probe_keys(
 
     quiet_transformers()
     with Bar() as bar:
-        documents = Documents(files, skip_bad=skip_bad, bar=bar)
         base, tokenizer = load_model(model, device=runtime.device, dtype=runtime.dtype)
         found = probe(
             base,
             tokenizer,
-            documents,
+            documents.read(bar),
             keys=keys or None,
             metrics=metrics or ["l2", "ip"],
             dims=dims or (),

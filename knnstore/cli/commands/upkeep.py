@@ -164,11 +164,7 @@ def repair(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None
 
 
 def _report(records: int, problems: list[str], which: str, *, as_json: bool) -> None:
-    """Print what was found.
-
-    Raises:
-        KnnstoreError: there are problems.
-    """
+    """Print what was found; problems are an error."""
     sentence = "\n".join(problems) or f"sound: {records:,} records"
     print_result({"records": records, "problems": problems}, sentence, as_json=as_json)
     if problems:

@@ -2,7 +2,6 @@
 
 import threading
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
@@ -39,17 +38,13 @@ def key_dim(model: PreTrainedModel, location: KeyLocation) -> int:
     return keys.shape[-1]
 
 
-def hidden_forward(
-    model: PreTrainedModel, location: KeyLocation, input_ids: Tensor, attention_mask: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def hidden_forward(model: PreTrainedModel, location: KeyLocation, input_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Run a causal language model without its output head, gradients and cache.
 
     Args:
         model: the model, in evaluation mode.
         location: where the keys are.
-        input_ids: int64, shape (b, t), on the model's device.
-        attention_mask: shape (b, t), or None when nothing precedes the first token of a row
-            (padding on the right needs no mask).
+        input_ids: int64, shape (b, t), on the model's device; padded on the right, if at all.
 
     Returns:
         The keys, shape (b, t, d), and the final hidden states, shape (b, t, h), in the model's dtype.
@@ -58,25 +53,15 @@ def hidden_forward(
         ConfigError: see `KeyCapture.keys`.
     """
     with torch.inference_mode(), KeyCapture(model, location) as capture:
-        output = model.base_model(input_ids, attention_mask=attention_mask, use_cache=False)
+        output = model.base_model(input_ids, use_cache=False)
     return capture.keys(*input_ids.shape), output[0]
 
 
 def keys_forward(model: PreTrainedModel, location: KeyLocation, input_ids: Tensor) -> Tensor:
     """Run a causal language model only as far as its keys; what lies behind them costs nothing.
 
-    The module that holds the keys must be called once in a forward pass.
-
-    Args:
-        model: the model, in evaluation mode.
-        location: where the keys are.
-        input_ids: int64, shape (b, t), on the model's device.
-
-    Returns:
-        Shape (b, t, d), in the model's dtype.
-
-    Raises:
-        ConfigError: see `KeyCapture.keys`.
+    The module that holds the keys must be called once in a forward pass. Arguments, errors and keys are
+    those of `hidden_forward`.
     """
     with torch.inference_mode(), KeyCapture(model, location, stop=True) as capture:
         model.base_model(input_ids, use_cache=False)
@@ -119,9 +104,7 @@ class KeyCapture:
                 self._hook = self._module.register_forward_hook(self._keep_output)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
         assert self._hook is not None
         with _registration:
             self._hook.remove()
@@ -130,12 +113,8 @@ class KeyCapture:
     def keys(self, batch: int, length: int) -> Tensor:
         """Return the keys of the latest forward pass and forget them.
 
-        Args:
-            batch: rows of its input.
-            length: tokens of each row.
-
         Returns:
-            Shape (batch, length, d), in the model's dtype, cut from the autograd graph.
+            Shape (batch, length, d), as the pass's input, in the model's dtype, cut from the autograd graph.
 
         Raises:
             ConfigError: the pass did not reach the location, or what is there is not one vector

@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 _VALUES_A_TENSOR = 16
 
-
 _PROBES = (
     "The quick brown fox jumps over 12,345.67 lazy dogs.",
     "  indented\n\ttabs\r\nand  runs   of spaces ",

@@ -63,24 +63,15 @@ class Projection:
         identity = store.identity
         if identity.projection is None:
             return None
-        found = store.load_weights(identity.projection)
-        check_fits(found, identity)
-        return cls(torch.from_numpy(found.tensors["mean"]), torch.from_numpy(found.tensors["matrix"]))
-
-
-def check_fits(weights: Weights, identity: Identity) -> None:
-    """Refuse a projection that is not for a store's keys.
-
-    Raises:
-        FingerprintMismatchError: model, place, metric or dimensions differ; both are named.
-    """
-    expected = described(identity)
-    found = {name: weights.metadata.get(name) for name in expected}
-    if found != expected or weights.tensors["matrix"].shape[1] != identity.dim:
-        raise FingerprintMismatchError(
-            f"the projection {identity.projection} is for {found}, the store's keys are {expected}: restore "
-            "the home's folder `weights` from a backup"
-        )
+        weights, expected = store.load_weights(identity.projection), described(identity)
+        found = {name: weights.metadata.get(name) for name in expected}
+        mean, matrix = (torch.from_numpy(weights.tensors[name]) for name in ("mean", "matrix"))
+        if found != expected or matrix.shape[1] != identity.dim:
+            raise FingerprintMismatchError(
+                f"the projection {identity.projection} is for {found}, the store's keys are {expected}: "
+                "restore the home's folder `weights` from a backup"
+            )
+        return cls(mean, matrix)
 
 
 def described(identity: Identity) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What retrieval makes of the logits of one forward pass."""
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -14,7 +14,6 @@ from knnstore.lm.keys import keep_positions
 from knnstore.lm.mixing import Recent, Retrieved, entropy_of
 from knnstore.lm.retrieval import (
     PointerStates,
-    TextKeys,
     TextPass,
     mixture_of,
     reachable,
@@ -22,7 +21,7 @@ from knnstore.lm.retrieval import (
     retrieve_for_pass,
     sequence_ids_of,
 )
-from knnstore.lm.settings import CacheSettings, KNNSettings
+from knnstore.lm.settings import KNNSettings
 from knnstore.lm.substitute import Heads
 from knnstore.store import Reader
 
@@ -61,14 +60,6 @@ class Positions:
             attended = mask.flatten()[kept] != 0
         return cls(keys.flatten(0, 1)[kept], attended, keys, kept, mask)
 
-    def look_back(
-        self, sequence_ids: Tensor, text_keys: TextKeys, cache: CacheSettings, *, goes_on: bool
-    ) -> None:
-        """Find what each has before it in its text; the arguments are those of `TextKeys.look_back`."""
-        self.recent = text_keys.look_back(
-            sequence_ids, self.all_keys, self.kept.flatten(), cache.size, goes_on=goes_on
-        )
-
     def point(
         self, sequence_ids: Tensor | None, input_ids: Tensor | None, states: PointerStates | None
     ) -> None:
@@ -83,14 +74,7 @@ class Positions:
 def mix_logits(
     store: Reader, heads: Heads, logits: Tensor, positions: Positions, settings: KNNSettings
 ) -> Tensor:
-    """Mix into a model's predictions what is retrieved.
-
-    Args:
-        store: where to search.
-        heads: has the substitute that the settings name.
-        logits: shape (..., v).
-        positions: where they are, of the shape (...).
-        settings: with anything to mix.
+    """Mix into a model's logits, shape (..., v), what is retrieved at their positions, shape (...).
 
     Returns:
         log p of the mixture, float32, shape (..., v); the very `logits` when nothing was found.
@@ -143,15 +127,9 @@ def _found(
 
 
 def _spread(found: Neighbors, rows: Tensor, vocabulary: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Distances, tokens and log weights of the neighbors, in the rows that were searched for.
+    """Distances, tokens and log weights of the neighbors, each of shape (n, k), on the device of `rows`.
 
-    Args:
-        found: of the rows that are True.
-        rows: bool, shape (n,), on the device that the tensors are to be on.
-        vocabulary: how many tokens the model knows.
-
-    Returns:
-        Each of shape (n, k).
+    `found` are those of the rows that are True, of shape (n,); the others have none.
     """
     tokens = np.where(found.ids >= 0, tokens_of(found.ids), 0)
     if tokens.max() >= vocabulary:
@@ -159,15 +137,13 @@ def _spread(found: Neighbors, rows: Tensor, vocabulary: int) -> tuple[Tensor, Te
             f"the store holds token {tokens.max()}, the model's vocabulary has {vocabulary}; "
             "use the model that the store was made with"
         )
-    distances = torch.full((len(rows), found.ids.shape[1]), torch.inf, device=rows.device)
-    ids = torch.zeros(distances.shape, dtype=torch.long, device=rows.device)
-    distances[rows] = torch.from_numpy(found.distances).to(rows.device)
-    ids[rows] = torch.from_numpy(tokens).to(rows.device)
-    if found.log_weights is None:
-        return distances, ids, None
-    log_weights = torch.zeros_like(distances)
-    log_weights[rows] = torch.from_numpy(found.log_weights).to(rows.device)
-    return distances, ids, log_weights
+
+    def spread(values: NDArray[Any], missing: float = 0) -> Tensor:
+        given = torch.from_numpy(values).to(rows.device)
+        return given.new_full((len(rows), given.shape[1]), missing).index_put_((rows,), given)
+
+    log_weights = None if found.log_weights is None else spread(found.log_weights)
+    return spread(found.distances, torch.inf), spread(tokens), log_weights
 
 
 def _rows_at_once(logits: Tensor) -> int:

@@ -283,8 +283,12 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
             positions = Positions.of(keys, attention_mask, logits_to_keep)
             if settings.cache is not None:
                 assert sequence_ids is not None
-                positions.look_back(
-                    sequence_ids, self._text_keys, settings.cache, goes_on=use_cache is not False
+                positions.recent = self._text_keys.look_back(
+                    sequence_ids,
+                    keys,
+                    positions.kept.flatten(),
+                    settings.cache.size,
+                    goes_on=use_cache is not False,
                 )
             if settings.pointers is not None:
                 positions.point(sequence_ids, input_ids, pointer_states)

@@ -13,17 +13,7 @@ _FORMAT = 1
 
 
 def write_config(directory: Path, base: Any, store: KNNStore, knn: KNNSettings) -> None:
-    """Write it, and the weights that the settings name.
-
-    Args:
-        directory: made when it does not exist.
-        base: the base model.
-        store: what it was used with.
-        knn: the settings.
-
-    Raises:
-        ConfigError: the base model was never saved, so nothing could load it again.
-    """
+    """Write it, and the weights that the settings name; see `KNNLMForCausalLM.save_pretrained`."""
     name = base.name_or_path
     if not name:
         raise ConfigError("the base model has no path or hub id; save it and load it from there first")
@@ -43,19 +33,10 @@ def write_config(directory: Path, base: Any, store: KNNStore, knn: KNNSettings) 
 def read_config(
     directory: Path, store: KNNStore | None, knn: KNNSettings | None
 ) -> tuple[str, str, KNNStore, KNNSettings]:
-    """Read what `write_config` wrote, and open the store.
-
-    Args:
-        directory: where it is.
-        store: an open store in place of the one named there.
-        knn: settings in place of those written there.
+    """Read what `write_config` wrote, and open the store; see `KNNLMForCausalLM.from_pretrained`.
 
     Returns:
         The base model's name and revision, the store and the settings.
-
-    Raises:
-        ConfigError: there is none, or it is of a newer format.
-        StoreNotFoundError: the store is not where it was.
     """
     path = directory / CONFIG_NAME
     if not path.is_file():

@@ -14,7 +14,6 @@ class Generates(KNNModel, Protocol):
 
     def generate(self, *args: Any, knn: KNNSettings | None = None, **kwargs: Any) -> Any:
         """Write tokens as `GenerationMixin.generate` does."""
-        ...
 
 
 def generate_text(

@@ -44,11 +44,9 @@ class Adds(Protocol):
     @property
     def reader(self) -> TextReader:
         """Makes their keys."""
-        ...
 
     def after_adding(self) -> None:
         """Hear that documents with new records are live."""
-        ...
 
 
 def add(
@@ -91,7 +89,7 @@ def add(
     given = frozenset(tags)
     counts = {"added": 0, "replaced": 0, "described": 0, "unchanged": 0, "tokens": 0}
     started = time.perf_counter()
-    pace = _Pace(total_bytes, shown)
+    tokens_read, bytes_read = 0, 0  # for the time left
     shown.start(f"adding to {domain}")
 
     def encode(group: Sequence[NewDocument]) -> None:
@@ -113,7 +111,8 @@ def add(
             if version is None or version.content_hash != document.content_hash:
                 fresh.append(document)
                 continue
-            pace.skip(document)
+            if total_bytes is not None:
+                total_bytes -= len(document.text.encode())
             if version.metadata == document.metadata and version.tags >= given:
                 counts["unchanged"] += 1
             else:
@@ -128,7 +127,10 @@ def add(
             new = NewDocument(
                 document.id, domain, document.content_hash, tokens, document.metadata, given | kept
             )
-            pace.tokenized(len(tokens), len(document.text.encode()))
+            tokens_read += len(tokens)
+            bytes_read += len(document.text.encode())
+            if total_bytes is not None and bytes_read:
+                shown.expect(round(total_bytes * tokens_read / bytes_read))
             group.append(new)
             waiting += len(tokens)
             if waiting >= commit_tokens:
@@ -141,25 +143,3 @@ def add(
         lm.after_adding()
     shown.finish()
     return Added(**counts, seconds=time.perf_counter() - started)
-
-
-class _Pace:
-    """Tells the progress how many tokens are to be expected, from the bytes seen so far."""
-
-    def __init__(self, total_bytes: int | None, progress: Progress) -> None:
-        self._total_bytes = total_bytes
-        self._progress = progress
-        self._tokens = 0  # tokenized so far
-        self._bytes = 0  # of the texts that they came from
-
-    def skip(self, document: TextDocument) -> None:
-        """A document needs no pass."""
-        if self._total_bytes is not None:
-            self._total_bytes -= len(document.text.encode())
-
-    def tokenized(self, tokens: int, size: int) -> None:
-        """So many more bytes became so many tokens."""
-        self._tokens += tokens
-        self._bytes += size
-        if self._total_bytes is not None and self._bytes:
-            self._progress.expect(round(self._total_bytes * self._tokens / self._bytes))

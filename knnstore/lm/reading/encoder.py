@@ -1,5 +1,6 @@
 """One forward pass of the base model over packed windows: keys, and log-probabilities where wanted."""
 
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,8 +60,6 @@ class Encoder:
         self.location = location
         self.projection = projection
         self.head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        self._head_is_all: bool | None = None
-        self._may_stop: bool | None = None
 
     def keys(self, input_ids: NDArray[np.int64] | Tensor, at: NDArray[np.int64] | Tensor) -> Tensor:
         """Run the model over rows of tokens, no further than to the keys.
@@ -72,25 +71,21 @@ class Encoder:
         Returns:
             The keys at these positions, float32, shape (n, d), on the model's device.
         """
-        if not self._stops_at_keys():
+        if not self._stops_at_keys:
             return self.encode(input_ids, at).keys
         ids = torch.as_tensor(input_ids, device=self.model.device)
         wanted = torch.as_tensor(at, device=self.model.device)
         return self.projected(keys_forward(self.model, self.location, ids).flatten(0, 1)[wanted])
 
     def encode(self, input_ids: NDArray[np.int64] | Tensor, at: NDArray[np.int64] | Tensor) -> Encoded:
-        """Run the model over rows of tokens.
-
-        Args:
-            input_ids: shape (b, t); rows may be padded on the right.
-            at: shape (n,): indices into the b * t flattened positions.
+        """Run the model over rows of tokens; the arguments are those of `keys`.
 
         Returns:
             Keys and states at these positions, on the model's device.
         """
         ids = torch.as_tensor(input_ids, device=self.model.device)
         wanted = torch.as_tensor(at, device=self.model.device)
-        if self._head_suffices():
+        if self._head_suffices:
             keys, states = hidden_forward(self.model, self.location, ids)
         else:
             with torch.inference_mode(), KeyCapture(self.model, self.location) as capture:
@@ -117,7 +112,7 @@ class Encoder:
         with torch.inference_mode():
             for start in range(0, len(states), rows):
                 part = slice(start, start + rows)
-                logits = (self.head(states[part]) if self._head_suffices() else states[part]).float()
+                logits = (self.head(states[part]) if self._head_suffices else states[part]).float()
                 total = logits.logsumexp(1)
                 found.gold[part] = logits.gather(1, tokens[part])[:, 0] - total
                 found.best[part] = logits.amax(1) - total
@@ -128,24 +123,20 @@ class Encoder:
         """The keys as the store has them, float32, from those of the model, shape (..., d)."""
         return keys.float() if self.projection is None else self.projection(keys)
 
+    @cached_property
     def _stops_at_keys(self) -> bool:
-        if self._may_stop is None:
-            ids = torch.arange(8, device=self.model.device)[None]
-            # Parts that are moved to the device for their turn would not be moved back.
-            self._may_stop = not hasattr(self.model, "hf_device_map") and torch.equal(
-                keys_forward(self.model, self.location, ids),
-                hidden_forward(self.model, self.location, ids)[0],
-            )
-        return self._may_stop
+        ids = torch.arange(8, device=self.model.device)[None]
+        # Parts that are moved to the device for their turn would not be moved back.
+        return not hasattr(self.model, "hf_device_map") and torch.equal(
+            keys_forward(self.model, self.location, ids),
+            hidden_forward(self.model, self.location, ids)[0],
+        )
 
+    @cached_property
     def _head_suffices(self) -> bool:
-        if self._head_is_all is None:
-            ids = torch.arange(8, device=self.model.device)[None]
-            with torch.inference_mode():
-                whole: Any = self.model(ids, use_cache=False).logits
-                hidden = self.model.base_model(ids, use_cache=False)[0]
-                # The same operations on the same shapes: equal to the bit, or something else is done.
-                self._head_is_all = self.head is not None and torch.equal(
-                    whole.float(), self.head(hidden).float()
-                )
-        return self._head_is_all
+        ids = torch.arange(8, device=self.model.device)[None]
+        with torch.inference_mode():
+            whole: Any = self.model(ids, use_cache=False).logits
+            hidden = self.model.base_model(ids, use_cache=False)[0]
+            # The same operations on the same shapes: equal to the bit, or something else is done.
+            return self.head is not None and torch.equal(whole.float(), self.head(hidden).float())

@@ -124,12 +124,7 @@ def window_of(model: PreTrainedModel, max_length: int | None = None) -> int:
 def check_matches(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, identity: Identity
 ) -> None:
-    """Refuse a model or tokenizer that is not the one the store was made with.
-
-    Args:
-        model: the model about to use the store.
-        tokenizer: its tokenizer; None leaves it unchecked.
-        identity: the store's.
+    """Refuse a model or tokenizer, unless that is None, that is not the one the store was made with.
 
     Raises:
         FingerprintMismatchError: one differs; both are named.

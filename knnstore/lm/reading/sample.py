@@ -24,15 +24,8 @@ def sample_documents(
     """Choose documents at random until their texts are about so long together; the same ones each time.
 
     Those with the lowest hashes are chosen: in whichever order they come, and each text once. Memory is
-    that of the sample, however many documents there are.
-
-    Args:
-        documents: read once, to the end.
-        characters: to reach, if there are so many; the last document may exceed it.
-        longest: characters of a document that are counted; default all.
-
-    Returns:
-        In random order.
+    that of the sample, however many documents there are. Of each at most `longest` characters are counted;
+    the last one may exceed what is to be reached.
     """
     chosen: list[tuple[int, int, TextDocument]] = []  # a heap with the highest hash first
     hashes: set[int] = set()
@@ -84,25 +77,20 @@ def sample_tokens(
 
 
 def sample_keys(
-    reader: TextReader,
-    documents: Iterable[TextDocument],
-    *,
-    count: int = KEYS_FITTED_ON,
-    progress: Progress | None = None,
+    reader: TextReader, documents: Iterable[TextDocument], *, progress: Progress | None = None
 ) -> Keys:
     """Take the keys of documents chosen at random.
 
     Args:
         reader: the model.
         documents: read once, to the end.
-        count: how many keys, if there is so much text.
         progress: is told of each batch.
 
     Returns:
         float32, shape (n, d).
     """
     shown = progress or Progress()
-    texts = sample_tokens(reader, documents, count)
+    texts = sample_tokens(reader, documents, KEYS_FITTED_ON)
     shown.start("sampling keys", total=sum(len(text) for text in texts))
     parts: list[Keys] = []
     for batch in reader.batches(texts):

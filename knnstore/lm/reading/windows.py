@@ -49,9 +49,6 @@ def windows(length: int, max_length: int, stride: int, *, has_prefix: bool) -> I
         has_prefix: whether a prefix precedes the document; without one its first token is
             context only, since nothing comes before it.
 
-    Raises:
-        ConfigError: max_length or stride is out of range.
-
     Example:
         >>> [tuple(window) for window in windows(10, 6, 3, has_prefix=True)]
         [(-1, 5, 0), (2, 8, 5), (4, 10, 8)]
@@ -101,15 +98,8 @@ def pack(
     """Group the windows of many documents into batches of rows of similar length.
 
     The longest come first, so that too large a batch fails at the start and not after an hour. Where a
-    document has several windows all are of the same length, so they stay together and in order.
-
-    Args:
-        documents: token ids of each document, shape (length,), without the prefix.
-        prefix: token id put before each document, or None.
-        max_length: tokens of a window, the prefix counted, >= 2.
-        stride: by how much a window's end moves on, 1 <= stride < max_length.
-        batch_tokens: at most so many tokens a batch, padding counted; a window longer than that
-            is a batch of its own.
+    document has several windows all are of the same length, so they stay together and in order. A batch has
+    at most `batch_tokens`, padding counted; a window longer than that is a batch of its own.
 
     Yields:
         Batches that together predict every token of every document once (without a prefix, every
@@ -168,10 +158,8 @@ def _batch(text: Tokens, origins: Tokens, table: NDArray[np.int64], width: int) 
 
 def prefix_of(tokenizer: Any) -> int | None:
     """Return the token id that precedes every document: the tokenizer's BOS, else its EOS, else None."""
-    for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
-        if token is not None:
-            return int(token)
-    return None
+    candidates = (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    return next((int(token) for token in candidates if token is not None), None)
 
 
 def max_length_of(config: Any) -> int:
@@ -189,11 +177,7 @@ def max_length_of(config: Any) -> int:
 
 
 def check_window(max_length: int, stride: int) -> None:
-    """Refuse windows that hold nothing to predict, or that would leave tokens out.
-
-    Raises:
-        ConfigError: max_length or stride is out of range.
-    """
+    """Refuse windows that hold nothing to predict, or that would leave tokens out."""
     if max_length < 2:
         raise ConfigError(f"max_length must be at least 2, got {max_length}")
     if not 1 <= stride < max_length:

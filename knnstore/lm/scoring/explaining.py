@@ -1,20 +1,18 @@
 """Why a token is likely: the two models' probabilities and the places that retrieval found."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from knnstore.datastore import Ids, tokens_of
 from knnstore.lm.reading import TextReader
 from knnstore.lm.retrieval import mixture_of
 from knnstore.lm.scoring.held_out import score_texts
 from knnstore.lm.settings import KNNSettings, ReadingModel
 from knnstore.lm.substitute import Heads
-from knnstore.store import Reader
+from knnstore.store import Provenance
 
 THIS_TEXT = "(this text)"
 """Stands for a document where a token was found in the explained text itself."""
@@ -94,17 +92,18 @@ def explain(
                 continue
             token = int(scores.gold[row])
             nearest = scores.distances[row].sort(stable=True).indices[:neighbors]
-            sources = _stored(
-                store,
-                reader,
-                scores.ids[row, nearest.numpy()],
+            traced = zip(
+                store.provenance(scores.ids[row, nearest.numpy()]),
                 scores.distances[row, nearest].tolist(),
                 weights[row, nearest].tolist(),
+                strict=True,
             )
+            sources = [_source(reader, place, *rest) for place, *rest in traced if place is not None]
             if scores.recent is not None:
                 shares = weights[row, scores.ids.shape[1] :]
-                here = _here(reader, tokens, position, scores.recent.distances[row], shares, neighbors)
-                sources = sorted([*sources, *here], key=lambda source: -source.share)[:neighbors]
+                here = _here(tokens, position, scores.recent.distances[row], shares, neighbors)
+                sources += [_source(reader, *found) for found in here]
+                sources = sorted(sources, key=lambda source: -source.share)[:neighbors]
             explained[position] = TokenExplanation(
                 position=position,
                 token=token,
@@ -119,65 +118,31 @@ def explain(
     return [explained[position] for position in sorted(explained)]
 
 
-def _stored(
-    store: Reader,
-    reader: TextReader,
-    ids: Ids,
-    distances: Sequence[float],
-    shares: Sequence[float],
-) -> list[Source]:
-    """Name records of the store."""
-    traced = zip(store.provenance(ids), tokens_of(ids).tolist(), distances, shares, strict=True)
-    return [
-        Source(
-            token=token,
-            text=reader.text([token]),
-            share=share,
-            distance=distance,
-            document=place.document,
-            domain=place.domain,
-            position=place.position,
-            context=reader.text(place.context.tolist()),
-            continuation=reader.text(place.continuation.tolist()),
-        )
-        for place, token, distance, share in traced
-        if place is not None
-    ]
-
-
 def _here(
-    reader: TextReader,
-    tokens: NDArray[np.integer[Any]],
-    position: int,
-    distances: Tensor,
-    shares: Tensor,
-    count: int,
-) -> list[Source]:
-    """Name the places of the text itself that have most of one token's p_kNN.
+    tokens: NDArray[np.uint32], position: int, distances: Tensor, shares: Tensor, count: int
+) -> Iterator[tuple[Provenance, float, float]]:
+    """Find the places of the text itself that have most of one token's p_kNN, as `_source` takes them.
 
-    Args:
-        reader: the model's.
-        tokens: the text.
-        position: of the token.
-        distances: to the places before it, shape (m,), the last is its neighbor.
-        shares: of p_kNN, shape (m,).
-        count: how many to name.
+    Distances and shares are of the places before it, shape (m,), the last is its neighbor.
     """
-    named = []
     for column in shares.sort(descending=True, stable=True).indices[:count].tolist():
         at = position - len(shares) + column
         if distances[column].isfinite():
-            named.append(
-                Source(
-                    token=int(tokens[at]),
-                    text=reader.text([int(tokens[at])]),
-                    share=float(shares[column]),
-                    distance=float(distances[column]),
-                    document=THIS_TEXT,
-                    domain="",
-                    position=at,
-                    context=reader.text(tokens[max(0, at - _BEFORE) : at].tolist()),
-                    continuation=reader.text(tokens[at + 1 : min(at + 1 + _AFTER, position)].tolist()),
-                )
-            )
-    return named
+            before = tokens[max(0, at - _BEFORE) : at]
+            behind = tokens[at + 1 : min(at + 1 + _AFTER, position)]
+            place = Provenance(THIS_TEXT, "", at, int(tokens[at]), before, behind)
+            yield place, float(distances[column]), float(shares[column])
+
+
+def _source(reader: TextReader, place: Provenance, distance: float, share: float) -> Source:
+    return Source(
+        token=place.token,
+        text=reader.text([place.token]),
+        share=share,
+        distance=distance,
+        document=place.document,
+        domain=place.domain,
+        position=place.position,
+        context=reader.text(place.context.tolist()),
+        continuation=reader.text(place.continuation.tolist()),
+    )

@@ -61,18 +61,9 @@ def score_held_out(
     left_out: Collection[str] = (),
     progress: Progress | None = None,
 ) -> Iterator[TokenScores]:
-    """Score held-out documents, of which some are in the store and do not retrieve from themselves.
+    """Score held-out documents, see `score`.
 
-    Args:
-        store: where to search.
-        reader: the store's model.
-        documents: all of them.
-        settings: what to search for and where, how far to look back, and for which tokens not to search.
-        left_out: content hashes of documents that are not among what they retrieve from.
-        progress: is told of each batch.
-
-    Yields:
-        As `score`.
+    Those with a content hash in `left_out` do not retrieve from themselves.
     """
     others = [at for at, document in enumerate(documents) if document.content_hash not in left_out]
     groups = [(others, settings)] + [
@@ -187,13 +178,7 @@ def _score_in_step(
 ) -> Iterator[TokenScores]:
     """Retrieve with pointers: texts advance together, token by token, so that one search is for many.
 
-    Args:
-        store: where to search and to follow pointers.
-        parts: together the whole texts, in any order.
-        settings: with pointers.
-
-    Yields:
-        The tokens at one position of all texts.
+    Takes parts of the texts, in any order, and yields the tokens at one position of all texts.
     """
     if not parts:
         return

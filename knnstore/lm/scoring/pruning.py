@@ -4,8 +4,9 @@ Methods: ``merge`` (He et al. 2021, https://arxiv.org/abs/2109.04212, the neares
 (what the model predicts anyway goes first) and ``random``. See `knnstore.store.relocation.choices`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -91,7 +92,14 @@ def prune(
         InputError: a held-out document is in the store.
     """
     store, names = lm.store, tuple(sorted(set(domains)))
-    choose = known_chooser(lm.reader) if method == "known" else chooser_without_model(method, seed)
+    choosers: dict[str, Callable[[], Chooser]] = {
+        "merge": merge_chooser,
+        "known": partial(known_chooser, lm.reader),
+        "random": partial(random_chooser, seed),
+    }
+    if method not in choosers:
+        raise ConfigError(f"unknown method {method!r}; known: {', '.join(choosers)}")
+    choose = choosers[method]()
     selection = Selection(domains=names) if names else EVERYTHING
     texts = HeldOut.of(store, held_out, selection)
     if not leave_out:
@@ -113,19 +121,6 @@ def prune(
         before, after = measured
         cost = PruningCost(after.tokens, after.base_ppl, before.knn_ppl, after.knn_ppl)
     return Pruning(method, pruned, cost)
-
-
-def chooser_without_model(method: str, seed: int = 0) -> Chooser:
-    """The chooser of a method that needs no model.
-
-    Raises:
-        ConfigError: there is no such method.
-    """
-    if method == "merge":
-        return merge_chooser()
-    if method == "random":
-        return random_chooser(seed)
-    raise ConfigError(f"unknown method {method!r}; known: merge, known, random")
 
 
 def known_chooser(reader: TextReader) -> Chooser:

@@ -40,23 +40,15 @@ class TokenLosses:
         self._parts: list[tuple[NDArray[Any], ...]] = []
 
     def add(self, gold: Tensor, lm: Tensor, mixed: Tensor, helped: Tensor, nearest: Tensor) -> None:
-        """Take in a batch of n tokens.
+        """Take in a batch of tokens.
 
-        Args:
-            gold: the tokens, int64, shape (n,).
-            lm: log p_LM of each, float32.
-            mixed: log p of the mixture, float32.
-            helped: whether p_kNN > p_LM, bool.
-            nearest: distance to the nearest neighbor, +inf where there is none, float32.
+        Of each log p_LM, log p of the mixture, whether p_kNN > p_LM, and the distance to the nearest
+        neighbor, +inf where there is none.
         """
         self._parts.append(tuple(column.cpu().numpy() for column in (gold, lm, mixed, helped, nearest)))
 
     def by_frequency(self, counts: NDArray[np.int64]) -> tuple[Slice, ...]:
-        """Divide by how often the token is stored: never, 1 to 9 times, 10 to 99 times and so on.
-
-        Args:
-            counts: of every token of the vocabulary, shape (v,).
-        """
+        """Divide by how often the token is stored: never, 1 to 9 times, 10 to 99 times and so on."""
         frequencies = counts[self._columns()[0]]
         largest = int(frequencies.max(initial=0))
         powers = [0, *(10**power for power in range(1 + len(str(largest))))]
@@ -70,9 +62,7 @@ class TokenLosses:
     def by_distance(self, parts: int = _PARTS) -> tuple[Slice, ...]:
         """Divide by the distance to the nearest neighbor into parts of about the same size.
 
-        Args:
-            parts: how many, besides one of the tokens for which nothing was found; fewer where many
-                distances are equal.
+        There is one more of the tokens for which nothing was found, and fewer where many distances are equal.
         """
         nearest = self._columns()[4]
         found = np.isfinite(nearest)
@@ -108,12 +98,7 @@ class TokenLosses:
 
 
 def perplexity(total: float, units: int) -> float:
-    """Exponentiate the mean negative log-likelihood; infinite where it exceeds what a float holds.
-
-    Args:
-        total: log-likelihood.
-        units: tokens, words or bytes that it is of.
-    """
+    """Exponentiate the mean negative log-likelihood of tokens, words or bytes; infinite beyond floats."""
     try:
         return math.exp(-total / units)
     except (OverflowError, ZeroDivisionError):

@@ -31,14 +31,7 @@ class TokenTable:
         self._counts = np.zeros(0, np.int64)
 
     def add(self, scores: TokenScores, p_knn: Tensor, lam: Tensor, log_p: Tensor) -> None:
-        """Take in a batch.
-
-        Args:
-            scores: n tokens.
-            p_knn: p_kNN of each.
-            lam: λ in force.
-            log_p: log p of the mixture.
-        """
+        """Take in n tokens, with p_kNN, λ and log p of the mixture of each, shape (n,)."""
         columns = (scores.lm_log_probs.exp(), p_knn, lam, log_p.exp(), scores.distances.amin(1))
         tensors = (column.numpy() for column in columns)
         self._parts.append((scores.documents, scores.positions, scores.gold.numpy(), *tensors))
@@ -71,10 +64,8 @@ class TokenTable:
         if not as_json:
             file.write("\t".join(COLUMNS) + "\n")
         for row in self.rows(tokenizer):
-            if as_json:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            else:
-                file.write("\t".join(json.dumps(value, ensure_ascii=False) for value in row.values()) + "\n")
+            values = [row] if as_json else row.values()
+            file.write("\t".join(json.dumps(value, ensure_ascii=False) for value in values) + "\n")
 
 
 @contextmanager

@@ -17,12 +17,10 @@ class ReadingModel(Protocol):
     @property
     def store(self) -> Reader:
         """Where it retrieves from."""
-        ...
 
     @property
     def reader(self) -> TextReader:
         """The model that reads text."""
-        ...
 
 
 class KNNModel(ReadingModel, Protocol):
@@ -31,7 +29,6 @@ class KNNModel(ReadingModel, Protocol):
     @property
     def store(self) -> KNNStore:
         """Where it retrieves from, opened for whatever is to be done."""
-        ...
 
 
 @dataclass
