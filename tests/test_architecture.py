@@ -14,7 +14,7 @@ MODULES = {
     for base in (ROOT / package for package in PACKAGES)
     for path in base.rglob("*.py")
 }
-MOST_MODULES, MOST_LINES = 14, 340
+MOST_MODULES, MOST_LINES = 14, 300
 
 
 def imports_of(path: Path) -> Iterator[tuple[str, list[str]]]:
