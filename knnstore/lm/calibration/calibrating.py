@@ -26,7 +26,7 @@ from knnstore.lm.settings import (
     usable_settings_for,
 )
 from knnstore.progress import Progress
-from knnstore.store import EVERYTHING, Selection
+from knnstore.store import Selection
 
 MAX_K = 4096
 """Neighbors that are searched for: p_kNN over more of them was little better, see docs/prediction.md."""
@@ -92,7 +92,7 @@ def calibrate(
     if max_k < 1:
         raise ConfigError(f"max_k must be at least 1, got {max_k}")
     names = tuple(sorted(set(domains or ())))
-    selection = Selection(domains=names) if names else EVERYTHING
+    selection = Selection(domains=names or None)
     revision, lineage, records = store.revision(), store.lineage(names), records_of(store, names)
     distinct = {document.content_hash: document for document in documents_of(documents)}
     listed, reached = HeldOut.of(store, distinct.values(), selection)
@@ -126,17 +126,15 @@ def calibrate(
     between = time.perf_counter()
     current = usable_settings_for(store, selection)
     found = compare(scored, current, wide=wide, domains=apart, networks=networks)
-    savings: dict[float, Saving] = {}
-    if found.beats_base and networks and found.best.settings.retrieves:
+    best, savings = found.best, dict[float, Saving]()
+    if found.beats_base and networks and best.settings.retrieves:
         shares = sorted({*SHARES, *([] if skip is None else [skip])})
-        unsearched = scored.log_probs(KNNSettings(k=1, lam=0, cache=found.best.settings.cache)).log_probs
-        halves = in_halves(scored.documents)
-        judged = judge_savings(scored, found.best.log_probs, unsearched, halves, shares)
+        unsearched = scored.log_probs(KNNSettings(k=1, lam=0, cache=best.settings.cache)).log_probs
+        judged = judge_savings(scored, best.log_probs, unsearched, in_halves(scored.documents), shares)
         savings = dict(zip(shares, judged, strict=True))
     fitted = time.perf_counter()
     record = settings = None
     if found.beats_base:
-        best = found.best
         settings, knn_ppl = best.settings, best.held_out.ppl
         saving = None if skip is None else savings.get(skip)
         if saving is not None:

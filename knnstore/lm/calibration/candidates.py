@@ -133,9 +133,9 @@ def compare(
                 trial.fitted(name, fit, widest.evidence, widest.log_probs) for name, fit in BIN_FITS.items()
             ]
         fixed += with_k
-    if domains is not None:
-        others.append(trial.fitted("domains", fit_domains, domains, domains.log_probs))
     candidates = [*fixed, *others]
+    if domains is not None:
+        candidates.append(trial.fitted("domains", fit_domains, domains, domains.log_probs))
     candidates += trial.with_substitute(candidates, evidence, fits)
     candidates += trial.with_cache(candidates)
     before = None
@@ -146,15 +146,10 @@ def compare(
 
 
 class _Trial:
-    """Fits candidates on each half of a text and judges them on the other.
-
-    Raises:
-        InputError: there is too little text.
-    """
+    """Fits candidates on each half of a text and judges them on the other."""
 
     def __init__(self, scored: ScoredText) -> None:
-        lengths = torch.bincount(scored.documents)
-        self.documents = int((lengths > 0).sum())
+        self.documents = int((torch.bincount(scored.documents) > 0).sum())
         check_enough(self.documents, len(scored))
         self.judge = Judge(scored)
         self._scored, self._halves = scored, in_halves(scored.documents)
@@ -177,13 +172,11 @@ class _Trial:
         scored, predicted = self._scored, self._scored.substitute
         if predicted is None:
             return []
-        best = best_of(
-            [one for one in candidates if one.name in {"fixed", *fits} and one.settings.k <= scored.k]
-        )
+        fitting = {"fixed": fit_fixed, **fits}
+        best = best_of([one for one in candidates if one.name in fitting and one.settings.k <= scored.k])
         at_its_k = next(of for of in evidence if of.k == best.settings.k)
-        fit = fits.get(best.name, fit_fixed)
         alone = partial(fit_alone, scored=scored, predicted=predicted)
-        beside = partial(fit_beside, scored=scored, predicted=predicted, fit=fit)
+        beside = partial(fit_beside, scored=scored, predicted=predicted, fit=fitting[best.name])
         return [
             self.fitted("substitute", alone, at_its_k),
             self.fitted(f"{best.name} + substitute", beside, at_its_k),

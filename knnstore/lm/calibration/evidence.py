@@ -1,13 +1,13 @@
 """What scored tokens say about settings: p_kNN of the token that came, at every temperature of a grid."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from knnstore.lm.calibration.scored_text import ScoredText
+from knnstore.lm.calibration.scored_text import CHUNK_VALUES, ScoredText
 from knnstore.lm.mixing import (
     LEAST_PROBABILITY,
     Retrieved,
@@ -36,11 +36,7 @@ class Evidence:
     """Indices of the n tokens in the text that was scored, int64, shape (n,)."""
 
     def only(self, wanted: Tensor) -> "Evidence":
-        """The evidence of some tokens.
-
-        Args:
-            wanted: bool for every token of the text that was scored.
-        """
+        """The evidence of some tokens: bool for every token of the text that was scored."""
         rows = wanted[self.tokens]
         return replace(
             self,
@@ -53,51 +49,53 @@ class Evidence:
 
 
 def gather_evidence(scored: ScoredText, ks: Sequence[int]) -> list[Evidence]:
-    """Compute p_kNN of every token at each k and each temperature of a grid, in one sweep.
+    """What the tokens of a text say about each k, ascending and at most ``scored.k``, without a search."""
+    k = ks[-1]
+    chunks = scored.chunks(k, scored.found)
+    parts = ((chunk, scored.retrieved(k, chunk), scored.hits[chunk, :k]) for chunk in chunks)
+    return evidence_of(scored, ks, parts)
+
+
+def evidence_of(
+    scored: ScoredText, ks: Sequence[int], parts: Iterable[tuple[Tensor, Retrieved, Tensor]]
+) -> list[Evidence]:
+    """What the tokens of a text say about each k, at each temperature of a grid.
 
     Args:
         scored: the text.
-        ks: ascending, the last at most ``scored.k``.
+        ks: ascending.
+        parts: tokens for which something is found, their neighbors for the last k, and which of these have
+            the token.
     """
-    found = scored.distances[:, 0].isfinite().nonzero()[:, 0]
-    temperatures = temperatures_for(scored)
-    knn = torch.empty(len(ks), len(found), len(temperatures))
-    relative = torch.empty(len(ks), len(found))
-    done = 0
-    for chunk in scored.chunks(ks[-1], found):
-        rows = slice(done, done + len(chunk))
-        retrieved = scored.retrieved(ks[-1], chunk)
-        knn[:, rows] = gold_on_grid(
-            retrieved.distances, scored.hits[chunk, : ks[-1]], ks, temperatures, retrieved.log_weights
-        )
+    temperatures, tokens = temperatures_for(scored), scored.found
+    knn = torch.empty(len(ks), len(scored), len(temperatures))
+    relative = torch.empty(len(ks), len(scored))
+    for rows, found, hits in parts:
+        knn[:, rows] = gold_on_grid(found.distances, hits, ks, temperatures, found.log_weights)
         for at, k in enumerate(ks):
-            relative[at, rows] = relative_distance(scored.retrieved(k, chunk))
-        done = rows.stop
-    nearest = scored.retrieved(1, found)
-    lm = scored.lm_log_probs[found].exp().clamp_(min=LEAST_PROBABILITY)[:, None]
-    return [Evidence(k, temperatures, knn[at], lm, nearest, relative[at], found) for at, k in enumerate(ks)]
+            relative[at, rows] = relative_distance(replace(found, distances=found.distances[:, :k]))
+    nearest = scored.retrieved(1, tokens)
+    lm = scored.lm_log_probs[tokens].exp().clamp_(min=LEAST_PROBABILITY)[:, None]
+    return [
+        Evidence(k, temperatures, knn[at, tokens], lm, nearest, relative[at, tokens], tokens)
+        for at, k in enumerate(ks)
+    ]
 
 
 def temperatures_for(scored: ScoredText) -> Tensor:
     """The grid for a text in which something was found, float32, shape (m,), ascending."""
-    found = scored.distances[:, 0].isfinite().nonzero()[:, 0]
+    found = scored.found
     return grid(scored.distances[found[:: max(1, len(found) // _SAMPLE)]])
 
 
 _OCTAVES = (-6.0, 3.0)
 _STEP = 0.5
-_CHUNK_VALUES = 1 << 20
-"""How many neighbors are weighed at once: what stays in a CPU's cache."""
 
 
 def grid(distances: Tensor) -> Tensor:
-    """Choose temperatures around the neighbors' typical distance from the nearest one.
+    """Temperatures around the neighbors' typical distance from the nearest one, ascending by half octaves.
 
-    Args:
-        distances: of a sample of n tokens for which something was found, shape (n, k), ascending.
-
-    Returns:
-        float32, shape (m,), ascending by half octaves.
+    The distances, shape (n, k), are of a sample of tokens for which something was found, ascending.
     """
     gaps = torch.where(distances.isfinite(), distances - distances[:, :1], 0.0)
     spread = float((gaps.sum(1) / distances.isfinite().sum(1)).mean())
@@ -117,24 +115,24 @@ def gold_on_grid(
     temperatures: Tensor,
     log_weights: Tensor | None = None,
 ) -> Tensor:
-    """Compute p_kNN of the gold token of n tokens at each k and each temperature.
+    """Compute p_kNN of the gold token of n tokens among the first neighbors, for each k and temperature.
 
     Args:
-        distances: ascending, the first finite, float32, shape (n, k).
+        distances: float32, shape (n, k), +inf where one is missing.
         hits: whether a neighbor carries the token, bool, shape (n, k).
-        ks: ascending, the last at most k.
+        ks: ascending.
         temperatures: shape (m,).
         log_weights: of the neighbors, shape (n, k); see `Retrieved`.
 
     Returns:
-        float32, shape (len(ks), n, m).
+        float32, shape (len(ks), n, m); 0 where nothing is found.
     """
     knn = torch.empty(len(ks), len(distances), len(temperatures))
     slices = [slice(start, stop) for start, stop in zip([0, *ks], ks, strict=False)]
-    step = max(1, _CHUNK_VALUES // ks[-1])
-    for start in range(0, len(distances), step):
-        rows = slice(start, start + step)
-        gaps = distances[rows, :1] - distances[rows, : ks[-1]]
+    for rows in torch.split(torch.arange(len(distances)), max(1, CHUNK_VALUES // ks[-1])):
+        near = distances[rows, : ks[-1]]
+        nearest = near.amin(1, keepdim=True)
+        gaps = torch.where(nearest.isfinite(), nearest, 0.0) - near
         factors = None if log_weights is None else log_weights[rows, : ks[-1]].exp()
         for column, temperature in enumerate(temperatures):
             weights = (gaps / temperature).exp_()
@@ -143,7 +141,7 @@ def gold_on_grid(
             total = torch.stack([weights[:, part].sum(1) for part in slices]).cumsum(0)
             weights *= hits[rows, : ks[-1]]
             gold = torch.stack([weights[:, part].sum(1) for part in slices]).cumsum(0)
-            knn[:, rows, column] = (gold / total).clamp_(max=1.0)
+            knn[:, rows, column] = (gold / total.clamp_(min=LEAST_PROBABILITY)).clamp_(max=1.0)
     return knn
 
 
@@ -154,9 +152,6 @@ def between_points(knn: Tensor, temperatures: Tensor, wanted: Tensor | float) ->
         knn: at each temperature, shape (n, m).
         temperatures: ascending by a constant factor, shape (m,), m = 1 or m >= 4.
         wanted: a temperature for each token, shape (n,), or one for all; at most the last one.
-
-    Returns:
-        float32, shape (n,).
     """
     if len(temperatures) == 1:
         return knn[:, 0]

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from knnstore.lm.calibration.evidence import gold_on_grid
+from knnstore.lm.calibration.scored_text import CHUNK_VALUES
 from knnstore.lm.mixing import LEAST_PROBABILITY, fit_lambdas, mix_gold
 from knnstore.lm.retrieval import Reading
 from knnstore.lm.settings import CacheSettings
@@ -13,7 +15,6 @@ SIZES = (100, 400, 1600)
 """How far back the cache may reach; no more are tried than the longest document has use for."""
 
 _OCTAVES = torch.arange(-6.0, 3.0, 0.5)
-_CHUNK_VALUES = 1 << 20
 _SAMPLE = 1024  # tokens to choose the temperatures by
 
 
@@ -44,32 +45,21 @@ def gather_cache_evidence(reading: Reading) -> CacheEvidence:
     every = torch.arange(len(reading.documents))
     sample = reading.look_back(every[:: max(1, len(every) // _SAMPLE)], sizes[-1]).distances
     temperatures = _spread(sample) * 2**_OCTAVES
-    probs = torch.empty(len(every), len(sizes), len(temperatures))
+    probs = torch.empty(len(sizes), len(every), len(temperatures))
     found = torch.empty(len(every), dtype=torch.bool)
-    step = max(1, _CHUNK_VALUES // min(sizes[-1], longest))
-    for start in range(0, len(every), step):
-        chunk = every[start : start + step]
+    for chunk in torch.split(every, max(1, CHUNK_VALUES // min(sizes[-1], longest))):
         recent = reading.look_back(chunk, sizes[-1])
-        hits = recent.tokens == reading.gold[chunk, None]
-        nearest = recent.distances.amin(1, keepdim=True)
-        found[chunk] = nearest[:, 0].isfinite()
-        gaps = torch.where(nearest.isfinite(), nearest, 0.0) - recent.distances
-        for column, temperature in enumerate(temperatures):
-            weights = (gaps / temperature).exp_()
-            for at, size in enumerate(sizes):
-                part = weights[:, -size:]
-                gold = (part * hits[:, -size:]).sum(1)
-                probs[chunk, at, column] = gold / part.sum(1).clamp(min=LEAST_PROBABILITY)
-    return CacheEvidence(sizes, temperatures, probs.clamp_(max=1.0), found)
+        distances = recent.distances.flip(1)  # the latest first
+        hits = recent.tokens.flip(1) == reading.gold[chunk, None]
+        found[chunk] = distances.isfinite().any(1)
+        probs[:, chunk] = gold_on_grid(distances, hits, sizes, temperatures)
+    return CacheEvidence(sizes, temperatures, probs.transpose(0, 1), found)
 
 
 def fit_cache(evidence: CacheEvidence, log_probs: Tensor, wanted: Tensor) -> CacheSettings:
     """Find the likeliest size, T and λ of a cache that is mixed with what predicts already.
 
-    Args:
-        evidence: of n tokens.
-        log_probs: log p of each without a cache, float32, shape (n,).
-        wanted: which to fit on, bool, shape (n,).
+    `log_probs` is log p of each token without a cache, float32, shape (n,); `wanted` says which to fit on.
     """
     rows = wanted & evidence.found
     if not rows.any():

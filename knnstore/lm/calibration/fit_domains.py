@@ -43,14 +43,9 @@ class DomainEvidence:
         return replace(self, knn=self.knn[:, wanted], found=self.found[:, wanted], lm=self.lm[wanted])
 
     def log_probs(self, settings: KNNSettings, tokens: Tensor) -> Mixed:
-        """Mix as settings with `DomainWeights` for these domains say.
+        """Mix at some tokens, shape (m,), as settings with `DomainWeights` for these domains say.
 
-        Args:
-            settings: where a T_j is between two of the grid, so is p_kNN^(j).
-            tokens: indices, int64, shape (m,).
-
-        Returns:
-            One entry for each of the m tokens.
+        Each p_kNN^(j) is taken `between_points` of the grid.
         """
         mixer = cast(DomainWeights, settings.mixer)
         lm = self.lm[tokens]
@@ -66,43 +61,35 @@ class DomainEvidence:
 
 def fit_domains(evidence: DomainEvidence) -> KNNSettings:
     """Fit λ_j and T_j of each domain j; the weights are within `_GAP` of the best for their temperatures."""
-    count = len(evidence.domains)
     # Where each domain would begin if it were the only one, with a weight of one half.
     losses = [-(evidence.lm[:, None] + knn).log().mean(0) for knn in evidence.knn]
     points = torch.stack(losses).argmin(1)
     for _ in range(_TURNS):
         before = points.clone()
         lambdas = _weights(evidence, points)
-        for number in range(count):
+        for number in range(len(evidence.domains)):
             knn = _at(evidence, points)
             others = (1 - lambdas.sum()) * evidence.lm + lambdas @ knn - lambdas[number] * knn[number]
             mixed = others[:, None] + lambdas[number] * evidence.knn[number]
             points[number] = mixed.clamp_(min=LEAST_PROBABILITY).log().mean(0).argmax()
         if torch.equal(points, before):
             break
-    lambdas = _weights(evidence, points)
-    worth = lambdas >= _LEAST_WEIGHT
+    worth = _weights(evidence, points) >= _LEAST_WEIGHT
     lambdas = _weights(evidence, points, worth)
     lambdas = lambdas * (MAX_LAMBDA / lambdas.sum().clamp(min=MAX_LAMBDA))
     temperatures = evidence.temperatures[points]
     heaviest = float(temperatures[lambdas.argmax()])
-    mixer = DomainWeights(
-        evidence.domains, tuple(lambdas.tolist()), tuple((temperatures / heaviest).tolist())
-    )
+    factors = tuple((temperatures / heaviest).tolist())
+    mixer = DomainWeights(evidence.domains, tuple(lambdas.tolist()), factors)
     return KNNSettings(evidence.k, heaviest, mixer)
 
 
 def mixture_weights(probs: Tensor) -> Tensor:
-    """Find the weights with which a mixture is likeliest, by expectation maximization.
+    """Find the weights with which a mixture is likeliest, by expectation maximization: float64, shape (c,).
 
     No weights are likelier by more than ``_GAP`` nats for each observation: of concave functions the largest
-    component of the gradient tells (it is 1 for every component in use at the optimum).
-
-    Args:
-        probs: of n observations by c components, above 0, shape (n, c).
-
-    Returns:
-        float64, shape (c,), sum 1.
+    component of the gradient tells (it is 1 for every component in use at the optimum). The probabilities, of
+    n observations by c components, shape (n, c), are above 0.
     """
     probs = probs.double()
     weights = probs.new_full((probs.shape[1],), 1 / probs.shape[1])

@@ -1,12 +1,10 @@
 """Fitting the networks that choose λ and T, and where to search, on text that was scored once."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from knnstore.lm.calibration.evidence import Evidence
-from knnstore.lm.calibration.fit_lambda import best_fixed
+from knnstore.lm.calibration.fit_lambda import at_columns, best_fixed
 from knnstore.lm.calibration.scored_text import ScoredText
 from knnstore.lm.mixing import (
     GateLambda,
@@ -28,44 +26,32 @@ def fit_gate(evidence: Evidence, scored: ScoredText) -> KNNSettings:
 
     What it minimizes is the negative log-likelihood of the mixture; p_kNN between two temperatures of
     the grid is taken in a straight line, so that nothing depends on k.
-
-    Args:
-        evidence: of the tokens to fit on.
-        scored: the text that they are of.
     """
     fixed_temperature, fixed_lam = best_fixed(evidence)
     scale = float(evidence.nearest.distances[:, 0].abs().median().clamp(min=1e-6))
-    features = torch.cat(
-        [
-            gate_features(scored.retrieved(evidence.k, tokens), evidence.k, scale)
-            for tokens in scored.chunks(evidence.k, evidence.tokens)
-        ]
-    )
+    retrieved = (scored.retrieved(evidence.k, some) for some in scored.chunks(evidence.k, evidence.tokens))
+    features = torch.cat([gate_features(some, evidence.k, scale) for some in retrieved])
     lm, grid = evidence.lm[:, 0], evidence.temperatures.log2()
 
     def loss(outputs: Tensor, rows: Tensor) -> Tensor:
         lam, temperature = chosen_by(outputs, fixed_temperature)
         assert isinstance(temperature, Tensor)
-        knn = _at(evidence.knn[rows], (temperature.log2() - grid[0]) / (grid[1] - grid[0]))
+        knn = at_columns(evidence.knn[rows], (temperature.log2() - grid[0]) / (grid[1] - grid[0]))
         return -mix_probs(lm[rows], (lam, knn)).log().mean()
 
-    documents = scored.documents[evidence.tokens]
-    network = fit_network(features, loss, documents, start_of(fixed_lam))
-    mixer = GateLambda(network.weights({**_purpose(scored), "of": "gate", "k": evidence.k, "scale": scale}))
-    return KNNSettings(evidence.k, fixed_temperature, mixer)
+    network = fit_network(features, loss, scored.documents[evidence.tokens], start_of(fixed_lam))
+    purpose = {**(scored.fitted_for or {}), "of": "gate", "k": evidence.k, "scale": scale}
+    return KNNSettings(evidence.k, fixed_temperature, GateLambda(network.weights(purpose)))
 
 
 def fit_skipping(scored: ScoredText, gains: Tensor, tokens: Tensor) -> Skipping:
-    """Fit a network that estimates, before a search, how much log p will gain by it.
+    """Fit a network that estimates, before a search, how much log p will gain by it; nothing is skipped yet.
 
     Args:
         scored: the text.
         gains: log p of every token with a search less log p without, better of settings that were not
             fitted on it; shape (len(scored),).
         tokens: indices of those to fit on, int64, shape (n,).
-
-    Returns:
-        It, with a threshold at which nothing is skipped.
     """
     scale = gains[tokens].std().clamp(min=1e-6)
     target = gains[tokens] / scale
@@ -75,8 +61,8 @@ def fit_skipping(scored: ScoredText, gains: Tensor, tokens: Tensor) -> Skipping:
 
     features = skip_features(*known_before(scored, tokens))
     network = fit_network(features, loss, scored.documents[tokens], [float(target.mean())])
-    weights = network.weights({**_purpose(scored), "of": "skipping", "scale": float(scale)})
-    return Skipping(weights, _NOTHING)
+    purpose = {**(scored.fitted_for or {}), "of": "skipping", "scale": float(scale)}
+    return Skipping(network.weights(purpose), _NOTHING)
 
 
 def known_before(scored: ScoredText, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,17 +70,3 @@ def known_before(scored: ScoredText, tokens: Tensor) -> tuple[Tensor, Tensor, Te
     assert scored.reading is not None
     assert scored.lm_entropy is not None
     return scored.reading.keys[tokens], scored.lm_max[tokens], scored.lm_entropy[tokens]
-
-
-def _purpose(scored: ScoredText) -> dict[str, Any]:
-    return dict(scored.fitted_for or {})
-
-
-def _at(columns: Tensor, position: Tensor) -> Tensor:
-    """Interpolate each row of (n, m) at a fractional column, kept between the first and the last."""
-    last = columns.shape[1] - 1
-    position = position.clamp(0, last)
-    below = position.detach().floor().long().clamp(max=max(last - 1, 0))
-    above = (below + 1).clamp(max=last)
-    low, high = (columns.gather(1, at[:, None])[:, 0] for at in (below, above))
-    return low + (position - below) * (high - low)

@@ -36,7 +36,7 @@ def best_fixed(evidence: Evidence) -> tuple[float, float]:
     """The likeliest T and λ for all tokens."""
     lam, loss = _fit_one(evidence)
     point = _lowest(loss)
-    return _at(evidence.temperatures.log(), point).exp().item(), _at(lam, point).item()
+    return at_columns(evidence.temperatures.log(), point).exp().item(), at_columns(lam, point).item()
 
 
 def fit_bins(
@@ -61,27 +61,23 @@ def fit_bins(
     lam, loss = fit_lambdas(evidence.lm, evidence.knn, bins, count, overall, PRIOR_TOKENS)
     scale = evidence.temperatures.log()
     if temperatures:
-        together = _at(scale, _lowest(overall_loss))
+        together = at_columns(scale, _lowest(overall_loss))
         points = _lowest(loss + PRIOR_TOKENS * overall_loss / len(bins))
-        factors = tuple((_at(scale.expand_as(loss), points) - together).exp().tolist())
+        factors = tuple((at_columns(scale.expand_as(loss), points) - together).exp().tolist())
     else:
         points = _lowest(loss.sum(0, keepdim=True)).expand(count)
-        together, factors = _at(scale, points[:1]), ()
-    mixer = BinnedLambda(distance_edges, tuple(_at(lam, points).tolist()), factors, confidence_edges)
+        together, factors = at_columns(scale, points[:1]), ()
+    mixer = BinnedLambda(distance_edges, tuple(at_columns(lam, points).tolist()), factors, confidence_edges)
     return KNNSettings(evidence.k, together.exp().item(), mixer)
 
 
 def fit_nearness(evidence: Evidence) -> KNNSettings:
     """Fit T of SK-MT's formula."""
     mixer = NearnessLambda()
-    loss = torch.stack(
-        [
-            -_mixed(evidence, mixer(evidence.nearest, float(temperature)).lam, column).log().sum()
-            for column, temperature in enumerate(evidence.temperatures)
-        ]
-    )
-    point = _lowest(loss[None])
-    return KNNSettings(evidence.k, _at(evidence.temperatures.log(), point).exp().item(), mixer)
+    lambdas = [mixer(evidence.nearest, temperature).lam for temperature in evidence.temperatures.tolist()]
+    losses = [-_mixed(evidence, lam, column).log().sum() for column, lam in enumerate(lambdas)]
+    point = _lowest(torch.stack(losses)[None])
+    return KNNSettings(evidence.k, at_columns(evidence.temperatures.log(), point).exp().item(), mixer)
 
 
 def fit_relative(evidence: Evidence) -> KNNSettings:
@@ -121,11 +117,7 @@ def _edges(values: Tensor, bins: int) -> tuple[float, ...]:
 
 
 def _lowest(loss: Tensor) -> Tensor:
-    """Where each row is lowest, as a fractional column: the vertex of the parabola of three.
-
-    Args:
-        loss: shape (g, m).
-    """
+    """Where each row of (g, m) is lowest, as a fractional column: the vertex of the parabola of three."""
     last = loss.shape[1] - 1
     lowest = loss.argmin(1)
     middle = lowest.clamp(min(1, last), max(last - 1, 0))[:, None]
@@ -135,9 +127,11 @@ def _lowest(loss: Tensor) -> Tensor:
     return torch.where(lowest == middle[:, 0], lowest + offset, lowest.float())
 
 
-def _at(values: Tensor, columns: Tensor) -> Tensor:
+def at_columns(values: Tensor, columns: Tensor) -> Tensor:
     """Interpolate each row at a fractional column: values of shape (g, m), or (m,) for all rows."""
     rows = values.expand(len(columns), -1)
-    below = columns.floor().long().clamp(0, rows.shape[1] - 1)[:, None]
-    above = (below + 1).clamp(max=rows.shape[1] - 1)
-    return rows.gather(1, below)[:, 0].lerp(rows.gather(1, above)[:, 0], columns - below[:, 0])
+    last = rows.shape[1] - 1
+    columns = columns.clamp(0, last)
+    below = columns.detach().floor().long().clamp(max=max(last - 1, 0))
+    low, high = (rows.gather(1, at.clamp(max=last)[:, None])[:, 0] for at in (below, below + 1))
+    return low.lerp(high, columns - below)

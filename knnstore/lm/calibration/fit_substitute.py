@@ -28,13 +28,7 @@ def score_substitute(
 
 
 def fit_alone(evidence: Evidence, scored: ScoredText, predicted: ScoredSubstitute) -> KNNSettings:
-    """Fit the weight of a substitute beside the model, without a store.
-
-    Args:
-        evidence: of the tokens to fit on.
-        scored: the text.
-        predicted: what the substitute predicts of it.
-    """
+    """Fit the weight of a substitute beside the model, without a store."""
     at = evidence.tokens
     lam = fit_weight(scored.lm_log_probs[at], predicted.log_probs[at])
     return KNNSettings(1, 1.0, FixedLambda(0.0), substitute=replace(predicted.substitute, lam=lam))
@@ -46,14 +40,7 @@ def fit_beside(
     predicted: ScoredSubstitute,
     fit: Callable[[Evidence], KNNSettings],
 ) -> KNNSettings:
-    """Fit the weight of a substitute and, in turn, the settings of the store on top of it.
-
-    Args:
-        evidence: of the tokens to fit on.
-        scored: the text.
-        predicted: what the substitute predicts of it.
-        fit: fits the settings of the store.
-    """
+    """Fit the weight of a substitute and, in turn by `fit`, the settings of the store on top of it."""
     at = evidence.tokens
     only = replace(scored, lm_log_probs=predicted.log_probs)
     difference = predicted.log_probs[at].exp()[:, None] - evidence.lm

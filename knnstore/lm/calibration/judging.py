@@ -29,11 +29,7 @@ class Interval(NamedTuple):
 
 
 def check_enough(documents: int, tokens: int) -> None:
-    """Refuse to fit on too little.
-
-    Raises:
-        InputError: there are fewer documents or tokens than needed.
-    """
+    """Refuse to fit on too little, with an `InputError`."""
     if documents < MIN_DOCUMENTS or tokens < MIN_TOKENS:
         raise InputError(
             f"{documents:,} documents of {tokens:,} tokens are too little to fit on: at least "
@@ -42,11 +38,7 @@ def check_enough(documents: int, tokens: int) -> None:
 
 
 class Judge:
-    """Gives perplexities with intervals, all over the same resamples of the documents.
-
-    Args:
-        scored: the text, and what the model alone thinks of it.
-    """
+    """Gives perplexities with intervals, all over the same resamples of a text's documents."""
 
     def __init__(self, scored: ScoredText) -> None:
         _, self._documents = torch.unique(scored.documents, return_inverse=True)
@@ -75,14 +67,7 @@ def _interval(loss: float, resampled: NDArray[np.float64]) -> Interval:
 
 
 def in_halves(documents: Tensor) -> Tensor:
-    """Which tokens are of the first half: whole documents, the longest dealt out first.
-
-    Args:
-        documents: of each token, int64, shape (n,).
-
-    Returns:
-        bool, shape (n,).
-    """
+    """Which tokens are of the first half: whole documents, the longest dealt out first; bool, shape (n,)."""
     lengths = torch.bincount(documents)
     first = torch.zeros(len(lengths), dtype=torch.bool)
     taken = [0, 0]

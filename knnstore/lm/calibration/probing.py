@@ -6,7 +6,7 @@ one half of the held-out documents and judged on the other, as `calibrate` does.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -86,10 +86,8 @@ def default_keys(model: PreTrainedModel) -> list[str]:
         names += [f"{name}@-2" for name in LAYER_PLACES]
     found: dict[KeyLocation, str] = {}
     for name in names:
-        try:
+        with suppress(ConfigError):  # not in this model
             found.setdefault(locate(model, name), name)
-        except ConfigError:
-            continue  # not in this model
     return list(found.values())
 
 
@@ -147,8 +145,11 @@ def probe_keys(
 
     def judge(key: str, metric: str, kept: Keys, asked: Keys) -> None:
         nonlocal base
-        scored = _searched(kept, asked, metric, store, text, model.device)
-        compared = compare(scored, fits={})
+        rows, queries = (torch.from_numpy(some.astype(np.float32)).to(model.device) for some in (kept, asked))
+        distances, nearest = nearest_keys(queries, rows, min(MOST_NEIGHBORS, len(rows)), metric)
+        hits = torch.from_numpy(store.gold)[nearest] == torch.from_numpy(text.gold)[:, None]
+        documents = torch.from_numpy(text.documents)
+        compared = compare(ScoredText(text.lm_log_probs, text.lm_max, distances, hits, documents), fits={})
         base = compared.base
         found.append(Probed(key, str(places[key]), metric, kept.shape[1], compared.best))
         shown.advance(1)
@@ -214,26 +215,8 @@ def _read(
     )
 
 
-def _searched(
-    kept: Keys, asked: Keys, metric: str, store: _Read, text: _Read, device: torch.device
-) -> ScoredText:
-    """Search for every held-out token among the keys that are kept."""
-    keys, queries = (torch.from_numpy(some.astype(np.float32)).to(device) for some in (kept, asked))
-    distances, rows = nearest_keys(queries, keys, min(MOST_NEIGHBORS, len(keys)), metric)
-    hits = torch.from_numpy(store.gold)[rows] == torch.from_numpy(text.gold)[:, None]
-    return ScoredText(
-        text.lm_log_probs, text.lm_max, distances, hits, documents=torch.from_numpy(text.documents)
-    )
-
-
 def nearest_keys(queries: Tensor, keys: Tensor, k: int, metric: str) -> tuple[Tensor, Tensor]:
     """Find the k nearest keys of each query by comparing with all of them.
-
-    Args:
-        queries: float32, shape (q, d).
-        keys: float32, shape (n, d), on the same device.
-        k: how many, at most n.
-        metric: ``l2`` (squared distances) or ``ip`` (negated products).
 
     Returns:
         Distances, float32, ascending, and rows of `keys`, int64: shape (q, k), on the CPU.

@@ -42,8 +42,7 @@ def judge_savings(
 
     Args:
         scored: held-out text.
-        log_probs: log p of every token with all searches, by settings fitted on the other half;
-            shape (n,).
+        log_probs: log p of every token with all searches, by settings fitted on the other half, shape (n,).
         unsearched: log p of every token where no search is made: the model's, or with a continuous cache
             its mixture with that; shape (n,).
         first_half: which tokens are of the first half, bool, shape (n,).

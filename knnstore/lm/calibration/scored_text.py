@@ -1,6 +1,6 @@
 """Held-out text after one pass of model and search: all that settings are fitted and judged by."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from knnstore.lm.settings import KNNSettings, Substitute
 from knnstore.progress import Progress
 from knnstore.store import Reader, Selection
 
-_CHUNK_VALUES = 1 << 20
+CHUNK_VALUES = 1 << 20
 """How many neighbors are weighed at once: what stays in a CPU's cache."""
 
 
@@ -77,11 +77,15 @@ class ScoredText:
         """Neighbors of each token."""
         return self.distances.shape[1]
 
-    def chunks(self, k: int, tokens: Tensor | None = None) -> Iterator[Tensor]:
+    def chunks(self, k: int, tokens: Tensor | None = None) -> Iterable[Tensor]:
         """Indices of tokens to weigh together with k neighbors each; of all, or of those given."""
         every = torch.arange(len(self)) if tokens is None else tokens
-        step = max(1, _CHUNK_VALUES // k)
-        return (every[start : start + step] for start in range(0, len(every), step))
+        return torch.split(every, max(1, CHUNK_VALUES // k))
+
+    @property
+    def found(self) -> Tensor:
+        """Indices of the tokens for which something was found, int64."""
+        return self.distances[:, 0].isfinite().nonzero()[:, 0]
 
     def retrieved(self, k: int, tokens: Tensor) -> Retrieved:
         """What a mixer chooses from, with the k nearest neighbors of some tokens."""
@@ -100,10 +104,7 @@ class ScoredText:
 
         Args:
             settings: with a k of at most that of the pass, and a mixer that searches once.
-            tokens: indices, int64, shape (m,); default all.
-
-        Returns:
-            One entry for each of the m tokens.
+            tokens: indices, int64, shape (m,), each of which has an entry in what is returned; default all.
         """
         parts = []
         for chunk in self.chunks(settings.k, tokens):
@@ -161,11 +162,10 @@ def score_once(
             log_weights[rows, columns] = part.log_weights
         done = rows.stop
     shown.finish()
-    reading = Reading(keys, gold, scored.documents, store.identity.metric)
     return replace(
         scored,
         log_weights=log_weights,
-        reading=reading,
+        reading=Reading(keys, gold, scored.documents, store.identity.metric),
         lm_entropy=lm_entropy,
         distinct=distinct,
         fitted_for=described(store.identity),

@@ -12,10 +12,16 @@ from torch import Tensor
 
 from knnstore.datastore import tokens_of
 from knnstore.documents import TextDocument
-from knnstore.lm.calibration.evidence import Evidence, between_points, gold_on_grid, temperatures_for
+from knnstore.lm.calibration.evidence import (
+    Evidence,
+    between_points,
+    evidence_of,
+    gold_on_grid,
+    temperatures_for,
+)
 from knnstore.lm.calibration.fit_domains import DomainEvidence
 from knnstore.lm.calibration.scored_text import Mixed, ScoredText
-from knnstore.lm.mixing import LEAST_PROBABILITY, Retrieved, mix_probs, relative_distance
+from knnstore.lm.mixing import LEAST_PROBABILITY, Retrieved, mix_probs
 from knnstore.lm.settings import KNNSettings
 from knnstore.progress import Progress
 from knnstore.store import Reader, Selection
@@ -26,15 +32,9 @@ _NEIGHBORS = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class FurtherSearches:
-    """Searches for the tokens of a scored text again; nothing is encoded again.
+    """Searches for the tokens of a scored text, which is of these documents; nothing is encoded again.
 
-    Args:
-        store: where to search.
-        scored: the text.
-        documents: those that it is of.
-        selection: among which documents.
-        left_out: content hashes of documents that are not among what they retrieve from.
-        progress: is told of each batch.
+    `left_out` has the content hashes of documents that are not among what they retrieve from.
     """
 
     store: Reader
@@ -45,39 +45,12 @@ class FurtherSearches:
     progress: Progress | None = None
 
     def with_k(self, ks: Sequence[int]) -> list["WideEvidence"]:
-        """Search once with the largest k.
-
-        Args:
-            ks: ascending.
-
-        Returns:
-            What the tokens say about settings with each of them.
-        """
-        scored, temperatures = self.scored, temperatures_for(self.scored)
-        knn = torch.empty(len(ks), len(scored), len(temperatures))
-        relative = torch.empty(len(ks), len(scored))
-        for tokens, found, hits in self._search(ks[-1], f"searching k={ks[-1]:,}", self.selection):
-            knn[:, tokens] = gold_on_grid(found.distances, hits, ks, temperatures, found.log_weights)
-            for at, k in enumerate(ks):
-                relative[at, tokens] = relative_distance(replace(found, distances=found.distances[:, :k]))
-        every = scored.distances[:, 0].isfinite().nonzero()[:, 0]
-        nearest = scored.retrieved(1, every)
-        lm = scored.lm_log_probs[every].exp().clamp_(min=LEAST_PROBABILITY)[:, None]
-        return [
-            WideEvidence(
-                Evidence(k, temperatures, knn[at, every], lm, nearest, relative[at, every], every),
-                scored.lm_log_probs,
-            )
-            for at, k in enumerate(ks)
-        ]
+        """Search once with the largest of some k, ascending: what the tokens say about each of them."""
+        parts = self._search(ks[-1], f"searching k={ks[-1]:,}", self.selection)
+        return [WideEvidence(of, self.scored.lm_log_probs) for of in evidence_of(self.scored, ks, parts)]
 
     def by_domain(self, domains: Sequence[str], k: int) -> DomainEvidence:
-        """Search each domain on its own.
-
-        Args:
-            domains: their names; all are selected.
-            k: neighbors in each.
-        """
+        """Search each domain, all of which are selected, on its own for k neighbors."""
         scored, temperatures = self.scored, temperatures_for(self.scored)
         lm = scored.lm_log_probs.exp().clamp_(min=LEAST_PROBABILITY)
         knn = lm[:, None].repeat(len(domains), 1, len(temperatures))
@@ -85,9 +58,8 @@ class FurtherSearches:
         for number, domain in enumerate(domains):
             selection = replace(self.selection, domains=(domain,))
             for tokens, found, hits in self._search(k, f"searching {domain}", selection):
-                knn[number, tokens] = gold_on_grid(
-                    found.distances, hits, [k], temperatures, found.log_weights
-                )[0]
+                probs = gold_on_grid(found.distances, hits, [k], temperatures, found.log_weights)
+                knn[number, tokens] = probs[0]
                 everywhere[number, tokens] = True
         return DomainEvidence(k, tuple(domains), temperatures, knn, everywhere, lm)
 
@@ -96,11 +68,10 @@ class FurtherSearches:
         scored, shown = self.scored, self.progress or Progress()
         reading = scored.reading
         assert reading is not None
-        apart = [number for number, one in enumerate(self.documents) if one.content_hash in self.left_out]
-        groups = [(~torch.isin(scored.documents, torch.tensor(apart, dtype=torch.int64)), selection)] + [
-            (scored.documents == number, selection.without(self.documents[number].content_hash))
-            for number in apart
-        ]
+        hashes = [one.content_hash for one in self.documents]
+        apart = [number for number, one in enumerate(hashes) if one in self.left_out]
+        groups = [(~torch.isin(scored.documents, torch.tensor(apart, dtype=torch.int64)), selection)]
+        groups += [(scored.documents == number, selection.without(hashes[number])) for number in apart]
         shown.start(title, total=len(scored))
         for members, reached in groups:
             for tokens in torch.split(members.nonzero()[:, 0], max(1, _NEIGHBORS // k)):
@@ -133,15 +104,7 @@ class WideEvidence:
     """log p_LM of every token of the text, float32, shape (n,)."""
 
     def log_probs(self, settings: KNNSettings, tokens: Tensor) -> Mixed:
-        """Mix as settings say; where T is between two of the grid, so is p_kNN.
-
-        Args:
-            settings: with this k.
-            tokens: indices, int64, shape (m,).
-
-        Returns:
-            One entry for each of the m tokens.
-        """
+        """Mix at some tokens, shape (m,), as settings with this k say; p_kNN is taken `between_points`."""
         evidence = self.evidence
         _, lam, temperature = settings.mixer.weigh(evidence.nearest, settings.temperature)
         knn = between_points(evidence.knn, evidence.temperatures, temperature)

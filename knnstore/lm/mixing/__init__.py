@@ -2,8 +2,7 @@
 
 from knnstore.lm.mixing.bins import BinnedLambda, bins_of
 from knnstore.lm.mixing.domains import DomainWeights
-from knnstore.lm.mixing.fixed import FixedLambda
-from knnstore.lm.mixing.formulas import NearnessLambda, RelativeConfidence, relative_distance
+from knnstore.lm.mixing.formulas import FixedLambda, NearnessLambda, RelativeConfidence, relative_distance
 from knnstore.lm.mixing.gate import (
     DISTINCT_AMONG,
     GateLambda,

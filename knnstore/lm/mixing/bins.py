@@ -66,9 +66,8 @@ def bins_of(
     retrieved: Retrieved, distance_edges: Sequence[float], confidence_edges: Sequence[float] = ()
 ) -> Tensor:
     """The bin of each query in a `BinnedLambda` with these edges, int64, shape (n,)."""
-    return _bins(retrieved.distances[:, 0], distance_edges) * (len(confidence_edges) + 1) + _bins(
-        retrieved.lm_max, confidence_edges
-    )
+    confidence = _bins(retrieved.lm_max, confidence_edges)
+    return _bins(retrieved.distances[:, 0], distance_edges) * (len(confidence_edges) + 1) + confidence
 
 
 def _bins(values: Tensor, edges: Sequence[float]) -> Tensor:

@@ -1,6 +1,7 @@
-"""λ by a formula of the distances, with nothing or next to nothing to fit."""
+"""λ the same everywhere, or by a formula of the distances: with nothing or next to nothing to fit."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,6 +9,31 @@ from torch import Tensor
 
 from knnstore.errors import ConfigError
 from knnstore.lm.mixing.mixer import MAX_LAMBDA, Chosen, Retrieved, SimpleMixer
+from knnstore.store import Selection
+
+
+@dataclass(frozen=True, slots=True)
+class FixedLambda(SimpleMixer):
+    """The same λ everywhere (Khandelwal et al. 2020)."""
+
+    lam: float
+    """Between 0 (the model alone) and 1 (retrieval alone)."""
+
+    name = "fixed"
+    needs_nearest_only = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.lam <= 1:
+            raise ConfigError(f"lambda must be between 0 and 1, got {self.lam}")
+
+    def searches(self, selection: Selection) -> Sequence[Selection]:
+        """All that is selected, or nothing where λ is 0."""
+        return (selection,) if self.lam > 0 else ()
+
+    def __call__(self, retrieved: Retrieved, temperature: float) -> Chosen:
+        """Choose λ and the temperature given."""
+        lam = torch.full((len(retrieved.distances),), self.lam, device=retrieved.distances.device)
+        return Chosen(lam, temperature)
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,8 @@ def gate_features(retrieved: Retrieved, k: int, scale: float) -> Tensor:
         distinct = distinct_tokens(retrieved.tokens, distances)
     found = distances.isfinite()
     farthest = distances.where(found, -torch.inf).amax(1, keepdim=True).clamp(min=-_FAR)
-    near = _at_powers(distances.where(found, farthest), k)
+    ranks = torch.tensor(powers_up_to(k), device=distances.device).clamp(max=distances.shape[1])
+    near = distances.where(found, farthest)[:, ranks - 1]
     counted = len(powers_up_to(min(k, DISTINCT_AMONG)))
     columns = torch.arange(counted, device=distinct.device).clamp(max=distinct.shape[1] - 1)
     return torch.cat(
@@ -96,12 +97,6 @@ def gate_features(retrieved: Retrieved, k: int, scale: float) -> Tensor:
         ],
         1,
     )
-
-
-def _at_powers(ascending: Tensor, k: int) -> Tensor:
-    """The columns 1, 2, 4, ... up to k, counted from 1; the last one for those that are missing."""
-    columns = torch.tensor(powers_up_to(k), device=ascending.device) - 1
-    return ascending[:, columns.clamp(max=ascending.shape[1] - 1)]
 
 
 def distinct_tokens(tokens: Tensor, distances: Tensor) -> Tensor:

@@ -136,9 +136,8 @@ class SimpleMixer:
     def weigh(self, retrieved: Retrieved, temperature: float) -> Weighed:
         """Weigh each neighbor by its distance and the T chosen."""
         lam, temperatures = self(retrieved, temperature)
-        return Weighed(
-            neighbor_weights(retrieved.distances, temperatures, retrieved.log_weights), lam, temperatures
-        )
+        weights = neighbor_weights(retrieved.distances, temperatures, retrieved.log_weights)
+        return Weighed(weights, lam, temperatures)
 
     def __call__(self, retrieved: Retrieved, temperature: float) -> Chosen:
         """Choose λ and T for each query; the arguments are those of `weigh`."""

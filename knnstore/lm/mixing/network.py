@@ -28,9 +28,8 @@ class Network(nn.Module):
     Args:
         mean: of the features, shape (f,).
         scale: their standard deviation, above 0, shape (f,).
+        start: the outputs that it begins with for every token, shape (o,).
         hidden: units of each hidden layer.
-        outputs: how many values it gives; it begins with `start` for every token.
-        start: shape (outputs,).
     """
 
     mean: Tensor

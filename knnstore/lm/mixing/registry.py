@@ -6,14 +6,14 @@ from typing import Any, TypeVar
 from knnstore.errors import ConfigError
 from knnstore.lm.mixing.bins import BinnedLambda
 from knnstore.lm.mixing.domains import DomainWeights
-from knnstore.lm.mixing.fixed import FixedLambda
-from knnstore.lm.mixing.formulas import NearnessLambda, RelativeConfidence
+from knnstore.lm.mixing.formulas import FixedLambda, NearnessLambda, RelativeConfidence
 from knnstore.lm.mixing.gate import GateLambda
 from knnstore.lm.mixing.mixer import Mixer
 
 M = TypeVar("M", bound=Callable[..., Mixer])
 
-_MIXERS: dict[str, Callable[..., Mixer]] = {}
+_BUILT_IN = (FixedLambda, BinnedLambda, NearnessLambda, RelativeConfidence, GateLambda, DomainWeights)
+_MIXERS: dict[str, Callable[..., Mixer]] = {mixer.name: mixer for mixer in _BUILT_IN}
 
 
 def register_mixer(mixer: M) -> M:
@@ -25,10 +25,6 @@ def register_mixer(mixer: M) -> M:
     """
     _MIXERS[mixer.name] = mixer  # type: ignore[attr-defined]
     return mixer
-
-
-for _mixer in (FixedLambda, BinnedLambda, NearnessLambda, RelativeConfidence, GateLambda, DomainWeights):
-    register_mixer(_mixer)
 
 
 def is_registered(mixer: Mixer) -> bool:

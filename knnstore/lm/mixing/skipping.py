@@ -76,7 +76,7 @@ class Skipping:
             log_probs = some_logits.float().log_softmax(-1)
             chosen = self.searched(some_keys.to(logits.device), log_probs.amax(-1), entropy_of(log_probs))
             parts.append(chosen.cpu().numpy())
-        return np.concatenate(parts) if parts else np.zeros(0, bool)
+        return np.concatenate(parts)
 
 
 def entropy_of(log_probs: Tensor) -> Tensor:

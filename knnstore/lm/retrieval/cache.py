@@ -73,21 +73,17 @@ class ReadText:
             positions: in the document, shape (n,).
         """
         owners, places = torch.from_numpy(documents), torch.from_numpy(positions)
+        count = 0
         if self._last is not None and self._last[2] == owners[0]:
             old_keys, old_gold, document, next_position = self._last
             count = len(old_gold)
             keys, gold = torch.cat([old_keys, keys]), torch.cat([old_gold, gold])
             owners = torch.cat([owners.new_full((count,), document), owners])
             places = torch.cat([torch.arange(next_position - count, next_position), places])
-        else:
-            count = 0
-        changes = owners.diff() != 0
-        assert ((places.diff() == 1) | changes).all(), "tokens of a document out of order"
-        rows = torch.arange(len(owners))
-        begins = torch.cat([torch.tensor([True]), changes])
-        starts = rows.where(begins, 0).cummax(0).values
-        found = look_back(keys, gold, rows[count:], starts[count:], self._size, self._metric)
-        kept = slice(max(int(starts[-1]), len(rows) - self._size), None)
+        assert ((places.diff() == 1) | (owners.diff() != 0)).all(), "tokens of a document out of order"
+        reading = Reading(keys, gold, owners, self._metric)
+        found = reading.look_back(torch.arange(count, len(owners)), self._size)
+        kept = slice(-min(int((owners == owners[-1]).sum()), self._size), None)
         self._last = (keys[kept].clone(), gold[kept].clone(), int(owners[-1]), int(places[-1]) + 1)
         return found
 

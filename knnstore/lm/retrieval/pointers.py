@@ -1,7 +1,6 @@
 """Retrieving token by token where pointers save searches, see `PointerSettings`; many texts together."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -29,32 +28,29 @@ SearchRows = Callable[[NDArray[np.int64]], Neighbors]
 def retrieve_next(
     store: Reader,
     queries: Keys,
+    rows: NDArray[np.int64],
     before: Ids,
     read: NDArray[np.int64],
     settings: KNNSettings,
     search: SearchRows,
 ) -> Retrieval:
-    """Retrieve for the next token of q texts.
+    """Retrieve for the next token of q texts, which have the queries of these rows, shape (q,).
 
-    Args:
-        store: where pointers are followed.
-        queries: float32, shape (q, d).
-        before: the records retrieved for the token before, nearest first: int64, shape (q, m), -1 for none;
-            a text that begins has none.
-        read: the token that came there, shape (q,).
-        settings: with pointers.
-        search: called once with the queries that need a search, if any does.
+    `before` are the records retrieved for the token before, nearest first: shape (q, m), -1 for none; a text
+    that begins has none. `read` is the token that came there, shape (q,). `search` is called once with the
+    rows that need a search, if any does.
     """
-    pointers = settings.pointers
+    queries, pointers = queries[rows], settings.pointers
     assert pointers is not None
     leading = _leading(before, read, pointers.max_pointers)
     pointed = store.follow(queries, leading, settings.selection)
     count = (pointed.ids >= 0).sum(1)
     needed = np.ones(len(queries), bool) if pointers.min_pointers is None else count < pointers.min_pointers
-    rows, others = np.flatnonzero(needed), np.flatnonzero(~needed)
-    if len(rows):
-        pointed = _together(pointed, search(rows).spread(needed))
-    found = _nearest_first(pointed, settings.k)
+    others = np.flatnonzero(~needed)
+    if needed.any():
+        pointed = _together(pointed, search(rows[needed]).spread(needed))
+    # At least k columns, and no more than are needed.
+    found = pointed.nearest(max(settings.k, int((pointed.ids >= 0).sum(1).max(initial=0))))
     if pointers.cluster_size is not None and len(others):
         near = store.follow(
             queries[others], leading[others], settings.selection, cluster_size=pointers.cluster_size
@@ -87,24 +83,16 @@ def retrieve_in_step(
         Step by step the numbers of the tokens at one position, and what was retrieved for them.
     """
     order = np.lexsort((documents, positions))
-    owners, before = documents[:0], np.empty((0, 0), np.int64)
-    read = gold[:0]
+    owners, read, before = documents[:0], gold[:0], np.empty((0, 0), np.int64)
     for rows in np.split(order, np.flatnonzero(np.diff(positions[order])) + 1) if len(order) else ():
         if not len(owners):
             before, read = np.empty((len(rows), 0), np.int64), gold[rows]
         else:
             at = np.searchsorted(owners, documents[rows])
             before, read = before[at], read[at]
-        retrieval = retrieve_next(
-            store, keys[rows], before, read, settings, partial(search_among, search, rows)
-        )
+        retrieval = retrieve_next(store, keys, rows, before, read, settings, search)
         yield rows, retrieval
         owners, before, read = documents[rows], retrieval.found.ids, gold[rows]
-
-
-def search_among(search: SearchRows, rows: NDArray[np.int64], some: NDArray[np.int64]) -> Neighbors:
-    """Search for some of a few queries, given by their numbers among these few."""
-    return search(rows[some])
 
 
 def _leading(before: Ids, read: NDArray[np.int64], most: int) -> Ids:
@@ -123,8 +111,3 @@ def _together(pointed: Neighbors, found: Neighbors) -> Neighbors:
     again = np.zeros(both.ids.shape, bool)
     np.put_along_axis(again, order[:, 1:], ordered[:, 1:] == ordered[:, :-1], 1)
     return both.without(again)
-
-
-def _nearest_first(found: Neighbors, least: int) -> Neighbors:
-    """Order each row, in at least so many columns, and no more than are needed."""
-    return found.nearest(max(least, int((found.ids >= 0).sum(1).max(initial=0))))

@@ -28,7 +28,6 @@ from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers.cache_utils import Cache
 
@@ -77,20 +76,11 @@ def whole_texts(
 
 def unpadded(sequence_ids: Tensor) -> list[Tokens]:
     """The tokens of each row without its padding: int64, shapes (n_i,)."""
-    rows: NDArray[np.int64] = sequence_ids.cpu().numpy()
-    return [row[row != PADDING] for row in rows]
+    return [row[row != PADDING] for row in sequence_ids.cpu().numpy()]
 
 
 def prefix_names(tokens: Tokens, first: int = 0) -> list[bytes]:
-    """Name the beginnings of a text.
-
-    Args:
-        tokens: the text, int64, shape (n,).
-        first: the first position that is to have a name, >= 0.
-
-    Returns:
-        For each position i from `first` on a name of ``tokens[: i + 1]``, 16 bytes.
-    """
+    """For each position i of a text from `first` on a name of ``tokens[: i + 1]``, 16 bytes."""
     digest = hashlib.blake2b(np.ascontiguousarray(tokens[:first]).tobytes(), digest_size=16)
     names = []
     for token in tokens[first:]:
@@ -130,7 +120,7 @@ class PrefixStates(Generic[V]):
         with self._lock:
             self._capacity = max(self._capacity, 2 * len(names))
             for name, value in zip(names, values, strict=True):
+                self._states.pop(name, None)
                 self._states[name] = value
-                self._states.move_to_end(name)
             while len(self._states) > self._capacity:
                 self._states.popitem(last=False)

@@ -70,22 +70,17 @@ def _search(store: Reader, queries: Keys, settings: KNNSettings, part: Selection
         return store.search(queries, settings.k, part)
     selected = settings.selection.domains
     domains = selected if part.domains is None else part.domains
-    if selected is not None and not set(domains or ()) <= set(selected):
-        _tell(store, part, "which is not selected here")
-        return Neighbors.nothing(len(queries), settings.k)
-    try:
-        return store.search(queries, settings.k, replace(settings.selection, domains=domains))
-    except DomainNotFoundError:  # removed since, perhaps in the middle of a text
-        _tell(store, part, "which the store does not have any more")
-        return Neighbors.nothing(len(queries), settings.k)
-
-
-def _tell(store: Reader, part: Selection, why: str) -> None:
-    """Say once in a process that a domain's weight falls to the model."""
+    why = "which is not selected here"
+    if selected is None or set(domains or ()) <= set(selected):
+        try:
+            return store.search(queries, settings.k, replace(settings.selection, domains=domains))
+        except DomainNotFoundError:  # removed since, perhaps in the middle of a text
+            why = "which the store does not have any more"
     domain = ", ".join(part.domains or ())
     known = (str(store.home.path), domain, why)
-    if known not in _told:
+    if known not in _told:  # once in a process
         _told.add(known)
         _logger.warning(
             "the settings give a weight to the domain %r, %s: the model has that weight now", domain, why
         )
+    return Neighbors.nothing(len(queries), settings.k)

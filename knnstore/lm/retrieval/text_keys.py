@@ -44,7 +44,10 @@ class TextKeys:
         pasts = [len(text) - int(row.sum()) for text, row in zip(texts, fresh, strict=True)]
         firsts = [max(0, past - size) for past in pasts]
         names = [prefix_names(text, first) for text, first in zip(texts, firsts, strict=True)]
-        known = self._known(texts, pasts, firsts, names)
+        known = [
+            self._known(text[:past], first, row[: past - first])
+            for text, past, first, row in zip(texts, pasts, firsts, names, strict=True)
+        ]
         rows = [
             torch.cat([*(key[None] for key in old), own[torch.from_numpy(mask).to(keys.device)]])
             for old, own, mask in zip(known, keys, fresh, strict=True)
@@ -73,17 +76,7 @@ class TextKeys:
         zeros = torch.zeros_like(nothing, dtype=torch.long)
         return Recent(torch.cat([found.distances, nothing]), torch.cat([found.tokens, zeros])).rows(order)
 
-    def _known(
-        self, texts: list[Tokens], pasts: list[int], firsts: list[int], names: list[list[bytes]]
-    ) -> list[list[Tensor]]:
-        """The keys of each text's positions from its first to the end of what was read before."""
-        counts = np.subtract(pasts, firsts).tolist()
-        found = iter(
-            self._states.get([name for row, n in zip(names, counts, strict=True) for name in row[:n]])
-        )
-        known = []
-        for text, past, first, count in zip(texts, pasts, firsts, counts, strict=True):
-            keys = [next(found) for _ in range(count)]
-            kept = [key for key in keys if key is not None]
-            known.append(kept if len(kept) == count else list(self._compute(text[:past])[first:]))
-        return known
+    def _known(self, read: Tokens, first: int, names: list[bytes]) -> list[Tensor]:
+        """The keys of what was read of a text, from a position on; `names` are the names of these."""
+        keys = [key for key in self._states.get(names) if key is not None]
+        return keys if len(keys) == len(names) else list(self._compute(read)[first:])

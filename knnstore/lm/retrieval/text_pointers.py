@@ -1,7 +1,6 @@
 """Pointers inside `forward`: each position of a pass goes on from the one before it in its text."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from knnstore.datastore import Ids, Keys, Neighbors
 from knnstore.lm.reading import Tokens
-from knnstore.lm.retrieval.pointers import SearchRows, retrieve_next, search_among
+from knnstore.lm.retrieval.pointers import SearchRows, retrieve_next
 from knnstore.lm.retrieval.prefix_states import PADDING, PrefixStates, prefix_names, unpadded
 from knnstore.lm.settings import KNNSettings
 from knnstore.store import Reader
@@ -39,15 +38,10 @@ class TextPass(NamedTuple):
     def of(
         cls, read: Tensor | None, batch: int, length: int, kept: Tensor, states: PointerStates | None
     ) -> Self:
-        """Describe a pass.
+        """Describe a pass over `length` positions of so many texts.
 
-        Args:
-            read: what was read, up to its end and at least from its beginning on: the texts as
-                `knnstore.lm.retrieval.prefix_states` has them, or their end; None is not known.
-            batch: b.
-            length: t.
-            kept: as the attribute.
-            states: as the attribute.
+        What was read goes up to its end and at least from its beginning on: the texts as
+        `knnstore.lm.retrieval.prefix_states` has them, or their end; None is not known.
         """
         tokens = np.full((batch, length), PADDING, np.int64)
         if read is not None:
@@ -75,36 +69,31 @@ def retrieve_for_pass(
         attended: which of the kept positions the n queries are from, of their shape.
         settings: with pointers.
         search: searches for some of the n queries.
-
-    Returns:
-        The neighbors of each query.
     """
     tokens, kept, sequence_ids, states = text_pass
     length = tokens.shape[1]
     owners, columns = np.divmod(kept[attended], length)
+    nothing = np.empty(0, np.int64)
     before: list[Ids | None] = [None] * len(tokens)
     if states is not None and sequence_ids is not None and sequence_ids.shape[1] > length:
         before = states.get([_name(text) for text in unpadded(sequence_ids[:, :-length])])
     firsts = (tokens != PADDING).argmax(1).tolist()
-    last = [(first - 1, ids) for first, ids in zip(firsts, before, strict=True)]
+    last = [(first - 1, nothing if ids is None else ids) for first, ids in zip(firsts, before, strict=True)]
     found, order = [Neighbors.nothing(0, settings.k)], [np.empty(0, np.int64)]
     for column in np.unique(columns).tolist():
         rows = np.flatnonzero(columns == column)
         mine = owners[rows].tolist()
-        known = [last[owner][1] if last[owner][0] == column - 1 else None for owner in mine]
+        known = [last[owner][1] if last[owner][0] == column - 1 else nothing for owner in mine]
         read = tokens[mine, column]
-        retrieved = retrieve_next(
-            store, queries[rows], _together(known), read, settings, partial(search_among, search, rows)
-        ).found
+        retrieved = retrieve_next(store, queries, rows, _together(known), read, settings, search).found
         found.append(retrieved)
         order.append(rows)
         for owner, ids in zip(mine, retrieved.ids, strict=True):
             last[owner] = column, ids[ids >= 0]
     if states is not None and sequence_ids is not None:
         texts = unpadded(sequence_ids)
-        ended = [owner for owner, (column, _) in enumerate(last) if column == length - 1]
-        ids_of = [ids for _, ids in last]
-        states.put([_name(texts[owner]) for owner in ended], [_known(ids_of[owner]) for owner in ended])
+        ended = [(_name(text), ids) for text, (at, ids) in zip(texts, last, strict=True) if at == length - 1]
+        states.put([name for name, _ in ended], [ids for _, ids in ended])
     return Neighbors.joined(found, axis=0).rows(np.argsort(np.concatenate(order)))
 
 
@@ -112,14 +101,9 @@ def _name(text: Tokens) -> bytes:
     return prefix_names(text, len(text) - 1)[0] if len(text) else b""
 
 
-def _known(ids: Ids | None) -> Ids:
-    return np.empty(0, np.int64) if ids is None else ids
-
-
-def _together(parts: Sequence[Ids | None]) -> Ids:
+def _together(parts: Sequence[Ids]) -> Ids:
     """Rows of different lengths as one array, -1 after the end of each."""
-    known = [_known(part) for part in parts]
-    ids = np.full((len(known), max(map(len, known), default=0)), -1, np.int64)
-    for row, part in zip(ids, known, strict=True):
+    ids = np.full((len(parts), max(map(len, parts))), -1, np.int64)
+    for row, part in zip(ids, parts, strict=True):
         row[: len(part)] = part
     return ids

@@ -17,7 +17,7 @@ from torch import Tensor
 from knnstore.errors import FingerprintMismatchError, OutdatedWeightsError
 from knnstore.lm.mixing import mix_log_probs
 from knnstore.lm.settings import Substitute
-from knnstore.store import Identity, Reader, Weights
+from knnstore.store import Identity, KNNStore, Reader
 
 _CHUNK_VALUES = 1 << 24
 """How many probabilities are in memory at once: 64 MiB of float32."""
@@ -48,13 +48,10 @@ class SubstituteHead:
         return self._columns[tokens.to(self._columns.device)]
 
     def log_probs(self, keys: Tensor) -> Tensor:
-        """Predict from some keys.
-
-        Args:
-            keys: float32, shape (m, d), on any device.
+        """Give log p_sub for keys on any device, float32, shape (m, d).
 
         Returns:
-            log p_sub, float32, shape (m, v), -inf where it is 0; on the device of the rows.
+            float32, shape (m, v), -inf where p_sub is 0; on the device of the rows.
         """
         keys = keys.to(self.rows.device)
         log_probs = torch.full((len(keys), self.vocab_size), -torch.inf, device=keys.device)
@@ -63,14 +60,10 @@ class SubstituteHead:
         return log_probs
 
     def gold_log_probs(self, keys: Tensor, gold: Tensor) -> Tensor:
-        """Predict one token from each key.
-
-        Args:
-            keys: float32, shape (m, d), on any device.
-            gold: token ids, shape (m,).
+        """Give log p_sub of one token for each key; `keys` as of `log_probs`, `gold` of shape (m,).
 
         Returns:
-            log p_sub of each token, float32, shape (m,), -inf where it is 0; on the keys' device.
+            float32, shape (m,), -inf where p_sub is 0; on the keys' device.
         """
         columns = self.columns(gold)
         found = torch.empty(len(keys))
@@ -80,10 +73,10 @@ class SubstituteHead:
             found[at] = torch.where(columns[at] >= 0, chosen, -torch.inf).cpu()
         return found.to(keys.device)
 
-    def weights(self, identity: Identity) -> Weights:
-        """What is saved of it for the store with this identity."""
+    def save(self, store: KNNStore) -> str:
+        """Save the rows for a store; return the name of what was saved."""
         tensors = {"rows": self.rows.cpu().numpy(), "tokens": self.tokens.cpu().numpy()}
-        return Weights(tensors, _made_for(identity))
+        return store.save_weights(tensors, _made_for(store.identity))
 
     def _chunks(self, count: int) -> Iterator[slice]:
         step = max(1, _CHUNK_VALUES // max(1, len(self.tokens)))
@@ -91,12 +84,7 @@ class SubstituteHead:
 
 
 def token_scores(keys: Tensor, rows: Tensor) -> Tensor:
-    """The logarithm of what each token weighs before the softmax, float32, shape (m, s).
-
-    Args:
-        keys: float32, shape (m, d).
-        rows: float32, shape (n, s, d).
-    """
+    """The log of what each token weighs before the softmax, (m, s), from keys (m, d) and rows (n, s, d)."""
     return torch.stack([keys @ row.T for row in rows]).logsumexp(0) if len(rows) > 1 else keys @ rows[0].T
 
 
@@ -108,7 +96,12 @@ def load_head(store: Reader, substitute: Substitute, device: torch.device | str 
         FingerprintMismatchError: it was trained for another model or other keys.
         CorruptWeightsError: its file is missing or damaged.
     """
-    check_whole(store, substitute)
+    if substitute.is_outdated(store):
+        of = ", ".join(substitute.traces.domains) or "the whole store"
+        raise OutdatedWeightsError(
+            f"the substitute of {of} was trained on documents that were removed or replaced since: train it "
+            "again (knnstore substitute), or use settings without it"
+        )
     weights = store.load_weights(substitute.weights)
     for name, needed in _made_for(store.identity).items():
         if weights.metadata.get(name) != needed:
@@ -140,11 +133,8 @@ class Heads:
         Raises:
             OutdatedWeightsError, FingerprintMismatchError, CorruptWeightsError: as `load_head`.
         """
-        try:
-            check_whole(self._store, substitute)
-        except OutdatedWeightsError:
-            self._read.clear()
-            raise
+        if substitute.is_outdated(self._store):
+            self._read.clear()  # and `load_head` refuses it
         if substitute.weights not in self._read:
             if len(self._read) == _KEPT:
                 self._read.clear()
@@ -161,9 +151,8 @@ class Heads:
         """
         if substitute is None:
             return lm_log_probs
-        return mix_log_probs(
-            lm_log_probs, self(substitute).log_probs(keys).to(lm_log_probs.device), substitute.lam
-        )
+        predicted = self(substitute).log_probs(keys).to(lm_log_probs.device)
+        return mix_log_probs(lm_log_probs, predicted, substitute.lam)
 
     def mix_gold(
         self, substitute: Substitute | None, lm_log_probs: Tensor, keys: Tensor, gold: Tensor
@@ -179,20 +168,6 @@ class Heads:
         if substitute is None:
             return lm_log_probs
         return mix_log_probs(lm_log_probs, self(substitute).gold_log_probs(keys, gold), substitute.lam)
-
-
-def check_whole(store: Reader, substitute: Substitute) -> None:
-    """Refuse a substitute that holds traces of a document that is gone.
-
-    Raises:
-        OutdatedWeightsError: it does.
-    """
-    if substitute.is_outdated(store):
-        of = ", ".join(substitute.traces.domains) or "the whole store"
-        raise OutdatedWeightsError(
-            f"the substitute of {of} was trained on documents that were removed or replaced since: train it "
-            "again (knnstore substitute), or use settings without it"
-        )
 
 
 def _made_for(identity: Identity) -> dict[str, Any]:

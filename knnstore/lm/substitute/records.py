@@ -31,12 +31,9 @@ class Records(NamedTuple):
 
 
 class RecordBlocks:
-    """The records of some documents in blocks of bounded size, which are kept when there is but one.
+    """The records of the documents selected, `without` those of some numbers, in blocks of bounded size.
 
-    Args:
-        store: where they are.
-        selection: of which documents.
-        without: numbers of documents whose records are left out.
+    They are kept when there is but one block.
     """
 
     def __init__(self, store: Reader, selection: Selection, without: Collection[int] = ()) -> None:

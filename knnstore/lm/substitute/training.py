@@ -19,7 +19,7 @@ from knnstore.lm.settings import KNNModel, Substitute, TrainedSubstitute
 from knnstore.lm.substitute.head import SubstituteHead, token_scores
 from knnstore.lm.substitute.records import RecordBlocks, Records, choose_held_out
 from knnstore.progress import Progress
-from knnstore.store import EVERYTHING, SavedSettings, Selection
+from knnstore.store import SavedSettings, Selection
 
 EPOCHS = 4
 LEARNING_RATE = 5e-3
@@ -65,7 +65,7 @@ def train_substitute(
     started, shown = time.perf_counter(), progress or Progress()
     names = tuple(sorted(set(domains or ())))
     generator = torch.Generator().manual_seed(seed)
-    selection = Selection(domains=names) if names else EVERYTHING
+    selection = Selection(domains=names or None)
     held_out = choose_held_out(store, selection, generator)
     lineage, device = store.lineage(names), reader.encoder.model.device
     judge = _Judge(reader, [store.text(number) for number in held_out])
@@ -76,21 +76,16 @@ def train_substitute(
         counts += torch.bincount(block.tokens, minlength=len(counts))
     seen, records = counts.nonzero()[:, 0], int(counts.sum())
     shown.expect(records * epochs)
-    first = SubstituteHead(
-        _first_rows(reader.encoder, store.identity.dim, seen, rows, generator).to(device),
-        seen.to(device),
-        len(counts),
-    )
+    beginning = _first_rows(reader.encoder, store.identity.dim, seen, rows, generator)
+    first = SubstituteHead(beginning.to(device), seen.to(device), len(counts))
     best, best_epoch = fit_rows(
         first, blocks, judge.loss,
         records=records, epochs=epochs, learning_rate=learning_rate, generator=generator, progress=shown,
     )  # fmt: skip
     shown.finish()
     lam, ppl = judge.fit_lambda(best)
-    file = best.weights(store.identity)
-    name = store.save_weights(file.tensors, file.metadata)
     trained = TrainedSubstitute(
-        substitute=Substitute(name, lam, lineage),
+        substitute=Substitute(best.save(store), lam, lineage),
         rows=rows,
         tokens=len(seen),
         records=records,
@@ -120,17 +115,10 @@ def fit_rows(
     generator: torch.Generator,
     progress: Progress,
 ) -> tuple[SubstituteHead, int]:
-    """Train rows until what judges them finds no improvement.
+    """Train rows, beginning with those of `head`, until `judge` finds no improvement; see `train_substitute`.
 
-    Args:
-        head: the rows to begin with; they stay as they are.
-        blocks: the records, in parts that are shuffled one by one; read once an epoch.
-        judge: the loss of rows on other records.
-        records: how many there are in all blocks.
-        epochs: at most.
-        learning_rate: at the beginning; it falls to zero in a line.
-        generator: of the order of records.
-        progress: is told of each batch.
+    The blocks, of so many records together, are shuffled one by one and read once an epoch; `judge` gives
+    the loss of rows on other records.
 
     Returns:
         The best rows, and after how many epochs; 0 when training made nothing better.
