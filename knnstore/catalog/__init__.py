@@ -18,23 +18,7 @@ from knnstore.catalog.types import (
 from knnstore.catalog.writer import CatalogWriter
 
 __all__ = [
-    "DROPPED",
-    "URL",
-    "Catalog",
-    "CatalogWriter",
-    "Document",
-    "Domain",
-    "Engine",
-    "Identity",
-    "NewDocument",
-    "PlacedDocument",
-    "PrunedDocument",
-    "Representatives",
-    "Snapshot",
-    "StoredVersion",
-    "parse_url",
-    "place",
-    "shown",
-    "sqlite_url",
-    "without_password",
+    "DROPPED", "URL", "Catalog", "CatalogWriter", "Document", "Domain", "Engine", "Identity", "NewDocument",
+    "PlacedDocument", "PrunedDocument", "Representatives", "Snapshot", "StoredVersion", "parse_url", "place",
+    "shown", "sqlite_url", "without_password",
 ]  # fmt: skip

@@ -10,10 +10,11 @@ from typing import Any, ClassVar, Self
 from knnstore.datastore.arguments import checked_k, checked_keys, checked_records
 from knnstore.datastore.arrays import Capabilities, Filter, Groups, Ids, Keys, Metric
 from knnstore.datastore.distances import nearest_rows
+from knnstore.datastore.embedded.erasing import erase_segments
 from knnstore.datastore.embedded.exact import ExactIndex, NearestRows
 from knnstore.datastore.embedded.group import GroupIndex, SegmentIndex
 from knnstore.datastore.embedded.locks import ReadersWriterLock
-from knnstore.datastore.embedded.log import KeySegments, erase_segments
+from knnstore.datastore.embedded.log import KeySegments
 from knnstore.datastore.embedded.segment import Segment
 from knnstore.datastore.neighbors import Neighbors, merge
 from knnstore.datastore.protocol import BATCH_SIZE, Mode

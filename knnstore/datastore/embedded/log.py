@@ -6,9 +6,8 @@ row ranges dead in the manifest, and merging rewrites segments; each becomes rea
 the next manifest is published. Dropping a group is dropping files.
 """
 
-import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +15,8 @@ from typing import Any, Literal
 import numpy as np
 
 from knnstore.datastore.arrays import Groups, Ids, Keys, Metric
-from knnstore.datastore.embedded.manifest import NAME, IndexEntry, Manifest
+from knnstore.datastore.embedded.erasing import FOLDERS, own_files
+from knnstore.datastore.embedded.manifest import IndexEntry, Manifest
 from knnstore.datastore.embedded.merging import (
     CHUNK_SIZE,
     file_names,
@@ -44,8 +44,6 @@ BUFFER_SIZE = 16 << 20
 
 _MANY_SEGMENTS = 32  # of one group; from here on flush merges the small ones
 _SPARSE = 0.25  # share of dead rows from which a segment is rewritten
-_FOLDERS = ("segments", "indexes")
-_OWN_FILE = re.compile(r"\d{8}\.(keys|ids|digests|index)")
 
 
 class KeySegments(SegmentReader):
@@ -198,9 +196,9 @@ class KeySegments(SegmentReader):
                     raise DatastoreExistsError(f"a datastore is already at {self.root}")
             self._segments = self._mapped(manifest)
             self._on_disk = _named(manifest)
-            for folder in _FOLDERS:
+            for folder in FOLDERS:
                 (self.root / folder).mkdir(exist_ok=True)
-            for path in _own_files(self.root):  # what a crash left behind
+            for path in own_files(self.root):  # what a crash left behind
                 if f"{path.parent.name}/{path.name}" not in self._on_disk:
                     remove(path)
         return manifest
@@ -288,37 +286,5 @@ class KeySegments(SegmentReader):
             ) from error
 
 
-def erase_segments(root: Path) -> None:
-    """Remove what `KeySegments` keeps in a directory, and the directory when nothing else is in it.
-
-    May be called again after it was interrupted, and where nothing is.
-
-    Raises:
-        LockedError: another process writes there.
-    """
-    if not root.is_dir():
-        return
-    lock = WriterLock(root)
-    try:
-        remove(root / NAME)  # from now on nobody takes the rest for a datastore
-        sync_directory(root)
-        for path in _own_files(root):
-            remove(path)
-        for name in (f"{NAME}.tmp", "writer.json", "writer.lock"):
-            remove(root / name)
-        for folder in (*_FOLDERS, ""):
-            with suppress(OSError):  # somebody put something there
-                (root / folder).rmdir()
-        sync_directory(root.parent)
-    finally:
-        lock.release()
-
-
 def _named(manifest: Manifest) -> set[str]:
     return {name for entry in manifest.segments for name in entry.file_names()}
-
-
-def _own_files(root: Path) -> list[Path]:
-    """The files of segments and indexes that are there, named by a manifest or not."""
-    folders = [root / folder for folder in _FOLDERS if (root / folder).is_dir()]
-    return [path for folder in folders for path in folder.iterdir() if _OWN_FILE.match(path.name)]

@@ -21,12 +21,7 @@ from knnstore.lm.model.writing import generate_text
 from knnstore.lm.reading import Encoder, TextReader, Tokens, add, check_matches, load_model
 from knnstore.lm.retrieval import STATES_KEPT, PointerStates, TextKeys, sequence_ids_of, whole_texts
 from knnstore.lm.scoring import evaluate, explain, prune
-from knnstore.lm.settings import (
-    KNNSettings,
-    default_settings,
-    save_settings,
-    settings_for,
-)
+from knnstore.lm.settings import KNNSettings, default_settings, save_settings, settings_for
 from knnstore.lm.substitute import Heads, train_substitute
 from knnstore.store import KNNStore
 
@@ -283,13 +278,8 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
             positions = Positions.of(keys, attention_mask, logits_to_keep)
             if settings.cache is not None:
                 assert sequence_ids is not None
-                positions.recent = self._text_keys.look_back(
-                    sequence_ids,
-                    keys,
-                    positions.kept.flatten(),
-                    settings.cache.size,
-                    goes_on=use_cache is not False,
-                )
+                kept, size, goes_on = positions.kept.flatten(), settings.cache.size, use_cache is not False
+                positions.recent = self._text_keys.look_back(sequence_ids, keys, kept, size, goes_on=goes_on)
             if settings.pointers is not None:
                 positions.point(sequence_ids, input_ids, pointer_states)
             logits = mix_logits(self.store, self._heads, logits, positions, settings)

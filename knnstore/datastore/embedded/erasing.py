@@ -1,0 +1,43 @@
+"""The files that a datastore of durable segments has in its directory, and removing them."""
+
+import re
+from contextlib import suppress
+from pathlib import Path
+
+from knnstore.datastore.embedded.manifest import NAME
+from knnstore.durable import WriterLock, remove, sync_directory
+
+FOLDERS = ("segments", "indexes")
+_OWN_FILE = re.compile(r"\d{8}\.(keys|ids|digests|index)")
+
+
+def own_files(root: Path) -> list[Path]:
+    """The files of segments and indexes that are there, named by a manifest or not."""
+    folders = [root / folder for folder in FOLDERS if (root / folder).is_dir()]
+    return [path for folder in folders for path in folder.iterdir() if _OWN_FILE.match(path.name)]
+
+
+def erase_segments(root: Path) -> None:
+    """Remove what `KeySegments` keeps in a directory, and the directory when nothing else is in it.
+
+    May be called again after it was interrupted, and where nothing is.
+
+    Raises:
+        LockedError: another process writes there.
+    """
+    if not root.is_dir():
+        return
+    lock = WriterLock(root)
+    try:
+        remove(root / NAME)  # from now on nobody takes the rest for a datastore
+        sync_directory(root)
+        for path in own_files(root):
+            remove(path)
+        for name in (f"{NAME}.tmp", "writer.json", "writer.lock"):
+            remove(root / name)
+        for folder in (*FOLDERS, ""):
+            with suppress(OSError):  # somebody put something there
+                (root / folder).rmdir()
+        sync_directory(root.parent)
+    finally:
+        lock.release()
