@@ -1,6 +1,7 @@
 """Fits against a brute-force search, and the comparison of candidates."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -60,7 +61,7 @@ def test_the_fixed_fit_is_as_good_as_a_fine_grid():
         assert found < grid + 1e-4
 
 
-def test_lambda_is_that_of_expectation_maximisation():
+def test_lambda_is_that_of_expectation_maximization():
     rng = np.random.default_rng(3)
     lm, knn, bins = rng.uniform(0.01, 0.5, 300), rng.beta(0.3, 1, (300, 2)), rng.integers(0, 3, 300)
     tensors = (torch.tensor(lm[:, None]).float(), torch.tensor(knn).float(), torch.tensor(bins))
@@ -167,3 +168,9 @@ def test_intervals_are_those_of_resampled_documents():
 def test_too_little_text_is_refused(tokens, documents):
     with pytest.raises(InputError, match="at least 8 documents and 1,000 tokens"):
         compare(made(tokens=tokens, documents=documents))
+
+
+def test_a_text_for_which_nothing_is_found_is_refused():
+    scored = made()
+    with pytest.raises(InputError, match="no neighbor of any token"):
+        compare(replace(scored, distances=torch.full_like(scored.distances, torch.inf)))

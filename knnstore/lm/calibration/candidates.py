@@ -114,12 +114,12 @@ def compare(
         networks: whether a gate is fitted, which takes the longest of all.
 
     Raises:
-        InputError: there is too little text.
+        InputError: there is too little text, or nothing was found.
     """
     trial = _Trial(scored)
-    evidence = gather_evidence(scored, ks_up_to(scored.k))
-    if not len(evidence[0].tokens):
+    if not len(scored.found):
         raise InputError("nothing can be fitted: the search found no neighbor of any token")
+    evidence = gather_evidence(scored, ks_up_to(scored.k))
     fixed = [trial.fitted("fixed", fit_fixed, of) for of in evidence]
     at_best_k = min(zip(fixed, evidence, strict=True), key=lambda pair: pair[0].held_out.ppl)[1]
     others = [trial.fitted(name, fit, at_best_k) for name, fit in fits.items()]
