@@ -33,11 +33,16 @@ def erase_segments(root: Path) -> None:
         sync_directory(root)
         for path in own_files(root):
             remove(path)
+        for folder in FOLDERS:  # while they are there, a manifest is missed
+            _remove_if_empty(root / folder)
         for name in (f"{NAME}.tmp", "writer.json", "writer.lock"):
             remove(root / name)
-        for folder in (*FOLDERS, ""):
-            with suppress(OSError):  # somebody put something there
-                (root / folder).rmdir()
+        _remove_if_empty(root)
         sync_directory(root.parent)
     finally:
         lock.release()
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):  # not there, or somebody put something there
+        folder.rmdir()
