@@ -64,7 +64,7 @@ def in_process(keys: Keys, queries: Keys, truth: dict[int, Distances], repeats: 
         QdrantDatastore.open(Path(folder) / "store", dim=keys.shape[1], ef=EF) as store,
     ):
         fill(store, keys)
-        shard = store._opened._shard._shard
+        shard = store._opened._shard
         for k in KS:
             params = qdrant_edge.SearchParams(hnsw_ef=max(k, EF))
 
