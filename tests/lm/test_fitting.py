@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from knnstore.errors import InputError
 from knnstore.lm import BinnedLambda, KNNSettings
 from knnstore.lm.calibration.candidates import compare
-from knnstore.lm.calibration.evidence import gather_evidence
+from knnstore.lm.calibration.evidence import gather_evidence, gold_on_grid
 from knnstore.lm.calibration.fit_lambda import fit_bins, fit_fixed
 from knnstore.lm.calibration.judging import MIN_TOKENS
 from knnstore.lm.calibration.scored_text import ScoredText
@@ -174,3 +174,12 @@ def test_a_text_for_which_nothing_is_found_is_refused():
     scored = made()
     with pytest.raises(InputError, match="no neighbor of any token"):
         compare(replace(scored, distances=torch.full_like(scored.distances, torch.inf)))
+
+
+def test_only_differences_of_distances_count_however_large_they_are():
+    scored, temperatures = made(), torch.tensor([0.5, 2.0])
+    near, far = (
+        gold_on_grid(scored.distances + shift, scored.hits, [4, 16], temperatures) for shift in (0, 4096)
+    )
+    assert float(near.max()) > 0.5
+    assert torch.allclose(near, far, atol=2e-3)
