@@ -45,3 +45,10 @@ def test_forward_knows_the_text_of_every_row_in_generation(make_model, make_stor
     for row, prompt in zip(out.tolist(), unpadded(sequence_ids_of(IDS, MASK)), strict=True):
         text = [*prompt.tolist(), *row[IDS.shape[1] :]]
         assert all(text[:stop] in texts for stop in range(len(prompt), len(text)))
+
+
+def test_a_state_that_is_kept_anew_is_not_the_next_to_be_forgotten():
+    states = PrefixStates[int](capacity=2)
+    for name in (b"a", b"b", b"a", b"c"):
+        states.put([name], [1])
+    assert states.get([b"a", b"b", b"c"]) == [1, None, 1]
