@@ -1,5 +1,6 @@
 """How much to trust retrieval: the protocol that chooses λ and T for each query."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -124,7 +125,7 @@ class Mixer(Protocol):
         ...
 
 
-class SimpleMixer:
+class SimpleMixer(ABC):
     """A mixer that searches once; what is left to it is to choose λ and T by ``__call__``."""
 
     needs_nearest_only = False
@@ -139,6 +140,6 @@ class SimpleMixer:
         weights = neighbor_weights(retrieved.distances, temperatures, retrieved.log_weights)
         return Weighed(weights, lam, temperatures)
 
+    @abstractmethod
     def __call__(self, retrieved: Retrieved, temperature: float) -> Chosen:
         """Choose λ and T for each query; the arguments are those of `weigh`."""
-        raise NotImplementedError
