@@ -6,7 +6,16 @@ are found through `registry`.
 
 from knnstore.datastore import registry
 from knnstore.datastore.arguments import checked_k, checked_keys, checked_params, checked_records
-from knnstore.datastore.arrays import Capabilities, Distances, Filter, Groups, Ids, Keys, Metric
+from knnstore.datastore.arrays import (
+    Capabilities,
+    DamagedPart,
+    Distances,
+    Filter,
+    Groups,
+    Ids,
+    Keys,
+    Metric,
+)
 from knnstore.datastore.distances import BLOCK_VALUES, nearest_rows, paired, pairwise
 from knnstore.datastore.embedded import (
     EmbeddedDatastore,
@@ -24,6 +33,7 @@ from knnstore.datastore.protocol import (
     BATCH_SIZE,
     Datastore,
     Mode,
+    SupportsDamage,
     SupportsErase,
     SupportsGet,
     SupportsOptimize,
@@ -45,10 +55,11 @@ from knnstore.durable import BLOCK, StoredFile, WriterLock, publish, remove, syn
 
 __all__ = [
     "BATCH_SIZE", "BLOCK", "BLOCK_VALUES", "ID_LIMIT", "POSITION_LIMIT", "TOKEN_LIMIT", "Capabilities",
-    "Datastore", "Distances", "EmbeddedDatastore", "Filter", "Groups", "IdRanges", "Ids", "KeySegments",
-    "Keys", "MappedColumns", "MappedFile", "MemoryDatastore", "Metric", "Mode", "Neighbors", "Segment",
-    "StoredFile", "StoredKeys", "SupportsErase", "SupportsGet", "SupportsOptimize", "SupportsVerify",
-    "WriterLock", "checked_k", "checked_keys", "checked_params", "checked_records", "compare_rows",
-    "nearest_rows", "paired", "pairwise", "positions_of", "publish", "ranges_of", "read_keys", "record_ids",
-    "registry", "remove", "stored_keys", "sync_directory", "tokens_of", "whole_positions",
+    "DamagedPart", "Datastore", "Distances", "EmbeddedDatastore", "Filter", "Groups", "IdRanges", "Ids",
+    "KeySegments", "Keys", "MappedColumns", "MappedFile", "MemoryDatastore", "Metric", "Mode", "Neighbors",
+    "Segment", "StoredFile", "StoredKeys", "SupportsDamage", "SupportsErase", "SupportsGet",
+    "SupportsOptimize", "SupportsVerify", "WriterLock", "checked_k", "checked_keys", "checked_params",
+    "checked_records", "compare_rows", "nearest_rows", "paired", "pairwise", "positions_of", "publish",
+    "ranges_of", "read_keys", "record_ids", "registry", "remove", "stored_keys", "sync_directory",
+    "tokens_of", "whole_positions",
 ]  # fmt: skip

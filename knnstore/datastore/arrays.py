@@ -57,3 +57,24 @@ class Capabilities:
 
     shared_writers: bool
     """Several processes may add at once (else the second one is refused)."""
+
+    checks_keys: bool = False
+    """`verify` compares every stored byte of keys and ids with a checksum (else the store keeps some of its
+    own)."""
+
+
+@dataclass(frozen=True, slots=True)
+class DamagedPart:
+    """Records that are lost, or that cannot be read."""
+
+    name: str
+    """What the engine calls it."""
+
+    problem: str
+    """What is wrong, where, and what to do, in one line."""
+
+    group: int
+    """The group of its records."""
+
+    ids: IdRanges
+    """Among which its records are."""

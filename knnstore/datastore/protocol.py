@@ -5,7 +5,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self, runtime_checkable
 
-from knnstore.datastore.arrays import Capabilities, Filter, Groups, Ids, Keys, Metric
+from knnstore.datastore.arrays import Capabilities, DamagedPart, Filter, Groups, Ids, Keys, Metric
 from knnstore.datastore.neighbors import Neighbors
 from knnstore.datastore.ranges import IdRanges
 
@@ -162,6 +162,20 @@ class SupportsVerify(Protocol):
 
     def verify(self) -> list[str]:
         """Check sizes and checksums of everything stored; one line for each problem found."""
+
+
+@runtime_checkable
+class SupportsDamage(Protocol):
+    """An engine that goes on without the part of its records that is damaged.
+
+    Searching and iterating leave it out from the moment that it is known; it is logged once.
+    """
+
+    def damaged(self) -> list[DamagedPart]:
+        """The damage that this handle knows of; `verify` finds the rest."""
+
+    def abandon(self, part: DamagedPart) -> None:
+        """Give up the records of a damaged part for good, durably: nobody needs them."""
 
 
 @runtime_checkable

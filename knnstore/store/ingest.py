@@ -22,11 +22,16 @@ from knnstore.catalog import CatalogWriter, NewDocument, PlacedDocument
 from knnstore.datastore import Datastore, Keys, ranges_of, record_ids
 from knnstore.errors import KnnstoreError
 from knnstore.failpoints import failpoint
+from knnstore.store.damage import abandon_unneeded
 
 
 def purge(catalog: CatalogWriter, datastore: Datastore, documents: Sequence[PlacedDocument]) -> None:
-    """Remove documents that are not live, first from the datastore and then from the catalog."""
+    """Remove documents that are not live, first from the datastore and then from the catalog.
+
+    What is damaged of the datastore goes when no live document needs it.
+    """
     if not documents:
+        abandon_unneeded(catalog.catalog, datastore)
         return
     bounds = np.array([(document.start, document.stop) for document in documents], np.int64)
     failpoint("purge.before")
@@ -34,6 +39,7 @@ def purge(catalog: CatalogWriter, datastore: Datastore, documents: Sequence[Plac
     failpoint("purge.deleted")
     datastore.flush()
     failpoint("purge.flushed")
+    abandon_unneeded(catalog.catalog, datastore)
     catalog.forget([document.row for document in documents])
 
 

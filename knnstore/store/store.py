@@ -9,7 +9,6 @@ from typing import Any, Self
 from numpy.typing import NDArray
 
 from knnstore.catalog import Catalog, CatalogWriter, Document, Domain, Engine, Identity, NewDocument
-from knnstore.datastore import SupportsOptimize
 from knnstore.durable import WriterLock
 from knnstore.errors import ConfigError, ReadOnlyError
 from knnstore.progress import Progress
@@ -198,9 +197,13 @@ class KNNStore(StoreReader):
         return problems_of(self.home, self._catalog, self.view())
 
     def repair(self) -> list[str]:
-        """Remove records that belong to no document (opening for writing settled the rest), and verify."""
+        """Do what can be done without a backup, and verify; opening for writing settled what was half done.
+
+        Records that belong to no document are removed, and what is derived is made anew where it is damaged.
+        """
         with self._locked() as writing:
             writing.remove_orphans()
+            writing.optimize()
             return self.verify()
 
     def info(self) -> dict[str, Any]:
@@ -209,9 +212,8 @@ class KNNStore(StoreReader):
 
     def optimize(self) -> None:
         """Let the engine build its indexes and reclaim space."""
-        with self._locked():
-            if isinstance(self._current.datastore, SupportsOptimize):
-                self._current.datastore.optimize()
+        with self._locked() as writing:
+            writing.optimize()
 
     # -- putting its keys elsewhere
 

@@ -6,6 +6,7 @@ from numpy.typing import NDArray
 from knnstore.catalog import Catalog, PlacedDocument, Snapshot
 from knnstore.datastore import Datastore, Ids, SupportsVerify, positions_of, ranges_of, tokens_of
 from knnstore.errors import KnnstoreError
+from knnstore.store.damage import reading_on
 from knnstore.store.fitted import files_in_use, problem_of
 from knnstore.store.home import Home
 from knnstore.store.view import View
@@ -23,7 +24,7 @@ def problems_of(home: Home, catalog: Catalog, view: View) -> list[str]:
     if isinstance(datastore, SupportsVerify):
         problems += datastore.verify()
     try:
-        problems += _compare(catalog, datastore, unsettled)
+        problems += reading_on(datastore, lambda: _compare(catalog, datastore, unsettled))
     except KnnstoreError as error:
         problems.append(str(error))
     damaged = (problem_of(home.weights, name) for name in sorted(files_in_use(catalog, view.snapshot)))

@@ -6,9 +6,10 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from knnstore.catalog import CatalogWriter, NewDocument
-from knnstore.datastore import IdRanges
+from knnstore.datastore import IdRanges, SupportsOptimize
 from knnstore.errors import DocumentNotFoundError, KnnstoreError
 from knnstore.store.current import Current
+from knnstore.store.damage import abandon_unneeded, reading_on
 from knnstore.store.fitted import SavedSettings, Weights, files_in_use, save_weights, sweep
 from knnstore.store.home import Home
 from knnstore.store.ingest import Ingest, purge
@@ -67,10 +68,17 @@ class Writing:
 
     def remove_orphans(self) -> None:
         """Remove records that belong to no document; what fails is left to verifying."""
+        datastore = self._current.datastore
         with suppress(KnnstoreError):
-            orphans = orphans_in(self.writer.catalog, self._current.datastore)
-            self._current.datastore.delete(IdRanges.of_ids(orphans))
-            self._current.datastore.flush()
+            orphans = reading_on(datastore, lambda: orphans_in(self.writer.catalog, datastore))
+            datastore.delete(IdRanges.of_ids(orphans))
+            datastore.flush()
+            abandon_unneeded(self.writer.catalog, datastore)
+
+    def optimize(self) -> None:
+        """Let the engine make anew what is derived and lacks, and reclaim space."""
+        if isinstance(self._current.datastore, SupportsOptimize):
+            self._current.datastore.optimize()
 
     def _sweep_weights(self) -> None:
         if self._home.weights.is_dir():

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from knnstore.datastore.arguments import checked_k, checked_keys, checked_records
-from knnstore.datastore.arrays import Capabilities, Filter, Groups, Ids, Keys, Metric
+from knnstore.datastore.arrays import Capabilities, DamagedPart, Filter, Groups, Ids, Keys, Metric
 from knnstore.datastore.distances import nearest_rows
 from knnstore.datastore.embedded.erasing import erase_segments
 from knnstore.datastore.embedded.exact import ExactIndex, NearestRows
@@ -21,6 +21,7 @@ from knnstore.datastore.protocol import BATCH_SIZE, Mode
 from knnstore.datastore.ranges import IdRanges
 from knnstore.datastore.reading import read_keys
 from knnstore.durable import StoredFile
+from knnstore.errors import CorruptDatastoreError
 
 
 class EmbeddedDatastore(ABC):
@@ -109,20 +110,32 @@ class EmbeddedDatastore(ABC):
         self._segments.append(*checked_records(ids, keys, groups, self._dim))
 
     def search(self, queries: Keys, k: int, *, where: Filter | None = None) -> Neighbors:
-        """Find the k nearest records of each query; see `Datastore.search`."""
+        """Find the k nearest records of each query; see `Datastore.search`.
+
+        What is damaged is left out.
+
+        Raises:
+            CorruptDatastoreError: nothing is left to be found of what is asked for.
+        """
         queries, k = checked_keys(queries, self._dim, what="queries"), checked_k(k)
         groups = where.groups if where else None
         ids = where.ids if where and groups is None else None
-        updated = False
+        known = 0
         while True:
-            with self._lock.reading():
-                # What was newest when this search began is new enough: a busy writer delays no search.
-                if (updated or self._segments.snapshot() is self._held) and self._ready(groups):
-                    parts = [self._indexes[group].search(queries, k, ids) for group in self._chosen(groups)]
-                    return merge(parts, len(queries), k)
-            with self._lock.writing():
-                self._update(groups)
-            updated = True
+            try:
+                found = self._search(queries, k, groups, ids)
+                break
+            except CorruptDatastoreError:
+                damaged = len(self._segments.damaged())
+                if damaged == known:
+                    raise
+                known = damaged
+                self._segments.renew()
+        if len(queries) and (found.ids[:, 0] < 0).all():
+            for part in self._segments.damaged():
+                if part.group in groups if groups is not None else ids is None or part.ids & ids:
+                    raise CorruptDatastoreError(part.problem)
+        return found
 
     def delete(self, ids: IdRanges) -> None:
         """Remove every record in the ranges; see `Datastore.delete`."""
@@ -148,22 +161,30 @@ class EmbeddedDatastore(ABC):
         """Return when everything so far is durable; see `Datastore.flush`."""
         self._segments.flush()
 
-    def optimize(self) -> None:
-        """Merge segments, reclaim the space of deleted records, and index segments that are large.
+    def damaged(self) -> list[DamagedPart]:
+        """The damage that is known; see `SupportsDamage.damaged`."""
+        return self._segments.damaged()
 
-        Until then added records are searched exactly, so call it after adding many.
+    def abandon(self, part: DamagedPart) -> None:
+        """Give up the records of a damaged part; see `SupportsDamage.abandon`."""
+        self._segments.abandon(part.name)
+
+    def optimize(self) -> None:
+        """Merge segments, reclaim the space of deleted records, and make anew what is derived and lacks.
+
+        Large segments have an index. Until then added records are searched exactly, so call it after adding
+        many.
         """
         self._segments.compact(ratio=self.merge_ratio)
         for found in self._segments.by_group().values():
             live = sum(segment.live for segment in found)
             for segment in found:
-                parameters = self._index_parameters(segment.rows, live)
-                if segment.entry is None or parameters is None:  # what was added meanwhile has no entry yet
-                    continue
-                present = segment.index
-                if present is None or present.parameters != parameters or not self._intact(present.file):
-                    build = partial(self._build_index, segment, parameters)
-                    self._segments.write_index(segment, build, parameters)
+                try:
+                    self._derive(segment, live)
+                except CorruptDatastoreError:
+                    if segment.columns.problem is None:
+                        raise
+        self._segments.readable()  # says what turned out to be damaged
 
     def verify(self) -> list[str]:
         """Check the size and the SHA-256 of every file; one line for each problem."""
@@ -180,6 +201,31 @@ class EmbeddedDatastore(ABC):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _search(
+        self, queries: Keys, k: int, groups: frozenset[int] | None, ids: IdRanges | None
+    ) -> Neighbors:
+        updated = False
+        while True:
+            with self._lock.reading():
+                # What was newest when this search began is new enough: a busy writer delays no search.
+                if (updated or self._segments.snapshot() is self._held) and self._ready(groups):
+                    parts = [self._indexes[group].search(queries, k, ids) for group in self._chosen(groups)]
+                    return merge(parts, len(queries), k)
+            with self._lock.writing():
+                self._update(groups)
+            updated = True
+
+    def _derive(self, segment: Segment, group_rows: int) -> None:
+        """Make the digests and the index of a segment if they are wanted and lack."""
+        self._segments.write_digests(segment)
+        parameters = self._index_parameters(segment.rows, group_rows)
+        if segment.entry is None or parameters is None:  # what was added meanwhile has no entry yet
+            return
+        present = segment.index
+        if present is None or present.parameters != parameters or not self._intact(present.file):
+            build = partial(self._build_index, segment, parameters)
+            self._segments.write_index(segment, build, parameters)
 
     def _intact(self, file: StoredFile) -> bool:
         return file not in self._damaged and self._segments.intact(file)

@@ -127,6 +127,8 @@ class GroupIndex:
                 raise
             problem = f"{error.filename} is missing"
         except CorruptDatastoreError as error:
+            if segment.columns.problem is not None:  # it was not the index
+                raise
             problem = str(error)
         self._damaged.add(file)
         _log.warning("%s (its keys are searched exactly until optimize builds it again)", problem)

@@ -15,10 +15,10 @@ from typing import Any, Literal
 import numpy as np
 
 from knnstore.datastore.arrays import Groups, Ids, Keys, Metric
+from knnstore.datastore.embedded.derived import write_digests, write_index
 from knnstore.datastore.embedded.erasing import FOLDERS, own_files
 from knnstore.datastore.embedded.manifest import IndexEntry, Manifest
 from knnstore.datastore.embedded.merging import (
-    CHUNK_SIZE,
     file_names,
     merge_plan,
     stored_keys,
@@ -28,9 +28,10 @@ from knnstore.datastore.embedded.merging import (
 from knnstore.datastore.embedded.reader import SegmentReader
 from knnstore.datastore.embedded.segment import Segment
 from knnstore.datastore.ranges import IdRanges
-from knnstore.durable import FileWriter, WriterLock, remove, sync_directory
+from knnstore.durable import WriterLock, remove, sync_directory
 from knnstore.errors import (
     ConfigError,
+    CorruptDatastoreError,
     DatastoreClosedError,
     DatastoreError,
     DatastoreExistsError,
@@ -63,7 +64,7 @@ class KeySegments(SegmentReader):
         ConfigError: dim is below 1.
         DatastoreNotFoundError, DatastoreExistsError, DatastoreMismatchError, LockedError: see
             `Datastore.open`.
-        CorruptDatastoreError: the manifest is damaged or a file that it names has a wrong size.
+        CorruptDatastoreError: the manifest is damaged.
     """
 
     def __init__(self, root: Path, dim: int, metric: Metric, mode: Literal["r", "a", "x"]) -> None:
@@ -114,8 +115,17 @@ class KeySegments(SegmentReader):
         self._check_writable()
         with self._mutex:
             before = self.count()
-            self._segments = tuple(self._without(segment, segment.rows_of(ids)) for segment in self._segments)
+            self._segments = tuple(
+                self._without(segment, segment.rows_known(ids)) for segment in self._segments
+            )
             self._dirty |= self.count() < before
+
+    def abandon(self, name: str) -> None:
+        """Give up a damaged segment, durably."""
+        self._check_writable()
+        with self._mutex:
+            self._segments = tuple(s for s in self._segments if not s.entry or s.entry.name != name)
+            self._publish()
 
     def flush(self) -> None:
         """Make everything durable; merges small segments where a group has very many."""
@@ -141,6 +151,11 @@ class KeySegments(SegmentReader):
                         self._replace([segment])
                 self._merge(group, ratio=ratio, indexed=True)
 
+    def write_digests(self, segment: Segment) -> None:
+        """Make the digests of a segment's keys anew, durably, if they are lost."""
+        with self._mutex, self._writing():
+            write_digests(self.root, segment)
+
     def write_index(
         self, segment: Segment, write: Callable[[Path], None], parameters: dict[str, Any]
     ) -> None:
@@ -149,17 +164,7 @@ class KeySegments(SegmentReader):
         with self._mutex, self._writing():
             assert segment.entry is not None, "flush first"
             name = f"indexes/{self._number()}.index"
-            temporary = self.root / f"{name}.tmp"
-            try:
-                write(temporary)
-                # Native writers neither sync nor hash: read back what they wrote.
-                with temporary.open("rb") as file, FileWriter(self.root, name) as writer:
-                    while chunk := file.read(CHUNK_SIZE):
-                        writer.write(chunk)
-                    stored = writer.finish()
-            finally:
-                temporary.unlink(missing_ok=True)
-            sync_directory(self.root / "indexes")
+            stored = write_index(self.root, name, write)
             self._on_disk.add(name)
             self._hashed.add(stored)
             entry = replace(segment.entry, index=IndexEntry(stored, parameters))
@@ -220,10 +225,17 @@ class KeySegments(SegmentReader):
             self._replace(run)
 
     def _replace(self, segments: Sequence[Segment]) -> None:
-        """Rewrite the live rows of some segments as one, durably, and remove the old files."""
-        with self._writing():
-            self._swap(segments, self._write(segments))
-            self._publish()
+        """Rewrite the live rows of some segments as one, durably, and remove the old files.
+
+        Where one turns out to be damaged, all stay as they are.
+        """
+        try:
+            with self._writing():
+                self._swap(segments, self._write(segments))
+                self._publish()
+        except CorruptDatastoreError:
+            if all(segment.columns.problem is None for segment in segments):
+                raise
 
     def _swap(self, old: Sequence[Segment], new: Segment) -> None:
         gone = {id(segment.columns) for segment in old}

@@ -39,7 +39,12 @@ class MappedFile:
                 raise self._damaged(f"has {size} bytes instead of {file.size}")
             self.bytes: NDArray[np.uint8] = np.memmap(opened, np.uint8, "r")
         self.checked = trusted
-        self._digests = self._read_digests(root / digests) if digests and not trusted else None
+        self.lacks_digests = False
+        """The file with the digests of its blocks is lost or damaged."""
+        self._digests = None
+        if digests and not trusted:
+            self._digests = read_digests(root / digests, file)
+            self.lacks_digests = self._digests is None
         self._checked_blocks = np.zeros(-(-size // BLOCK), bool)
 
     def check(self) -> None:
@@ -49,10 +54,19 @@ class MappedFile:
             CorruptDatastoreError: it differs.
         """
         if not self.checked:
-            blocks = np.arange(len(self._checked_blocks))
-            if hashlib.sha256(b"".join(self._hash(blocks))).hexdigest() != self.file.sha256:
-                raise self._damaged("does not match its SHA-256")
-            self.checked = True
+            self.digests()
+
+    def digests(self) -> bytes:
+        """Compute the digests of the blocks, 32 bytes each, once more.
+
+        Raises:
+            CorruptDatastoreError: the content differs from the manifest.
+        """
+        digests = b"".join(self._hash(np.arange(len(self._checked_blocks))))
+        if hashlib.sha256(digests).hexdigest() != self.file.sha256:
+            raise self._damaged("does not match its SHA-256")
+        self.checked = True
+        return digests
 
     def check_rows(self, rows: NDArray[np.int64], row_size: int) -> None:
         """Compare the blocks that hold some rows with the manifest, each the first time.
@@ -78,14 +92,6 @@ class MappedFile:
                 raise self._damaged("does not match its SHA-256")
         self._checked_blocks[blocks] = True
 
-    def _read_digests(self, path: Path) -> bytes | None:
-        """Read the digests of the blocks; None where they are lost or damaged, for they are derived."""
-        try:
-            digests = path.read_bytes()
-        except OSError:
-            return None
-        return digests if hashlib.sha256(digests).hexdigest() == self.file.sha256 else None
-
     def _hash(self, blocks: NDArray[np.int64]) -> list[bytes]:
         def digest(block: int) -> bytes:
             return hashlib.sha256(self.bytes[block * BLOCK : (block + 1) * BLOCK].data).digest()
@@ -98,6 +104,13 @@ class MappedFile:
             return [digest for part in hashed for digest in part]
 
     def _damaged(self, how: str) -> CorruptDatastoreError:
-        return CorruptDatastoreError(
-            f"{self.path} {how}: restore it from a backup, or remove its documents and add them again"
-        )
+        return CorruptDatastoreError(f"{self.path} {how}")
+
+
+def read_digests(path: Path, of: StoredFile) -> bytes | None:
+    """Read the digests of a file's blocks; None where they are lost or damaged, for they are derived."""
+    try:
+        digests = path.read_bytes()
+    except OSError:
+        return None
+    return digests if hashlib.sha256(digests).hexdigest() == of.sha256 else None

@@ -11,6 +11,7 @@ from knnstore.datastore.embedded.manifest import SegmentEntry
 from knnstore.datastore.embedded.segment import MappedColumns, Segment, StoredKeys
 from knnstore.datastore.ranges import IdRanges
 from knnstore.durable import FileWriter, sync_directory
+from knnstore.errors import CorruptDatastoreError
 
 CHUNK_SIZE = 4 << 20
 """Bytes of keys that a merge holds at a time."""
@@ -115,6 +116,7 @@ def write_segment(root: Path, name: str, segments: Sequence[Segment], dim: int) 
 
     Raises:
         OSError: the disk is full or broken.
+        CorruptDatastoreError: what is to be rewritten is damaged; nothing was written.
     """
     group, rows = segments[0].group, sum(segment.live for segment in segments)
     dtype = np.result_type(*(segment.columns.dtype for segment in segments))
@@ -135,6 +137,8 @@ def write_segment(root: Path, name: str, segments: Sequence[Segment], dim: int) 
     sync_directory(root / "segments")
     entry = SegmentEntry(name, group, rows, dtype.name, first, last, stored, stored_ids, digests_name)
     columns = MappedColumns(root, entry, dim, trusted=True)
+    if columns.problem is not None:
+        raise CorruptDatastoreError(columns.problem)
     return Segment(group, rows, first, last, columns, entry=entry)
 
 

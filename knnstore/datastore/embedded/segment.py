@@ -1,8 +1,10 @@
 """Immutable runs of records, in memory or mapped from disk."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +13,8 @@ from knnstore.datastore.arrays import Ids
 from knnstore.datastore.embedded.manifest import IndexEntry, SegmentEntry
 from knnstore.datastore.embedded.mapped import MappedFile
 from knnstore.datastore.ranges import IdRanges
+from knnstore.durable import StoredFile
+from knnstore.errors import CorruptDatastoreError
 
 StoredKeys = NDArray[Any]
 """Keys as they are stored: shape (n, dim), float16, or float32 where one exceeds the range of float16."""
@@ -22,6 +26,7 @@ class MemoryColumns:
 
     ids: Ids
     keys: StoredKeys
+    problem: ClassVar[str | None] = None
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -32,47 +37,115 @@ class MemoryColumns:
         """Copy some keys, shape (len(rows), dim)."""
         return self.keys[rows]
 
+    def set_aside(self, problem: str) -> None:
+        """Do nothing: what is in memory has no file."""
+
 
 class MappedColumns:
     """Rows in files, mapped at once, so that they stay readable when a newer manifest drops the files.
+
+    A file that is missing or damaged is met with a CorruptDatastoreError when it is used; the other one can
+    still be read.
 
     Args:
         root: the datastore's directory.
         entry: the segment in the manifest.
         dim: number of components of a key.
         trusted: this process wrote the files itself.
-
-    Raises:
-        FileNotFoundError: a file is not there.
-        CorruptDatastoreError: a file has a wrong size.
     """
+
+    problem: str | None
+    """What is known to be wrong with a file, and what to do, in one line."""
 
     def __init__(self, root: Path, entry: SegmentEntry, dim: int, *, trusted: bool = False) -> None:
         self.dtype = np.dtype(entry.dtype)
+        self.problem = None
         self._shape = (entry.rows, dim)
-        self.ids_file = MappedFile(root, entry.ids, trusted=trusted)
-        self.keys_file = MappedFile(root, entry.keys, digests=entry.digests, trusted=trusted)
+        self._ids_file = self._mapped(root, entry.ids, None, trusted)
+        self._keys_file = self._mapped(root, entry.keys, entry.digests, trusted)
 
     @property
     def ids(self) -> Ids:
         """Ascending, shape (n,)."""
-        self.ids_file.check()
-        return self.ids_file.bytes.view(np.int64)
+        file = self.ids_file
+        with self._noticing():
+            file.check()
+        return file.bytes.view(np.int64)
 
     @property
     def keys(self) -> StoredKeys:
         """All keys, shape (n, dim), checked as a whole."""
-        self.keys_file.check()
+        file = self.keys_file
+        with self._noticing():
+            file.check()
         return self._keys
 
     def keys_at(self, rows: NDArray[np.int64]) -> StoredKeys:
         """Copy some keys, shape (len(rows), dim); only the blocks that hold them are checked."""
-        self.keys_file.check_rows(rows, self.dtype.itemsize * self._shape[1])
+        file = self.keys_file
+        with self._noticing():
+            file.check_rows(rows, self.dtype.itemsize * self._shape[1])
         return np.asarray(self._keys[rows])
+
+    def digests(self) -> bytes:
+        """Compute the digests of the blocks of the keys."""
+        file = self.keys_file
+        with self._noticing():
+            return file.digests()
+
+    def set_aside(self, problem: str) -> None:
+        """Have it known that a file is damaged."""
+        self.problem = self.problem or problem
+
+    @property
+    def ids_file(self) -> MappedFile:
+        """The file of the ids."""
+        return self._there(self._ids_file)
+
+    @property
+    def keys_file(self) -> MappedFile:
+        """The file of the keys."""
+        return self._there(self._keys_file)
+
+    def _mapped(
+        self, root: Path, file: StoredFile, digests: str | None, trusted: bool
+    ) -> MappedFile | CorruptDatastoreError:
+        try:
+            with self._noticing():
+                return MappedFile(root, file, digests=digests, trusted=trusted)
+        except CorruptDatastoreError as error:
+            return error
+
+    @staticmethod
+    def _there(file: MappedFile | CorruptDatastoreError) -> MappedFile:
+        if isinstance(file, CorruptDatastoreError):
+            raise CorruptDatastoreError(str(file))
+        return file
+
+    @contextmanager
+    def _noticing(self) -> Iterator[None]:
+        """Remember what turns out to be wrong, and say what to do."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            self.problem = damage(f"{error.filename} is missing")
+        except CorruptDatastoreError as error:
+            self.problem = damage(str(error))
+        else:
+            return
+        raise CorruptDatastoreError(self.problem) from None
 
     @property
     def _keys(self) -> StoredKeys:
         return self.keys_file.bytes.view(self.dtype).reshape(self._shape)
+
+
+def damage(problem: str) -> str:
+    """Say what to do about keys or ids that are lost."""
+    return (
+        f"{problem}: restore it from a backup, or remove the documents that `knnstore verify` names and add "
+        "them again"
+    )
 
 
 Columns = MemoryColumns | MappedColumns
@@ -126,6 +199,13 @@ class Segment:
         if around >= 0 and ids.stops[around] > self.last_id:
             return IdRanges([(0, self.rows)])
         return IdRanges(ids.rows_in(self.columns.ids))
+
+    def rows_known(self, ids: IdRanges) -> IdRanges:
+        """`rows_of`, but none where damage leaves it open which these are."""
+        try:
+            return self.rows_of(ids)
+        except CorruptDatastoreError:
+            return IdRanges()
 
     def rows_with(self, ids: Ids) -> IdRanges:
         """The row numbers of the records with these ids, which ascend."""

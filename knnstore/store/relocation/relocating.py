@@ -26,19 +26,22 @@ from typing import Any
 from knnstore.catalog import Catalog, CatalogWriter, Engine
 from knnstore.checks import check_json
 from knnstore.datastore import Datastore, IdRanges
-from knnstore.errors import ConfigError, DatastoreExistsError, KnnstoreError
+from knnstore.errors import ConfigError, DatastoreError, DatastoreExistsError, KnnstoreError
 from knnstore.failpoints import failpoint
 from knnstore.progress import Progress
 from knnstore.store.current import Current
+from knnstore.store.damage import check_undamaged, naming_damage
 from knnstore.store.home import Home, Place, holds_something
 from knnstore.store.reader import Reader
-from knnstore.store.relocation.copying import Transferred, transfer
+from knnstore.store.relocation.copying import GIVE_UP, Transferred, transfer
 from knnstore.store.relocation.moving import Moved, Plan
 from knnstore.store.relocation.pruning import Chooser, Pruned, Pruning, plan_pruning
 from knnstore.store.selection import EVERYTHING, Selection
 from knnstore.store.view import View
 
 _logger = logging.getLogger(__name__)
+
+_UNDONE = "the store stays as it is"
 
 Inspector = Callable[[Reader], None]
 """Looks at a store as it will be."""
@@ -110,10 +113,12 @@ class Relocation:
     ) -> Pruned:
         """Let only some records of each domain stay; see `KNNStore.prune`."""
         started, differing = time.perf_counter(), _as_json(params or {})
+        check_undamaged(self._catalog, self._current.datastore, _UNDONE)
         view, before = self._current.view(), self._current.engine
         view.scope(Selection(domains=tuple(domains)) if domains else EVERYTHING)
         names = sorted(set(domains) or view.snapshot.domains)
-        plan = plan_pruning(self._catalog, view, keep, choose, names, progress)
+        with naming_damage(self._catalog, self._current.datastore, _UNDONE):
+            plan = plan_pruning(self._catalog, view, keep, choose, names, progress)
         if not plan.gone:
             seconds = time.perf_counter() - started
             return Pruned(plan.domains, before, before, view.datastore.count(), seconds)
@@ -136,10 +141,18 @@ class Relocation:
             writer.move(target, pruning.documents if pruning else {})
             failpoint("move.switched")
 
+        source = self._current.datastore
+        check_undamaged(self._catalog, source, _UNDONE)
         copy = self._begin(target, progress)
         try:
             without = pruning.gone if pruning else IdRanges()
-            done = transfer(self._current.datastore, copy, progress, without=without)
+            with naming_damage(self._catalog, source, _UNDONE):
+                done = transfer(source, copy, progress, without=without)
+            lacking = int(self._current.view().snapshot.records.sum()) - without.size - done.records
+            if lacking > 0:
+                raise DatastoreError(
+                    f"{lacking:,} records are lost: `knnstore verify` names their documents; {GIVE_UP}"
+                )
             if pruning and inspect:
                 inspect(self._preview(View(pruning.snapshot, copy, self._catalog)))
             old = self._current.switch(target, copy, commit)

@@ -1,0 +1,181 @@
+"""A damaged part of the keys costs that part: all else is read and changed, and what is lost is named."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from knnstore.datastore import tokens_of
+from knnstore.errors import CorruptDatastoreError
+from knnstore.store import KNNStore, Selection, merge_chooser
+
+LOST = [("law", "1"), ("law", "3")]
+KEPT = [("law", "2"), ("news", "a")]
+ENGINES = {
+    "faiss": {"index": "IVF2,Flat", "nprobe": 2},
+    "hnswlib": {"exact_up_to": 0, "ef": 600},
+}
+DAMAGES: dict[str, Callable[[bytes, bytes], bytes | None]] = {
+    "missing": lambda content, other: None,
+    "emptied": lambda content, other: b"",
+    "cut": lambda content, other: content[:-1],
+    "flipped": lambda content, other: content[:9] + bytes([content[9] ^ 4]) + content[10:],
+    "another's": lambda content, other: other,
+}
+
+
+@pytest.fixture
+def filled(home, identity, writer_of, engine):
+    """A store whose parts overlap: one holds law 1 and 3, another law 2, a third news a; each is indexed."""
+    with KNNStore.create(home, identity, store=engine, params=ENGINES[engine]) as store:
+        writer = writer_of(store)
+        for domain, id, n in (("law", "1", 150), ("news", "a", 300), ("law", "2", 300), ("law", "3", 150)):
+            writer.add(domain, id, n=n)
+        segments = store.datastore._segments
+        segments._replace([segment for segment in segments.snapshot() if segment.rows == 150])
+        for segment in segments.snapshot():
+            store.datastore._derive(segment, 300)
+        assert store.verify() == []
+    return writer
+
+
+def damage(home: Path, kind: str, how: str) -> Path:
+    """Damage a file of the segment that holds law 1 and 3; news a has a file of the same length."""
+    content = json.loads((home / "keys" / "manifest.json").read_bytes())["content"]
+    damaged, other = content["segments"][-1], content["segments"][0]
+    names = [
+        {"keys": entry["keys"], "ids": entry["ids"], "digests": {"name": entry["digests"]}}
+        | {"index": entry["index"]["file"]}
+        for entry in (damaged, other)
+    ]
+    path, others = (home / "keys" / entry[kind]["name"] for entry in names)
+    changed = DAMAGES[how](path.read_bytes(), others.read_bytes())
+    path.unlink()
+    if changed is not None:
+        path.write_bytes(changed)
+    return path
+
+
+def check_search(store: KNNStore, writer, members: list[tuple[str, str]], **chosen: tuple[str, ...]) -> None:
+    """Every neighbor is the true one of these documents."""
+    keys = np.concatenate([writer.keys[member] for member in members])
+    tokens = np.concatenate([writer.tokens[member] for member in members])
+    query = keys[:2] + np.float32(0.01)
+    distances = ((keys.astype(np.float64) - query[:, None]) ** 2).sum(axis=2)
+    nearest = np.argsort(distances, axis=1)[:, :20]
+    found = store.search(query, 20, Selection(**chosen))
+    assert tokens_of(found.ids).tolist() == tokens[nearest].tolist()
+    assert found.distances == pytest.approx(np.take_along_axis(distances, nearest, axis=1), rel=1e-3)
+
+
+def named_in(problems: list[str]) -> list[tuple[str, str]]:
+    """The documents that lines of `verify` name."""
+    return sorted((p.split("'")[3], p.split("'")[1]) for p in problems if p.startswith("document "))
+
+
+@pytest.mark.parametrize(
+    ("engine", "kind", "how"),
+    [
+        *(("faiss", "keys", how) for how in DAMAGES),
+        *(("faiss", "ids", how) for how in ("missing", "flipped")),
+        ("hnswlib", "keys", "flipped"),
+        ("hnswlib", "ids", "another's"),
+    ],
+)
+def test_lost_records_cost_their_documents(filled, home, engine, kind, how, caplog) -> None:
+    path = damage(home, kind, how)
+    with KNNStore.open(home) as reader:
+        check_search(reader, filled, [("news", "a")], domains=("news",))
+        if engine == "hnswlib" and kind == "keys":
+            check_search(reader, filled, KEPT + LOST)  # a graph has keys of its own
+            reader.verify()
+        for _ in range(2):
+            check_search(reader, filled, KEPT)
+        (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+        assert path.name in warning
+        assert "300 records" in warning
+        with pytest.raises(CorruptDatastoreError):
+            reader.search(filled.keys["law", "1"], 1, Selection(documents=("1", "3")))
+        first, *others = reader.verify()
+        assert path.name in first
+        assert named_in(others) == LOST
+        assert len(others) == 2
+    with KNNStore.open(home, "a") as store:
+        for keep in (lambda: store.move("faiss", "elsewhere"), lambda: store.prune(0.5, merge_chooser())):
+            with pytest.raises(CorruptDatastoreError, match=r"'1' of domain 'law', '3' of domain 'law'"):
+                keep()
+        store.abandon_move()
+        assert named_in(store.repair()) == LOST
+        store.remove_document("1")
+        store.optimize()
+    with KNNStore.open(home, "a") as store:
+        check_search(store, filled, KEPT)
+        assert named_in(store.verify()) == LOST[1:]
+        store.remove_document("2")
+        filled.store = store
+        filled.add("law", "2", n=300)
+        store.remove_document("3")
+        filled.add("law", "1", n=150)
+        filled.add("law", "3", n=150)
+        assert store.verify() == []
+        check_search(store, filled, KEPT + LOST)
+        store.optimize()
+        assert store.move("faiss", "elsewhere").records == 900
+    with KNNStore.open(home) as reader:
+        assert reader.verify() == []
+        assert not path.exists()
+
+
+@pytest.mark.parametrize("engine", ["faiss"])
+def test_removing_the_domain_mends_too(filled, home) -> None:
+    damage(home, "ids", "flipped")
+    with KNNStore.open(home, "a") as store:
+        store.remove_domain("law")
+        assert store.verify() == []
+        check_search(store, filled, [("news", "a")])
+
+
+@pytest.mark.parametrize("engine", ["faiss"])
+def test_what_comes_back_from_a_backup_is_used_again(filled, home) -> None:
+    """Nothing is given up while a document needs it."""
+    path = damage(home, "keys", "missing")
+    with KNNStore.open(home, "a") as store:
+        store.optimize()
+        store.repair()
+        store.remove_document("3")
+        filled.store = store
+        filled.add("law", "4")
+    content = json.loads((home / "keys" / "manifest.json").read_bytes())["content"]
+    (entry,) = [entry for entry in content["segments"] if entry["keys"]["name"].endswith(path.name)]
+    keys = np.concatenate([filled.keys["law", "1"], filled.keys["law", "3"]]).astype(np.float16)
+    assert keys.nbytes == entry["keys"]["size"]
+    path.write_bytes(keys.tobytes())
+    with KNNStore.open(home) as reader:
+        assert reader.verify() == []
+        check_search(reader, filled, [*KEPT, ("law", "1"), ("law", "4")])
+
+
+@pytest.mark.parametrize(
+    ("engine", "kind", "how"),
+    [
+        *(("faiss", "index", how) for how in DAMAGES),
+        *(("faiss", "digests", how) for how in ("missing", "flipped")),
+        ("hnswlib", "index", "cut"),
+        ("hnswlib", "index", "another's"),
+    ],
+)
+def test_what_is_derived_is_made_anew_without_being_asked(filled, home, kind, how) -> None:
+    path = damage(home, kind, how)
+    with KNNStore.open(home) as reader:
+        check_search(reader, filled, KEPT + LOST)
+        (problem,) = reader.verify()
+        assert path.name in problem
+        assert "derived" in problem
+        assert "backup" not in problem
+    with KNNStore.open(home, "a") as store:
+        assert store.repair() == []
+    with KNNStore.open(home) as reader:
+        check_search(reader, filled, KEPT + LOST)
