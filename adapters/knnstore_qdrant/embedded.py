@@ -158,8 +158,10 @@ class EmbeddedPoints:
 
     def optimize(self) -> None:
         """Index all points and reclaim the space of removed ones."""
+        before = self._changed
         with self._changing() as shard, engine_errors(self._path):
-            shard.optimize()
+            changed = shard.optimize()
+            self._changed = before or changed  # else readers need no new copy
         self.flush()
 
     def close(self) -> None:

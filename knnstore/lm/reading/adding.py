@@ -46,7 +46,7 @@ class Adds(Protocol):
         """Makes their keys."""
 
     def after_adding(self) -> None:
-        """Hear that documents with new records are live."""
+        """Hear that documents are live, new ones or not."""
 
 
 def add(
@@ -138,7 +138,7 @@ def add(
                 group, waiting = [], 0
     if group:
         encode(group)
-    if counts["tokens"]:
+    if any(counts.values()):  # also what an interrupted run left undone after its last commit
         store.optimize()
         lm.after_adding()
     shown.finish()
