@@ -57,7 +57,9 @@ class FaissDatastore(EmbeddedDatastore):
         exact = self._policy.index == "exact" or (
             self._policy.neighbors == "exact" and self._policy.exact_distances
         )
-        return Capabilities(exact_search=exact, exact_keys=False, persistent=True, shared_writers=False)
+        return Capabilities(
+            exact_search=exact, exact_keys=False, persistent=True, shared_writers=False, checks_keys=True
+        )
 
     def search(self, queries: Keys, k: int, *, where: Filter | None = None) -> Neighbors:
         """Find the k nearest records of each query; see `Datastore.search`."""

@@ -38,7 +38,9 @@ class HnswlibDatastore(EmbeddedDatastore):
     @property
     def capabilities(self) -> Capabilities:
         """Durable, in half precision, with one writer; approximate in large groups."""
-        return Capabilities(exact_search=False, exact_keys=False, persistent=True, shared_writers=False)
+        return Capabilities(
+            exact_search=False, exact_keys=False, persistent=True, shared_writers=False, checks_keys=True
+        )
 
     def _is_indexed(self, group_rows: int) -> bool:
         return self._policy.indexes(group_rows)

@@ -30,6 +30,7 @@ from knnstore.catalog.representatives import PrunedDocument
 from knnstore.catalog.tables import (
     IS_LIVE,
     IS_UNSETTLED,
+    ChecksumRow,
     DocumentRow,
     DomainRow,
     PrunedRow,
@@ -204,6 +205,12 @@ class Catalog:
         with reading(self.sql) as current:
             found = among(current, PRUNED, DocumentRow.id, rows)
             return {row: PrunedDocument.unpacked(blob, scale, start) for row, start, blob, scale in found}
+
+    def checksums(self) -> dict[int, str]:
+        """The checksums of the live documents' keys, by primary key; none where the engine has its own."""
+        chosen = select(ChecksumRow.document_id, ChecksumRow.keys).join(DocumentRow).where(IS_LIVE)
+        with reading(self.sql) as current:
+            return dict(current.execute(chosen).all())
 
     def versions(self, domain: str, ids: Iterable[str]) -> dict[str, StoredVersion]:
         """The live versions of these documents of a domain, by external id."""

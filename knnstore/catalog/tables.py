@@ -174,6 +174,16 @@ class PrunedRow(Base):
     stands for it; 0 where its own is left, the least integer where there is none."""
 
 
+class ChecksumRow(Base):
+    """What the keys of one document are, where the engine does not check them itself."""
+
+    __tablename__ = "knnstore_document_checksums"
+
+    document_id: Mapped[_DocumentId]
+    keys: Mapped[str] = mapped_column(String(80))
+    """A precision, a colon, a hash; see `knnstore.store.checksums`."""
+
+
 class TagRow(Base):
     """One tag of one document."""
 

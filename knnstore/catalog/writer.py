@@ -31,6 +31,7 @@ from knnstore.catalog.tables import (
     IS_UNSETTLED,
     LIVE,
     PENDING,
+    ChecksumRow,
     DocumentRow,
     DomainRow,
     PrunedRow,
@@ -116,8 +117,12 @@ class CatalogWriter:
                 current.add_all(TagRow(document_id=row.id, tag=tag) for tag in document.tags)
             return [PlacedDocument(row.id, row.domain_id, row.start, row.stop) for row in rows]
 
-    def publish(self, rows: Sequence[int]) -> None:
+    def publish(self, rows: Sequence[int], checksums: Mapping[int, str] = MappingProxyType({})) -> None:
         """Make pending documents live; live ones of the same domain and id become deleting.
+
+        Args:
+            rows: the documents' primary keys.
+            checksums: of the keys of some of them.
 
         Raises:
             CatalogError: one is not pending, or two have the same domain and id; none is published.
@@ -141,8 +146,14 @@ class CatalogWriter:
                     raise CatalogError("two documents to publish have the same domain and id")
                 current.execute(update(DocumentRow).where(DocumentRow.id.in_(old)).values(state=DELETING))
                 current.execute(update(DocumentRow).where(DocumentRow.id.in_(chunk)).values(state=LIVE))
+            _add_checksums(current, checksums)
             if rows:
                 _reveal(current)
+
+    def note_checksums(self, checksums: Mapping[int, str]) -> None:
+        """Keep the checksums of documents that have none, by primary key."""
+        with self._transaction("checksums") as current:
+            _add_checksums(current, checksums)
 
     def retire(self, rows: Sequence[int]) -> None:
         """Take live documents away from every reader; rows that are not live stay as they are."""
@@ -202,12 +213,18 @@ class CatalogWriter:
             current.merge(row)
             _reveal(current)
 
-    def move(self, engine: Engine, pruned: Mapping[int, PrunedDocument] = MappingProxyType({})) -> None:
+    def move(
+        self,
+        engine: Engine,
+        pruned: Mapping[int, PrunedDocument] = MappingProxyType({}),
+        checksums: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
         """Point the store at the engine that holds its keys from now on.
 
         Args:
             engine: holds all records, or what pruning has left of them.
             pruned: which are left in some documents, by primary key.
+            checksums: of the keys of each document, by primary key, in place of all former ones.
 
         Raises:
             CatalogError: a document is live no more, or has another number of tokens; nothing changes.
@@ -224,6 +241,8 @@ class CatalogWriter:
                 current.merge(
                     PrunedRow(document_id=row, records=left, scale=document.scale, representatives=packed)
                 )
+            current.execute(delete(ChecksumRow))
+            _add_checksums(current, checksums)
             current.execute(update(StoreRow).values(asdict(engine)))
             _reveal(current)
 
@@ -240,6 +259,10 @@ class CatalogWriter:
 def _reveal(current: Session) -> None:
     """Make readers look again: called in every transaction that changes what they may see."""
     current.execute(update(StoreRow).values(revision=StoreRow.revision + 1))
+
+
+def _add_checksums(current: Session, checksums: Mapping[int, str]) -> None:
+    current.add_all(ChecksumRow(document_id=row, keys=keys) for row, keys in checksums.items())
 
 
 def _check(document: NewDocument) -> None:

@@ -22,6 +22,7 @@ from knnstore.catalog import CatalogWriter, NewDocument, PlacedDocument
 from knnstore.datastore import Datastore, Keys, ranges_of, record_ids
 from knnstore.errors import KnnstoreError
 from knnstore.failpoints import failpoint
+from knnstore.store.checksums import checksum, precision_of, sums_of
 from knnstore.store.damage import abandon_unneeded
 
 
@@ -54,6 +55,9 @@ class Ingest:
         self._placed = catalog.begin(documents)
         self._starts = np.array([placed.start for placed in self._placed], np.int64)
         self._groups = np.array([placed.group for placed in self._placed], np.int32)
+        self._precision = precision_of(datastore.capabilities)
+        lengths = [placed.stop - placed.start if self._precision else 0 for placed in self._placed]
+        self._sums = [np.zeros(length, np.uint32) for length in lengths]
         failpoint("ingest.begun")
 
     def add(
@@ -73,13 +77,23 @@ class Ingest:
         """
         ids = record_ids(self._starts[documents] + positions, tokens)
         self._datastore.add(ids, keys, self._groups[documents])
+        if self._precision:
+            sums = sums_of(keys, self._precision)
+            for document in np.unique(documents).tolist():
+                mine = documents == document
+                self._sums[document][positions[mine]] = sums[mine]
         failpoint("ingest.added")
 
     def commit(self) -> None:
         """Make the group durable, then live, then remove what it replaced."""
         self._datastore.flush()
         failpoint("ingest.flushed")
-        self._catalog.publish([placed.row for placed in self._placed])
+        checksums = {
+            placed.row: checksum(sums, self._precision)
+            for placed, sums in zip(self._placed, self._sums, strict=True)
+            if self._precision
+        }
+        self._catalog.publish([placed.row for placed in self._placed], checksums)
         purge(self._catalog, self._datastore, self._catalog.unsettled())
 
     def abandon(self) -> None:

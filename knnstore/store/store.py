@@ -204,6 +204,7 @@ class KNNStore(StoreReader):
         with self._locked() as writing:
             writing.remove_orphans()
             writing.optimize()
+            writing.add_checksums()
             return self.verify()
 
     def info(self) -> dict[str, Any]:

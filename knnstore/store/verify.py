@@ -6,6 +6,7 @@ from numpy.typing import NDArray
 from knnstore.catalog import Catalog, PlacedDocument, Snapshot
 from knnstore.datastore import Datastore, Ids, SupportsVerify, positions_of, ranges_of, tokens_of
 from knnstore.errors import KnnstoreError
+from knnstore.store.checksums import checking
 from knnstore.store.damage import reading_on
 from knnstore.store.fitted import files_in_use, problem_of
 from knnstore.store.home import Home
@@ -47,7 +48,10 @@ def _compare(catalog: Catalog, datastore: Datastore, unsettled: list[PlacedDocum
     wrong = np.zeros(len(snapshot.rows), bool)
     foreign = [np.zeros(0, np.int64)]
     text: tuple[int, NDArray[np.uint32] | None] = (-1, None)  # the document read last
-    for ids, _, groups in datastore.iterate():
+    stored = catalog.checksums()
+    checked = checking(snapshot, stored)
+    for ids, keys, groups in datastore.iterate():
+        checked.add(ids, keys)
         foreign.append(_orphans(ids, snapshot))
         positions = positions_of(ids)
         at = snapshot.documents_at(positions)
@@ -70,6 +74,11 @@ def _compare(catalog: Catalog, datastore: Datastore, unsettled: list[PlacedDocum
     problems = [
         f"document {id!r} of domain {domain!r} has lost records or has wrong ones: remove it and add it again"
         for id, domain in names.values()
+    ]
+    altered = set(checked.differing(stored)) - set(snapshot.rows[wrong].tolist())
+    problems += [
+        f"document {id!r} of domain {domain!r} has altered keys: remove it and add it again"
+        for id, domain in catalog.labels(altered).values()
     ]
     orphans = np.concatenate(foreign)
     if len(orphans):  # a writer may have been at work since

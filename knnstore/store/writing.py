@@ -5,9 +5,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import numpy as np
+
 from knnstore.catalog import CatalogWriter, NewDocument
-from knnstore.datastore import IdRanges, SupportsOptimize
+from knnstore.datastore import IdRanges, SupportsOptimize, ranges_of
 from knnstore.errors import DocumentNotFoundError, KnnstoreError
+from knnstore.store.checksums import precision_of, taking
 from knnstore.store.current import Current
 from knnstore.store.damage import abandon_unneeded, reading_on
 from knnstore.store.fitted import SavedSettings, Weights, files_in_use, save_weights, sweep
@@ -74,6 +77,19 @@ class Writing:
             datastore.delete(IdRanges.of_ids(orphans))
             datastore.flush()
             abandon_unneeded(self.writer.catalog, datastore)
+
+    def add_checksums(self) -> None:
+        """Keep checksums of the documents that have none but should, as their keys are now."""
+        catalog, datastore = self.writer.catalog, self._current.datastore
+        snapshot = catalog.snapshot()
+        lacking = ~np.isin(snapshot.rows, list(catalog.checksums()))
+        if precision_of(datastore.capabilities) is not None and lacking.any():
+            checksums = taking(snapshot, datastore.capabilities)
+            for ids, keys, _ in datastore.iterate(
+                ids=ranges_of(snapshot.starts[lacking], snapshot.stops[lacking])
+            ):
+                checksums.add(ids, keys)
+            self.writer.note_checksums(checksums.found())
 
     def optimize(self) -> None:
         """Let the engine make anew what is derived and lacks, and reclaim space."""

@@ -1,4 +1,4 @@
-"""Damaged files and full disks: said clearly, and what is sound is searched; never a wrong neighbor or a crash."""
+"""Damaged files and full disks are said clearly, what is sound is searched; no wrong neighbor, no crash."""
 
 import logging
 import os

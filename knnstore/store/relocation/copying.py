@@ -1,7 +1,7 @@
 """Copying the records of one datastore to another, and checking the copy against its source."""
 
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -35,6 +35,7 @@ _NEIGHBORS = 1024
 _NOTHING = IdRanges()
 
 Batch = tuple[Ids, Keys, Groups]
+Seen = Callable[[Ids, Keys], None]
 
 
 class Transferred(NamedTuple):
@@ -50,24 +51,41 @@ class Transferred(NamedTuple):
     """How many neighbors of each key that was."""
 
 
-def transfer(source: Datastore, target: Datastore, progress: Progress, *, without: IdRanges) -> Transferred:
+def transfer(
+    source: Datastore,
+    target: Datastore,
+    progress: Progress,
+    *,
+    without: IdRanges,
+    reads: Seen = lambda ids, keys: None,
+    holds: Seen = lambda ids, keys: None,
+) -> Transferred:
     """Make the target hold the records of the source but for some, ready to be searched, and check that.
 
     What the target holds already, records of the source from a transfer that was interrupted, is not
     copied again. Every record is compared, and the neighbors of a sample with those that numpy finds.
+
+    Args:
+        source: what is copied.
+        target: where to.
+        progress: is told of each batch.
+        without: records that are left out.
+        reads: is called with all records of the source, by ascending id.
+        holds: is called with all records of the target, by ascending id, when it is whole.
 
     Raises:
         DatastoreError: the target gives back other records than it was given, or does not find
             the nearest ones although it says that its search is exact.
     """
     total = source.count() - without.size
-    queries, copied = _copy(_read_ahead(source, without), total, target, progress)
+    queries, copied = _copy(_read_ahead(source, without, reads), total, target, progress)
     if isinstance(target, SupportsOptimize):
         progress.start("indexing")
         target.optimize()
         progress.finish()
     failpoint("move.indexed")
-    nearest = _compare(_read_ahead(source, without), total, target, queries, progress)
+    held = _read_ahead(target, seen=holds)
+    nearest = _compare(_read_ahead(source, without), held, total, target, queries, progress)
     records = target.count()
     failpoint("move.compared")
     if not records:
@@ -127,26 +145,34 @@ def _settle(target: Datastore, start: int, stop: int, wanted: Ids) -> Ids:
     return ids
 
 
-def _read_ahead(datastore: Datastore, without: IdRanges = _NOTHING) -> Iterator[Batch]:
+def _read_ahead(
+    datastore: Datastore, without: IdRanges = _NOTHING, seen: Seen = lambda ids, keys: None
+) -> Iterator[Batch]:
     """The records in batches, none empty; the next is read while the caller is busy with this one."""
     batches = datastore.iterate(batch_size=BATCH_SIZE)
     with ThreadPoolExecutor(1) as reader:
         coming = reader.submit(next, batches, None)
         while (batch := coming.result()) is not None:
             coming = reader.submit(next, batches, None)
+            seen(batch[0], batch[1])
             batch = _rows(batch, ~without.contains(batch[0])) if without else batch
             if len(batch[0]):
                 yield batch
 
 
 def _compare(
-    batches: Iterable[Batch], total: int, target: Datastore, queries: Keys, progress: Progress
+    batches: Iterable[Batch],
+    held: Iterable[Batch],
+    total: int,
+    target: Datastore,
+    queries: Keys,
+    progress: Progress,
 ) -> "_Nearest":
     """Compare what the target holds with what it shall, and find the queries' true neighbors on the way."""
     progress.start("comparing", total=total, unit="rec")
     nearest = _Nearest(queries, min(_NEIGHBORS, total), target.metric)
     exact = target.capabilities.exact_keys
-    for ours, theirs in _aligned(batches, _read_ahead(target)):
+    for ours, theirs in _aligned(batches, held):
         if theirs is None or ours is None or not _same(ours, theirs, exact=exact):
             raise DatastoreError(f"the copy differs from its source: {GIVE_UP}")
         nearest.add(ours[1])

@@ -26,11 +26,18 @@ from typing import Any
 from knnstore.catalog import Catalog, CatalogWriter, Engine
 from knnstore.checks import check_json
 from knnstore.datastore import Datastore, IdRanges
-from knnstore.errors import ConfigError, DatastoreError, DatastoreExistsError, KnnstoreError
+from knnstore.errors import (
+    ConfigError,
+    CorruptDatastoreError,
+    DatastoreError,
+    DatastoreExistsError,
+    KnnstoreError,
+)
 from knnstore.failpoints import failpoint
 from knnstore.progress import Progress
+from knnstore.store.checksums import checking, taking
 from knnstore.store.current import Current
-from knnstore.store.damage import check_undamaged, naming_damage
+from knnstore.store.damage import check_undamaged, named, naming_damage
 from knnstore.store.home import Home, Place, holds_something
 from knnstore.store.reader import Reader
 from knnstore.store.relocation.copying import GIVE_UP, Transferred, transfer
@@ -138,17 +145,25 @@ class Relocation:
         """Copy the records, compare them, and switch to the copy; the old keys stay."""
 
         def commit() -> None:
-            writer.move(target, pruning.documents if pruning else {})
+            writer.move(target, pruning.documents if pruning else {}, held.found())
             failpoint("move.switched")
 
         source = self._current.datastore
         check_undamaged(self._catalog, source, _UNDONE)
+        snapshot, stored = self._current.view().snapshot, self._catalog.checksums()
         copy = self._begin(target, progress)
         try:
+            read, held = checking(snapshot, stored), taking(snapshot, copy.capabilities)
             without = pruning.gone if pruning else IdRanges()
             with naming_damage(self._catalog, source, _UNDONE):
-                done = transfer(source, copy, progress, without=without)
-            lacking = int(self._current.view().snapshot.records.sum()) - without.size - done.records
+                done = transfer(source, copy, progress, without=without, reads=read.add, holds=held.add)
+            altered = read.differing(stored)
+            if altered:
+                raise CorruptDatastoreError(
+                    f"keys of {named(self._catalog, altered)} were altered: remove and add again what "
+                    f"`knnstore verify` names; {GIVE_UP}"
+                )
+            lacking = int(snapshot.records.sum()) - without.size - done.records
             if lacking > 0:
                 raise DatastoreError(
                     f"{lacking:,} records are lost: `knnstore verify` names their documents; {GIVE_UP}"

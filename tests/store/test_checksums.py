@@ -1,0 +1,129 @@
+"""Keys that an engine does not check itself are compared with checksums in the catalog."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from knnstore.catalog import Catalog, CatalogWriter
+from knnstore.errors import CorruptDatastoreError
+from knnstore.store import Home, KNNStore, merge_chooser
+
+PRECISIONS = {"float32": np.float32, "float16": np.float16}
+
+
+def stored_checksums(home: Path) -> dict[int, str]:
+    catalog = Catalog.open(Home.open(home).catalog_url)
+    try:
+        return catalog.checksums()
+    finally:
+        catalog.close()
+
+
+@pytest.fixture
+def qdrant(home, identity, writer_of, request):
+    """Documents in Qdrant's engine in this process, keys among them that are hard to round."""
+    pytest.importorskip("qdrant_edge")
+    params = {"datatype": getattr(request, "param", "float32")}
+    with KNNStore.create(home, identity, store="qdrant", params=params) as store:
+        writer = writer_of(store)
+        writer.add("law", "1", "2")
+        awkward = writer.rng.standard_normal((3, 8)) * np.array([[1e-6], [1e-9], [1e4]])
+        awkward[:, 0] = -0.0
+        with store.ingest([writer._new("law", "odd", 3)]) as group:
+            tokens = writer.tokens["law", "odd"].astype(np.int64)
+            for row in (2, 0, 1):  # in any order
+                group.add(np.zeros(1, int), np.array([row]), tokens[[row]], awkward[[row]].astype(np.float32))
+        writer.add("news", "a")
+    return writer
+
+
+def flip_a_key(home: Path, key: np.ndarray) -> None:
+    """Flip the last bit of a component of a key, wherever a file has it."""
+    places = []
+    for path in (home / "keys").rglob("*"):
+        content = bytearray(path.read_bytes()) if path.is_file() else bytearray()
+        at = content.find(key.tobytes())
+        if at >= 0:
+            content[at] ^= 1
+            path.write_bytes(content)
+            places.append(path)
+    assert places
+
+
+@pytest.mark.parametrize("qdrant", PRECISIONS, indirect=True)
+def test_one_flipped_bit_is_named_with_its_document(qdrant, home, request) -> None:
+    dtype = PRECISIONS[request.node.callspec.params["qdrant"]]
+    with KNNStore.open(home, "a") as store:
+        assert store.verify() == []
+    flip_a_key(home, qdrant.keys["law", "2"][7].astype(dtype))
+    with KNNStore.open(home) as reader:
+        (problem,) = reader.verify()
+        assert "'2' of domain 'law'" in problem
+    with KNNStore.open(home, "a") as store:
+        assert len(store.repair()) == 1
+        with pytest.raises(CorruptDatastoreError, match="'2' of domain 'law'"):
+            store.move("faiss", "elsewhere")
+        store.abandon_move()
+        store.remove_document("2")
+        qdrant.store = store
+        qdrant.add("law", "2")
+        assert store.verify() == []
+        store.move("faiss", "elsewhere")
+
+
+@pytest.mark.parametrize("qdrant", PRECISIONS, indirect=True)
+def test_whatever_is_done_to_a_store_its_checksums_fit(qdrant, home) -> None:
+    with KNNStore.open(home, "a") as store:
+        qdrant.store = store
+        qdrant.add("law", "1", n=30)  # replaced
+        store.remove_document("a")
+        store.optimize()
+        assert store.verify() == []
+        store.prune(0.5, merge_chooser())
+        assert store.verify() == []
+        store.move("qdrant", "half", params={"datatype": "float16"})
+        assert store.verify() == []
+        assert len(stored_checksums(home)) == 3
+        store.move("hnswlib", "graphs")
+        assert store.verify() == []
+        assert stored_checksums(home) == {}
+        store.move("qdrant", "back")
+        assert store.verify() == []
+        assert len(stored_checksums(home)) == 3
+
+
+def test_a_store_of_before_gets_its_checksums_from_repair(qdrant, home) -> None:
+    with KNNStore.open(home, "a") as store:
+        taken = stored_checksums(home)
+        CatalogWriter(store._catalog).move(store.engine)  # leaves none
+    with KNNStore.open(home, "a") as store:
+        assert store.verify() == []
+        assert stored_checksums(home) == {}
+        assert store.repair() == []
+        assert stored_checksums(home) == taken
+
+
+@pytest.mark.parametrize("at", ["ingest.added", "ingest.flushed", "catalog.publish.inside", "purge.before"])
+def test_a_kill_makes_no_sound_store_look_damaged(qdrant, home, writer_of, killed_at, at) -> None:
+    def replace() -> None:
+        with KNNStore.open(home, "a") as store:
+            writer_of(store).add("law", "2", "3")
+
+    assert killed_at(at, replace)
+    with KNNStore.open(home, "a") as store:
+        assert store.verify() == []
+        assert len(stored_checksums(home)) == store.info()["documents"]
+
+
+def test_a_server_gives_back_what_was_summed(home, identity, writer_of, qdrant_server: Any) -> None:
+    url = qdrant_server.url
+    for datatype in PRECISIONS:
+        folder = home.with_name(datatype)
+        params = {"collection": datatype, "datatype": datatype}
+        with KNNStore.create(folder, identity, store="qdrant", location=url, params=params) as made:
+            writer = writer_of(made)
+            writer.add("law", "1", "2")
+            assert made.verify() == []
+            assert len(stored_checksums(folder)) == 2
