@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from knnstore.datastore import Metric
-from knnstore.errors import LockedError
+from knnstore.datastore import Metric, SupportsVerify
+from knnstore.errors import KnnstoreError, LockedError
 from knnstore.testing.base import (
     KitBase,
     OpenStore,
@@ -172,6 +172,39 @@ class DurabilityTests(KitBase):
         records[300:400].put(store)
         check_holds(store, records[50:400])
         check_search(store, records[50:400], 10)
+
+    def test_checks_keys_is_true(self, open_store: OpenStore, location: str | Path, records: Records) -> None:
+        """If `capabilities.checks_keys`, `verify` notices one altered bit in any file, of a key or of an id.
+
+        If this fails, check that `verify` reads every file from the disk and compares all of it with a
+        checksum, or leave `checks_keys` False: then the store keeps checksums of its own.
+        """
+        with require_persistent(open_store()) as store:
+            if not store.capabilities.checks_keys:
+                pytest.skip("capabilities.checks_keys is False: the store compares the keys itself")
+            records.put(store)
+        kept = [records.ids[7:8], records.keys[7], records.keys[7].astype(np.float16)]
+        found = 0
+        for path in [path for path in Path(location).rglob("*") if path.is_file()]:
+            intact = path.read_bytes()
+            for at in {intact.find(value.tobytes()) for value in kept} - {-1}:
+                path.write_bytes(intact[:at] + bytes([intact[at] ^ 1]) + intact[at + 1 :])
+                assert self._verified(open_store), f"verify does not notice that a bit of {path} was changed"
+                found += 1
+            path.write_bytes(intact)
+        assert self._verified(open_store) == [], "verify finds something wrong with a store that is whole"
+        if not found:
+            pytest.skip("no file holds the key or the id as they are: what is checked cannot be told")
+
+    @staticmethod
+    def _verified(open_store: OpenStore) -> list[str]:
+        """What `verify` finds, or why the store cannot even be opened."""
+        try:
+            with open_store(mode="r") as store:
+                assert isinstance(store, SupportsVerify), "it has no verify"
+                return store.verify()
+        except KnnstoreError as error:
+            return [str(error)]
 
     def test_second_writer(self, open_store: OpenStore, start_writer: StartWriter, records: Records) -> None:
         """A second writing process is refused, or works if `capabilities.shared_writers`.

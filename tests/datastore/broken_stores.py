@@ -4,6 +4,8 @@ Most of the defects were met in real engines and adapters.
 """
 
 import shutil
+from contextlib import suppress
+from zipfile import BadZipFile
 
 import numpy as np
 from stranger_vectors import OneFileDatastore
@@ -179,6 +181,26 @@ class _SharedWriters(OneFileDatastore):
 
 class TestSaysSharedAndIsNot(DatastoreTests):
     datastore_class = _SharedWriters
+
+
+class _SaysItChecks(OneFileDatastore):
+    capabilities = property(
+        lambda _: Capabilities(
+            exact_search=True, exact_keys=False, persistent=True, shared_writers=False, checks_keys=True
+        ),
+        lambda *_: None,
+    )
+
+    def _read(self):
+        with suppress(BadZipFile):
+            super()._read()
+
+    def verify(self):
+        return []
+
+
+class TestSaysItChecksAndDoesNot(DatastoreTests):
+    datastore_class = _SaysItChecks
 
 
 _shared = {}

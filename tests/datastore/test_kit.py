@@ -26,6 +26,7 @@ _EXPECTED = {
     "FlushesNothing": ["test_flushed_records_survive_kill_9", "test_closing_keeps_everything"],
     "ReadsOnce": ["test_reader_sees_what_is_flushed"],
     "SaysSharedAndIsNot": ["test_second_writer"],
+    "SaysItChecksAndDoesNot": ["test_checks_keys_is_true"],
     "SharesThroughTheClass": ["test_persistent_is_true"],
     "ErasesTheFolder": ["test_erasing_leaves_nothing_and_takes_nothing_else"],
     "DropsACase": ["test_no_case_is_missing_or_overridden"],

@@ -138,8 +138,9 @@ def optimize(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> No
 def verify(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:
     """Read and check everything that is stored.
 
-    Prints what is wrong, a line each; the exit status is 1 then. Beside a writer at work, the
-    documents that it has not committed yet are reported too.
+    Prints what is wrong, a line each; the exit status is 1 then. Damaged keys are named with their
+    documents: remove these and add them again. Beside a writer at work, the documents that it has not
+    committed yet are reported too.
 
     Examples:
       knnstore verify
@@ -153,7 +154,8 @@ def repair(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None
     """Settle what an interrupted writer left, and verify.
 
     Documents that were half added or half removed go; every command that writes does this first.
-    Records that belong to no document go as well.
+    Records that belong to no document go as well. Indexes and whatever else is derived from the keys are
+    made anew where they are damaged.
 
     Examples:
       knnstore repair
