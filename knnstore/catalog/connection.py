@@ -1,6 +1,7 @@
 """Connecting to the catalog's database: SQLite in a file or in memory, PostgreSQL by URL."""
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -13,7 +14,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.orm import Session
 
-from knnstore.errors import CatalogError, ConfigError, StoreUnavailableError
+from knnstore.errors import CatalogError, ConfigError, LockedError, StoreUnavailableError
 
 _DRIVERS = {
     "sqlite": "sqlite",
@@ -24,8 +25,13 @@ _DRIVERS = {
 _EXPECTED = "expected postgresql+psycopg://USER@HOST/DATABASE or sqlite:///FILE"
 
 _SECONDS_TO_CONNECT = 10
-_SECONDS_TO_WAIT = 30
 _BEGIN = "knnstore_begin"
+
+SECONDS_TO_WAIT = 30
+"""For what others lock or read."""
+
+_ATTEMPTS_TO_LOCK = 30
+_SECONDS_BETWEEN = 0.1
 
 LOCK = 0x6B6E6E73
 """The first half of our advisory locks' keys on PostgreSQL; the second is the schema's hash."""
@@ -82,7 +88,7 @@ def connect(url: URL) -> Engine:
         if "connect_timeout" not in url.query:
             options["connect_args"] = {"connect_timeout": _SECONDS_TO_CONNECT}
     elif is_sqlite_file(url):
-        options["connect_args"] = {"timeout": _SECONDS_TO_WAIT}
+        options["connect_args"] = {"timeout": SECONDS_TO_WAIT}
     else:  # a second connection would have a database of its own, so threads take turns
         options |= {"poolclass": QueuePool, "pool_size": 1, "max_overflow": 0}
         options["connect_args"] = {"check_same_thread": False}
@@ -105,7 +111,7 @@ def connect(url: URL) -> Engine:
 
 def _configure_sqlite(connection: Any, _record: object) -> None:
     connection.isolation_level = None  # we say BEGIN ourselves, so that DDL is transactional too
-    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "secure_delete=ON"):
         connection.execute(f"PRAGMA {pragma}").close()
 
 
@@ -174,3 +180,22 @@ def exclusive(engine: Engine) -> Iterator[Connection]:
                 yield connection
         finally:
             driver.execute("PRAGMA foreign_keys=ON")
+
+
+def lock_writer(engine: Engine) -> Connection:
+    """Take the writer's lock on PostgreSQL: it lives as long as the connection returned.
+
+    Raises:
+        LockedError: another process holds it.
+    """
+    key = {"lock": LOCK, "use": "writer"}
+    statement = text("SELECT pg_try_advisory_lock(:lock, hashtext(:use || current_schema()))")
+    with translated_errors(engine):
+        connection = engine.connect().execution_options(isolation_level="AUTOCOMMIT")
+        connection.detach()  # a lock outlives its connection's return to the pool
+        for _ in range(_ATTEMPTS_TO_LOCK):  # the server may still be noticing a killed writer's end
+            if connection.scalar(statement, key):
+                return connection
+            time.sleep(_SECONDS_BETWEEN)
+        connection.close()
+    raise LockedError(f"another process writes to the catalog in {place(engine.url)}; end it first")

@@ -8,7 +8,6 @@ A document goes through three states::
     forget     the row is removed    after the datastore has deleted the records
 """
 
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -17,12 +16,11 @@ from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import Any
 
-from sqlalchemy import Connection, delete, exists, select, text, update
-from sqlalchemy import Engine as SqlEngine
+from sqlalchemy import delete, exists, select, update
 from sqlalchemy.orm import Session
 
 from knnstore.catalog.catalog import Catalog
-from knnstore.catalog.connection import LOCK, place, session, translated_errors
+from knnstore.catalog.connection import lock_writer, session
 from knnstore.catalog.queries import among, in_chunks, scope_of
 from knnstore.catalog.representatives import PrunedDocument
 from knnstore.catalog.tables import (
@@ -41,13 +39,11 @@ from knnstore.catalog.tables import (
     TokensRow,
 )
 from knnstore.catalog.types import Engine, NewDocument, PlacedDocument
+from knnstore.catalog.vacuum import vacuum
 from knnstore.checks import check_json, check_name
 from knnstore.datastore import POSITION_LIMIT
-from knnstore.errors import CatalogError, DocumentNotFoundError, FencedError, InputError, LockedError
+from knnstore.errors import CatalogError, DocumentNotFoundError, FencedError, InputError
 from knnstore.failpoints import failpoint
-
-_ATTEMPTS_TO_LOCK = 30
-_SECONDS_BETWEEN = 0.1
 
 
 class CatalogWriter:
@@ -64,7 +60,7 @@ class CatalogWriter:
         self.catalog = catalog
         self._sql = catalog.sql
         if self._sql.dialect.name == "postgresql":
-            catalog.opened.callback(_lock(self._sql).close)
+            catalog.opened.callback(lock_writer(self._sql).close)
         taken_over = update(StoreRow).values(writer_epoch=StoreRow.writer_epoch + 1)
         with session(self._sql) as current:
             self._epoch = current.scalars(taken_over.returning(StoreRow.writer_epoch)).one()
@@ -205,12 +201,15 @@ class CatalogWriter:
                 _reveal(current)
 
     def save_settings(self, domains: Iterable[str], payload: Mapping[str, Any]) -> None:
-        """Save settings for exactly this set of domains; the empty set stands for the whole store."""
+        """Save settings for exactly this set of domains, none of which is the whole store; {} drops them."""
         check_json(payload, "settings")
         scope, names = scope_of(domains)
         with self._transaction("settings") as current:
-            row = SettingRow(scope=scope, domains=names, payload=dict(payload), saved_at=datetime.now(UTC))
-            current.merge(row)
+            if payload:
+                moment = datetime.now(UTC)
+                current.merge(SettingRow(scope=scope, domains=names, payload=dict(payload), saved_at=moment))
+            else:
+                current.execute(delete(SettingRow).where(SettingRow.scope == scope))
             _reveal(current)
 
     def move(
@@ -246,6 +245,12 @@ class CatalogWriter:
             current.execute(update(StoreRow).values(asdict(engine)))
             _reveal(current)
 
+    def vacuum(self) -> list[str]:
+        """Free the database's files of what was deleted; returns what still holds it, see `vacuum`."""
+        with self._transaction("vacuum"):  # fenced
+            pass
+        return vacuum(self._sql)
+
     @staticmethod
     def _groups(current: Session, names: set[str]) -> dict[str, int]:
         chosen = select(DomainRow.name, DomainRow.id)
@@ -278,18 +283,3 @@ def _check_description(metadata: Mapping[str, Any], tags: Iterable[str]) -> None
     check_json(metadata, "its metadata")
     for tag in tags:
         check_name(tag, "a tag")
-
-
-def _lock(engine: SqlEngine) -> Connection:
-    """Take the writer's lock on PostgreSQL: it lives as long as the connection returned."""
-    key = {"lock": LOCK, "use": "writer"}
-    statement = text("SELECT pg_try_advisory_lock(:lock, hashtext(:use || current_schema()))")
-    with translated_errors(engine):
-        connection = engine.connect().execution_options(isolation_level="AUTOCOMMIT")
-        connection.detach()  # a lock outlives its connection's return to the pool
-        for _ in range(_ATTEMPTS_TO_LOCK):  # the server may still be noticing a killed writer's end
-            if connection.scalar(statement, key):
-                return connection
-            time.sleep(_SECONDS_BETWEEN)
-        connection.close()
-    raise LockedError(f"another process writes to the catalog in {place(engine.url)}; end it first")

@@ -33,10 +33,12 @@ from knnstore.datastore.protocol import (
     BATCH_SIZE,
     Datastore,
     Mode,
+    SupportsBeside,
     SupportsDamage,
     SupportsErase,
     SupportsGet,
     SupportsOptimize,
+    SupportsVacuum,
     SupportsVerify,
 )
 from knnstore.datastore.ranges import IdRanges
@@ -57,9 +59,9 @@ __all__ = [
     "BATCH_SIZE", "BLOCK", "BLOCK_VALUES", "ID_LIMIT", "POSITION_LIMIT", "TOKEN_LIMIT", "Capabilities",
     "DamagedPart", "Datastore", "Distances", "EmbeddedDatastore", "Filter", "Groups", "IdRanges", "Ids",
     "KeySegments", "Keys", "MappedColumns", "MappedFile", "MemoryDatastore", "Metric", "Mode", "Neighbors",
-    "Segment", "StoredFile", "StoredKeys", "SupportsDamage", "SupportsErase", "SupportsGet",
-    "SupportsOptimize", "SupportsVerify", "WriterLock", "checked_k", "checked_keys", "checked_params",
-    "checked_records", "compare_rows", "nearest_rows", "paired", "pairwise", "positions_of", "publish",
-    "ranges_of", "read_keys", "record_ids", "registry", "remove", "stored_keys", "sync_directory",
-    "tokens_of", "whole_positions",
+    "Segment", "StoredFile", "StoredKeys", "SupportsBeside", "SupportsDamage", "SupportsErase",
+    "SupportsGet", "SupportsOptimize", "SupportsVacuum", "SupportsVerify", "WriterLock", "checked_k",
+    "checked_keys", "checked_params", "checked_records", "compare_rows", "nearest_rows", "paired",
+    "pairwise", "positions_of", "publish", "ranges_of", "read_keys", "record_ids", "registry", "remove",
+    "stored_keys", "sync_directory", "tokens_of", "whole_positions",
 ]  # fmt: skip

@@ -26,18 +26,18 @@ class Writing:
         self.lock = threading.RLock()
         self.writer = writer
         self._home = home
-        self._current = current
+        self.current = current
         self._unnamed_weights: set[str] = set()
 
     def purge(self) -> None:
         """Remove the documents that are not live, for good, with the weights that hold traces of them."""
-        purge(self.writer, self._current.datastore, self.writer.unsettled())
+        purge(self.writer, self.current.datastore, self.writer.unsettled())
         self._sweep_weights()
 
     @contextmanager
     def ingest(self, documents: Sequence[NewDocument]) -> Iterator[Ingest]:
         """Add documents; see `KNNStore.ingest`."""
-        group = Ingest(self.writer, self._current.datastore, documents)
+        group = Ingest(self.writer, self.current.datastore, documents)
         try:
             yield group
             group.commit()
@@ -69,18 +69,24 @@ class Writing:
         self._unnamed_weights.add(name)
         return name
 
+    def repair(self) -> None:
+        """Remove records of no document, make anew what is derived and damaged, take checksums that lack."""
+        self.remove_orphans()
+        self.optimize()
+        self._add_checksums()
+
     def remove_orphans(self) -> None:
         """Remove records that belong to no document; what fails is left to verifying."""
-        datastore = self._current.datastore
+        datastore = self.current.datastore
         with suppress(KnnstoreError):
             orphans = reading_on(datastore, lambda: orphans_in(self.writer.catalog, datastore))
             datastore.delete(IdRanges.of_ids(orphans))
             datastore.flush()
             abandon_unneeded(self.writer.catalog, datastore)
 
-    def add_checksums(self) -> None:
+    def _add_checksums(self) -> None:
         """Keep checksums of the documents that have none but should, as their keys are now."""
-        catalog, datastore = self.writer.catalog, self._current.datastore
+        catalog, datastore = self.writer.catalog, self.current.datastore
         snapshot = catalog.snapshot()
         lacking = ~np.isin(snapshot.rows, list(catalog.checksums()))
         if precision_of(datastore.capabilities) is not None and lacking.any():
@@ -93,12 +99,12 @@ class Writing:
 
     def optimize(self) -> None:
         """Let the engine make anew what is derived and lacks, and reclaim space."""
-        if isinstance(self._current.datastore, SupportsOptimize):
-            self._current.datastore.optimize()
+        if isinstance(self.current.datastore, SupportsOptimize):
+            self.current.datastore.optimize()
 
     def _sweep_weights(self) -> None:
         if self._home.weights.is_dir():
-            used = files_in_use(self.writer.catalog, self._current.view().snapshot)
+            used = files_in_use(self.writer.catalog, self.current.view().snapshot)
             sweep(self._home.weights, self._unnamed_weights | used)
 
     def _rows(self, domain: str, ids: Iterable[str]) -> dict[str, int]:

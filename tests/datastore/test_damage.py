@@ -15,6 +15,8 @@ from knnstore_faiss import FaissDatastore
 
 from knnstore.datastore.arrays import Metric
 from knnstore.datastore.embedded.log import KeySegments
+from knnstore.datastore.embedded.manifest import Manifest
+from knnstore.datastore.ranges import IdRanges
 from knnstore.errors import CorruptDatastoreError, DatastoreError
 
 DIM = 32
@@ -180,3 +182,37 @@ def write_without_room(root: Path, room: int) -> None:
     store.optimize()
     assert store.search(KEYS[:5], 1).ids.tolist()[1:] == [[1], [2], [3], [4]]
     store.close()
+
+
+def test_a_manifest_that_vanishes_while_it_is_read_is_said_to_be_missing(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sorted(store.rglob("*.keys"))[0].unlink()
+    read = Manifest.read
+
+    def read_and_remove(root: Path) -> Manifest:
+        manifest = read(root)
+        (root / "manifest.json").unlink()
+        return manifest
+
+    monkeypatch.setattr(Manifest, "read", read_and_remove)
+    with pytest.raises(CorruptDatastoreError, match=r"manifest\.json is missing"):
+        FaissDatastore.open(store, mode="r", **PARAMS)
+
+
+def test_damaged_bytes_are_never_written_anew(store: Path) -> None:
+    """Merging, vacuuming and the building of an index leave a segment alone that turns out to be damaged."""
+    path = sorted(store.rglob("*.keys"))[0]
+    path.write_bytes(flipped(path.read_bytes(), 1, 0.5))
+    damaged = path.read_bytes()
+    with FaissDatastore.open(store, **PARAMS) as writer:
+        writer.delete(IdRanges([(3000, 4000)]))
+        writer.optimize()
+        writer.vacuum()
+        assert [part.name for part in writer.damaged()] == [path.stem]
+        assert path.read_bytes() == damaged
+        writer.add(np.arange(ROWS), KEYS, np.zeros(ROWS, np.int32))
+        writer.optimize()
+        assert writer.verify() == []
+        assert writer.search(KEYS[:5], 1).ids.tolist() == [[0], [1], [2], [3], [4]]
+    assert not path.exists()

@@ -186,6 +186,11 @@ class EmbeddedDatastore(ABC):
                         raise
         self._segments.readable()  # says what turned out to be damaged
 
+    def vacuum(self) -> None:
+        """Rewrite what holds deleted records, and the indexes over it; see `SupportsVacuum.vacuum`."""
+        self._segments.vacuum()
+        self.optimize()
+
     def verify(self) -> list[str]:
         """Check the size and the SHA-256 of every file; one line for each problem."""
         return self._segments.verify()

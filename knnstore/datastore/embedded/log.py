@@ -1,9 +1,8 @@
 """Durable key segments: the log-structured truth under the embedded adapters.
 
-A directory holds immutable segments, each the records of one group by ascending id (`.keys` in
-half precision, `.ids`), and one manifest that names them. Adding appends segments, deleting marks
-row ranges dead in the manifest, and merging rewrites segments; each becomes real at once when
-the next manifest is published. Dropping a group is dropping files.
+A directory holds immutable segments, each the records of one group by ascending id (`.keys` in half
+precision, `.ids`), and one manifest that names them. Adding appends segments, deleting marks row ranges dead
+in the manifest, and merging rewrites segments; each becomes real at once when the next manifest is published.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -102,7 +101,7 @@ class KeySegments(SegmentReader):
                 self._spill()
             order = np.argsort(ids, kind="stable")
             ids, groups = ids[order], groups[order]
-            segments = [self._without(segment, segment.rows_with(ids)) for segment in self._segments]
+            segments = [segment.without(segment.rows_with(ids)) for segment in self._segments]
             for group in np.unique(groups).tolist():
                 mine = groups == group
                 fresh = Segment.in_memory(group, ids[mine], stored_keys(keys[order[mine]]))
@@ -115,9 +114,7 @@ class KeySegments(SegmentReader):
         self._check_writable()
         with self._mutex:
             before = self.count()
-            self._segments = tuple(
-                self._without(segment, segment.rows_known(ids)) for segment in self._segments
-            )
+            self._segments = tuple(s.without(s.rows_known(ids)) for s in self._segments)
             self._dirty |= self.count() < before
 
     def abandon(self, name: str) -> None:
@@ -140,8 +137,7 @@ class KeySegments(SegmentReader):
     def compact(self, *, ratio: int) -> None:
         """Reclaim the space of dead rows and merge each group's segments.
 
-        Afterwards each segment of a group has at least `ratio` times the rows of the next, so that
-        their number grows with the logarithm of the rows.
+        Afterwards each segment of a group has at least `ratio` times the rows of the next.
         """
         self.flush()
         with self._mutex:
@@ -155,6 +151,15 @@ class KeySegments(SegmentReader):
         """Make the digests of a segment's keys anew, durably, if they are lost."""
         with self._mutex, self._writing():
             write_digests(self.root, segment)
+
+    def vacuum(self) -> None:
+        """Rewrite every segment that has dead rows, so that no file holds any of them."""
+        self.flush()
+        with self._mutex, self._writing():
+            for segment in [segment for segment in self.readable() if segment.dead]:
+                self._rewrite([segment])
+            if self._dirty:
+                self._publish()
 
     def write_index(
         self, segment: Segment, write: Callable[[Path], None], parameters: dict[str, Any]
@@ -200,7 +205,7 @@ class KeySegments(SegmentReader):
                 if create_only:
                     raise DatastoreExistsError(f"a datastore is already at {self.root}")
             self._segments = self._mapped(manifest)
-            self._on_disk = _named(manifest)
+            self._on_disk = manifest.file_names()
             for folder in FOLDERS:
                 (self.root / folder).mkdir(exist_ok=True)
             for path in own_files(self.root):  # what a crash left behind
@@ -218,21 +223,21 @@ class KeySegments(SegmentReader):
         self._segments = tuple(segment for segment in self._segments if segment.entry or segment.live)
 
     def _merge(self, group: int, *, ratio: int, indexed: bool) -> None:
-        """Merge neighbors among a group's segments until each is `ratio` times as large as the next."""
-        # An index is dear; only `compact` replaces it.
+        """Merge neighbors until each is `ratio` times as large as the next; an index is dear and may stay."""
         found = [segment for segment in self.by_group().get(group, []) if indexed or segment.index is None]
         for run in merge_plan(found, ratio):
             self._replace(run)
 
     def _replace(self, segments: Sequence[Segment]) -> None:
-        """Rewrite the live rows of some segments as one, durably, and remove the old files.
+        """Rewrite the live rows of some segments as one, durably, and remove the old files."""
+        with self._writing():
+            self._rewrite(segments)
+            self._publish()
 
-        Where one turns out to be damaged, all stay as they are.
-        """
+    def _rewrite(self, segments: Sequence[Segment]) -> None:
+        """Put a new segment in place of some; where one turns out to be damaged, all stay as they are."""
         try:
-            with self._writing():
-                self._swap(segments, self._write(segments))
-                self._publish()
+            self._swap(segments, self._write(segments))
         except CorruptDatastoreError:
             if all(segment.columns.problem is None for segment in segments):
                 raise
@@ -268,16 +273,13 @@ class KeySegments(SegmentReader):
             self._manifest = manifest
             self._segments = tuple(named)
             self._dirty = False
-            for name in sorted(self._on_disk - _named(manifest)):
+            for name in sorted(self._on_disk - manifest.file_names()):
                 remove(self.root / name)
                 self._on_disk.discard(name)
 
     def _number(self) -> str:
         number, self._next_number = self._next_number, self._next_number + 1
         return f"{number:08d}"
-
-    def _without(self, segment: Segment, rows: IdRanges) -> Segment:
-        return replace(segment, dead=segment.dead | rows) if rows else segment
 
     def _check_writable(self) -> None:
         if self._closed:
@@ -296,7 +298,3 @@ class KeySegments(SegmentReader):
                 f"cannot write {error.filename or self.root}: {error.strerror}; what was flushed is safe: "
                 "free space or repair the disk, then flush again"
             ) from error
-
-
-def _named(manifest: Manifest) -> set[str]:
-    return {name for entry in manifest.segments for name in entry.file_names()}

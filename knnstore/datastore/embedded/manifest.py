@@ -62,6 +62,10 @@ class Manifest:
 
     segments: tuple[SegmentEntry, ...] = ()
 
+    def file_names(self) -> set[str]:
+        """Every file that it names."""
+        return {name for entry in self.segments for name in entry.file_names()}
+
     def write(self, root: Path) -> None:
         """Publish atomically and durably; readers see the old manifest or this one."""
         text = _canonical({"format": FORMAT, **asdict(self)})

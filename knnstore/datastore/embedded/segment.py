@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -184,6 +184,10 @@ class Segment:
     def live(self) -> int:
         """How many rows are not dead."""
         return self.rows - self.dead.size
+
+    def without(self, rows: IdRanges) -> "Segment":
+        """The same with more rows dead."""
+        return replace(self, dead=self.dead | rows) if rows else self
 
     def live_rows(self, ids: IdRanges | None = None) -> IdRanges:
         """The row numbers that are not dead, of all records or of those with some ids."""
