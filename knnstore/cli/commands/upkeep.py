@@ -180,5 +180,5 @@ def upgrade(home: HomeOption = DEFAULT_HOME) -> None:
     from knnstore.catalog import Catalog
     from knnstore.store import Home
 
-    Catalog.upgrade(Home.open(home).catalog_url)
+    Catalog.upgrade(Home.open(home, writing=True).catalog_url)
     note("the catalog has the newest schema")
