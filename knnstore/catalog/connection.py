@@ -13,6 +13,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.orm import Session
 
+from knnstore.checks import TOO_DEEP
 from knnstore.errors import CatalogError, ConfigError, StoreUnavailableError
 
 _DRIVERS = {
@@ -91,6 +92,7 @@ def connect(url: URL) -> Engine:
             url,
             hide_parameters=True,  # documents stay out of messages
             json_serializer=partial(json.dumps, allow_nan=False),  # PostgreSQL refuses NaN
+            json_deserializer=_from_json,
             **options,
         )
     except ImportError as error:
@@ -101,6 +103,13 @@ def connect(url: URL) -> Engine:
         event.listen(engine, "connect", _configure_sqlite)
         event.listen(engine, "begin", _begin)
     return engine
+
+
+def _from_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except RecursionError:
+        return TOO_DEEP
 
 
 def _configure_sqlite(connection: Any, _record: object) -> None:

@@ -8,7 +8,7 @@ import typer
 from knnstore.cli.inputs import read_text
 from knnstore.cli.models import StoreRuntime
 from knnstore.cli.options import JsonOption, seed_option
-from knnstore.cli.output import plain, print_result, printable, table
+from knnstore.cli.output import Verbatim, plain, print_result, printable, table
 from knnstore.cli.query import GenerationQuery, Query, SelectionOptions
 
 if TYPE_CHECKING:
@@ -69,11 +69,11 @@ def generate(
             knn=settings,
         )
         result: dict[str, Any] = {"prompt": prompt, "continuation": continuation}
-        shown = prompt + continuation
+        shown: list[str] = [Verbatim(prompt + continuation)]
         if explain:
             explained = lm.explain(continuation, settings, neighbors=_NEIGHBORS_CREDITED, after=prompt)
             result["sources"] = credits_of(explained)
-            shown += f"\n\n{table_of_sources(result['sources'])}"
+            shown += ["\n\n", table_of_sources(result["sources"])]
     print_result(result, shown, as_json=as_json)
 
 

@@ -9,7 +9,7 @@ import typer
 import knnstore
 from knnstore.cli.inputs import ParamsOption, read_params
 from knnstore.cli.options import DEFAULT_HOME, HomeOption, InDomainOption, JsonOption, LocationOption
-from knnstore.cli.output import Bar, note, print_result
+from knnstore.cli.output import Bar, note, print_result, printable, row_of
 from knnstore.errors import KnnstoreError
 
 
@@ -33,8 +33,8 @@ def tag(
     with knnstore.open(home, "a") as store:
         store.retag(document, domain=domain, add=add or (), remove=remove or ())
         found = store.document(document, domain=domain)
-    tags = ", ".join(found.tags) or "none"
-    print_result(asdict(found), f"tags of {found.id} in {found.domain}: {tags}", as_json=as_json)
+    sentence = f"tags of {found.id} in {found.domain}: {', '.join(found.tags) or 'none'}"
+    print_result(row_of(found), printable(sentence), as_json=as_json)
 
 
 def remove(
@@ -63,13 +63,13 @@ def remove(
     with knnstore.open(home, "a") as store:
         if document is not None:
             gone = store.remove_document(document, domain=within)
-            result, sentence = asdict(gone), f"removed {gone.id} of {gone.domain}: {gone.tokens:,} tokens"
+            result, sentence = row_of(gone), f"removed {gone.id} of {gone.domain}: {gone.tokens:,} tokens"
         else:
             assert domain is not None
             whole = store.remove_domain(domain)
             result = asdict(whole)
             sentence = f"removed {whole.name}: {whole.documents:,} documents, {whole.tokens:,} tokens"
-    print_result({"removed": result}, sentence, as_json=as_json)
+    print_result({"removed": result}, printable(sentence), as_json=as_json)
 
 
 def move(
@@ -115,7 +115,7 @@ def move(
     if moved.recall is not None:
         sentence += f"; it finds {moved.recall:.2%} of the {moved.neighbors:,} nearest"
     if moved.left:
-        note(f"the old keys are left at {moved.before.location}: {moved.left}")
+        note(printable(f"the old keys are left at {moved.before.location}: {moved.left}"))
     print_result(result, sentence, as_json=as_json)
 
 
