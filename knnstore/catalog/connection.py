@@ -1,6 +1,7 @@
 """Connecting to the catalog's database: SQLite in a file or in memory, PostgreSQL by URL."""
 
 import json
+import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -14,7 +15,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.orm import Session
 
 from knnstore.checks import TOO_DEEP
-from knnstore.errors import CatalogError, ConfigError, StoreUnavailableError
+from knnstore.errors import CatalogError, ConfigError, KnnstoreError, StoreUnavailableError
 
 _DRIVERS = {
     "sqlite": "sqlite",
@@ -23,6 +24,9 @@ _DRIVERS = {
     "postgresql+psycopg": "postgresql+psycopg",
 }
 _EXPECTED = "expected postgresql+psycopg://USER@HOST/DATABASE or sqlite:///FILE"
+
+_DAMAGE = (ValueError, TypeError, OverflowError, LookupError, AttributeError, zlib.error)
+"""What a value of a wrong kind leads to, wherever it is read."""
 
 _SECONDS_TO_CONNECT = 10
 _SECONDS_TO_WAIT = 30
@@ -128,7 +132,7 @@ def translated_errors(engine: Engine) -> Iterator[None]:
 
     Raises:
         StoreUnavailableError: the database cannot be reached; trying again is safe.
-        CatalogError: it refused a statement.
+        CatalogError: it refused a statement, or what it holds makes no sense.
     """
     try:
         yield
@@ -140,6 +144,13 @@ def translated_errors(engine: Engine) -> Iterator[None]:
         unreachable = error.connection_invalidated or isinstance(error, OperationalError)
         kind = StoreUnavailableError if unreachable else CatalogError
         raise kind(f"the catalog's database ({place(engine.url)}) failed: {reason}") from error
+    except KnnstoreError:
+        raise
+    except _DAMAGE as error:
+        raise CatalogError(
+            f"the catalog's database ({place(engine.url)}) is damaged, restore it from a backup: it holds "
+            f"a value that cannot be one ({type(error).__name__})"
+        ) from error
 
 
 def place(url: URL) -> str:

@@ -1,10 +1,12 @@
 """Settings as they are saved for a set of domains: one JSON object, whose parts come and go apart."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 from knnstore.catalog import Catalog, Snapshot
+from knnstore.errors import CatalogError, KnnstoreError
 from knnstore.store.fitted.lineage import Lineage
 
 _CALIBRATION, _TRAINED = "calibration", "trained_substitute"
@@ -27,9 +29,10 @@ class SavedSettings:
     @classmethod
     def of_payload(cls, payload: Mapping[str, Any]) -> Self:
         """Read what `payload` returned."""
-        query = dict(payload)
-        calibration, trained = query.pop(_CALIBRATION, None), query.pop(_TRAINED, None)
-        return cls(query, calibration, trained)
+        with settings_are_sound():
+            query = {**payload}
+            calibration, trained = query.pop(_CALIBRATION, None), query.pop(_TRAINED, None)
+            return cls(query, calibration, trained)
 
     def payload(self) -> dict[str, Any]:
         """The one JSON object."""
@@ -38,13 +41,27 @@ class SavedSettings:
 
     def files(self) -> dict[str, Lineage | None]:
         """The files of weights that are needed, each with the documents whose traces it holds, if any."""
-        trained = self.trained_substitute or {}
-        parts = [self.query.get(name) for name in ("mixer", "skip", "substitute")]
-        return {
-            part["weights"]: Lineage.from_dict(part["traces"]) if "traces" in part else None
-            for part in (*parts, trained.get("substitute"))
-            if part and "weights" in part
-        }
+        with settings_are_sound():
+            trained = self.trained_substitute or {}
+            parts = [self.query.get(name) for name in ("mixer", "skip", "substitute")]
+            return {
+                part["weights"]: Lineage.from_dict(part["traces"]) if "traces" in part else None
+                for part in (*parts, trained.get("substitute"))
+                if part and "weights" in part
+            }
+
+
+@contextmanager
+def settings_are_sound() -> Iterator[None]:
+    """Say in one line that saved settings are none, whatever that leads to."""
+    try:
+        yield
+    except KnnstoreError:
+        raise
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CatalogError(
+            "settings that are saved in the catalog are damaged: restore it from a backup, or calibrate anew"
+        ) from error
 
 
 def all_saved(catalog: Catalog) -> list[SavedSettings]:
