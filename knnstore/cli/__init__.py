@@ -2,12 +2,20 @@
 
 from typing import TYPE_CHECKING, Any
 
-from knnstore.cli.interrupts import main
+from knnstore.cli.interrupts import prepare
 
 if TYPE_CHECKING:
     from knnstore.cli.root import app
 
 __all__ = ["app", "main"]
+
+
+def main() -> None:
+    """Run the command line."""
+    prepare()
+    from knnstore.cli.root import run  # takes a while, in which somebody may lose patience
+
+    run()
 
 
 def __getattr__(name: str) -> Any:

@@ -16,13 +16,10 @@ INTERRUPTED = 130
 SAID = "interrupted; what was committed stays, run the same command again to go on"
 
 
-def main() -> None:
-    """Run the command line."""
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as for a job in the background
+def prepare() -> None:
+    """From now on end at Ctrl-C, unless this process is to ignore it, as a job in the background."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _leave)
-    from knnstore.cli.root import run  # takes a while, in which somebody may lose patience
-
-    run()
 
 
 @contextmanager
