@@ -10,7 +10,7 @@ from knnstore.store.view import View
 
 def info_of(home: Home, catalog: Catalog, view: View, move_target: Engine | None) -> dict[str, Any]:
     """What a store is made for and what is in it, as JSON values."""
-    domains, saved = catalog.domains(), all_saved(catalog)
+    domains, saved = catalog.domains(), list(all_saved(catalog).values())
     files = {name: lineage for one in saved for name, lineage in one.files().items()}
     with settings_are_sound():
         fitted = {"substitutes": _substitutes(files, view), "calibrated": _calibrated(saved)}
