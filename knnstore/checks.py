@@ -6,6 +6,12 @@ from typing import Any
 
 from knnstore.errors import InputError
 
+MAX_DEPTH = 64
+"""Levels of objects and lists in metadata: whoever reads it may do so by recursion."""
+
+TOO_DEEP = {"": "nested too deep to be read"}
+"""Stands for metadata of a catalog that cannot be read."""
+
 MAX_NAME = 500
 """Characters in an id, a domain or a tag; PostgreSQL indexes no more than 2,700 bytes."""
 
@@ -32,11 +38,21 @@ def check_json(value: Mapping[str, Any], what: str) -> None:
     """Refuse what JSON cannot hold.
 
     Raises:
-        InputError: a value is of another type, NaN or infinite.
+        InputError: a value is of another type, NaN or infinite, or nested too deep.
     """
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH + 1):
+        parts = [part for part in level if isinstance(part, Mapping | list | tuple)]
+        level = [
+            part for whole in parts for part in (whole.values() if isinstance(whole, Mapping) else whole)
+        ]
+    if level:
+        raise InputError(f"{what} is nested more than {MAX_DEPTH} deep: flatten it")
+    if value == TOO_DEEP:
+        raise InputError(f"{what} cannot be kept, it is nested too deep to be read: give it anew")
     try:
         json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
+    except (TypeError, ValueError) as error:
         raise InputError(f"{what} cannot be stored as JSON: {error}") from error
 
 

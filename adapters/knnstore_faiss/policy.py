@@ -1,6 +1,7 @@
 """Which index for how many rows, and how far to search it."""
 
 import math
+import re
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -29,6 +30,9 @@ METRICS = {Metric.L2: faiss.METRIC_L2, Metric.IP: faiss.METRIC_INNER_PRODUCT}
 # So inverted lists win from 32 768 rows on even at k=1024. Product codes, ranked again, are neither faster
 # nor worse than scalars; they take 40 bytes a row instead of 264, which counts when
 # memory is short.
+_FACTORY = re.compile(r"[A-Za-z0-9,_()+-]{1,64}")
+_MOST = 1 << 20
+
 EXACT_UP_TO = 1 << 15
 """Rows of a group up to which exact search serves: no training, and every neighbor found."""
 
@@ -138,9 +142,17 @@ def new_index(factory: str, dim: int, metric: Metric) -> faiss.IndexIVF:
     Raises:
         ConfigError: FAISS does not know the factory string or it is no plain inverted file.
     """
+    # FAISS reads the string by recursion and makes its lists at once: it would end the process.
+    if not (isinstance(factory, str) and _FACTORY.fullmatch(factory)) or any(
+        int(number) > _MOST for number in re.findall(r"\d+", factory)
+    ):
+        raise ConfigError(
+            f"faiss: index must be at most 64 letters, digits and ,_()+- with numbers up to {_MOST:,}, "
+            f"got {str(factory)[:64]!r}"
+        )
     try:
         index = faiss.index_factory(dim, factory, METRICS[metric])
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, MemoryError) as error:
         reason = str(error).rsplit(": ", 1)[-1]
         raise ConfigError(f"faiss: index {factory!r} does not work for dim {dim}: {reason}") from error
     if not isinstance(index, faiss.IndexIVF):

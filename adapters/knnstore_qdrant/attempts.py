@@ -137,7 +137,8 @@ class Attempts:
             return DatastoreNotFoundError(f"{self.place}: {line}")
         if code in (401, 403):
             return DatastoreError(
-                f"{self.place} refuses the API key ({code}): set KNNSTORE_QDRANT_API_KEY or api_key_file"
+                f"{self.place} refuses the API key, or misses it ({code}): set KNNSTORE_QDRANT_API_KEY to it "
+                f"and KNNSTORE_QDRANT_URL to the server that it is for, {self.place}"
             )
         return DatastoreError(f"{self.place} refuses the request: {line}")
 

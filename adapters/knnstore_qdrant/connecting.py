@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
@@ -19,7 +18,12 @@ from knnstore_qdrant.server import ServerPoints
 from knnstore_qdrant.wire import GrpcPoints, answers_over_grpc
 
 API_KEY_VARIABLE = "KNNSTORE_QDRANT_API_KEY"
-"""Environment variable with the server's API key."""
+"""Environment variable with the API key of a server; several keys stand apart by spaces."""
+
+SERVER_VARIABLE = "KNNSTORE_QDRANT_URL"
+"""Environment variable with the address that the key is for; as many as there are keys, in their order."""
+
+_HOW_TO_GIVE_A_KEY = f"give the key in {API_KEY_VARIABLE} and the address of its server in {SERVER_VARIABLE}"
 
 
 def open_server(url: str, dim: int, metric: Metric, mode: Mode, options: Options) -> ServerPoints:
@@ -28,8 +32,10 @@ def open_server(url: str, dim: int, metric: Metric, mode: Mode, options: Options
     Raises:
         StoreUnavailableError: the server cannot be reached.
         DatastoreNotFoundError, DatastoreExistsError, DatastoreMismatchError: see `Datastore.open`.
-        ConfigError: the address or the file with the key cannot be used.
+        ConfigError: the address cannot be used, or the environment does not say which server a key is for.
     """
+    if mode == "x" and options.api_key_file:
+        raise ConfigError(f"api_key_file is not read any more: {_HOW_TO_GIVE_A_KEY}")
     with _connected(url, options) as collection:
         collection.open(dim, metric, create=mode != "r", must_create=mode == "x")
         kind = GrpcPoints if options.prefer_grpc and answers_over_grpc(collection) else ServerPoints
@@ -58,7 +64,11 @@ def _connected(url: str, options: Options) -> Iterator[Collection]:
     """A collection that is not open yet; its connections are closed if the block fails."""
     place = _checked(url)
     attempts = Attempts(place, options.timeout)
-    key = _api_key(options)
+    key = _api_key(place)
+    if options.api_key_file and key is None:
+        raise ConfigError(
+            f"the store names an api_key_file for {place}, which is not read any more: {_HOW_TO_GIVE_A_KEY}"
+        )
     client = QdrantClient(
         url,
         grpc_port=options.grpc_port,
@@ -98,15 +108,25 @@ def _checked(url: str) -> str:
     if parts.username or parts.password or parts.query or parts.fragment:
         raise ConfigError(
             f"the address of {parts.hostname} holds more than a place: the API key belongs in "
-            f"{API_KEY_VARIABLE} or in api_key_file"
+            f"{API_KEY_VARIABLE}"
         )
     return f"{parts.scheme}://{parts.hostname}:{port or 6333}{parts.path.rstrip('/')}"
 
 
-def _api_key(options: Options) -> str | None:
-    if not options.api_key_file:
-        return os.environ.get(API_KEY_VARIABLE) or None
-    try:
-        return Path(options.api_key_file).read_text().strip()
-    except OSError as error:
-        raise ConfigError(f"api_key_file cannot be read: {error}") from error
+def _api_key(place: str) -> str | None:
+    """The API key for the server at an address, if the environment has one for it.
+
+    Where a store's keys are is said by the store, which may come from anybody. So a key goes only to the
+    server that the user has named beside it, and never comes from a file that the store names.
+
+    Raises:
+        ConfigError: there are not as many keys as servers, or what is named is no server.
+    """
+    keys = os.environ.get(API_KEY_VARIABLE, "").split()
+    servers = [_checked(url) for url in os.environ.get(SERVER_VARIABLE, "").split()]
+    if keys and servers and len(keys) != len(servers):
+        raise ConfigError(
+            f"{API_KEY_VARIABLE} holds {len(keys)} keys and {SERVER_VARIABLE} names {len(servers)} servers: "
+            "give each key its server, in the same order"
+        )
+    return dict(zip(servers, keys, strict=False)).get(place)

@@ -122,8 +122,7 @@ class EmbeddedPoints:
             ]
         )
         with self._reading() as shard:
-            answers = shard.query_batch(batch)
-        return neighbors_of(answers, k, self._metric)
+            return neighbors_of(shard.query_batch(batch), k, self._metric)
 
     def delete(self, condition: Condition) -> None:
         """Remove points."""
@@ -143,7 +142,7 @@ class EmbeddedPoints:
         request = ScrollRequest(offset=first, limit=limit, filter=chosen, with_payload=keys, with_vector=keys)
         with self._reading() as shard:
             records, _ = shard.scroll(request)
-        return batch_of(records, self._dim, keys=keys)
+            return batch_of(records, self._dim, keys=keys)
 
     def flush(self) -> None:
         """Return when all changes so far survive a power loss, and let readers know."""
@@ -152,7 +151,7 @@ class EmbeddedPoints:
         with self._changing() as shard:
             with engine_errors(self._path):
                 shard.flush()
-            self._flushed = str(int(self._flushed or 0) + 1)
+            self._flushed = str(int(self._flushed) + 1 if self._flushed.isdecimal() else 1)
             publish(self._root / "flushed", self._flushed.encode(), "flushed")
             self._changed = False
 
@@ -213,7 +212,7 @@ class EmbeddedPoints:
 
     def _read_flushed(self) -> str:
         try:
-            return (self._root / "flushed").read_text()
+            return (self._root / "flushed").read_bytes().decode("ascii", "replace")
         except FileNotFoundError:
             return ""
 

@@ -36,8 +36,7 @@ class Options:
         collection: the collection's name on a server; stores there need different ones.
         timeout: seconds within which a read is answered or the store said to be unavailable, >= 0.1; a
             write is tried for three times as long.
-        api_key_file: a file with the API key of a server; without it the environment's
-            KNNSTORE_QDRANT_API_KEY, if set.
+        api_key_file: of stores made by older versions; it is never read.
         prefer_grpc: use gRPC when the server answers there; REST otherwise.
         grpc_port: the server's port for gRPC.
         parallel: requests in flight while many records are added to a server, >= 1.

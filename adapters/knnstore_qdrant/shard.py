@@ -45,8 +45,11 @@ def engine_errors(path: Path) -> Iterator[None]:
         yield
     except DatastoreError:
         raise
-    except Exception as error:
-        raise DatastoreError(f"Qdrant's engine failed on {path}: {str(error).splitlines()[0]}") from error
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # a panic of the engine is no Exception
+        line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DatastoreError(f"Qdrant's engine failed on {path}: {line}") from error
 
 
 def create_shard(path: Path, dim: int, metric: Metric, options: Options) -> EdgeShard:

@@ -20,10 +20,13 @@ from knnstore.catalog.queries import (
     among,
     live_documents,
     read_engine,
+    read_identity,
+    read_problems,
     read_snapshot,
     read_tags,
     records_of_document,
     scope_of,
+    unpacked,
     utc,
 )
 from knnstore.catalog.representatives import PrunedDocument
@@ -71,7 +74,7 @@ class Catalog:
                 row = current.get(StoreRow, 1)
                 if row is None:
                     raise _not_found(engine.url)
-                self.identity = Identity(**{name: getattr(row, name) for name in Identity.__slots__})
+                self.identity = read_identity(row)
                 self.created_at = utc(row.created_at)
             self.opened = opened.pop_all()
 
@@ -192,14 +195,14 @@ class Catalog:
         with reading(self.sql) as current:
             chosen = select(TokensRow.tokens).join(DocumentRow).where(DocumentRow.id == row, IS_LIVE)
             blob = current.scalars(chosen).one_or_none()
-        return None if blob is None else np.frombuffer(blob, "<u4")
+        return None if blob is None else unpacked(blob)
 
     def token_blocks(self, rows: Iterable[int]) -> Iterator[NDArray[np.uint32]]:
         """Yield the token ids of the documents that are still live, each of shape (n,), in any order."""
         chosen = select(TokensRow.tokens).join(DocumentRow).where(IS_LIVE)
         with reading(self.sql) as current:
             for (blob,) in among(current, chosen, DocumentRow.id, rows):
-                yield np.frombuffer(blob, "<u4")
+                yield unpacked(blob)
 
     def pruned(self, rows: Iterable[int]) -> dict[int, PrunedDocument]:
         """What was pruned of these documents, of those that are live and were pruned."""
@@ -262,6 +265,11 @@ class Catalog:
             return [
                 PlacedDocument(row.id, row.domain_id, row.start, row.stop) for row in current.scalars(chosen)
             ]
+
+    def problems(self) -> list[str]:
+        """What is wrong with the database itself, one line each."""
+        with reading(self.sql) as current:
+            return read_problems(current)
 
     def retired_content(self) -> set[str]:
         """The content hashes of the documents that were live and are being removed."""

@@ -2,6 +2,7 @@
 
 import json
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -14,7 +15,8 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.orm import Session
 
-from knnstore.errors import CatalogError, ConfigError, LockedError, StoreUnavailableError
+from knnstore.checks import TOO_DEEP
+from knnstore.errors import CatalogError, ConfigError, KnnstoreError, LockedError, StoreUnavailableError
 
 _DRIVERS = {
     "sqlite": "sqlite",
@@ -23,6 +25,9 @@ _DRIVERS = {
     "postgresql+psycopg": "postgresql+psycopg",
 }
 _EXPECTED = "expected postgresql+psycopg://USER@HOST/DATABASE or sqlite:///FILE"
+
+_DAMAGE = (ValueError, TypeError, OverflowError, LookupError, AttributeError, zlib.error)
+"""What a value of a wrong kind leads to, wherever it is read."""
 
 _SECONDS_TO_CONNECT = 10
 _BEGIN = "knnstore_begin"
@@ -97,6 +102,7 @@ def connect(url: URL) -> Engine:
             url,
             hide_parameters=True,  # documents stay out of messages
             json_serializer=partial(json.dumps, allow_nan=False),  # PostgreSQL refuses NaN
+            json_deserializer=_from_json,
             **options,
         )
     except ImportError as error:
@@ -107,6 +113,13 @@ def connect(url: URL) -> Engine:
         event.listen(engine, "connect", _configure_sqlite)
         event.listen(engine, "begin", _begin)
     return engine
+
+
+def _from_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except RecursionError:
+        return TOO_DEEP
 
 
 def _configure_sqlite(connection: Any, _record: object) -> None:
@@ -125,7 +138,7 @@ def translated_errors(engine: Engine) -> Iterator[None]:
 
     Raises:
         StoreUnavailableError: the database cannot be reached; trying again is safe.
-        CatalogError: it refused a statement.
+        CatalogError: it refused a statement, or what it holds makes no sense.
     """
     try:
         yield
@@ -137,6 +150,13 @@ def translated_errors(engine: Engine) -> Iterator[None]:
         unreachable = error.connection_invalidated or isinstance(error, OperationalError)
         kind = StoreUnavailableError if unreachable else CatalogError
         raise kind(f"the catalog's database ({place(engine.url)}) failed: {reason}") from error
+    except KnnstoreError:
+        raise
+    except _DAMAGE as error:
+        raise CatalogError(
+            f"the catalog's database ({place(engine.url)}) is damaged, restore it from a backup: it holds "
+            f"a value that cannot be one ({type(error).__name__})"
+        ) from error
 
 
 def place(url: URL) -> str:

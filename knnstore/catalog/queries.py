@@ -5,16 +5,19 @@ import json
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from itertools import chain
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
-from sqlalchemy import ColumnElement, Row, Select, case, func, select
+from numpy.typing import NDArray
+from sqlalchemy import ColumnElement, Row, Select, case, func, select, text
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from knnstore.catalog.representatives import PrunedDocument, Representatives
 from knnstore.catalog.tables import IS_LIVE, DocumentRow, DomainRow, PrunedRow, StoreRow, TagRow
-from knnstore.catalog.types import Engine, Snapshot
+from knnstore.catalog.types import Engine, Identity, Snapshot
 from knnstore.checks import check_name
+from knnstore.datastore import POSITION_LIMIT, TOKEN_LIMIT, Metric
+from knnstore.errors import CatalogError
 
 _IDS_A_STATEMENT = 500  # far below SQLite's limit of bound values
 
@@ -86,7 +89,22 @@ def read_tags(current: Session, rows: Iterable[int]) -> dict[int, list[str]]:
 def read_engine(current: Session) -> Engine:
     """Which adapter holds the keys."""
     row = current.get_one(StoreRow, 1)
+    if not (isinstance(row.adapter, str) and isinstance(row.location, str) and isinstance(row.params, dict)):
+        raise CatalogError(
+            "the catalog is damaged: it does not say where the keys are; restore it from a backup"
+        )
     return Engine(row.adapter, row.location, row.params)
+
+
+def read_identity(row: StoreRow) -> Identity:
+    """What the store was made for; SQLite takes any value in any column."""
+    values = {name: getattr(row, name) for name in Identity.__slots__}
+    for name, kind in get_type_hints(Identity).items():
+        if not isinstance(values[name], kind) or (kind is int and not 0 < values[name] <= TOKEN_LIMIT):
+            raise CatalogError(f"the catalog is damaged: {name} of the store; restore it from a backup")
+    if values["metric"] not in {metric.value for metric in Metric}:
+        raise CatalogError("the catalog is damaged: metric of the store; restore it from a backup")
+    return Identity(**values)
 
 
 def read_snapshot(current: Session, *, has_prefix: bool) -> Snapshot:
@@ -105,6 +123,10 @@ def read_snapshot(current: Session, *, has_prefix: bool) -> Snapshot:
     values = chain.from_iterable(current.execute(documents))
     table = np.fromiter(values, np.int64).reshape(-1, 5).T.copy()
     table.setflags(write=False)
+    _, _, starts, stops, _ = table
+    borders = np.stack([starts, stops], axis=1).ravel()
+    if (np.diff(borders, prepend=0) < 0).any() or (borders > POSITION_LIMIT).any():
+        raise CatalogError("the catalog is damaged: positions of documents overlap; restore it from a backup")
     pruned = {
         start: PrunedDocument.unpacked(blob, scale, start)
         for _, start, blob, scale in current.execute(PRUNED)
@@ -121,3 +143,23 @@ def records_of_document(*, has_prefix: bool) -> ColumnElement[int]:
     # Without a prefix nothing predicts a document's first token.
     stored = tokens if has_prefix else case((tokens > 0, tokens - 1), else_=tokens)
     return func.coalesce(PrunedRow.records, stored)
+
+
+def read_problems(current: Session) -> list[str]:
+    """What SQLite's own check says, and whether positions would be given twice; one line each."""
+    found = []
+    if current.get_bind().dialect.name == "sqlite":
+        found = [line for line in current.scalars(text("PRAGMA integrity_check(5)")) if line != "ok"]
+    given = current.scalars(select(StoreRow.next_position)).one()
+    used = current.scalars(select(func.max(DocumentRow.stop))).one() or 0
+    if not used <= given <= POSITION_LIMIT:
+        found.append("positions would be given twice")
+    return [f"the catalog is damaged, restore it from a backup: {line}" for line in found]
+
+
+def unpacked(blob: bytes) -> NDArray[np.uint32]:
+    """The tokens of a document."""
+    try:
+        return np.frombuffer(blob, "<u4")
+    except (ValueError, TypeError) as error:
+        raise CatalogError("the tokens of a document are damaged: see `knnstore verify`") from error

@@ -68,6 +68,6 @@ def read_params(given: Sequence[str] | None) -> dict[str, Any]:
             raise typer.BadParameter(f"{option!r} is not NAME=VALUE", param_hint="'--param'")
         try:
             params[name] = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             params[name] = value
     return params

@@ -67,7 +67,7 @@ def load_tokenizer(model: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(model)
+        return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(f"the tokenizer of {model!r} cannot be loaded: {one_line(error)}") from error
 

@@ -1,24 +1,63 @@
-"""What commands print: tables and JSON on stdout, progress and messages on stderr."""
+"""What commands print: tables and JSON on stdout, progress and messages on stderr.
+
+Whatever is printed comes through here, for it may hold text of anybody's, and some characters steer a
+terminal: write the clipboard, clear lines, reverse what is read.
+"""
 
 import json
+import logging
 import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
-
-import typer
 
 from knnstore.progress import Progress
 
+_STEERING = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters, but for tabs and line breaks
+    "\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"  # direction, width 0, breaks
+    "\ud800-\udfff\U000e0000-\U000e007f]"  # halves of characters, invisible copies of ASCII
+)
+_DEEPEST = 100
+"""Levels of nesting that are printed."""
 
-def print_result(result: Any, text: str, *, as_json: bool) -> None:
-    """Print a result: as JSON on one line, where what is not finite is null, else as its text, if any."""
-    if as_json:
-        typer.echo(_json(result))
-    elif text:
-        typer.echo(text)
+
+class Verbatim(str):
+    """The text of a document or a model: into a file or a pipe it goes as it is, that it can be used."""
+
+
+def print_result(result: Any, text: str | Sequence[str], *, as_json: bool) -> None:
+    """Print a result: as JSON on one line, where what is not finite is null, else as its text, if any.
+
+    Args:
+        result: what JSON can hold.
+        text: the same for people, or parts of it.
+        as_json: which of them is wanted.
+    """
+    parts = [_json(result)] if as_json else [text] if isinstance(text, str) else text
+    if any(parts):
+        echo(*parts)
+
+
+def echo(*parts: str, to_stderr: bool = False) -> None:
+    """Print the parts of a text and a line break, what steers a terminal made visible."""
+    stream = sys.stderr if to_stderr else sys.stdout
+    exact = not stream.isatty()
+    shown = (part if exact and isinstance(part, Verbatim) else visible(part) for part in parts)
+    print(*shown, sep="", file=stream, flush=True)
+
+
+def visible(text: str) -> str:
+    r"""Write characters that steer a terminal as Python does, ``\x1b``; tabs and line breaks stay."""
+    return _STEERING.sub(lambda char: repr(char[0])[1:-1], text)
+
+
+def row_of(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass as they stand, however deep."""
+    return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
 def plain(result: Any) -> dict[str, Any]:
@@ -47,14 +86,18 @@ def _short(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _json(value: Any) -> str:
-    return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
+    written = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
+    return _STEERING.sub(lambda char: json.dumps(char[0])[1:-1], written)
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: Any, depth: int = 0) -> Any:
+    """Leave out what JSON has no word for, and what is nested too deep to be written."""
+    if isinstance(value, Mapping | list | tuple) and depth == _DEEPEST:
+        return "…"
     if isinstance(value, Mapping):
-        return {key: _finite(part) for key, part in value.items()}
+        return {key: _finite(part, depth + 1) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
+        return [_finite(part, depth + 1) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -77,7 +120,15 @@ def pairs(values: Mapping[str, Any]) -> str:
 
 def note(message: str) -> None:
     """Tell the user something beside the result."""
-    typer.echo(message, err=True)
+    echo(message, to_stderr=True)
+
+
+class Warnings(logging.Handler):
+    """Prints what the library logs as notes."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one."""
+        note(printable(record.getMessage()))
 
 
 def printable(text: str) -> str:
@@ -87,7 +138,8 @@ def printable(text: str) -> str:
 
 def one_line(error: BaseException) -> str:
     """The message of an error, without line breaks."""
-    return printable(" ".join(str(error).split()) or type(error).__name__)
+    said = "out of memory " * isinstance(error, MemoryError) + str(error)
+    return printable(" ".join(said.split()) or type(error).__name__)
 
 
 def _cell(value: Any) -> str:
@@ -101,7 +153,7 @@ def _cell(value: Any) -> str:
         return printable(value)
     if isinstance(value, tuple | list) and all(isinstance(item, str) for item in value):
         return printable(", ".join(value))
-    return json.dumps(value, ensure_ascii=False)
+    return _json(value)
 
 
 class Bar(Progress, AbstractContextManager["Bar"]):
@@ -117,7 +169,13 @@ class Bar(Progress, AbstractContextManager["Bar"]):
         """Show a new bar."""
         self.finish()
         self._bar = self._new(
-            desc=title, total=total, unit=unit, unit_scale=True, disable=None, file=sys.stderr, leave=False
+            desc=printable(title),
+            total=total,
+            unit=unit,
+            unit_scale=True,
+            disable=None,
+            file=sys.stderr,
+            leave=False,
         )
 
     def expect(self, total: int) -> None:
@@ -135,7 +193,7 @@ class Bar(Progress, AbstractContextManager["Bar"]):
     def say(self, message: str) -> None:
         """Print a line above the bar."""
         self._bar.clear()
-        note(message)
+        note(printable(message))
 
     def __exit__(self, *_: object) -> None:
         self.finish()

@@ -5,6 +5,7 @@ module is inside the command that needs it.
 """
 
 import inspect
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -17,29 +18,30 @@ from typer.core import TyperGroup
 
 import knnstore
 from knnstore.cli.commands import COMMANDS, DATABASE_COMMANDS
+from knnstore.cli.interrupts import INTERRUPTED, SAID, interruptible, was_interrupted
 from knnstore.cli.options import DEFAULT_HOME, HOME_VARIABLE
-from knnstore.cli.output import one_line
+from knnstore.cli.output import Warnings, echo, note, one_line
 from knnstore.errors import KnnstoreError
-
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it."""
 
 
 class _Commands(TyperGroup):
     """Turns errors into one line on stderr."""
 
     def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except BrokenPipeError:  # the reader of our output has seen enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(1) from None
-        except (KnnstoreError, OSError) as error:
-            typer.echo(f"error: {one_line(error)}", err=True)
-            raise typer.Exit(1) from error
-        except KeyboardInterrupt:
-            typer.echo("interrupted; what was committed stays, run the same command again to go on", err=True)
-            raise typer.Exit(INTERRUPTED) from None
+        with interruptible():
+            try:
+                return super().invoke(ctx)
+            except BrokenPipeError:  # the reader of our output has seen enough
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                raise typer.Exit(1) from None
+            except (Exception, KeyboardInterrupt) as error:
+                if isinstance(error, KeyboardInterrupt) or was_interrupted():
+                    note(SAID)
+                    raise typer.Exit(INTERRUPTED) from None
+                if not isinstance(error, KnnstoreError | OSError | MemoryError):
+                    raise
+                note(f"error: {one_line(error)}")
+                raise typer.Exit(1) from error
 
 
 def _register(group: typer.Typer, command: Callable[..., None], name: str) -> None:
@@ -89,7 +91,7 @@ app.add_typer(database, name="db")
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"knnstore {knnstore.__version__}")
+        echo(f"knnstore {knnstore.__version__}")
         raise typer.Exit
 
 
@@ -109,9 +111,10 @@ def _root(
     """
 
 
-def main() -> None:
-    """Run the command line."""
+def run() -> None:
+    """Run the command line; `knnstore.cli.main` is prepared for Ctrl-C before it imports this."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a terminal that cannot show λ still works
+    logging.getLogger("knnstore").addHandler(Warnings(logging.WARNING))
     app(prog_name="knnstore")

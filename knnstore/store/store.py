@@ -103,7 +103,7 @@ class KNNStore(StoreReader):
         """
         if params and mode != "r":
             raise ConfigError("other parameters of the engine are for reading; `knnstore move` changes them")
-        found = Home.open(home)
+        found = Home.open(home, writing=mode == "a")
         return cls(found, Catalog.open(found.catalog_url), mode, params)
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from numpy.typing import NDArray
 
 from knnstore.catalog import Catalog, PlacedDocument, Snapshot
 from knnstore.datastore import Datastore, Ids, SupportsVerify, positions_of, ranges_of, tokens_of
-from knnstore.errors import KnnstoreError
+from knnstore.errors import CatalogError, KnnstoreError
 from knnstore.store.checksums import checking
 from knnstore.store.damage import reading_on
 from knnstore.store.fitted import files_in_use, problem_of
@@ -15,7 +15,7 @@ from knnstore.store.view import View
 
 def problems_of(home: Home, catalog: Catalog, view: View) -> list[str]:
     """Read everything that is stored and list what is wrong, one line each; nothing when it is sound."""
-    problems, datastore = [], view.datastore
+    problems, datastore = catalog.problems(), view.datastore
     unsettled = catalog.unsettled()
     if unsettled:
         problems.append(
@@ -59,7 +59,7 @@ def _compare(catalog: Catalog, datastore: Datastore, unsettled: list[PlacedDocum
         for document in np.unique(at[at >= 0]).tolist():
             mine = at == document
             if text[0] != document:
-                text = (document, catalog.tokens(int(snapshot.rows[document])))
+                text = (document, _text(catalog, snapshot, document))
             offsets = positions[mine] - snapshot.starts[document]
             records[document] += len(offsets)
             wrong[document] |= (
@@ -89,6 +89,16 @@ def _compare(catalog: Catalog, datastore: Datastore, unsettled: list[PlacedDocum
     if len(orphans):
         problems.append(f"{len(orphans)} records belong to no document: run `knnstore repair`")
     return problems
+
+
+def _text(catalog: Catalog, snapshot: Snapshot, document: int) -> NDArray[np.uint32] | None:
+    """The tokens of a document, None where they are not what they were."""
+    try:
+        tokens = catalog.tokens(int(snapshot.rows[document]))
+    except CatalogError:
+        return None
+    whole = tokens is not None and len(tokens) == snapshot.stops[document] - snapshot.starts[document]
+    return tokens if whole else None
 
 
 def _orphans(ids: Ids, snapshot: Snapshot) -> Ids:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from knnstore.catalog import Catalog, Snapshot
 from knnstore.datastore import Datastore, Filter, IdRanges, Keys, Neighbors, positions_of, ranges_of
-from knnstore.errors import CorruptDatastoreError, DocumentNotFoundError, DomainNotFoundError
+from knnstore.errors import CatalogError, CorruptDatastoreError, DocumentNotFoundError, DomainNotFoundError
 from knnstore.store.reader import Records
 from knnstore.store.selection import EVERYTHING, Selection
 
@@ -99,6 +99,10 @@ class View:
         counts = np.zeros(vocabulary, np.int64)
         chosen = self.snapshot.rows[self._chosen(selection)]
         for tokens in self._catalog.token_blocks(chosen.tolist()):
+            if tokens.max(initial=0) >= vocabulary:
+                raise CatalogError(
+                    "the catalog is damaged: a token is outside the vocabulary; see `knnstore verify`"
+                )
             counts += np.bincount(tokens, minlength=vocabulary)
         counts.setflags(write=False)
         self._counts = selection, counts

@@ -90,6 +90,10 @@ def test_very_short_and_very_long_documents(knnstore, store):
         ("eval held-out.jsonl --device cuda:99", "there is no cuda:99 here: torch finds"),
         ("eval held-out.jsonl --dtype float8", "dtype 'float8' is none of"),
         ("eval held-out.jsonl --temperature 0", "temperature must be above 0"),
+        ("eval held-out.jsonl --temperature 1e-300", "temperature must be above 0"),
+        ("generate x --temperature 1e-300", "--temperature must be 0 or at least 1e-06"),
+        ("move --store faiss --location new --param index=" + "a" * 10**5, "faiss: index must be at most 64"),
+        ("move --store faiss --location new --param index=IVF999999999,Flat", "with numbers up to 1,048,576"),
     ],
 )
 def test_an_error_is_one_line(knnstore, store, line, problem):

@@ -99,3 +99,30 @@ def test_a_store_without_room_says_so(store):
         )
     assert done.returncode == 1
     assert "No space left on device" in done.stderr
+
+
+@pytest.mark.parametrize("moment", ["starting", "closing"])
+def test_ctrl_c_before_and_after_a_command_is_one_line(tmp_path, moment):
+    """While the libraries are imported, and when the interpreter closes."""
+    wait = "import os, time\nos.write(1, b'here\\n')\ntime.sleep(60)\n"
+    if moment == "starting":
+        (tmp_path / "typer.py").write_text(wait)
+    else:
+        hook = "".join(f"    {line}\n" for line in wait.splitlines())
+        (tmp_path / "sitecustomize.py").write_text(
+            f"import atexit\ndef wait():\n{hook}atexit.register(wait)\n"
+        )
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    with subprocess.Popen(
+        [*KNNSTORE, "--version"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    ) as process:  # fmt: skip
+        try:
+            while process.stdout.readline() not in ("here\n", ""):
+                pass
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert err == "interrupted; what was committed stays, run the same command again to go on\n"
+    assert process.returncode == 130

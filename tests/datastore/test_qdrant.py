@@ -1,7 +1,9 @@
 """The Qdrant adapter: the conformance kit on each way of reaching Qdrant, and its traps."""
 
 import os
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 from uuid import uuid4
@@ -33,7 +35,7 @@ DIM = 16
 if SERVER := os.environ.get("KNNSTORE_TEST_QDRANT_URL"):
 
     class TestServer(DatastoreTests):
-        """Against a real server, whose API key the adapter's own variable holds."""
+        """Against a real server; the adapter's own variables hold its API key and say that it is for it."""
 
         datastore_class = QdrantDatastore
 
@@ -205,22 +207,66 @@ def test_addresses(address: str) -> None:
 
 
 def test_api_key(qdrant_server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The key comes from the environment or a file, opens REST and gRPC, and stands in no message."""
-    key_file = tmp_path / "key"
-    key_file.write_text("sesame\n")
+    """A key comes from the environment, opens REST and gRPC of the server beside it, and is in no message."""
     with type(qdrant_server)(tmp_path / "locked", api_key="sesame") as server:
         ports = {"grpc_port": server.grpc_port}
-        for key in ("", "wrong"):
+        for key, place in (
+            ("", server.url),
+            ("wrong", server.url),
+            ("sesame", ""),
+            ("sesame", "http://other:1"),
+        ):
             monkeypatch.setenv("KNNSTORE_QDRANT_API_KEY", key)
-            with pytest.raises(DatastoreError, match="refuses the API key") as refused:
+            monkeypatch.setenv("KNNSTORE_QDRANT_URL", place)
+            with pytest.raises(DatastoreError, match=f"KNNSTORE_QDRANT_URL .*{server.url}") as refused:
                 QdrantDatastore.open(server.url, dim=DIM, **ports)
-            assert "wrong" not in str(refused.value)
-        with QdrantDatastore.open(server.url, dim=DIM, api_key_file=str(key_file), **ports) as store:
-            store.add(*some(3))
-        monkeypatch.setenv("KNNSTORE_QDRANT_API_KEY", "sesame")
-        with QdrantDatastore.open(server.url, dim=DIM, mode="r", **ports) as store:
+            assert not {"wrong", "sesame"} & set(str(refused.value).split())
+        monkeypatch.setenv("KNNSTORE_QDRANT_API_KEY", "another sesame")
+        monkeypatch.setenv("KNNSTORE_QDRANT_URL", f"http://other:6333 {server.url}/")
+        with QdrantDatastore.open(server.url, dim=DIM, **ports) as store:
             assert isinstance(store._opened, GrpcPoints)
-            assert store.count() == 3
+            store.add(*some(3))
+        monkeypatch.setenv("KNNSTORE_QDRANT_URL", server.url)
+        with pytest.raises(ConfigError, match="holds 2 keys and KNNSTORE_QDRANT_URL names 1 servers"):
+            QdrantDatastore.open(server.url, dim=DIM, **ports)
+
+
+def test_a_store_gets_no_secret_for_its_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the file that a store names nor the environment's key of another server reaches its server."""
+    secret = tmp_path / "secret"
+    secret.write_text("of a file")
+    monkeypatch.setenv("KNNSTORE_QDRANT_API_KEY", "of the environment")
+    heard: list[bytes] = []
+
+    class Listener(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            heard.append(bytes(self.headers))
+            self.send_response(401)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Listener) as server:
+        threading.Thread(target=server.serve_forever).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        try:
+            with pytest.raises(ConfigError, match=r"api_key_file .* not read any more: give the key in KNN"):
+                QdrantDatastore.open(url, dim=DIM, mode="r", api_key_file=str(secret))
+            assert not heard
+            with pytest.raises(DatastoreError, match="refuses the API key"):
+                QdrantDatastore.open(url, dim=DIM, mode="r")
+            assert heard
+            assert not any(b" of " in headers or b"api-key" in headers.lower() for headers in heard)
+            monkeypatch.setenv("KNNSTORE_QDRANT_API_KEY", "right")
+            monkeypatch.setenv("KNNSTORE_QDRANT_URL", url)
+            with pytest.raises(DatastoreError, match="refuses the API key"):
+                QdrantDatastore.open(url, dim=DIM, mode="r", api_key_file=str(secret))
+            assert b"right" in heard[-1]
+            with pytest.raises(ConfigError, match="api_key_file is not read"):
+                QdrantDatastore.open(url, dim=DIM, mode="x", api_key_file=str(secret))
+        finally:
+            server.shutdown()
 
 
 def test_grpc_only_where_the_same_server_answers(qdrant_server: Any, tmp_path: Path) -> None:

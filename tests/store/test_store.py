@@ -359,6 +359,7 @@ def test_a_password_is_not_written_into_the_home(postgres, home, identity, monke
     KNNStore.create(home, identity, catalog=given).close()
     assert "s3cr" not in "".join(path.read_text() for path in home.glob("*.json"))
     monkeypatch.setenv("PGPASSWORD", "s3cr%t")
+    monkeypatch.setenv("PGHOST", str(url.query["host"]))
     KNNStore.open(home).close()
     monkeypatch.delenv("PGPASSWORD")
     monkeypatch.setenv("KNNSTORE_CATALOG", given)

@@ -8,14 +8,16 @@ import typer
 from knnstore.cli.inputs import read_text
 from knnstore.cli.models import StoreRuntime
 from knnstore.cli.options import JsonOption, seed_option
-from knnstore.cli.output import plain, print_result, printable, table
+from knnstore.cli.output import Verbatim, plain, print_result, printable, table
 from knnstore.cli.query import GenerationQuery, Query, SelectionOptions
+from knnstore.errors import ConfigError
 
 if TYPE_CHECKING:
     from knnstore.lm import Source, TokenExplanation
 
 _NEIGHBORS_CREDITED = 32  # of each token; further ones hardly weigh and cost time to name
 _SOURCES_SHOWN = 5
+_LEAST_SAMPLED = 1e-6  # below it the most probable token's logit has no number
 
 
 def generate(
@@ -55,6 +57,8 @@ def generate(
       knnstore generate "The harbour was" --max-new-tokens 20
       knnstore generate "The harbour was" --domain letters --temperature 0.8 --seed 1 --explain
     """
+    if 0 < sampling_temperature < _LEAST_SAMPLED:
+        raise ConfigError(f"--temperature must be 0 or at least {_LEAST_SAMPLED}, got {sampling_temperature}")
     with runtime.open_model("r") as lm:
         settings = query.settings(lm.store, selected.selection())
         prompt = read_text(prompt)
@@ -69,11 +73,11 @@ def generate(
             knn=settings,
         )
         result: dict[str, Any] = {"prompt": prompt, "continuation": continuation}
-        shown = prompt + continuation
+        shown: list[str] = [Verbatim(prompt + continuation)]
         if explain:
             explained = lm.explain(continuation, settings, neighbors=_NEIGHBORS_CREDITED, after=prompt)
             result["sources"] = credits_of(explained)
-            shown += f"\n\n{table_of_sources(result['sources'])}"
+            shown += ["\n\n", table_of_sources(result["sources"])]
     print_result(result, shown, as_json=as_json)
 
 

@@ -9,7 +9,7 @@ import typer
 from knnstore.cli.inputs import Documents
 from knnstore.cli.models import StoreRuntime
 from knnstore.cli.options import DomainsOption, JsonOption, LeaveOutOption
-from knnstore.cli.output import Bar, note, print_result, table
+from knnstore.cli.output import Bar, echo, note, print_result, table
 from knnstore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def calibrate(
             }
             for row in savings
         ]
-        typer.echo(table(shown, ["saved", "ppl", "ratio", "random"]))
+        echo(table(shown, ["saved", "ppl", "ratio", "random"]))
     if found.record is None:
         raise ConfigError(
             f"no candidate beats the model alone (perplexity {found.comparison.base.ppl:,.2f}) beyond "

@@ -8,7 +8,7 @@ import typer
 import knnstore
 from knnstore.cli.models import load_tokenizer
 from knnstore.cli.options import DEFAULT_HOME, HomeOption, InDomainOption, JsonOption
-from knnstore.cli.output import note, pairs, print_result, table
+from knnstore.cli.output import Verbatim, note, pairs, print_result, row_of, table
 
 if TYPE_CHECKING:
     from knnstore.datastore import Capabilities
@@ -44,7 +44,7 @@ def documents(
     with knnstore.open(home) as store:
         if domain is not None:
             store.record_count(knnstore.Selection(domains=(domain,)))  # an unknown domain is an error
-        rows = [asdict(document) for document in store.documents(domain=domain, tag=tag)]
+        rows = [row_of(document) for document in store.documents(domain=domain, tag=tag)]
     print_result(rows, table(rows, ["id", "domain", "tokens", "tags", "added_at"]), as_json=as_json)
 
 
@@ -64,14 +64,14 @@ def show(
       knnstore show n-17 --domain news --json
     """
     with knnstore.open(home) as store:
-        found = asdict(store.document(document, domain=domain))
+        found = row_of(store.document(document, domain=domain))
         if text:
             tokens = store.tokens(document, domain=domain).tolist()
             found["text"] = load_tokenizer(store.identity.model).decode(tokens)
     shown = pairs({name: value for name, value in found.items() if name != "text"})
     if text:
-        shown += f"\n\n{found['text']}"
-    print_result(found, shown, as_json=as_json)
+        shown += "\n\n"
+    print_result(found, [shown, Verbatim(found.get("text", ""))], as_json=as_json)
 
 
 def info(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:

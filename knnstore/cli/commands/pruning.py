@@ -9,7 +9,7 @@ import knnstore
 from knnstore.cli.inputs import ParamsOption, read_params
 from knnstore.cli.models import StoreRuntime
 from knnstore.cli.options import JsonOption, LeaveOutOption, LocationOption, seed_option
-from knnstore.cli.output import Bar, note, print_result, table
+from knnstore.cli.output import Bar, note, print_result, printable, table
 from knnstore.documents import read_documents
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def prune(
 
 def _report(pruned: "Pruned", cost: "PruningCost | None", method: str, *, as_json: bool) -> None:
     if pruned.left:
-        note(f"the old keys are left at {pruned.before.location}: {pruned.left}")
+        note(printable(f"the old keys are left at {pruned.before.location}: {pruned.left}"))
     rows = [{"domain": domain.name, **asdict(domain)} for domain in pruned.domains]
     shown = table(rows, ["domain", "tokens", "before", "after", "merged", "dropped"])
     nothing_done = pruned.before == pruned.after

@@ -9,7 +9,7 @@ import typer
 import knnstore
 from knnstore.cli.inputs import ParamsOption, read_params
 from knnstore.cli.options import DEFAULT_HOME, HomeOption, InDomainOption, JsonOption, LocationOption
-from knnstore.cli.output import Bar, note, print_result
+from knnstore.cli.output import Bar, note, print_result, printable, row_of
 from knnstore.errors import KnnstoreError
 
 
@@ -33,8 +33,8 @@ def tag(
     with knnstore.open(home, "a") as store:
         store.retag(document, domain=domain, add=add or (), remove=remove or ())
         found = store.document(document, domain=domain)
-    tags = ", ".join(found.tags) or "none"
-    print_result(asdict(found), f"tags of {found.id} in {found.domain}: {tags}", as_json=as_json)
+    sentence = f"tags of {found.id} in {found.domain}: {', '.join(found.tags) or 'none'}"
+    print_result(row_of(found), printable(sentence), as_json=as_json)
 
 
 def remove(
@@ -67,7 +67,7 @@ def remove(
     with knnstore.open(home, "a") as store:
         if document is not None:
             gone = store.remove_document(document, domain=within)
-            result, sentence = asdict(gone), f"removed {gone.id} of {gone.domain}: {gone.tokens:,} tokens"
+            result, sentence = row_of(gone), f"removed {gone.id} of {gone.domain}: {gone.tokens:,} tokens"
         else:
             assert domain is not None
             whole = store.remove_domain(domain)
@@ -75,9 +75,9 @@ def remove(
             sentence = f"removed {whole.name}: {whole.documents:,} documents, {whole.tokens:,} tokens"
         erased = store.erase() if erase else None
     for line in erased.unreached if erased else ():
-        note(f"not reached: {line}")
+        note(printable(f"not reached: {line}"))
     found = {"removed": result} if erased is None else {"removed": result, "erased": asdict(erased)}
-    print_result(found, sentence + (", and erased" if erased else ""), as_json=as_json)
+    print_result(found, printable(sentence) + (", and erased" if erased else ""), as_json=as_json)
 
 
 def erase(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:
@@ -93,7 +93,7 @@ def erase(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:
     with knnstore.open(home, "a") as store, Bar() as bar:
         erased = store.erase(progress=bar)
     for line in erased.unreached:
-        note(f"not reached: {line}")
+        note(printable(f"not reached: {line}"))
     sentence = f"erased what was removed in {erased.seconds:.1f} s; {erased.records:,} records are there"
     print_result(asdict(erased), sentence, as_json=as_json)
 
@@ -141,7 +141,7 @@ def move(
     if moved.recall is not None:
         sentence += f"; it finds {moved.recall:.2%} of the {moved.neighbors:,} nearest"
     if moved.left:
-        note(f"the old keys are left at {moved.before.location}: {moved.left}")
+        note(printable(f"the old keys are left at {moved.before.location}: {moved.left}"))
     print_result(result, sentence, as_json=as_json)
 
 
@@ -208,5 +208,5 @@ def upgrade(home: HomeOption = DEFAULT_HOME) -> None:
     from knnstore.catalog import Catalog
     from knnstore.store import Home
 
-    Catalog.upgrade(Home.open(home).catalog_url)
+    Catalog.upgrade(Home.open(home, writing=True).catalog_url)
     note("the catalog has the newest schema")

@@ -3,13 +3,19 @@
 import hashlib
 import json
 import os
+import re
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from knnstore.datastore.arrays import Metric
+from knnstore.datastore.records import ID_LIMIT
 from knnstore.durable import StoredFile, publish
 from knnstore.errors import CorruptDatastoreError, DatastoreNotFoundError
+
+_FILE = re.compile(r"(segments|indexes)/\d{8,}\.(keys|ids|digests|index)")
+_SHA256 = re.compile("[0-9a-f]{64}")
 
 FORMAT = 1
 NAME = "manifest.json"
@@ -88,14 +94,19 @@ class Manifest:
             if (root / "segments").exists():
                 raise CorruptDatastoreError(f"{path} is missing: restore it from a backup") from None
             raise DatastoreNotFoundError(f"no datastore at {root}") from None
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             intact = False
         if not intact:
             raise CorruptDatastoreError(f"{path} is damaged: restore it from a backup")
-        if content.pop("format") != FORMAT:
-            raise CorruptDatastoreError(f"{path} was written by a newer knnstore: upgrade the package")
-        segments = tuple(_segment(entry) for entry in content.pop("segments"))
-        return cls(metric=Metric(content.pop("metric")), segments=segments, **content)
+        try:
+            if content.pop("format") != FORMAT:
+                raise CorruptDatastoreError(f"{path} was written by a newer knnstore: upgrade the package")
+            segments = tuple(_segment(entry) for entry in content.pop("segments"))
+            read = cls(metric=Metric(content.pop("metric")), segments=segments, **content)
+            _check(read.next_number > 0 and read.dim > 0)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:  # it was made so
+            raise CorruptDatastoreError(f"{path} makes no sense: restore it from a backup") from error
+        return read
 
 
 def signature(root: Path) -> tuple[int, int, int]:
@@ -106,13 +117,28 @@ def signature(root: Path) -> tuple[int, int, int]:
 
 def _segment(entry: dict[str, Any]) -> SegmentEntry:
     index = entry.pop("index")
-    return SegmentEntry(
+    read = SegmentEntry(
         keys=StoredFile(**entry.pop("keys")),
         ids=StoredFile(**entry.pop("ids")),
         dead=tuple((start, stop) for start, stop in entry.pop("dead")),
         index=index and IndexEntry(StoredFile(**index["file"]), index["parameters"]),
         **entry,
     )
+    # Nothing of a name leads out of the folder, and a number that is none ends no process.
+    _check(all(_FILE.fullmatch(name) for name in read.file_names()))
+    borders = [0, *(row for rows in read.dead for row in rows), read.rows]
+    _check(all(first <= second for first, second in pairwise(borders)))
+    _check(0 <= read.first_id <= read.last_id < ID_LIMIT and 0 <= read.group < 1 << 31)
+    _check(read.dtype in ("float16", "float32") and 0 < read.rows <= 1 << 40)
+    files = [read.keys, read.ids] + ([read.index.file] if read.index else [])
+    _check(all(0 <= file.size < 1 << 60 and _SHA256.fullmatch(file.sha256) for file in files))
+    _check(read.index is None or isinstance(read.index.parameters, dict))
+    return read
+
+
+def _check(sound: object) -> None:
+    if not sound:
+        raise ValueError
 
 
 def _canonical(content: dict[str, Any]) -> str:

@@ -3,13 +3,21 @@
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from knnstore.datastore import Metric
 from knnstore.errors import ConfigError, FingerprintMismatchError
 from knnstore.lm.keys import key_dim, locate, model_fingerprint, same_model, tokenizer_fingerprint
 from knnstore.lm.reading.windows import check_window, max_length_of, prefix_of
 from knnstore.store import Identity
+
+_NO_CODE = "knnstore runs no code that comes with a model"
 
 
 class Loaded(NamedTuple):
@@ -32,22 +40,31 @@ def load_model(
         **options: passed on to ``AutoModelForCausalLM.from_pretrained`` (revision, device_map, ...).
 
     Raises:
-        ConfigError: there is no such model, device or dtype.
+        ConfigError: there is no such model, device or dtype; or it could run only with code of its own.
     """
+    if options.get("trust_remote_code"):
+        raise ConfigError(f"{_NO_CODE}: trust_remote_code is not accepted")
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     wanted = dtype or ("float32" if place == "cpu" else "auto")
     if isinstance(wanted, str) and wanted not in ("auto", "float32", "bfloat16", "float16"):
         raise ConfigError(f"dtype {wanted!r} is none of float32, bfloat16, float16")
     try:
         _check_present(torch.device(place))
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=options.get("revision", "main"))
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=wanted, use_safetensors=True, **options)
+        # Without these words transformers would ask on the terminal whether to run the folder's code.
+        safe = {**options, "trust_remote_code": False}
+        pinned = {"revision": options.get("revision", "main"), "trust_remote_code": False}
+        config = AutoConfig.from_pretrained(name, **pinned)
+        tokenizer = AutoTokenizer.from_pretrained(name, **pinned)
+        wanted_attention = options.get("attn_implementation") or config._attn_implementation
+        if "/" in str(wanted_attention):  # a repository whose code transformers would fetch and run
+            raise ConfigError(f"the model {name!r} wants code from {wanted_attention!r}: {_NO_CODE}")
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=wanted, use_safetensors=True, **safe)
         placed = model if "device_map" in options else model.to(place)  # type: ignore[arg-type]
         return Loaded(placed.eval(), tokenizer)
     except ConfigError:
         raise
-    # Torch asserts that it was made for a device.
-    except (OSError, ValueError, RuntimeError, AssertionError) as error:
+    # Torch asserts that it was made for a device; a configuration may name a package that is not installed.
+    except (OSError, ValueError, RuntimeError, AssertionError, ImportError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"the model {name!r} cannot be loaded on {place}: {reason}") from error
 

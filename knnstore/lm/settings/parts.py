@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from knnstore.errors import ConfigError
 from knnstore.store import Lineage, Reader
 
+LEAST_TEMPERATURE = 1e-12
+"""Below it a distance in units of the temperature may have no number."""
+
 
 @dataclass(frozen=True, slots=True)
 class CacheSettings:
@@ -27,8 +30,11 @@ class CacheSettings:
     def __post_init__(self) -> None:
         if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
             raise ConfigError(f"the cache's size must be an integer of at least 1, got {self.size!r}")
-        if not (self.temperature > 0 and math.isfinite(self.temperature)):
-            raise ConfigError(f"the cache's temperature must be above 0 and finite, got {self.temperature}")
+        if not (self.temperature >= LEAST_TEMPERATURE and math.isfinite(self.temperature)):
+            raise ConfigError(
+                f"the cache's temperature must be above 0 (at least {LEAST_TEMPERATURE}) and finite, "
+                f"got {self.temperature}"
+            )
         if not 0 <= self.lam <= 1:
             raise ConfigError(f"the cache's lambda must be between 0 and 1, got {self.lam}")
 

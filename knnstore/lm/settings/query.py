@@ -5,7 +5,7 @@ from dataclasses import InitVar, dataclass
 
 from knnstore.errors import ConfigError
 from knnstore.lm.mixing import FixedLambda, Mixer, Skipping
-from knnstore.lm.settings.parts import CacheSettings, PointerSettings, Substitute
+from knnstore.lm.settings.parts import LEAST_TEMPERATURE, CacheSettings, PointerSettings, Substitute
 from knnstore.store import EVERYTHING, Selection
 
 _KHANDELWAL = FixedLambda(0.25)
@@ -49,8 +49,11 @@ class KNNSettings:
     def __post_init__(self, lam: float | None) -> None:
         if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
             raise ConfigError(f"k must be an integer of at least 1, got {self.k!r}")
-        if not (self.temperature > 0 and math.isfinite(self.temperature)):
-            raise ConfigError(f"temperature must be above 0 and finite, got {self.temperature}")
+        if not (self.temperature >= LEAST_TEMPERATURE and math.isfinite(self.temperature)):
+            raise ConfigError(
+                f"temperature must be above 0 (at least {LEAST_TEMPERATURE}) and finite, "
+                f"got {self.temperature}"
+            )
         if self.substitute is not None and not self.substitute.traces.are_within(self.selection):
             raise ConfigError(
                 "the selection leaves out documents that the substitute was trained on: train one on the "

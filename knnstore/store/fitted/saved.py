@@ -1,11 +1,13 @@
 """Settings as they are saved for a set of domains: one JSON object, whose parts come and go apart."""
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 from knnstore.catalog import Catalog, CatalogWriter, Snapshot
+from knnstore.errors import CatalogError, KnnstoreError
 from knnstore.store.fitted.lineage import Lineage
 
 _logger = logging.getLogger(__name__)
@@ -33,8 +35,9 @@ class SavedSettings:
     @classmethod
     def of_payload(cls, payload: Mapping[str, Any]) -> Self:
         """Read what `payload` returned."""
-        query = dict(payload)
-        return cls(query, *(query.pop(name, None) for name in (_CALIBRATION, _DERIVED, _TRAINED)))
+        with settings_are_sound():
+            query = {**payload}
+            return cls(query, *(query.pop(name, None) for name in (_CALIBRATION, _DERIVED, _TRAINED)))
 
     def payload(self) -> dict[str, Any]:
         """The one JSON object."""
@@ -48,7 +51,8 @@ class SavedSettings:
     @property
     def fitted_on(self) -> frozenset[str]:
         """The content hashes of the held-out documents that the calibration was fitted on."""
-        return frozenset((self.calibration or {}).get("held_out", ()))
+        with settings_are_sound():
+            return frozenset((self.calibration or {}).get("held_out", ()))
 
     def without_traces(self, snapshot: Snapshot, removed: Collection[str] = ()) -> Self:
         """What stays of it when documents are gone.
@@ -60,20 +64,35 @@ class SavedSettings:
             snapshot: the documents that are there.
             removed: the content hashes of documents that are there no more.
         """
-        derived = self.derived and Lineage.from_dict(self.derived)
-        if self.fitted_on.isdisjoint(removed) and not (derived and derived.gone(snapshot)):
-            return self
+        with settings_are_sound():
+            derived = self.derived and Lineage.from_dict(self.derived)
+            if self.fitted_on.isdisjoint(removed) and not (derived and derived.gone(snapshot)):
+                return self
         return type(self)(trained_substitute=self.trained_substitute)
 
     def files(self) -> dict[str, Lineage | None]:
         """The files of weights that are needed, each with the documents whose traces it holds, if any."""
-        trained = self.trained_substitute or {}
-        parts = [self.query.get(name) for name in ("mixer", "skip", "substitute")]
-        return {
-            part["weights"]: Lineage.from_dict(part["traces"]) if "traces" in part else None
-            for part in (*parts, trained.get("substitute"))
-            if part and "weights" in part
-        }
+        with settings_are_sound():
+            trained = self.trained_substitute or {}
+            parts = [self.query.get(name) for name in ("mixer", "skip", "substitute")]
+            return {
+                part["weights"]: Lineage.from_dict(part["traces"]) if "traces" in part else None
+                for part in (*parts, trained.get("substitute"))
+                if part and "weights" in part
+            }
+
+
+@contextmanager
+def settings_are_sound() -> Iterator[None]:
+    """Say in one line that saved settings are none, whatever that leads to."""
+    try:
+        yield
+    except KnnstoreError:
+        raise
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CatalogError(
+            "settings that are saved in the catalog are damaged: restore it from a backup, or calibrate anew"
+        ) from error
 
 
 def all_saved(catalog: Catalog) -> dict[tuple[str, ...], SavedSettings]:

@@ -18,11 +18,9 @@ from typing import Self
 from knnstore.catalog import URL, parse_url, shown, sqlite_url, without_password
 from knnstore.durable import publish
 from knnstore.errors import ConfigError, StoreNotFoundError
+from knnstore.store.home.following import CATALOG_VARIABLE, check_catalog, check_files
 
 FORMAT = 1
-CATALOG_VARIABLE = "KNNSTORE_CATALOG"
-"""Environment variable with the catalog's URL and its password, which is not written in the home."""
-
 DESCRIPTION = "knnstore.json"
 """The file that makes a folder a home."""
 
@@ -60,29 +58,35 @@ class Home:
         publish(self.path / DESCRIPTION, description.encode() + b"\n", "home")
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], catalog: str | None = None) -> Self:
-        """Read a home's description.
+    def open(cls, path: str | os.PathLike[str], catalog: str | None = None, *, writing: bool = False) -> Self:
+        """Read a home's description; `writing` says whether the store is to be changed.
 
         The catalog's URL with its password is the one given, else that of the environment, else the one
         written.
 
         Raises:
             StoreNotFoundError: the folder is no home.
-            ConfigError: its description is damaged or of a newer format.
+            ConfigError: its description is damaged or of a newer format, or the home leads where only the
+                user may send us; see `knnstore.store.home.following`.
         """
         folder = Path(path)
+        check_files(folder)
         try:
             description = json.loads((folder / DESCRIPTION).read_bytes())
             written, saved = description["format"], description["catalog"]
         except (FileNotFoundError, NotADirectoryError) as error:
             raise StoreNotFoundError(f"no knnstore at {folder}; make one with `knnstore init`") from error
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(f"{folder / DESCRIPTION} is damaged: {error}") from error
         if written != FORMAT:
             raise ConfigError(f"{folder} has format {written}, this package reads {FORMAT}: upgrade knnstore")
         url = cls._catalog_url(folder, saved)
         given = catalog or (saved and os.environ.get(CATALOG_VARIABLE))
-        return cls(folder, cls._same_database(url, given) if given else url)
+        if given:
+            url = cls._same_database(url, given)
+        else:
+            check_catalog(folder, url, os.environ, writing=writing)
+        return cls(folder, url)
 
     @staticmethod
     def _same_database(url: URL, given: str) -> URL:

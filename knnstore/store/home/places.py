@@ -13,6 +13,7 @@ from knnstore.errors import (
     DatastoreNotFoundError,
 )
 from knnstore.failpoints import failpoint
+from knnstore.store.home.following import check_folder
 from knnstore.store.home.home import Home
 
 
@@ -41,8 +42,9 @@ class Place:
         """Open the datastore.
 
         Raises:
-            ConfigError: the adapter keeps nothing after the process ends.
+            ConfigError: the adapter keeps nothing after the process ends, or the folder leads elsewhere.
         """
+        self._check_folder()
         opened = registry.load(self.engine.adapter).open(
             self.location,
             dim=self.identity.dim,
@@ -90,9 +92,14 @@ class Place:
         adapter = registry.load(self.engine.adapter)
         if not issubclass(adapter, SupportsErase):
             return f"the adapter {self.engine.adapter} removes nothing; {self} is yours to delete"
+        self._check_folder()
         adapter.erase(self.location, **self.engine.params)
         failpoint("move.erased")
         return None
+
+    def _check_folder(self) -> None:
+        if self.folder is not None:
+            check_folder(self.folder)
 
 
 def holds_something(path: Path) -> bool:

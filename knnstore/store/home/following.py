@@ -1,0 +1,118 @@
+"""How far a home is followed: what it names may come from anybody, so nothing leads out of it unasked.
+
+Keys may lie elsewhere, on another disk or on a server, and be read there.
+"""
+
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from knnstore.catalog import URL, shown
+from knnstore.errors import ConfigError
+
+CATALOG_VARIABLE = "KNNSTORE_CATALOG"
+"""Environment variable with the catalog's URL and its password, which is not written in the home."""
+
+_FILES = [
+    name + end
+    for name, ends in {
+        "knnstore.json": ("", ".tmp"),
+        "catalog.db": ("", "-wal", "-shm", "-journal"),
+        "writer": (".lock", ".json"),
+        "move.json": ("", ".tmp"),
+    }.items()
+    for end in ends
+]
+
+_OPTIONS = {"host", "port", "sslmode", "connect_timeout", "application_name", "options", "client_encoding"}
+"""Options of a PostgreSQL URL that name no file of this machine and no secret."""
+
+
+def check_files(home: Path) -> None:
+    """Refuse a home whose own files could lead a reader or a writer away.
+
+    Raises:
+        ConfigError: one is a link, a pipe or a device; names it.
+    """
+    for name in _FILES:
+        _check(home / name, home)
+    check_folder(home / "weights", home)
+
+
+def check_folder(folder: Path, home: Path | None = None) -> None:
+    """Refuse a folder in which anything leads out of it; that it is a link itself is for the user to say.
+
+    Args:
+        folder: the folder; it need not exist.
+        home: where it must be, if it must not be a link.
+
+    Raises:
+        ConfigError: it holds a link that leads out, a pipe or a device; names it.
+    """
+    if home is not None:
+        _check(folder, home)
+    folders = [folder]
+    while folders:
+        try:
+            with os.scandir(folders.pop()) as found:
+                entries = list(found)
+        except OSError:  # not there, removed by a writer meanwhile, or to be reported by whoever needs it
+            continue
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                folders.append(Path(entry.path))
+            elif not entry.is_file(follow_symlinks=False):
+                _check(Path(entry.path), folder)
+
+
+def _check(path: Path, within: Path) -> None:
+    """Refuse what is there and neither a file nor a folder, nor a link to one in the same place."""
+    try:
+        known = path.stat()
+    except FileNotFoundError:
+        if not path.is_symlink():
+            return
+        kind = "leads nowhere"
+    except (OSError, ValueError):
+        kind = "cannot be read"
+    else:
+        inside = path.resolve().is_relative_to(within.resolve())
+        if inside and (stat.S_ISREG(known.st_mode) or stat.S_ISDIR(known.st_mode)):
+            return
+        kind = "is neither a file nor a folder" if inside else "leads out of its folder"
+    raise ConfigError(f"{path} {kind}: a store is followed to nothing of the kind; put the file itself there")
+
+
+def check_catalog(home: Path, url: URL, environment: Mapping[str, str], *, writing: bool) -> None:
+    """Refuse to write to a file that could be another store's catalog, or to hand a server a password.
+
+    Args:
+        home: the folder.
+        url: the catalog as the home names it; the user has named none.
+        environment: the user's variables.
+        writing: whether the store is opened to be changed.
+
+    Raises:
+        ConfigError: the catalog is a file outside the home that would be written, a URL that names other
+            files, or a server that is not the one that PGPASSWORD is for.
+    """
+    meant = f"if that is meant, set {CATALOG_VARIABLE} to this URL"
+    if url.get_backend_name() == "sqlite":
+        inside = Path(url.database or "").resolve().is_relative_to(home.resolve())
+        if url.query or (writing and not inside):
+            raise ConfigError(f"{home} leads to a catalog outside of it, {shown(url)}: {meant}")
+        return
+    strange = sorted(url.query.keys() - _OPTIONS)
+    if strange:
+        raise ConfigError(f"{home} names a catalog with the option {strange[0]!r}, {shown(url)}: {meant}")
+    hosts = {url.host or "", *_words(url.query.get("host", ""))} - {""}
+    if "PGPASSWORD" in environment and not hosts <= _words(environment.get("PGHOST", "")):
+        raise ConfigError(
+            f"{home} has its catalog at {shown(url)}, and nothing says that PGPASSWORD is for that server: "
+            f"set PGHOST to {','.join(sorted(hosts))}, or unset PGPASSWORD"
+        )
+
+
+def _words(hosts: str | tuple[str, ...]) -> set[str]:
+    return set((hosts if isinstance(hosts, str) else ",".join(hosts)).split(","))
