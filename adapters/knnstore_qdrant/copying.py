@@ -6,16 +6,27 @@ import shutil
 import sys
 from pathlib import Path
 
+_CHUNK = 1 << 20
+_UNSUPPORTED = errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EBADF
+
 
 def copy_directory(source: Path, target: Path) -> None:
-    """Copy a directory; holes stay holes, and file systems that can share blocks do."""
-    shutil.copytree(source, target, copy_function=_copy_file)
+    """Copy a directory; holes stay holes, and file systems that can share blocks do.
+
+    The copy can be written, whatever the modes of the source say.
+    """
+    for folder, _, names in os.walk(source):
+        into = target / Path(folder).relative_to(source)
+        into.mkdir(mode=0o700)
+        for name in names:
+            _copy_file(Path(folder) / name, into / name)
 
 
-def _copy_file(source: str, target: str) -> str:
+def _copy_file(source: Path, target: Path) -> None:
     if sys.platform != "linux":
-        return shutil.copyfile(source, target)
-    with open(source, "rb") as read, open(target, "wb") as written:
+        shutil.copyfile(source, target)
+        return
+    with source.open("rb") as read, target.open("wb") as written:
         size = os.fstat(read.fileno()).st_size
         written.truncate(size)
         at = 0
@@ -28,5 +39,17 @@ def _copy_file(source: str, target: str) -> str:
                 raise
             stop = os.lseek(read.fileno(), at, os.SEEK_HOLE)
             while at < stop:
-                at += os.copy_file_range(read.fileno(), written.fileno(), stop - at, at, at)
-    return target
+                at += _copy_range(read.fileno(), written.fileno(), at, stop)
+
+
+def _copy_range(read: int, written: int, at: int, stop: int) -> int:
+    """Copy bytes to the same place of another file; returns how many, at least one."""
+    try:
+        copied = os.copy_file_range(read, written, stop - at, at, at)
+        if copied:
+            return copied
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+    # Between two file systems, or where one of them cannot do it.
+    return os.pwrite(written, os.pread(read, min(stop - at, _CHUNK), at), at)

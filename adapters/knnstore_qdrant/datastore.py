@@ -101,6 +101,11 @@ class QdrantDatastore:
 
             erase_directory(Path(location))
 
+    @classmethod
+    def record_size(cls, dim: int, **params: Any) -> int:
+        """Bytes of a point on the disk; see `SupportsSize.record_size`."""
+        return Options.of(params).point_size(dim)
+
     @property
     def dim(self) -> int:
         """Number of components of a vector."""

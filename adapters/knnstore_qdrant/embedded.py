@@ -43,23 +43,26 @@ from knnstore.datastore import (
     Mode,
     Neighbors,
     WriterLock,
+    check_space,
+    medium_errors,
     positions_of,
     publish,
     remove,
     sync_directory,
 )
 from knnstore.errors import (
-    ConfigError,
     CorruptDatastoreError,
     DatastoreExistsError,
     DatastoreMismatchError,
     DatastoreNotFoundError,
+    DiskFullError,
     StoreUnavailableError,
 )
 from knnstore_qdrant.conditions import GROUP, POSITION, Condition
 from knnstore_qdrant.copying import copy_directory
 from knnstore_qdrant.options import Options
 from knnstore_qdrant.points import batch_of, neighbors_of
+from knnstore_qdrant.room import NEW_SHARD, allocated, room_for, room_to_open, room_to_remove
 from knnstore_qdrant.shard import create_shard, engine_errors, filter_of
 
 _POINTS_AT_ONCE = 2048  # a Python object each
@@ -89,7 +92,7 @@ class EmbeddedPoints:
         if mode == "r":
             self._check_description()
             return
-        root.mkdir(parents=True, exist_ok=True)
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = WriterLock(root)
         try:
             self._open_for_writing(mode)
@@ -101,6 +104,8 @@ class EmbeddedPoints:
         """Store points, replacing those whose id is present."""
         numbers, positions, groups_of = ids.tolist(), positions_of(ids).tolist(), groups.tolist()
         with self._changing() as shard:
+            size = len(ids) * self._options.point_size(self._dim)
+            room_for(self._path, size, f"adding {len(ids):,} points")
             for start in range(0, len(ids), _POINTS_AT_ONCE):
                 points = [
                     Point(numbers[row], keys[row], {GROUP: groups_of[row], POSITION: positions[row]})
@@ -127,8 +132,10 @@ class EmbeddedPoints:
 
     def delete(self, condition: Condition) -> None:
         """Remove points."""
+        chosen = filter_of(condition)
         with self._changing() as shard, engine_errors(self._path):
-            shard.update(UpdateOperation.delete_points_by_filter(filter_of(condition)))
+            room_to_remove(self._path, shard.count(CountRequest(exact=True, filter=chosen)))
+            shard.update(UpdateOperation.delete_points_by_filter(chosen))
 
     def count(self) -> int:
         """How many points there are."""
@@ -159,6 +166,8 @@ class EmbeddedPoints:
     def optimize(self) -> None:
         """Index all points and reclaim the space of removed ones."""
         with self._changing() as shard, engine_errors(self._path):
+            anew = shard.count(CountRequest(exact=True)) * self._options.point_size(self._dim)
+            room_for(self._path, NEW_SHARD + anew, "optimizing")
             shard.optimize()
         self.flush()
 
@@ -188,8 +197,10 @@ class EmbeddedPoints:
                     shutil.rmtree(copy)
             self._flushed = self._read_flushed()
             with engine_errors(self._path):
+                room_to_open(self._path)
                 self._shard = EdgeShard.load(str(self._path))
             return
+        check_space(self._root, NEW_SHARD, "a store of Qdrant's engine")
         shutil.rmtree(self._path, ignore_errors=True)  # of a creation that was killed
         self._shard = create_shard(self._path, self._dim, self._metric, self._options)
         description = {"format": 1, "engine": "qdrant", "dim": self._dim, "metric": self._metric.value}
@@ -240,18 +251,26 @@ class EmbeddedPoints:
         with self._locked(fcntl.LOCK_SH):
             flushed = self._read_flushed()
             try:
-                copy = Path(tempfile.mkdtemp(prefix=_COPY, dir=self._root))
-            except OSError as error:
-                raise ConfigError(f"to read {self._root} one must be able to write there: {error}") from error
-            try:
-                copy_directory(self._root / _SHARD, copy / _SHARD)
-                self._path = copy / _SHARD
-                with engine_errors(self._path):
-                    shard = EdgeShard.load(str(self._path))
-            finally:
-                shutil.rmtree(copy, ignore_errors=True)
+                shard = self._opened_copy(self._root)
+            except (OSError, DiskFullError):  # a read-only medium, or no room on it
+                shard = self._opened_copy(Path(tempfile.gettempdir()))
         self._flushed = flushed
         return shard
+
+    def _opened_copy(self, folder: Path) -> EdgeShard:
+        """Open a copy of the shard in a folder."""
+        source = self._root / _SHARD
+        check_space(folder, allocated(source), f"to read {self._root}, a copy")
+        copy = Path(tempfile.mkdtemp(prefix=_COPY, dir=folder))
+        try:
+            with medium_errors(copy):
+                copy_directory(source, copy / _SHARD)
+            self._path = copy / _SHARD
+            room_to_open(self._path)
+            with engine_errors(self._path):
+                return EdgeShard.load(str(self._path))
+        finally:
+            shutil.rmtree(copy, ignore_errors=True)
 
     @contextmanager
     def _locked(self, kind: int) -> Iterator[None]:

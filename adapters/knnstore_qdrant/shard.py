@@ -25,7 +25,7 @@ from qdrant_edge import (
 )
 
 from knnstore.datastore import Metric
-from knnstore.errors import DatastoreError
+from knnstore.errors import DatastoreError, DiskFullError
 from knnstore_qdrant.conditions import GROUP, POSITION, Condition
 from knnstore_qdrant.options import Options
 
@@ -37,6 +37,8 @@ _QUANTIZATION = {
     "binary": BinaryQuantizationConfig(always_ram=True),
 }
 
+_NO_SPACE = "No space left on device"
+
 
 @contextlib.contextmanager
 def engine_errors(path: Path) -> Iterator[None]:
@@ -46,7 +48,8 @@ def engine_errors(path: Path) -> Iterator[None]:
     except DatastoreError:
         raise
     except Exception as error:
-        raise DatastoreError(f"Qdrant's engine failed on {path}: {str(error).splitlines()[0]}") from error
+        kind = DiskFullError if _NO_SPACE in str(error) else DatastoreError
+        raise kind(f"Qdrant's engine failed on {path}: {str(error).splitlines()[0]}") from error
 
 
 def create_shard(path: Path, dim: int, metric: Metric, options: Options) -> EdgeShard:

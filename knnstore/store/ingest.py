@@ -13,7 +13,7 @@ for both, and each step may be repeated, so recovery may itself be killed.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,8 @@ from knnstore.catalog import CatalogWriter, NewDocument, PlacedDocument
 from knnstore.datastore import Datastore, Keys, ranges_of, record_ids
 from knnstore.errors import KnnstoreError
 from knnstore.failpoints import failpoint
+
+_FORGOTTEN_AT_ONCE = 1 << 17  # tokens, of four bytes; SQLite writes them to its log to overwrite them
 
 
 def purge(catalog: CatalogWriter, datastore: Datastore, documents: Sequence[PlacedDocument]) -> None:
@@ -34,7 +36,20 @@ def purge(catalog: CatalogWriter, datastore: Datastore, documents: Sequence[Plac
     failpoint("purge.deleted")
     datastore.flush()
     failpoint("purge.flushed")
-    catalog.forget([document.row for document in documents])
+    for some in _parts(documents):  # each frees, in the database, what the next one needs for its log
+        catalog.forget([document.row for document in some])
+
+
+def _parts(documents: Sequence[PlacedDocument]) -> Iterator[list[PlacedDocument]]:
+    """The documents in groups, each of so many tokens but for its last document."""
+    part: list[PlacedDocument] = []
+    for document in documents:
+        part.append(document)
+        if sum(one.stop - one.start for one in part) >= _FORGOTTEN_AT_ONCE:
+            yield part
+            part = []
+    if part:
+        yield part
 
 
 class Ingest:

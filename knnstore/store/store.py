@@ -41,6 +41,8 @@ class KNNStore(StoreReader):
             opened.callback(catalog.close)
             if mode == "a":
                 opened.callback(WriterLock(home.path).release)
+                opened.callback(home.reserve.keep)
+                opened.callback(catalog.take_in_log)
                 writer = CatalogWriter(catalog)
             self._current = Current(home, catalog, mode, params or {})
             opened.callback(self._current.close)
@@ -106,6 +108,8 @@ class KNNStore(StoreReader):
         if params and mode != "r":
             raise ConfigError("other parameters of the engine are for reading; `knnstore move` changes them")
         found = Home.open(home)
+        if mode == "a":
+            found.reserve.give_back()
         return cls(found, Catalog.open(found.catalog_url), mode, params)
 
     def close(self) -> None:

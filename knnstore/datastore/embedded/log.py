@@ -6,6 +6,7 @@ row ranges dead in the manifest, and merging rewrites segments; each becomes rea
 the next manifest is published. Dropping a group is dropping files.
 """
 
+import errno
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -35,9 +36,11 @@ from knnstore.errors import (
     DatastoreError,
     DatastoreExistsError,
     DatastoreNotFoundError,
+    DiskFullError,
     ReadOnlyError,
 )
 from knnstore.failpoints import failpoint
+from knnstore.space import check_space
 
 BUFFER_SIZE = 16 << 20
 """Bytes of keys that `append` keeps in memory before it writes them as a segment."""
@@ -78,7 +81,7 @@ class KeySegments(SegmentReader):
         else:
             self._follows = False
             with self._writing():
-                root.mkdir(parents=True, exist_ok=True)
+                root.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = WriterLock(root)
             try:
                 self._manifest = self._open_for_writing(dim, metric, create_only=mode == "x")
@@ -233,6 +236,9 @@ class KeySegments(SegmentReader):
 
     def _write(self, segments: Sequence[Segment]) -> Segment:
         """Write the live rows of segments of one group as a new one, without naming it in a manifest."""
+        dim, live = self._manifest.dim, sum(segment.live for segment in segments)
+        size = sum(segment.live * (dim * segment.columns.dtype.itemsize + 8) for segment in segments)
+        check_space(self.root, size, f"writing {live:,} records")
         name = self._number()
         self._on_disk.update(file_names(name))  # should this fail, the next success removes them
         return write_segment(self.root, name, segments, self._manifest.dim)
@@ -280,7 +286,8 @@ class KeySegments(SegmentReader):
         except OSError as error:
             if isinstance(error, DatastoreError):  # some are both
                 raise
-            raise DatastoreError(
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            raise (DiskFullError if full else DatastoreError)(
                 f"cannot write {error.filename or self.root}: {error.strerror}; what was flushed is safe: "
                 "free space or repair the disk, then flush again"
             ) from error

@@ -7,6 +7,7 @@
     HOME/keys/            the datastore, when it is embedded
     HOME/weights/         what was fitted and is too large for SQL, as settings name it
     HOME/writer.lock      held by the one process that writes
+    HOME/reserve          space to remove documents with once the disk is full
     HOME/move.json        a move of the keys to another engine that is unfinished
 """
 
@@ -18,6 +19,7 @@ from typing import Self
 from knnstore.catalog import URL, parse_url, shown, sqlite_url, without_password
 from knnstore.durable import publish
 from knnstore.errors import ConfigError, StoreNotFoundError
+from knnstore.space import Reserve
 
 FORMAT = 1
 CATALOG_VARIABLE = "KNNSTORE_CATALOG"
@@ -39,6 +41,16 @@ class Home:
         return location if "://" in location else str(self.path / location)
 
     @property
+    def has_catalog(self) -> bool:
+        """Whether the catalog is a file in the home."""
+        return self.catalog_url == self._catalog_url(self.path, None)
+
+    @property
+    def reserve(self) -> Reserve:
+        """Space to remove documents with once the disk is full."""
+        return Reserve(self.path)
+
+    @property
     def weights(self) -> Path:
         """The folder of fitted weights; not there before the first ones are."""
         return self.path / "weights"
@@ -54,8 +66,7 @@ class Home:
 
     def write(self) -> None:
         """Say durably where the catalog is; a password in its URL is not written."""
-        inside = self.catalog_url == self._catalog_url(self.path, None)
-        saved = None if inside else without_password(self.catalog_url)
+        saved = None if self.has_catalog else without_password(self.catalog_url)
         description = json.dumps({"format": FORMAT, "catalog": saved}, indent=2)
         publish(self.path / DESCRIPTION, description.encode() + b"\n", "home")
 

@@ -26,7 +26,7 @@ from typing import Any
 from knnstore.catalog import Catalog, CatalogWriter, Engine
 from knnstore.checks import check_json
 from knnstore.datastore import Datastore, IdRanges
-from knnstore.errors import ConfigError, DatastoreExistsError, KnnstoreError
+from knnstore.errors import ConfigError, DatastoreExistsError, DiskFullError, KnnstoreError
 from knnstore.failpoints import failpoint
 from knnstore.progress import Progress
 from knnstore.store.current import Current
@@ -136,9 +136,9 @@ class Relocation:
             writer.move(target, pruning.documents if pruning else {})
             failpoint("move.switched")
 
-        copy = self._begin(target, progress)
+        without = pruning.gone if pruning else IdRanges()
+        copy = self._begin(target, self._current.datastore.count() - without.size, progress)
         try:
-            without = pruning.gone if pruning else IdRanges()
             done = transfer(self._current.datastore, copy, progress, without=without)
             if pruning and inspect:
                 inspect(self._preview(View(pruning.snapshot, copy, self._catalog)))
@@ -150,15 +150,17 @@ class Relocation:
         old.close()
         return done
 
-    def _begin(self, target: Engine, progress: Progress) -> Datastore:
+    def _begin(self, target: Engine, records: int, progress: Progress) -> Datastore:
         """Open the target for writing: a new one, or the one of the same move, interrupted."""
         source, place = self._current.engine, self._place(target)
+        what = f"a copy of {records:,} records"
         plan = Plan.read(self._home)
         if plan is not None and plan.target != target:
             self._give_up(plan, progress)
             plan = None
         if plan is None:
             self._check_free(place)
+            place.check_space(records, what)
             Plan(source, target).write(self._home)
             failpoint("move.planned")
             try:
@@ -172,6 +174,11 @@ class Relocation:
                 opened.close()
                 Plan.forget(self._home)
                 raise place.taken()
+            try:
+                place.check_space(records - opened.count(), what)
+            except DiskFullError:
+                opened.close()
+                raise
         failpoint("move.made")
         Plan(source, target, made=True).write(self._home)
         return opened
