@@ -1,13 +1,54 @@
-"""Copying a directory of large, mostly empty files."""
+"""Opening a copy of a shard, whose files are large and mostly empty."""
 
 import errno
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
+
+from qdrant_edge import EdgeShard
+
+from knnstore.datastore import check_space, medium_errors
+from knnstore.errors import DatastoreError
+from knnstore_qdrant.room import allocated, room_to_open
+from knnstore_qdrant.shard import engine_errors
+
+COPY = "qdrant-copy-"
+"""How the names of copies begin."""
 
 _CHUNK = 1 << 20
 _UNSUPPORTED = errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EBADF
+
+
+def open_copy(shard: Path, folder: Path) -> EdgeShard:
+    """Open a copy of a shard that no other process changes meanwhile; its files have no names any more.
+
+    Args:
+        shard: the shard's directory.
+        folder: where the copy is made, unless nothing can be written there or it does not fit.
+
+    Raises:
+        DiskFullError: there is no room for a copy.
+    """
+    try:
+        return _open_copy(shard, folder)
+    except DatastoreError:  # a read-only medium, or a full disk
+        return _open_copy(shard, Path(tempfile.gettempdir()))
+
+
+def _open_copy(shard: Path, folder: Path) -> EdgeShard:
+    check_space(folder, allocated(shard), f"to read {shard.parent}, a copy")
+    with medium_errors(folder):
+        copy = Path(tempfile.mkdtemp(prefix=COPY, dir=folder)) / shard.name
+    try:
+        with medium_errors(copy):
+            copy_directory(shard, copy)
+        room_to_open(copy)
+        with engine_errors(shard):
+            return EdgeShard.load(str(copy))
+    finally:
+        shutil.rmtree(copy.parent, ignore_errors=True)
 
 
 def copy_directory(source: Path, target: Path) -> None:

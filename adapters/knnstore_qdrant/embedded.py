@@ -9,13 +9,13 @@
     DIR/qdrant-copy-*/  such a copy, for the moment that opening it takes
 
 The engine opens a directory once. So a reader opens a copy, takes a new one when the writer has
-flushed, and removes its files at once: they live on, without names, as long as they are open.
+flushed, and removes its files at once: they live on, without names, as long as they are open. Where the
+directory takes no copy, it is made in the folder for temporary files.
 """
 
 import fcntl
 import json
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -44,7 +44,6 @@ from knnstore.datastore import (
     Neighbors,
     WriterLock,
     check_space,
-    medium_errors,
     positions_of,
     publish,
     remove,
@@ -55,19 +54,18 @@ from knnstore.errors import (
     DatastoreExistsError,
     DatastoreMismatchError,
     DatastoreNotFoundError,
-    DiskFullError,
     StoreUnavailableError,
 )
 from knnstore_qdrant.conditions import GROUP, POSITION, Condition
-from knnstore_qdrant.copying import copy_directory
+from knnstore_qdrant.copying import COPY, open_copy
 from knnstore_qdrant.options import Options
 from knnstore_qdrant.points import batch_of, neighbors_of
-from knnstore_qdrant.room import NEW_SHARD, allocated, room_for, room_to_open, room_to_remove
+from knnstore_qdrant.room import NEW_SHARD, room_for, room_to_open, room_to_remove
 from knnstore_qdrant.shard import create_shard, engine_errors, filter_of
 
 _POINTS_AT_ONCE = 2048  # a Python object each
 _POLL_SECONDS = 0.02
-_DESCRIPTION, _SHARD, _COPY = "store.json", "qdrant-shard", "qdrant-copy-"
+_DESCRIPTION, _SHARD = "store.json", "qdrant-shard"
 _OWN_FILES = (f"{_DESCRIPTION}.tmp", "flushed", "flushed.tmp", "changing.lock", "writer.json", "writer.lock")
 
 
@@ -193,7 +191,7 @@ class EmbeddedPoints:
         if exists:
             self._check_description()
             with self._locked(fcntl.LOCK_EX):  # so no reader is just opening one of these
-                for copy in self._root.glob(f"{_COPY}*"):
+                for copy in self._root.glob(f"{COPY}*"):
                     shutil.rmtree(copy)
             self._flushed = self._read_flushed()
             with engine_errors(self._path):
@@ -250,27 +248,9 @@ class EmbeddedPoints:
     def _copied(self) -> EdgeShard:
         with self._locked(fcntl.LOCK_SH):
             flushed = self._read_flushed()
-            try:
-                shard = self._opened_copy(self._root)
-            except (OSError, DiskFullError):  # a read-only medium, or no room on it
-                shard = self._opened_copy(Path(tempfile.gettempdir()))
+            shard = open_copy(self._path, self._root)
         self._flushed = flushed
         return shard
-
-    def _opened_copy(self, folder: Path) -> EdgeShard:
-        """Open a copy of the shard in a folder."""
-        source = self._root / _SHARD
-        check_space(folder, allocated(source), f"to read {self._root}, a copy")
-        copy = Path(tempfile.mkdtemp(prefix=_COPY, dir=folder))
-        try:
-            with medium_errors(copy):
-                copy_directory(source, copy / _SHARD)
-            self._path = copy / _SHARD
-            room_to_open(self._path)
-            with engine_errors(self._path):
-                return EdgeShard.load(str(self._path))
-        finally:
-            shutil.rmtree(copy, ignore_errors=True)
 
     @contextmanager
     def _locked(self, kind: int) -> Iterator[None]:
@@ -301,7 +281,7 @@ def erase_directory(root: Path) -> None:
     try:
         remove(root / _DESCRIPTION)  # from now on nobody takes the rest for a store
         sync_directory(root)
-        for folder in (root / _SHARD, *root.glob(f"{_COPY}*")):
+        for folder in (root / _SHARD, *root.glob(f"{COPY}*")):
             if folder.exists():
                 shutil.rmtree(folder)
         for name in _OWN_FILES:

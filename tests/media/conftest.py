@@ -134,3 +134,12 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Steps]:
     started = Steps(tmp_path_factory.mktemp("steps"))
     yield started
     started.end()
+
+
+@pytest.fixture
+def plain_steps(tmp_path: Path) -> Iterator[Steps]:
+    """Runs steps without the right to ignore permissions: even root is then a user like any other."""
+    without = "-dac_override,-dac_read_search"
+    started = Steps(tmp_path, "setpriv", f"--bounding-set={without}", f"--inh-caps={without}")
+    yield started
+    started.end()

@@ -22,6 +22,11 @@ from knnstore.errors import KnnstoreError
 from knnstore.store import KNNStore, Selection
 
 DIM = 64
+ENGINES: dict[str, dict[str, Any]] = {
+    "faiss": {"index": "IVF4,Flat"},
+    "hnswlib": {"exact_up_to": 100},
+    "qdrant": {},
+}
 IDENTITY = Identity("none", "0" * 64, "0" * 64, "key", DIM, "l2", 1000, 16, 8)
 
 
@@ -32,8 +37,34 @@ def of_document(id: str, tokens: int) -> tuple[np.ndarray, np.ndarray]:
     return rng.integers(0, 1000, tokens), keys
 
 
-def create(home: str, engine: str, params: dict[str, Any]) -> None:
-    KNNStore.create(home, IDENTITY, store=engine, params=params).close()
+def create(home: str, engine: str, *, location: str | None = None, umask: int | None = None) -> None:
+    if umask is not None:
+        os.umask(umask)
+    KNNStore.create(home, IDENTITY, store=engine, params=ENGINES[engine], location=location).close()
+
+
+def open_to_others(home: str, tokens: int, umask: int) -> None:
+    """Do much, and print the files that others can get at, also while it is done."""
+    os.umask(umask)
+    with knnstore.open(home, "a") as store:
+        store.save_weights({"w": np.zeros(3)}, {})
+    add(home, "x", ["a"], tokens)
+    seen: set[Path] = set()
+    with knnstore.open(home, "a") as store, knnstore.open(home) as reader:
+        store.optimize()
+        store.retag("a", add=["t"])
+        reader.search(of_document("a", tokens)[1][:1], 1)
+        Path(home).joinpath("catalog.db-wal").stat()
+        places = [Path(home)]
+        while places:
+            place = places.pop()
+            if place.name == "qdrant-shard":  # the engine's own, in a folder that is closed
+                continue
+            if place.stat().st_mode & 0o077:
+                seen.add(place)
+            elif place.is_dir():
+                places += place.iterdir()
+    print("seen:", *seen)
 
 
 def add(home: str, domain: str, ids: list[str], tokens: int, *, unchecked: bool = False) -> None:
@@ -69,7 +100,13 @@ def command(*arguments: str) -> None:
     main()
 
 
-STEPS: dict[str, Callable[..., None]] = {"create": create, "add": add, "check": check, "command": command}
+STEPS: dict[str, Callable[..., None]] = {
+    "create": create,
+    "add": add,
+    "open_to_others": open_to_others,
+    "check": check,
+    "command": command,
+}
 
 
 def run(name: str, arguments: list[Any], options: dict[str, Any], output: Path) -> int:

@@ -40,7 +40,6 @@ from knnstore.errors import (
     ReadOnlyError,
 )
 from knnstore.failpoints import failpoint
-from knnstore.space import check_space
 
 BUFFER_SIZE = 16 << 20
 """Bytes of keys that `append` keeps in memory before it writes them as a segment."""
@@ -200,7 +199,7 @@ class KeySegments(SegmentReader):
             self._segments = self._mapped(manifest)
             self._on_disk = _named(manifest)
             for folder in FOLDERS:
-                (self.root / folder).mkdir(exist_ok=True)
+                (self.root / folder).mkdir(mode=0o700, exist_ok=True)
             for path in own_files(self.root):  # what a crash left behind
                 if f"{path.parent.name}/{path.name}" not in self._on_disk:
                     remove(path)
@@ -236,9 +235,6 @@ class KeySegments(SegmentReader):
 
     def _write(self, segments: Sequence[Segment]) -> Segment:
         """Write the live rows of segments of one group as a new one, without naming it in a manifest."""
-        dim, live = self._manifest.dim, sum(segment.live for segment in segments)
-        size = sum(segment.live * (dim * segment.columns.dtype.itemsize + 8) for segment in segments)
-        check_space(self.root, size, f"writing {live:,} records")
         name = self._number()
         self._on_disk.update(file_names(name))  # should this fail, the next success removes them
         return write_segment(self.root, name, segments, self._manifest.dim)

@@ -13,6 +13,7 @@
 
 import json
 import os
+import stat
 from pathlib import Path
 from typing import Self
 
@@ -44,6 +45,17 @@ class Home:
     def has_catalog(self) -> bool:
         """Whether the catalog is a file in the home."""
         return self.catalog_url == self._catalog_url(self.path, None)
+
+    def exposed(self) -> Path | None:
+        """A file in the home that every user of the machine can read, if there is one."""
+        if not self.path.stat().st_mode & stat.S_IXOTH:
+            return None
+        for folder, inner, names in os.walk(self.path):
+            inner[:] = [name for name in inner if (Path(folder) / name).stat().st_mode & stat.S_IXOTH]
+            for path in (Path(folder) / name for name in names):
+                if path.stat().st_mode & stat.S_IROTH:
+                    return path
+        return None
 
     @property
     def reserve(self) -> Reserve:
