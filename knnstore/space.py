@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from knnstore.errors import DiskFullError, KnnstoreError, ReadOnlyError
+from knnstore.errors import DatastoreError, DiskFullError, KnnstoreError, ReadOnlyError
 
 RESERVE = 2 << 20
 """Bytes of a `Reserve`."""
@@ -46,6 +46,11 @@ def check_space(path: Path, needed: int, what: str) -> None:
             f"{what} needs {needed + MARGIN:,} bytes at {path} and {free:,} are free: it was not begun; "
             "free some space and try again"
         )
+
+
+def kind_of(error: OSError) -> type[DatastoreError]:
+    """The class of the error that a failed write is."""
+    return DiskFullError if error.errno in _FULL else DatastoreError
 
 
 @contextmanager

@@ -106,6 +106,13 @@ class QdrantDatastore:
         """Bytes of a point on the disk; see `SupportsSize.record_size`."""
         return Options.of(params).point_size(dim)
 
+    @classmethod
+    def beside(cls, location: str | Path, **params: Any) -> dict[str, Any]:
+        """Choose a name for a copy of a server's collection; see `SupportsBeside.beside`."""
+        from knnstore_qdrant.connecting import free_name
+
+        return {"collection": free_name(str(location), Options.of(params))}
+
     @property
     def dim(self) -> int:
         """Number of components of a vector."""

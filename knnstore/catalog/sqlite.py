@@ -20,7 +20,13 @@ from sqlalchemy.exc import DisconnectionError
 from knnstore.errors import DiskFullError, KnnstoreError, ReadOnlyError, StoreUnavailableError
 from knnstore.space import is_read_only
 
-_PRAGMAS = "journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "wal_autocheckpoint=128"
+_PRAGMAS = (
+    "journal_mode=WAL",
+    "synchronous=FULL",
+    "foreign_keys=ON",
+    "secure_delete=ON",
+    "wal_autocheckpoint=128",
+)
 _MAY_BE_READ = "SQLITE_CANTOPEN", "SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_FULL"
 _SECONDS_FOR_READERS = 1
 

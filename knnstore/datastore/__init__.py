@@ -24,10 +24,12 @@ from knnstore.datastore.protocol import (
     BATCH_SIZE,
     Datastore,
     Mode,
+    SupportsBeside,
     SupportsErase,
     SupportsGet,
     SupportsOptimize,
     SupportsSize,
+    SupportsVacuum,
     SupportsVerify,
 )
 from knnstore.datastore.ranges import IdRanges
@@ -49,9 +51,10 @@ __all__ = [
     "BATCH_SIZE", "BLOCK", "BLOCK_VALUES", "ID_LIMIT", "POSITION_LIMIT", "TOKEN_LIMIT", "Capabilities",
     "Datastore", "Distances", "EmbeddedDatastore", "Filter", "Groups", "IdRanges", "Ids", "KeySegments",
     "Keys", "MappedColumns", "MappedFile", "MemoryDatastore", "Metric", "Mode", "Neighbors", "Segment",
-    "StoredFile", "StoredKeys", "SupportsErase", "SupportsGet", "SupportsOptimize", "SupportsSize",
-    "SupportsVerify", "WriterLock", "allocate", "check_space", "checked_k", "checked_keys", "checked_params",
-    "checked_records", "compare_rows", "free_space", "medium_errors", "nearest_rows", "paired", "pairwise",
-    "positions_of", "publish", "ranges_of", "read_keys", "record_ids", "registry", "remove", "stored_keys",
-    "sync_directory", "tokens_of", "whole_positions",
+    "StoredFile", "StoredKeys", "SupportsBeside", "SupportsErase", "SupportsGet", "SupportsOptimize",
+    "SupportsSize", "SupportsVacuum", "SupportsVerify", "WriterLock", "allocate", "check_space",
+    "checked_k", "checked_keys", "checked_params", "checked_records", "compare_rows", "free_space",
+    "medium_errors", "nearest_rows", "paired", "pairwise", "positions_of", "publish", "ranges_of",
+    "read_keys", "record_ids", "registry", "remove", "stored_keys", "sync_directory", "tokens_of",
+    "whole_positions",
 ]  # fmt: skip

@@ -58,7 +58,9 @@ class Current:
         return old
 
     def close(self) -> None:
-        """Flush and release the datastore in use."""
+        """Flush and release the datastore in use; a writer leaves the whole catalog in its file."""
+        if self._mode == "a":
+            self._catalog.take_in_log()
         self.datastore.close()
 
     def _open(self) -> tuple[Engine, Datastore]:

@@ -28,7 +28,7 @@ class Writing:
         self.lock = threading.RLock()
         self.writer = writer
         self._home = home
-        self._current = current
+        self.current = current
         self._unnamed_weights: set[str] = set()
 
     def purge(self) -> None:
@@ -37,7 +37,7 @@ class Writing:
         On a full disk what takes space is left to the next writer: nobody reads them any more.
         """
         try:
-            purge(self.writer, self._current.datastore, self.writer.unsettled())
+            purge(self.writer, self.current.datastore, self.writer.unsettled())
         except DiskFullError as error:
             _logger.warning("of what was removed a part still takes space, which goes later: %s", error)
         self._sweep_weights()
@@ -46,7 +46,7 @@ class Writing:
     def ingest(self, documents: Sequence[NewDocument]) -> Iterator[Ingest]:
         """Add documents; see `KNNStore.ingest`."""
         self._check_space(documents)
-        group = Ingest(self.writer, self._current.datastore, documents)
+        group = Ingest(self.writer, self.current.datastore, documents)
         try:
             yield group
             group.commit()
@@ -82,9 +82,9 @@ class Writing:
     def remove_orphans(self) -> None:
         """Remove records that belong to no document; what fails is left to verifying."""
         with suppress(KnnstoreError):
-            orphans = orphans_in(self.writer.catalog, self._current.datastore)
-            self._current.datastore.delete(IdRanges.of_ids(orphans))
-            self._current.datastore.flush()
+            orphans = orphans_in(self.writer.catalog, self.current.datastore)
+            self.current.datastore.delete(IdRanges.of_ids(orphans))
+            self.current.datastore.flush()
 
     def _check_space(self, documents: Sequence[NewDocument]) -> None:
         """Refuse documents that will not fit."""
@@ -92,11 +92,11 @@ class Writing:
         what = f"adding {tokens:,} tokens"
         if self._home.has_catalog:
             check_space(self._home.path, _CATALOG_BYTES * tokens, what)
-        self._current.place.check_space(tokens, what)
+        self.current.place.check_space(tokens, what)
 
     def _sweep_weights(self) -> None:
         if self._home.weights.is_dir():
-            used = files_in_use(self.writer.catalog, self._current.view().snapshot)
+            used = files_in_use(self.writer.catalog, self.current.view().snapshot)
             sweep(self._home.weights, self._unnamed_weights | used)
 
     def _rows(self, domain: str, ids: Iterable[str]) -> dict[str, int]:

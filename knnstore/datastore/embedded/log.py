@@ -6,7 +6,6 @@ row ranges dead in the manifest, and merging rewrites segments; each becomes rea
 the next manifest is published. Dropping a group is dropping files.
 """
 
-import errno
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -36,10 +35,10 @@ from knnstore.errors import (
     DatastoreError,
     DatastoreExistsError,
     DatastoreNotFoundError,
-    DiskFullError,
     ReadOnlyError,
 )
 from knnstore.failpoints import failpoint
+from knnstore.space import kind_of
 
 BUFFER_SIZE = 16 << 20
 """Bytes of keys that `append` keeps in memory before it writes them as a segment."""
@@ -142,6 +141,15 @@ class KeySegments(SegmentReader):
                     if segment.rows - segment.live > _SPARSE * segment.rows:
                         self._replace([segment])
                 self._merge(group, ratio=ratio, indexed=True)
+
+    def vacuum(self) -> None:
+        """Rewrite every segment that has dead rows, so that no file holds any of them."""
+        self.flush()
+        with self._mutex, self._writing():
+            for segment in [segment for segment in self._segments if segment.dead]:
+                self._swap([segment], self._write([segment]))
+            if self._dirty:
+                self._publish()
 
     def write_index(
         self, segment: Segment, write: Callable[[Path], None], parameters: dict[str, Any]
@@ -282,8 +290,7 @@ class KeySegments(SegmentReader):
         except OSError as error:
             if isinstance(error, DatastoreError):  # some are both
                 raise
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            raise (DiskFullError if full else DatastoreError)(
+            raise kind_of(error)(
                 f"cannot write {error.filename or self.root}: {error.strerror}; what was flushed is safe: "
                 "free space or repair the disk, then flush again"
             ) from error

@@ -14,11 +14,13 @@
 import json
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
 from knnstore.catalog import URL, parse_url, shown, sqlite_url, without_password
-from knnstore.durable import publish
+from knnstore.durable import WriterLock, publish
 from knnstore.errors import ConfigError, StoreNotFoundError
 from knnstore.space import Reserve
 
@@ -83,11 +85,11 @@ class Home:
         publish(self.path / DESCRIPTION, description.encode() + b"\n", "home")
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], catalog: str | None = None) -> Self:
+    def open(cls, path: str | os.PathLike[str], catalog: str | None = None, *, writing: bool = False) -> Self:
         """Read a home's description.
 
         The catalog's URL with its password is the one given, else that of the environment, else the one
-        written.
+        written. For writing the reserve is given back if the disk is full.
 
         Raises:
             StoreNotFoundError: the folder is no home.
@@ -105,7 +107,25 @@ class Home:
             raise ConfigError(f"{folder} has format {written}, this package reads {FORMAT}: upgrade knnstore")
         url = cls._catalog_url(folder, saved)
         given = catalog or (saved and os.environ.get(CATALOG_VARIABLE))
-        return cls(folder, cls._same_database(url, given) if given else url)
+        found = cls(folder, cls._same_database(url, given) if given else url)
+        if writing:
+            found.reserve.give_back()
+        return found
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other writers out, and leave the reserve behind.
+
+        Raises:
+            LockedError: another process writes; names it.
+            ReadOnlyError: nothing can be written there.
+        """
+        lock = WriterLock(self.path)
+        try:
+            yield
+        finally:
+            self.reserve.keep()
+            lock.release()
 
     @staticmethod
     def _same_database(url: URL, given: str) -> URL:
