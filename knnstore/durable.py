@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from knnstore.errors import DatastoreError, LockedError
 from knnstore.failpoints import failpoint
+from knnstore.space import medium_errors
 
 _OWNER_ONLY = 0o600
 
@@ -156,6 +157,7 @@ class WriterLock:
 
     Raises:
         LockedError: another handle holds the lock; names its process.
+        ReadOnlyError: nothing can be written there.
     """
 
     def __init__(self, root: Path) -> None:
@@ -169,7 +171,8 @@ class WriterLock:
         )
         holder = root / "writer.json"
         try:
-            self._lock.acquire()
+            with medium_errors(root):
+                self._lock.acquire()
         except Timeout:
             raise LockedError(
                 f"{root} is being written by {_described(holder)}: close it first or open with mode 'r'"

@@ -69,11 +69,15 @@ class RecordNotFoundError(DatastoreError, LookupError):
 
 
 class ReadOnlyError(DatastoreError):
-    """The handle was opened for reading only."""
+    """The handle was opened for reading only, or the medium can only be read."""
 
 
 class DatastoreClosedError(DatastoreError):
     """The handle was closed."""
+
+
+class DiskFullError(DatastoreError):
+    """The disk is full, or what was to be written would fill it."""
 
 
 class LockedError(DatastoreError):

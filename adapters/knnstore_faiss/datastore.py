@@ -51,6 +51,13 @@ class FaissDatastore(EmbeddedDatastore):
         policy = Policy.of(params, dim, metric)
         return cls(KeySegments(Path(location), dim, metric, mode), dim, metric, policy)
 
+    @classmethod
+    def record_size(cls, dim: int, **params: Any) -> int:
+        """Bytes of a record on the disk, with its share of an index; see `SupportsSize.record_size`."""
+        exact = params.get("index") == "exact"
+        coded = params.get("index", "auto") == "auto"  # at most 8 bits a component
+        return 2 * dim + 16 + (0 if exact else (dim if coded else 4 * dim) + 16)
+
     @property
     def capabilities(self) -> Capabilities:
         """Durable, in half precision, with one writer."""

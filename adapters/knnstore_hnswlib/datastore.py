@@ -35,6 +35,11 @@ class HnswlibDatastore(EmbeddedDatastore):
         metric, policy = Metric(metric), Policy.of(params)
         return cls(KeySegments(Path(location), dim, metric, mode), dim, metric, policy)
 
+    @classmethod
+    def record_size(cls, dim: int, **params: Any) -> int:
+        """Bytes of a record on the disk, with its node in a graph; see `SupportsSize.record_size`."""
+        return 2 * dim + 16 + 4 * (dim + 1) + 12 * Policy.of(params).M + 32
+
     @property
     def capabilities(self) -> Capabilities:
         """Durable, in half precision, with one writer; approximate in large groups."""

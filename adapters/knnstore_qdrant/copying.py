@@ -1,21 +1,73 @@
-"""Copying a directory of large, mostly empty files."""
+"""Opening a copy of a shard, whose files are large and mostly empty."""
 
 import errno
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
+
+from qdrant_edge import EdgeShard
+
+from knnstore.datastore import check_space, medium_errors
+from knnstore.errors import DatastoreError
+from knnstore_qdrant.room import allocated, room_to_open
+from knnstore_qdrant.shard import engine_errors
+
+COPY = "qdrant-copy-"
+"""How the names of copies begin."""
+
+_CHUNK = 1 << 20
+_UNSUPPORTED = errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EBADF
+
+
+def open_copy(shard: Path, folder: Path) -> EdgeShard:
+    """Open a copy of a shard that no other process changes meanwhile; its files have no names any more.
+
+    Args:
+        shard: the shard's directory.
+        folder: where the copy is made, unless nothing can be written there or it does not fit.
+
+    Raises:
+        DiskFullError: there is no room for a copy.
+    """
+    try:
+        return _open_copy(shard, folder)
+    except DatastoreError:  # a read-only medium, or a full disk
+        return _open_copy(shard, Path(tempfile.gettempdir()))
+
+
+def _open_copy(shard: Path, folder: Path) -> EdgeShard:
+    check_space(folder, allocated(shard), f"to read {shard.parent}, a copy")
+    with medium_errors(folder):
+        copy = Path(tempfile.mkdtemp(prefix=COPY, dir=folder)) / shard.name
+    try:
+        with medium_errors(copy):
+            copy_directory(shard, copy)
+        room_to_open(copy)
+        with engine_errors(shard):
+            return EdgeShard.load(str(copy))
+    finally:
+        shutil.rmtree(copy.parent, ignore_errors=True)
 
 
 def copy_directory(source: Path, target: Path) -> None:
-    """Copy a directory; holes stay holes, and file systems that can share blocks do."""
-    shutil.copytree(source, target, copy_function=_copy_file)
+    """Copy a directory; holes stay holes, and file systems that can share blocks do.
+
+    The copy can be written, whatever the modes of the source say.
+    """
+    for folder, _, names in os.walk(source):
+        into = target / Path(folder).relative_to(source)
+        into.mkdir(mode=0o700)
+        for name in names:
+            _copy_file(Path(folder) / name, into / name)
 
 
-def _copy_file(source: str, target: str) -> str:
+def _copy_file(source: Path, target: Path) -> None:
     if sys.platform != "linux":
-        return shutil.copyfile(source, target)
-    with open(source, "rb") as read, open(target, "wb") as written:
+        shutil.copyfile(source, target)
+        return
+    with source.open("rb") as read, target.open("wb") as written:
         size = os.fstat(read.fileno()).st_size
         written.truncate(size)
         at = 0
@@ -28,5 +80,17 @@ def _copy_file(source: str, target: str) -> str:
                 raise
             stop = os.lseek(read.fileno(), at, os.SEEK_HOLE)
             while at < stop:
-                at += os.copy_file_range(read.fileno(), written.fileno(), stop - at, at, at)
-    return target
+                at += _copy_range(read.fileno(), written.fileno(), at, stop)
+
+
+def _copy_range(read: int, written: int, at: int, stop: int) -> int:
+    """Copy bytes to the same place of another file; returns how many, at least one."""
+    try:
+        copied = os.copy_file_range(read, written, stop - at, at, at)
+        if copied:
+            return copied
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+    # Between two file systems, or where one of them cannot do it.
+    return os.pwrite(written, os.pread(read, min(stop - at, _CHUNK), at), at)

@@ -102,6 +102,11 @@ class QdrantDatastore:
             erase_directory(Path(location))
 
     @classmethod
+    def record_size(cls, dim: int, **params: Any) -> int:
+        """Bytes of a point on the disk; see `SupportsSize.record_size`."""
+        return Options.of(params).point_size(dim)
+
+    @classmethod
     def beside(cls, location: str | Path, **params: Any) -> dict[str, Any]:
         """Choose a name for a copy of a server's collection; see `SupportsBeside.beside`."""
         from knnstore_qdrant.connecting import free_name

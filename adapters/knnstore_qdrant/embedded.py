@@ -9,13 +9,13 @@
     DIR/qdrant-copy-*/  such a copy, for the moment that opening it takes
 
 The engine opens a directory once. So a reader opens a copy, takes a new one when the writer has
-flushed, and removes its files at once: they live on, without names, as long as they are open.
+flushed, and removes its files at once: they live on, without names, as long as they are open. Where the
+directory takes no copy, it is made in the folder for temporary files.
 """
 
 import fcntl
 import json
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -43,13 +43,13 @@ from knnstore.datastore import (
     Mode,
     Neighbors,
     WriterLock,
+    check_space,
     positions_of,
     publish,
     remove,
     sync_directory,
 )
 from knnstore.errors import (
-    ConfigError,
     CorruptDatastoreError,
     DatastoreExistsError,
     DatastoreMismatchError,
@@ -57,14 +57,15 @@ from knnstore.errors import (
     StoreUnavailableError,
 )
 from knnstore_qdrant.conditions import GROUP, POSITION, Condition
-from knnstore_qdrant.copying import copy_directory
+from knnstore_qdrant.copying import COPY, open_copy
 from knnstore_qdrant.options import Options
 from knnstore_qdrant.points import batch_of, neighbors_of
+from knnstore_qdrant.room import NEW_SHARD, room_for, room_to_open, room_to_remove
 from knnstore_qdrant.shard import create_shard, engine_errors, filter_of
 
 _POINTS_AT_ONCE = 2048  # a Python object each
 _POLL_SECONDS = 0.02
-_DESCRIPTION, _SHARD, _COPY = "store.json", "qdrant-shard", "qdrant-copy-"
+_DESCRIPTION, _SHARD = "store.json", "qdrant-shard"
 _OWN_FILES = (f"{_DESCRIPTION}.tmp", "flushed", "flushed.tmp", "changing.lock", "writer.json", "writer.lock")
 
 
@@ -89,7 +90,7 @@ class EmbeddedPoints:
         if mode == "r":
             self._check_description()
             return
-        root.mkdir(parents=True, exist_ok=True)
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = WriterLock(root)
         try:
             self._open_for_writing(mode)
@@ -101,6 +102,8 @@ class EmbeddedPoints:
         """Store points, replacing those whose id is present."""
         numbers, positions, groups_of = ids.tolist(), positions_of(ids).tolist(), groups.tolist()
         with self._changing() as shard:
+            size = len(ids) * self._options.point_size(self._dim)
+            room_for(self._path, size, f"adding {len(ids):,} points")
             for start in range(0, len(ids), _POINTS_AT_ONCE):
                 points = [
                     Point(numbers[row], keys[row], {GROUP: groups_of[row], POSITION: positions[row]})
@@ -126,8 +129,10 @@ class EmbeddedPoints:
 
     def delete(self, condition: Condition) -> None:
         """Remove points."""
+        chosen = filter_of(condition)
         with self._changing() as shard, engine_errors(self._path):
-            shard.update(UpdateOperation.delete_points_by_filter(filter_of(condition)))
+            room_to_remove(self._path, shard.count(CountRequest(exact=True, filter=chosen)))
+            shard.update(UpdateOperation.delete_points_by_filter(chosen))
 
     def count(self) -> int:
         """How many points there are."""
@@ -159,6 +164,8 @@ class EmbeddedPoints:
         """Index all points and reclaim the space of removed ones."""
         before = self._changed
         with self._changing() as shard, engine_errors(self._path):
+            anew = shard.count(CountRequest(exact=True)) * self._options.point_size(self._dim)
+            room_for(self._path, NEW_SHARD + anew, "optimizing")
             changed = shard.optimize()
             self._changed = before or changed  # else readers need no new copy
         self.flush()
@@ -185,12 +192,14 @@ class EmbeddedPoints:
         if exists:
             self._check_description()
             with self._locked(fcntl.LOCK_EX):  # so no reader is just opening one of these
-                for copy in self._root.glob(f"{_COPY}*"):
+                for copy in self._root.glob(f"{COPY}*"):
                     shutil.rmtree(copy)
             self._flushed = self._read_flushed()
             with engine_errors(self._path):
+                room_to_open(self._path)
                 self._shard = EdgeShard.load(str(self._path))
             return
+        check_space(self._root, NEW_SHARD, "a store of Qdrant's engine")
         shutil.rmtree(self._path, ignore_errors=True)  # of a creation that was killed
         self._shard = create_shard(self._path, self._dim, self._metric, self._options)
         description = {"format": 1, "engine": "qdrant", "dim": self._dim, "metric": self._metric.value}
@@ -240,17 +249,7 @@ class EmbeddedPoints:
     def _copied(self) -> EdgeShard:
         with self._locked(fcntl.LOCK_SH):
             flushed = self._read_flushed()
-            try:
-                copy = Path(tempfile.mkdtemp(prefix=_COPY, dir=self._root))
-            except OSError as error:
-                raise ConfigError(f"to read {self._root} one must be able to write there: {error}") from error
-            try:
-                copy_directory(self._root / _SHARD, copy / _SHARD)
-                self._path = copy / _SHARD
-                with engine_errors(self._path):
-                    shard = EdgeShard.load(str(self._path))
-            finally:
-                shutil.rmtree(copy, ignore_errors=True)
+            shard = open_copy(self._path, self._root)
         self._flushed = flushed
         return shard
 
@@ -283,7 +282,7 @@ def erase_directory(root: Path) -> None:
     try:
         remove(root / _DESCRIPTION)  # from now on nobody takes the rest for a store
         sync_directory(root)
-        for folder in (root / _SHARD, *root.glob(f"{_COPY}*")):
+        for folder in (root / _SHARD, *root.glob(f"{COPY}*")):
             if folder.exists():
                 shutil.rmtree(folder)
         for name in _OWN_FILES:

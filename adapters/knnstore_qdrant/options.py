@@ -89,6 +89,10 @@ class Options:
             )
         return options
 
+    def point_size(self, dim: int) -> int:
+        """Bytes of a point on the disk: vector and codes, payload, links, its place in the log."""
+        return (4 + 4 + 1) * dim + 16 * self.m + 512
+
 
 _LEAST: dict[str, float] = {
     **dict.fromkeys(("ef", "parallel", "replicas", "write_consistency", "grpc_port"), 1),

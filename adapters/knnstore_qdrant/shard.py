@@ -25,7 +25,7 @@ from qdrant_edge import (
 )
 
 from knnstore.datastore import Metric
-from knnstore.errors import DatastoreError
+from knnstore.errors import DatastoreError, DiskFullError
 from knnstore_qdrant.conditions import GROUP, POSITION, Condition
 from knnstore_qdrant.options import Options
 
@@ -36,6 +36,8 @@ _QUANTIZATION = {
     "scalar": ScalarQuantizationConfig(ScalarType.Int8, always_ram=True),
     "binary": BinaryQuantizationConfig(always_ram=True),
 }
+
+_NO_SPACE = "No space left on device"
 
 
 @contextlib.contextmanager
@@ -49,7 +51,8 @@ def engine_errors(path: Path) -> Iterator[None]:
         raise
     except BaseException as error:  # a panic of the engine is no Exception
         line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DatastoreError(f"Qdrant's engine failed on {path}: {line}") from error
+        kind = DiskFullError if _NO_SPACE in str(error) else DatastoreError
+        raise kind(f"Qdrant's engine failed on {path}: {line}") from error
 
 
 def create_shard(path: Path, dim: int, metric: Metric, options: Options) -> EdgeShard:

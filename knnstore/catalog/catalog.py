@@ -30,6 +30,7 @@ from knnstore.catalog.queries import (
     utc,
 )
 from knnstore.catalog.representatives import PrunedDocument
+from knnstore.catalog.sqlite import make_private, take_in_log, unchanged
 from knnstore.catalog.tables import (
     DELETING,
     IS_LIVE,
@@ -91,6 +92,8 @@ class Catalog:
             StoreExistsError: the database already holds a store.
             StoreUnavailableError: the database cannot be reached.
         """
+        if is_sqlite_file(url):
+            make_private(Path(str(url.database)))
         sql = connect(url)
         with ExitStack() as failed:
             failed.callback(sql.dispose)
@@ -129,11 +132,20 @@ class Catalog:
         """Release the connections, and the writer's lock if this process holds it."""
         self.opened.close()
 
+    def take_in_log(self) -> None:
+        """Leave SQLite's database whole in its one file, as far as readers and the disk let it."""
+        if is_sqlite_file(self.sql.url):
+            take_in_log(self.sql)
+
     # -- what readers poll
 
     def revision(self) -> int:
         """The number that grows with every change that readers may see."""
-        with translated_errors(self.sql), self.sql.connect() as connection:  # polled: no session
+        with (
+            translated_errors(self.sql),
+            self.sql.connect() as connection,  # polled: no session
+            unchanged(connection.connection.driver_connection),
+        ):
             return int(connection.execute(select(StoreRow.revision)).scalar_one())
 
     def engine(self) -> Engine:

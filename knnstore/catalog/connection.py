@@ -15,6 +15,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.orm import Session
 
+from knnstore.catalog import sqlite
 from knnstore.checks import TOO_DEEP
 from knnstore.errors import CatalogError, ConfigError, KnnstoreError, LockedError, StoreUnavailableError
 
@@ -110,7 +111,7 @@ def connect(url: URL) -> Engine:
             "PostgreSQL needs the driver psycopg. Install it with: pip install 'knnstore[postgres]'"
         ) from error
     if engine.dialect.name == "sqlite":
-        event.listen(engine, "connect", _configure_sqlite)
+        sqlite.prepare(engine)
         event.listen(engine, "begin", _begin)
     return engine
 
@@ -120,12 +121,6 @@ def _from_json(text: str) -> Any:
         return json.loads(text)
     except RecursionError:
         return TOO_DEEP
-
-
-def _configure_sqlite(connection: Any, _record: object) -> None:
-    connection.isolation_level = None  # we say BEGIN ourselves, so that DDL is transactional too
-    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "secure_delete=ON"):
-        connection.execute(f"PRAGMA {pragma}").close()
 
 
 def _begin(connection: Connection) -> None:
@@ -138,6 +133,7 @@ def translated_errors(engine: Engine) -> Iterator[None]:
 
     Raises:
         StoreUnavailableError: the database cannot be reached; trying again is safe.
+        DiskFullError, ReadOnlyError: its medium takes no more, or nothing at all.
         CatalogError: it refused a statement, or what it holds makes no sense.
     """
     try:
@@ -145,6 +141,9 @@ def translated_errors(engine: Engine) -> Iterator[None]:
     except PoolTimeoutError as error:
         raise StoreUnavailableError(f"{place(engine.url)}: all connections are in use") from error
     except DBAPIError as error:
+        medium = sqlite.medium_error(error.orig, place(engine.url))
+        if medium is not None:
+            raise medium from error
         lines = str(error.orig).strip().splitlines()  # the first has no values, later ones may
         reason = lines[0] if lines else type(error.orig).__name__
         unreachable = error.connection_invalidated or isinstance(error, OperationalError)
@@ -169,7 +168,12 @@ def place(url: URL) -> str:
 @contextmanager
 def session(engine: Engine) -> Iterator[Session]:
     """Run one transaction: committed at the end of the block, rolled back on an exception."""
-    with translated_errors(engine), Session(engine, expire_on_commit=False) as current, current.begin():
+    with (
+        translated_errors(engine),
+        Session(engine, expire_on_commit=False) as current,
+        current.begin(),
+        sqlite.unchanged(current.connection().connection.driver_connection),
+    ):
         yield current
 
 

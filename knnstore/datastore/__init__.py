@@ -38,6 +38,7 @@ from knnstore.datastore.protocol import (
     SupportsErase,
     SupportsGet,
     SupportsOptimize,
+    SupportsSize,
     SupportsVacuum,
     SupportsVerify,
 )
@@ -54,14 +55,16 @@ from knnstore.datastore.records import (
     whole_positions,
 )
 from knnstore.durable import BLOCK, StoredFile, WriterLock, publish, remove, sync_directory
+from knnstore.space import allocate, check_space, free_space, medium_errors
 
 __all__ = [
     "BATCH_SIZE", "BLOCK", "BLOCK_VALUES", "ID_LIMIT", "POSITION_LIMIT", "TOKEN_LIMIT", "Capabilities",
     "DamagedPart", "Datastore", "Distances", "EmbeddedDatastore", "Filter", "Groups", "IdRanges", "Ids",
     "KeySegments", "Keys", "MappedColumns", "MappedFile", "MemoryDatastore", "Metric", "Mode", "Neighbors",
     "Segment", "StoredFile", "StoredKeys", "SupportsBeside", "SupportsDamage", "SupportsErase",
-    "SupportsGet", "SupportsOptimize", "SupportsVacuum", "SupportsVerify", "WriterLock", "checked_k",
-    "checked_keys", "checked_params", "checked_records", "compare_rows", "nearest_rows", "paired",
-    "pairwise", "positions_of", "publish", "ranges_of", "read_keys", "record_ids", "registry", "remove",
-    "stored_keys", "sync_directory", "tokens_of", "whole_positions",
+    "SupportsGet", "SupportsOptimize", "SupportsSize", "SupportsVacuum", "SupportsVerify", "WriterLock",
+    "allocate", "check_space", "checked_k", "checked_keys", "checked_params", "checked_records",
+    "compare_rows", "free_space", "medium_errors", "nearest_rows", "paired", "pairwise", "positions_of",
+    "publish", "ranges_of", "read_keys", "record_ids", "registry", "remove", "stored_keys",
+    "sync_directory", "tokens_of", "whole_positions",
 ]  # fmt: skip

@@ -157,6 +157,20 @@ class SupportsOptimize(Protocol):
 
 
 @runtime_checkable
+class SupportsSize(Protocol):
+    """An engine that knows how much of a local disk it takes."""
+
+    @classmethod
+    def record_size(cls, dim: int, **params: Any) -> int:
+        """Bytes that a record takes, its share of an index included; rather too many than too few.
+
+        Args:
+            dim: number of components of a vector.
+            **params: the adapter's own parameters, as for `Datastore.open`.
+        """
+
+
+@runtime_checkable
 class SupportsVacuum(Protocol):
     """An engine that can free its files of deleted records, which others only mark."""
 

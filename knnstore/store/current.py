@@ -42,6 +42,11 @@ class Current:
                 self._view = View(snapshot, self.datastore, self._catalog)
             return self._view
 
+    @property
+    def place(self) -> Place:
+        """Where the keys are."""
+        return Place(self._home, self._catalog.identity, self.engine)
+
     def switch(self, engine: Engine, datastore: Datastore, commit: Callable[[], None]) -> Datastore:
         """Go over to another engine once `commit` has made the catalog name it; returns the old datastore.
 
@@ -53,7 +58,9 @@ class Current:
         return old
 
     def close(self) -> None:
-        """Flush and release the datastore in use."""
+        """Flush and release the datastore in use; a writer leaves the whole catalog in its file."""
+        if self._mode == "a":
+            self._catalog.take_in_log()
         self.datastore.close()
 
     def _open(self) -> tuple[Engine, Datastore]:

@@ -13,7 +13,7 @@ for both, and each step may be repeated, so recovery may itself be killed.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,8 @@ from knnstore.failpoints import failpoint
 from knnstore.store.checksums import checksum, precision_of, sums_of
 from knnstore.store.damage import abandon_unneeded
 from knnstore.store.fitted import drop_traces
+
+_FORGOTTEN_AT_ONCE = 1 << 17  # tokens, of four bytes; SQLite writes them to its log to overwrite them
 
 
 def purge(catalog: CatalogWriter, datastore: Datastore, documents: Sequence[PlacedDocument]) -> None:
@@ -44,7 +46,22 @@ def purge(catalog: CatalogWriter, datastore: Datastore, documents: Sequence[Plac
     datastore.flush()
     failpoint("purge.flushed")
     abandon_unneeded(catalog.catalog, datastore)
-    catalog.forget([document.row for document in documents])
+    for some in _parts(documents):  # each frees, in the database, what the next one needs for its log
+        catalog.forget([document.row for document in some])
+
+
+def _parts(documents: Sequence[PlacedDocument]) -> Iterator[list[PlacedDocument]]:
+    """The documents in groups, each of so many tokens but for its last document."""
+    part: list[PlacedDocument] = []
+    tokens = 0
+    for document in documents:
+        part.append(document)
+        tokens += document.stop - document.start
+        if tokens >= _FORGOTTEN_AT_ONCE:
+            yield part
+            part, tokens = [], 0
+    if part:
+        yield part
 
 
 class Ingest:

@@ -9,7 +9,6 @@ from typing import Any, Self
 from numpy.typing import NDArray
 
 from knnstore.catalog import Catalog, CatalogWriter, Document, Domain, Engine, Identity, NewDocument
-from knnstore.durable import WriterLock
 from knnstore.errors import ConfigError, ReadOnlyError
 from knnstore.progress import Progress
 from knnstore.store.current import Current, Mode
@@ -40,7 +39,7 @@ class KNNStore(StoreReader):
         with ExitStack() as opened:
             opened.callback(catalog.close)
             if mode == "a":
-                opened.callback(WriterLock(home.path).release)
+                opened.enter_context(home.locked())
                 writer = CatalogWriter(catalog)
             self._current = Current(home, catalog, mode, params or {})
             opened.callback(self._current.close)

@@ -1,5 +1,7 @@
 """Checking that catalog and datastore say the same of every token."""
 
+import logging
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -12,10 +14,17 @@ from knnstore.store.fitted import files_in_use, problem_of
 from knnstore.store.home import Home
 from knnstore.store.view import View
 
+_logger = logging.getLogger(__name__)
+
 
 def problems_of(home: Home, catalog: Catalog, view: View) -> list[str]:
     """Read everything that is stored and list what is wrong, one line each; nothing when it is sound."""
     problems, datastore = catalog.problems(), view.datastore
+    exposed = home.exposed()
+    if exposed is not None:  # no problem of the store's, and it may be meant
+        _logger.warning(
+            "every user of this machine can read %s: `chmod -R o= %s` ends that", exposed, home.path
+        )
     unsettled = catalog.unsettled()
     if unsettled:
         problems.append(

@@ -1,5 +1,6 @@
 """Changing what is in a store: each change is whole or not there."""
 
+import logging
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -9,7 +10,8 @@ import numpy as np
 
 from knnstore.catalog import CatalogWriter, NewDocument
 from knnstore.datastore import IdRanges, SupportsOptimize, ranges_of
-from knnstore.errors import DocumentNotFoundError, KnnstoreError
+from knnstore.errors import DiskFullError, DocumentNotFoundError, KnnstoreError
+from knnstore.space import check_space
 from knnstore.store.checksums import precision_of, taking
 from knnstore.store.current import Current
 from knnstore.store.damage import abandon_unneeded, reading_on
@@ -17,6 +19,10 @@ from knnstore.store.fitted import SavedSettings, Weights, files_in_use, save_wei
 from knnstore.store.home import Home
 from knnstore.store.ingest import Ingest, purge
 from knnstore.store.verify import orphans_in
+
+_CATALOG_BYTES = 12  # of a token: in the database, and before that in its log
+
+_logger = logging.getLogger(__name__)
 
 
 class Writing:
@@ -30,13 +36,20 @@ class Writing:
         self._unnamed_weights: set[str] = set()
 
     def purge(self) -> None:
-        """Remove the documents that are not live, for good, with the weights that hold traces of them."""
-        purge(self.writer, self.current.datastore, self.writer.unsettled())
+        """Remove the documents that are not live, for good, with the weights that hold traces of them.
+
+        On a full disk what takes space is left to the next writer: nobody reads them any more.
+        """
+        try:
+            purge(self.writer, self.current.datastore, self.writer.unsettled())
+        except DiskFullError as error:
+            _logger.warning("of what was removed a part still takes space, which goes later: %s", error)
         self._sweep_weights()
 
     @contextmanager
     def ingest(self, documents: Sequence[NewDocument]) -> Iterator[Ingest]:
         """Add documents; see `KNNStore.ingest`."""
+        self._check_space(documents)
         group = Ingest(self.writer, self.current.datastore, documents)
         try:
             yield group
@@ -53,6 +66,7 @@ class Writing:
 
     def remove(self, domain: str, ids: Iterable[str] | None = None) -> None:
         """Remove documents of a domain, or none if one is not there; None is all."""
+        self._home.reserve.give_back()
         gone = self.writer.catalog.rows(domain=domain) if ids is None else self._rows(domain, ids).values()
         self.writer.retire(list(gone))
         self.purge()
@@ -101,6 +115,14 @@ class Writing:
         """Let the engine make anew what is derived and lacks, and reclaim space."""
         if isinstance(self.current.datastore, SupportsOptimize):
             self.current.datastore.optimize()
+
+    def _check_space(self, documents: Sequence[NewDocument]) -> None:
+        """Refuse documents that will not fit."""
+        tokens = sum(len(document.tokens) for document in documents)
+        what = f"adding {tokens:,} tokens"
+        if self._home.has_catalog:
+            check_space(self._home.path, _CATALOG_BYTES * tokens, what)
+        self.current.place.check_space(tokens, what)
 
     def _sweep_weights(self) -> None:
         if self._home.weights.is_dir():

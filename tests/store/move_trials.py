@@ -29,7 +29,7 @@ Ending = Callable[[Path], None]
 TARGET, OTHER = "elsewhere", "third"
 ENGINE = sys.argv[2]
 PREFIX = "".join(sys.argv[3:])
-KEPT = {"knnstore.json", "catalog.db", "writer.lock", "writer.json"}
+KEPT = {"knnstore.json", "catalog.db", "writer.lock", "writer.json", "reserve"}
 
 transfer.SECONDS_AT_RISK = 0.0  # each batch is made durable
 transfer._BATCH = 32

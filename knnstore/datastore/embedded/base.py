@@ -22,6 +22,7 @@ from knnstore.datastore.ranges import IdRanges
 from knnstore.datastore.reading import read_keys
 from knnstore.durable import StoredFile
 from knnstore.errors import CorruptDatastoreError
+from knnstore.space import check_space
 
 
 class EmbeddedDatastore(ABC):
@@ -66,6 +67,11 @@ class EmbeddedDatastore(ABC):
     def erase(cls, location: str | Path, **params: Any) -> None:
         """Remove the datastore in a directory; see `SupportsErase.erase`."""
         erase_segments(Path(location))
+
+    @classmethod
+    def record_size(cls, dim: int, **params: Any) -> int:
+        """Bytes of a record on the disk, with its share of an index; see `SupportsSize.record_size`."""
+        return 6 * dim + 64
 
     @property
     @abstractmethod
@@ -229,6 +235,8 @@ class EmbeddedDatastore(ABC):
             return
         present = segment.index
         if present is None or present.parameters != parameters or not self._intact(present.file):
+            size = segment.rows * self.record_size(self._dim)
+            check_space(self._segments.root, size, f"indexing {segment.rows:,} records")
             build = partial(self._build_index, segment, parameters)
             self._segments.write_index(segment, build, parameters)
 

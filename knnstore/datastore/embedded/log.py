@@ -38,6 +38,7 @@ from knnstore.errors import (
     ReadOnlyError,
 )
 from knnstore.failpoints import failpoint
+from knnstore.space import kind_of
 
 BUFFER_SIZE = 16 << 20
 """Bytes of keys that `append` keeps in memory before it writes them as a segment."""
@@ -78,7 +79,7 @@ class KeySegments(SegmentReader):
         else:
             self._follows = False
             with self._writing():
-                root.mkdir(parents=True, exist_ok=True)
+                root.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = WriterLock(root)
             try:
                 self._manifest = self._open_for_writing(dim, metric, create_only=mode == "x")
@@ -207,7 +208,7 @@ class KeySegments(SegmentReader):
             self._segments = self._mapped(manifest)
             self._on_disk = manifest.file_names()
             for folder in FOLDERS:
-                (self.root / folder).mkdir(exist_ok=True)
+                (self.root / folder).mkdir(mode=0o700, exist_ok=True)
             for path in own_files(self.root):  # what a crash left behind
                 if f"{path.parent.name}/{path.name}" not in self._on_disk:
                     remove(path)
@@ -294,7 +295,7 @@ class KeySegments(SegmentReader):
         except OSError as error:
             if isinstance(error, DatastoreError):  # some are both
                 raise
-            raise DatastoreError(
+            raise kind_of(error)(
                 f"cannot write {error.filename or self.root}: {error.strerror}; what was flushed is safe: "
                 "free space or repair the disk, then flush again"
             ) from error

@@ -12,6 +12,7 @@ from knnstore.datastore.embedded.segment import MappedColumns, Segment, StoredKe
 from knnstore.datastore.ranges import IdRanges
 from knnstore.durable import FileWriter, sync_directory
 from knnstore.errors import CorruptDatastoreError
+from knnstore.space import check_space
 
 CHUNK_SIZE = 4 << 20
 """Bytes of keys that a merge holds at a time."""
@@ -115,11 +116,13 @@ def write_segment(root: Path, name: str, segments: Sequence[Segment], dim: int) 
     """Write the live rows of segments of one group, one or more, as the files of a new one, durably.
 
     Raises:
-        OSError: the disk is full or broken.
+        DiskFullError: it will not fit; nothing was written.
+        OSError: the disk became full, or is broken.
         CorruptDatastoreError: what is to be rewritten is damaged; nothing was written.
     """
     group, rows = segments[0].group, sum(segment.live for segment in segments)
     dtype = np.result_type(*(segment.columns.dtype for segment in segments))
+    check_space(root, rows * (dim * dtype.itemsize + 8), f"writing {rows:,} records")
     keys_name, ids_name, digests_name = file_names(name)
     first = last = -1
     with (

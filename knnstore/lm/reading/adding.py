@@ -1,15 +1,19 @@
 """Building a domain: documents become tokens, one forward pass gives their keys, the store keeps both."""
 
+import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from knnstore.documents import OnBad, TextDocument, documents_of
+from knnstore.errors import DiskFullError
 from knnstore.lm.reading.reader import TextReader, in_chunks
 from knnstore.lm.reading.windows import BATCH_TOKENS
 from knnstore.progress import Progress
 from knnstore.store import KNNStore, NewDocument
+
+_logger = logging.getLogger(__name__)
 
 COMMIT_TOKENS = 65_536
 """Documents become live in groups of about so many tokens: what an interrupted run can lose."""
@@ -139,7 +143,12 @@ def add(
     if group:
         encode(group)
     if any(counts.values()):  # also what an interrupted run left undone after its last commit
-        store.optimize()
+        try:
+            store.optimize()
+        except DiskFullError as error:
+            _logger.warning(
+                "the documents are there, indexing them is left to `knnstore optimize`: %s", error
+            )
         lm.after_adding()
     shown.finish()
     return Added(**counts, seconds=time.perf_counter() - started)

@@ -24,6 +24,7 @@ from safetensors.numpy import save
 
 from knnstore.durable import publish, sync_directory
 from knnstore.errors import ConfigError, CorruptWeightsError
+from knnstore.space import medium_errors
 
 _NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
 
@@ -83,12 +84,17 @@ def save_weights(folder: Path, weights: Weights) -> str:
     """
     content = weights.encode()
     name = name_of(content)
+    with medium_errors(folder):
+        _write(folder, name, content)
+    return name
+
+
+def _write(folder: Path, name: str, content: bytes) -> None:
     if not folder.is_dir():
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         sync_directory(folder.parent)
     if problem_of(folder, name) is not None:
         publish(folder / name, content, "weights")
-    return name
 
 
 def load_weights(folder: Path, name: str) -> Weights:

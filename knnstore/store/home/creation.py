@@ -26,6 +26,7 @@ from knnstore.catalog import place as place_of
 from knnstore.datastore import TOKEN_LIMIT
 from knnstore.durable import publish, sync_directory
 from knnstore.errors import ConfigError, StoreExistsError, StoreNotFoundError
+from knnstore.space import medium_errors
 from knnstore.store.fitted import Weights, save_weights
 from knnstore.store.home.home import DESCRIPTION, Home
 from knnstore.store.home.places import Place, holds_something
@@ -91,7 +92,9 @@ def make_store(
     outside = _outside(place, folder)
     creation = Creation.read(unfinished)
     begun = outside in creation.datastores
-    unfinished.mkdir(parents=True, exist_ok=True)
+    with medium_errors(unfinished):
+        unfinished.mkdir(parents=True, exist_ok=True)
+        unfinished.chmod(0o700)
     try:
         _clear(unfinished)
         if catalog is not None:

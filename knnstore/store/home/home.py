@@ -7,17 +7,22 @@
     HOME/keys/            the datastore, when it is embedded
     HOME/weights/         what was fitted and is too large for SQL, as settings name it
     HOME/writer.lock      held by the one process that writes
+    HOME/reserve          space to remove documents with once the disk is full
     HOME/move.json        a move of the keys to another engine that is unfinished
 """
 
 import json
 import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
 from knnstore.catalog import URL, parse_url, shown, sqlite_url, without_password
-from knnstore.durable import publish
+from knnstore.durable import WriterLock, publish
 from knnstore.errors import ConfigError, StoreNotFoundError
+from knnstore.space import Reserve
 from knnstore.store.home.following import CATALOG_VARIABLE, check_catalog, check_files
 
 FORMAT = 1
@@ -37,6 +42,27 @@ class Home:
         return location if "://" in location else str(self.path / location)
 
     @property
+    def has_catalog(self) -> bool:
+        """Whether the catalog is a file in the home."""
+        return self.catalog_url == self._catalog_url(self.path, None)
+
+    def exposed(self) -> Path | None:
+        """A file in the home that every user of the machine can read, if there is one."""
+        if not self.path.stat().st_mode & stat.S_IXOTH:
+            return None
+        for folder, inner, names in os.walk(self.path):
+            inner[:] = [name for name in inner if (Path(folder) / name).stat().st_mode & stat.S_IXOTH]
+            for path in (Path(folder) / name for name in names):
+                if path.stat().st_mode & stat.S_IROTH:
+                    return path
+        return None
+
+    @property
+    def reserve(self) -> Reserve:
+        """Space to remove documents with once the disk is full."""
+        return Reserve(self.path)
+
+    @property
     def weights(self) -> Path:
         """The folder of fitted weights; not there before the first ones are."""
         return self.path / "weights"
@@ -52,8 +78,7 @@ class Home:
 
     def write(self) -> None:
         """Say durably where the catalog is; a password in its URL is not written."""
-        inside = self.catalog_url == self._catalog_url(self.path, None)
-        saved = None if inside else without_password(self.catalog_url)
+        saved = None if self.has_catalog else without_password(self.catalog_url)
         description = json.dumps({"format": FORMAT, "catalog": saved}, indent=2)
         publish(self.path / DESCRIPTION, description.encode() + b"\n", "home")
 
@@ -62,7 +87,7 @@ class Home:
         """Read a home's description; `writing` says whether the store is to be changed.
 
         The catalog's URL with its password is the one given, else that of the environment, else the one
-        written.
+        written. For writing the reserve is given back if the disk is full.
 
         Raises:
             StoreNotFoundError: the folder is no home.
@@ -86,7 +111,25 @@ class Home:
             url = cls._same_database(url, given)
         else:
             check_catalog(folder, url, os.environ, writing=writing)
-        return cls(folder, url)
+        found = cls(folder, url)
+        if writing:
+            found.reserve.give_back()
+        return found
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other writers out, and leave the reserve behind.
+
+        Raises:
+            LockedError: another process writes; names it.
+            ReadOnlyError: nothing can be written there.
+        """
+        lock = WriterLock(self.path)
+        try:
+            yield
+        finally:
+            self.reserve.keep()
+            lock.release()
 
     @staticmethod
     def _same_database(url: URL, given: str) -> URL:

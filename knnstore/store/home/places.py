@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from knnstore.catalog import Engine, Identity
-from knnstore.datastore import Datastore, Metric, Mode, SupportsErase, registry
+from knnstore.datastore import Datastore, Metric, Mode, SupportsErase, SupportsSize, registry
 from knnstore.errors import (
     ConfigError,
     DatastoreExistsError,
@@ -13,6 +13,7 @@ from knnstore.errors import (
     DatastoreNotFoundError,
 )
 from knnstore.failpoints import failpoint
+from knnstore.space import check_space
 from knnstore.store.home.following import check_folder
 from knnstore.store.home.home import Home
 
@@ -69,6 +70,23 @@ class Place:
         with suppress(DatastoreNotFoundError):
             self.open("r").close()
             raise self.taken()
+
+    def check_space(self, records: int, what: str) -> None:
+        """Refuse records that will not fit.
+
+        Args:
+            records: how many more there will be.
+            what: what is to be done, as the subject of a sentence.
+
+        Raises:
+            DiskFullError: there is too little space.
+        """
+        if self.folder is not None:
+            adapter: type = registry.load(self.engine.adapter)
+            size = 4 * self.identity.dim + 64  # where an engine does not say
+            if issubclass(adapter, SupportsSize):
+                size = adapter.record_size(self.identity.dim, **self.engine.params)
+            check_space(self.folder, records * size, what)
 
     def taken(self) -> DatastoreExistsError:
         """The error that a datastore is there."""

@@ -7,6 +7,7 @@ from typing import Self
 from knnstore.catalog import Engine
 from knnstore.durable import publish, sync_directory
 from knnstore.errors import ConfigError
+from knnstore.space import medium_errors
 from knnstore.store.home import Home
 
 _NAME = "move.json"
@@ -58,7 +59,8 @@ class Plan:
 
     def write(self, home: Home) -> None:
         """Make this the unfinished move, durably."""
-        publish(home.path / _NAME, json.dumps(asdict(self)).encode(), "move")
+        with medium_errors(home.path):
+            publish(home.path / _NAME, json.dumps(asdict(self)).encode(), "move")
 
     @staticmethod
     def clean(home: Home) -> None:

@@ -31,6 +31,7 @@ from knnstore.errors import (
     CorruptDatastoreError,
     DatastoreError,
     DatastoreExistsError,
+    DiskFullError,
     KnnstoreError,
 )
 from knnstore.failpoints import failpoint
@@ -165,10 +166,10 @@ class Relocation:
         source = self._current.datastore
         check_undamaged(self._catalog, source, _UNDONE)
         snapshot, stored = self._current.view().snapshot, self._catalog.checksums()
-        copy = self._begin(target, progress)
+        without = pruning.gone if pruning else IdRanges()
+        copy = self._begin(target, source.count() - without.size, progress)
         try:
             read, held = checking(snapshot, stored), taking(snapshot, copy.capabilities)
-            without = pruning.gone if pruning else IdRanges()
             with naming_damage(self._catalog, source, _UNDONE):
                 done = transfer(source, copy, progress, without=without, reads=read.add, holds=held.add)
             altered = read.differing(stored)
@@ -192,15 +193,17 @@ class Relocation:
         old.close()
         return done
 
-    def _begin(self, target: Engine, progress: Progress) -> Datastore:
+    def _begin(self, target: Engine, records: int, progress: Progress) -> Datastore:
         """Open the target for writing: a new one, or the one of the same move, interrupted."""
         source, place = self._current.engine, self._place(target)
+        what = f"a copy of {records:,} records"
         plan = Plan.read(self._home)
         if plan is not None and plan.target != target:
             self._give_up(plan, progress)
             plan = None
         if plan is None:
             self._check_free(place)
+            place.check_space(records, what)
             Plan(source, target).write(self._home)
             failpoint("move.planned")
             try:
@@ -214,6 +217,11 @@ class Relocation:
                 opened.close()
                 Plan.forget(self._home)
                 raise place.taken()
+            try:
+                place.check_space(records - opened.count(), what)
+            except DiskFullError:
+                opened.close()
+                raise
         failpoint("move.made")
         Plan(source, target, made=True).write(self._home)
         return opened

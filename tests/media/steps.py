@@ -1,0 +1,141 @@
+"""Does to stores what it reads from stdin, each step in a process of its own; replies how that ended.
+
+A step is forked, so importing everything costs once, and an end by a signal is the step's alone.
+"""
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import knnstore
+import knnstore.space
+from knnstore.catalog import Identity, NewDocument
+from knnstore.cli.root import main
+from knnstore.datastore import tokens_of
+from knnstore.errors import KnnstoreError
+from knnstore.store import KNNStore, Selection
+
+DIM = 64
+ENGINES: dict[str, dict[str, Any]] = {
+    "faiss": {"index": "IVF4,Flat"},
+    "hnswlib": {"exact_up_to": 100},
+    "qdrant": {},
+}
+IDENTITY = Identity("none", "0" * 64, "0" * 64, "key", DIM, "l2", 1000, 16, 8)
+
+
+def of_document(id: str, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and keys, the same each time for an id."""
+    rng = np.random.default_rng(list(id.encode()))
+    keys = rng.standard_normal((tokens, DIM)).astype(np.float16).astype(np.float32)
+    return rng.integers(0, 1000, tokens), keys
+
+
+def create(home: str, engine: str, *, location: str | None = None, umask: int | None = None) -> None:
+    if umask is not None:
+        os.umask(umask)
+    KNNStore.create(home, IDENTITY, store=engine, params=ENGINES[engine], location=location).close()
+
+
+def open_to_others(home: str, tokens: int, umask: int) -> None:
+    """Do much, and print the files that others can get at, also while it is done."""
+    os.umask(umask)
+    with knnstore.open(home, "a") as store:
+        store.save_weights({"w": np.zeros(3)}, {})
+    add(home, "x", ["a"], tokens)
+    seen: set[Path] = set()
+    with knnstore.open(home, "a") as store, knnstore.open(home) as reader:
+        store.optimize()
+        store.retag("a", add=["t"])
+        reader.search(of_document("a", tokens)[1][:1], 1)
+        Path(home).joinpath("catalog.db-wal").stat()
+        places = [Path(home)]
+        while places:
+            place = places.pop()
+            if place.name == "qdrant-shard":  # the engine's own, in a folder that is closed
+                continue
+            if place.stat().st_mode & 0o077:
+                seen.add(place)
+            elif place.is_dir():
+                places += place.iterdir()
+    print("seen:", *seen)
+
+
+def add(home: str, domain: str, ids: list[str], tokens: int, *, unchecked: bool = False) -> None:
+    """Add documents, a commit each; prints each id once it is acknowledged."""
+    if unchecked:  # as when something else fills the disk after the look at it
+        knnstore.space.MARGIN = -(1 << 60)
+    with knnstore.open(home, "a") as store:
+        for id in ids:
+            gold, keys = of_document(id, tokens)
+            document = NewDocument(id, domain, "0" * 64, gold.astype(np.uint32))
+            with store.ingest([document]) as group:
+                group.add(np.zeros(tokens, np.int64), np.arange(tokens), gold, keys)
+            print(id, flush=True)
+
+
+def check(home: str, tokens: int) -> None:
+    """Compare all that can be read with what it must be; prints the ids."""
+    with knnstore.open(home) as store:
+        problems = store.verify()
+        assert not problems, problems
+        for document in store.documents():
+            gold, keys = of_document(document.id, tokens)
+            assert (store.tokens(document.id, domain=document.domain) == gold).all(), document.id
+            found = store.search(keys[:5], 1, Selection(domains=(document.domain,)))
+            assert (tokens_of(found.ids[:, 0]) == gold[:5]).all(), document.id
+            assert (found.distances[:, 0] < 1e-2).all(), document.id
+            print(document.id)
+
+
+def command(*arguments: str) -> None:
+    """Run the command line."""
+    sys.argv = ["knnstore", *arguments]
+    main()
+
+
+STEPS: dict[str, Callable[..., None]] = {
+    "create": create,
+    "add": add,
+    "open_to_others": open_to_others,
+    "check": check,
+    "command": command,
+}
+
+
+def run(name: str, arguments: list[Any], options: dict[str, Any], output: Path) -> int:
+    """Do a step in a child; returns its exit status, negative when a signal ended it."""
+    child = os.fork()
+    if child == 0:
+        for descriptor, stream in ((1, "out"), (2, "err")):
+            os.dup2(os.open(output / stream, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+        status = 0
+        try:
+            STEPS[name](*arguments, **options)
+        except KnnstoreError as error:
+            print(f"error: {error}", file=sys.stderr)
+            status = 1
+        except SystemExit as error:
+            status = int(error.code or 0)
+        except BaseException:
+            traceback.print_exc()
+            status = 70
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    for line in sys.stdin:
+        name, arguments, options = json.loads(line)
+        status = run(name, arguments, options, folder)
+        said = {stream: (folder / stream).read_text() for stream in ("out", "err")}
+        print(json.dumps({"status": status, **said}), flush=True)

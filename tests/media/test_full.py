@@ -1,0 +1,138 @@
+"""A disk that is full, or too small for what is asked."""
+
+import errno
+import os
+
+import numpy as np
+import pytest
+
+from knnstore.datastore import record_ids, registry
+
+N = 1000
+ROOMY = {"faiss": 24 << 20, "hnswlib": 24 << 20, "qdrant": 400 << 20}
+IDS = ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize("engine", ROOMY)
+def test_a_full_disk_can_be_read_and_removed_from(engine, disk, steps) -> None:
+    full = disk(ROOMY[engine])
+    home = full.path / "home"
+    steps.well("create", home, engine)
+    steps.well("add", home, "x", ["a", "b"], N)
+    steps.well("add", home, "y", ["c", "d"], N)
+    full.fill()
+    assert steps.well("check", home, N).ids == IDS
+    for refused in (
+        ["optimize"],
+        ["move", "--store", "faiss", "--location", "other"],
+    ):
+        said = steps.refused("command", *refused, "--home", home)
+        assert " bytes at " in said
+        assert " are free: it was not begun" in said
+        full.fill()  # what was given back is taken again, so nothing is left for others
+    assert (home / "reserve").stat().st_size
+    assert not (home / "other").exists()
+    assert not (home / "move.json").exists()
+    assert "adding 1,000 tokens needs" in steps.refused("add", home, "x", ["e"], N)
+    full.fill()
+    steps.well("command", "remove", "--document", "a", "--home", home)
+    full.fill()
+    steps.well("command", "remove", "--domain", "y", "--home", home)
+    assert full.free or engine == "qdrant"  # which keeps its files as they are
+    assert steps.well("check", home, N).ids == ["b"]
+    full.relieve()
+    steps.well("add", home, "x", ["a"], N)
+    steps.well("command", "optimize", "--home", home)
+    steps.well("command", "repair", "--home", home)
+    assert sorted(steps.well("check", home, N).ids) == ["a", "b"]
+
+
+def test_removing_needs_no_more_than_the_reserve(disk, steps) -> None:
+    """A document's tokens pass through the database's log when they go, so they go in parts."""
+    full = disk(80 << 20)
+    home = full.path / "home"
+    steps.well("create", home, "faiss")
+    steps.well("add", home, "x", ["a", "b", "c", "d", "e", "f", "g", "h"], 40_000)
+    full.fill()
+    assert steps.well("command", "remove", "--domain", "x", "--home", home).err == ""
+    assert steps.well("check", home, N).ids == []
+    assert full.free > 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("engine", "size", "unchecked"),
+    [
+        *(("faiss", size << 10, False) for size in (80, 5300)),
+        *(("faiss", size << 10, True) for size in (1100, 2000)),
+        ("hnswlib", 1600 << 10, True),
+        *(("qdrant", size << 20, False) for size in (120, 180)),
+    ],
+)
+def test_a_disk_of_any_size(engine, size, unchecked, disk, steps) -> None:
+    """No step ends by a signal or a traceback, nothing acknowledged is lost, and with space all goes on."""
+    small = disk(size)
+    home = small.path / "home"
+    made = steps("create", home, engine).status == 0
+    acknowledged = set()
+    for domain, ids in (("x", IDS), ("x", IDS[:2]), ("y", ["e", "f", "g"])) if made else ():
+        acknowledged |= set(steps("add", home, domain, ids, N, unchecked=unchecked).ids)
+    if made:
+        steps("command", "optimize", "--home", home)
+        assert acknowledged <= set(steps.well("check", home, N).ids)
+        steps("command", "move", "--store", "hnswlib", "--location", "other", "--home", home)
+        assert acknowledged <= set(steps.well("check", home, N).ids)
+        small.fill()
+        for id in sorted(acknowledged)[:2]:
+            if steps("command", "remove", "--document", id, "--home", home).status == 0:
+                acknowledged.discard(id)
+            small.fill()
+        assert acknowledged <= set(steps.well("check", home, N).ids)
+        small.relieve()
+    small.resize(400 << 20)
+    if not made:
+        steps.well("create", home, engine)
+    steps.well("add", home, "x", IDS, N)
+    steps.well("command", "optimize", "--home", home)
+    steps.well("command", "move", "--store", "faiss", "--location", "last", "--home", home)
+    steps.well("command", "repair", "--home", home)
+    assert acknowledged | set(IDS) <= set(steps.well("check", home, N).ids)
+
+
+def test_a_copy_where_the_kernel_copies_nothing(tmp_path, monkeypatch) -> None:
+    pytest.importorskip("qdrant_edge")
+    from knnstore_qdrant.copying import copy_directory
+
+    source = tmp_path / "source"
+    (source / "deep").mkdir(parents=True)
+    content = os.urandom(3 << 20)
+    with (source / "deep" / "file").open("wb") as file:
+        file.seek(5 << 20)
+        file.write(content)
+        file.truncate(20 << 20)
+    for number, error in enumerate((None, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS)):
+        if error is not None:
+
+            def refuse(*_arguments: int, code: int = error) -> int:
+                raise OSError(code, os.strerror(code))
+
+            monkeypatch.setattr(os, "copy_file_range", refuse)
+        copy_directory(source, tmp_path / str(number))
+        copied = tmp_path / str(number) / "deep" / "file"
+        assert copied.read_bytes() == (source / "deep" / "file").read_bytes()
+        assert copied.stat().st_blocks * 512 < 5 << 20
+
+
+@pytest.mark.parametrize("engine", ROOMY)
+def test_what_a_record_takes_is_not_underestimated(engine, tmp_path) -> None:
+    """Nor is it overestimated by far: what would fit must not be refused."""
+    adapter, params = registry.load(engine), {"exact_up_to": 100} if engine == "hnswlib" else {}
+    first, n, dim, taken = 100, 40_000, 64, []
+    keys = np.random.default_rng(0).standard_normal((n, dim)).astype(np.float32)
+    ids = record_ids(np.arange(n), np.zeros(n, np.int64))
+    with adapter.open(tmp_path / "keys", dim=dim, **params) as store:
+        for rows in (slice(first), slice(first, n)):
+            store.add(ids[rows], keys[rows], np.zeros(len(ids[rows]), np.int32))
+            store.optimize()
+            files = [path.stat() for path in (tmp_path / "keys").rglob("*") if path.is_file()]
+            taken.append(sum(min(file.st_blocks * 512, file.st_size) for file in files))
+    assert 0.4 < (taken[1] - taken[0]) / (n - first) / adapter.record_size(dim, **params) <= 1
