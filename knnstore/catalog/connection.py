@@ -100,7 +100,20 @@ def connect(url: URL) -> Engine:
     if engine.dialect.name == "sqlite":
         event.listen(engine, "connect", _configure_sqlite)
         event.listen(engine, "begin", _begin)
+    else:
+        event.listen(engine, "connect", _check_encoding, insert=True)  # before SQLAlchemy asks for text
     return engine
+
+
+def _check_encoding(connection: Any, _record: object) -> None:
+    info = connection.info
+    if info.parameter_status("server_encoding") == "SQL_ASCII":  # then the driver gives bytes for text
+        database = info.dbname
+        connection.close()
+        raise ConfigError(
+            f"the database {database!r} has the encoding SQL_ASCII, which keeps bytes and no text: make "
+            "another for the catalog, CREATE DATABASE ... TEMPLATE template0 ENCODING 'UTF8'"
+        )
 
 
 def _configure_sqlite(connection: Any, _record: object) -> None:
