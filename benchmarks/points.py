@@ -2,12 +2,13 @@
 
     python benchmarks/points.py                     in process, synthetic clustered keys
     python benchmarks/points.py --keys KEYS.npy --queries QUERIES.npy
-    python benchmarks/points.py --url http://127.0.0.1:6333 [--grpc-port 6334]
+    python benchmarks/points.py --url http://127.0.0.1:6333 [--grpc-port 6334] [--api-key-file FILE]
     python benchmarks/points.py --smoke             a few seconds
 
 With a URL also a server, through the adapter and through the client's own call, into a collection that is
-removed afterwards. JSON goes to stdout. The two sides of a ratio alternate within one process; a figure is
-the median of their ratios, once of wall time and once of this process's processor time.
+removed afterwards. Its API key is what the file holds, or KNNSTORE_QDRANT_API_KEY. JSON goes to stdout. The
+two sides of a ratio alternate within one process; a figure is the median of their ratios, once of wall time
+and once of this process's processor time.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from typing import Any
 import numpy as np
 import qdrant_edge
 from knnstore_qdrant import QdrantDatastore
+from knnstore_qdrant.connecting import API_KEY_VARIABLE, SERVER_VARIABLE
 from qdrant_client import QdrantClient, models
 from search import KS, clustered
 
@@ -83,11 +85,19 @@ def in_process(keys: Keys, queries: Keys, truth: dict[int, Distances], repeats: 
 def server(url: str, grpc_port: int, keys: Keys, queries: Keys, repeats: int) -> list[dict[str, Any]]:
     """The adapter against the client's own batch call, over gRPC and over REST."""
     results = []
+    key = os.environ.get(API_KEY_VARIABLE)
     place: dict[str, Any] = {"collection": COLLECTION, "grpc_port": grpc_port, "timeout": 60.0}
     QdrantDatastore.erase(url, **place)
     try:
         for prefer_grpc in (True, False):
-            client = QdrantClient(url, grpc_port=grpc_port, prefer_grpc=prefer_grpc, timeout=60)
+            client = QdrantClient(
+                url,
+                grpc_port=grpc_port,
+                prefer_grpc=prefer_grpc,
+                headers={"api-key": key} if key else None,
+                timeout=60,
+                check_compatibility=False,
+            )
             with QdrantDatastore.open(url, dim=keys.shape[1], prefer_grpc=prefer_grpc, **place) as store:
                 if store.count() == 0:
                     fill(store, keys)
@@ -122,6 +132,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--url", help="of a server")
     parser.add_argument("--grpc-port", type=int, default=6334)
+    parser.add_argument("--api-key-file", type=Path, help="a file with the server's API key")
     parser.add_argument("--smoke", action="store_true", help="small sizes, to see that it runs")
     options = parser.parse_args()
     rows, batch, repeats = (2_000, 4, 1) if options.smoke else (options.rows, options.batch, options.repeats)
@@ -132,6 +143,9 @@ def main() -> None:
     squares = np.stack([((query - np.asarray(keys, np.float32)) ** 2).sum(1) for query in queries])
     truth = {k: np.sort(np.partition(squares, k - 1, axis=1)[:, :k], axis=1) for k in KS}
     results = in_process(keys, queries, truth, repeats)
+    if options.api_key_file:
+        os.environ[API_KEY_VARIABLE] = options.api_key_file.read_text().strip()
+        os.environ[SERVER_VARIABLE] = options.url or ""
     if options.url:
         results += server(options.url, options.grpc_port, keys, queries, repeats)
     machine = f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"

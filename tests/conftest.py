@@ -91,9 +91,9 @@ class PostgresServer:
         self.stop()
         self.resume()
 
-    def new_database(self) -> URL:
+    def new_database(self, options: str = "") -> URL:
         name = next(self._names)
-        self.execute("postgres", f"CREATE DATABASE {name}")
+        self.execute("postgres", f"CREATE DATABASE {name} {options}")
         return self.url(name)
 
     def drop(self, url: URL) -> None:

@@ -1,16 +1,19 @@
 """From the address of a server to the points of a collection there."""
 
+import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from itertools import count
 from urllib.parse import urlsplit
 
 import httpx
+from packaging.version import InvalidVersion, Version
 from qdrant_client import QdrantClient
 
 from knnstore.datastore import Metric, Mode
-from knnstore.errors import ConfigError
+from knnstore.errors import ConfigError, KnnstoreError
 from knnstore_qdrant.attempts import Attempts
 from knnstore_qdrant.collection import Collection
 from knnstore_qdrant.options import Options
@@ -25,6 +28,9 @@ SERVER_VARIABLE = "KNNSTORE_QDRANT_URL"
 
 _HOW_TO_GIVE_A_KEY = f"give the key in {API_KEY_VARIABLE} and the address of its server in {SERVER_VARIABLE}"
 
+_log = logging.getLogger(__name__)
+_compared: set[str] = set()  # servers whose version was asked for
+
 
 def open_server(url: str, dim: int, metric: Metric, mode: Mode, options: Options) -> ServerPoints:
     """Open or create a collection; over gRPC if the same server answers there.
@@ -38,6 +44,7 @@ def open_server(url: str, dim: int, metric: Metric, mode: Mode, options: Options
         raise ConfigError(f"api_key_file is not read any more: {_HOW_TO_GIVE_A_KEY}")
     with _connected(url, options) as collection:
         collection.open(dim, metric, create=mode != "r", must_create=mode == "x")
+        _compare_versions(collection)
         kind = GrpcPoints if options.prefer_grpc and answers_over_grpc(collection) else ServerPoints
         return kind(collection, dim, metric)
 
@@ -90,6 +97,26 @@ def _connected(url: str, options: Options) -> Iterator[Collection]:
     except BaseException:
         client.close()
         raise
+
+
+def _compare_versions(collection: Collection) -> None:
+    """Say, once for each server, that it and the client are more than a minor version apart."""
+    place = collection.attempts.place
+    if place in _compared:
+        return
+    _compared.add(place)
+    client = version("qdrant-client")
+    with suppress(KnnstoreError, InvalidVersion):  # to open the collection no version is needed
+        server = collection.attempts.open(collection.client.info).version
+        ours, theirs = Version(client).release, Version(server).release
+        if ours[0] != theirs[0] or abs(ours[1] - theirs[1]) > 1:
+            _log.warning(
+                "%s runs Qdrant %s, and the client here is %s: they are made to work together up to one "
+                "minor version apart; install another qdrant-client, or upgrade the server",
+                place,
+                server,
+                client,
+            )
 
 
 def _checked(url: str) -> str:

@@ -113,6 +113,8 @@ def connect(url: URL) -> Engine:
     if engine.dialect.name == "sqlite":
         sqlite.prepare(engine)
         event.listen(engine, "begin", _begin)
+    else:
+        event.listen(engine, "connect", _check_encoding, insert=True)  # before SQLAlchemy asks for text
     return engine
 
 
@@ -121,6 +123,17 @@ def _from_json(text: str) -> Any:
         return json.loads(text)
     except RecursionError:
         return TOO_DEEP
+
+
+def _check_encoding(connection: Any, _record: object) -> None:
+    info = connection.info
+    if info.parameter_status("server_encoding") == "SQL_ASCII":  # then the driver gives bytes for text
+        database = info.dbname
+        connection.close()
+        raise ConfigError(
+            f"the database {database!r} has the encoding SQL_ASCII, which keeps bytes and no text: make "
+            "another for the catalog, CREATE DATABASE ... TEMPLATE template0 ENCODING 'UTF8'"
+        )
 
 
 def _begin(connection: Connection) -> None:

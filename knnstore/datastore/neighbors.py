@@ -82,9 +82,18 @@ class Neighbors:
         return Neighbors(np.where(gone, -1, self.ids), distances, log_weights)
 
     def nearest(self, k: int) -> "Neighbors":
-        """The k nearest in order, of equally near ones the first; from columns in any order."""
+        """The k nearest in order, from columns in any order.
+
+        Of equally near ones that have no room together, those with the least ids.
+        """
         # Of the kinds of sort the one that uses order.
-        order = np.argsort(self.distances, axis=1, kind="stable")[:, :k]
+        order = np.argsort(self.distances, axis=1, kind="stable")
+        if order.shape[1] > k:
+            last, next_one = np.take_along_axis(self.distances, order[:, k - 1 : k + 1], axis=1).T
+            tied = np.flatnonzero((last == next_one) & np.isfinite(last))
+            if len(tied):
+                order[tied] = np.lexsort((self.ids[tied], self.distances[tied]), axis=1)
+        order = order[:, :k]
         return self._changed(lambda array: np.take_along_axis(array, order, axis=1)).padded(k)
 
     def put(self, rows: NDArray[Any], part: "Neighbors") -> None:

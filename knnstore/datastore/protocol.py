@@ -85,7 +85,8 @@ class Datastore(Protocol):
 
         Args:
             queries: float32, shape (q, dim), finite; q may be 0.
-            k: how many, >= 1; where fewer match, rows are padded with id -1 at +inf.
+            k: how many, >= 1; where fewer match, rows are padded with id -1 at +inf. Which of equally near
+                records are found where not all have room is the engine's choice; by the least ids is best.
             where: only these records; None means all. Always honored, an empty one matches none, and so
                 is one with any number of ranges.
 

@@ -82,6 +82,15 @@ def test_a_database_that_is_not_there(postgres: Any) -> None:
     assert '"nowhere" does not exist' in said
 
 
+def test_a_database_that_keeps_bytes(postgres: Any, create: Creator) -> None:
+    """Of encoding SQL_ASCII, as an initdb without a locale gives: the driver reads no text from it."""
+    url = postgres.new_database(options="TEMPLATE template0 ENCODING 'SQL_ASCII' LOCALE 'C'")
+    for use in (create, Catalog.open, Catalog.upgrade):
+        said = message(lambda use=use: use(url), ConfigError)
+        assert f"{url.database!r} has the encoding SQL_ASCII" in said
+        assert "UTF8" in said
+
+
 def test_a_folder_that_is_not_there(tmp_path: Path, create: Creator) -> None:
     url = parse_url(f"sqlite:///{tmp_path}/missing/catalog.db")
     assert f"{tmp_path}/missing/catalog.db" in message(lambda: create(url), StoreUnavailableError)

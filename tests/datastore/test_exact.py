@@ -1,17 +1,22 @@
 """Exact search by matrix multiplication against float64, and the joining of results."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from knnstore_faiss import FaissDatastore
+from knnstore_faiss.flat import nearest_rows as nearest_rows_by_faiss
+from knnstore_hnswlib import HnswlibDatastore
 
-from knnstore.datastore import IdRanges, Metric, distances
+from knnstore.datastore import Datastore, IdRanges, Metric, distances, nearest_rows
 from knnstore.datastore.embedded import exact
-from knnstore.datastore.embedded.exact import ExactIndex
+from knnstore.datastore.embedded.exact import ExactIndex, NearestRows
 from knnstore.datastore.embedded.segment import Segment
+from knnstore.datastore.memory import MemoryDatastore
 from knnstore.datastore.neighbors import Neighbors, merge
 
 
@@ -73,6 +78,51 @@ def test_rows_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
             assert ((found.ids >= 0).sum(axis=1) == truth.shape[1]).all()
             assert np.isin(found.ids, [*rows, -1]).all()
             np.testing.assert_allclose(found.distances[:, : truth.shape[1]], truth, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("metric", list(Metric))
+@pytest.mark.parametrize("nearest", [nearest_rows, nearest_rows_by_faiss], ids=["numpy", "faiss"])
+@pytest.mark.parametrize(("copies", "k"), [(30, 5), (900, 64)])
+def test_equal_keys_are_cut_by_id(metric: Metric, nearest: NearestRows, copies: int, k: int) -> None:
+    """At k, and whatever batch a query is in; most copies are far from where BLAS finds the first."""
+    rng = np.random.default_rng(copies)
+    keys = (rng.normal(size=(3000, 48)) * 4 + 7).astype(np.float16)
+    at = rng.choice(len(keys), copies, replace=False)
+    spread = np.resize([[0.02], [0.5]], (20, 1))
+    queries = (keys[at[:1]] + rng.normal(size=(20, 48)) * spread).astype(np.float32)
+    keys[at] = keys[at[0]] * np.float16(8 if metric is Metric.IP else 1)
+    whole = [Segment.in_memory(0, np.arange(i, i + 1000), keys[i : i + 1000]) for i in (2000, 0, 1000)]
+    index = ExactIndex(48, metric, nearest)
+    index.update(whole)
+    for ids in (None, IdRanges([(10, 700), (800, 2300), (2310, 2315)])):
+        rows = np.arange(3000) if ids is None else np.arange(3000)[ids.contains(np.arange(3000))]
+        truth = true_distances(queries, keys[rows], metric)
+        wanted = rows[np.argsort(truth, axis=1, kind="stable")[:, :k]]  # equal ones by id
+        for batch in (20, 3, 1):
+            for start in range(0, 20, 4):
+                some = slice(start, start + batch)
+                found = index.search(queries[some], k, ids)
+                np.testing.assert_array_equal(np.sort(found.ids), np.sort(wanted[some]))
+                assert (np.diff(found.distances) >= 0).all()
+
+
+@pytest.mark.parametrize("engine", [FaissDatastore, HnswlibDatastore])
+def test_equal_keys_of_several_domains_are_cut_by_id(engine: type[Datastore], tmp_path: Path) -> None:
+    """All documents of all domains begin with the same state; the oracle says which k of them are found."""
+    rng = np.random.default_rng(0)
+    keys = (rng.normal(size=(2000, 32)) * 3 + 20).astype(np.float16).astype(np.float32)
+    keys[::20] = keys[0] - 20  # far from the others: a query loses digits where these are made its origin
+    groups = (np.arange(2000) // 20 % 3).astype(np.int32)
+    keys[groups == 1] += 4 * (np.arange(2000)[groups == 1] % 20 > 0)[:, None]  # domains differ
+    ids = np.arange(2000) << 20
+    queries = keys[:1] + rng.normal(size=(50, 32)).astype(np.float32) * 1e-3
+    oracle = MemoryDatastore.open("", dim=32)
+    with engine.open(tmp_path / "store", dim=32) as store:
+        for some in (oracle, store):
+            some.add(ids, keys, groups)
+        for k in (10, 64):
+            wanted = np.sort(oracle.search(queries, k).ids)
+            np.testing.assert_array_equal(np.sort(store.search(queries, k).ids), wanted)
 
 
 @given(

@@ -1,6 +1,9 @@
 """The Qdrant adapter: the conformance kit on each way of reaching Qdrant, and its traps."""
 
+import json
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from knnstore_qdrant import QdrantDatastore, collection
+from knnstore_qdrant import QdrantDatastore, collection, connecting
 from knnstore_qdrant.conditions import Condition, condition_of_ranges
 from knnstore_qdrant.wire import GrpcPoints
 from qdrant_client import QdrantClient, models
@@ -267,6 +270,56 @@ def test_a_store_gets_no_secret_for_its_server(tmp_path: Path, monkeypatch: pyte
                 QdrantDatastore.open(url, dim=DIM, mode="x", api_key_file=str(secret))
         finally:
             server.shutdown()
+
+
+@pytest.mark.slow
+def test_the_benchmark_has_a_key_too(
+    qdrant_server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the adapter and for the client beside it; it is printed nowhere."""
+    (tmp_path / "key").write_text("sesame\n")
+    monkeypatch.delenv("KNNSTORE_QDRANT_API_KEY", raising=False)
+    script = Path(__file__).parents[2] / "benchmarks" / "points.py"
+    with type(qdrant_server)(tmp_path / "locked", api_key="sesame") as server:
+        where = ["--url", server.url, "--grpc-port", str(server.grpc_port)]
+        command = [sys.executable, script, "--smoke", *where, "--api-key-file", tmp_path / "key"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert {"gRPC", "REST"} < {row["engine"] for row in json.loads(done.stdout)["search"]}
+    assert "sesame" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("server", "told"),
+    [("1.18.3", 1), ("1.19.0", 0), ("1.21.7", 0), ("1.22.0-dev", 1), ("2.20.0", 1), ("?", 0)],
+)
+def test_a_server_of_another_time_is_told_of_once(
+    qdrant_server: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    server: str,
+    told: int,
+) -> None:
+    """The client works with its own minor version and those beside it; others are used, and named."""
+    import qdrant_http
+
+    monkeypatch.setitem(qdrant_http.VERSION, "version", server)
+    monkeypatch.setattr(connecting, "version", lambda _: "1.20.0")
+    connecting._compared.clear()
+    for _ in range(2):
+        QdrantDatastore.open(qdrant_server.url, dim=DIM, grpc_port=qdrant_server.grpc_port).close()
+    said = [record.getMessage() for record in caplog.records if record.name == "knnstore_qdrant.connecting"]
+    assert len(said) == told
+    assert all(qdrant_server.url in line and server in line and "1.20.0" in line for line in said)
+
+
+def test_a_server_that_tells_no_version_is_used(qdrant_server: Any, caplog: pytest.LogCaptureFixture) -> None:
+    connecting._compared.clear()
+    qdrant_server.faults.add("error", "info", times=2**62)
+    ports = {"grpc_port": qdrant_server.grpc_port, "timeout": 0.3}
+    with QdrantDatastore.open(qdrant_server.url, dim=DIM, **ports) as store:
+        assert store.count() == 0
+    assert not [record for record in caplog.records if record.name == "knnstore_qdrant.connecting"]
 
 
 def test_grpc_only_where_the_same_server_answers(qdrant_server: Any, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ def problems(compose: Compose) -> Iterator[str]:
     """What our rules find wrong in a merged Compose file."""
     services: dict[str, dict[str, Any]] = compose["services"]
     for name, service in services.items():
-        for rule in (references, health, confinement, image, published, storage, confidence):
+        for rule in (references, cleaning, health, confinement, image, published, storage, confidence):
             yield from (f"{name}: {problem}" for problem in rule(service, compose))
     for kind in ("volumes", "secrets"):
         used = {entry.split(":")[0] for service in services.values() for entry in service.get(kind, [])}
@@ -38,6 +38,14 @@ def references(service: dict[str, Any], compose: Compose) -> Iterator[str]:
             yield f"waits for {other}, which has no healthcheck"
         elif how["condition"] == "service_completed_successfully" and "restart" in target:
             yield f"waits for the end of {other}, which is started again"
+
+
+def cleaning(service: dict[str, Any], compose: Compose) -> Iterator[str]:
+    if "profiles" in service:
+        yield "`down` leaves its containers and volumes: it is behind a profile"
+    runs_on = "restart" in service
+    if not runs_on and service.get("deploy", {}).get("replicas") != 0:
+        yield "`up` starts it, and its end is taken for a failure"
 
 
 def health(service: dict[str, Any], compose: Compose) -> Iterator[str]:
@@ -62,6 +70,8 @@ def confinement(service: dict[str, Any], compose: Compose) -> Iterator[str]:
     limits = service.get("deploy", {}).get("resources", {}).get("limits", {})
     if set(limits) != {"cpus", "memory", "pids"}:
         yield "has no limits"
+    if "ulimits" in service:
+        yield "is refused by an engine whose own limits are lower"
 
 
 def image(service: dict[str, Any], compose: Compose) -> Iterator[str]:
@@ -134,7 +144,14 @@ MISTAKES = {
     "no healthcheck": ("services/postgres/healthcheck", None, "no complete healthcheck"),
     "waits in vain": ("services/qdrant/healthcheck", None, "has no healthcheck"),
     "curl": ("services/qdrant/healthcheck/test", ["CMD", "curl", "-f", "localhost:6333"], "has not"),
-    "endless one-shot": ("services/migrate/restart", "always", "started again"),
+    "endless one-shot": (
+        "services/knnstore/depends_on/postgres",
+        {"condition": "service_completed_successfully"},
+        "started again",
+    ),
+    "a profile": ("services/knnstore/profiles", ["cli"], "behind a profile"),
+    "one that ends": ("services/knnstore/deploy/replicas", None, "taken for a failure"),
+    "many files": ("services/qdrant/ulimits", {"nofile": 65536}, "own limits are lower"),
     "volume of 17": ("services/postgres/volumes", ["postgres:/var/lib/postgresql/data"], "is lost"),
     "volume of 18": ("services/postgres/image", "postgres:17-trixie", "is lost"),
     "no version": ("services/postgres/image", "postgres:latest", "no version"),
@@ -142,7 +159,7 @@ MISTAKES = {
     "root's Qdrant": ("services/qdrant/image", "qdrant/qdrant:v1.20.0", "unprivileged"),
     "old package": ("services/knnstore/image", "knnstore:0.0.9", "not this version"),
     "open port": ("services/qdrant/ports", ["6333:6333"], "other machines"),
-    "writable root": ("services/migrate/read_only", False, "writable"),
+    "writable root": ("services/knnstore/read_only", False, "writable"),
     "marker on the root": ("services/qdrant/environment/QDRANT_INIT_FILE_PATH", "/x", "read-only root"),
     "root": ("services/postgres/user", "0:0", "root"),
     "image's user": ("services/qdrant/user", None, "user of the image's choice"),

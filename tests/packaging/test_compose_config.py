@@ -44,12 +44,15 @@ def validate() -> Callable[[Compose], Compose]:
 
 @pytest.fixture(scope="module")
 def config(docker_compose: list[str]) -> Config:
-    """Runs ``docker-compose config``; the variables of this machine stay out."""
+    """Runs ``docker-compose config``; the variables of this machine stay out.
+
+    It shows what is active without naming anything, which is what ``down`` takes away.
+    """
 
     def run(files: list[Path]) -> "subprocess.CompletedProcess[str]":
         given = [argument for file in files for argument in ("--file", file)]
         return subprocess.run(
-            [*docker_compose, *given, "--profile", "cli", "config", "--format", "json"],
+            [*docker_compose, *given, "config", "--format", "json"],
             env={"PATH": os.environ["PATH"], "HOME": "/nonexistent"},
             capture_output=True,
             text=True,
@@ -95,6 +98,7 @@ def test_docker_compose_reads_what_our_rules_are_applied_to(
     assert done.stderr == ""
     real = json.loads(done.stdout)
     assert set(real["services"]) == set(compose["services"])
+    assert set(real["volumes"]) == set(compose["volumes"])
     for name, service in compose["services"].items():
         seen = real["services"][name]
         volumes = [f"{volume['source']}:{volume['target']}" for volume in seen.get("volumes", [])]
@@ -172,21 +176,3 @@ def test_qdrant_starts_with_its_key_or_not_at_all(compose: Compose, key: str | N
     command = shell(compose["services"]["qdrant"], "command", secrets=str(tmp_path))
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode == 0, done.stdout) == ((True, "started with k3y\n") if key else (False, ""))
-
-
-@pytest.mark.parametrize("made", [False, True])
-def test_migrate_does_nothing_until_there_is_a_store(compose: Compose, made: bool, tmp_path: Path) -> None:
-    program = tmp_path / "docker-entrypoint"
-    program.write_text('#!/bin/sh\necho "$@"\n')
-    program.chmod(0o755)
-    home = tmp_path / "store"
-    if made:
-        home.mkdir()
-    done = subprocess.run(
-        shell(compose["services"]["migrate"], "entrypoint"),
-        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "KNNSTORE_HOME": str(home)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (0, "db upgrade\n" if made else "")

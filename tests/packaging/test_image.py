@@ -45,6 +45,7 @@ def test_the_program_runs_as_the_user_and_in_the_folders_that_compose_expects(
     volumes = [volume.split(":")[1] for volume in service["volumes"]]
     # `init` puts a new home beside its place first: the volume is the folder above.
     assert sorted(volumes) == [str(Path(settings["KNNSTORE_HOME"]).parent), settings["HF_HOME"]]
+    assert service["environment"]["KNNSTORE_UPGRADE"] == "true"
 
 
 def test_nothing_secret_or_unneeded_gets_in() -> None:
@@ -102,6 +103,45 @@ def test_the_entrypoint_reads_secrets_from_files(given: str, tmp_path: Path) -> 
         assert (done.stdout, "none" in done.stderr) == ("", True)
     else:
         assert done.stdout == "p $(x) 'w from outside\n<add><two words>"
+
+
+@pytest.mark.parametrize("made", [False, True])
+@pytest.mark.parametrize("upgrade", ["true", "", "fails"])
+def test_the_entrypoint_brings_the_catalog_up_to_date_first(made: bool, upgrade: str, tmp_path: Path) -> None:
+    """Where it is asked to and there is one; the command has its input and its output for itself."""
+    program = tmp_path / "knnstore"
+    program.write_text(
+        f"""#!/bin/sh
+        echo "$@" >>"{tmp_path}/calls"
+        case $1 in
+          db) cat; echo upgraded; echo said >&2; [ {upgrade or "true"} = true ];;
+          *) cat ;;
+        esac
+        """
+    )
+    program.chmod(0o755)
+    home = tmp_path / "store"
+    if made:
+        home.mkdir()
+    done = subprocess.run(
+        [REPOSITORY / "scripts" / "docker-entrypoint", "add", "-"],
+        env={
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "KNNSTORE_HOME": str(home),
+            "KNNSTORE_UPGRADE": upgrade and "true",
+        },
+        input="documents",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    calls = (tmp_path / "calls").read_text().splitlines()
+    if made and upgrade == "fails":
+        assert (done.returncode, done.stdout, calls) == (1, "", ["db upgrade"])
+        assert "said" in done.stderr
+    else:
+        assert (done.returncode, done.stdout, done.stderr) == (0, "documents", "")
+        assert calls == (["db upgrade", "add -"] if made and upgrade else ["add -"])
 
 
 def test_secrets_are_made_once_and_kept_from_others(tmp_path: Path, compose: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Exact search: one matrix in memory, compared by matrix multiplication."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,12 +13,16 @@ from knnstore.datastore.neighbors import Neighbors, merge
 from knnstore.datastore.ranges import IdRanges
 
 _CHUNK = 1 << 16  # rows converted, moved or gathered at a time
-_LONG_SLICE = 4096  # rows; slices of a filter from this length on are searched where they lie
+_LONG_SLICE = 4096  # rows; of several slices, those from this length on are searched where they lie
 
 # Matrix multiplication finds |q - x|² as q² - 2qx + x², which rounds at the scale of q² + x². Where the
 # distance is below this share of it, more than about 1e-5 of the distance may be lost (with the largest
 # error seen, 0.8e-6 of q² + x²), so it is computed again from the difference.
 _CANCELLING = 2.0**-4
+
+# Distances by multiplication that differ by no more than this share of q² + x² may be those of equal keys.
+_NOISE = 2e-6
+_SPARE = 8  # neighbors looked for beyond k: enough to see where the k-th ends, unless many keys are equal
 
 NearestRows = Callable[[Keys, Keys, int, Metric, Distances], Neighbors]
 """Finds the k nearest rows of a matrix, as `nearest_rows` does."""
@@ -51,6 +55,7 @@ class ExactIndex:
         self._matrix = np.empty((0, dim), np.float32)
         self._norms = np.empty(0, np.float32)
         self._ids = np.empty(0, np.int64)
+        self._in_half = True
 
     def update(self, segments: Sequence[Segment]) -> None:
         """Hold the live rows of exactly these segments: drop what died, add what is new.
@@ -68,17 +73,20 @@ class ExactIndex:
         return self._rows if ids is None else int(np.diff(self._slices(ids), axis=1).sum())
 
     def search(self, queries: Keys, k: int, ids: IdRanges | None) -> Neighbors:
-        """Find the k nearest rows of each query, of all or of those with some ids."""
-        reachable = min(k, self._rows)
+        """Find the k nearest rows of each query, of all or of those with some ids.
+
+        Of equally near ones that have no room together, those with the least ids.
+        """
+        reachable = min(k + _SPARE, self._rows)
         if reachable == 0 or len(queries) == 0:
             return Neighbors.nothing(len(queries), k)
         centered = queries - self._center
-        if ids is None:
-            found = self._search_rows(centered, slice(0, self._rows), reachable)
-        else:
-            found = self._nearest_among(centered, reachable, self._slices(ids))
+        slices = np.array([[0, self._rows]]) if ids is None else self._slices(ids)
+        found = self._nearest_among(centered, reachable, slices)
         if self._metric is Metric.L2:
-            self._recompute(found, centered)
+            self._recompute(found, queries, centered)
+        if reachable > k:
+            found = self._cut(found, k, queries, centered, slices)
         return found.named(self._ids).padded(k)
 
     def _update(self, segments: Sequence[Segment]) -> None:
@@ -93,6 +101,7 @@ class ExactIndex:
             self._reserve(self._rows + sum(segment.live for segment in wanted.values()))
             if self._rows == 0 and self._metric is Metric.L2:
                 self._center = _center(list(wanted.values()))
+            self._in_half &= all(segment.columns.dtype == np.float16 for segment in wanted.values())
             for segment in wanted.values():
                 self._add(segment)
 
@@ -100,37 +109,89 @@ class ExactIndex:
         return self._nearest(queries, self._matrix[rows], k, self._metric, self._norms[rows])
 
     def _nearest_among(self, queries: Keys, k: int, slices: NDArray[np.int64]) -> Neighbors:
-        """Search some slices of rows: long ones in place, short ones gathered."""
-        lengths = slices[:, 1] - slices[:, 0]
+        """Search some slices of rows."""
         parts: list[Neighbors] = []
-        for start, stop in slices[lengths >= _LONG_SLICE].tolist():
-            part = self._search_rows(queries, slice(start, stop), k)
-            part.ids[part.ids >= 0] += start
-            parts = [merge([*parts, part], len(queries), k)]
-        rows = IdRanges(slices[lengths < _LONG_SLICE]).ids()
-        for at in range(0, len(rows), _CHUNK):
-            some = rows[at : at + _CHUNK]
-            part = self._search_rows(queries, some, k).named(some)
+        for rows in self._pieces(slices):
+            part = self._search_rows(queries, rows, k)
+            if isinstance(rows, slice):
+                part.ids[part.ids >= 0] += rows.start
+            else:
+                part = part.named(rows)
             parts = [merge([*parts, part], len(queries), k)]
         return merge(parts, len(queries), k)
+
+    @staticmethod
+    def _pieces(slices: NDArray[np.int64]) -> Iterator[slice | NDArray[np.int64]]:
+        """Long slices of rows, to be read in place, and the rows of short ones, to be gathered."""
+        lengths = slices[:, 1] - slices[:, 0]
+        long = lengths >= (_LONG_SLICE if len(slices) > 1 else 1)
+        yield from (slice(start, stop) for start, stop in slices[long].tolist())
+        rows = IdRanges(slices[~long]).ids()
+        yield from (rows[at : at + _CHUNK] for at in range(0, len(rows), _CHUNK))
 
     def _slices(self, ids: IdRanges) -> NDArray[np.int64]:
         """The rows of the matrix with some ids, as slices, shape (s, 2)."""
         found = [ids.rows_in(self._ids[span.start : span.stop]) + span.start for span in self._spans]
         return np.concatenate([np.empty((0, 2), np.int64), *found])
 
-    def _recompute(self, found: Neighbors, queries: Keys) -> None:
+    def _recompute(self, found: Neighbors, queries: Keys, centered: Keys) -> None:
         """Compute those distances from the difference that cancellation made inexact."""
         scale = self._norms.take(found.ids, mode="clip")  # what is missing is at infinity, not below any
-        scale += np.einsum("qd,qd->q", queries, queries)[:, None]
+        scale += np.einsum("qd,qd->q", centered, centered)[:, None]
         scale *= _CANCELLING
         inexact = found.distances < scale
         of_query, at = np.divmod(np.flatnonzero(inexact), inexact.shape[1])
         step = max(1, BLOCK_VALUES // self._dim)
         for start in range(0, len(at), step):
             some = of_query[start : start + step], at[start : start + step]
-            found.distances[some] = paired(queries[some[0]], self._matrix[found.ids[some]], Metric.L2)
+            found.distances[some] = self._measure(queries[some[0]], centered[some[0]], found.ids[some])
         found.sort_rows(np.flatnonzero(inexact.any(axis=1)))
+
+    def _measure(self, queries: Keys, centered: Keys, rows: NDArray[np.int64]) -> Distances:
+        """Measure queries against rows: equal keys are equally far, to the last bit.
+
+        If the matrix gives the keys back as they were, so are those of groups with other centers.
+        """
+        if self._in_half:
+            return paired(queries, self._matrix[rows] + self._center, self._metric)
+        return paired(centered, self._matrix[rows], self._metric)
+
+    def _cut(
+        self, found: Neighbors, k: int, queries: Keys, centered: Keys, slices: NDArray[np.int64]
+    ) -> Neighbors:
+        """The k nearest of more than k: where the k-th and the next are as near, by distance and id."""
+        last = found.distances[:, k - 1]
+        squares = np.einsum("qd,qd->q", centered, centered)
+        norms = self._norms.take(found.ids[:, k - 1], mode="clip")
+        scale = squares + norms if self._metric is Metric.L2 else np.sqrt(squares * norms)
+        least, most = last - _NOISE * scale, last + _NOISE * scale
+        unsure = np.flatnonzero((found.distances[:, k] <= most) & np.isfinite(found.distances[:, k]))
+        for query in unsure:
+            distances, rows = found.distances[query], found.ids[query]
+            sure = int(np.searchsorted(distances, least[query]))
+            as_near = rows[sure : np.searchsorted(distances, most[query], side="right")]
+            if distances[-1] <= most[query]:  # there may be more of them
+                others = self._rows_within(centered[query], squares[query], most[query], slices)
+                as_near = np.setdiff1d(np.append(as_near, others), rows[:sure])
+            measured = self._measure(queries[query], centered[query], as_near)
+            chosen = np.lexsort((self._ids[as_near], measured))[: k - sure]
+            rows[sure:k], distances[sure:k] = as_near[chosen], measured[chosen]
+        cut = Neighbors(found.ids[:, :k], np.ascontiguousarray(found.distances[:, :k]))
+        cut.sort_rows(unsure)
+        return cut
+
+    def _rows_within(
+        self, query: Keys, square: np.float32, most: np.float32, slices: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """The rows of some slices that are no farther from a centered query, up to rounding."""
+        within = []
+        for rows in self._pieces(slices):
+            distances = -(self._matrix[rows] @ query)
+            if self._metric is Metric.L2:
+                distances = 2 * distances + self._norms[rows] + square
+            near = np.flatnonzero(distances <= most)
+            within.append(near + rows.start if isinstance(rows, slice) else rows[near])
+        return np.concatenate(within)
 
     def _keep(self, span: _Span, segment: Segment) -> None:
         """Move the rows of a span that are still live to the end of what was kept."""

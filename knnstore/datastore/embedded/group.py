@@ -104,7 +104,7 @@ class GroupIndex:
         found = merge([*others, *parts], len(queries), k)
         for (_, matching), part in zip(searched, parts, strict=True):
             if part.ids.shape[1] < min(k, matching.size):
-                unsure |= part.distances[:, -1] < found.distances[:, -1]
+                unsure |= part.distances[:, -1] <= found.distances[:, -1]
         again = np.flatnonzero(unsure)
         if len(again):
             parts = [part.rows(again) for part in others]
