@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from datetime import datetime
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self
@@ -70,17 +69,15 @@ class Catalog:
                 if row is None:
                     raise _not_found(engine.url)
                 self.identity = Identity(**{name: getattr(row, name) for name in Identity.__slots__})
-                self.created_at = utc(row.created_at)
+                self.store_id = row.store_id
             self.opened = opened.pop_all()
 
     @classmethod
-    def create(
-        cls, url: URL, identity: Identity, engine: Engine, *, created_at: datetime | None = None
-    ) -> Self:
+    def create(cls, url: URL, identity: Identity, engine: Engine, *, store_id: str | None = None) -> Self:
         """Make the tables and the store's row, in one transaction.
 
-        If `created_at` is given, a store of this very moment that was never written to is the same one,
-        whose making was interrupted; it is made anew.
+        If `store_id` is given, a store of this id that was never written to is the same one, whose making
+        was interrupted; it is made anew. Otherwise the id is random.
 
         Raises:
             StoreExistsError: the database already holds a store.
@@ -89,7 +86,7 @@ class Catalog:
         sql = connect(url)
         with ExitStack() as failed:
             failed.callback(sql.dispose)
-            schema.make(sql, identity, engine, created_at)
+            schema.make(sql, identity, engine, store_id)
             failed.pop_all()
         return cls(sql)
 

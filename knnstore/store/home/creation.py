@@ -9,7 +9,7 @@
 
 A crash before 4 leaves no home. What it left in the folder goes with the next try. What it left outside
 is known again by creation.json: a datastore by its place, where it must still be empty, and the
-catalog by the moment that stands in its row. Anything else found outside is somebody's, and refused.
+catalog by the store's id that stands in its row. Anything else found outside is somebody's, and refused.
 """
 
 import json
@@ -17,9 +17,9 @@ import os
 import shutil
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
+from uuid import uuid4
 
 from knnstore.catalog import Catalog, Engine, Identity
 from knnstore.catalog import place as place_of
@@ -37,8 +37,8 @@ _NAME = "creation.json"
 class Creation:
     """A creation that has begun to make things outside its folder."""
 
-    moment: datetime
-    """When it first began; stands in the catalog's row."""
+    store_id: str
+    """The id that the store gets; stands in the catalog's row."""
     datastores: tuple[str, ...] = ()
     """Where it began to make a datastore, nothing being there."""
 
@@ -47,15 +47,15 @@ class Creation:
         """The creation that was interrupted in a folder, else a new one."""
         try:
             content = json.loads((folder / _NAME).read_bytes())
-            return cls(datetime.fromisoformat(content["moment"]), tuple(content["datastores"]))
+            return cls(str(content["store_id"]), tuple(content["datastores"]))
         except FileNotFoundError:
-            return cls(datetime.now(UTC))
+            return cls(uuid4().hex)
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{folder / _NAME} is damaged; remove {folder}: {error}") from error
 
     def write(self, folder: Path) -> None:
         """Note it, durably."""
-        content = {"moment": self.moment.isoformat(), "datastores": self.datastores}
+        content = {"store_id": self.store_id, "datastores": self.datastores}
         publish(folder / _NAME, json.dumps(content).encode(), "creation")
 
 
@@ -95,7 +95,7 @@ def make_store(
     try:
         _clear(unfinished)
         if catalog is not None:
-            _check_catalog(home, creation.moment)
+            _check_catalog(home, creation.store_id)
         if outside is not None and not begun:
             place.check_free()
             creation = replace(creation, datastores=(*creation.datastores, outside))
@@ -106,7 +106,7 @@ def make_store(
                 raise place.taken()
         if projection is not None:
             save_weights(home.weights, projection)
-        Catalog.create(home.catalog_url, identity, engine, created_at=creation.moment).close()
+        Catalog.create(home.catalog_url, identity, engine, store_id=creation.store_id).close()
         home.write()
         os.rename(unfinished, folder)
     except BaseException:
@@ -130,11 +130,11 @@ def _outside(place: Place, folder: Path) -> str | None:
     return f"{place.engine.adapter} {place.folder}"
 
 
-def _check_catalog(home: Home, moment: datetime) -> None:
+def _check_catalog(home: Home, store_id: str) -> None:
     """Refuse a database that holds a store, unless this very creation has put it there."""
     try:
         with closing(Catalog.open(home.catalog_url)) as found:
-            ours = found.created_at == moment
+            ours = found.store_id == store_id
     except StoreNotFoundError:
         return
     if not ours:
