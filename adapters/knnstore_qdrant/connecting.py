@@ -42,6 +42,21 @@ def erase_server(url: str, options: Options) -> None:
         collection.client.close()
 
 
+def owner_on_server(url: str, options: Options) -> str | None:
+    """Who claimed a collection."""
+    with _connected(url, options) as collection:
+        owner = collection.owner()
+        collection.client.close()
+    return owner
+
+
+def claim_on_server(url: str, owner: str, options: Options) -> None:
+    """Remember a new owner of a collection."""
+    with _connected(url, options) as collection:
+        collection.claim(owner)
+        collection.client.close()
+
+
 @contextmanager
 def _connected(url: str, options: Options) -> Iterator[Collection]:
     """A collection that is not open yet; its connections are closed if the block fails."""

@@ -9,6 +9,7 @@ from knnstore.datastore.arguments import checked_k, checked_keys, checked_params
 from knnstore.datastore.arrays import Capabilities, Distances, Filter, Groups, Ids, Keys, Metric
 from knnstore.datastore.distances import BLOCK_VALUES, nearest_rows, paired, pairwise
 from knnstore.datastore.embedded import (
+    OWNER_FILES,
     EmbeddedDatastore,
     KeySegments,
     MappedColumns,
@@ -16,7 +17,9 @@ from knnstore.datastore.embedded import (
     Segment,
     StoredKeys,
     compare_rows,
+    read_owner,
     stored_keys,
+    write_owner,
 )
 from knnstore.datastore.memory import MemoryDatastore
 from knnstore.datastore.neighbors import Neighbors
@@ -27,6 +30,7 @@ from knnstore.datastore.protocol import (
     SupportsErase,
     SupportsGet,
     SupportsOptimize,
+    SupportsOwner,
     SupportsVerify,
 )
 from knnstore.datastore.ranges import IdRanges
@@ -44,11 +48,12 @@ from knnstore.datastore.records import (
 from knnstore.durable import BLOCK, StoredFile, WriterLock, publish, remove, sync_directory
 
 __all__ = [
-    "BATCH_SIZE", "BLOCK", "BLOCK_VALUES", "ID_LIMIT", "POSITION_LIMIT", "TOKEN_LIMIT", "Capabilities",
-    "Datastore", "Distances", "EmbeddedDatastore", "Filter", "Groups", "IdRanges", "Ids", "KeySegments",
-    "Keys", "MappedColumns", "MappedFile", "MemoryDatastore", "Metric", "Mode", "Neighbors", "Segment",
-    "StoredFile", "StoredKeys", "SupportsErase", "SupportsGet", "SupportsOptimize", "SupportsVerify",
-    "WriterLock", "checked_k", "checked_keys", "checked_params", "checked_records", "compare_rows",
-    "nearest_rows", "paired", "pairwise", "positions_of", "publish", "ranges_of", "read_keys", "record_ids",
-    "registry", "remove", "stored_keys", "sync_directory", "tokens_of", "whole_positions",
+    "BATCH_SIZE", "BLOCK", "BLOCK_VALUES", "ID_LIMIT", "OWNER_FILES", "POSITION_LIMIT", "TOKEN_LIMIT",
+    "Capabilities", "Datastore", "Distances", "EmbeddedDatastore", "Filter", "Groups", "IdRanges", "Ids",
+    "KeySegments", "Keys", "MappedColumns", "MappedFile", "MemoryDatastore", "Metric", "Mode", "Neighbors",
+    "Segment", "StoredFile", "StoredKeys", "SupportsErase", "SupportsGet", "SupportsOptimize",
+    "SupportsOwner", "SupportsVerify", "WriterLock", "checked_k", "checked_keys", "checked_params",
+    "checked_records", "compare_rows", "nearest_rows", "paired", "pairwise", "positions_of", "publish",
+    "ranges_of", "read_keys", "read_owner", "record_ids", "registry", "remove", "stored_keys",
+    "sync_directory", "tokens_of", "whole_positions", "write_owner",
 ]  # fmt: skip

@@ -15,6 +15,7 @@ from knnstore.datastore.embedded.exact import ExactIndex, NearestRows
 from knnstore.datastore.embedded.group import GroupIndex, SegmentIndex
 from knnstore.datastore.embedded.locks import ReadersWriterLock
 from knnstore.datastore.embedded.log import KeySegments
+from knnstore.datastore.embedded.owners import read_owner, write_owner
 from knnstore.datastore.embedded.segment import Segment
 from knnstore.datastore.neighbors import Neighbors, merge
 from knnstore.datastore.protocol import BATCH_SIZE, Mode
@@ -65,6 +66,16 @@ class EmbeddedDatastore(ABC):
     def erase(cls, location: str | Path, **params: Any) -> None:
         """Remove the datastore in a directory; see `SupportsErase.erase`."""
         erase_segments(Path(location))
+
+    @classmethod
+    def owner(cls, location: str | Path, **params: Any) -> str | None:
+        """Who claimed the datastore in a directory; see `SupportsOwner.owner`."""
+        return read_owner(Path(location))
+
+    @classmethod
+    def claim(cls, location: str | Path, owner: str, **params: Any) -> None:
+        """Remember a new owner; see `SupportsOwner.claim`."""
+        write_owner(Path(location), owner)
 
     @property
     @abstractmethod
