@@ -13,7 +13,15 @@ from sqlalchemy import func, select
 from sqlalchemy.engine import URL
 
 from knnstore.catalog import schema
-from knnstore.catalog.connection import connect, exclusive, is_sqlite_file, place, reading, translated_errors
+from knnstore.catalog.connection import (
+    connect,
+    exclusive,
+    identify,
+    is_sqlite_file,
+    place,
+    reading,
+    translated_errors,
+)
 from knnstore.catalog.queries import (
     PRUNED,
     among,
@@ -120,6 +128,11 @@ class Catalog:
     def close(self) -> None:
         """Release the connections, and the writer's lock if this process holds it."""
         self.opened.close()
+
+    def database(self) -> tuple[str, str]:
+        """What tells the database from a copy of it, and where it is, for messages."""
+        url = self.sql.url
+        return identify(self.sql), str(Path(place(url)).resolve()) if is_sqlite_file(url) else place(url)
 
     # -- what readers poll
 

@@ -24,6 +24,9 @@ from knnstore.store.selection import Selection
 from knnstore.store.verify import problems_of
 from knnstore.store.writing import Writing
 
+Folder = str | os.PathLike[str]
+Params = Mapping[str, Any] | None
+
 
 class KNNStore(StoreReader):
     """Documents with their keys, searched by key; open one with `create` or `open`.
@@ -33,7 +36,7 @@ class KNNStore(StoreReader):
     """
 
     def __init__(
-        self, home: Home, catalog: Catalog, mode: Mode, params: Mapping[str, Any] | None = None
+        self, home: Home, catalog: Catalog, mode: Mode, params: Params = None, *, copied: bool = False
     ) -> None:
         self.mode: Mode = mode
         self._writing: Writing | None = None
@@ -42,27 +45,26 @@ class KNNStore(StoreReader):
             if mode == "a":
                 opened.callback(WriterLock(home.path).release)
                 writer = CatalogWriter(catalog)
-            self._current = Current(home, catalog, mode, params or {})
+            self._current = Current(home, catalog, mode, params or {}, copied=copied)
             opened.callback(self._current.close)
             super().__init__(home, catalog, self._current.view)
             self._relocation = Relocation(home, catalog, self._current, self.at)
             if mode == "a":
                 self._writing = Writing(home, writer, self._current)
-                self._writing.purge()  # what a killed writer left
-                self._relocation.settle_quietly()
+                if self._current.owned:
+                    self._writing.purge()  # what a killed writer left
+                    self._relocation.settle_quietly()
             self._opened = opened.pop_all()
-
-    # -- opening and closing
 
     @classmethod
     def create(
         cls,
-        home: str | os.PathLike[str],
+        home: Folder,
         identity: Identity,
         *,
         store: str = "faiss",
         location: str | None = None,
-        params: Mapping[str, Any] | None = None,
+        params: Params = None,
         catalog: str | None = None,
         projection: Weights | None = None,
     ) -> Self:
@@ -88,25 +90,25 @@ class KNNStore(StoreReader):
         return cls(made, Catalog.open(made.catalog_url), "a")
 
     @classmethod
-    def open(
-        cls, home: str | os.PathLike[str], mode: Mode = "r", *, params: Mapping[str, Any] | None = None
-    ) -> Self:
+    def open(cls, home: Folder, mode: Mode = "r", *, params: Params = None, copied: bool = False) -> Self:
         """Open a store.
 
         Args:
             home: the folder that the store is known by.
             mode: ``"r"`` to read, beside a writer; ``"a"`` to read and write, as the only writer.
             params: parameters of the adapter in place of the store's own, as long as this handle reads.
+            copied: open also a copied home for writing, to `move` or to `repair` with `take_over`.
 
         Raises:
             StoreNotFoundError: there is none.
+            NotOwnerError: the keys are another store's, or a copied home is opened for writing.
             LockedError: mode ``"a"`` while another process writes; names it.
             ConfigError: a parameter is wrong, or given for writing.
         """
         if params and mode != "r":
             raise ConfigError("other parameters of the engine are for reading; `knnstore move` changes them")
         found = Home.open(home)
-        return cls(found, Catalog.open(found.catalog_url), mode, params)
+        return cls(found, Catalog.open(found.catalog_url), mode, params, copied=copied)
 
     def close(self) -> None:
         """Flush and release everything; a second call does nothing."""
@@ -122,8 +124,6 @@ class KNNStore(StoreReader):
     def engine(self) -> Engine:
         """The adapter that holds the keys, where, and with which parameters."""
         return self._current.engine
-
-    # -- changing it
 
     @contextmanager
     def ingest(self, documents: Sequence[NewDocument]) -> Iterator[Ingest]:
@@ -195,11 +195,15 @@ class KNNStore(StoreReader):
 
     def verify(self) -> list[str]:
         """Read everything that is stored and list what is wrong, one line each; empty when sound."""
-        return problems_of(self.home, self._catalog, self.view())
+        return self._current.problems() + problems_of(self.home, self._catalog, self.view())
 
-    def repair(self) -> list[str]:
-        """Remove records that belong to no document (opening for writing settled the rest), and verify."""
-        with self._locked() as writing:
+    def repair(self, *, take_over: bool = False) -> list[str]:
+        """Remove records that belong to no document (opening for writing settled the rest), and verify.
+
+        With `take_over` a copied home first makes the keys its own, and the other can write no more.
+        """
+        with self._locked(copied=take_over) as writing:
+            writing.take_over()
             writing.remove_orphans()
             return self.verify()
 
@@ -213,14 +217,12 @@ class KNNStore(StoreReader):
             if isinstance(self._current.datastore, SupportsOptimize):
                 self._current.datastore.optimize()
 
-    # -- putting its keys elsewhere
-
     def move(
         self,
         adapter: str,
         location: str,
         *,
-        params: Mapping[str, Any] | None = None,
+        params: Params = None,
         progress: Progress | None = None,
     ) -> Moved:
         """Move the keys to another engine: copy, compare, switch in one transaction, erase the old ones.
@@ -238,9 +240,14 @@ class KNNStore(StoreReader):
             DatastoreExistsError: something else is at the location.
             DatastoreError: the copy differs from its source, or an engine failed.
         """
-        with self._locked() as writing:
+        with self._locked(copied=True) as writing:
             target = Engine(adapter, location, dict(params or {}))
-            return self._relocation.move(writing.writer, target, progress or Progress())
+            copied = not self._current.owned
+            moved = self._relocation.move(writing.writer, target, progress or Progress())
+            if copied:
+                writing.purge()
+                writing.remove_orphans()  # of what the other home has added since
+            return moved
 
     def prune(
         self,
@@ -249,7 +256,7 @@ class KNNStore(StoreReader):
         *,
         domains: Sequence[str] = (),
         location: str | None = None,
-        params: Mapping[str, Any] | None = None,
+        params: Params = None,
         inspect: Inspector | None = None,
         progress: Progress | None = None,
     ) -> Pruned:
@@ -260,8 +267,7 @@ class KNNStore(StoreReader):
         changes nothing.
 
         Args:
-            keep: share of each domain's tokens that shall have a record, above 0 and at most 1. A domain
-                that has no more records stays as it is.
+            keep: share of each domain's tokens that shall have a record, in (0, 1]; one with fewer stays.
             choose: says which records stay, see `random_chooser` and `merge_chooser`.
             domains: the domains to prune; none is all.
             location: a new place; by default a new folder beside the old one, in the home.
@@ -285,11 +291,10 @@ class KNNStore(StoreReader):
         with self._locked():
             return self._relocation.abandon()
 
-    # -- parts
-
     @contextmanager
-    def _locked(self) -> Iterator[Writing]:
+    def _locked(self, *, copied: bool = False) -> Iterator[Writing]:
         if self._writing is None:
             raise ReadOnlyError(f"{self.home.path} was opened for reading; open it with mode 'a' to write")
         with self._writing.lock:
+            self._current.check_owned(copied)
             yield self._writing

@@ -30,6 +30,12 @@ class Writing:
         purge(self.writer, self._current.datastore, self.writer.unsettled())
         self._sweep_weights()
 
+    def take_over(self) -> None:
+        """Make the keys this home's, where they are those of the home that it is a copy of."""
+        if not self._current.owned:
+            self._current.take_over()
+            self.purge()
+
     @contextmanager
     def ingest(self, documents: Sequence[NewDocument]) -> Iterator[Ingest]:
         """Add documents; see `KNNStore.ingest`."""

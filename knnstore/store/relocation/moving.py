@@ -37,24 +37,35 @@ class Moved:
 class Plan:
     """A move that has begun; kept in the home until its old keys are gone."""
 
+    store_id: str
     source: Engine
     target: Engine
     made: bool = False
     """The target was created by this move, so whatever it holds is the store's."""
 
     @classmethod
-    def read(cls, home: Home) -> Self | None:
-        """The move that is unfinished, if any."""
+    def read(cls, home: Home, store_id: str) -> Self | None:
+        """The move that is unfinished, if any.
+
+        Raises:
+            ConfigError: what says so is damaged, or of another store.
+        """
         path = home.path / _NAME
         try:
             content = json.loads(path.read_bytes())
-            return cls(Engine(**content["source"]), Engine(**content["target"]), content["made"])
+            source, target = Engine(**content["source"]), Engine(**content["target"])
+            plan = cls(content["store_id"], source, target, content["made"])
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{path} is damaged; remove it, and the copy that it was for: {error}"
             ) from error
+        if plan.store_id != store_id:
+            raise ConfigError(
+                f"{path} is of another store: remove it; what is at {target.location!r} stays as it is"
+            )
+        return plan
 
     def write(self, home: Home) -> None:
         """Make this the unfinished move, durably."""

@@ -30,7 +30,7 @@ from knnstore.errors import ConfigError, DatastoreExistsError, KnnstoreError
 from knnstore.failpoints import failpoint
 from knnstore.progress import Progress
 from knnstore.store.current import Current
-from knnstore.store.home import Home, Place, holds_something
+from knnstore.store.home import Home, Place, Whose, holds_something
 from knnstore.store.reader import Reader
 from knnstore.store.relocation.copying import Transferred, transfer
 from knnstore.store.relocation.moving import Moved, Plan
@@ -57,13 +57,13 @@ class Relocation:
 
     def unfinished(self) -> Engine | None:
         """Where a move goes that was interrupted before it switched."""
-        plan = Plan.read(self._home)
+        plan = self._plan()
         return None if plan is None or plan.target == self._catalog.engine() else plan.target
 
     def settle(self) -> str | None:
         """Erase the old keys of a move that has switched; returns why they are still there, if they are."""
         try:
-            plan = Plan.read(self._home)
+            plan = self._plan()
             switched = plan is not None and plan.target == self._current.engine
             return self._end(plan) if plan is not None and switched else None
         except (KnnstoreError, OSError) as error:
@@ -74,12 +74,12 @@ class Relocation:
         Plan.clean(self._home)
         left = self.settle()
         if left:
-            _logger.warning("keys that were moved are still at the old place: %s", left)
+            _logger.warning("what is left of a move stays: %s", left)
 
     def abandon(self) -> Engine | None:
         """Erase the half-made copy of an unfinished move; see `KNNStore.abandon_move`."""
         self._current.view()  # follows a move whose answer was lost
-        plan = Plan.read(self._home)
+        plan = self._plan()
         if plan is None or plan.target == self._current.engine:
             return None
         left = self._end(plan)
@@ -152,14 +152,14 @@ class Relocation:
 
     def _begin(self, target: Engine, progress: Progress) -> Datastore:
         """Open the target for writing: a new one, or the one of the same move, interrupted."""
-        source, place = self._current.engine, self._place(target)
-        plan = Plan.read(self._home)
+        source, place = self._current.engine, self._current.place(target)
+        plan = self._plan()
         if plan is not None and plan.target != target:
             self._give_up(plan, progress)
             plan = None
         if plan is None:
             self._check_free(place)
-            Plan(source, target).write(self._home)
+            Plan(self._catalog.store_id, source, target).write(self._home)
             failpoint("move.planned")
             try:
                 opened = place.open("x")
@@ -167,18 +167,23 @@ class Relocation:
                 Plan.forget(self._home)
                 raise
         else:
+            whose = place.whose()
+            if whose in (Whose.ANOTHERS, Whose.A_TWINS):
+                raise place.taken()
+            known = whose is Whose.OURS or (plan.made and not place.remembers)
             opened = place.open("a")
-            if not plan.made and opened.count():
+            if not known and opened.count():
                 opened.close()
                 Plan.forget(self._home)
                 raise place.taken()
+        place.claim()
         failpoint("move.made")
-        Plan(source, target, made=True).write(self._home)
+        Plan(self._catalog.store_id, source, target, made=True).write(self._home)
         return opened
 
     def _check_free(self, place: Place) -> None:
         """Refuse a place that holds anything: whatever is there after the move is taken for the store's."""
-        folder, old, problem = place.folder, self._place(self._current.engine).folder, None
+        folder, old, problem = place.folder, self._current.place(self._current.engine).folder, None
         if folder is not None and old is not None and folder.is_relative_to(old):
             problem = "is where the keys are now"
         elif folder is not None and holds_something(folder):
@@ -209,10 +214,11 @@ class Relocation:
 
     def _leftover(self, plan: Plan) -> Place:
         """The old keys of a move that has switched, the copy of one that has not."""
-        return self._place(plan.source if plan.target == self._current.engine else plan.target)
+        return self._current.place(plan.source if plan.target == self._current.engine else plan.target)
 
-    def _place(self, engine: Engine) -> Place:
-        return Place(self._home, self._catalog.identity, engine)
+    def _plan(self) -> Plan | None:
+        """The move that is unfinished, if any."""
+        return Plan.read(self._home, self._catalog.store_id)
 
     def _place_beside(self, location: str | None, params: Mapping[str, Any]) -> Engine:
         """Where the copy of the same engine goes."""
