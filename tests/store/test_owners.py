@@ -181,8 +181,9 @@ def test_a_damaged_owner_is_named_and_keeps_from_writing_alone(original, outside
     assert listed(original) == ["1", "2"]
 
 
-@pytest.mark.parametrize("outside", ["faiss", "server"], indirect=True)
-@pytest.mark.parametrize("forged", [False, True])
+@pytest.mark.parametrize(
+    ("outside", "forged"), [("faiss", False), ("faiss", True), ("server", True)], indirect=["outside"]
+)
 def test_a_move_that_names_another_s_keys_erases_nothing(
     original, outside, identity, writer_of, tmp_path, forged
 ) -> None:
@@ -215,6 +216,20 @@ def test_a_move_that_names_another_s_keys_erases_nothing(
             (mine / "move.json").unlink(missing_ok=True)
     assert listed(mine) == ["mine"]
     add(victim, "2", writer_of)
+
+
+def test_keys_of_another_store_that_is_empty_are_not_moved_into(home, identity, writer_of, tmp_path) -> None:
+    victim, keys = tmp_path / "victim", str(tmp_path / "keys")
+    KNNStore.create(victim, identity, location=keys).close()
+    with KNNStore.create(home, identity) as store:
+        put(store, "mine", writer_of)
+        source, target = ({"adapter": "faiss", "location": at, "params": {}} for at in ("keys", keys))
+        plan = {"store_id": store._catalog.store_id, "source": source, "target": target, "made": True}
+        (home / "move.json").write_text(json.dumps(plan))
+        refused(lambda: store.move("faiss", keys), "already at", keys)
+        assert store.engine.location == "keys"
+    add(victim, "1", writer_of)
+    assert (listed(home), listed(victim)) == (["mine"], ["1"])
 
 
 @pytest.mark.parametrize("outside", ["server"], indirect=True)
