@@ -92,7 +92,8 @@ def test_a_copied_home_reads_and_leaves_the_keys_alone(original, outside, writer
         assert [document.id for document in store.documents()] == ["1"]
 
 
-def test_a_copy_may_take_the_keys_over(original, writer_of) -> None:
+def test_a_copy_may_take_the_keys_over(original, writer_of, killed_at) -> None:
+    assert killed_at("catalog.publish.before", lambda: add(original, "half added", writer_of))
     copy = copy_of(original)
     add(original, "of the original alone", writer_of)
     with KNNStore.open(copy, "a", copied=True) as store:

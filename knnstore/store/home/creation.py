@@ -82,12 +82,11 @@ def make_store(
     if projection is not None:
         identity = replace(identity, projection=projection.name)
     folder = path.resolve()  # a relative one may be the folder that is replaced
-    _check_absent(folder)
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     home = Home.new(unfinished, catalog)
     outside = _outside(home, engine, folder)
     with alone_in(unfinished):
-        _check_absent(folder)  # the one who was here before may have made it
+        _check_absent(folder)
         creation = Creation.read(unfinished)
         begun = outside in creation.datastores
         place = Place(home, identity, engine, Owner(creation.store_id))
