@@ -27,10 +27,12 @@ from knnstore.datastore.protocol import (
     BATCH_SIZE,
     Datastore,
     Mode,
+    SupportsBeside,
     SupportsErase,
     SupportsGet,
     SupportsOptimize,
     SupportsOwner,
+    SupportsVacuum,
     SupportsVerify,
 )
 from knnstore.datastore.ranges import IdRanges
@@ -51,9 +53,9 @@ __all__ = [
     "BATCH_SIZE", "BLOCK", "BLOCK_VALUES", "ID_LIMIT", "OWNER_FILES", "POSITION_LIMIT", "TOKEN_LIMIT",
     "Capabilities", "Datastore", "Distances", "EmbeddedDatastore", "Filter", "Groups", "IdRanges", "Ids",
     "KeySegments", "Keys", "MappedColumns", "MappedFile", "MemoryDatastore", "Metric", "Mode", "Neighbors",
-    "Segment", "StoredFile", "StoredKeys", "SupportsErase", "SupportsGet", "SupportsOptimize",
-    "SupportsOwner", "SupportsVerify", "WriterLock", "checked_k", "checked_keys", "checked_params",
-    "checked_records", "compare_rows", "nearest_rows", "paired", "pairwise", "positions_of", "publish",
-    "ranges_of", "read_keys", "read_owner", "record_ids", "registry", "remove", "stored_keys",
-    "sync_directory", "tokens_of", "whole_positions", "write_owner",
+    "Segment", "StoredFile", "StoredKeys", "SupportsBeside", "SupportsErase", "SupportsGet",
+    "SupportsOptimize", "SupportsOwner", "SupportsVacuum", "SupportsVerify", "WriterLock", "checked_k",
+    "checked_keys", "checked_params", "checked_records", "compare_rows", "nearest_rows", "paired", "pairwise",
+    "positions_of", "publish", "ranges_of", "read_keys", "read_owner", "record_ids", "registry", "remove",
+    "stored_keys", "sync_directory", "tokens_of", "whole_positions", "write_owner",
 ]  # fmt: skip
