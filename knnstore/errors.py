@@ -64,6 +64,10 @@ class DatastoreNotFoundError(DatastoreError, FileNotFoundError):
     """There is no datastore at the location."""
 
 
+class NotOwnerError(DatastoreError):
+    """The keys are another store's, or those of a home that this one is a copy of."""
+
+
 class RecordNotFoundError(DatastoreError, LookupError):
     """The datastore has no record with this id."""
 

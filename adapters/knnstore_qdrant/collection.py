@@ -23,6 +23,9 @@ DISTANCES = {Metric.L2: models.Distance.EUCLID, Metric.IP: models.Distance.DOT}
 MARK = "knnstore"
 """The entry of a collection's metadata with a random number, by which it is recognized."""
 
+OWNER = "knnstore_owner"
+"""The entry with who claimed the collection."""
+
 _BULK = 100_000  # so many records added to a handle make the server put indexing off until `index`
 
 _INDEXES: Mapping[str, models.IntegerIndexParams] = {
@@ -101,6 +104,16 @@ class Collection:
         if self._mark(info) is None and not self._complete(info):
             raise self._not_ours()
         self.attempts.write(lambda: self.client.delete_collection(self.name))
+
+    def owner(self) -> str | None:
+        """Who claimed it; None where nobody did, or the server keeps no metadata (before 1.16)."""
+        info = self._describe()
+        owner = (info.config.metadata or {}).get(OWNER) if info else None
+        return owner if isinstance(owner, str) else None
+
+    def claim(self, owner: str) -> None:
+        """Remember a new owner; the server keeps its other metadata."""
+        self.attempts.write(lambda: self.client.update_collection(self.name, metadata={OWNER: owner}))
 
     def will_add(self, records: int) -> None:
         """Put indexing off during a bulk load: it would be done again and again while points come."""

@@ -56,6 +56,21 @@ def erase_server(url: str, options: Options) -> None:
         collection.client.close()
 
 
+def owner_on_server(url: str, options: Options) -> str | None:
+    """Who claimed a collection."""
+    with _connected(url, options) as collection:
+        owner = collection.owner()
+        collection.client.close()
+    return owner
+
+
+def claim_on_server(url: str, owner: str, options: Options) -> None:
+    """Remember a new owner of a collection."""
+    with _connected(url, options) as collection:
+        collection.claim(owner)
+        collection.client.close()
+
+
 def free_name(url: str, options: Options) -> str:
     """A name like the collection's that none on the server has."""
     with _connected(url, options) as collection:

@@ -25,6 +25,8 @@ from knnstore.datastore import (
     checked_keys,
     checked_records,
     read_keys,
+    read_owner,
+    write_owner,
 )
 from knnstore.errors import AdapterLoadError, ConfigError, DatastoreClosedError, ReadOnlyError
 from knnstore_qdrant.conditions import Condition, condition_of_filter, condition_of_ranges
@@ -105,6 +107,26 @@ class QdrantDatastore:
     def record_size(cls, dim: int, **params: Any) -> int:
         """Bytes of a point on the disk; see `SupportsSize.record_size`."""
         return Options.of(params).point_size(dim)
+
+    @classmethod
+    def owner(cls, location: str | Path, **params: Any) -> str | None:
+        """Who claimed the collection at a location; see `SupportsOwner.owner`."""
+        options = Options.of(params)
+        if not _is_server(location):
+            return read_owner(Path(location))
+        from knnstore_qdrant.connecting import owner_on_server
+
+        return owner_on_server(str(location), options)
+
+    @classmethod
+    def claim(cls, location: str | Path, owner: str, **params: Any) -> None:
+        """Remember a new owner; see `SupportsOwner.claim`."""
+        options = Options.of(params)
+        if not _is_server(location):
+            return write_owner(Path(location), owner)
+        from knnstore_qdrant.connecting import claim_on_server
+
+        return claim_on_server(str(location), owner, options)
 
     @classmethod
     def beside(cls, location: str | Path, **params: Any) -> dict[str, Any]:

@@ -4,6 +4,7 @@
 
     DIR/store.json      dim and metric; there when the store is whole
     DIR/qdrant-shard/   the engine's files, open in the one process that writes
+    DIR/owner           whose the keys are
     DIR/flushed         a number that grows with each flush
     DIR/changing.lock   held by the writer during a change, by a reader while it copies
     DIR/qdrant-copy-*/  such a copy, for the moment that opening it takes
@@ -36,6 +37,7 @@ from qdrant_edge import (
 )
 
 from knnstore.datastore import (
+    OWNER_FILES,
     Groups,
     Ids,
     Keys,
@@ -66,7 +68,10 @@ from knnstore_qdrant.shard import create_shard, engine_errors, filter_of
 _POINTS_AT_ONCE = 2048  # a Python object each
 _POLL_SECONDS = 0.02
 _DESCRIPTION, _SHARD = "store.json", "qdrant-shard"
-_OWN_FILES = (f"{_DESCRIPTION}.tmp", "flushed", "flushed.tmp", "changing.lock", "writer.json", "writer.lock")
+_OWN_FILES = (
+    *(f"{_DESCRIPTION}.tmp", "flushed", "flushed.tmp", "changing.lock", "writer.json", "writer.lock"),
+    *OWNER_FILES,  # last, for `erase_directory`
+)
 
 
 class EmbeddedPoints:

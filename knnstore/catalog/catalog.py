@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from datetime import datetime
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self
@@ -14,7 +13,15 @@ from sqlalchemy import func, select
 from sqlalchemy.engine import URL
 
 from knnstore.catalog import schema
-from knnstore.catalog.connection import connect, exclusive, is_sqlite_file, place, reading, translated_errors
+from knnstore.catalog.connection import (
+    connect,
+    exclusive,
+    identify,
+    is_sqlite_file,
+    place,
+    reading,
+    translated_errors,
+)
 from knnstore.catalog.queries import (
     PRUNED,
     among,
@@ -76,17 +83,15 @@ class Catalog:
                 if row is None:
                     raise _not_found(engine.url)
                 self.identity = read_identity(row)
-                self.created_at = utc(row.created_at)
+                self.store_id = row.store_id
             self.opened = opened.pop_all()
 
     @classmethod
-    def create(
-        cls, url: URL, identity: Identity, engine: Engine, *, created_at: datetime | None = None
-    ) -> Self:
+    def create(cls, url: URL, identity: Identity, engine: Engine, *, store_id: str | None = None) -> Self:
         """Make the tables and the store's row, in one transaction.
 
-        If `created_at` is given, a store of this very moment that was never written to is the same one,
-        whose making was interrupted; it is made anew.
+        If `store_id` is given, a store of this id that was never written to is the same one, whose making
+        was interrupted; it is made anew. Otherwise the id is random.
 
         Raises:
             StoreExistsError: the database already holds a store.
@@ -97,7 +102,7 @@ class Catalog:
         sql = connect(url)
         with ExitStack() as failed:
             failed.callback(sql.dispose)
-            schema.make(sql, identity, engine, created_at)
+            schema.make(sql, identity, engine, store_id)
             failed.pop_all()
         return cls(sql)
 
@@ -136,6 +141,11 @@ class Catalog:
         """Leave SQLite's database whole in its one file, as far as readers and the disk let it."""
         if is_sqlite_file(self.sql.url):
             take_in_log(self.sql)
+
+    def database(self) -> tuple[str, str]:
+        """What tells the database from a copy of it, and where it is, for messages."""
+        url = self.sql.url
+        return identify(self.sql), str(Path(place(url)).resolve()) if is_sqlite_file(url) else place(url)
 
     # -- what readers poll
 

@@ -178,6 +178,26 @@ def place(url: URL) -> str:
     return url.set(query={}).render_as_string()  # a password as ***
 
 
+def identify(engine: Engine) -> str:
+    """What tells a database from a copy of it, one word.
+
+    Of a file the number (inode) that the file system gave it, and its folder's: both stay when the folder
+    is renamed. On PostgreSQL the numbers of the server's data and of the database in them.
+    """
+    if is_sqlite_file(engine.url):
+        path = Path(str(engine.url.database))
+        return f"{path.parent.stat().st_ino}-{path.stat().st_ino}"
+    if engine.dialect.name == "sqlite":
+        return "memory"
+    database = "SELECT oid FROM pg_database WHERE datname = current_database()"
+    allowed = "SELECT has_function_privilege('pg_control_system()', 'execute')"
+    with translated_errors(engine), engine.connect() as connection:
+        server = "-"
+        if connection.scalar(text(allowed)):
+            server = connection.scalar(text("SELECT system_identifier FROM pg_control_system()"))
+        return f"{server}-{connection.scalar(text(database))}"
+
+
 @contextmanager
 def session(engine: Engine) -> Iterator[Session]:
     """Run one transaction: committed at the end of the block, rolled back on an exception."""

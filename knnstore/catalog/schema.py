@@ -1,9 +1,9 @@
 """Making a catalog, bringing it to this package's schema, and refusing one that does not fit."""
 
 from dataclasses import asdict
-from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
+from uuid import uuid4
 
 from alembic import command
 from alembic.config import Config
@@ -13,7 +13,6 @@ from sqlalchemy import Connection, delete, insert, inspect, select
 from sqlalchemy import Engine as SqlEngine
 
 from knnstore.catalog.connection import exclusive, place
-from knnstore.catalog.queries import utc
 from knnstore.catalog.tables import StoreRow
 from knnstore.catalog.types import Engine, Identity
 from knnstore.errors import CatalogError, SchemaOutdatedError, SchemaTooNewError, StoreExistsError
@@ -56,20 +55,20 @@ def upgrade(connection: Connection) -> None:
         command.upgrade(_config(connection), "head")
 
 
-def make(sql: SqlEngine, identity: Identity, engine: Engine, created_at: datetime | None) -> None:
+def make(sql: SqlEngine, identity: Identity, engine: Engine, store_id: str | None) -> None:
     """Make the tables and the store's row, in one transaction; see `Catalog.create`."""
     with exclusive(sql) as connection:
         if not is_empty(connection):
             check(connection)
-            there = connection.execute(select(StoreRow.created_at, StoreRow.writer_epoch)).first()
-            if there and (utc(there.created_at) != created_at or there.writer_epoch > 0):
+            there = connection.execute(select(StoreRow.store_id, StoreRow.writer_epoch)).first()
+            if there and (there.store_id != store_id or there.writer_epoch > 0):
                 raise StoreExistsError(f"{place(sql.url)} already holds a store's catalog")
             connection.execute(delete(StoreRow))
         upgrade(connection)
         connection.execute(
             insert(StoreRow).values(
                 id=1,
-                created_at=created_at or datetime.now(UTC),
+                store_id=store_id or uuid4().hex,
                 **asdict(engine),
                 **asdict(identity),
             )

@@ -66,6 +66,8 @@ class StoreRow(Base):
     __table_args__ = (CheckConstraint("id = 1", name="single_row"),)
 
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    store_id: Mapped[str] = mapped_column(String(32))
+    """Random, made once: a copy of the store has the same, another store never."""
     created_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), default=_now)
 
     # Identity: what a model must match to use the store.

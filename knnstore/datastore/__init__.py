@@ -18,6 +18,7 @@ from knnstore.datastore.arrays import (
 )
 from knnstore.datastore.distances import BLOCK_VALUES, nearest_rows, paired, pairwise
 from knnstore.datastore.embedded import (
+    OWNER_FILES,
     EmbeddedDatastore,
     KeySegments,
     MappedColumns,
@@ -25,7 +26,9 @@ from knnstore.datastore.embedded import (
     Segment,
     StoredKeys,
     compare_rows,
+    read_owner,
     stored_keys,
+    write_owner,
 )
 from knnstore.datastore.memory import MemoryDatastore
 from knnstore.datastore.neighbors import Neighbors
@@ -38,6 +41,7 @@ from knnstore.datastore.protocol import (
     SupportsErase,
     SupportsGet,
     SupportsOptimize,
+    SupportsOwner,
     SupportsSize,
     SupportsVacuum,
     SupportsVerify,
@@ -58,13 +62,13 @@ from knnstore.durable import BLOCK, StoredFile, WriterLock, publish, remove, syn
 from knnstore.space import allocate, check_space, free_space, medium_errors
 
 __all__ = [
-    "BATCH_SIZE", "BLOCK", "BLOCK_VALUES", "ID_LIMIT", "POSITION_LIMIT", "TOKEN_LIMIT", "Capabilities",
-    "DamagedPart", "Datastore", "Distances", "EmbeddedDatastore", "Filter", "Groups", "IdRanges", "Ids",
-    "KeySegments", "Keys", "MappedColumns", "MappedFile", "MemoryDatastore", "Metric", "Mode", "Neighbors",
-    "Segment", "StoredFile", "StoredKeys", "SupportsBeside", "SupportsDamage", "SupportsErase",
-    "SupportsGet", "SupportsOptimize", "SupportsSize", "SupportsVacuum", "SupportsVerify", "WriterLock",
-    "allocate", "check_space", "checked_k", "checked_keys", "checked_params", "checked_records",
-    "compare_rows", "free_space", "medium_errors", "nearest_rows", "paired", "pairwise", "positions_of",
-    "publish", "ranges_of", "read_keys", "record_ids", "registry", "remove", "stored_keys",
-    "sync_directory", "tokens_of", "whole_positions",
+    "BATCH_SIZE", "BLOCK", "BLOCK_VALUES", "ID_LIMIT", "OWNER_FILES", "POSITION_LIMIT", "TOKEN_LIMIT",
+    "Capabilities", "DamagedPart", "Datastore", "Distances", "EmbeddedDatastore", "Filter", "Groups",
+    "IdRanges", "Ids", "KeySegments", "Keys", "MappedColumns", "MappedFile", "MemoryDatastore", "Metric",
+    "Mode", "Neighbors", "Segment", "StoredFile", "StoredKeys", "SupportsBeside", "SupportsDamage",
+    "SupportsErase", "SupportsGet", "SupportsOptimize", "SupportsOwner", "SupportsSize", "SupportsVacuum",
+    "SupportsVerify", "WriterLock", "allocate", "check_space", "checked_k", "checked_keys",
+    "checked_params", "checked_records", "compare_rows", "free_space", "medium_errors", "nearest_rows",
+    "paired", "pairwise", "positions_of", "publish", "ranges_of", "read_keys", "read_owner", "record_ids",
+    "registry", "remove", "stored_keys", "sync_directory", "tokens_of", "whole_positions", "write_owner",
 ]  # fmt: skip

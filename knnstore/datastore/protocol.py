@@ -240,3 +240,39 @@ class SupportsErase(Protocol):
             LockedError: another process writes to it.
             StoreUnavailableError: the engine cannot be reached.
         """
+
+
+@runtime_checkable
+class SupportsOwner(Protocol):
+    """An engine that remembers beside the keys whose they are.
+
+    The store then writes, moves and erases no keys of another store, or of a home that it is a copy of.
+    """
+
+    @classmethod
+    def owner(cls, location: str | Path, **params: Any) -> str | None:
+        """Who claimed the datastore at a location last; None where nobody did, or nothing is.
+
+        It is known as long as anything of the datastore is there: where its files are damaged, and where
+        `erase` was interrupted.
+
+        Args:
+            location: as in `Datastore.open`.
+            **params: those that it was opened with.
+
+        Raises:
+            StoreUnavailableError: the engine cannot be reached.
+        """
+
+    @classmethod
+    def claim(cls, location: str | Path, owner: str, **params: Any) -> None:
+        """Remember a new owner, durably; records and open handles stay as they are.
+
+        Args:
+            location: of a datastore that is there; the caller has it open for writing.
+            owner: one line of text.
+            **params: those that it was opened with.
+
+        Raises:
+            StoreUnavailableError: the engine cannot be reached.
+        """

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from knnstore.catalog import Catalog, Engine
 from knnstore.datastore import Datastore
-from knnstore.errors import DatastoreError
-from knnstore.store.home import Home, Place
+from knnstore.errors import CorruptDatastoreError, DatastoreError
+from knnstore.store.home import Home, Owner, Place, Whose
 from knnstore.store.view import View
 
 Mode = Literal["r", "a"]
@@ -17,15 +17,23 @@ Mode = Literal["r", "a"]
 class Current:
     """Follows the catalog from revision to revision and from engine to engine.
 
-    The datastore is opened with `params` in place of the store's own.
+    The datastore is opened with `params` in place of the store's own. With `copied` it may be that of a home
+    which this one is a copy of; it is then opened for reading, whatever the mode.
     """
 
     engine: Engine
     """As the catalog names it."""
     datastore: Datastore
 
-    def __init__(self, home: Home, catalog: Catalog, mode: Mode, params: Mapping[str, Any]) -> None:
+    owned: bool
+    """The keys are not those of a home that this one is a copy of."""
+
+    def __init__(
+        self, home: Home, catalog: Catalog, mode: Mode, params: Mapping[str, Any], *, copied: bool
+    ) -> None:
         self._home = home
+        self._owner = Owner.of(catalog)
+        self._copied = copied or mode == "r"
         self._catalog = catalog
         self._mode: Mode = mode
         self._params = dict(params)
@@ -42,11 +50,6 @@ class Current:
                 self._view = View(snapshot, self.datastore, self._catalog)
             return self._view
 
-    @property
-    def place(self) -> Place:
-        """Where the keys are."""
-        return Place(self._home, self._catalog.identity, self.engine)
-
     def switch(self, engine: Engine, datastore: Datastore, commit: Callable[[], None]) -> Datastore:
         """Go over to another engine once `commit` has made the catalog name it; returns the old datastore.
 
@@ -55,7 +58,32 @@ class Current:
         with self._viewing:
             commit()
             old, self.datastore, self.engine, self._view = self.datastore, datastore, engine, None
+            self.owned = True
         return old
+
+    def take_over(self) -> None:
+        """Claim the keys, and open them for writing."""
+        place = self.place(self.engine)
+        opened = place.open("a")
+        _claim(place, opened)
+        self.switch(self.engine, opened, lambda: None).close()
+
+    def check_owned(self, copied: bool) -> None:
+        """Refuse keys that a home owns which this one is a copy of, unless `copied`."""
+        if not (copied or self.owned):
+            self.place(self.engine).check_ours()
+
+    def problems(self) -> list[str]:
+        """What is wrong with what says whose the keys are."""
+        try:
+            self.place(self.engine).whose()
+        except CorruptDatastoreError as error:
+            return [str(error)]
+        return []
+
+    def place(self, engine: Engine) -> Place:
+        """Where an engine keeps keys of this store, or is to keep them."""
+        return Place(self._home, self._catalog.identity, engine, self._owner)
 
     def close(self) -> None:
         """Flush and release the datastore in use; a writer leaves the whole catalog in its file."""
@@ -67,12 +95,33 @@ class Current:
         """Open the datastore that the catalog names, also while the keys are being moved."""
         while True:
             engine = self._catalog.engine()
-            place = Place(self._home, self._catalog.identity, engine)
+            place = self.place(engine)
             try:
                 if self._mode == "a":  # which would make a new, empty one where the keys were lost
                     place.open("r").close()
+                self.owned = self._whose(place) is not Whose.A_TWINS
                 given = replace(engine, params={**engine.params, **self._params})
-                return engine, replace(place, engine=given).open(self._mode)
+                opened = replace(place, engine=given).open(self._mode if self.owned else "r")
+                if self._mode == "a" and self.owned:
+                    _claim(place, opened)
+                return engine, opened
             except DatastoreError:
                 if self._catalog.engine() == engine:
                     raise
+
+    def _whose(self, place: Place) -> Whose:
+        try:
+            return place.check_ours(twins=self._copied)
+        except CorruptDatastoreError:
+            if self._mode == "a":
+                raise
+            return Whose.NOBODYS  # reading needs not know; `problems` says it
+
+
+def _claim(place: Place, opened: Datastore) -> None:
+    """Make keys the store's that it has open for writing; they are closed if that fails."""
+    try:
+        place.claim()
+    except BaseException:
+        opened.close()
+        raise

@@ -23,6 +23,9 @@ from knnstore.store.selection import Selection
 from knnstore.store.verify import problems_of
 from knnstore.store.writing import Writing
 
+Folder = str | os.PathLike[str]
+Params = Mapping[str, Any] | None
+
 
 class KNNStore(StoreReader):
     """Documents with their keys, searched by key; open one with `create` or `open`.
@@ -32,7 +35,7 @@ class KNNStore(StoreReader):
     """
 
     def __init__(
-        self, home: Home, catalog: Catalog, mode: Mode, params: Mapping[str, Any] | None = None
+        self, home: Home, catalog: Catalog, mode: Mode, params: Params = None, *, copied: bool = False
     ) -> None:
         self.mode: Mode = mode
         self._writing: Writing | None = None
@@ -41,25 +44,26 @@ class KNNStore(StoreReader):
             if mode == "a":
                 opened.enter_context(home.locked())
                 writer = CatalogWriter(catalog)
-            self._current = Current(home, catalog, mode, params or {})
+            self._current = Current(home, catalog, mode, params or {}, copied=copied)
             opened.callback(self._current.close)
             super().__init__(home, catalog, self._current.view)
             self._relocation = Relocation(home, catalog, self._current, self.at)
             if mode == "a":
                 self._writing = Writing(home, writer, self._current)
-                self._writing.purge()  # what a killed writer left
-                self._relocation.settle_quietly()
+                if self._current.owned:
+                    self._writing.purge()  # what a killed writer left
+                    self._relocation.settle_quietly()
             self._opened = opened.pop_all()
 
     @classmethod
     def create(
         cls,
-        home: str | os.PathLike[str],
+        home: Folder,
         identity: Identity,
         *,
         store: str = "faiss",
         location: str | None = None,
-        params: Mapping[str, Any] | None = None,
+        params: Params = None,
         catalog: str | None = None,
         projection: Weights | None = None,
     ) -> Self:
@@ -85,25 +89,25 @@ class KNNStore(StoreReader):
         return cls(made, Catalog.open(made.catalog_url), "a")
 
     @classmethod
-    def open(
-        cls, home: str | os.PathLike[str], mode: Mode = "r", *, params: Mapping[str, Any] | None = None
-    ) -> Self:
+    def open(cls, home: Folder, mode: Mode = "r", *, params: Params = None, copied: bool = False) -> Self:
         """Open a store.
 
         Args:
             home: the folder that the store is known by.
             mode: ``"r"`` to read, beside a writer; ``"a"`` to read and write, as the only writer.
             params: parameters of the adapter in place of the store's own, as long as this handle reads.
+            copied: open also a copied home for writing, to `move` or to `repair` with `take_over`.
 
         Raises:
             StoreNotFoundError: there is none.
+            NotOwnerError: the keys are another store's, or a copied home is opened for writing.
             LockedError: mode ``"a"`` while another process writes; names it.
             ConfigError: a parameter is wrong, or given for writing.
         """
         if params and mode != "r":
             raise ConfigError("other parameters of the engine are for reading; `knnstore move` changes them")
         found = Home.open(home, writing=mode == "a")
-        return cls(found, Catalog.open(found.catalog_url), mode, params)
+        return cls(found, Catalog.open(found.catalog_url), mode, params, copied=copied)
 
     def close(self) -> None:
         """Flush and release everything; a second call does nothing."""
@@ -197,11 +201,12 @@ class KNNStore(StoreReader):
 
     def verify(self) -> list[str]:
         """Read everything that is stored and list what is wrong, one line each; empty when sound."""
-        return problems_of(self.home, self._catalog, self.view())
+        return self._current.problems() + problems_of(self.home, self._catalog, self.view())
 
-    def repair(self) -> list[str]:
-        """Do what can be done without a backup, and verify; opening for writing settled what was begun."""
-        with self._locked() as writing:
+    def repair(self, *, take_over: bool = False) -> list[str]:
+        """Do what can be done without a backup, and verify; `take_over` makes a copied home the owner."""
+        with self._locked(copied=take_over) as writing:
+            writing.take_over()
             writing.repair()
             return self.verify()
 
@@ -219,7 +224,7 @@ class KNNStore(StoreReader):
         adapter: str,
         location: str,
         *,
-        params: Mapping[str, Any] | None = None,
+        params: Params = None,
         progress: Progress | None = None,
     ) -> Moved:
         """Move the keys to another engine: copy, compare, switch in one transaction, erase the old ones.
@@ -238,7 +243,7 @@ class KNNStore(StoreReader):
             DatastoreError: the copy differs from its source, or an engine failed.
         """
         target = Engine(adapter, location, dict(params or {}))
-        with self._locked() as writing:
+        with self._locked(copied=True) as writing, writing.parting():
             return self._relocation.move(writing.writer, target, progress or Progress())
 
     def prune(
@@ -248,7 +253,7 @@ class KNNStore(StoreReader):
         *,
         domains: Sequence[str] = (),
         location: str | None = None,
-        params: Mapping[str, Any] | None = None,
+        params: Params = None,
         inspect: Inspector | None = None,
         progress: Progress | None = None,
     ) -> Pruned:
@@ -258,8 +263,7 @@ class KNNStore(StoreReader):
         was interrupted. Called again when it is done, it changes nothing.
 
         Args:
-            keep: share of each domain's tokens that shall have a record, above 0 and at most 1. A domain
-                that has no more records stays as it is.
+            keep: share of each domain's tokens that shall have a record, in (0, 1]; one with fewer stays.
             choose: says which records stay, see `random_chooser` and `merge_chooser`.
             domains: the domains to prune; none is all.
             location: a new place; by default one beside the old one.
@@ -283,8 +287,9 @@ class KNNStore(StoreReader):
             return self._relocation.abandon()
 
     @contextmanager
-    def _locked(self) -> Iterator[Writing]:
+    def _locked(self, *, copied: bool = False) -> Iterator[Writing]:
         if self._writing is None:
             raise ReadOnlyError(f"{self.home.path} was opened for reading; open it with mode 'a' to write")
         with self._writing.lock:
+            self._current.check_owned(copied)
             yield self._writing

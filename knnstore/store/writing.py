@@ -46,6 +46,21 @@ class Writing:
             _logger.warning("of what was removed a part still takes space, which goes later: %s", error)
         self._sweep_weights()
 
+    def take_over(self) -> None:
+        """Make the keys this home's, where they are those of the home that it is a copy of."""
+        if not self.current.owned:
+            self.current.take_over()
+            self.purge()
+
+    @contextmanager
+    def parting(self) -> Iterator[None]:
+        """In this block a copied home gets keys of its own; then what the other has added since goes."""
+        copied = not self.current.owned
+        yield
+        if copied:
+            self.purge()
+            self.remove_orphans()
+
     @contextmanager
     def ingest(self, documents: Sequence[NewDocument]) -> Iterator[Ingest]:
         """Add documents; see `KNNStore.ingest`."""
@@ -122,7 +137,7 @@ class Writing:
         what = f"adding {tokens:,} tokens"
         if self._home.has_catalog:
             check_space(self._home.path, _CATALOG_BYTES * tokens, what)
-        self.current.place.check_space(tokens, what)
+        self.current.place(self.current.engine).check_space(tokens, what)
 
     def _sweep_weights(self) -> None:
         if self._home.weights.is_dir():

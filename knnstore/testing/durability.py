@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from knnstore.datastore import Metric, SupportsVerify
+from knnstore.datastore import Metric, SupportsErase, SupportsOwner, SupportsVerify
 from knnstore.errors import KnnstoreError, LockedError
 from knnstore.testing.base import (
+    ALL_IDS,
     KitBase,
     OpenStore,
     Records,
@@ -101,6 +102,33 @@ class DurabilityTests(KitBase):
                 pytest.skip("capabilities.persistent is True: other cases test it")
             records.put(store)
         assert open_store().count() == 0
+
+    def test_its_owner_is_remembered(
+        self, open_store: OpenStore, location: str | Path, records: Records
+    ) -> None:
+        """Whoever claims a datastore last is its owner for all handles, and is never taken for a record.
+
+        If this fails, check that `claim` replaces what an earlier one wrote, and that `erase` removes it.
+        """
+        adapter = self.datastore_class
+        if not issubclass(adapter, SupportsOwner):
+            pytest.skip("it has no owner, which is optional: nothing keeps another store from its keys")
+        assert adapter.owner(location, **self.params) is None
+        with require_persistent(open_store()) as store:
+            records.put(store)
+            assert adapter.owner(location, **self.params) is None
+            for owner in ("first", "second, \N{LATIN SMALL LETTER E WITH ACUTE}"):
+                adapter.claim(location, owner, **self.params)
+                assert adapter.owner(location, **self.params) == owner
+            check_holds(store, records)
+        with open_store() as store:
+            store.delete(ALL_IDS)
+        with open_store(mode="r") as store:
+            assert store.count() == 0
+        assert adapter.owner(location, **self.params) == owner
+        if issubclass(adapter, SupportsErase):
+            adapter.erase(location, **self.params)
+            assert adapter.owner(location, **self.params) is None
 
     def test_closing_keeps_everything(self, open_store: OpenStore, records: Records, metric: Metric) -> None:
         """Additions, replacements and deletions are there when the store is opened again.

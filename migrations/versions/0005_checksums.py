@@ -1,14 +1,14 @@
 """Checksums of the keys of each document, for engines that have none.
 
 Revision: 0005
-Revises: 0003
+Revises: 0004
 """
 
 import sqlalchemy as sa
 from alembic import op
 
 revision = "0005"
-down_revision = "0003"
+down_revision = "0004"
 
 
 def upgrade() -> None:

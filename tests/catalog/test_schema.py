@@ -146,6 +146,21 @@ def test_a_second_process_waits_for_the_first_to_make_the_tables(catalog_url: UR
     assert made[0].documents() == []
 
 
+def test_copies_that_are_upgraded_apart_are_known_as_one_store(tmp_path: Path) -> None:
+    ids = {}
+    for asset in sorted(ASSETS.glob("*.db")):
+        for copy in (tmp_path / "a.db", tmp_path / "b.db"):
+            shutil.copy(asset, copy)
+            url = URL.create("sqlite", database=str(copy))
+            Catalog.upgrade(url)
+            catalog = Catalog.open(url)
+            ids[asset.stem, copy.stem] = catalog.store_id
+            catalog.close()
+    assert all(len(bytes.fromhex(id)) == 16 for id in ids.values())
+    assert all(ids[release, "a"] == ids[release, "b"] for release, _ in ids)
+    assert len(set(ids.values())) == len(ids) // 2, "two stores have one id"
+
+
 @pytest.mark.parametrize("asset", sorted(ASSETS.glob("*.db")), ids=lambda path: path.stem)
 def test_the_database_of_each_release_is_usable(asset: Path, tmp_path: Path, document: Make) -> None:
     copy = tmp_path / "catalog.db"

@@ -5,6 +5,7 @@ Most of the defects were met in real engines and adapters.
 
 import shutil
 from contextlib import suppress
+from pathlib import Path
 from zipfile import BadZipFile
 
 import numpy as np
@@ -227,6 +228,35 @@ class _ErasesTheFolder(OneFileDatastore):
 
 class TestErasesTheFolder(DatastoreTests):
     datastore_class = _ErasesTheFolder
+
+
+class _KeepsItsFirstOwner(OneFileDatastore):
+    @classmethod
+    def owner(cls, location, **params):
+        file = Path(location) / "owner"
+        return file.read_text() if file.exists() else None
+
+    @classmethod
+    def claim(cls, location, owner, **params):
+        if cls.owner(location) is None:
+            (Path(location) / "owner").write_text(owner)
+
+
+class TestKeepsItsFirstOwner(DatastoreTests):
+    datastore_class = _KeepsItsFirstOwner
+
+
+class _ItsOwnerIsARecord(_KeepsItsFirstOwner):
+    def count(self):
+        return super().count() + (self._file.parent / "owner").exists()
+
+    @classmethod
+    def claim(cls, location, owner, **params):
+        (Path(location) / "owner").write_text(owner)
+
+
+class TestItsOwnerIsARecord(DatastoreTests):
+    datastore_class = _ItsOwnerIsARecord
 
 
 class _VacuumsNothing(OneFileDatastore):

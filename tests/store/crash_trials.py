@@ -124,7 +124,8 @@ def leaked(home: Path) -> set[str]:
     """Files of the datastore that its manifest does not name."""
     manifest = (home / "keys" / "manifest.json").read_text()
     files = {path.name for path in (home / "keys").rglob("*") if path.is_file()}
-    return {name for name in files if name not in manifest} - {"manifest.json", "writer.lock", "writer.json"}
+    known = {"manifest.json", "owner", "writer.lock", "writer.json"}
+    return {name for name in files if name not in manifest} - known
 
 
 def child(work: Callable[[], object]) -> int:

@@ -1,5 +1,8 @@
 """Making a store, interrupted anywhere: the same call goes through, and what is somebody's is left alone."""
 
+import os
+import random
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -10,6 +13,7 @@ from knnstore import failpoints
 from knnstore.errors import (
     ConfigError,
     DatastoreExistsError,
+    KnnstoreError,
     StoreExistsError,
     StoreNotFoundError,
     StoreUnavailableError,
@@ -139,6 +143,79 @@ def test_what_somebody_made_is_refused_and_kept(places, identity, writer_of, kil
     with KNNStore.open(home) as store:
         assert store.verify() == []
         assert (store.search(writer.keys["law", "1"], 1).distances == np.float32(0)).all()
+
+
+def race(home: Path, identity, delays: list[float], killed: str | None) -> Counter[str]:
+    """Make one home in several processes, of which the first may be killed: what became of each."""
+    ends: Counter[str] = Counter()
+    children = []
+    for number, delay in enumerate(delays):
+        child = os.fork()
+        if child == 0:
+            end = 3
+            try:
+                failpoints.arm(killed if number == 0 else None)
+                time.sleep(delay)
+                KNNStore.create(home, identity).close()
+                end = 0
+            except KnnstoreError as error:
+                end = 1 if "\n" not in str(error) and str(home.name) in str(error) else 2
+            finally:
+                os._exit(end)
+        children.append(child)
+    for child in children:
+        status = os.waitpid(child, 0)[1]
+        ended = ("made", "refused", "said in several lines", "failed")
+        ends["killed" if os.WIFSIGNALED(status) else ended[os.WEXITSTATUS(status)]] += 1
+    return ends
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # forking beside pytest-xdist's threads
+def test_of_several_that_make_one_home_one_does(identity, tmp_path, monkeypatch) -> None:
+    rng = random.Random(0)
+    monkeypatch.setattr(failpoints, "_recorded", None)
+    passed = failpoints.record()
+    started = time.perf_counter()
+    KNNStore.create(tmp_path / "first", identity).close()
+    seconds = time.perf_counter() - started
+    monkeypatch.undo()
+    names = sorted(set(passed))
+    seen: Counter[str] = Counter()
+    for number in range(30):
+        home = tmp_path / str(number) / "home"
+        home.parent.mkdir()
+        delays = [rng.uniform(0, seconds) * (number % 3) / 2 for _ in range(3)]
+        killed = rng.choice(names) if number % 2 else None
+        ends = race(home, identity, delays, killed)
+        assert ends["made"] + ends["refused"] + ends["killed"] == 3, ends
+        assert ends["made"] + ends["killed"] >= 1
+        assert ends["made"] <= 1
+        if not home.exists():
+            assert ends["killed"] == 1
+            KNNStore.create(home, identity).close()
+        with KNNStore.open(home, "a") as store:
+            assert store.verify() == []
+        assert left_beside(home) == set()
+        seen += ends
+    assert seen["refused"] >= 30
+    assert seen["killed"] >= 5
+
+
+@pytest.mark.parametrize("kind", ["folder", "link", "file"])
+def test_what_somebody_has_where_the_home_is_to_be_made_stays(home, identity, tmp_path, kind) -> None:
+    place = home.with_name(".home.unfinished")
+    theirs = place if kind == "folder" else tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "notes.txt").write_text("mine")
+    if kind == "link":
+        place.symlink_to(theirs)
+    elif kind == "file":
+        (theirs / "notes.txt").rename(place)
+    before = {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match=r"\.home\.unfinished.* move it away"):
+        KNNStore.create(home, identity)
+    assert {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert not home.exists()
 
 
 def test_a_place_in_the_home_is_named_from_there(home, identity) -> None:

@@ -127,7 +127,7 @@ def move(
     if (to is None) != abandon:
         raise typer.BadParameter("give one of --store NAME and --abandon")
     settings = read_params(params)
-    with knnstore.open(home, "a") as store, Bar() as bar:
+    with knnstore.open(home, "a", copied=True) as store, Bar() as bar:
         if to is None:
             dropped = store.abandon_move()
             sentence = "no move is unfinished"
@@ -176,7 +176,18 @@ def verify(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None
     _report(records, problems, f"found wrong in {home}", as_json=as_json)
 
 
-def repair(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:
+def repair(
+    take_over: Annotated[
+        bool,
+        typer.Option(
+            "--take-over",
+            help="Make the keys this home's, after it was moved or restored. The home that wrote them "
+            "before can write no more.",
+        ),
+    ] = False,
+    home: HomeOption = DEFAULT_HOME,
+    as_json: JsonOption = False,
+) -> None:
     """Settle what an interrupted writer left, and verify.
 
     Documents that were half added or half removed go; every command that writes does this first.
@@ -185,9 +196,10 @@ def repair(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None
 
     Examples:
       knnstore repair
+      knnstore repair --take-over
     """
-    with knnstore.open(home, "a") as store:
-        problems, records = store.repair(), store.datastore.count()
+    with knnstore.open(home, "a", copied=take_over) as store:
+        problems, records = store.repair(take_over=take_over), store.datastore.count()
     _report(records, problems, f"cannot be repaired in {home}", as_json=as_json)
 
 

@@ -5,9 +5,10 @@ from knnstore.datastore.embedded.exact import compare_rows
 from knnstore.datastore.embedded.log import KeySegments
 from knnstore.datastore.embedded.mapped import MappedFile
 from knnstore.datastore.embedded.merging import stored_keys
+from knnstore.datastore.embedded.owners import OWNER_FILES, read_owner, write_owner
 from knnstore.datastore.embedded.segment import MappedColumns, Segment, StoredKeys
 
 __all__ = [
-    "EmbeddedDatastore", "KeySegments", "MappedColumns", "MappedFile", "Segment", "StoredKeys",
-    "compare_rows", "stored_keys",
+    "OWNER_FILES", "EmbeddedDatastore", "KeySegments", "MappedColumns", "MappedFile", "Segment", "StoredKeys",
+    "compare_rows", "read_owner", "stored_keys", "write_owner",
 ]  # fmt: skip

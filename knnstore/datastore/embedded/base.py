@@ -15,6 +15,7 @@ from knnstore.datastore.embedded.exact import ExactIndex, NearestRows
 from knnstore.datastore.embedded.group import GroupIndex, SegmentIndex
 from knnstore.datastore.embedded.locks import ReadersWriterLock
 from knnstore.datastore.embedded.log import KeySegments
+from knnstore.datastore.embedded.owners import read_owner, write_owner
 from knnstore.datastore.embedded.segment import Segment
 from knnstore.datastore.neighbors import Neighbors, merge
 from knnstore.datastore.protocol import BATCH_SIZE, Mode
@@ -72,6 +73,16 @@ class EmbeddedDatastore(ABC):
     def record_size(cls, dim: int, **params: Any) -> int:
         """Bytes of a record on the disk, with its share of an index; see `SupportsSize.record_size`."""
         return 6 * dim + 64
+
+    @classmethod
+    def owner(cls, location: str | Path, **params: Any) -> str | None:
+        """Who claimed the datastore in a directory; see `SupportsOwner.owner`."""
+        return read_owner(Path(location))
+
+    @classmethod
+    def claim(cls, location: str | Path, owner: str, **params: Any) -> None:
+        """Remember a new owner; see `SupportsOwner.claim`."""
+        write_owner(Path(location), owner)
 
     @property
     @abstractmethod

@@ -5,6 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from knnstore.datastore.embedded.manifest import NAME
+from knnstore.datastore.embedded.owners import OWNER_FILES
 from knnstore.durable import WriterLock, remove, sync_directory
 
 FOLDERS = ("segments", "indexes")
@@ -35,7 +36,7 @@ def erase_segments(root: Path) -> None:
             remove(path)
         for folder in FOLDERS:  # while they are there, a manifest is missed
             _remove_if_empty(root / folder)
-        for name in (f"{NAME}.tmp", "writer.json", "writer.lock"):
+        for name in (f"{NAME}.tmp", "writer.json", "writer.lock", *OWNER_FILES):
             remove(root / name)
         _remove_if_empty(root)
         sync_directory(root.parent)

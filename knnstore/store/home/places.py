@@ -5,17 +5,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from knnstore.catalog import Engine, Identity
-from knnstore.datastore import Datastore, Metric, Mode, SupportsErase, SupportsSize, registry
+from knnstore.datastore import (
+    Datastore,
+    Metric,
+    Mode,
+    SupportsErase,
+    SupportsOwner,
+    SupportsSize,
+    registry,
+)
 from knnstore.errors import (
     ConfigError,
     DatastoreExistsError,
     DatastoreMismatchError,
     DatastoreNotFoundError,
+    NotOwnerError,
 )
 from knnstore.failpoints import failpoint
 from knnstore.space import check_space
 from knnstore.store.home.following import check_folder
 from knnstore.store.home.home import Home
+from knnstore.store.home.owners import Owner, Whose
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +35,8 @@ class Place:
     home: Home
     identity: Identity
     engine: Engine
+    owner: Owner
+    """The store."""
 
     def __str__(self) -> str:
         return f"{self.engine.adapter} at {self.engine.location}"
@@ -38,6 +50,55 @@ class Place:
     def folder(self) -> Path | None:
         """The folder, links resolved; None where it is a URL."""
         return None if "://" in self.location else Path(self.location).resolve()
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the adapter remembers whose keys it keeps."""
+        return issubclass(registry.load(self.engine.adapter), SupportsOwner)
+
+    def whose(self) -> Whose:
+        """Whose keys are there."""
+        return self._us().sees(self._found())
+
+    def claim(self) -> None:
+        """Make the keys there the store's, unless they are; it has them open for writing."""
+        adapter, us = registry.load(self.engine.adapter), self._us()
+        if issubclass(adapter, SupportsOwner) and self._found() != us:
+            adapter.claim(self.location, str(us), **self.engine.params)
+
+    def check_ours(self, *, twins: bool = False) -> Whose:
+        """Refuse keys of another store, and unless `twins` those of a home that this one is a copy of.
+
+        Raises:
+            NotOwnerError: they are; says what to do.
+        """
+        found = self._found()
+        whose = self._us().sees(found)
+        if whose is Whose.ANOTHERS:
+            raise NotOwnerError(
+                f"the keys at {self.location} belong to another store: give this one its own back from a "
+                "backup, or make a new one with `knnstore init`"
+            )
+        if whose is Whose.A_TWINS and found is not None and not twins:
+            raise NotOwnerError(
+                f"the keys at {self.location} are written by {found.shown!r}, and {self.owner.shown!r} is "
+                "another copy of that store, or was moved: if the first is gone, take the keys over with "
+                "`knnstore repair --take-over`, else give this one keys of its own with `knnstore move`"
+            )
+        return whose
+
+    def _us(self) -> Owner:
+        folder = self.folder
+        inside = folder is not None and folder.is_relative_to(self.home.path.resolve())
+        return self.owner.inside() if inside else self.owner
+
+    def _found(self) -> Owner | None:
+        """Who claimed the keys there."""
+        adapter = registry.load(self.engine.adapter)
+        if not issubclass(adapter, SupportsOwner):
+            return None
+        text = adapter.owner(self.location, **self.engine.params)
+        return None if text is None else Owner.parse(text)
 
     def open(self, mode: Mode) -> Datastore:
         """Open the datastore.
@@ -106,8 +167,16 @@ class Place:
             return False
 
     def erase(self) -> str | None:
-        """Remove the datastore; returns why that is left to the user, if it is."""
+        """Remove the datastore, if it is ours; returns why that is left to the user, if it is.
+
+        Where nobody claimed it, the caller knows that it is.
+        """
         adapter = registry.load(self.engine.adapter)
+        whose = self.whose()
+        if whose in (Whose.ANOTHERS, Whose.A_TWINS):
+            return f"the keys there are not this home's; {self} stays as it is"
+        if whose is Whose.NOBODYS and self.remembers and not self.is_empty():
+            return f"no store has claimed the keys there; {self} is yours to delete"
         if not issubclass(adapter, SupportsErase):
             return f"the adapter {self.engine.adapter} removes nothing; {self} is yours to delete"
         self._check_folder()

@@ -1,10 +1,13 @@
 """A move of the keys: what is noted of one that has begun, and what is reported of one that is done."""
 
 import json
-from dataclasses import asdict, dataclass
-from typing import Self
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from itertools import count
+from typing import Any, Self
 
 from knnstore.catalog import Engine
+from knnstore.datastore import SupportsBeside, registry
 from knnstore.durable import publish, sync_directory
 from knnstore.errors import ConfigError
 from knnstore.space import medium_errors
@@ -38,24 +41,35 @@ class Moved:
 class Plan:
     """A move that has begun; kept in the home until its old keys are gone."""
 
+    store_id: str
     source: Engine
     target: Engine
     made: bool = False
     """The target was created by this move, so whatever it holds is the store's."""
 
     @classmethod
-    def read(cls, home: Home) -> Self | None:
-        """The move that is unfinished, if any."""
+    def read(cls, home: Home, store_id: str) -> Self | None:
+        """The move that is unfinished, if any.
+
+        Raises:
+            ConfigError: what says so is damaged, or of another store.
+        """
         path = home.path / _NAME
         try:
             content = json.loads(path.read_bytes())
-            return cls(Engine(**content["source"]), Engine(**content["target"]), content["made"])
+            source, target = Engine(**content["source"]), Engine(**content["target"])
+            plan = cls(content["store_id"], source, target, content["made"])
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{path} is damaged; remove it, and the copy that it was for: {error}"
             ) from error
+        if plan.store_id != store_id:
+            raise ConfigError(
+                f"{path} is of another store: remove it; what is at {target.location!r} stays as it is"
+            )
+        return plan
 
     def write(self, home: Home) -> None:
         """Make this the unfinished move, durably."""
@@ -72,3 +86,39 @@ class Plan:
         """Leave no move unfinished, durably."""
         (home.path / _NAME).unlink(missing_ok=True)
         sync_directory(home.path)
+
+
+def engine_beside(
+    home: Home, engine: Engine, location: str | None, params: Mapping[str, Any], *, begun: Engine | None
+) -> Engine:
+    """Choose where a copy in the same engine goes.
+
+    Args:
+        home: where a folder without a place of its own is.
+        engine: where the keys are.
+        location: a new place; None chooses one.
+        params: adapter's parameters that differ.
+        begun: where a move that was interrupted goes, which may be this one.
+
+    Raises:
+        ConfigError: the adapter cannot choose a place on its server.
+    """
+    target = replace(engine, params={**engine.params, **params})
+    if location is not None:
+        return replace(target, location=location)
+    if "://" in target.location:
+        adapter = registry.load(engine.adapter)
+        if not params and issubclass(adapter, SupportsBeside):
+            elsewhere = adapter.beside(engine.location, **engine.params)
+            return replace(target, params={**engine.params, **elsewhere})
+        if not params:
+            raise ConfigError(
+                f"the keys are at {target.location}: say where the copy goes, with --location, or by a "
+                "parameter such as --param collection=NAME"
+            )
+        return target
+    if begun is not None and begun == replace(target, location=begun.location):
+        return begun
+    stem = target.location.rstrip("0123456789").removesuffix("-") or "keys"
+    free = (f"{stem}-{number}" for number in count(2))
+    return replace(target, location=next(name for name in free if not (home.path / name).exists()))

@@ -20,12 +20,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import count
 from typing import Any
 
 from knnstore.catalog import Catalog, CatalogWriter, Engine
 from knnstore.checks import check_json
-from knnstore.datastore import Datastore, IdRanges, SupportsBeside, registry
+from knnstore.datastore import Datastore, IdRanges
 from knnstore.errors import (
     ConfigError,
     CorruptDatastoreError,
@@ -39,10 +38,10 @@ from knnstore.progress import Progress
 from knnstore.store.checksums import checking, taking
 from knnstore.store.current import Current
 from knnstore.store.damage import check_undamaged, named, naming_damage
-from knnstore.store.home import Home, Place, holds_something
+from knnstore.store.home import Home, Place, Whose, holds_something
 from knnstore.store.reader import Reader
 from knnstore.store.relocation.copying import GIVE_UP, Transferred, transfer
-from knnstore.store.relocation.moving import Moved, Plan
+from knnstore.store.relocation.moving import Moved, Plan, engine_beside
 from knnstore.store.relocation.pruning import Chooser, Pruned, Pruning, plan_pruning
 from knnstore.store.selection import EVERYTHING, Selection
 from knnstore.store.view import View
@@ -68,13 +67,13 @@ class Relocation:
 
     def unfinished(self) -> Engine | None:
         """Where a move goes that was interrupted before it switched."""
-        plan = Plan.read(self._home)
+        plan = self._plan()
         return None if plan is None or plan.target == self._catalog.engine() else plan.target
 
     def settle(self) -> str | None:
         """Erase the old keys of a move that has switched; returns why they are still there, if they are."""
         try:
-            plan = Plan.read(self._home)
+            plan = self._plan()
             switched = plan is not None and plan.target == self._current.engine
             return self._end(plan) if plan is not None and switched else None
         except (KnnstoreError, OSError) as error:
@@ -85,12 +84,12 @@ class Relocation:
         Plan.clean(self._home)
         left = self.settle()
         if left:
-            _logger.warning("keys that were moved are still at the old place: %s", left)
+            _logger.warning("what is left of a move stays: %s", left)
 
     def abandon(self) -> Engine | None:
         """Erase the half-made copy of an unfinished move; see `KNNStore.abandon_move`."""
         self._current.view()  # follows a move whose answer was lost
-        plan = Plan.read(self._home)
+        plan = self._plan()
         if plan is None or plan.target == self._current.engine:
             return None
         left = self._end(plan)
@@ -100,7 +99,7 @@ class Relocation:
 
     def clear(self, progress: Progress) -> list[str]:
         """Erase the copy or the old keys of an unfinished move; returns what stays of them, a line each."""
-        plan = Plan.read(self._home)
+        plan = self._plan()
         if plan is None:
             return []
         progress.say(f"giving up what is left of a move: {self._leftover(plan)}")
@@ -108,8 +107,8 @@ class Relocation:
 
     def rewrite(self, writer: CatalogWriter, progress: Progress) -> list[str]:
         """Copy the records to a new place of the same engine; returns what stays of the old, a line each."""
-        before = self._place(self._current.engine)
-        self._relocate(writer, self._place_beside(None, {}), progress)
+        before = self._current.place(self._current.engine)
+        self._relocate(writer, self._beside(None, {}), progress)
         return _lines(before, self.settle())
 
     def move(self, writer: CatalogWriter, target: Engine, progress: Progress) -> Moved:
@@ -144,7 +143,7 @@ class Relocation:
         if not plan.gone:
             seconds = time.perf_counter() - started
             return Pruned(plan.domains, before, before, view.datastore.count(), seconds)
-        target = self._place_beside(location, differing)
+        target = self._beside(location, differing)
         done = self._relocate(writer, target, progress, plan, inspect)
         left = self.settle()
         return Pruned(plan.domains, before, target, done.records, time.perf_counter() - started, left)
@@ -195,16 +194,16 @@ class Relocation:
 
     def _begin(self, target: Engine, records: int, progress: Progress) -> Datastore:
         """Open the target for writing: a new one, or the one of the same move, interrupted."""
-        source, place = self._current.engine, self._place(target)
+        source, place = self._current.engine, self._current.place(target)
         what = f"a copy of {records:,} records"
-        plan = Plan.read(self._home)
+        plan = self._plan()
         if plan is not None and plan.target != target:
             self._give_up(plan, progress)
             plan = None
         if plan is None:
             self._check_free(place)
             place.check_space(records, what)
-            Plan(source, target).write(self._home)
+            Plan(self._catalog.store_id, source, target).write(self._home)
             failpoint("move.planned")
             try:
                 opened = place.open("x")
@@ -212,8 +211,12 @@ class Relocation:
                 Plan.forget(self._home)
                 raise
         else:
+            whose = place.whose()
+            if whose in (Whose.ANOTHERS, Whose.A_TWINS):
+                raise place.taken()
+            known = whose is Whose.OURS or (plan.made and not place.remembers)
             opened = place.open("a")
-            if not plan.made and opened.count():
+            if not known and opened.count():
                 opened.close()
                 Plan.forget(self._home)
                 raise place.taken()
@@ -222,13 +225,14 @@ class Relocation:
             except DiskFullError:
                 opened.close()
                 raise
+        place.claim()
         failpoint("move.made")
-        Plan(source, target, made=True).write(self._home)
+        Plan(self._catalog.store_id, source, target, made=True).write(self._home)
         return opened
 
     def _check_free(self, place: Place) -> None:
         """Refuse a place that holds anything: whatever is there after the move is taken for the store's."""
-        folder, old, problem = place.folder, self._place(self._current.engine).folder, None
+        folder, old, problem = place.folder, self._current.place(self._current.engine).folder, None
         if folder is not None and old is not None and folder.is_relative_to(old):
             problem = "is where the keys are now"
         elif folder is not None and holds_something(folder):
@@ -259,34 +263,15 @@ class Relocation:
 
     def _leftover(self, plan: Plan) -> Place:
         """The old keys of a move that has switched, the copy of one that has not."""
-        return self._place(plan.source if plan.target == self._current.engine else plan.target)
+        return self._current.place(plan.source if plan.target == self._current.engine else plan.target)
 
-    def _place(self, engine: Engine) -> Place:
-        return Place(self._home, self._catalog.identity, engine)
+    def _beside(self, location: str | None, params: Mapping[str, Any]) -> Engine:
+        """Where a copy of the same engine goes, or was about to go."""
+        return engine_beside(self._home, self._current.engine, location, params, begun=self.unfinished())
 
-    def _place_beside(self, location: str | None, params: Mapping[str, Any]) -> Engine:
-        """Where the copy of the same engine goes."""
-        engine = self._current.engine
-        target = replace(engine, params={**engine.params, **params})
-        if location is not None:
-            return replace(target, location=location)
-        if "://" in target.location:
-            adapter = registry.load(engine.adapter)
-            if not params and issubclass(adapter, SupportsBeside):
-                elsewhere = adapter.beside(engine.location, **engine.params)
-                return replace(target, params={**engine.params, **elsewhere})
-            if not params:
-                raise ConfigError(
-                    f"the keys are at {target.location}: say where the copy goes, with --location, or by a "
-                    "parameter such as --param collection=NAME"
-                )
-            return target
-        begun = self.unfinished()
-        if begun is not None and begun == replace(target, location=begun.location):
-            return begun
-        stem = target.location.rstrip("0123456789").removesuffix("-") or "keys"
-        free = (f"{stem}-{number}" for number in count(2))
-        return replace(target, location=next(name for name in free if not (self._home.path / name).exists()))
+    def _plan(self) -> Plan | None:
+        """The move that is unfinished, if any."""
+        return Plan.read(self._home, self._catalog.store_id)
 
 
 def _lines(place: Place, left: str | None) -> list[str]:

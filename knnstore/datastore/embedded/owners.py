@@ -1,0 +1,42 @@
+"""Whose the keys in a directory are: one small file, apart from what may be damaged, and the last to go."""
+
+import hashlib
+from pathlib import Path
+
+from knnstore.durable import publish
+from knnstore.errors import CorruptDatastoreError, DatastoreError
+
+OWNER_FILES = ("owner.tmp", "owner")
+
+
+def read_owner(root: Path) -> str | None:
+    """Who claimed a directory; None where nobody did. See `SupportsOwner.owner`.
+
+    Raises:
+        CorruptDatastoreError: the file that says so is damaged.
+    """
+    path = root / "owner"
+    try:
+        digest, _, owner = path.read_bytes().decode(errors="replace").rstrip("\n").partition(" ")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise DatastoreError(f"cannot read {path}: {error.strerror}") from error
+    if digest != _digest(owner):
+        raise CorruptDatastoreError(
+            f"{path}, which says whose the keys are, is damaged: restore it from a backup, or remove it if "
+            "you know that they are this store's"
+        )
+    return owner
+
+
+def write_owner(root: Path, owner: str) -> None:
+    """Claim a directory, durably; whoever writes there holds its lock. See `SupportsOwner.claim`."""
+    try:
+        publish(root / "owner", f"{_digest(owner)} {owner}\n".encode(), "owner")
+    except OSError as error:
+        raise DatastoreError(f"cannot write {root / 'owner'}: {error.strerror}") from error
+
+
+def _digest(owner: str) -> str:
+    return hashlib.sha256(owner.encode(errors="replace")).hexdigest()
