@@ -98,6 +98,12 @@ def test_a_disk_of_any_size(engine, size, unchecked, disk, steps) -> None:
     assert acknowledged | set(IDS) <= set(steps.well("check", home, N).ids)
 
 
+def test_the_disk_refuses_and_not_the_kernel(disk, steps) -> None:
+    """Qdrant's engine writes through maps: where that finds no space, the process ends by a signal."""
+    full = disk(200 << 20)
+    assert "adding 2,000 points needs" in steps.refused("fill_and_add_points", full.path / "keys", 2000)
+
+
 def test_a_copy_where_the_kernel_copies_nothing(tmp_path, monkeypatch) -> None:
     pytest.importorskip("qdrant_edge")
     from knnstore_qdrant.copying import copy_directory
