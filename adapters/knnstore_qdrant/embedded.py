@@ -106,9 +106,9 @@ class EmbeddedPoints:
     def upsert(self, ids: Ids, keys: Keys, groups: Groups) -> None:
         """Store points, replacing those whose id is present."""
         numbers, positions, groups_of = ids.tolist(), positions_of(ids).tolist(), groups.tolist()
+        size = len(ids) * self._options.point_size(self._dim)
+        room_for(self._path, size, f"adding {len(ids):,} points")
         with self._changing() as shard:
-            size = len(ids) * self._options.point_size(self._dim)
-            room_for(self._path, size, f"adding {len(ids):,} points")
             for start in range(0, len(ids), _POINTS_AT_ONCE):
                 points = [
                     Point(numbers[row], keys[row], {GROUP: groups_of[row], POSITION: positions[row]})
@@ -135,8 +135,10 @@ class EmbeddedPoints:
     def delete(self, condition: Condition) -> None:
         """Remove points."""
         chosen = filter_of(condition)
+        with self._reading() as shard:
+            points = shard.count(CountRequest(exact=True, filter=chosen))
+        room_to_remove(self._path, points)
         with self._changing() as shard, engine_errors(self._path):
-            room_to_remove(self._path, shard.count(CountRequest(exact=True, filter=chosen)))
             shard.update(UpdateOperation.delete_points_by_filter(chosen))
 
     def count(self) -> int:
@@ -167,12 +169,19 @@ class EmbeddedPoints:
 
     def optimize(self) -> None:
         """Index all points and reclaim the space of removed ones."""
+<<<<<<< HEAD
         before = self._changed
         with self._changing() as shard, engine_errors(self._path):
             anew = shard.count(CountRequest(exact=True)) * self._options.point_size(self._dim)
             room_for(self._path, NEW_SHARD + anew, "optimizing")
             changed = shard.optimize()
             self._changed = before or changed  # else readers need no new copy
+=======
+        anew = self.count() * self._options.point_size(self._dim)
+        room_for(self._path, NEW_SHARD + anew, "optimizing")
+        with self._changing() as shard, engine_errors(self._path):
+            shard.optimize()
+>>>>>>> 275df6339d5a8e2d19e02320f6b2b9f964e3f4f5
         self.flush()
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import knnstore
 import knnstore.space
 from knnstore.catalog import Identity, NewDocument
 from knnstore.cli.root import main
-from knnstore.datastore import tokens_of
+from knnstore.datastore import record_ids, registry, tokens_of
 from knnstore.errors import KnnstoreError
 from knnstore.store import KNNStore, Selection
 
@@ -80,6 +81,16 @@ def add(home: str, domain: str, ids: list[str], tokens: int, *, unchecked: bool 
             print(id, flush=True)
 
 
+def fill_and_add_points(folder: str, points: int) -> None:
+    """Use Qdrant's engine without a store, on a disk that becomes full meanwhile."""
+    with registry.load("qdrant").open(folder, dim=DIM) as opened:
+        with (Path(folder).parent / "filling").open("wb", 0) as file, suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+        tokens, keys = of_document("a", points)
+        opened.add(record_ids(np.arange(points), tokens), keys, np.zeros(points, np.int32))
+
+
 def check(home: str, tokens: int) -> None:
     """Compare all that can be read with what it must be; prints the ids."""
     with knnstore.open(home) as store:
@@ -104,6 +115,7 @@ STEPS: dict[str, Callable[..., None]] = {
     "create": create,
     "add": add,
     "open_to_others": open_to_others,
+    "fill_and_add_points": fill_and_add_points,
     "check": check,
     "command": command,
 }

@@ -98,6 +98,12 @@ def test_a_disk_of_any_size(engine, size, unchecked, disk, steps) -> None:
     assert acknowledged | set(IDS) <= set(steps.well("check", home, N).ids)
 
 
+def test_the_disk_refuses_and_not_the_kernel(disk, steps) -> None:
+    """Qdrant's engine writes through maps: where that finds no space, the process ends by a signal."""
+    full = disk(200 << 20)
+    assert "adding 2,000 points needs" in steps.refused("fill_and_add_points", full.path / "keys", 2000)
+
+
 def test_a_copy_where_the_kernel_copies_nothing(tmp_path, monkeypatch) -> None:
     pytest.importorskip("qdrant_edge")
     from knnstore_qdrant.copying import copy_directory
@@ -126,7 +132,7 @@ def test_a_copy_where_the_kernel_copies_nothing(tmp_path, monkeypatch) -> None:
 def test_what_a_record_takes_is_not_underestimated(engine, tmp_path) -> None:
     """Nor is it overestimated by far: what would fit must not be refused."""
     adapter, params = registry.load(engine), {"exact_up_to": 100} if engine == "hnswlib" else {}
-    first, n, dim, taken = 100, 40_000, 64, []
+    first, n, dim, taken = 100, 4_000 if engine == "hnswlib" else 40_000, 64, []
     keys = np.random.default_rng(0).standard_normal((n, dim)).astype(np.float32)
     ids = record_ids(np.arange(n), np.zeros(n, np.int64))
     with adapter.open(tmp_path / "keys", dim=dim, **params) as store:
