@@ -169,19 +169,12 @@ class EmbeddedPoints:
 
     def optimize(self) -> None:
         """Index all points and reclaim the space of removed ones."""
-<<<<<<< HEAD
         before = self._changed
-        with self._changing() as shard, engine_errors(self._path):
-            anew = shard.count(CountRequest(exact=True)) * self._options.point_size(self._dim)
-            room_for(self._path, NEW_SHARD + anew, "optimizing")
-            changed = shard.optimize()
-            self._changed = before or changed  # else readers need no new copy
-=======
         anew = self.count() * self._options.point_size(self._dim)
         room_for(self._path, NEW_SHARD + anew, "optimizing")
         with self._changing() as shard, engine_errors(self._path):
-            shard.optimize()
->>>>>>> 275df6339d5a8e2d19e02320f6b2b9f964e3f4f5
+            changed = shard.optimize()
+            self._changed = before or changed  # else readers need no new copy
         self.flush()
 
     def close(self) -> None:
