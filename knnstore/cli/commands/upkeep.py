@@ -165,7 +165,8 @@ def verify(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None
     """Read and check everything that is stored.
 
     Prints what is wrong, a line each; the exit status is 1 then. Beside a writer at work, the
-    documents that it has not committed yet are reported too.
+    documents that it has not committed yet are reported too. Names, tags, metadata and settings have
+    no checksum, so that another one in their place is not found.
 
     Examples:
       knnstore verify
