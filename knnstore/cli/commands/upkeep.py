@@ -166,7 +166,8 @@ def verify(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None
 
     Prints what is wrong, a line each; the exit status is 1 then. Damaged keys are named with their
     documents: remove these and add them again. Beside a writer at work, the documents that it has not
-    committed yet are reported too.
+    committed yet are reported too. Names, tags, metadata and settings have no checksum, so that another
+    one in their place is not found.
 
     Examples:
       knnstore verify
