@@ -10,12 +10,11 @@ import numpy as np
 from knnstore.catalog import CatalogWriter, NewDocument
 from knnstore.datastore import IdRanges, SupportsOptimize, ranges_of
 from knnstore.errors import DocumentNotFoundError, KnnstoreError
-from knnstore.store.checksums import precision_of, taking
 from knnstore.store.current import Current
-from knnstore.store.damage import abandon_unneeded, reading_on
 from knnstore.store.fitted import SavedSettings, Weights, files_in_use, save_weights, sweep
 from knnstore.store.home import Home
 from knnstore.store.ingest import Ingest, purge
+from knnstore.store.soundness import abandon_unneeded, precision_of, reading_on, taking
 from knnstore.store.verify import orphans_in
 
 
