@@ -183,7 +183,7 @@ class ChecksumRow(Base):
 
     document_id: Mapped[_DocumentId]
     keys: Mapped[str] = mapped_column(String(80))
-    """A precision, a colon, a hash; see `knnstore.store.checksums`."""
+    """A precision, a colon, a hash; see `knnstore.store.soundness`."""
 
 
 class TagRow(Base):

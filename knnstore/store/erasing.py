@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from knnstore.datastore import SupportsDamage, SupportsErase, SupportsVacuum
 from knnstore.progress import Progress
-from knnstore.store.damage import damaged_parts
 from knnstore.store.relocation import Relocation
+from knnstore.store.soundness import damaged_parts
 from knnstore.store.writing import Writing
 
 

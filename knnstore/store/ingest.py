@@ -22,9 +22,8 @@ from knnstore.catalog import CatalogWriter, NewDocument, PlacedDocument
 from knnstore.datastore import Datastore, Keys, ranges_of, record_ids
 from knnstore.errors import KnnstoreError
 from knnstore.failpoints import failpoint
-from knnstore.store.checksums import checksum, precision_of, sums_of
-from knnstore.store.damage import abandon_unneeded
 from knnstore.store.fitted import drop_traces
+from knnstore.store.soundness import abandon_unneeded, checksum, precision_of, sums_of
 
 _FORGOTTEN_AT_ONCE = 1 << 17  # tokens, of four bytes; SQLite writes them to its log to overwrite them
 

@@ -8,10 +8,9 @@ from numpy.typing import NDArray
 from knnstore.catalog import Catalog, PlacedDocument, Snapshot
 from knnstore.datastore import Datastore, Ids, SupportsVerify, positions_of, ranges_of, tokens_of
 from knnstore.errors import CatalogError, KnnstoreError
-from knnstore.store.checksums import checking
-from knnstore.store.damage import reading_on
 from knnstore.store.fitted import files_in_use, problem_of
 from knnstore.store.home import Home
+from knnstore.store.soundness import checking, reading_on
 from knnstore.store.view import View
 
 _logger = logging.getLogger(__name__)

@@ -12,12 +12,11 @@ from knnstore.catalog import CatalogWriter, NewDocument
 from knnstore.datastore import IdRanges, SupportsOptimize, ranges_of
 from knnstore.errors import DiskFullError, DocumentNotFoundError, KnnstoreError
 from knnstore.space import check_space
-from knnstore.store.checksums import precision_of, taking
 from knnstore.store.current import Current
-from knnstore.store.damage import abandon_unneeded, reading_on
 from knnstore.store.fitted import SavedSettings, Weights, files_in_use, save_weights, sweep
 from knnstore.store.home import Home
 from knnstore.store.ingest import Ingest, purge
+from knnstore.store.soundness import abandon_unneeded, precision_of, reading_on, taking
 from knnstore.store.verify import orphans_in
 
 _CATALOG_BYTES = 12  # of a token: in the database, and before that in its log

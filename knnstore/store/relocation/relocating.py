@@ -35,15 +35,14 @@ from knnstore.errors import (
 )
 from knnstore.failpoints import failpoint
 from knnstore.progress import Progress
-from knnstore.store.checksums import checking, taking
 from knnstore.store.current import Current
-from knnstore.store.damage import check_undamaged, named, naming_damage
 from knnstore.store.home import Home, Place, Whose, holds_something
 from knnstore.store.reader import Reader
 from knnstore.store.relocation.copying import GIVE_UP, Transferred, transfer
 from knnstore.store.relocation.moving import Moved, Plan, engine_beside
 from knnstore.store.relocation.pruning import Chooser, Pruned, Pruning, plan_pruning
 from knnstore.store.selection import EVERYTHING, Selection
+from knnstore.store.soundness import check_undamaged, checking, named, naming_damage, taking
 from knnstore.store.view import View
 
 _logger = logging.getLogger(__name__)
