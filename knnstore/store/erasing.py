@@ -8,7 +8,7 @@ the same call does the rest.
 import time
 from dataclasses import dataclass
 
-from knnstore.datastore import SupportsDamage, SupportsErase, SupportsVacuum
+from knnstore.datastore import SupportsErase, SupportsVacuum
 from knnstore.progress import Progress
 from knnstore.store.relocation import Relocation
 from knnstore.store.soundness import damaged_parts
@@ -39,8 +39,6 @@ def erase(writing: Writing, relocation: Relocation, progress: Progress) -> Erase
         unreached += relocation.rewrite(writing.writer, progress)
     else:
         unreached.append(f"the keys: the adapter {engine.adapter} can neither rewrite nor erase them")
-    if isinstance(datastore, SupportsDamage):
-        unreached += [part.problem for part in datastore.damaged()]
     if "://" in engine.location:
         unreached.append(f"snapshots and backups that the server at {engine.location} keeps")
     unreached += writing.writer.vacuum()
