@@ -196,8 +196,11 @@ class KeySegments(SegmentReader):
                     raise DatastoreExistsError(f"a datastore is already at {self.root}")
             self._segments = self._mapped(manifest)
             self._on_disk = _named(manifest)
-            for folder in FOLDERS:
-                (self.root / folder).mkdir(exist_ok=True)
+            absent = [folder for folder in FOLDERS if not (self.root / folder).is_dir()]
+            for folder in absent:
+                (self.root / folder).mkdir()
+            if absent:  # there before a manifest is that names what is in them
+                sync_directory(self.root)
             for path in own_files(self.root):  # what a crash left behind
                 if f"{path.parent.name}/{path.name}" not in self._on_disk:
                     remove(path)
