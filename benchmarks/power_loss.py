@@ -5,8 +5,8 @@
     python benchmarks/power_loss.py --smoke          a few seconds
 
 JSON goes to stdout, one line to stderr. The images are those of `tests/store/power_trials.py`, which needs
-Linux and a C compiler. A mutant does not sync its files, its folders, or its catalog at each commit; the count is
-how many of its images the same checks find wrong.
+Linux and a C compiler. A mutant does not sync its files, its folders, or its catalog at each commit; the
+count is how many of its images the same checks find wrong.
 """
 
 import argparse

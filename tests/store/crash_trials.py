@@ -105,6 +105,7 @@ OPERATIONS = {
         _remove_domain, lambda before: {key: v for key, v in before.items() if key[0] != "b"}
     ),
     "compact": Operation(lambda store: store.optimize(), lambda before: before),
+    "erase": Operation(lambda store: store.erase(), lambda before: before),
 }
 
 
@@ -247,7 +248,7 @@ class Trials:
         self._after = operation.result(BEFORE)
 
     def interrupt(self, interrupted: Interrupted, second: int) -> None:
-        """Interrupt the operation, kill recovery at its n-th failpoint (0 is never), and check what is there."""
+        """Interrupt the operation, kill recovery at its n-th failpoint (0: never), and read what is left."""
         shutil.copytree(self._template, self._home)
         self.done.append(interrupted.how)
         self._expect(interrupted.work(self._home, self._operation), interrupted.statuses, "the operation")

@@ -149,6 +149,8 @@ class KeySegments(SegmentReader):
                 self._swap([segment], self._write([segment]))
             if self._dirty:
                 self._publish()
+            for folder in FOLDERS:  # else a power loss brings back what was removed, now or earlier
+                sync_directory(self.root / folder)
 
     def write_index(
         self, segment: Segment, write: Callable[[Path], None], parameters: dict[str, Any]
