@@ -14,7 +14,7 @@ import random
 import shutil
 import struct
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -110,11 +110,8 @@ class _File:
         return bytes(self.synced if loss == "all" else self.now)
 
     def _torn(self, chance: random.Random) -> bytes:
-        content, sector, share = (
-            bytearray(self.synced),
-            chance.choice((512, 4096)),
-            chance.choice((0.1, 0.5, 0.9)),
-        )
+        content = bytearray(self.synced)
+        sector, share = chance.choice((512, 4096)), chance.choice((0.1, 0.5, 0.9))
         for offset, data in self.pending:
             if data is None:
                 if chance.random() < share:
@@ -147,7 +144,7 @@ class _Folder:
 Names = dict[str, _File | _Folder]
 
 
-class _Renaming(NamedTuple):
+class _NameChange(NamedTuple):
     """A change of names: something leaves one, gets one, or both at once."""
 
     node: _File | _Folder
@@ -165,7 +162,7 @@ class Disk:
     def __init__(self, kind: Literal["strict", "ordered"]) -> None:
         self.kind = kind
         self._root = _Folder()
-        self._pending: list[_Renaming] = []
+        self._pending: list[_NameChange] = []
 
     def replay(self, event: Event) -> None:
         """Do what the process did."""
@@ -175,7 +172,7 @@ class Disk:
             return
         if kind in "cwt" and node is None:  # a file that stdio has made is not seen before it is written
             node = _File()
-            self._rename(_Renaming(node, None, self._place(path)))
+            self._rename(_NameChange(node, None, self._place(path)))
         if kind == "w":
             assert isinstance(node, _File)
             node.change(event.offset, event.data)
@@ -184,14 +181,13 @@ class Disk:
         elif kind == "s":
             self._sync(node)
         elif kind == "m":
-            self._rename(_Renaming(_Folder(), None, self._place(path)))
+            self._rename(_NameChange(_Folder(), None, self._place(path)))
         elif kind in "rl":
             assert node is not None, f"{path} was never made"
-            self._rename(
-                _Renaming(node, self._place(path) if kind == "r" else None, self._place(event.path2))
-            )
+            leaves = self._place(path) if kind == "r" else None
+            self._rename(_NameChange(node, leaves, self._place(event.path2)))
         elif kind == "u" and node is not None:
-            self._rename(_Renaming(node, self._place(path), None))
+            self._rename(_NameChange(node, self._place(path), None))
 
     def now(self) -> Image:
         """What the process sees."""
@@ -220,7 +216,7 @@ class Disk:
             _do(change, names_of)
         return _image(self._root, names_of, lambda file: file.after_loss(data, chance))
 
-    def _rename(self, change: _Renaming) -> None:
+    def _rename(self, change: _NameChange) -> None:
         _do(change, lambda folder: folder.now)
         self._pending.append(change)
 
@@ -247,7 +243,7 @@ class Disk:
         return folder, name
 
 
-def _do(change, names_of) -> None:
+def _do(change: _NameChange, names_of: Callable[[_Folder], Names]) -> None:
     if change.leaves is not None:
         folder, name = change.leaves
         if names_of(folder).get(name) is change.node:
@@ -257,7 +253,9 @@ def _do(change, names_of) -> None:
         names_of(folder)[name] = change.node
 
 
-def _image(root: _Folder, names_of, content_of) -> Image:
+def _image(
+    root: _Folder, names_of: Callable[[_Folder], Names], content_of: Callable[[_File], bytes]
+) -> Image:
     image: Image = {}
     waiting: list[tuple[str, _Folder]] = [("", root)]
     while waiting:

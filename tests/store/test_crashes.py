@@ -14,10 +14,10 @@ AT_LEAST = {
     ("exact", "remove-document"): (20, 13),
     ("exact", "remove-domain"): (20, 16),
     ("exact", "compact"): (50, 15),
-    ("exact", "erase"): (20, 4),
     ("lists", "compact"): (16, 6),
     ("graphs", "replace"): (34, 24),
     ("graphs", "compact"): (16, 4),
+    ("graphs", "erase"): (16, 2),
     ("qdrant", "replace"): (28, 20),
     ("qdrant", "remove-domain"): (15, 10),
 }
