@@ -237,10 +237,10 @@ def out_of_space(size: int) -> Interrupted:
 
 
 class Trials:
-    """Interrupts an operation, again and again, each time in a copy of one store."""
+    """Interrupts an operation, again and again, in a copy of one store; what is public is reported."""
 
     def __init__(self, template: Path, home: Path, operation: Operation) -> None:
-        self.done: list[str] = []
+        self.trials: list[str] = []
         self.killed: list[str] = []
         self.problems: list[str] = []
         self.recoveries_killed = 0
@@ -250,7 +250,7 @@ class Trials:
     def interrupt(self, interrupted: Interrupted, second: int) -> None:
         """Interrupt the operation, kill recovery at its n-th failpoint (0: never), and read what is left."""
         shutil.copytree(self._template, self._home)
-        self.done.append(interrupted.how)
+        self.trials.append(interrupted.how)
         self._expect(interrupted.work(self._home, self._operation), interrupted.statuses, "the operation")
         if interrupted.place:
             self.killed.append(interrupted.place)
@@ -262,10 +262,6 @@ class Trials:
         if leaked(self._home):
             self.problems.append(f"{interrupted.how}: files are left: {leaked(self._home)}")
         shutil.rmtree(self._home)
-
-    def print_report(self) -> None:
-        report = {"trials": self.done, "killed": self.killed, "recoveries_killed": self.recoveries_killed}
-        print(json.dumps(report | {"problems": self.problems}))
 
     def _recover(self) -> None:
         for mode in ("r", "a"):  # a reader does not recover, and sees nothing half done all the same
@@ -281,7 +277,7 @@ class Trials:
     def _expect(self, work: Callable[[], object], allowed: set[int], what: str) -> int:
         status = child(work)
         if status not in allowed:
-            self.problems.append(f"{self.done[-1]}: {what} gave {status}")
+            self.problems.append(f"{self.trials[-1]}: {what} gave {status}")
         return status
 
 
@@ -298,7 +294,7 @@ def main(folder: Path, how: str, operation: Operation, engine: str) -> None:
         for name, passages in places(template, folder / "rehearsal", operation).items():
             for passage in range(1, passages + 1) if engine == "exact" else sorted({1, passages}):
                 trials.interrupt(killed_at(f"{name}:{passage}"), next(seconds))
-    trials.print_report()
+    print(json.dumps({name: found for name, found in vars(trials).items() if name[0] != "_"}))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from knnstore.datastore.arrays import Groups, Ids, Keys, Metric
-from knnstore.datastore.embedded.erasing import FOLDERS, own_files
+from knnstore.datastore.embedded.erasing import FOLDERS, make_folders, own_files
 from knnstore.datastore.embedded.manifest import IndexEntry, Manifest
 from knnstore.datastore.embedded.merging import (
     CHUNK_SIZE,
@@ -207,11 +207,7 @@ class KeySegments(SegmentReader):
                     raise DatastoreExistsError(f"a datastore is already at {self.root}")
             self._segments = self._mapped(manifest)
             self._on_disk = _named(manifest)
-            absent = [folder for folder in FOLDERS if not (self.root / folder).is_dir()]
-            for folder in absent:
-                (self.root / folder).mkdir()
-            if absent:  # there before a manifest is that names what is in them
-                sync_directory(self.root)
+            make_folders(self.root)
             for path in own_files(self.root):  # what a crash left behind
                 if f"{path.parent.name}/{path.name}" not in self._on_disk:
                     remove(path)
