@@ -252,8 +252,7 @@ class Trials:
         shutil.copytree(self._template, self._home)
         self.trials.append(interrupted.how)
         self._expect(interrupted.work(self._home, self._operation), interrupted.statuses, "the operation")
-        if interrupted.place:
-            self.killed.append(interrupted.place)
+        self.killed += [interrupted.place] if interrupted.place else []
         if second:
             recovery = in_writer(self._home, lambda _: None, arm=f":{second}")
             status = self._expect(recovery, {0, -signal.SIGKILL}, f"recovery, killed at its point {second},")
