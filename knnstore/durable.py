@@ -117,6 +117,12 @@ def sync_directory(path: Path) -> None:
     failpoint("segments.directory.synced")
 
 
+def sync_file(path: Path) -> None:
+    """Make what a library did to a file durable."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
 def publish(path: Path, content: bytes, what: str) -> None:
     """Replace a small file atomically and durably: readers see the old or the new content.
 

@@ -55,6 +55,24 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how often writers were killed and where, and how many images of a power loss were read."""
+    found: dict[str, list[Any]] = {"killed": [], "recoveries_killed": [], "images": []}
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            if name in found:
+                found[name].append(value)
+    killed = [place for places in found["killed"] for place in places]
+    if killed:
+        points = {place.partition(":")[0] for place in killed}
+        recoveries = sum(found["recoveries_killed"])
+        terminalreporter.write_line(
+            f"{len(killed)} writers killed at {len(points)} failpoints, and {recoveries} in their recovery"
+        )
+    if found["images"]:
+        terminalreporter.write_line(f"{sum(found['images'])} images of a power loss")
+
+
 class PostgresServer:
     """A PostgreSQL server of its own in a temporary folder, reached through a socket in it."""
 
@@ -183,7 +201,7 @@ def catalog_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[URL]
 
 
 @pytest.fixture
-def killed_at() -> Callable[[str, Callable[[], None]], bool]:
+def killed_at(record_property: Callable[[str, object], None]) -> Callable[[str, Callable[[], None]], bool]:
     """Runs a function in a child that is killed at a failpoint; False when it was never passed."""
 
     def run(failpoint: str, work: Callable[[], None]) -> bool:
@@ -200,6 +218,7 @@ def killed_at() -> Callable[[str, Callable[[], None]], bool]:
         status = os.waitpid(child, 0)[1]
         if os.WIFSIGNALED(status):
             assert os.WTERMSIG(status) == signal.SIGKILL
+            record_property("killed", [failpoint])
             return True
         assert os.WEXITSTATUS(status) == 0, "the child failed with an exception"
         return False

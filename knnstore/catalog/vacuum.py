@@ -6,6 +6,7 @@ writes zeros over them (``secure_delete``), but not in its log; PostgreSQL keeps
 
 import sqlite3
 import time
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, Engine, text
@@ -13,6 +14,7 @@ from sqlalchemy.exc import DBAPIError
 
 from knnstore.catalog.connection import SECONDS_TO_WAIT, place, translated_errors
 from knnstore.catalog.tables import Base
+from knnstore.durable import sync_file
 from knnstore.errors import StoreUnavailableError
 
 _PAUSE = 0.1
@@ -48,6 +50,9 @@ def _vacuum_sqlite(sql: Engine) -> None:
             f"another process reads {place(sql.url)} without an end, and its log holds what was removed: "
             "end that process, then erase again"
         )
+    log = Path(f"{sql.url.database}-wal")
+    if log.exists():  # SQLite does not sync that it is empty now; a power loss would bring it back
+        sync_file(log)
 
 
 def _vacuum_postgresql(sql: Engine) -> list[str]:

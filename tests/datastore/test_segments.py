@@ -1,5 +1,6 @@
 """The durable segments against a dictionary, over restarts, merges, crashes and other readers."""
 
+import json
 import subprocess
 import sys
 import tempfile
@@ -136,12 +137,14 @@ def test_against_dictionary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, buf
 
 
 @pytest.mark.slow
-def test_killed_anywhere(tmp_path: Path) -> None:
+def test_killed_anywhere(tmp_path: Path, record_property) -> None:
     """What was flushed survives a kill at every failpoint, all or nothing of the rest, and no file leaks."""
     script = Path(__file__).with_name("kill_everywhere.py")
     result = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    assert int(result.stdout) >= 150
+    killed = json.loads(result.stdout)
+    assert len(killed) >= 150
+    record_property("killed", killed)
 
 
 def test_modes(tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 A script of its own, because it forks: each trial is a child process that dies by SIGKILL, and
 each check is another one that opens the store anew. Prints a report as JSON.
 
-    python crash_trials.py FOLDER kill|disk-full OPERATION
+    python crash_trials.py FOLDER kill|disk-full OPERATION ENGINE
 """
 
+import functools
+import gc
 import itertools
 import json
 import os
@@ -14,6 +16,7 @@ import shutil
 import signal
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -23,12 +26,21 @@ import numpy as np
 
 from knnstore import failpoints
 from knnstore.catalog import Identity, NewDocument
+from knnstore.datastore import registry
 from knnstore.datastore.records import tokens_of
 from knnstore.errors import KnnstoreError
 from knnstore.store import KNNStore
 
 DIM = 8
 IDENTITY = Identity("none", "0" * 64, "0" * 64, "key", DIM, "l2", 1000, 16, 8)
+
+ENGINES: dict[str, tuple[str, dict[str, object]]] = {
+    "exact": ("faiss", {}),
+    "lists": ("faiss", {"index": "IVF2,SQ8", "nprobe": 2}),
+    "graphs": ("hnswlib", {"M": 4, "ef_construction": 20, "exact_up_to": 0}),
+    "qdrant": ("qdrant", {}),
+}
+"""Adapters with parameters by which a few records have an index; only "exact" is killed at every passage."""
 
 Contents = dict[tuple[str, str], int]
 """What a store holds: the version of each (domain, id)."""
@@ -93,35 +105,33 @@ OPERATIONS = {
         _remove_domain, lambda before: {key: v for key, v in before.items() if key[0] != "b"}
     ),
     "compact": Operation(lambda store: store.optimize(), lambda before: before),
+    "erase": Operation(lambda store: store.erase(), lambda before: before),
 }
 
 
 def contents(store: KNNStore) -> Contents:
     """Read what is live, checking that every document is whole and nothing else is found."""
-    live: Contents = {}
-    records = 0
-    for document in store.documents():
-        version = int(document.content_hash)
-        live[document.domain, document.id] = version
-        keys, tokens = (
-            keys_for(document.domain, document.id, version),
-            tokens_for(document.domain, document.id, version),
-        )
-        found = store.search(keys, 1)
-        assert np.array_equal(tokens_of(found.ids[:, 0]), tokens), f"{document.id} is not whole"
-        assert (found.distances[:, 0] == 0).all(), f"{document.id} has other keys"
-        sources = store.provenance(found.ids[:, 0])
-        assert all(s and (s.document, s.domain) == (document.id, document.domain) for s in sources), (
-            "wrong source"
-        )
-        records += len(tokens)
-    everything = store.search(np.zeros((1, DIM), np.float32), 1000).ids[0]
-    assert (everything >= 0).sum() == records, f"{(everything >= 0).sum()} records found, {records} live"
+    live = {(document.domain, document.id): int(document.content_hash) for document in store.documents()}
+    parts = [(keys_for(*place, version), tokens_for(*place, version)) for place, version in live.items()]
+    tokens = np.concatenate([part for _, part in parts]) if parts else np.zeros(0, np.uint32)
+    if parts:
+        owners = np.repeat(np.arange(len(live)), [len(part) for _, part in parts])
+        found = store.search(np.concatenate([keys for keys, _ in parts]), 1)
+        wrong = (tokens_of(found.ids[:, 0]) != tokens) | (found.distances[:, 0] != 0)
+        assert not wrong.any(), f"not whole: {[list(live)[at] for at in np.unique(owners[wrong])]}"
+        places = [source and (source.domain, source.document) for source in store.provenance(found.ids[:, 0])]
+        assert places == [list(live)[at] for at in owners], "wrong source"
+    everything = store.search(np.zeros((1, DIM), np.float32), len(tokens) + 100).ids[0]
+    assert (everything >= 0).sum() == len(tokens), (
+        f"{(everything >= 0).sum()} records found, {len(tokens)} live"
+    )
     return live
 
 
 def leaked(home: Path) -> set[str]:
-    """Files of the datastore that its manifest does not name."""
+    """Files of the datastore that its manifest does not name, if it has one."""
+    if not (home / "keys" / "manifest.json").exists():
+        return set()
     manifest = (home / "keys" / "manifest.json").read_text()
     files = {path.name for path in (home / "keys").rglob("*") if path.is_file()}
     known = {"manifest.json", "owner", "writer.lock", "writer.json"}
@@ -141,6 +151,18 @@ def child(work: Callable[[], object]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+def warm_up(home: Path, operation: Operation) -> None:
+    """Import and compile once, here, and not in every child; by an engine that starts no threads."""
+    registry.load = functools.cache(registry.load)  # which reads the metadata of all packages
+    prepare(home)
+    with KNNStore.open(home, "a") as store:
+        contents(store)
+        operation.run(store)
+        store.verify()
+    shutil.rmtree(home)
+    gc.freeze()
+
+
 def in_writer(
     home: Path, work: Callable[[KNNStore], object], *, arm: str | None = None
 ) -> Callable[[], None]:
@@ -152,8 +174,9 @@ def in_writer(
     return run
 
 
-def prepare(home: Path) -> None:
-    with KNNStore.create(home, IDENTITY) as store:
+def prepare(home: Path, engine: str = "exact") -> None:
+    adapter, params = ENGINES[engine]
+    with KNNStore.create(home, IDENTITY, store=adapter, params=params) as store:
         for (domain, id), version in BEFORE.items():
             add(store, (domain, id, version))
         add(store, ("gone", "x", 1), ("a", "1", 0))  # leaves tombstones behind
@@ -161,8 +184,8 @@ def prepare(home: Path) -> None:
         store.remove_domain("gone")
 
 
-def passages(template: Path, home: Path, operation: Operation) -> list[str]:
-    """The failpoints that an operation passes, as ``name:passage``."""
+def places(template: Path, home: Path, operation: Operation) -> dict[str, int]:
+    """The failpoints that an operation passes, and how often."""
     shutil.copytree(template, home)
     log = home.with_suffix(".log")
 
@@ -170,16 +193,11 @@ def passages(template: Path, home: Path, operation: Operation) -> list[str]:
         with KNNStore.open(home, "a") as store:
             names = failpoints.record()
             operation.run(store)
-            log.write_text(json.dumps(names))
+            log.write_text(json.dumps(Counter(names)))
 
     assert child(run) == 0, "the operation fails by itself"
-    counted: dict[str, int] = {}
-    listed = []
-    for name in json.loads(log.read_text()):
-        counted[name] = counted.get(name, 0) + 1
-        listed.append(f"{name}:{counted[name]}")
     shutil.rmtree(home)
-    return listed
+    return dict(json.loads(log.read_text()))
 
 
 class Interrupted(NamedTuple):
@@ -189,6 +207,8 @@ class Interrupted(NamedTuple):
     work: Callable[[Path, Operation], Callable[[], None]]
     statuses: set[int]
     """How the child may end."""
+    place: str = ""
+    """The passage of a failpoint where it is killed, if it is."""
 
 
 def killed_at(place: str) -> Interrupted:
@@ -196,6 +216,7 @@ def killed_at(place: str) -> Interrupted:
         f"killed at {place}",
         lambda home, operation: in_writer(home, operation.run, arm=place),
         {-signal.SIGKILL},
+        place,
     )
 
 
@@ -216,66 +237,65 @@ def out_of_space(size: int) -> Interrupted:
     return Interrupted(f"files limited to {size} bytes", work, {0, 1})
 
 
-def trial(
-    template: Path, home: Path, operation: Operation, interrupted: Interrupted, second: str | None
-) -> list[str]:
-    """Interrupt the operation, kill recovery at `second`, and check what is there after each."""
-    shutil.copytree(template, home)
-    after = operation.result(BEFORE)
-    problems: list[str] = []
+class Trials:
+    """Interrupts an operation, again and again, in a copy of one store; what is public is reported."""
 
-    def recover() -> None:
+    def __init__(self, template: Path, home: Path, operation: Operation) -> None:
+        self.trials: list[str] = []
+        self.killed: list[str] = []
+        self.problems: list[str] = []
+        self.recoveries_killed = 0
+        self._template, self._home, self._operation = template, home, operation
+        self._after = operation.result(BEFORE)
+
+    def interrupt(self, interrupted: Interrupted, second: int) -> None:
+        """Interrupt the operation, kill recovery at its n-th failpoint (0: never), and read what is left."""
+        shutil.copytree(self._template, self._home)
+        self.trials.append(interrupted.how)
+        self._expect(interrupted.work(self._home, self._operation), interrupted.statuses, "the operation")
+        self.killed += [interrupted.place] if interrupted.place else []
+        if second:
+            recovery = in_writer(self._home, lambda _: None, arm=f":{second}")
+            status = self._expect(recovery, {0, -signal.SIGKILL}, f"recovery, killed at its point {second},")
+            self.recoveries_killed += status == -signal.SIGKILL
+        self._expect(self._recover, {0}, f"recovery, after one that was killed at its point {second},")
+        if leaked(self._home):
+            self.problems.append(f"{interrupted.how}: files are left: {leaked(self._home)}")
+        shutil.rmtree(self._home)
+
+    def _recover(self) -> None:
         for mode in ("r", "a"):  # a reader does not recover, and sees nothing half done all the same
-            with KNNStore.open(home, mode) as store:
-                assert contents(store) in (BEFORE, after), f"holds {contents(store)}"
-                assert mode == "r" or store.verify() == [], store.verify()
-
-    def try_again() -> None:
-        with KNNStore.open(home, "a") as store:
-            operation.run(store)
-        with KNNStore.open(home) as store:
-            assert contents(store) == after, f"holds {contents(store)}"
+            with KNNStore.open(self._home, mode) as store:
+                assert contents(store) in (BEFORE, self._after), f"holds {contents(store)}"
+                if mode == "a":
+                    assert store.verify() == [], store.verify()
+                    self._operation.run(store)
+        with KNNStore.open(self._home) as store:
+            assert contents(store) == self._after, f"in the end holds {contents(store)}"
             assert store.verify() == [], store.verify()
 
-    def expect(work: Callable[[], object], allowed: set[int], what: str) -> None:
+    def _expect(self, work: Callable[[], object], allowed: set[int], what: str) -> int:
         status = child(work)
         if status not in allowed:
-            problems.append(f"{interrupted.how}, recovery killed at {second}: {what} gave {status}")
-
-    expect(interrupted.work(home, operation), interrupted.statuses, "the operation")
-    if second is not None:
-        expect(in_writer(home, lambda _: None, arm=second), {0, -signal.SIGKILL}, "killed recovery")
-    expect(recover, {0}, "recovery")
-    expect(try_again, {0}, "the second try")
-    if leaked(home):
-        problems.append(f"{interrupted.how}: files are left: {leaked(home)}")
-    shutil.rmtree(home)
-    return problems
+            self.problems.append(f"{self.trials[-1]}: {what} gave {status}")
+        return status
 
 
-def main(folder: Path, how: str, operation: Operation) -> None:
+def main(folder: Path, how: str, operation: Operation, engine: str) -> None:
     template = folder / "template"
-    assert child(lambda: prepare(template)) == 0
-    KNNStore.open(template).close()  # imports and compiles statements once, here, and not in every child
-    recovery = [
-        "purge.before",
-        "purge.deleted",
-        "purge.flushed",
-        "catalog.forget.before",
-        "catalog.forget.inside",
-    ]
-    seconds = itertools.cycle([None, *recovery])
-    if how == "kill":
-        interruptions = [killed_at(place) for place in passages(template, folder / "rehearsal", operation)]
+    assert child(functools.partial(prepare, template, engine)) == 0
+    warm_up(folder / "warm", operation)
+    trials = Trials(template, folder / "trial", operation)
+    if how == "disk-full":
+        for size in (0, 100, 400, 700, 1000, 2000, 4096, 8192, 30_000, 80_000):
+            trials.interrupt(out_of_space(size), 0)
     else:
-        interruptions = [
-            out_of_space(size) for size in (0, 100, 400, 700, 1000, 2000, 4096, 8192, 30_000, 80_000)
-        ]
-    problems = []
-    for interrupted in interruptions:
-        problems += trial(template, folder / "trial", operation, interrupted, next(seconds))
-    print(json.dumps({"trials": [interrupted.how for interrupted in interruptions], "problems": problems}))
+        seconds = itertools.cycle(range(9))
+        for name, passages in places(template, folder / "rehearsal", operation).items():
+            for passage in range(1, passages + 1) if engine == "exact" else sorted({1, passages}):
+                trials.interrupt(killed_at(f"{name}:{passage}"), next(seconds))
+    print(json.dumps({name: found for name, found in vars(trials).items() if name[0] != "_"}))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], OPERATIONS[sys.argv[3]])
+    main(Path(sys.argv[1]), sys.argv[2], OPERATIONS[sys.argv[3]], sys.argv[4])

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from crash_trials import BEFORE, DIM, Operation, child, contents, in_writer, out_of_space, prepare
+from crash_trials import BEFORE, DIM, Operation, child, contents, in_writer, out_of_space, prepare, warm_up
 
 from knnstore import failpoints
 from knnstore.datastore import registry
@@ -129,32 +129,40 @@ def passages(template: Path, home: Path) -> list[str]:
 def main(folder: Path) -> None:
     template, home = folder / "template", folder / "trial"
     assert child(partial(prepare, template)) == 0
-    KNNStore.open(template).close()  # imports and compiles statements once, here, and not in every child
+    warm_up(folder / "warm", Operation(KNNStore.optimize, lambda before: before))
     trials: list[str] = []
+    killed: list[str] = []
+    recoveries_killed = 0
     problems: list[str] = []
 
-    def expect(work: Callable[[], object], allowed: set[int], what: str) -> None:
+    def expect(work: Callable[[], object], allowed: set[int], what: str) -> int:
         status = child(work)
         if status not in allowed:
             problems.append(f"{trials[-1]}: {what} gave {status}")
+        return status
 
     def trial(how: str, interrupted: Callable[[], None], statuses: set[int], ending: Ending) -> None:
+        nonlocal recoveries_killed
         trials.append(f"{how}, then {ending.__name__}")
         shutil.copytree(template, home)
         expect(interrupted, statuses, "the move")
         if (place := next(again)) is not None:
-            expect(partial(settled, home, ending, place), {-signal.SIGKILL, 0}, f"{ending.__name__}, killed")
+            again_killed = partial(settled, home, ending, place)
+            status = expect(again_killed, {-signal.SIGKILL, 0}, f"{ending.__name__}, killed")
+            recoveries_killed += status == -signal.SIGKILL
         expect(partial(settled, home, ending), {0}, ending.__name__)
         shutil.rmtree(home)
 
     again = itertools.cycle([None, "move.erased", "segments.file.unlink:2", "move.copied"])
     endings = itertools.cycle([finish, give_up, finish, redirect, finish])
     for place in passages(template, folder / "rehearsal"):
+        killed.append(place)
         trial(f"killed at {place}", in_writer(home, move, arm=place), {-signal.SIGKILL}, next(endings))
     for size in () if PREFIX else (0, 100, 400, 1000, 4096, 30_000):
         full = out_of_space(size)
         trial(full.how, full.work(home, Operation(move, lambda before: before)), full.statuses, finish)
-    print(json.dumps({"trials": trials, "problems": problems}))
+    report = {"trials": trials, "killed": killed, "recoveries_killed": recoveries_killed}
+    print(json.dumps(report | {"problems": problems}))
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ def interrupt(store: KNNStore, location: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("adapter", "prefix", "least"), [("faiss", "", 40), ("qdrant", "move.", 10)])
 def test_a_move_can_be_killed_anywhere_and_finished_given_up_or_redirected(
-    tmp_path: Path, adapter: str, prefix: str, least: int
+    tmp_path: Path, adapter: str, prefix: str, least: int, record_property
 ) -> None:
     need(adapter)
     run = subprocess.run(
@@ -104,6 +104,8 @@ def test_a_move_can_be_killed_anywhere_and_finished_given_up_or_redirected(
     report = json.loads(run.stdout)
     assert report["problems"] == [], run.stderr[-3000:]
     assert len(report["trials"]) >= least
+    record_property("killed", report["killed"])
+    record_property("recoveries_killed", report["recoveries_killed"])
 
 
 def test_between_exact_engines_every_bit_of_a_key_and_every_answer_stays(store, writer, engine) -> None:

@@ -12,6 +12,15 @@ FOLDERS = ("segments", "indexes")
 _OWN_FILE = re.compile(r"\d{8}\.(keys|ids|digests|index)")
 
 
+def make_folders(root: Path) -> None:
+    """Make the folders of segments and indexes, durably: before a manifest names what is in them."""
+    absent = [root / folder for folder in FOLDERS if not (root / folder).is_dir()]
+    for folder in absent:
+        folder.mkdir(mode=0o700)
+    if absent:
+        sync_directory(root)
+
+
 def own_files(root: Path) -> list[Path]:
     """The files of segments and indexes that are there, named by a manifest or not."""
     folders = [root / folder for folder in FOLDERS if (root / folder).is_dir()]

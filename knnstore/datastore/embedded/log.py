@@ -15,7 +15,7 @@ import numpy as np
 
 from knnstore.datastore.arrays import Groups, Ids, Keys, Metric
 from knnstore.datastore.embedded.derived import write_digests, write_index
-from knnstore.datastore.embedded.erasing import FOLDERS, own_files
+from knnstore.datastore.embedded.erasing import FOLDERS, make_folders, own_files
 from knnstore.datastore.embedded.manifest import IndexEntry, Manifest
 from knnstore.datastore.embedded.merging import (
     file_names,
@@ -161,6 +161,8 @@ class KeySegments(SegmentReader):
                 self._rewrite([segment])
             if self._dirty:
                 self._publish()
+            for folder in FOLDERS:  # else a power loss brings back what was removed, now or earlier
+                sync_directory(self.root / folder)
 
     def write_index(
         self, segment: Segment, write: Callable[[Path], None], parameters: dict[str, Any]
@@ -207,8 +209,7 @@ class KeySegments(SegmentReader):
                     raise DatastoreExistsError(f"a datastore is already at {self.root}")
             self._segments = self._mapped(manifest)
             self._on_disk = manifest.file_names()
-            for folder in FOLDERS:
-                (self.root / folder).mkdir(mode=0o700, exist_ok=True)
+            make_folders(self.root)
             for path in own_files(self.root):  # what a crash left behind
                 if f"{path.parent.name}/{path.name}" not in self._on_disk:
                     remove(path)

@@ -130,6 +130,9 @@ def problem_of(folder: Path, name: str) -> str | None:
 def sweep(folder: Path, named: Iterable[str]) -> None:
     """Remove the files that no settings name, and what a crash left half written."""
     kept = set(named)
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if _NAME.fullmatch(path.name.removesuffix(".tmp")) and path.name not in kept:
-            path.unlink(missing_ok=True)
+    there = list(folder.iterdir()) if folder.is_dir() else []
+    gone = [p for p in there if _NAME.fullmatch(p.name.removesuffix(".tmp")) and p.name not in kept]
+    for path in gone:
+        path.unlink(missing_ok=True)
+    if gone:  # else a power loss brings them back
+        sync_directory(folder)

@@ -1,0 +1,58 @@
+"""The power fails; see `power_trials`.
+
+What Qdrant's engine writes through maps is not recorded, nor what PostgreSQL writes.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("power_trials.py")
+IMAGES = 324
+AT_LEAST = {
+    "create": 5,
+    "add": 40,
+    "replace": 30,
+    "remove": 40,
+    "optimize": 40,
+    "move": 30,
+    "erase": 15,
+    "fit": 15,
+}
+"""Images that the power leaves during each operation."""
+
+
+@pytest.mark.slow
+def test_what_was_acknowledged_survives_a_power_loss_and_the_rest_is_whole_or_not_there(
+    tmp_path: Path, record_property
+) -> None:
+    pytest.importorskip("faiss")
+    pytest.importorskip("hnswlib")
+    if sys.platform != "linux" or shutil.which("cc") is None:
+        reason = "what a process writes is recorded by a C library on Linux (Debian: apt-get install gcc)"
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
+    run = subprocess.run(
+        [sys.executable, SCRIPT, tmp_path, str(IMAGES), "-100"],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    report = json.loads(run.stdout)
+    assert report["problems"] == []
+    images = report["images"]
+    assert sum(images.values()) == IMAGES
+    assert {name: n for name, n in AT_LEAST.items() if images.get(name, 0) < n} == {}, images
+    record_property("images", IMAGES)
+    # The images are able to tell: each is a store that does not sync something.
+    assert {mutant: bool(caught) for mutant, caught in report["caught"].items()} == {
+        "files": True,
+        "folders": True,
+        "catalog": True,
+    }
