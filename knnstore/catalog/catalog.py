@@ -2,14 +2,13 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from sqlalchemy import Engine as SqlEngine
-from sqlalchemy import func, select
+from sqlalchemy import select
 from sqlalchemy.engine import URL
 
 from knnstore.catalog import schema
@@ -26,15 +25,15 @@ from knnstore.catalog.queries import (
     PRUNED,
     among,
     live_documents,
+    read_documents,
+    read_domains,
     read_engine,
     read_identity,
     read_problems,
     read_snapshot,
     read_tags,
-    records_of_document,
     scope_of,
     unpacked,
-    utc,
 )
 from knnstore.catalog.representatives import PrunedDocument
 from knnstore.catalog.sqlite import make_private, take_in_log, unchanged
@@ -45,7 +44,6 @@ from knnstore.catalog.tables import (
     ChecksumRow,
     DocumentRow,
     DomainRow,
-    PrunedRow,
     SettingRow,
     StoreRow,
     TokensRow,
@@ -184,20 +182,7 @@ class Catalog:
             select(DocumentRow, DomainRow.name).join(DomainRow), domain=domain, id=id, tag=tag
         ).order_by(DocumentRow.start)
         with reading(self.sql) as current:
-            rows = current.execute(chosen).all()
-            tags = read_tags(current, [row.id for row, _ in rows])
-            return [
-                Document(
-                    id=row.external_id,
-                    domain=name,
-                    tokens=row.stop - row.start,
-                    tags=tuple(sorted(tags.get(row.id, ()))),
-                    metadata=row.attributes,
-                    content_hash=row.content_hash,
-                    added_at=utc(row.added_at).isoformat(),
-                )
-                for row, name in rows
-            ]
+            return read_documents(current, chosen)
 
     def rows(self, *, domain: str | None = None, id: str | None = None, tag: str | None = None) -> list[int]:
         """The primary keys of the live documents that `documents` would list."""
@@ -265,20 +250,8 @@ class Catalog:
 
     def domains(self) -> list[Domain]:
         """Every domain that has a live document, by name."""
-        tokens = func.sum(DocumentRow.stop - DocumentRow.start)
-        records = func.sum(records_of_document(has_prefix=self.identity.has_prefix))
-        chosen = (
-            select(DomainRow.name, func.count(), tokens, records)
-            .select_from(DomainRow)
-            .join(DocumentRow)
-            .outerjoin(PrunedRow, PrunedRow.document_id == DocumentRow.id)
-            .where(IS_LIVE)
-            .group_by(DomainRow.name)
-        )
         with reading(self.sql) as current:
-            rows = current.execute(chosen).all()
-        # Sorted here: databases order text differently.
-        return sorted((Domain(name, *map(int, sums)) for name, *sums in rows), key=attrgetter("name"))
+            return read_domains(current, has_prefix=self.identity.has_prefix)
 
     def unsettled(self) -> list[PlacedDocument]:
         """The documents that are not live: being added or removed, or left so by a crash."""

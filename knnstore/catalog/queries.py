@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from itertools import chain
+from operator import attrgetter
 from typing import Any, get_type_hints
 
 import numpy as np
@@ -14,7 +15,7 @@ from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from knnstore.catalog.representatives import PrunedDocument, Representatives
 from knnstore.catalog.tables import IS_LIVE, DocumentRow, DomainRow, PrunedRow, StoreRow, TagRow
-from knnstore.catalog.types import Engine, Identity, Snapshot
+from knnstore.catalog.types import Document, Domain, Engine, Identity, Snapshot
 from knnstore.checks import check_name
 from knnstore.datastore import POSITION_LIMIT, TOKEN_LIMIT, Metric
 from knnstore.errors import CatalogError
@@ -84,6 +85,41 @@ def read_tags(current: Session, rows: Iterable[int]) -> dict[int, list[str]]:
     for row, tag in among(current, select(TagRow.document_id, TagRow.tag), TagRow.document_id, rows):
         tags.setdefault(row, []).append(tag)
     return tags
+
+
+def read_documents(current: Session, chosen: Select[DocumentRow, str]) -> list[Document]:
+    """The documents that a statement over documents and the names of their domains chooses."""
+    rows = current.execute(chosen).all()
+    tags = read_tags(current, [row.id for row, _ in rows])
+    return [
+        Document(
+            id=row.external_id,
+            domain=name,
+            tokens=row.stop - row.start,
+            tags=tuple(sorted(tags.get(row.id, ()))),
+            metadata=row.attributes,
+            content_hash=row.content_hash,
+            added_at=utc(row.added_at).isoformat(),
+        )
+        for row, name in rows
+    ]
+
+
+def read_domains(current: Session, *, has_prefix: bool) -> list[Domain]:
+    """Every domain that has a live document, by name."""
+    tokens = func.sum(DocumentRow.stop - DocumentRow.start)
+    records = func.sum(records_of_document(has_prefix=has_prefix))
+    chosen = (
+        select(DomainRow.name, func.count(), tokens, records)
+        .select_from(DomainRow)
+        .join(DocumentRow)
+        .outerjoin(PrunedRow, PrunedRow.document_id == DocumentRow.id)
+        .where(IS_LIVE)
+        .group_by(DomainRow.name)
+    )
+    rows = current.execute(chosen).all()
+    # Sorted here: databases order text differently.
+    return sorted((Domain(name, *map(int, sums)) for name, *sums in rows), key=attrgetter("name"))
 
 
 def read_engine(current: Session) -> Engine:

@@ -1,6 +1,7 @@
 """The files that a datastore of durable segments has in its directory, and removing them."""
 
 import re
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,6 +26,13 @@ def own_files(root: Path) -> list[Path]:
     """The files of segments and indexes that are there, named by a manifest or not."""
     folders = [root / folder for folder in FOLDERS if (root / folder).is_dir()]
     return [path for folder in folders for path in folder.iterdir() if _OWN_FILE.match(path.name)]
+
+
+def remove_strays(root: Path, named: Collection[str]) -> None:
+    """Remove what a crash left behind: files that no manifest names."""
+    for path in own_files(root):
+        if f"{path.parent.name}/{path.name}" not in named:
+            remove(path)
 
 
 def erase_segments(root: Path) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from knnstore.datastore.arrays import Groups, Ids, Keys, Metric
 from knnstore.datastore.embedded.derived import write_digests, write_index
-from knnstore.datastore.embedded.erasing import FOLDERS, make_folders, own_files
+from knnstore.datastore.embedded.erasing import FOLDERS, make_folders, remove_strays
 from knnstore.datastore.embedded.manifest import IndexEntry, Manifest
 from knnstore.datastore.embedded.merging import (
     file_names,
@@ -210,9 +210,7 @@ class KeySegments(SegmentReader):
             self._segments = self._mapped(manifest)
             self._on_disk = manifest.file_names()
             make_folders(self.root)
-            for path in own_files(self.root):  # what a crash left behind
-                if f"{path.parent.name}/{path.name}" not in self._on_disk:
-                    remove(path)
+            remove_strays(self.root, self._on_disk)
         return manifest
 
     def _spill(self) -> None:
