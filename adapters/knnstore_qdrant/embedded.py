@@ -289,9 +289,8 @@ def erase_directory(root: Path) -> None:
     try:
         remove(root / _DESCRIPTION)  # from now on nobody takes the rest for a store
         sync_directory(root)
-        for folder in (root / _SHARD, *root.glob(f"{COPY}*")):
-            if folder.exists():
-                shutil.rmtree(folder)
+        for folder in filter(Path.exists, (root / _SHARD, *root.glob(f"{COPY}*"))):
+            shutil.rmtree(folder)
         for name in _OWN_FILES:
             remove(root / name)
         with suppress(OSError):  # somebody put something there
