@@ -24,7 +24,8 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "hnswlib": {"exact_up_to": 1, "ef": 400},
     "qdrant": {},
 }
+SHARES = {"faiss": 0.45, "hnswlib": 0.45, "qdrant": 0.1}  # of the mutations; Qdrant's files are large
 IDENTITY = Identity("none", "0" * 64, "0" * 64, "key", DIM, "l2", VOCABULARY, 16, 8)
 ODD = [
     "", "\0", "\x1b]52;c;aGk=\x07", "\u202e", "\udcff", "../../etc", "/", "a" * 100_000, "[" * 5000, "null",
@@ -276,13 +278,12 @@ def child(template: Path, home: Path, engine: str) -> None:
         print(json.dumps(judge(template, home, f"{engine}:{line.strip()}", sound)), flush=True)
 
 
-def run(folder: Path, engine: str, numbers: list[int]) -> Iterator[dict[str, str]]:
+def run(folder: Path, engine: str, numbers: Iterable[int]) -> Iterator[dict[str, str]]:
     """Judge mutations in a child, and in another when that one ends."""
     template, home = folder / engine, folder / f"{engine}-mutated"
-    make(template, engine)
     command = [sys.executable, __file__, "--child", str(template), str(home), engine]
     worker = None
-    errors = (folder / "errors").open("w+")
+    errors = (folder / f"{engine}-errors").open("w+")
     for number in numbers:
         if worker is None:
             worker = subprocess.Popen(
@@ -324,21 +325,29 @@ def main() -> None:
         template, home, engine = options.child
         child(Path(template), Path(home), engine)
         return
-    engines, first, each = options.engine or list(ENGINES), options.first, 0
-    each = -(-(30 if options.smoke else options.mutations) // len(engines))
+    engines, first = options.engine or list(ENGINES), options.first
+    wanted = 30 if options.smoke else options.mutations
+    shares = {engine: SHARES[engine] / sum(map(SHARES.__getitem__, engines)) for engine in engines}
+    counts = {engine: round(wanted * share) for engine, share in shares.items()}
     if options.replay:
         name, number = options.replay.split(":")
-        engines, first, each = [name], int(number), 1
+        engines, first, counts = [name], int(number), {name: 1}
     started, outcomes, findings = time.perf_counter(), Counter[str](), []
     with tempfile.TemporaryDirectory(prefix="knnstore-fuzz-", dir=shared_memory()) as folder:
-        for engine in engines:
-            for result in run(Path(folder), engine, list(range(first, first + each))):
+
+        def judged(engine: str) -> None:
+            for result in run(Path(folder), engine, range(first, first + counts[engine])):
                 outcomes[result.get("outcome", "found")] += 1
                 if "found" in result:
                     findings.append(result)
                     print(f"{result['seed']}: {result['what']}: {result['found']}", file=sys.stderr)
                 if options.replay:
                     print(json.dumps(result, indent=2), file=sys.stderr)
+
+        for engine in engines:
+            make(Path(folder) / engine, engine)
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(judged, engines))
     seconds = round(time.perf_counter() - started, 1)
     print(json.dumps({"seconds": seconds, "outcomes": outcomes, "findings": findings}, indent=2))
     sys.exit(bool(findings))
