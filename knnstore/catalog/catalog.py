@@ -248,8 +248,8 @@ class Catalog:
         )
         with reading(self.sql) as current:
             rows = current.execute(chosen).all()
-        # Sorted here: databases order text differently.
-        return sorted((Domain(name, *map(int, sums)) for name, *sums in rows), key=attrgetter("name"))
+            # Sorted here: databases order text differently.
+            return sorted((Domain(name, *map(int, sums)) for name, *sums in rows), key=attrgetter("name"))
 
     def unsettled(self) -> list[PlacedDocument]:
         """The documents that are not live: being added or removed, or left so by a crash."""
