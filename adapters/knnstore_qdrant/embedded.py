@@ -60,7 +60,7 @@ from knnstore_qdrant.conditions import GROUP, POSITION, Condition
 from knnstore_qdrant.copying import copy_directory
 from knnstore_qdrant.options import Options
 from knnstore_qdrant.points import batch_of, neighbors_of
-from knnstore_qdrant.shard import create_shard, engine_errors, filter_of
+from knnstore_qdrant.shard import create_shard, engine_errors, filter_of, load_shard
 
 _POINTS_AT_ONCE = 2048  # a Python object each
 _POLL_SECONDS = 0.02
@@ -186,8 +186,7 @@ class EmbeddedPoints:
                 for copy in self._root.glob(f"{_COPY}*"):
                     shutil.rmtree(copy)
             self._flushed = self._read_flushed()
-            with engine_errors(self._path):
-                self._shard = EdgeShard.load(str(self._path))
+            self._shard = load_shard(self._path)
             return
         shutil.rmtree(self._path, ignore_errors=True)  # of a creation that was killed
         self._shard = create_shard(self._path, self._dim, self._metric, self._options)
@@ -245,8 +244,7 @@ class EmbeddedPoints:
             try:
                 copy_directory(self._root / _SHARD, copy / _SHARD)
                 self._path = copy / _SHARD
-                with engine_errors(self._path):
-                    shard = EdgeShard.load(str(self._path))
+                shard = load_shard(self._path)
             finally:
                 shutil.rmtree(copy, ignore_errors=True)
         self._flushed = flushed

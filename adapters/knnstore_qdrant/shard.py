@@ -25,7 +25,7 @@ from qdrant_edge import (
 )
 
 from knnstore.datastore import Metric
-from knnstore.errors import DatastoreError
+from knnstore.errors import CorruptDatastoreError, DatastoreError
 from knnstore_qdrant.conditions import GROUP, POSITION, Condition
 from knnstore_qdrant.options import Options
 
@@ -50,6 +50,21 @@ def engine_errors(path: Path) -> Iterator[None]:
     except BaseException as error:  # a panic of the engine is no Exception
         line = (str(error).splitlines() or [type(error).__name__])[0]
         raise DatastoreError(f"Qdrant's engine failed on {path}: {line}") from error
+
+
+def load_shard(path: Path) -> EdgeShard:
+    """Open the shard in a directory.
+
+    Raises:
+        CorruptDatastoreError: a status file is damaged, with which the engine would take all memory there is.
+    """
+    for status in path.rglob("status.dat"):  # how many vectors or flags there are, before all else
+        content = status.read_bytes()
+        bits = 8 * sum(file.stat().st_size for file in status.parent.iterdir() if file != status)
+        if len(content) < 8 or int.from_bytes(content[:8], "little") > bits:
+            raise CorruptDatastoreError(f"{status} is damaged: restore a backup")
+    with engine_errors(path):
+        return EdgeShard.load(str(path))
 
 
 def create_shard(path: Path, dim: int, metric: Metric, options: Options) -> EdgeShard:
