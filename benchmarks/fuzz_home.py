@@ -116,7 +116,7 @@ def look(home: Path) -> tuple[dict[str, Any], list[str]]:
     with store:
         ask("search", lambda: found(store, queries, Selection()))
         ask("tokens", lambda: {n: store.text(n).tolist() for n in store.lengths()})
-        ask("counts", lambda: store.token_counts().tolist())
+        ask("counts", lambda: np.trim_zeros(store.token_counts(), "b").tolist())
         ask("records", lambda: [(r.ids.tolist(), r.keys.tolist()) for r in store.records()])
         for name, question in (
             ("~domains", store.domains),
@@ -299,8 +299,9 @@ def run(folder: Path, engine: str, numbers: Iterable[int]) -> Iterator[dict[str,
         if line:
             yield seed | json.loads(line)
             continue
-        worker.kill()
-        end = f"ended with {worker.wait()}" if ready else "did not end"
+        if not ready:
+            worker.kill()
+        end = f"ended with {worker.wait()}" if ready else f"did not end in {_SECONDS} s"
         shutil.rmtree(home, ignore_errors=True)
         shutil.copytree(template, home)
         yield seed | {"what": mutate(home, random.Random(seed["seed"])), "found": end, "why": ""}

@@ -10,9 +10,9 @@ from pathlib import Path
 from qdrant_edge import EdgeShard
 
 from knnstore.datastore import check_space, medium_errors
-from knnstore.errors import DatastoreError
+from knnstore.errors import CorruptDatastoreError, DatastoreError
 from knnstore_qdrant.room import allocated, room_to_open
-from knnstore_qdrant.shard import engine_errors
+from knnstore_qdrant.shard import load_shard
 
 COPY = "qdrant-copy-"
 """How the names of copies begin."""
@@ -33,6 +33,8 @@ def open_copy(shard: Path, folder: Path) -> EdgeShard:
     """
     try:
         return _open_copy(shard, folder)
+    except CorruptDatastoreError:
+        raise
     except DatastoreError:  # a read-only medium, or a full disk
         return _open_copy(shard, Path(tempfile.gettempdir()))
 
@@ -45,8 +47,7 @@ def _open_copy(shard: Path, folder: Path) -> EdgeShard:
         with medium_errors(copy):
             copy_directory(shard, copy)
         room_to_open(copy)
-        with engine_errors(shard):
-            return EdgeShard.load(str(copy))
+        return load_shard(copy, copy_of=shard)
     finally:
         shutil.rmtree(copy.parent, ignore_errors=True)
 

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -29,9 +28,9 @@ from knnstore.datastore import (
     read_owner,
     write_owner,
 )
-from knnstore.errors import AdapterLoadError, ConfigError, DatastoreClosedError, ReadOnlyError
+from knnstore.errors import ConfigError, DatastoreClosedError, ReadOnlyError
 from knnstore_qdrant.conditions import Condition, condition_of_filter, condition_of_ranges
-from knnstore_qdrant.options import Options
+from knnstore_qdrant.options import Options, is_server
 from knnstore_qdrant.points import Points
 
 _SCROLL_BYTES = 8 << 20  # of vectors in one answer
@@ -81,7 +80,7 @@ class QdrantDatastore:
         metric = Metric(metric)
         options = Options.of(params)
         points: Points
-        if _is_server(location):
+        if is_server(location):
             from knnstore_qdrant.connecting import open_server
 
             points = open_server(str(location), dim, metric, mode, options)
@@ -95,7 +94,7 @@ class QdrantDatastore:
     def erase(cls, location: str | Path, **params: Any) -> None:
         """Remove the collection at a location; see `SupportsErase.erase`."""
         options = Options.of(params)
-        if _is_server(location):
+        if is_server(location):
             from knnstore_qdrant.connecting import erase_server
 
             erase_server(str(location), options)
@@ -113,7 +112,7 @@ class QdrantDatastore:
     def owner(cls, location: str | Path, **params: Any) -> str | None:
         """Who claimed the collection at a location; see `SupportsOwner.owner`."""
         options = Options.of(params)
-        if not _is_server(location):
+        if not is_server(location):
             return read_owner(Path(location))
         from knnstore_qdrant.connecting import owner_on_server
 
@@ -123,7 +122,7 @@ class QdrantDatastore:
     def claim(cls, location: str | Path, owner: str, **params: Any) -> None:
         """Remember a new owner; see `SupportsOwner.claim`."""
         options = Options.of(params)
-        if not _is_server(location):
+        if not is_server(location):
             return write_owner(Path(location), owner)
         from knnstore_qdrant.connecting import claim_on_server
 
@@ -294,22 +293,6 @@ class QdrantDatastore:
             if found:
                 first = int(batch[0][-1]) + 1  # now, for what is yielded is the caller's
                 yield batch
-
-
-def _is_server(location: str | Path) -> bool:
-    """Whether a location is the address of a server.
-
-    Raises:
-        AdapterLoadError: the package that this location needs is not installed.
-    """
-    place = str(location)
-    is_server = "://" in place
-    module, extra = ("qdrant_client", "qdrant") if is_server else ("qdrant_edge", "qdrant-edge")
-    if find_spec(module) is None:
-        raise AdapterLoadError(
-            f"the location {place} needs {module!r}. Install it with: pip install 'knnstore[{extra}]'"
-        )
-    return is_server
 
 
 _conforms: type[Datastore] = QdrantDatastore  # here a type checker compares every signature

@@ -63,7 +63,7 @@ from knnstore_qdrant.copying import COPY, open_copy
 from knnstore_qdrant.options import Options
 from knnstore_qdrant.points import batch_of, neighbors_of
 from knnstore_qdrant.room import NEW_SHARD, room_for, room_to_open, room_to_remove
-from knnstore_qdrant.shard import create_shard, engine_errors, filter_of
+from knnstore_qdrant.shard import create_shard, engine_errors, filter_of, load_shard
 
 _POINTS_AT_ONCE = 2048  # a Python object each
 _POLL_SECONDS = 0.02
@@ -204,7 +204,7 @@ class EmbeddedPoints:
             self._flushed = self._read_flushed()
             with engine_errors(self._path):
                 room_to_open(self._path)
-                self._shard = EdgeShard.load(str(self._path))
+            self._shard = load_shard(self._path)
             return
         check_space(self._root, NEW_SHARD, "a store of Qdrant's engine")
         shutil.rmtree(self._path, ignore_errors=True)  # of a creation that was killed

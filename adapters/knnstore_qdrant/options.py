@@ -1,10 +1,12 @@
 """The parameters of the adapter."""
 
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Self, get_type_hints
 
 from knnstore.datastore import checked_params
-from knnstore.errors import ConfigError
+from knnstore.errors import AdapterLoadError, ConfigError
 
 _CHOICES = {
     "quantization": ("none", "scalar", "binary"),
@@ -116,3 +118,19 @@ def _checked(name: str, value: Any, kind: type) -> Any:
     if choices and value not in choices:
         raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
     return value
+
+
+def is_server(location: str | Path) -> bool:
+    """Whether a location is the address of a server.
+
+    Raises:
+        AdapterLoadError: the package that this location needs is not installed.
+    """
+    place = str(location)
+    is_server = "://" in place
+    module, extra = ("qdrant_client", "qdrant") if is_server else ("qdrant_edge", "qdrant-edge")
+    if find_spec(module) is None:
+        raise AdapterLoadError(
+            f"the location {place} needs {module!r}. Install it with: pip install 'knnstore[{extra}]'"
+        )
+    return is_server

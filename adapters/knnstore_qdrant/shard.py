@@ -25,7 +25,7 @@ from qdrant_edge import (
 )
 
 from knnstore.datastore import Metric
-from knnstore.errors import DatastoreError, DiskFullError
+from knnstore.errors import CorruptDatastoreError, DatastoreError, DiskFullError
 from knnstore_qdrant.conditions import GROUP, POSITION, Condition
 from knnstore_qdrant.options import Options
 
@@ -53,6 +53,22 @@ def engine_errors(path: Path) -> Iterator[None]:
         line = (str(error).splitlines() or [type(error).__name__])[0]
         kind = DiskFullError if _NO_SPACE in str(error) else DatastoreError
         raise kind(f"Qdrant's engine failed on {path}: {line}") from error
+
+
+def load_shard(path: Path, copy_of: Path | None = None) -> EdgeShard:
+    """Open the shard in a directory; messages name the one that it is a copy of.
+
+    Raises:
+        CorruptDatastoreError: a status file is damaged, with which the engine would take all memory there is.
+    """
+    for status in path.rglob("status.dat"):  # how many vectors or flags there are, before all else
+        content = status.read_bytes()
+        bits = 8 * sum(file.stat().st_size for file in status.parent.iterdir() if file != status)
+        if len(content) < 8 or int.from_bytes(content[:8], "little") > bits:
+            named = (copy_of or path) / status.relative_to(path)
+            raise CorruptDatastoreError(f"{named} is damaged: restore a backup")
+    with engine_errors(copy_of or path):
+        return EdgeShard.load(str(path))
 
 
 def create_shard(path: Path, dim: int, metric: Metric, options: Options) -> EdgeShard:

@@ -125,7 +125,8 @@ def read_domains(current: Session, *, has_prefix: bool) -> list[Domain]:
 def read_engine(current: Session) -> Engine:
     """Which adapter holds the keys."""
     row = current.get_one(StoreRow, 1)
-    if not (isinstance(row.adapter, str) and isinstance(row.location, str) and isinstance(row.params, dict)):
+    texts = all(isinstance(text, str) and "\0" not in text for text in (row.adapter, row.location))
+    if not (texts and isinstance(row.params, dict)):
         raise CatalogError(
             "the catalog is damaged: it does not say where the keys are; restore it from a backup"
         )

@@ -86,7 +86,7 @@ def _short(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _json(value: Any) -> str:
-    written = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
+    written = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, default=str)
     return _STEERING.sub(lambda char: json.dumps(char[0])[1:-1], written)
 
 

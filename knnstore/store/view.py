@@ -148,7 +148,7 @@ class View:
 
     def _group(self, domain: str) -> int:
         if domain not in self.snapshot.domains:
-            there = ", ".join(sorted(self.snapshot.domains)) or "none"
+            there = ", ".join(sorted(map(str, self.snapshot.domains))) or "none"
             raise DomainNotFoundError(f"no domain {domain!r} in the store; there are: {there}")
         return self.snapshot.domains[domain]
 

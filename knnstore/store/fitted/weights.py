@@ -116,7 +116,7 @@ def problem_of(folder: Path, name: str) -> str | None:
     Raises:
         ConfigError: this is not the name of a file of weights.
     """
-    if not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ConfigError(f"{name!r} is not the name of a file of weights: <SHA-256>.safetensors")
     why = "is damaged"
     try:

@@ -185,8 +185,15 @@ class Place:
         return None
 
     def _check_folder(self) -> None:
-        if self.folder is not None:
-            check_folder(self.folder)
+        if self.folder is None:
+            return
+        try:
+            self.folder.lstat()
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            pass  # who needs it says so
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"the keys cannot be at {str(self.folder)[:100]}: {error.args[-1]}") from error
+        check_folder(self.folder)
 
 
 def holds_something(path: Path) -> bool:
