@@ -16,6 +16,7 @@ from sqlalchemy.engine import URL
 from knnstore.catalog import schema
 from knnstore.catalog.connection import connect, exclusive, is_sqlite_file, place, reading, translated_errors
 from knnstore.catalog.queries import (
+    MANY,
     PRUNED,
     among,
     live_documents,
@@ -35,6 +36,7 @@ from knnstore.catalog.tables import (
     PrunedRow,
     SettingRow,
     StoreRow,
+    TagRow,
     TokensRow,
 )
 from knnstore.catalog.types import (
@@ -178,6 +180,23 @@ class Catalog:
             chosen = live_documents(select(DocumentRow.id).join(DomainRow), domain=domain, id=id, tag=tag)
             return list(current.scalars(chosen))
 
+    def rows_by_id(self, ids: Iterable[str]) -> dict[str, list[int]]:
+        """The primary keys of the live documents with these external ids, by id."""
+        found: dict[str, list[int]] = {}
+        chosen = select(DocumentRow.external_id, DocumentRow.id).where(IS_LIVE)
+        with reading(self.sql) as current:
+            for id, row in among(
+                current, chosen, DocumentRow.external_id, _checked(ids, "the document's id")
+            ):
+                found.setdefault(id, []).append(row)
+        return found
+
+    def rows_by_tag(self, tags: Iterable[str]) -> list[int]:
+        """The primary keys of the live documents that carry any of these tags, once for each."""
+        chosen = select(TagRow.document_id).join(DocumentRow).where(IS_LIVE)
+        with reading(self.sql) as current:
+            return [row for (row,) in among(current, chosen, TagRow.tag, _checked(tags, "the tag"))]
+
     def labels(self, rows: Iterable[int]) -> dict[int, tuple[str, str]]:
         """The (external id, domain) of each live document, by primary key."""
         columns = DocumentRow.id, DocumentRow.external_id, DomainRow.name
@@ -192,12 +211,12 @@ class Catalog:
             blob = current.scalars(chosen).one_or_none()
         return None if blob is None else np.frombuffer(blob, "<u4")
 
-    def token_blocks(self, rows: Iterable[int]) -> Iterator[NDArray[np.uint32]]:
-        """Yield the token ids of the documents that are still live, each of shape (n,), in any order."""
-        chosen = select(TokensRow.tokens).join(DocumentRow).where(IS_LIVE)
+    def texts(self, rows: Iterable[int]) -> Iterator[tuple[int, NDArray[np.uint32]]]:
+        """Yield primary key and token ids, shape (n,), of the documents that are still live, in any order."""
+        chosen = select(DocumentRow.id, TokensRow.tokens).join(TokensRow).where(IS_LIVE)
         with reading(self.sql) as current:
-            for (blob,) in among(current, chosen, DocumentRow.id, rows):
-                yield np.frombuffer(blob, "<u4")
+            for row, blob in among(current, chosen, DocumentRow.id, rows):
+                yield row, np.frombuffer(blob, "<u4")
 
     def pruned(self, rows: Iterable[int]) -> dict[int, PrunedDocument]:
         """What was pruned of these documents, of those that are live and were pruned."""
@@ -207,9 +226,7 @@ class Catalog:
 
     def versions(self, domain: str, ids: Iterable[str]) -> dict[str, StoredVersion]:
         """The live versions of these documents of a domain, by external id."""
-        ids = list(ids)
-        for id in ids:
-            check_name(id, "a document's id")
+        ids = _checked(ids, "a document's id")
         chosen = live_documents(select(DocumentRow).join(DomainRow), domain=domain)
         with reading(self.sql) as current:
             rows = [row for (row,) in among(current, chosen, DocumentRow.external_id, ids)]
@@ -225,8 +242,13 @@ class Catalog:
         """The primary keys of the live documents with these content hashes, by hash."""
         found: dict[str, list[int]] = {}
         chosen = select(DocumentRow.content_hash, DocumentRow.id).where(IS_LIVE)
+        wanted = set(hashes)
         with reading(self.sql) as current:
-            for content_hash, row in among(current, chosen, DocumentRow.content_hash, hashes):
+            if len(wanted) <= MANY:
+                pairs: Iterable[Any] = among(current, chosen, DocumentRow.content_hash, wanted)
+            else:  # there is no index of them: rather than for each statement, all documents are read once
+                pairs = (pair for pair in current.execute(chosen) if pair[0] in wanted)
+            for content_hash, row in pairs:
                 found.setdefault(content_hash, []).append(row)
         return found
 
@@ -267,6 +289,13 @@ class Catalog:
         """The settings saved for every set of domains."""
         with reading(self.sql) as current:
             return list(current.scalars(select(SettingRow.payload)))
+
+
+def _checked(names: Iterable[str], what: str) -> list[str]:
+    names = list(names)
+    for name in names:
+        check_name(name, what)
+    return names
 
 
 def _existing(url: URL) -> SqlEngine:

@@ -16,7 +16,8 @@ from knnstore.catalog.tables import IS_LIVE, DocumentRow, DomainRow, PrunedRow, 
 from knnstore.catalog.types import Engine, Snapshot
 from knnstore.checks import check_name
 
-_IDS_A_STATEMENT = 500  # far below SQLite's limit of bound values
+MANY = 500
+"""Values of one statement at most: far below SQLite's limit of bound values."""
 
 PRUNED = (
     select(DocumentRow.id, DocumentRow.start, PrunedRow.representatives, PrunedRow.scale)
@@ -29,7 +30,7 @@ PRUNED = (
 def in_chunks(values: Iterable[Any]) -> Iterator[list[Any]]:
     """Cut values into lists short enough for one SQL statement."""
     listed = list(values)
-    return (listed[at : at + _IDS_A_STATEMENT] for at in range(0, len(listed), _IDS_A_STATEMENT))
+    return (listed[at : at + MANY] for at in range(0, len(listed), MANY))
 
 
 def among(

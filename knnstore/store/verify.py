@@ -1,14 +1,16 @@
 """Checking that catalog and datastore say the same of every token."""
 
 import numpy as np
-from numpy.typing import NDArray
 
 from knnstore.catalog import Catalog, PlacedDocument, Snapshot
 from knnstore.datastore import Datastore, Ids, SupportsVerify, positions_of, ranges_of, tokens_of
 from knnstore.errors import KnnstoreError
 from knnstore.store.fitted import files_in_use, problem_of
 from knnstore.store.home import Home
+from knnstore.store.provenance import Tokens
 from knnstore.store.view import View
+
+_NO_TOKENS: Tokens = np.zeros(0, np.uint32)
 
 
 def problems_of(home: Home, catalog: Catalog, view: View) -> list[str]:
@@ -45,25 +47,31 @@ def _compare(catalog: Catalog, datastore: Datastore, unsettled: list[PlacedDocum
     records = np.zeros(len(snapshot.rows), np.int64)
     wrong = np.zeros(len(snapshot.rows), bool)
     foreign = [np.zeros(0, np.int64)]
-    text: tuple[int, NDArray[np.uint32] | None] = (-1, None)  # the document read last
-    for ids, _, groups in datastore.iterate():
-        foreign.append(_orphans(ids, snapshot))
+    texts: dict[int, Tokens] = {}
+    for every_id, _, every_group in datastore.iterate():
+        every_document = snapshot.documents_at(positions_of(every_id))
+        owned = every_document >= 0
+        foreign.append(every_id[~owned])
+        ids, groups, at = every_id[owned], every_group[owned], every_document[owned]
         positions = positions_of(ids)
-        at = snapshot.documents_at(positions)
-        left = np.ones(len(ids), bool) if representatives is None else representatives.has_record(positions)
-        for document in np.unique(at[at >= 0]).tolist():
-            mine = at == document
-            if text[0] != document:
-                text = (document, catalog.tokens(int(snapshot.rows[document])))
-            offsets = positions[mine] - snapshot.starts[document]
-            records[document] += len(offsets)
-            wrong[document] |= (
-                text[1] is None
-                or bool((offsets < first).any())
-                or not left[mine].all()
-                or bool((text[1][offsets] != tokens_of(ids[mine])).any())
-                or bool((groups[mine] != snapshot.groups[document]).any())
-            )
+        documents, which, counts = np.unique(at, return_inverse=True, return_counts=True)
+        records[documents] += counts
+        # Of the documents read last, the last one may go on here.
+        texts = {document: texts[document] for document in documents.tolist() if document in texts}
+        unread = [document for document in documents.tolist() if document not in texts]
+        document_of = dict(zip(snapshot.rows[unread].tolist(), unread, strict=True))
+        texts |= {document_of[row]: tokens for row, tokens in catalog.texts(document_of)}
+        stored = [texts.get(document, _NO_TOKENS) for document in documents.tolist()]
+        lengths = np.array([len(tokens) for tokens in stored], np.int64)
+        origins = np.cumsum(lengths) - lengths
+        offsets = positions - snapshot.starts[at]
+        there = (first <= offsets) & (offsets < lengths[which])
+        if representatives is not None:
+            there &= representatives.has_record(positions)
+        there &= groups == snapshot.groups[at]
+        tokens = np.concatenate([_NO_TOKENS, *stored])
+        there[there] = tokens[(origins[which] + offsets)[there]] == tokens_of(ids[there])
+        wrong[at[~there]] = True
     wrong |= records != snapshot.records
     names = catalog.labels(snapshot.rows[wrong].tolist())  # not of what was removed meanwhile
     problems = [
@@ -72,8 +80,8 @@ def _compare(catalog: Catalog, datastore: Datastore, unsettled: list[PlacedDocum
     ]
     orphans = np.concatenate(foreign)
     if len(orphans):  # a writer may have been at work since
-        for documents in (unsettled, catalog.unsettled()):
-            bounds = np.array([(d.start, d.stop) for d in documents], np.int64).reshape(-1, 2)
+        for placed in (unsettled, catalog.unsettled()):
+            bounds = np.array([(d.start, d.stop) for d in placed], np.int64).reshape(-1, 2)
             orphans = orphans[~ranges_of(bounds[:, 0], bounds[:, 1]).contains(orphans)]
         orphans = _orphans(orphans, catalog.snapshot())
     if len(orphans):
