@@ -6,7 +6,7 @@ row ranges dead in the manifest, and merging rewrites segments; each becomes rea
 the next manifest is published. Dropping a group is dropping files.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ import numpy as np
 
 from knnstore.datastore.arrays import Groups, Ids, Keys, Metric
 from knnstore.datastore.embedded.erasing import FOLDERS, own_files
-from knnstore.datastore.embedded.manifest import IndexEntry, Manifest
+from knnstore.datastore.embedded.manifest import IndexEntry, Manifest, SegmentEntry
 from knnstore.datastore.embedded.merging import (
     CHUNK_SIZE,
     file_names,
@@ -28,7 +28,7 @@ from knnstore.datastore.embedded.merging import (
 from knnstore.datastore.embedded.reader import SegmentReader
 from knnstore.datastore.embedded.segment import Segment
 from knnstore.datastore.ranges import IdRanges
-from knnstore.durable import FileWriter, WriterLock, remove, sync_directory
+from knnstore.durable import FileWriter, StoredFile, WriterLock, remove, sync_directory
 from knnstore.errors import (
     ConfigError,
     DatastoreClosedError,
@@ -43,6 +43,8 @@ BUFFER_SIZE = 16 << 20
 """Bytes of keys that `append` keeps in memory before it writes them as a segment."""
 
 _MANY_SEGMENTS = 32  # of one group; from here on flush merges the small ones
+_MANY_FILES = 30_000  # in all; from here on it merges a group's as soon as they are more than ...
+_FEW_SEGMENTS = 4  # ... for a process may have 65,530 maps, and each segment takes two
 _SPARSE = 0.25  # share of dead rows from which a segment is rewritten
 
 
@@ -71,7 +73,10 @@ class KeySegments(SegmentReader):
             raise ConfigError(f"dim must be at least 1, got {dim}")
         super().__init__(root)
         self._lock: WriterLock | None = None
-        self._dirty = False
+        self._changed: set[int] = set()  # groups, since the last manifest
+        self._buffered: set[int] = set()  # groups with segments in memory
+        self._named: dict[int, tuple[SegmentEntry, ...]] = {}  # of each group, in the last manifest
+        self._unnamed: set[str] = set()  # files that it does not name
         if mode == "r":
             self._manifest = self._load()
             self._check_same(dim, metric)
@@ -87,6 +92,7 @@ class KeySegments(SegmentReader):
                 self._lock.release()
                 raise
         self._next_number = self._manifest.next_number
+        self._highest_id = max((entry.last_id for entry in self._manifest.segments), default=-1)  # on disk
 
     # -- changing
 
@@ -96,36 +102,40 @@ class KeySegments(SegmentReader):
         if not len(ids):
             return
         with self._mutex:
-            buffered_size = sum(s.columns.keys.nbytes for s in self._segments if s.entry is None)
-            if buffered_size + keys.nbytes // 2 > BUFFER_SIZE:
+            buffered = [s for group in self._buffered for s in self._groups[group] if s.entry is None]
+            if sum(s.columns.keys.nbytes for s in buffered) + keys.nbytes // 2 > BUFFER_SIZE:
                 self._spill()
             order = np.argsort(ids, kind="stable")
             ids, groups = ids[order], groups[order]
-            segments = [self._without(segment, segment.rows_with(ids)) for segment in self._segments]
+            # A store's ids ascend, so that what is on disk need not be looked at.
+            among = self._buffered if ids[0] > self._highest_id else self._groups
+            changed = self._without(among, int(ids[0]), int(ids[-1]), lambda segment: segment.rows_with(ids))
             for group in np.unique(groups).tolist():
                 mine = groups == group
                 fresh = Segment.in_memory(group, ids[mine], stored_keys(keys[order[mine]]))
-                segments = with_buffered(segments, fresh)
-            self._segments = tuple(segments)
-            self._dirty = True
+                changed[group] = with_buffered(changed.get(group, self._groups.get(group, ())), fresh)
+            self._put(changed)
 
     def delete(self, ids: IdRanges) -> None:
         """Remove the records in some id ranges."""
         self._check_writable()
+        if not ids:
+            return
         with self._mutex:
-            before = self.count()
-            self._segments = tuple(self._without(segment, segment.rows_of(ids)) for segment in self._segments)
-            self._dirty |= self.count() < before
+            first, last = int(ids.starts[0]), int(ids.stops[-1]) - 1
+            self._put(self._without(self._groups, first, last, lambda segment: segment.rows_of(ids)))
 
     def flush(self) -> None:
         """Make everything durable; merges small segments where a group has very many."""
         self._check_writable()
         with self._mutex:
-            if self._dirty:
+            changed = sorted(self._changed)
+            if changed:
                 self._publish()
-            many = [group for group, found in self.by_group().items() if len(found) > _MANY_SEGMENTS]
-            for group in many:
-                self._merge(group, ratio=2, indexed=False)
+            many = _MANY_SEGMENTS if len(self._on_disk) <= _MANY_FILES else _FEW_SEGMENTS
+            for group in changed:
+                if len(self._groups.get(group, ())) > many:
+                    self._merge(group, ratio=2, indexed=False)
 
     def compact(self, *, ratio: int) -> None:
         """Reclaim the space of dead rows and merge each group's segments.
@@ -161,11 +171,12 @@ class KeySegments(SegmentReader):
                 temporary.unlink(missing_ok=True)
             sync_directory(self.root / "indexes")
             self._on_disk.add(name)
+            self._unnamed.add(name)
             self._hashed.add(stored)
             entry = replace(segment.entry, index=IndexEntry(stored, parameters))
-            self._segments = tuple(
-                replace(s, entry=entry) if s.columns is segment.columns else s for s in self._segments
-            )
+            found = self._groups.get(segment.group, ())
+            indexed = [replace(s, entry=entry) if s.columns is segment.columns else s for s in found]
+            self._put({segment.group: indexed})
             self._publish()
 
     def close(self) -> None:
@@ -179,7 +190,7 @@ class KeySegments(SegmentReader):
             self._closed = True
             if self._lock is not None:
                 self._lock.release()
-            self._segments = ()
+            self._groups = {}
 
     # -- inside
 
@@ -194,8 +205,10 @@ class KeySegments(SegmentReader):
             else:
                 if create_only:
                     raise DatastoreExistsError(f"a datastore is already at {self.root}")
-            self._segments = self._mapped(manifest)
-            self._on_disk = _named(manifest)
+            self._groups = self._mapped(manifest)
+            self._on_disk = manifest.file_names()
+            for entry in manifest.segments:
+                self._named[entry.group] = (*self._named.get(entry.group, ()), entry)
             for folder in FOLDERS:
                 (self.root / folder).mkdir(exist_ok=True)
             for path in own_files(self.root):  # what a crash left behind
@@ -205,17 +218,15 @@ class KeySegments(SegmentReader):
 
     def _spill(self) -> None:
         """Write what is buffered as segments that no manifest names yet."""
-        for found in self.by_group().values():
-            buffered = [segment for segment in found if segment.entry is None]
-            if buffered:
-                with self._writing():
-                    self._swap(buffered, self._write(buffered))
-        self._segments = tuple(segment for segment in self._segments if segment.entry or segment.live)
+        for group in sorted(self._buffered):
+            buffered = [segment for segment in self._groups[group] if segment.entry is None]
+            with self._writing():
+                self._swap(buffered, self._write(buffered))
 
     def _merge(self, group: int, *, ratio: int, indexed: bool) -> None:
         """Merge neighbors among a group's segments until each is `ratio` times as large as the next."""
         # An index is dear; only `compact` replaces it.
-        found = [segment for segment in self.by_group().get(group, []) if indexed or segment.index is None]
+        found = [segment for segment in self._groups.get(group, ()) if indexed or segment.index is None]
         for run in merge_plan(found, ratio):
             self._replace(run)
 
@@ -227,45 +238,90 @@ class KeySegments(SegmentReader):
 
     def _swap(self, old: Sequence[Segment], new: Segment) -> None:
         gone = {id(segment.columns) for segment in old}
-        kept = [segment for segment in self._segments if id(segment.columns) not in gone]
-        self._segments = (*kept, new)
-        self._dirty = True
+        kept = [segment for segment in self._groups[new.group] if id(segment.columns) not in gone]
+        self._put({new.group: [*kept, new]})
+
+    def _without(
+        self, groups: Iterable[int], first: int, last: int, rows_in: Callable[[Segment], IdRanges]
+    ) -> dict[int, list[Segment]]:
+        """What groups become when some rows with ids from first to last die; only those that change."""
+        changed: dict[int, list[Segment]] = {}
+        for group in groups:
+            for segment in self._groups[group]:
+                if segment.first_id <= last and segment.last_id >= first:
+                    rows = rows_in(segment) - segment.dead
+                    if rows:
+                        found = changed.setdefault(group, list(self._groups[group]))
+                        found[found.index(segment)] = replace(segment, dead=segment.dead | rows)
+        return changed
+
+    def _put(self, changed: Mapping[int, Sequence[Segment]]) -> None:
+        """Let groups have these segments, without those that are dead; the next manifest says so."""
+        groups = dict(self._groups)
+        for group, found in changed.items():
+            groups[group] = tuple(segment for segment in found if segment.live)
+            in_memory = any(segment.entry is None for segment in groups[group])
+            (self._buffered.add if in_memory else self._buffered.discard)(group)
+            if not groups[group]:
+                del groups[group]
+        self._groups = groups
+        self._changed |= changed.keys()
 
     def _write(self, segments: Sequence[Segment]) -> Segment:
         """Write the live rows of segments of one group as a new one, without naming it in a manifest."""
         name = self._number()
         self._on_disk.update(file_names(name))  # should this fail, the next success removes them
-        return write_segment(self.root, name, segments, self._manifest.dim)
+        self._unnamed.update(file_names(name))
+        written = write_segment(self.root, name, segments, self._manifest.dim)
+        self._highest_id = max(self._highest_id, written.last_id)
+        return written
+
+    def _write_part(self, text: bytes) -> StoredFile:
+        """Write a part of the manifest, without naming it in a manifest."""
+        name = f"segments/{self._number()}.part"
+        self._on_disk.add(name)
+        self._unnamed.add(name)
+        with FileWriter(self.root, name) as writer:
+            writer.write(text)
+            stored = writer.finish()
+        sync_directory(self.root / "segments")
+        return stored
 
     def _publish(self) -> None:
         """Make the current segments the datastore, durably; then remove the files of former ones."""
         self._spill()  # a manifest that marks rows dead must name those that replace them
         with self._writing():
-            named = [
-                replace(segment, entry=replace(segment.entry, dead=tuple(segment.dead)))
-                for segment in self._segments
-                if segment.entry and segment.live
-            ]
-            manifest = replace(
-                self._manifest,
-                next_number=self._next_number,
-                segments=tuple(segment.entry for segment in named if segment.entry),
-            )
+            now = {
+                group: tuple(
+                    replace(segment, entry=replace(segment.entry, dead=tuple(segment.dead)))
+                    for segment in self._groups.get(group, ())
+                    if segment.entry
+                )
+                for group in sorted(self._changed)
+            }
+            before = {entry.name: entry for group in now for entry in self._named.get(group, ())}
+            after = {s.entry.name: s.entry for found in now.values() for s in found if s.entry}
+            gone = {name for name, entry in before.items() if after.get(name) != entry}
+            fresh = [entry for name, entry in after.items() if before.get(name) != entry]
+            manifest = self._manifest.changed(gone, fresh, self._write_part)
+            manifest = replace(manifest, next_number=self._next_number)
             failpoint("segments.publish")
             manifest.write(self.root)
+            self._unnamed |= _files(before.values(), self._manifest)
+            self._unnamed -= _files(after.values(), manifest)
             self._manifest = manifest
-            self._segments = tuple(named)
-            self._dirty = False
-            for name in sorted(self._on_disk - _named(manifest)):
+            self._groups = {**self._groups, **{group: found for group, found in now.items() if found}}
+            for group, found in now.items():
+                self._named[group] = tuple(segment.entry for segment in found if segment.entry)
+            self._changed.clear()
+            for name in sorted(self._unnamed):
                 remove(self.root / name)
                 self._on_disk.discard(name)
+                self._unnamed.discard(name)
 
     def _number(self) -> str:
         number, self._next_number = self._next_number, self._next_number + 1
         return f"{number:08d}"
-
-    def _without(self, segment: Segment, rows: IdRanges) -> Segment:
-        return replace(segment, dead=segment.dead | rows) if rows else segment
 
     def _check_writable(self) -> None:
         if self._closed:
@@ -286,5 +342,7 @@ class KeySegments(SegmentReader):
             ) from error
 
 
-def _named(manifest: Manifest) -> set[str]:
-    return {name for entry in manifest.segments for name in entry.file_names()}
+def _files(entries: Iterable[SegmentEntry], manifest: Manifest) -> set[str]:
+    """The files of some segments, and of the manifest's parts."""
+    names = {name for entry in entries for name in entry.file_names()}
+    return names.union(part.file.name for part in manifest.parts)

@@ -1,18 +1,30 @@
-"""The manifest: the one small file that says which files are the datastore."""
+"""The manifest: the one small file that says which files are the datastore.
+
+It stays small where segments are many: most of them are then listed in *parts*, immutable files that the
+manifest names as it names those of a segment. A change writes anew the parts that list what it changes.
+"""
 
 import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass, replace
+from itertools import chain
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from knnstore.datastore.arrays import Metric
+from knnstore.datastore.embedded.mapped import MappedFile
 from knnstore.durable import StoredFile, publish
 from knnstore.errors import CorruptDatastoreError, DatastoreNotFoundError
 
-FORMAT = 1
+FORMAT = 2
+"""1 has no parts, and is what is written where there are none."""
+
 NAME = "manifest.json"
+PART_SIZE = 64
+"""Segments of a part; the manifest itself lists fewer than twice as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +64,39 @@ class SegmentEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class ManifestPart:
+    """Segments that are listed in a file of their own."""
+
+    file: StoredFile
+    segments: tuple[SegmentEntry, ...]
+    names: frozenset[str]
+    """Of the segments."""
+
+    @classmethod
+    def write(cls, segments: Sequence[SegmentEntry], write: Callable[[bytes], StoredFile]) -> Self:
+        """List segments in a new file, which `write` makes durable."""
+        text = _canonical(segments)
+        return cls(write(text.encode()), tuple(segments), frozenset(entry.name for entry in segments))
+
+    @classmethod
+    def read(cls, root: Path, file: StoredFile) -> Self:
+        """Read and check a part.
+
+        Raises:
+            CorruptDatastoreError: it is lost or damaged.
+        """
+        try:
+            mapped = MappedFile(root, file)
+            mapped.check()
+        except (CorruptDatastoreError, FileNotFoundError):
+            raise CorruptDatastoreError(
+                f"{root / file.name} is missing or damaged: restore it from a backup"
+            ) from None
+        segments = tuple(_segment(entry) for entry in json.loads(mapped.bytes.tobytes()))
+        return cls(file, segments, frozenset(entry.name for entry in segments))
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """Everything about a datastore that is not a row."""
 
@@ -60,16 +105,60 @@ class Manifest:
     next_number: int = 1
     """The number of the next file; never reused, so a name means one content for ever."""
 
-    segments: tuple[SegmentEntry, ...] = ()
+    listed: tuple[SegmentEntry, ...] = ()
+    """The segments that are in no part."""
+
+    parts: tuple[ManifestPart, ...] = ()
+
+    @property
+    def segments(self) -> list[SegmentEntry]:
+        """Every segment, in the order in which they were made."""
+        every = chain(self.listed, *(part.segments for part in self.parts))
+        return sorted(every, key=attrgetter("name"))
+
+    def file_names(self) -> set[str]:
+        """Every file that is named, in parts too."""
+        names = {name for entry in self.segments for name in entry.file_names()}
+        return names.union(part.file.name for part in self.parts)
+
+    def changed(
+        self, gone: Set[str], fresh: Iterable[SegmentEntry], write: Callable[[bytes], StoredFile]
+    ) -> "Manifest":
+        """The manifest without some segments, by name, and with others; new parts are written.
+
+        What it costs depends on how many these are, and hardly on how many segments there are.
+        """
+        kept = tuple(part for part in self.parts if part.names.isdisjoint(gone))
+        opened = (part.segments for part in self.parts if not part.names.isdisjoint(gone))
+        listed = [entry for entry in chain(*opened, self.listed) if entry.name not in gone]
+        listed += fresh
+        parts = []
+        while len(listed) >= 2 * PART_SIZE:
+            parts.append(ManifestPart.write(listed[:PART_SIZE], write))
+            del listed[:PART_SIZE]
+        return replace(self, listed=tuple(listed), parts=(*kept, *parts))
 
     def write(self, root: Path) -> None:
         """Publish atomically and durably; readers see the old manifest or this one."""
-        text = _canonical({"format": FORMAT, **asdict(self)})
+        content: dict[str, Any] = {
+            "format": 1,
+            "dim": self.dim,
+            "metric": self.metric,
+            "next_number": self.next_number,
+            "segments": self.listed,
+        }
+        if self.parts:
+            content |= {"format": FORMAT, "parts": [part.file for part in self.parts]}
+        text = _canonical(content)
         publish(root / NAME, f'{{"sha256":"{_digest(text)}","content":{text}}}'.encode(), "manifest")
 
     @classmethod
-    def read(cls, root: Path) -> "Manifest":
+    def read(cls, root: Path, known: Iterable[ManifestPart] = ()) -> "Manifest":
         """Read and check the manifest.
+
+        Args:
+            root: the datastore's directory.
+            known: parts that were read before and need not be read again.
 
         Raises:
             DatastoreNotFoundError: there is none and no segment either.
@@ -88,10 +177,13 @@ class Manifest:
             intact = False
         if not intact:
             raise CorruptDatastoreError(f"{path} is damaged: restore it from a backup")
-        if content.pop("format") != FORMAT:
+        if content.pop("format") > FORMAT:
             raise CorruptDatastoreError(f"{path} was written by a newer knnstore: upgrade the package")
-        segments = tuple(_segment(entry) for entry in content.pop("segments"))
-        return cls(metric=Metric(content.pop("metric")), segments=segments, **content)
+        listed = tuple(_segment(entry) for entry in content.pop("segments"))
+        files = [StoredFile(**file) for file in content.pop("parts", [])]
+        read = {part.file: part for part in known}
+        parts = tuple(read.get(file) or ManifestPart.read(root, file) for file in files)
+        return cls(metric=Metric(content.pop("metric")), listed=listed, parts=parts, **content)
 
 
 def signature(root: Path) -> tuple[int, int, int]:
@@ -111,8 +203,13 @@ def _segment(entry: dict[str, Any]) -> SegmentEntry:
     )
 
 
-def _canonical(content: dict[str, Any]) -> str:
-    return json.dumps(content, sort_keys=True, separators=(",", ":"))
+def _fields(entry: SegmentEntry | IndexEntry | StoredFile) -> dict[str, Any]:
+    """What `asdict` gives, ten times as fast."""
+    return {name: getattr(entry, name) for name in entry.__slots__}
+
+
+def _canonical(content: Any) -> str:
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), default=_fields)
 
 
 def _digest(text: str) -> str:

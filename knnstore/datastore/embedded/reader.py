@@ -1,13 +1,14 @@
 """Reading the segments of a datastore directory while another process may write them."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
 from knnstore.datastore.arrays import Groups, Ids, Keys, Metric
-from knnstore.datastore.embedded.manifest import Manifest, signature
+from knnstore.datastore.embedded.manifest import Manifest, ManifestPart, SegmentEntry, signature
 from knnstore.datastore.embedded.mapped import MappedFile
 from knnstore.datastore.embedded.merging import merged
 from knnstore.datastore.embedded.segment import MappedColumns, Segment
@@ -19,6 +20,11 @@ from knnstore.errors import (
     DatastoreMismatchError,
     DatastoreNotFoundError,
 )
+
+_NO_ROWS = IdRanges()
+
+Group = tuple[Segment, ...]
+"""The segments of a group that have live records, in the order in which they were made."""
 
 
 class SegmentReader:
@@ -32,16 +38,25 @@ class SegmentReader:
         self._closed = False
         self._follows = True  # other processes' manifests
         self._signature = (0, 0, 0)
-        self._segments: tuple[Segment, ...] = ()
+        self._parts: tuple[ManifestPart, ...] = ()
+        self._groups: Mapping[int, Group] = {}
         self._hashed: set[StoredFile] = set()
 
-    def snapshot(self) -> tuple[Segment, ...]:
-        """The segments as of now; for a reader, as of the newest manifest. They never change."""
+    def by_group(self) -> Mapping[int, Group]:
+        """The segments of each group that has live records, as of now; for a reader, of the newest manifest.
+
+        What is returned never changes: a later version is another mapping, and has the same tuple for a group
+        that did not change.
+        """
         if self._closed:
             raise DatastoreClosedError(f"{self.root} was closed")
         if self._follows:
             self._refresh()
-        return self._segments
+        return self._groups
+
+    def snapshot(self) -> tuple[Segment, ...]:
+        """The segments of every group, as `by_group` gives them."""
+        return tuple(chain.from_iterable(self.by_group().values()))
 
     def count(self) -> int:
         """How many records are live."""
@@ -63,14 +78,6 @@ class SegmentReader:
             return False
         self._hashed.add(file)
         return True
-
-    def by_group(self) -> dict[int, list[Segment]]:
-        """The segments of each group that has live records."""
-        groups: dict[int, list[Segment]] = {}
-        for segment in self.snapshot():
-            if segment.live:
-                groups.setdefault(segment.group, []).append(segment)
-        return groups
 
     def verify(self) -> list[str]:
         """Check size and SHA-256 of every file that the manifest names; one line for each problem."""
@@ -99,17 +106,21 @@ class SegmentReader:
     def _load(self) -> Manifest:
         """Read the manifest and map what it names, together, while a writer may replace both."""
         while True:
+            before = self._present_signature()
             try:
-                before = signature(self.root)
-            except FileNotFoundError:
-                before = (0, 0, 0)
-            manifest = Manifest.read(self.root)
-            try:
-                self._segments, self._signature = self._mapped(manifest), before
+                manifest = Manifest.read(self.root, self._parts)
+                self._groups, self._signature = self._mapped(manifest), before
+                self._parts = manifest.parts
                 return manifest
             except CorruptDatastoreError:
-                if signature(self.root) == before:
+                if self._present_signature() == before:
                     raise
+
+    def _present_signature(self) -> tuple[int, int, int]:
+        try:
+            return signature(self.root)
+        except FileNotFoundError:
+            return 0, 0, 0
 
     def _refresh(self) -> None:
         try:
@@ -121,20 +132,28 @@ class SegmentReader:
                 if current != self._signature:
                     self._manifest = self._load()
 
-    def _mapped(self, manifest: Manifest) -> tuple[Segment, ...]:
+    def _mapped(self, manifest: Manifest) -> dict[int, Group]:
         """Map the segments of a manifest, keeping the maps of those that are mapped already."""
-        known = {segment.entry.keys: segment.columns for segment in self._segments if segment.entry}
-        segments = []
+        known = {s.entry.keys: s for group in self._groups.values() for s in group if s.entry}
+        groups: dict[int, list[Segment]] = {}
         for entry in manifest.segments:
-            try:
-                columns = known.get(entry.keys) or MappedColumns(self.root, entry, manifest.dim)
-            except FileNotFoundError as error:
-                raise CorruptDatastoreError(
-                    f"{error.filename} is missing: restore it from a backup, or remove its documents and "
-                    "add them again"
-                ) from None
-            dead = IdRanges(entry.dead)
-            segments.append(
-                Segment(entry.group, entry.rows, entry.first_id, entry.last_id, columns, dead, entry)
-            )
-        return tuple(segments)
+            segment = known.get(entry.keys)
+            if segment is None or segment.entry != entry:
+                segment = self._segment(entry, segment, manifest.dim)
+            if segment.live:
+                groups.setdefault(entry.group, []).append(segment)
+        now = {group: tuple(found) for group, found in groups.items()}
+        unchanged = {group: former for group, former in self._groups.items() if now.get(group) == former}
+        return now | unchanged
+
+    def _segment(self, entry: SegmentEntry, former: Segment | None, dim: int) -> Segment:
+        """What an entry of the manifest says, with the maps of a former version of the segment."""
+        try:
+            dead = IdRanges(entry.dead) if entry.dead else _NO_ROWS
+            columns = former.columns if former else MappedColumns(self.root, entry, dim)
+        except FileNotFoundError as error:
+            raise CorruptDatastoreError(
+                f"{error.filename} is missing: restore it from a backup, or remove its documents and "
+                "add them again"
+            ) from None
+        return Segment(entry.group, entry.rows, entry.first_id, entry.last_id, columns, dead, entry)

@@ -110,7 +110,7 @@ class Segment:
     @property
     def live(self) -> int:
         """How many rows are not dead."""
-        return self.rows - self.dead.size
+        return self.rows - self.dead.size if self.dead else self.rows
 
     def live_rows(self, ids: IdRanges | None = None) -> IdRanges:
         """The row numbers that are not dead, of all records or of those with some ids."""
