@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -40,6 +41,16 @@ def erase_server(url: str, options: Options) -> None:
     with _connected(url, options) as collection:
         collection.erase()
         collection.client.close()
+
+
+def free_name(url: str, options: Options) -> str:
+    """A name like the collection's that none on the server has."""
+    with _connected(url, options) as collection:
+        there = collection.attempts.read(collection.client.get_collections).collections
+        collection.client.close()
+    taken = {one.name for one in there}
+    stem = options.collection.rstrip("0123456789").removesuffix("-")
+    return next(name for number in count(2) if (name := f"{stem}-{number}") not in taken)
 
 
 @contextmanager

@@ -101,6 +101,13 @@ class QdrantDatastore:
 
             erase_directory(Path(location))
 
+    @classmethod
+    def beside(cls, location: str | Path, **params: Any) -> dict[str, Any]:
+        """Choose a name for a copy of a server's collection; see `SupportsBeside.beside`."""
+        from knnstore_qdrant.connecting import free_name
+
+        return {"collection": free_name(str(location), Options.of(params))}
+
     @property
     def dim(self) -> int:
         """Number of components of a vector."""

@@ -29,6 +29,7 @@ from knnstore.catalog.queries import (
 )
 from knnstore.catalog.representatives import PrunedDocument
 from knnstore.catalog.tables import (
+    DELETING,
     IS_LIVE,
     IS_UNSETTLED,
     DocumentRow,
@@ -277,6 +278,12 @@ class Catalog:
                 PlacedDocument(row.id, row.domain_id, row.start, row.stop) for row in current.scalars(chosen)
             ]
 
+    def retired_content(self) -> set[str]:
+        """The content hashes of the documents that were live and are being removed."""
+        with reading(self.sql) as current:
+            retired = select(DocumentRow.content_hash).where(IS_UNSETTLED, DocumentRow.state == DELETING)
+            return set(current.scalars(retired))
+
     # -- settings
 
     def settings(self, domains: Sequence[str] = ()) -> Mapping[str, Any] | None:
@@ -285,10 +292,10 @@ class Catalog:
             row = current.get(SettingRow, scope_of(domains)[0])
             return None if row is None else row.payload
 
-    def all_settings(self) -> list[Mapping[str, Any]]:
+    def all_settings(self) -> dict[tuple[str, ...], Mapping[str, Any]]:
         """The settings saved for every set of domains."""
         with reading(self.sql) as current:
-            return list(current.scalars(select(SettingRow.payload)))
+            return {tuple(row.domains): row.payload for row in current.scalars(select(SettingRow))}
 
 
 def _checked(names: Iterable[str], what: str) -> list[str]:

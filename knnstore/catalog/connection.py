@@ -24,8 +24,10 @@ _DRIVERS = {
 _EXPECTED = "expected postgresql+psycopg://USER@HOST/DATABASE or sqlite:///FILE"
 
 _SECONDS_TO_CONNECT = 10
-_SECONDS_TO_WAIT = 30
 _BEGIN = "knnstore_begin"
+
+SECONDS_TO_WAIT = 30
+"""For what others lock or read."""
 
 LOCK = 0x6B6E6E73
 """The first half of our advisory locks' keys on PostgreSQL; the second is the schema's hash."""
@@ -82,7 +84,7 @@ def connect(url: URL) -> Engine:
         if "connect_timeout" not in url.query:
             options["connect_args"] = {"connect_timeout": _SECONDS_TO_CONNECT}
     elif is_sqlite_file(url):
-        options["connect_args"] = {"timeout": _SECONDS_TO_WAIT}
+        options["connect_args"] = {"timeout": SECONDS_TO_WAIT}
     else:  # a second connection would have a database of its own, so threads take turns
         options |= {"poolclass": QueuePool, "pool_size": 1, "max_overflow": 0}
         options["connect_args"] = {"check_same_thread": False}
@@ -105,7 +107,7 @@ def connect(url: URL) -> Engine:
 
 def _configure_sqlite(connection: Any, _record: object) -> None:
     connection.isolation_level = None  # we say BEGIN ourselves, so that DDL is transactional too
-    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "secure_delete=ON"):
         connection.execute(f"PRAGMA {pragma}").close()
 
 

@@ -40,6 +40,7 @@ from knnstore.catalog.tables import (
     TokensRow,
 )
 from knnstore.catalog.types import Engine, NewDocument, PlacedDocument
+from knnstore.catalog.vacuum import vacuum
 from knnstore.checks import check_json, check_name
 from knnstore.datastore import POSITION_LIMIT
 from knnstore.errors import CatalogError, DocumentNotFoundError, FencedError, InputError, LockedError
@@ -201,12 +202,15 @@ class CatalogWriter:
             _reveal(current)
 
     def save_settings(self, domains: Iterable[str], payload: Mapping[str, Any]) -> None:
-        """Save settings for exactly this set of domains; the empty set stands for the whole store."""
+        """Save settings for exactly this set of domains, none of which is the whole store; {} drops them."""
         check_json(payload, "settings")
         scope, names = scope_of(domains)
         with self._transaction("settings") as current:
-            row = SettingRow(scope=scope, domains=names, payload=dict(payload), saved_at=datetime.now(UTC))
-            current.merge(row)
+            if payload:
+                moment = datetime.now(UTC)
+                current.merge(SettingRow(scope=scope, domains=names, payload=dict(payload), saved_at=moment))
+            else:
+                current.execute(delete(SettingRow).where(SettingRow.scope == scope))
             _reveal(current)
 
     def move(self, engine: Engine, pruned: Mapping[int, PrunedDocument] = MappingProxyType({})) -> None:
@@ -233,6 +237,12 @@ class CatalogWriter:
                 )
             current.execute(update(StoreRow).values(asdict(engine)))
             _reveal(current)
+
+    def vacuum(self) -> list[str]:
+        """Free the database's files of what was deleted; returns what still holds it, see `vacuum`."""
+        with self._transaction("vacuum"):  # fenced
+            pass
+        return vacuum(self._sql)
 
     @staticmethod
     def _groups(current: Session, names: set[str]) -> dict[str, int]:

@@ -24,9 +24,11 @@ from knnstore.datastore.protocol import (
     BATCH_SIZE,
     Datastore,
     Mode,
+    SupportsBeside,
     SupportsErase,
     SupportsGet,
     SupportsOptimize,
+    SupportsVacuum,
     SupportsVerify,
 )
 from knnstore.datastore.ranges import IdRanges
@@ -47,8 +49,9 @@ __all__ = [
     "BATCH_SIZE", "BLOCK", "BLOCK_VALUES", "ID_LIMIT", "POSITION_LIMIT", "TOKEN_LIMIT", "Capabilities",
     "Datastore", "Distances", "EmbeddedDatastore", "Filter", "Groups", "IdRanges", "Ids", "KeySegments",
     "Keys", "MappedColumns", "MappedFile", "MemoryDatastore", "Metric", "Mode", "Neighbors", "Segment",
-    "StoredFile", "StoredKeys", "SupportsErase", "SupportsGet", "SupportsOptimize", "SupportsVerify",
-    "WriterLock", "checked_k", "checked_keys", "checked_params", "checked_records", "compare_rows",
-    "nearest_rows", "paired", "pairwise", "positions_of", "publish", "ranges_of", "read_keys", "record_ids",
-    "registry", "remove", "stored_keys", "sync_directory", "tokens_of", "whole_positions",
+    "StoredFile", "StoredKeys", "SupportsBeside", "SupportsErase", "SupportsGet", "SupportsOptimize",
+    "SupportsVacuum", "SupportsVerify", "WriterLock", "checked_k", "checked_keys", "checked_params",
+    "checked_records", "compare_rows", "nearest_rows", "paired", "pairwise", "positions_of", "publish",
+    "ranges_of", "read_keys", "record_ids", "registry", "remove", "stored_keys", "sync_directory",
+    "tokens_of", "whole_positions",
 ]  # fmt: skip

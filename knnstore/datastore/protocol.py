@@ -157,6 +157,34 @@ class SupportsOptimize(Protocol):
 
 
 @runtime_checkable
+class SupportsVacuum(Protocol):
+    """An engine that can free its files of deleted records, which others only mark."""
+
+    def vacuum(self) -> None:
+        """Rewrite what holds deleted or replaced records: no file has their ids or keys afterwards."""
+
+
+@runtime_checkable
+class SupportsBeside(Protocol):
+    """A server that can hold a copy of a datastore beside it."""
+
+    @classmethod
+    def beside(cls, location: str | Path, **params: Any) -> dict[str, Any]:
+        """Choose where at the same location a copy goes.
+
+        Args:
+            location: as in `Datastore.open`.
+            **params: those of the datastore.
+
+        Returns:
+            The parameters in which the copy differs; nothing is there yet.
+
+        Raises:
+            StoreUnavailableError: the engine cannot be reached.
+        """
+
+
+@runtime_checkable
 class SupportsVerify(Protocol):
     """An engine that can check its own files."""
 

@@ -2,6 +2,7 @@
 
 from knnstore.catalog import Document, Domain, Engine, Identity, NewDocument, StoredVersion
 from knnstore.store.current import Mode
+from knnstore.store.erasing import Erased
 from knnstore.store.fitted import Lineage, SavedSettings, Weights, load_weights, save_weights
 from knnstore.store.home import Home
 from knnstore.store.ingest import Ingest
@@ -22,8 +23,8 @@ from knnstore.store.selection import EVERYTHING, Selection
 from knnstore.store.store import KNNStore
 
 __all__ = [
-    "EVERYTHING", "Choice", "Chooser", "Document", "Domain", "DomainRecords", "Engine", "Home", "Identity",
-    "Ingest", "KNNStore", "Lineage", "Mode", "Moved", "NewDocument", "Provenance", "Pruned", "PrunedDomain",
-    "Reader", "SavedSettings", "Selection", "StoredVersion", "Weights", "drop_highest", "load_weights",
-    "merge_chooser", "random_chooser", "save_weights",
+    "EVERYTHING", "Choice", "Chooser", "Document", "Domain", "DomainRecords", "Engine", "Erased", "Home",
+    "Identity", "Ingest", "KNNStore", "Lineage", "Mode", "Moved", "NewDocument", "Provenance", "Pruned",
+    "PrunedDomain", "Reader", "SavedSettings", "Selection", "StoredVersion", "Weights", "drop_highest",
+    "load_weights", "merge_chooser", "random_chooser", "save_weights",
 ]  # fmt: skip

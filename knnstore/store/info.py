@@ -10,7 +10,7 @@ from knnstore.store.view import View
 
 def info_of(home: Home, catalog: Catalog, view: View, move_target: Engine | None) -> dict[str, Any]:
     """What a store is made for and what is in it, as JSON values."""
-    domains, saved = catalog.domains(), all_saved(catalog)
+    domains, saved = catalog.domains(), all_saved(catalog).values()
     files = {name: lineage for one in saved for name, lineage in one.files().items()}
     identity, engine = catalog.identity, view.snapshot.engine
     return {

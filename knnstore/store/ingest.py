@@ -6,7 +6,7 @@
     2 add        their records go to the datastore
     3 flush      ... durably
     4 publish    pending -> live: acknowledged; the versions replaced become deleting
-    5 purge      records of whatever is not live leave the datastore, then their rows
+    5 purge      what was fitted on whatever is not live goes, its records leave the datastore, then its rows
 
 A crash before 4 leaves pending documents, one after 4 leaves deleting ones. Recovery is step 5
 for both, and each step may be repeated, so recovery may itself be killed.
@@ -22,6 +22,7 @@ from knnstore.catalog import CatalogWriter, NewDocument, PlacedDocument
 from knnstore.datastore import Datastore, Keys, ranges_of, record_ids
 from knnstore.errors import KnnstoreError
 from knnstore.failpoints import failpoint
+from knnstore.store.fitted import drop_traces
 
 
 def purge(catalog: CatalogWriter, datastore: Datastore, documents: Sequence[PlacedDocument]) -> None:
@@ -30,6 +31,8 @@ def purge(catalog: CatalogWriter, datastore: Datastore, documents: Sequence[Plac
         return
     bounds = np.array([(document.start, document.stop) for document in documents], np.int64)
     failpoint("purge.before")
+    drop_traces(catalog)
+    failpoint("purge.fitted")
     datastore.delete(ranges_of(bounds[:, 0], bounds[:, 1]))
     failpoint("purge.deleted")
     datastore.flush()

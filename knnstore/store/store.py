@@ -14,6 +14,7 @@ from knnstore.durable import WriterLock
 from knnstore.errors import ConfigError, ReadOnlyError
 from knnstore.progress import Progress
 from knnstore.store.current import Current, Mode
+from knnstore.store.erasing import Erased, erase
 from knnstore.store.fitted import SavedSettings, Weights
 from knnstore.store.home import Home, make_store
 from knnstore.store.info import info_of
@@ -151,9 +152,8 @@ class KNNStore(StoreReader):
         self, id: str, *, domain: str | None = None, add: Iterable[str] = (), remove: Iterable[str] = ()
     ) -> None:
         """Add tags to a document and remove others."""
-        document = self.document(id, domain=domain)
-        tags = (set(document.tags) | set(add)) - set(remove)
-        self.describe(document.domain, {id: (document.metadata, tags)})
+        found = self.document(id, domain=domain)
+        self.describe(found.domain, {id: (found.metadata, ({*found.tags} | {*add}) - {*remove})})
 
     def remove_document(self, id: str, *, domain: str | None = None) -> Document:
         """Remove a document and return what it was: from then on no reader retrieves anything of it."""
@@ -180,11 +180,7 @@ class KNNStore(StoreReader):
             writing.save_settings(saved, domains)
 
     def save_weights(self, tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, Any]) -> str:
-        """Write fitted weights durably to a file in the home.
-
-        Args:
-            tensors: by name.
-            metadata: what is to be known about them; JSON values.
+        """Write fitted weights durably to a file in the home, with what is to be known of them.
 
         Returns:
             The name for settings, which this handle is to save with `save_settings`: a file that
@@ -192,6 +188,18 @@ class KNNStore(StoreReader):
         """
         with self._locked() as writing:
             return writing.save_weights(Weights(tensors, metadata))
+
+    def erase(self, *, progress: Progress | None = None) -> Erased:
+        """Rewrite whatever still holds text or keys that were removed, in the engine and in the database.
+
+        When it returns, no file of the store holds any, but for what it names. Interrupted, the same call
+        does the rest.
+
+        Raises:
+            StoreUnavailableError: an engine or the database cannot be reached, or is read without an end.
+        """
+        with self._locked() as writing:
+            return erase(writing, self._relocation, progress or Progress())
 
     def verify(self) -> list[str]:
         """Read everything that is stored and list what is wrong, one line each; empty when sound."""
@@ -238,8 +246,8 @@ class KNNStore(StoreReader):
             DatastoreExistsError: something else is at the location.
             DatastoreError: the copy differs from its source, or an engine failed.
         """
+        target = Engine(adapter, location, dict(params or {}))
         with self._locked() as writing:
-            target = Engine(adapter, location, dict(params or {}))
             return self._relocation.move(writing.writer, target, progress or Progress())
 
     def prune(
@@ -255,23 +263,21 @@ class KNNStore(StoreReader):
     ) -> Pruned:
         """Let only some records of each domain stay: those are copied to a new place of the same engine.
 
-        Works as `move` does: until the switch, which also says in the catalog what was pruned, the store
-        is as it was, and the same call goes on where it was interrupted. Called again when it is done, it
-        changes nothing.
+        Works as `move` does: until the switch the store is as it was, and the same call goes on where it
+        was interrupted. Called again when it is done, it changes nothing.
 
         Args:
             keep: share of each domain's tokens that shall have a record, above 0 and at most 1. A domain
                 that has no more records stays as it is.
             choose: says which records stay, see `random_chooser` and `merge_chooser`.
             domains: the domains to prune; none is all.
-            location: a new place; by default a new folder beside the old one, in the home.
+            location: a new place; by default one beside the old one.
             params: adapter's parameters that differ from those in use.
             inspect: looks at the store as it will be, before the switch; what it raises ends the pruning.
             progress: is told of each batch.
 
         Raises:
-            ConfigError: `keep` is out of range, or the engine is a server and neither location nor params
-                say where the copy is to be.
+            ConfigError: `keep` is out of range, or the adapter must be told where the copy is to be.
             DomainNotFoundError: there is no such domain.
             DatastoreExistsError: something else is at the location.
         """

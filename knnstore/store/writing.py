@@ -22,18 +22,18 @@ class Writing:
         self.lock = threading.RLock()
         self.writer = writer
         self._home = home
-        self._current = current
+        self.current = current
         self._unnamed_weights: set[str] = set()
 
     def purge(self) -> None:
         """Remove the documents that are not live, for good, with the weights that hold traces of them."""
-        purge(self.writer, self._current.datastore, self.writer.unsettled())
+        purge(self.writer, self.current.datastore, self.writer.unsettled())
         self._sweep_weights()
 
     @contextmanager
     def ingest(self, documents: Sequence[NewDocument]) -> Iterator[Ingest]:
         """Add documents; see `KNNStore.ingest`."""
-        group = Ingest(self.writer, self._current.datastore, documents)
+        group = Ingest(self.writer, self.current.datastore, documents)
         try:
             yield group
             group.commit()
@@ -68,13 +68,13 @@ class Writing:
     def remove_orphans(self) -> None:
         """Remove records that belong to no document; what fails is left to verifying."""
         with suppress(KnnstoreError):
-            orphans = orphans_in(self.writer.catalog, self._current.datastore)
-            self._current.datastore.delete(IdRanges.of_ids(orphans))
-            self._current.datastore.flush()
+            orphans = orphans_in(self.writer.catalog, self.current.datastore)
+            self.current.datastore.delete(IdRanges.of_ids(orphans))
+            self.current.datastore.flush()
 
     def _sweep_weights(self) -> None:
         if self._home.weights.is_dir():
-            used = files_in_use(self.writer.catalog, self._current.view().snapshot)
+            used = files_in_use(self.writer.catalog, self.current.view().snapshot)
             sweep(self._home.weights, self._unnamed_weights | used)
 
     def _rows(self, domain: str, ids: Iterable[str]) -> dict[str, int]:

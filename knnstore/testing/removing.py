@@ -1,9 +1,11 @@
 """Cases of the conformance kit: deleting and iterating."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from knnstore.datastore import Datastore, IdRanges, MemoryDatastore, Metric
+from knnstore.datastore import Datastore, IdRanges, MemoryDatastore, Metric, SupportsVacuum
 from knnstore.errors import RecordNotFoundError
 from knnstore.testing.base import (
     ALL_IDS,
@@ -15,6 +17,8 @@ from knnstore.testing.base import (
     contents,
     half,
     require_get,
+    require_persistent,
+    sample,
     some_queries,
 )
 
@@ -105,6 +109,31 @@ class RemoveAndIterateTests(KitBase):
         for id in (records.ids[0] + 1, -1, records.ids[5]):
             with pytest.raises(RecordNotFoundError, match=str(id)):
                 getting.get(np.array([records.ids[9], id]))
+
+    def test_vacuum_leaves_no_byte_of_what_was_deleted(
+        self, open_store: OpenStore, location: str | Path
+    ) -> None:
+        """After `vacuum` no file has an id or a key of a deleted or replaced record; the others are there.
+
+        If this fails, check that every file with a deleted row is written anew, indexes and logs too.
+        """
+        records = sample(500, self.dim, first_position=0x5A_3C7E_19D2)  # ids like no other number
+        with require_persistent(open_store()) as store:
+            if not isinstance(store, SupportsVacuum):
+                pytest.skip("it has no vacuum, which is optional")
+            records.put(store)
+            store.flush()
+            store.delete(records[100:200].positions())
+            replaced = Records(records.ids[:10], half(records.keys[:10] * 2), records.groups[:10])
+            replaced.put(store)
+            store.vacuum()
+            check_holds(store, replaced + records[10:100] + records[200:])
+        if isinstance(location, Path):
+            bytes_of = {path: path.read_bytes() for path in location.rglob("*") if path.is_file()}
+            gone = [id.tobytes() for id in records.ids[100:200]]
+            for keys in (records.keys[100:200], records.keys[:10]):
+                gone += [key.tobytes() for key in (*keys, *keys.astype(np.float16))]
+            assert not [path for path, content in bytes_of.items() if any(one in content for one in gone)]
 
     @pytest.mark.parametrize("batch_size", [1, 7, 250, 500, 10_000])
     def test_iterating_in_batches(self, store: Datastore, records: Records, batch_size: int) -> None:

@@ -28,6 +28,7 @@ _EXPECTED = {
     "SaysSharedAndIsNot": ["test_second_writer"],
     "SharesThroughTheClass": ["test_persistent_is_true"],
     "ErasesTheFolder": ["test_erasing_leaves_nothing_and_takes_nothing_else"],
+    "VacuumsNothing": ["test_vacuum_leaves_no_byte_of_what_was_deleted"],
     "DropsACase": ["test_no_case_is_missing_or_overridden"],
     "OverridesACase": ["test_no_case_is_missing_or_overridden"],
 }

@@ -10,7 +10,7 @@ import pytest
 
 import knnstore
 from knnstore.errors import InputError, ReadOnlyError
-from knnstore.lm import CalibrationRecord, KNNSettings, TokenTable, settings_for
+from knnstore.lm import CalibrationRecord, KNNSettings, TokenTable, default_settings, settings_for
 from knnstore.lm.calibration.scored_text import score_once
 from knnstore.store import EVERYTHING, Selection
 from tests.lm.phrases import documents, phrases, words
@@ -139,3 +139,32 @@ def test_every_token_has_a_row_that_adds_up(lm):
     assert [json.loads(line) for line in lines.getvalue().splitlines()] == rows
     heading, *cells = (line.split("\t") for line in values.getvalue().splitlines())
     assert [dict(zip(heading, map(json.loads, row), strict=True)) for row in cells] == rows
+
+
+def test_settings_fitted_on_a_text_go_when_it_was_stored_and_is_removed(lm):
+    phrases_only = Selection(domains=("phrases",))
+    before = settings_for(lm.store, phrases_only)
+    assert lm.calibrate(HELD_OUT, domains=["phrases"], max_k=16).record
+    assert settings_for(lm.store, phrases_only) != before
+    lm.add(HELD_OUT[:2], domain="later")
+    id = next(one.id for one in lm.store.documents(domain="later"))
+    assert CalibrationRecord.of(lm.store, phrases_only)
+    lm.store.remove_document(id)
+    assert CalibrationRecord.of(lm.store, phrases_only) is None
+    assert settings_for(lm.store, phrases_only) == before
+
+
+def test_the_default_temperature_follows_the_documents_that_are_there(lm):
+    first = settings_for(lm.store).temperature
+    lm.add(documents(RNG, PHRASES, "added", 3), domain="later")
+    assert settings_for(lm.store).temperature == first
+    lm.store.remove_domain("noise")  # which came later too
+    assert settings_for(lm.store).temperature == first
+    lm.store.remove_domain("phrases")
+    settled = settings_for(lm.store)
+    assert settled == default_settings(lm.store)
+    assert settled.temperature != first
+    lm.add(NOISE[:2], domain="noise")
+    kept = settings_for(lm.store)
+    lm.add(NOISE[2:], domain="noise")
+    assert settings_for(lm.store) == kept  # of the documents that were there when some were added again

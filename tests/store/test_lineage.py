@@ -5,7 +5,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from knnstore.store import KNNStore, Lineage, SavedSettings, Selection
+from knnstore.store import KNNStore, Lineage, NewDocument, SavedSettings, Selection
 
 
 @pytest.fixture
@@ -98,3 +98,55 @@ def test_only_a_selection_that_reaches_all_of_them_may_show_traces(store, fitted
         (Selection().without("0" * 64), False, False),
     ]:
         assert (law.are_within(selection), everything.are_within(selection)) == (law_is, everything_is)
+
+
+def test_settings_that_were_derived_go_with_a_document_that_they_were_derived_from(store, writer) -> None:
+    writer.add("law", "a", "b")
+    derived = asdict(Lineage.of(store.view().snapshot))
+    trained = {"substitute": {}}
+    store.save_settings(SavedSettings({"temperature": 3.0}, derived=derived, trained_substitute=trained))
+    writer.add("law", "c")
+    assert store.settings().query == {"temperature": 3.0}
+    store.remove_document("c")  # which came later
+    assert store.settings().query == {"temperature": 3.0}
+    store.remove_document("a")
+    assert store.settings() == SavedSettings(trained_substitute=trained)
+    store.save_settings(SavedSettings({"temperature": 4.0}))  # somebody's choice stays
+    store.remove_document("b")
+    assert store.settings().query == {"temperature": 4.0}
+
+
+def test_settings_fitted_on_text_that_was_stored_go_with_it(store, writer, caplog) -> None:
+    writer.add("law", "a", "b")
+    (content,) = [one.content_hash for one in store.documents() if one.id == "b"]
+    record = {"held_out": [content, "f" * 64]}
+    store.save_settings(SavedSettings({"k": 9}, calibration=record), ("law",))
+    store.save_settings(SavedSettings({"k": 8}, calibration={"held_out": ["e" * 64]}))
+    store.remove_document("a")
+    assert store.settings(("law",)).query == {"k": 9}
+    writer.add("law", "b")  # another text in its place
+    assert store.settings(("law",)) is None
+    assert store.settings().query == {"k": 8}
+    assert "the settings calibrated for law were fitted on text that is removed" in caplog.text
+
+
+def test_text_that_is_stored_twice_is_not_removed_with_one(store, writer) -> None:
+    writer.add("law", "a")
+    (content,) = [one.content_hash for one in store.documents()]
+    new = [NewDocument("copy", "tax", content, np.arange(3, dtype=np.uint32))]
+    with store.ingest(new) as group:
+        group.add(*(np.arange(3) * n for n in (0, 1, 1)), np.zeros((3, 8), np.float32))
+    store.save_settings(SavedSettings({"k": 9}, calibration={"held_out": [content]}), ("law",))
+    store.remove_document("copy")
+    assert store.settings(("law",)).query == {"k": 9}
+    store.remove_document("a")
+    assert store.settings(("law",)) is None
+
+
+def test_an_adding_that_fails_takes_no_settings_with_it(store, writer) -> None:
+    writer.add("law", "a")
+    content = "d" * 64
+    store.save_settings(SavedSettings({"k": 9}, calibration={"held_out": [content]}), ("law",))
+    with pytest.raises(KeyError), store.ingest([NewDocument("x", "law", content, np.arange(3))]):
+        raise KeyError
+    assert store.settings(("law",)).query == {"k": 9}

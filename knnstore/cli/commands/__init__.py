@@ -11,7 +11,7 @@ from knnstore.cli.commands.listing import adapters, documents, domains, info, sh
 from knnstore.cli.commands.probing import probe_keys
 from knnstore.cli.commands.pruning import prune
 from knnstore.cli.commands.substituting import substitute
-from knnstore.cli.commands.upkeep import move, optimize, remove, repair, tag, upgrade, verify
+from knnstore.cli.commands.upkeep import erase, move, optimize, remove, repair, tag, upgrade, verify
 
 __all__ = ["COMMANDS", "DATABASE_COMMANDS"]
 
@@ -29,6 +29,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "show": show,
     "tag": tag,
     "remove": remove,
+    "erase": erase,
     "info": info,
     "move": move,
     "prune": prune,

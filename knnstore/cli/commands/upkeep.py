@@ -46,12 +46,16 @@ def remove(
         str | None,
         typer.Option("--in", metavar="NAME", help="The document's domain, where several have its id."),
     ] = None,
+    erase: Annotated[
+        bool, typer.Option("--erase", help="Erase its bytes too, as `knnstore erase` does.")
+    ] = False,
     home: HomeOption = DEFAULT_HOME,
     as_json: JsonOption = False,
 ) -> None:
     """Remove a document, or a domain with all its documents.
 
-    When the command ends, nothing of it is retrieved by any process.
+    When the command ends, nothing of it is retrieved by any process. Its tokens and keys stay readable in
+    the files of the engine and of the database, for whoever reads these, until `knnstore erase`.
 
     Examples:
       knnstore remove --document letters/second.txt
@@ -69,7 +73,29 @@ def remove(
             whole = store.remove_domain(domain)
             result = asdict(whole)
             sentence = f"removed {whole.name}: {whole.documents:,} documents, {whole.tokens:,} tokens"
-    print_result({"removed": result}, sentence, as_json=as_json)
+        erased = store.erase() if erase else None
+    for line in erased.unreached if erased else ():
+        note(f"not reached: {line}")
+    found = {"removed": result} if erased is None else {"removed": result, "erased": asdict(erased)}
+    print_result(found, sentence + (", and erased" if erased else ""), as_json=as_json)
+
+
+def erase(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:
+    """Rewrite whatever still holds text or keys that were removed.
+
+    `remove` takes documents away from every reader at once, but leaves bytes of them: in the engine's files,
+    where the ids of the records are the text, and in the database's free pages and log. When this command
+    ends, no file of the store holds any. It names what it cannot reach; backups are yours to erase.
+
+    Examples:
+      knnstore erase
+    """
+    with knnstore.open(home, "a") as store, Bar() as bar:
+        erased = store.erase(progress=bar)
+    for line in erased.unreached:
+        note(f"not reached: {line}")
+    sentence = f"erased what was removed in {erased.seconds:.1f} s; {erased.records:,} records are there"
+    print_result(asdict(erased), sentence, as_json=as_json)
 
 
 def move(

@@ -166,6 +166,11 @@ class EmbeddedDatastore(ABC):
                     build = partial(self._build_index, segment, parameters)
                     self._segments.write_index(segment, build, parameters)
 
+    def vacuum(self) -> None:
+        """Rewrite what holds deleted records, and the indexes over it; see `SupportsVacuum.vacuum`."""
+        self._segments.vacuum()
+        self.optimize()
+
     def verify(self) -> list[str]:
         """Check the size and the SHA-256 of every file; one line for each problem."""
         return self._segments.verify()

@@ -151,6 +151,15 @@ class KeySegments(SegmentReader):
                         self._replace([segment])
                 self._merge(group, ratio=ratio, indexed=True)
 
+    def vacuum(self) -> None:
+        """Rewrite every segment that has dead rows, so that no file holds any of them."""
+        self.flush()
+        with self._mutex, self._writing():
+            for segment in [segment for segment in self._segments if segment.dead]:
+                self._swap([segment], self._write([segment]))
+            if self._dirty:
+                self._publish()
+
     def write_index(
         self, segment: Segment, write: Callable[[Path], None], parameters: dict[str, Any]
     ) -> None:

@@ -152,6 +152,7 @@ def calibrate(
             domains=names,
             skipped=0.0 if saving is None else saving.share,
             stored=lineage,
+            held_out=tuple(sorted(distinct)),
         )
         save_settings(store, settings, names, record)
         if set(names) == set(lm.knn.selection.domains or ()):

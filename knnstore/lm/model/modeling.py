@@ -101,9 +101,10 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
         return TextReader(self.encoder, self.tokenizer, identity.max_length, identity.stride)
 
     def after_adding(self) -> None:
-        """Keep the default settings of the first documents, so that later ones do not change them."""
-        if self.store.settings() is None:
-            save_settings(self.store, default_settings(self.store))
+        """Keep the default settings of these documents, so that later ones do not change them."""
+        saved = self.store.settings()
+        if saved is None or not saved.query:
+            save_settings(self.store, default_settings(self.store), derived=self.store.lineage())
             if self.knn == KNNSettings(selection=self.knn.selection):  # else its user chose others
                 self.knn = settings_for(self.store, self.knn.selection)
 

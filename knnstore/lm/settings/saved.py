@@ -80,6 +80,7 @@ def save_settings(
     settings: KNNSettings,
     domains: Sequence[str] = (),
     calibration: "CalibrationRecord | None" = None,
+    derived: Lineage | None = None,
 ) -> None:
     """Save settings, which are in force from then on where exactly these domains are selected.
 
@@ -88,6 +89,7 @@ def save_settings(
         settings: but for their selection.
         domains: none is the whole store, and every selection for which nothing is saved.
         calibration: how they were found.
+        derived: from whose keys they were computed; once one of these is removed, they go.
 
     Raises:
         ConfigError: the mixer is not registered; see `register_mixer`.
@@ -98,8 +100,9 @@ def save_settings(
     for weights in weights_of(settings):
         store.save_weights(weights.tensors, weights.metadata)
     before = store.settings(domains) or SavedSettings()
-    found = None if calibration is None else {**asdict(calibration), "domains": list(calibration.domains)}
-    store.save_settings(replace(before, query=values, calibration=found), domains)
+    found = None if calibration is None else asdict(calibration)
+    origin = None if derived is None else asdict(derived)
+    store.save_settings(replace(before, query=values, calibration=found, derived=origin), domains)
 
 
 def weights_of(settings: KNNSettings) -> list[Weights]:
@@ -169,6 +172,8 @@ class CalibrationRecord:
     """Share of searches that they leave out."""
     stored: Lineage | None = None
     """The documents that were retrieved from; None in records of earlier versions."""
+    held_out: tuple[str, ...] = ()
+    """Content hashes of the held-out documents: once one was stored and is removed, the settings go."""
 
     @classmethod
     def of(cls, store: Reader, selection: Selection = EVERYTHING) -> Self | None:
@@ -178,7 +183,8 @@ class CalibrationRecord:
             return None
         values = dict(saved.calibration)
         stored = Lineage.from_dict(values["stored"]) if values.get("stored") else None
-        return cls(**{**values, "domains": tuple(values["domains"]), "stored": stored})
+        several = {name: tuple(values.get(name, ())) for name in ("domains", "held_out")}
+        return cls(**{**values, **several, "stored": stored})
 
     def growth(self, store: Reader) -> float:
         """By which factor the records have become more since."""

@@ -1,13 +1,16 @@
 """Settings as they are saved for a set of domains: one JSON object, whose parts come and go apart."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from knnstore.catalog import Catalog, Snapshot
+from knnstore.catalog import Catalog, CatalogWriter, Snapshot
 from knnstore.store.fitted.lineage import Lineage
 
-_CALIBRATION, _TRAINED = "calibration", "trained_substitute"
+_logger = logging.getLogger(__name__)
+
+_CALIBRATION, _DERIVED, _TRAINED = "calibration", "derived", "trained_substitute"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,9 @@ class SavedSettings:
     calibration: Mapping[str, Any] | None = None
     """How these values were found: a `CalibrationRecord`."""
 
+    derived: Mapping[str, Any] | None = None
+    """The `Lineage` from whose keys the values were computed, where nobody chose or fitted them."""
+
     trained_substitute: Mapping[str, Any] | None = None
     """The substitute that was trained on these domains: a `TrainedSubstitute`. In use it is only as a part of
     `query`."""
@@ -28,13 +34,36 @@ class SavedSettings:
     def of_payload(cls, payload: Mapping[str, Any]) -> Self:
         """Read what `payload` returned."""
         query = dict(payload)
-        calibration, trained = query.pop(_CALIBRATION, None), query.pop(_TRAINED, None)
-        return cls(query, calibration, trained)
+        return cls(query, *(query.pop(name, None) for name in (_CALIBRATION, _DERIVED, _TRAINED)))
 
     def payload(self) -> dict[str, Any]:
         """The one JSON object."""
-        parts = {_CALIBRATION: self.calibration, _TRAINED: self.trained_substitute}
+        parts = {
+            _CALIBRATION: self.calibration,
+            _DERIVED: self.derived,
+            _TRAINED: self.trained_substitute,
+        }
         return {**self.query, **{name: part for name, part in parts.items() if part is not None}}
+
+    @property
+    def fitted_on(self) -> frozenset[str]:
+        """The content hashes of the held-out documents that the calibration was fitted on."""
+        return frozenset((self.calibration or {}).get("held_out", ()))
+
+    def without_traces(self, snapshot: Snapshot, removed: Collection[str] = ()) -> Self:
+        """What stays of it when documents are gone.
+
+        Not what was derived from the keys of one that is not in the snapshot, nor what was fitted on the text
+        of one that was removed.
+
+        Args:
+            snapshot: the documents that are there.
+            removed: the content hashes of documents that are there no more.
+        """
+        derived = self.derived and Lineage.from_dict(self.derived)
+        if self.fitted_on.isdisjoint(removed) and not (derived and derived.gone(snapshot)):
+            return self
+        return type(self)(trained_substitute=self.trained_substitute)
 
     def files(self) -> dict[str, Lineage | None]:
         """The files of weights that are needed, each with the documents whose traces it holds, if any."""
@@ -47,15 +76,35 @@ class SavedSettings:
         }
 
 
-def all_saved(catalog: Catalog) -> list[SavedSettings]:
+def all_saved(catalog: Catalog) -> dict[tuple[str, ...], SavedSettings]:
     """What is saved for every set of domains."""
-    return [SavedSettings.of_payload(payload) for payload in catalog.all_settings()]
+    found = catalog.all_settings().items()
+    return {domains: SavedSettings.of_payload(payload) for domains, payload in found}
 
 
 def files_in_use(catalog: Catalog, snapshot: Snapshot) -> set[str]:
     """The files of weights that are to be there: not those with traces of a document that is gone."""
     projection = catalog.identity.projection
     named: dict[str, Lineage | None] = {} if projection is None else {projection: None}
-    for saved in all_saved(catalog):
+    for saved in all_saved(catalog).values():
         named |= saved.files()
     return {name for name, lineage in named.items() if lineage is None or not lineage.gone(snapshot)}
+
+
+def drop_traces(writer: CatalogWriter) -> None:
+    """Drop what is saved with traces of documents that are being removed, and are live no more."""
+    catalog = writer.catalog
+    saved, snapshot = all_saved(catalog), catalog.snapshot()
+    fitted_on = {content for one in saved.values() for content in one.fitted_on}
+    removed = catalog.retired_content() & fitted_on
+    removed -= catalog.rows_by_content(removed).keys()  # a duplicate stays
+    for domains, one in saved.items():
+        kept = one.without_traces(snapshot, removed)
+        if kept is not one:
+            writer.save_settings(domains, kept.payload())
+        if one.calibration and not kept.calibration:
+            _logger.warning(
+                "the settings calibrated for %s were fitted on text that is removed, and go with it: "
+                "calibrate again",
+                ", ".join(domains) or "the whole store",
+            )

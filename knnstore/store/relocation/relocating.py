@@ -25,7 +25,7 @@ from typing import Any
 
 from knnstore.catalog import Catalog, CatalogWriter, Engine
 from knnstore.checks import check_json
-from knnstore.datastore import Datastore, IdRanges
+from knnstore.datastore import Datastore, IdRanges, SupportsBeside, registry
 from knnstore.errors import ConfigError, DatastoreExistsError, KnnstoreError
 from knnstore.failpoints import failpoint
 from knnstore.progress import Progress
@@ -86,6 +86,20 @@ class Relocation:
         if left:
             _logger.warning("the unfinished copy stays: %s", left)
         return plan.target
+
+    def clear(self, progress: Progress) -> list[str]:
+        """Erase the copy or the old keys of an unfinished move; returns what stays of them, a line each."""
+        plan = Plan.read(self._home)
+        if plan is None:
+            return []
+        progress.say(f"giving up what is left of a move: {self._leftover(plan)}")
+        return _lines(self._leftover(plan), self._end(plan))
+
+    def rewrite(self, writer: CatalogWriter, progress: Progress) -> list[str]:
+        """Copy the records to a new place of the same engine; returns what stays of the old, a line each."""
+        before = self._place(self._current.engine)
+        self._relocate(writer, self._place_beside(None, {}), progress)
+        return _lines(before, self.settle())
 
     def move(self, writer: CatalogWriter, target: Engine, progress: Progress) -> Moved:
         """Move the keys to another engine; see `KNNStore.move`."""
@@ -221,6 +235,10 @@ class Relocation:
         if location is not None:
             return replace(target, location=location)
         if "://" in target.location:
+            adapter = registry.load(engine.adapter)
+            if not params and issubclass(adapter, SupportsBeside):
+                elsewhere = adapter.beside(engine.location, **engine.params)
+                return replace(target, params={**engine.params, **elsewhere})
             if not params:
                 raise ConfigError(
                     f"the keys are at {target.location}: say where the copy goes, with --location, or by a "
@@ -233,6 +251,10 @@ class Relocation:
         stem = target.location.rstrip("0123456789").removesuffix("-") or "keys"
         free = (f"{stem}-{number}" for number in count(2))
         return replace(target, location=next(name for name in free if not (self._home.path / name).exists()))
+
+
+def _lines(place: Place, left: str | None) -> list[str]:
+    return [f"{place}: {left}"] if left else []
 
 
 def _as_json(params: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,46 @@
+"""Erasing: no file of a store holds anything of what was removed.
+
+Removing takes documents away from every reader at once, and leaves bytes: a segment keeps its dead rows,
+whose ids are the text, and a database its free pages and its log. Each step here may be interrupted, and
+the same call does the rest.
+"""
+
+import time
+from dataclasses import dataclass
+
+from knnstore.datastore import SupportsErase, SupportsVacuum
+from knnstore.progress import Progress
+from knnstore.store.relocation import Relocation
+from knnstore.store.writing import Writing
+
+
+@dataclass(frozen=True, slots=True)
+class Erased:
+    """What `KNNStore.erase` did."""
+
+    records: int
+    """How many there are."""
+    seconds: float
+    unreached: tuple[str, ...]
+    """What may still hold removed text or keys, and why, a line each; of backups nobody knows here."""
+
+
+def erase(writing: Writing, relocation: Relocation, progress: Progress) -> Erased:
+    """Rewrite whatever holds removed text or keys; see `KNNStore.erase`."""
+    started = time.perf_counter()
+    unreached = relocation.clear(progress)
+    writing.remove_orphans()
+    datastore, engine = writing.current.datastore, writing.current.engine
+    if isinstance(datastore, SupportsVacuum):
+        datastore.vacuum()
+    elif isinstance(datastore, SupportsErase):
+        unreached += relocation.rewrite(writing.writer, progress)
+    else:
+        unreached.append(f"the keys: the adapter {engine.adapter} can neither rewrite nor erase them")
+    if "://" in engine.location:
+        unreached.append(f"snapshots and backups that the server at {engine.location} keeps")
+    unreached += writing.writer.vacuum()
+    if writing.writer.catalog.identity.projection is not None:
+        unreached.append("the projection of the keys, a summary of the text that it was fitted on")
+    records = writing.current.datastore.count()
+    return Erased(records, time.perf_counter() - started, tuple(unreached))
