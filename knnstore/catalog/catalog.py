@@ -16,11 +16,13 @@ from sqlalchemy.engine import URL
 from knnstore.catalog import schema
 from knnstore.catalog.connection import connect, exclusive, is_sqlite_file, place, reading, translated_errors
 from knnstore.catalog.queries import (
-    MANY,
     PRUNED,
     among,
+    by_value,
+    checked_names,
     live_documents,
     read_engine,
+    read_rows_by_content,
     read_snapshot,
     read_tags,
     records_of_document,
@@ -49,7 +51,6 @@ from knnstore.catalog.types import (
     Snapshot,
     StoredVersion,
 )
-from knnstore.checks import check_name
 from knnstore.errors import StoreNotFoundError
 
 
@@ -183,20 +184,17 @@ class Catalog:
 
     def rows_by_id(self, ids: Iterable[str]) -> dict[str, list[int]]:
         """The primary keys of the live documents with these external ids, by id."""
-        found: dict[str, list[int]] = {}
+        ids = checked_names(ids, "the document's id")
         chosen = select(DocumentRow.external_id, DocumentRow.id).where(IS_LIVE)
         with reading(self.sql) as current:
-            for id, row in among(
-                current, chosen, DocumentRow.external_id, _checked(ids, "the document's id")
-            ):
-                found.setdefault(id, []).append(row)
-        return found
+            return by_value(among(current, chosen, DocumentRow.external_id, ids))
 
-    def rows_by_tag(self, tags: Iterable[str]) -> list[int]:
-        """The primary keys of the live documents that carry any of these tags, once for each."""
-        chosen = select(TagRow.document_id).join(DocumentRow).where(IS_LIVE)
+    def rows_by_tag(self, tags: Iterable[str]) -> dict[str, list[int]]:
+        """The primary keys of the live documents that carry these tags, by tag."""
+        tags = checked_names(tags, "the tag")
+        chosen = select(TagRow.tag, TagRow.document_id).join(DocumentRow).where(IS_LIVE)
         with reading(self.sql) as current:
-            return [row for (row,) in among(current, chosen, TagRow.tag, _checked(tags, "the tag"))]
+            return by_value(among(current, chosen, TagRow.tag, tags))
 
     def labels(self, rows: Iterable[int]) -> dict[int, tuple[str, str]]:
         """The (external id, domain) of each live document, by primary key."""
@@ -227,7 +225,7 @@ class Catalog:
 
     def versions(self, domain: str, ids: Iterable[str]) -> dict[str, StoredVersion]:
         """The live versions of these documents of a domain, by external id."""
-        ids = _checked(ids, "a document's id")
+        ids = checked_names(ids, "a document's id")
         chosen = live_documents(select(DocumentRow).join(DomainRow), domain=domain)
         with reading(self.sql) as current:
             rows = [row for (row,) in among(current, chosen, DocumentRow.external_id, ids)]
@@ -241,17 +239,8 @@ class Catalog:
 
     def rows_by_content(self, hashes: Iterable[str]) -> dict[str, list[int]]:
         """The primary keys of the live documents with these content hashes, by hash."""
-        found: dict[str, list[int]] = {}
-        chosen = select(DocumentRow.content_hash, DocumentRow.id).where(IS_LIVE)
-        wanted = set(hashes)
         with reading(self.sql) as current:
-            if len(wanted) <= MANY:
-                pairs: Iterable[Any] = among(current, chosen, DocumentRow.content_hash, wanted)
-            else:  # there is no index of them: rather than for each statement, all documents are read once
-                pairs = (pair for pair in current.execute(chosen) if pair[0] in wanted)
-            for content_hash, row in pairs:
-                found.setdefault(content_hash, []).append(row)
-        return found
+            return read_rows_by_content(current, hashes)
 
     def domains(self) -> list[Domain]:
         """Every domain that has a live document, by name."""
@@ -274,9 +263,8 @@ class Catalog:
         """The documents that are not live: being added or removed, or left so by a crash."""
         chosen = select(DocumentRow).where(IS_UNSETTLED).order_by(DocumentRow.start)
         with reading(self.sql) as current:
-            return [
-                PlacedDocument(row.id, row.domain_id, row.start, row.stop) for row in current.scalars(chosen)
-            ]
+            rows = current.scalars(chosen)
+            return [PlacedDocument(row.id, row.domain_id, row.start, row.stop) for row in rows]
 
     def retired_content(self) -> set[str]:
         """The content hashes of the documents that were live and are being removed."""
@@ -296,13 +284,6 @@ class Catalog:
         """The settings saved for every set of domains."""
         with reading(self.sql) as current:
             return {tuple(row.domains): row.payload for row in current.scalars(select(SettingRow))}
-
-
-def _checked(names: Iterable[str], what: str) -> list[str]:
-    names = list(names)
-    for name in names:
-        check_name(name, what)
-    return names
 
 
 def _existing(url: URL) -> SqlEngine:

@@ -44,6 +44,22 @@ def among(
         yield from current.execute(chosen.where(column.in_(chunk)))
 
 
+def by_value(rows: Iterable[Any]) -> dict[str, list[int]]:
+    """Pairs of a value and a primary key, the keys by value."""
+    found: dict[str, list[int]] = {}
+    for value, row in rows:
+        found.setdefault(value, []).append(row)
+    return found
+
+
+def checked_names(names: Iterable[str], what: str) -> list[str]:
+    """Return names, or raise InputError for the first that nothing can have; see `check_name`."""
+    listed = list(names)
+    for name in listed:
+        check_name(name, what)
+    return listed
+
+
 def utc(moment: datetime) -> datetime:
     """A moment as it was stored, in UTC: SQLite drops the zone."""
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).astimezone(UTC)
@@ -82,6 +98,15 @@ def read_tags(current: Session, rows: Iterable[int]) -> dict[int, list[str]]:
     for row, tag in among(current, select(TagRow.document_id, TagRow.tag), TagRow.document_id, rows):
         tags.setdefault(row, []).append(tag)
     return tags
+
+
+def read_rows_by_content(current: Session, hashes: Iterable[str]) -> dict[str, list[int]]:
+    """The primary keys of the live documents with these content hashes, by hash."""
+    wanted = set(hashes)
+    chosen = select(DocumentRow.content_hash, DocumentRow.id).where(IS_LIVE)
+    if len(wanted) > MANY:  # no index has them: all documents are read once, not for each statement
+        return by_value(row for row in current.execute(chosen) if row[0] in wanted)
+    return by_value(among(current, chosen, DocumentRow.content_hash, wanted))
 
 
 def read_engine(current: Session) -> Engine:

@@ -135,7 +135,7 @@ class View:
         if selection.domains is not None:
             chosen &= np.isin(snapshot.groups, [self._group(name) for name in selection.domains])
         if selection.tags is not None:
-            chosen &= self._among(self._catalog.rows_by_tag(selection.tags))
+            chosen &= self._among(chain(*self._catalog.rows_by_tag(selection.tags).values()))
         if selection.documents is not None:
             chosen &= self._among(self._rows_of(selection.documents))
         if selection.exclude:

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import numpy as np
 
-from knnstore import durable as files
-from knnstore import failpoints
+from knnstore import durable, failpoints
 from knnstore.datastore.arrays import Metric
+from knnstore.datastore.embedded import files
 from knnstore.datastore.embedded import log as segments
 from knnstore.datastore.embedded import manifest as manifests
 from knnstore.datastore.embedded.log import KeySegments
 from knnstore.datastore.embedded.manifest import Manifest
 from knnstore.datastore.ranges import IdRanges
 
-SOURCE = Path(files.__file__).read_text() + Path(segments.__file__).read_text()
+SOURCE = "".join(Path(module.__file__).read_text() for module in (durable, files, segments))
 NAMES = sorted(
     {
         *re.findall(r'failpoint\("([\w.]+)"\)', SOURCE),

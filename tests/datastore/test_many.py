@@ -208,6 +208,14 @@ class TestParts:
             KeySegments(root, DIM, Metric.L2, mode)
         assert set(root.rglob("*.keys")) == keys
 
+    def test_no_part_names_the_first_id_of_what_was_removed_once_it_is_vacuumed(self, root: Path) -> None:
+        named = b'"first_id":20,'
+        assert any(named in path.read_bytes() for path in root.rglob("*.part"))
+        with closing(KeySegments(root, DIM, Metric.L2, "a")) as store:
+            store.delete(IdRanges([(20, 21)]))
+            store.vacuum()
+        assert not any(named in path.read_bytes() for path in root.rglob("*") if path.is_file())
+
     def test_a_store_that_shrinks_has_none(self, root: Path) -> None:
         with closing(KeySegments(root, DIM, Metric.L2, "a")) as store:
             store.delete(IdRanges([(100, 2**40)]))

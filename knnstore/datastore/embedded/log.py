@@ -6,7 +6,7 @@ row ranges dead in the manifest, and merging rewrites segments; each becomes rea
 the next manifest is published. Dropping a group is dropping files.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,20 +15,20 @@ from typing import Any, Literal
 import numpy as np
 
 from knnstore.datastore.arrays import Groups, Ids, Keys, Metric
-from knnstore.datastore.embedded.erasing import FOLDERS, own_files
-from knnstore.datastore.embedded.manifest import IndexEntry, Manifest, SegmentEntry
+from knnstore.datastore.embedded.files import SegmentFiles
+from knnstore.datastore.embedded.manifest import IndexEntry, Manifest
 from knnstore.datastore.embedded.merging import (
-    CHUNK_SIZE,
     file_names,
     merge_plan,
     stored_keys,
     with_buffered,
+    without_rows,
     write_segment,
 )
 from knnstore.datastore.embedded.reader import SegmentReader
 from knnstore.datastore.embedded.segment import Segment
 from knnstore.datastore.ranges import IdRanges
-from knnstore.durable import FileWriter, StoredFile, WriterLock, remove, sync_directory
+from knnstore.durable import WriterLock, sync_directory
 from knnstore.errors import (
     ConfigError,
     DatastoreClosedError,
@@ -37,7 +37,6 @@ from knnstore.errors import (
     DatastoreNotFoundError,
     ReadOnlyError,
 )
-from knnstore.failpoints import failpoint
 
 BUFFER_SIZE = 16 << 20
 """Bytes of keys that `append` keeps in memory before it writes them as a segment."""
@@ -75,8 +74,6 @@ class KeySegments(SegmentReader):
         self._lock: WriterLock | None = None
         self._changed: set[int] = set()  # groups, since the last manifest
         self._buffered: set[int] = set()  # groups with segments in memory
-        self._named: dict[int, tuple[SegmentEntry, ...]] = {}  # of each group, in the last manifest
-        self._unnamed: set[str] = set()  # files that it does not name
         if mode == "r":
             self._manifest = self._load()
             self._check_same(dim, metric)
@@ -91,7 +88,6 @@ class KeySegments(SegmentReader):
             except BaseException:
                 self._lock.release()
                 raise
-        self._next_number = self._manifest.next_number
         self._highest_id = max((entry.last_id for entry in self._manifest.segments), default=-1)  # on disk
 
     # -- changing
@@ -109,7 +105,9 @@ class KeySegments(SegmentReader):
             ids, groups = ids[order], groups[order]
             # A store's ids ascend, so that what is on disk need not be looked at.
             among = self._buffered if ids[0] > self._highest_id else self._groups
-            changed = self._without(among, int(ids[0]), int(ids[-1]), lambda segment: segment.rows_with(ids))
+            changed = without_rows(
+                self._groups, among, int(ids[0]), int(ids[-1]), lambda segment: segment.rows_with(ids)
+            )
             for group in np.unique(groups).tolist():
                 mine = groups == group
                 fresh = Segment.in_memory(group, ids[mine], stored_keys(keys[order[mine]]))
@@ -123,7 +121,9 @@ class KeySegments(SegmentReader):
             return
         with self._mutex:
             first, last = int(ids.starts[0]), int(ids.stops[-1]) - 1
-            self._put(self._without(self._groups, first, last, lambda segment: segment.rows_of(ids)))
+            self._put(
+                without_rows(self._groups, self._groups, first, last, lambda segment: segment.rows_of(ids))
+            )
 
     def flush(self) -> None:
         """Make everything durable; merges small segments where a group has very many."""
@@ -155,9 +155,9 @@ class KeySegments(SegmentReader):
         """Rewrite every segment that has dead rows, so that no file holds any of them."""
         self.flush()
         with self._mutex, self._writing():
-            for segment in [segment for segment in self._segments if segment.dead]:
+            for segment in [segment for segment in self.snapshot() if segment.dead]:
                 self._swap([segment], self._write([segment]))
-            if self._dirty:
+            if self._changed:
                 self._publish()
 
     def write_index(
@@ -167,20 +167,7 @@ class KeySegments(SegmentReader):
         self._check_writable()
         with self._mutex, self._writing():
             assert segment.entry is not None, "flush first"
-            name = f"indexes/{self._number()}.index"
-            temporary = self.root / f"{name}.tmp"
-            try:
-                write(temporary)
-                # Native writers neither sync nor hash: read back what they wrote.
-                with temporary.open("rb") as file, FileWriter(self.root, name) as writer:
-                    while chunk := file.read(CHUNK_SIZE):
-                        writer.write(chunk)
-                    stored = writer.finish()
-            finally:
-                temporary.unlink(missing_ok=True)
-            sync_directory(self.root / "indexes")
-            self._on_disk.add(name)
-            self._unnamed.add(name)
+            stored = self._files.write_index(write)
             self._hashed.add(stored)
             entry = replace(segment.entry, index=IndexEntry(stored, parameters))
             found = self._groups.get(segment.group, ())
@@ -215,14 +202,9 @@ class KeySegments(SegmentReader):
                 if create_only:
                     raise DatastoreExistsError(f"a datastore is already at {self.root}")
             self._groups = self._mapped(manifest)
-            self._on_disk = manifest.file_names()
-            for entry in manifest.segments:
-                self._named[entry.group] = (*self._named.get(entry.group, ()), entry)
-            for folder in FOLDERS:
-                (self.root / folder).mkdir(exist_ok=True)
-            for path in own_files(self.root):  # what a crash left behind
-                if f"{path.parent.name}/{path.name}" not in self._on_disk:
-                    remove(path)
+            self._files = SegmentFiles(self.root, manifest)
+            self._on_disk = self._files.on_disk
+            self._files.settle()
         return manifest
 
     def _spill(self) -> None:
@@ -250,20 +232,6 @@ class KeySegments(SegmentReader):
         kept = [segment for segment in self._groups[new.group] if id(segment.columns) not in gone]
         self._put({new.group: [*kept, new]})
 
-    def _without(
-        self, groups: Iterable[int], first: int, last: int, rows_in: Callable[[Segment], IdRanges]
-    ) -> dict[int, list[Segment]]:
-        """What groups become when some rows with ids from first to last die; only those that change."""
-        changed: dict[int, list[Segment]] = {}
-        for group in groups:
-            for segment in self._groups[group]:
-                if segment.first_id <= last and segment.last_id >= first:
-                    rows = rows_in(segment) - segment.dead
-                    if rows:
-                        found = changed.setdefault(group, list(self._groups[group]))
-                        found[found.index(segment)] = replace(segment, dead=segment.dead | rows)
-        return changed
-
     def _put(self, changed: Mapping[int, Sequence[Segment]]) -> None:
         """Let groups have these segments, without those that are dead; the next manifest says so."""
         groups = dict(self._groups)
@@ -278,23 +246,11 @@ class KeySegments(SegmentReader):
 
     def _write(self, segments: Sequence[Segment]) -> Segment:
         """Write the live rows of segments of one group as a new one, without naming it in a manifest."""
-        name = self._number()
-        self._on_disk.update(file_names(name))  # should this fail, the next success removes them
-        self._unnamed.update(file_names(name))
+        name = self._files.number()
+        self._files.made(*file_names(name))  # should this fail, the next success removes them
         written = write_segment(self.root, name, segments, self._manifest.dim)
         self._highest_id = max(self._highest_id, written.last_id)
         return written
-
-    def _write_part(self, text: bytes) -> StoredFile:
-        """Write a part of the manifest, without naming it in a manifest."""
-        name = f"segments/{self._number()}.part"
-        self._on_disk.add(name)
-        self._unnamed.add(name)
-        with FileWriter(self.root, name) as writer:
-            writer.write(text)
-            stored = writer.finish()
-        sync_directory(self.root / "segments")
-        return stored
 
     def _publish(self) -> None:
         """Make the current segments the datastore, durably; then remove the files of former ones."""
@@ -308,29 +264,12 @@ class KeySegments(SegmentReader):
                 )
                 for group in sorted(self._changed)
             }
-            before = {entry.name: entry for group in now for entry in self._named.get(group, ())}
-            after = {s.entry.name: s.entry for found in now.values() for s in found if s.entry}
-            gone = {name for name, entry in before.items() if after.get(name) != entry}
-            fresh = [entry for name, entry in after.items() if before.get(name) != entry]
-            manifest = self._manifest.changed(gone, fresh, self._write_part)
-            manifest = replace(manifest, next_number=self._next_number)
-            failpoint("segments.publish")
-            manifest.write(self.root)
-            self._unnamed |= _files(before.values(), self._manifest)
-            self._unnamed -= _files(after.values(), manifest)
-            self._manifest = manifest
+            self._manifest = self._files.publish(
+                {group: [s.entry for s in found if s.entry] for group, found in now.items()}
+            )
             self._groups = {**self._groups, **{group: found for group, found in now.items() if found}}
-            for group, found in now.items():
-                self._named[group] = tuple(segment.entry for segment in found if segment.entry)
             self._changed.clear()
-            for name in sorted(self._unnamed):
-                remove(self.root / name)
-                self._on_disk.discard(name)
-                self._unnamed.discard(name)
-
-    def _number(self) -> str:
-        number, self._next_number = self._next_number, self._next_number + 1
-        return f"{number:08d}"
+            self._files.remove_unnamed()
 
     def _check_writable(self) -> None:
         if self._closed:
@@ -349,9 +288,3 @@ class KeySegments(SegmentReader):
                 f"cannot write {error.filename or self.root}: {error.strerror}; what was flushed is safe: "
                 "free space or repair the disk, then flush again"
             ) from error
-
-
-def _files(entries: Iterable[SegmentEntry], manifest: Manifest) -> set[str]:
-    """The files of some segments, and of the manifest's parts."""
-    names = {name for entry in entries for name in entry.file_names()}
-    return names.union(part.file.name for part in manifest.parts)

@@ -1,6 +1,7 @@
 """Several segments read as one, and written as one."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -224,3 +225,22 @@ def with_buffered(segments: Sequence[Segment], fresh: Segment) -> list[Segment]:
             order = np.argsort(ids)
             ids, keys = ids[order], keys[order]
         fresh = Segment.in_memory(fresh.group, ids, keys)
+
+
+def without_rows(
+    groups: Mapping[int, Sequence[Segment]],
+    among: Iterable[int],
+    first: int,
+    last: int,
+    rows_in: Callable[[Segment], IdRanges],
+) -> dict[int, list[Segment]]:
+    """What some groups become when some rows with ids from first to last die; only those that change."""
+    changed: dict[int, list[Segment]] = {}
+    for group in among:
+        for segment in groups[group]:
+            if segment.first_id <= last and segment.last_id >= first:
+                rows = rows_in(segment) - segment.dead
+                if rows:
+                    found = changed.setdefault(group, list(groups[group]))
+                    found[found.index(segment)] = replace(segment, dead=segment.dead | rows)
+    return changed
