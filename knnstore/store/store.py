@@ -53,8 +53,6 @@ class KNNStore(StoreReader):
                 self._relocation.settle_quietly()
             self._opened = opened.pop_all()
 
-    # -- opening and closing
-
     @classmethod
     def create(
         cls,
@@ -123,8 +121,6 @@ class KNNStore(StoreReader):
     def engine(self) -> Engine:
         """The adapter that holds the keys, where, and with which parameters."""
         return self._current.engine
-
-    # -- changing it
 
     @contextmanager
     def ingest(self, documents: Sequence[NewDocument]) -> Iterator[Ingest]:
@@ -221,8 +217,6 @@ class KNNStore(StoreReader):
             if isinstance(self._current.datastore, SupportsOptimize):
                 self._current.datastore.optimize()
 
-    # -- putting its keys elsewhere
-
     def move(
         self,
         adapter: str,
@@ -290,8 +284,6 @@ class KNNStore(StoreReader):
         """Give up an interrupted move or pruning and erase its copy; returns where it was to go, or None."""
         with self._locked():
             return self._relocation.abandon()
-
-    # -- parts
 
     @contextmanager
     def _locked(self) -> Iterator[Writing]:

@@ -239,6 +239,23 @@ def test_what_is_removed_is_gone(knnstore, store):
     assert after["knn_ppl"] == before["knn_ppl"]
 
 
+def test_what_is_erased_is_in_no_file(knnstore, store):
+    ids = knnstore("show n-17 --json").json["id"].encode()
+    home = Path(knnstore("info --json").json["home"])
+
+    def files():
+        return [path.name for path in home.rglob("*") if path.is_file() and ids in path.read_bytes()]
+
+    assert files()
+    done = knnstore("remove --document n-17 --erase --json").json
+    assert done["removed"]["id"] == "n-17"
+    assert done["erased"]["unreached"] == []
+    assert files() == []
+    again = knnstore("erase")
+    assert (again.status, again.err) == (0, "")
+    assert again.out.startswith("erased what was removed in ")
+
+
 def test_a_document_of_several_domains_is_named_with_its_domain(knnstore, store):
     knnstore("add news.jsonl --domain archive")
     unclear = knnstore("remove --document n-17")
