@@ -3,14 +3,13 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import datetime
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from sqlalchemy import Engine as SqlEngine
-from sqlalchemy import func, select
+from sqlalchemy import select
 from sqlalchemy.engine import URL
 
 from knnstore.catalog import schema
@@ -18,13 +17,17 @@ from knnstore.catalog.connection import connect, exclusive, is_sqlite_file, plac
 from knnstore.catalog.queries import (
     PRUNED,
     among,
+    by_value,
+    checked_names,
     live_documents,
+    read_documents,
+    read_domains,
     read_engine,
     read_identity,
     read_problems,
+    read_rows_by_content,
     read_snapshot,
     read_tags,
-    records_of_document,
     scope_of,
     unpacked,
     utc,
@@ -38,9 +41,9 @@ from knnstore.catalog.tables import (
     ChecksumRow,
     DocumentRow,
     DomainRow,
-    PrunedRow,
     SettingRow,
     StoreRow,
+    TagRow,
     TokensRow,
 )
 from knnstore.catalog.types import (
@@ -52,7 +55,6 @@ from knnstore.catalog.types import (
     Snapshot,
     StoredVersion,
 )
-from knnstore.checks import check_name
 from knnstore.errors import StoreNotFoundError
 
 
@@ -174,26 +176,27 @@ class Catalog:
             select(DocumentRow, DomainRow.name).join(DomainRow), domain=domain, id=id, tag=tag
         ).order_by(DocumentRow.start)
         with reading(self.sql) as current:
-            rows = current.execute(chosen).all()
-            tags = read_tags(current, [row.id for row, _ in rows])
-            return [
-                Document(
-                    id=row.external_id,
-                    domain=name,
-                    tokens=row.stop - row.start,
-                    tags=tuple(sorted(tags.get(row.id, ()))),
-                    metadata=row.attributes,
-                    content_hash=row.content_hash,
-                    added_at=utc(row.added_at).isoformat(),
-                )
-                for row, name in rows
-            ]
+            return read_documents(current, chosen)
 
     def rows(self, *, domain: str | None = None, id: str | None = None, tag: str | None = None) -> list[int]:
         """The primary keys of the live documents that `documents` would list."""
         with reading(self.sql) as current:
             chosen = live_documents(select(DocumentRow.id).join(DomainRow), domain=domain, id=id, tag=tag)
             return list(current.scalars(chosen))
+
+    def rows_by_id(self, ids: Iterable[str]) -> dict[str, list[int]]:
+        """The primary keys of the live documents with these external ids, by id."""
+        ids = checked_names(ids, "the document's id")
+        chosen = select(DocumentRow.external_id, DocumentRow.id).where(IS_LIVE)
+        with reading(self.sql) as current:
+            return by_value(among(current, chosen, DocumentRow.external_id, ids))
+
+    def rows_by_tag(self, tags: Iterable[str]) -> dict[str, list[int]]:
+        """The primary keys of the live documents that carry these tags, by tag."""
+        tags = checked_names(tags, "the tag")
+        chosen = select(TagRow.tag, TagRow.document_id).join(DocumentRow).where(IS_LIVE)
+        with reading(self.sql) as current:
+            return by_value(among(current, chosen, TagRow.tag, tags))
 
     def labels(self, rows: Iterable[int]) -> dict[int, tuple[str, str]]:
         """The (external id, domain) of each live document, by primary key."""
@@ -209,12 +212,12 @@ class Catalog:
             blob = current.scalars(chosen).one_or_none()
         return None if blob is None else unpacked(blob)
 
-    def token_blocks(self, rows: Iterable[int]) -> Iterator[NDArray[np.uint32]]:
-        """Yield the token ids of the documents that are still live, each of shape (n,), in any order."""
-        chosen = select(TokensRow.tokens).join(DocumentRow).where(IS_LIVE)
+    def texts(self, rows: Iterable[int]) -> Iterator[tuple[int, NDArray[np.uint32]]]:
+        """Yield primary key and token ids, shape (n,), of the documents that are still live, in any order."""
+        chosen = select(DocumentRow.id, TokensRow.tokens).join(TokensRow).where(IS_LIVE)
         with reading(self.sql) as current:
-            for (blob,) in among(current, chosen, DocumentRow.id, rows):
-                yield unpacked(blob)
+            for row, blob in among(current, chosen, DocumentRow.id, rows):
+                yield row, unpacked(blob)
 
     def pruned(self, rows: Iterable[int]) -> dict[int, PrunedDocument]:
         """What was pruned of these documents, of those that are live and were pruned."""
@@ -230,9 +233,7 @@ class Catalog:
 
     def versions(self, domain: str, ids: Iterable[str]) -> dict[str, StoredVersion]:
         """The live versions of these documents of a domain, by external id."""
-        ids = list(ids)
-        for id in ids:
-            check_name(id, "a document's id")
+        ids = checked_names(ids, "a document's id")
         chosen = live_documents(select(DocumentRow).join(DomainRow), domain=domain)
         with reading(self.sql) as current:
             rows = [row for (row,) in among(current, chosen, DocumentRow.external_id, ids)]
@@ -246,37 +247,20 @@ class Catalog:
 
     def rows_by_content(self, hashes: Iterable[str]) -> dict[str, list[int]]:
         """The primary keys of the live documents with these content hashes, by hash."""
-        found: dict[str, list[int]] = {}
-        chosen = select(DocumentRow.content_hash, DocumentRow.id).where(IS_LIVE)
         with reading(self.sql) as current:
-            for content_hash, row in among(current, chosen, DocumentRow.content_hash, hashes):
-                found.setdefault(content_hash, []).append(row)
-        return found
+            return read_rows_by_content(current, hashes)
 
     def domains(self) -> list[Domain]:
         """Every domain that has a live document, by name."""
-        tokens = func.sum(DocumentRow.stop - DocumentRow.start)
-        records = func.sum(records_of_document(has_prefix=self.identity.has_prefix))
-        chosen = (
-            select(DomainRow.name, func.count(), tokens, records)
-            .select_from(DomainRow)
-            .join(DocumentRow)
-            .outerjoin(PrunedRow, PrunedRow.document_id == DocumentRow.id)
-            .where(IS_LIVE)
-            .group_by(DomainRow.name)
-        )
         with reading(self.sql) as current:
-            rows = current.execute(chosen).all()
-        # Sorted here: databases order text differently.
-        return sorted((Domain(name, *map(int, sums)) for name, *sums in rows), key=attrgetter("name"))
+            return read_domains(current, has_prefix=self.identity.has_prefix)
 
     def unsettled(self) -> list[PlacedDocument]:
         """The documents that are not live: being added or removed, or left so by a crash."""
         chosen = select(DocumentRow).where(IS_UNSETTLED).order_by(DocumentRow.start)
         with reading(self.sql) as current:
-            return [
-                PlacedDocument(row.id, row.domain_id, row.start, row.stop) for row in current.scalars(chosen)
-            ]
+            rows = current.scalars(chosen)
+            return [PlacedDocument(row.id, row.domain_id, row.start, row.stop) for row in rows]
 
     def problems(self) -> list[str]:
         """What is wrong with the database itself, one line each."""

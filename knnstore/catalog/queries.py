@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from itertools import chain
+from operator import attrgetter
 from typing import Any, get_type_hints
 
 import numpy as np
@@ -14,12 +15,13 @@ from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from knnstore.catalog.representatives import PrunedDocument, Representatives
 from knnstore.catalog.tables import IS_LIVE, DocumentRow, DomainRow, PrunedRow, StoreRow, TagRow
-from knnstore.catalog.types import Engine, Identity, Snapshot
+from knnstore.catalog.types import Document, Domain, Engine, Identity, Snapshot
 from knnstore.checks import check_name
 from knnstore.datastore import POSITION_LIMIT, TOKEN_LIMIT, Metric
 from knnstore.errors import CatalogError
 
-_IDS_A_STATEMENT = 500  # far below SQLite's limit of bound values
+MANY = 500
+"""Values of one statement at most: far below SQLite's limit of bound values."""
 
 PRUNED = (
     select(DocumentRow.id, DocumentRow.start, PrunedRow.representatives, PrunedRow.scale)
@@ -32,7 +34,7 @@ PRUNED = (
 def in_chunks(values: Iterable[Any]) -> Iterator[list[Any]]:
     """Cut values into lists short enough for one SQL statement."""
     listed = list(values)
-    return (listed[at : at + _IDS_A_STATEMENT] for at in range(0, len(listed), _IDS_A_STATEMENT))
+    return (listed[at : at + MANY] for at in range(0, len(listed), MANY))
 
 
 def among(
@@ -44,6 +46,22 @@ def among(
     """The rows of a statement whose column has one of these values, however many these are."""
     for chunk in in_chunks(values):
         yield from current.execute(chosen.where(column.in_(chunk)))
+
+
+def by_value(rows: Iterable[Any]) -> dict[str, list[int]]:
+    """Pairs of a value and a primary key, the keys by value."""
+    found: dict[str, list[int]] = {}
+    for value, row in rows:
+        found.setdefault(value, []).append(row)
+    return found
+
+
+def checked_names(names: Iterable[str], what: str) -> list[str]:
+    """Return names, or raise InputError for the first that nothing can have; see `check_name`."""
+    listed = list(names)
+    for name in listed:
+        check_name(name, what)
+    return listed
 
 
 def utc(moment: datetime) -> datetime:
@@ -84,6 +102,50 @@ def read_tags(current: Session, rows: Iterable[int]) -> dict[int, list[str]]:
     for row, tag in among(current, select(TagRow.document_id, TagRow.tag), TagRow.document_id, rows):
         tags.setdefault(row, []).append(tag)
     return tags
+
+
+def read_rows_by_content(current: Session, hashes: Iterable[str]) -> dict[str, list[int]]:
+    """The primary keys of the live documents with these content hashes, by hash."""
+    wanted = set(hashes)
+    chosen = select(DocumentRow.content_hash, DocumentRow.id).where(IS_LIVE)
+    if len(wanted) > MANY:  # no index has them: all documents are read once, not for each statement
+        return by_value(row for row in current.execute(chosen) if row[0] in wanted)
+    return by_value(among(current, chosen, DocumentRow.content_hash, wanted))
+
+
+def read_documents(current: Session, chosen: Select[DocumentRow, str]) -> list[Document]:
+    """The documents that a statement over documents and the names of their domains chooses."""
+    rows = current.execute(chosen).all()
+    tags = read_tags(current, [row.id for row, _ in rows])
+    return [
+        Document(
+            id=row.external_id,
+            domain=name,
+            tokens=row.stop - row.start,
+            tags=tuple(sorted(tags.get(row.id, ()))),
+            metadata=row.attributes,
+            content_hash=row.content_hash,
+            added_at=utc(row.added_at).isoformat(),
+        )
+        for row, name in rows
+    ]
+
+
+def read_domains(current: Session, *, has_prefix: bool) -> list[Domain]:
+    """Every domain that has a live document, by name."""
+    tokens = func.sum(DocumentRow.stop - DocumentRow.start)
+    records = func.sum(records_of_document(has_prefix=has_prefix))
+    chosen = (
+        select(DomainRow.name, func.count(), tokens, records)
+        .select_from(DomainRow)
+        .join(DocumentRow)
+        .outerjoin(PrunedRow, PrunedRow.document_id == DocumentRow.id)
+        .where(IS_LIVE)
+        .group_by(DomainRow.name)
+    )
+    rows = current.execute(chosen).all()
+    # Sorted here: databases order text differently.
+    return sorted((Domain(name, *map(int, sums)) for name, *sums in rows), key=attrgetter("name"))
 
 
 def read_engine(current: Session) -> Engine:

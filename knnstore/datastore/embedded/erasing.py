@@ -8,7 +8,7 @@ from knnstore.datastore.embedded.manifest import NAME
 from knnstore.durable import WriterLock, remove, sync_directory
 
 FOLDERS = ("segments", "indexes")
-_OWN_FILE = re.compile(r"\d{8}\.(keys|ids|digests|index)")
+_OWN_FILE = re.compile(r"\d{8}\.(keys|ids|digests|index|part)")
 
 
 def own_files(root: Path) -> list[Path]:
