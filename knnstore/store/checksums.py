@@ -18,6 +18,7 @@ from knnstore.datastore import Capabilities, Ids, Keys, positions_of
 Sums = NDArray[np.uint32]
 """The CRC-32 of the key at each position, 0 where no record is."""
 
+_PRECISIONS = ("float16", "float32")
 _NONE: Sums = np.zeros(0, np.uint32)
 
 
@@ -92,7 +93,10 @@ class Checksums:
 
 def checking(snapshot: Snapshot, stored: Mapping[int, str]) -> Checksums:
     """Computes what is stored for some documents, once more."""
-    return Checksums(snapshot, {row: found.partition(":")[0] for row, found in stored.items()})
+    precisions = {row: str(found).partition(":")[0] for row, found in stored.items()}
+    # What is none was altered: with any precision it will differ.
+    known = {row: name if name in _PRECISIONS else _PRECISIONS[0] for row, name in precisions.items()}
+    return Checksums(snapshot, known)
 
 
 def taking(snapshot: Snapshot, engine: Capabilities) -> Checksums:

@@ -27,6 +27,7 @@ def state(catalog: Catalog, writer: CatalogWriter) -> tuple[Any, ...]:
         catalog.domains(),
         catalog.settings(),
         catalog.engine(),
+        catalog.checksums(),
         writer.unsettled(),
     )
 
@@ -38,6 +39,7 @@ def test_every_transaction_is_tried() -> None:
 ACTIONS: dict[str, Callable[[CatalogWriter, dict[str, int], Make], object]] = {
     "begin": lambda writer, rows, make: writer.begin([make("new", "new", tags=("t",)), make("live")]),
     "publish": lambda writer, rows, make: writer.publish([rows["pending"], rows["replacement"]]),
+    "checksums": lambda writer, rows, make: writer.note_checksums({rows["live"]: "float16:new"}),
     "retire": lambda writer, rows, make: writer.retire([rows["live"]]),
     "forget": lambda writer, rows, make: writer.forget([rows["pending"]]),
     "describe": lambda writer, rows, make: writer.describe({rows["live"]: ({"new": 1}, ["new"])}),
