@@ -259,6 +259,7 @@ class TestParts:
             '[{"index":null}]',
             "other name",
             "other rows",
+            "others' rows",
             "a path",
             "a name that is none",
         ],
@@ -275,9 +276,12 @@ class TestParts:
         elif text == "a name that is none":
             part["name"] = 7
         else:
-            listed[0] |= (
-                {"name": 7} if text == "other name" else {"rows": "1"} if text == "other rows" else {}
-            )
+            other: dict[str, dict[str, Any]] = {
+                "other name": {"name": 7},
+                "other rows": {"rows": "1"},
+                "others' rows": {"rows": ROWS + 1},
+            }
+            listed[0] |= other.get(text, {})
             made = json.dumps(listed).encode() if text.startswith("other") else text.encode()
             path.write_bytes(made)
             part |= {"size": len(made), "sha256": sha256(sha256(made).digest() if made else b"").hexdigest()}

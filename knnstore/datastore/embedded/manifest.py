@@ -25,6 +25,7 @@ _FILE = re.compile(r"(segments|indexes)/\d{8,}\.(keys|ids|digests|index)")
 _PART = re.compile(r"segments/\d{8,}\.part")
 _NAME = re.compile(r"\d{8,}")
 _SHA256 = re.compile("[0-9a-f]{64}")
+_KEY_SIZES = {"float16": 2, "float32": 4}  # bytes of a component
 _SENSELESS = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # it was made so
 
 FORMAT = 2
@@ -87,8 +88,8 @@ class ManifestPart:
         return cls(write(text.encode()), tuple(segments), frozenset(entry.name for entry in segments))
 
     @classmethod
-    def read(cls, root: Path, file: StoredFile) -> Self:
-        """Read and check a part.
+    def read(cls, root: Path, file: StoredFile, dim: int) -> Self:
+        """Read and check a part of a datastore of vectors of `dim` components.
 
         Raises:
             CorruptDatastoreError: it is lost or damaged.
@@ -101,7 +102,7 @@ class ManifestPart:
                 f"{root / file.name} is missing or damaged: restore it from a backup"
             ) from None
         try:
-            segments = tuple(_segment(entry) for entry in json.loads(mapped.bytes.tobytes()))
+            segments = tuple(_segment(entry, dim) for entry in json.loads(mapped.bytes.tobytes()))
         except _SENSELESS as error:
             raise _no_sense(root / file.name) from error
         return cls(file, segments, frozenset(entry.name for entry in segments))
@@ -191,16 +192,16 @@ class Manifest:
         try:
             if content.pop("format") not in (1, FORMAT):
                 raise CorruptDatastoreError(f"{path} was written by a newer knnstore: upgrade the package")
-            listed = tuple(_segment(entry) for entry in content.pop("segments"))
+            dim = content["dim"]
+            _check(_are_numbers(dim, content["next_number"]) and dim > 0 and content["next_number"] > 0)
+            listed = tuple(_segment(entry, dim) for entry in content.pop("segments"))
             files = [StoredFile(**file) for file in content.pop("parts", [])]
             _check(all(_PART.fullmatch(file.name) and _is_sound(file) for file in files))
             there = {part.file: part for part in known}
-            parts = tuple(there.get(file) or ManifestPart.read(root, file) for file in files)
-            read = cls(metric=Metric(content.pop("metric")), listed=listed, parts=parts, **content)
-            _check(read.next_number > 0 and read.dim > 0)
+            parts = tuple(there.get(file) or ManifestPart.read(root, file, dim) for file in files)
+            return cls(metric=Metric(content.pop("metric")), listed=listed, parts=parts, **content)
         except _SENSELESS as error:
             raise _no_sense(path) from error
-        return read
 
 
 def signature(root: Path) -> tuple[int, int, int]:
@@ -209,7 +210,7 @@ def signature(root: Path) -> tuple[int, int, int]:
     return status.st_ino, status.st_mtime_ns, status.st_size
 
 
-def _segment(entry: dict[str, Any]) -> SegmentEntry:
+def _segment(entry: dict[str, Any], dim: int) -> SegmentEntry:
     index = entry.pop("index")
     read = SegmentEntry(
         keys=StoredFile(**entry.pop("keys")),
@@ -221,9 +222,11 @@ def _segment(entry: dict[str, Any]) -> SegmentEntry:
     # Nothing of a name leads out of the folder, and a number that is none ends no process.
     _check(_NAME.fullmatch(read.name) and all(_FILE.fullmatch(name) for name in read.file_names()))
     borders = [0, *(row for rows in read.dead for row in rows), read.rows]
+    _check(_are_numbers(*borders, read.first_id, read.last_id, read.group))
     _check(all(first <= second for first, second in pairwise(borders)))
     _check(0 <= read.first_id <= read.last_id < ID_LIMIT and 0 <= read.group < 1 << 31)
-    _check(read.dtype in ("float16", "float32") and 0 < read.rows <= 1 << 40)
+    _check(read.dtype in _KEY_SIZES and 0 < read.rows <= 1 << 40)
+    _check(read.keys.size == read.rows * dim * _KEY_SIZES[read.dtype] and read.ids.size == read.rows * 8)
     files = [read.keys, read.ids] + ([read.index.file] if read.index else [])
     _check(all(_is_sound(file) for file in files))
     _check(read.index is None or isinstance(read.index.parameters, dict))
@@ -231,7 +234,11 @@ def _segment(entry: dict[str, Any]) -> SegmentEntry:
 
 
 def _is_sound(file: StoredFile) -> bool:
-    return 0 <= file.size < 1 << 60 and _SHA256.fullmatch(file.sha256) is not None
+    return _are_numbers(file.size) and 0 <= file.size < 1 << 60 and _SHA256.fullmatch(file.sha256) is not None
+
+
+def _are_numbers(*values: object) -> bool:
+    return all(isinstance(value, int) for value in values)
 
 
 def _check(sound: object) -> None:
