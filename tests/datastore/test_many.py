@@ -19,7 +19,7 @@ from knnstore_hnswlib import HnswlibDatastore
 from knnstore.datastore import EmbeddedDatastore, Filter, IdRanges, Metric, Neighbors
 from knnstore.datastore.embedded import manifest as manifest_module
 from knnstore.datastore.embedded.log import KeySegments
-from knnstore.datastore.embedded.manifest import Manifest
+from knnstore.datastore.embedded.manifest import Manifest, ManifestPart
 from knnstore.datastore.embedded.mapped import MappedFile
 from knnstore.datastore.embedded.merging import merged
 from knnstore.datastore.embedded.segment import Segment
@@ -129,36 +129,46 @@ def test_damage_costs_the_same_however_many_groups_there_are(
 ) -> None:
     """Once it is noticed, its segment is left out; no other group is looked at for it, by no search."""
     monkeypatch.setattr(manifest_module, "PART_SIZE", 16)
-    query, where = np.zeros((1, DIM), np.float32), Filter(IdRanges([(0, 2**40)]), frozenset({7}))
+    query = np.zeros((1, DIM), np.float32)
     costs = []
     for groups in (20, 400):
         root = tmp_path / str(groups)
         with FaissDatastore.open(root, dim=DIM) as store:
-            for first in (0, 10**6):  # two segments each
+            for first in (0, 10**6, 2 * 10**6):  # three segments each
                 store.add(*records(list(range(groups)), first))
                 store.flush()
-        found = [entry for entry in Manifest.read(root).segments if entry.group == 7]
-        path = root / found[0].keys.name
-        path.write_bytes(b"" if noticed == "when it is mapped" else bytes(found[0].keys.size))
+        lost = {entry.group: entry for entry in Manifest.read(root).segments if entry.first_id < 10**6}
+        for group in (7, 9):
+            path, size = root / lost[group].keys.name, lost[group].keys.size
+            path.write_bytes(b"" if noticed == "when it is mapped" else bytes(size))
         with FaissDatastore.open(root, dim=DIM) as store:
+
+            def found_in(group: int, k: int = 9 * ROWS, store: FaissDatastore = store) -> int:
+                where = Filter(IdRanges([(0, 2**40)]), frozenset({group}))
+                return int((store.search(query, k, where=where).ids >= 0).sum())
+
             before = store._segments.by_group()
             if noticed == "by verify":
-                store.search(query, 3, where=Filter(IdRanges([(0, 2**40)]), frozenset({3})))
-                assert path.name in store.verify()[0]
-            store.search(query, 3, where=where)
-            assert [part.name for part in store.damaged()] == [found[0].name]
-            assert (store.search(query, 3 * ROWS, where=where).ids >= 0).sum() == ROWS
-            assert (store._segments.by_group() is before) == (noticed == "when it is mapped")
-            assert all(store._segments.by_group()[group] is before[group] for group in before if group != 7)
-            assert store.count() == 2 * groups * ROWS
+                assert len(store.verify()) == 2
+            for group in (7, 9):  # one after the other
+                assert found_in(group) == 2 * ROWS
+            assert [part.name for part in store.damaged()] == [lost[7].name, lost[9].name]
+            after = store._segments.by_group()
+            assert all(after[group] is before[group] for group in before if group not in (7, 9))
+            assert store.count() == 3 * groups * ROWS
             with counted() as calls:
-                store.search(query, 3, where=where)
+                found_in(7, 3)
                 costs.append(calls())
             with counted() as calls:
-                store.add(*records([7], 2 * 10**6))
+                store.add(*records([9], 3 * 10**6))
                 store.flush()
-                store.search(query, 3, where=where)
+                assert found_in(9) == 3 * ROWS
                 costs.append(calls())
+            assert store._segments.by_group()[7] is after[7]
+            if groups == 20:
+                store.optimize()  # merges what is sound
+                assert {len(found) for found in store._segments.by_group().values()} == {1}
+                assert found_in(7) == 2 * ROWS
     assert (np.array(costs[2:]) <= 1.5 * np.array(costs[:2])).all(), costs
 
 
@@ -292,6 +302,28 @@ class TestParts:
         for mode in ("r", "a"):
             with pytest.raises(CorruptDatastoreError, match="makes no sense: restore it"):
                 KeySegments(root, DIM, Metric.L2, mode)
+
+    def test_a_part_that_is_replaced_while_it_is_read(
+        self, root: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A reader that opens, one that is asked and one that verifies read what replaced it."""
+        reader = KeySegments(root, DIM, Metric.L2, "r")
+        read, rows = ManifestPart.read, reader.count()
+
+        def replace_and_read(root: Path, file: StoredFile, dim: int) -> ManifestPart:
+            monkeypatch.setattr(ManifestPart, "read", read)
+            with closing(KeySegments(root, DIM, Metric.L2, "a")) as store:  # one row of each segment
+                store.delete(IdRanges([(first, first + 1) for first in range(removed, rows, ROWS)]))
+            return read(root, file, dim)
+
+        for removed in (1, 2, 3):
+            monkeypatch.setattr(ManifestPart, "read", replace_and_read)
+            if removed == 1:
+                assert KeySegments(root, DIM, Metric.L2, "r").count() == rows * 19 // 20
+            elif removed == 2:
+                assert reader.count() == rows * 18 // 20
+            else:
+                assert reader.verify() == []
 
     def test_no_part_names_the_first_id_of_what_was_removed_once_it_is_vacuumed(self, root: Path) -> None:
         named = b'"first_id":20,'

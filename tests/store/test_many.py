@@ -106,7 +106,7 @@ def test_many_are_verified_and_described_by_few_statements(store: KNNStore) -> N
 def test_verify_names_each_wrong_document(
     home: Path, identity: Identity, writer_of: Callable, has_prefix: bool
 ) -> None:
-    """Another token, a record too few, one too many, another group, no text: wherever in a batch they are."""
+    """Another token, a record too few or too many, another group, no text or a damaged or longer one."""
     with KNNStore.create(home, replace(identity, has_prefix=has_prefix)) as store:
         writer = writer_of(store)
         new = [writer._new("law", f"{i}", 9) for i in range(30)]
@@ -128,7 +128,10 @@ def test_verify_names_each_wrong_document(
         store.datastore.flush()
         with store._catalog.sql.begin() as connection:
             connection.execute(text("DELETE FROM knnstore_document_tokens WHERE document_id = 20"))
-        expected = {"3", "7", "12", "19"} | (set() if has_prefix else {"29"})
+            change = "UPDATE knnstore_document_tokens SET tokens = {} WHERE document_id = {}"
+            connection.execute(text(change.format("CAST(tokens || X'00000000' AS BLOB)", 23)))
+            connection.execute(text(change.format("X'010203'", 26)))
+        expected = {"3", "7", "12", "19", "22", "25"} | (set() if has_prefix else {"29"})
         assert {line.split("'")[1] for line in store.verify()} == expected
 
 
