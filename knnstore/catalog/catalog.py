@@ -24,12 +24,15 @@ from knnstore.catalog.connection import (
 from knnstore.catalog.queries import (
     PRUNED,
     among,
+    by_value,
+    checked_names,
     live_documents,
     read_documents,
     read_domains,
     read_engine,
     read_identity,
     read_problems,
+    read_rows_by_content,
     read_snapshot,
     read_tags,
     scope_of,
@@ -46,6 +49,7 @@ from knnstore.catalog.tables import (
     DomainRow,
     SettingRow,
     StoreRow,
+    TagRow,
     TokensRow,
 )
 from knnstore.catalog.types import (
@@ -57,7 +61,6 @@ from knnstore.catalog.types import (
     Snapshot,
     StoredVersion,
 )
-from knnstore.checks import check_name
 from knnstore.errors import StoreNotFoundError
 
 
@@ -145,8 +148,6 @@ class Catalog:
         url = self.sql.url
         return identify(self.sql), str(Path(place(url)).resolve()) if is_sqlite_file(url) else place(url)
 
-    # -- what readers poll
-
     def revision(self) -> int:
         """The number that grows with every change that readers may see."""
         with (
@@ -165,8 +166,6 @@ class Catalog:
         """Which documents are live, all at one revision."""
         with reading(self.sql) as current:
             return read_snapshot(current, has_prefix=self.identity.has_prefix)
-
-    # -- documents
 
     def documents(
         self, *, domain: str | None = None, id: str | None = None, tag: str | None = None
@@ -190,6 +189,20 @@ class Catalog:
             chosen = live_documents(select(DocumentRow.id).join(DomainRow), domain=domain, id=id, tag=tag)
             return list(current.scalars(chosen))
 
+    def rows_by_id(self, ids: Iterable[str]) -> dict[str, list[int]]:
+        """The primary keys of the live documents with these external ids, by id."""
+        ids = checked_names(ids, "the document's id")
+        chosen = select(DocumentRow.external_id, DocumentRow.id).where(IS_LIVE)
+        with reading(self.sql) as current:
+            return by_value(among(current, chosen, DocumentRow.external_id, ids))
+
+    def rows_by_tag(self, tags: Iterable[str]) -> dict[str, list[int]]:
+        """The primary keys of the live documents that carry these tags, by tag."""
+        tags = checked_names(tags, "the tag")
+        chosen = select(TagRow.tag, TagRow.document_id).join(DocumentRow).where(IS_LIVE)
+        with reading(self.sql) as current:
+            return by_value(among(current, chosen, TagRow.tag, tags))
+
     def labels(self, rows: Iterable[int]) -> dict[int, tuple[str, str]]:
         """The (external id, domain) of each live document, by primary key."""
         columns = DocumentRow.id, DocumentRow.external_id, DomainRow.name
@@ -204,12 +217,12 @@ class Catalog:
             blob = current.scalars(chosen).one_or_none()
         return None if blob is None else unpacked(blob)
 
-    def token_blocks(self, rows: Iterable[int]) -> Iterator[NDArray[np.uint32]]:
-        """Yield the token ids of the documents that are still live, each of shape (n,), in any order."""
-        chosen = select(TokensRow.tokens).join(DocumentRow).where(IS_LIVE)
+    def texts(self, rows: Iterable[int]) -> Iterator[tuple[int, NDArray[np.uint32]]]:
+        """Yield primary key and token ids, shape (n,), of the documents that are still live, in any order."""
+        chosen = select(DocumentRow.id, TokensRow.tokens).join(TokensRow).where(IS_LIVE)
         with reading(self.sql) as current:
-            for (blob,) in among(current, chosen, DocumentRow.id, rows):
-                yield unpacked(blob)
+            for row, blob in among(current, chosen, DocumentRow.id, rows):
+                yield row, unpacked(blob)
 
     def pruned(self, rows: Iterable[int]) -> dict[int, PrunedDocument]:
         """What was pruned of these documents, of those that are live and were pruned."""
@@ -225,9 +238,7 @@ class Catalog:
 
     def versions(self, domain: str, ids: Iterable[str]) -> dict[str, StoredVersion]:
         """The live versions of these documents of a domain, by external id."""
-        ids = list(ids)
-        for id in ids:
-            check_name(id, "a document's id")
+        ids = checked_names(ids, "a document's id")
         chosen = live_documents(select(DocumentRow).join(DomainRow), domain=domain)
         with reading(self.sql) as current:
             rows = [row for (row,) in among(current, chosen, DocumentRow.external_id, ids)]
@@ -241,12 +252,8 @@ class Catalog:
 
     def rows_by_content(self, hashes: Iterable[str]) -> dict[str, list[int]]:
         """The primary keys of the live documents with these content hashes, by hash."""
-        found: dict[str, list[int]] = {}
-        chosen = select(DocumentRow.content_hash, DocumentRow.id).where(IS_LIVE)
         with reading(self.sql) as current:
-            for content_hash, row in among(current, chosen, DocumentRow.content_hash, hashes):
-                found.setdefault(content_hash, []).append(row)
-        return found
+            return read_rows_by_content(current, hashes)
 
     def domains(self) -> list[Domain]:
         """Every domain that has a live document, by name."""
@@ -257,9 +264,8 @@ class Catalog:
         """The documents that are not live: being added or removed, or left so by a crash."""
         chosen = select(DocumentRow).where(IS_UNSETTLED).order_by(DocumentRow.start)
         with reading(self.sql) as current:
-            return [
-                PlacedDocument(row.id, row.domain_id, row.start, row.stop) for row in current.scalars(chosen)
-            ]
+            rows = current.scalars(chosen)
+            return [PlacedDocument(row.id, row.domain_id, row.start, row.stop) for row in rows]
 
     def problems(self) -> list[str]:
         """What is wrong with the database itself, one line each."""
@@ -271,8 +277,6 @@ class Catalog:
         with reading(self.sql) as current:
             retired = select(DocumentRow.content_hash).where(IS_UNSETTLED, DocumentRow.state == DELETING)
             return set(current.scalars(retired))
-
-    # -- settings
 
     def settings(self, domains: Sequence[str] = ()) -> Mapping[str, Any] | None:
         """The settings saved for exactly this set of domains; empty stands for the whole store."""

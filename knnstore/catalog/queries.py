@@ -20,7 +20,8 @@ from knnstore.checks import check_name
 from knnstore.datastore import POSITION_LIMIT, TOKEN_LIMIT, Metric
 from knnstore.errors import CatalogError
 
-_IDS_A_STATEMENT = 500  # far below SQLite's limit of bound values
+MANY = 500
+"""Values of one statement at most: far below SQLite's limit of bound values."""
 
 PRUNED = (
     select(DocumentRow.id, DocumentRow.start, PrunedRow.representatives, PrunedRow.scale)
@@ -33,7 +34,7 @@ PRUNED = (
 def in_chunks(values: Iterable[Any]) -> Iterator[list[Any]]:
     """Cut values into lists short enough for one SQL statement."""
     listed = list(values)
-    return (listed[at : at + _IDS_A_STATEMENT] for at in range(0, len(listed), _IDS_A_STATEMENT))
+    return (listed[at : at + MANY] for at in range(0, len(listed), MANY))
 
 
 def among(
@@ -45,6 +46,22 @@ def among(
     """The rows of a statement whose column has one of these values, however many these are."""
     for chunk in in_chunks(values):
         yield from current.execute(chosen.where(column.in_(chunk)))
+
+
+def by_value(rows: Iterable[Any]) -> dict[str, list[int]]:
+    """Pairs of a value and a primary key, the keys by value."""
+    found: dict[str, list[int]] = {}
+    for value, row in rows:
+        found.setdefault(value, []).append(row)
+    return found
+
+
+def checked_names(names: Iterable[str], what: str) -> list[str]:
+    """Return names, or raise InputError for the first that nothing can have; see `check_name`."""
+    listed = list(names)
+    for name in listed:
+        check_name(name, what)
+    return listed
 
 
 def utc(moment: datetime) -> datetime:
@@ -85,6 +102,15 @@ def read_tags(current: Session, rows: Iterable[int]) -> dict[int, list[str]]:
     for row, tag in among(current, select(TagRow.document_id, TagRow.tag), TagRow.document_id, rows):
         tags.setdefault(row, []).append(tag)
     return tags
+
+
+def read_rows_by_content(current: Session, hashes: Iterable[str]) -> dict[str, list[int]]:
+    """The primary keys of the live documents with these content hashes, by hash."""
+    wanted = set(hashes)
+    chosen = select(DocumentRow.content_hash, DocumentRow.id).where(IS_LIVE)
+    if len(wanted) > MANY:  # no index has them: all documents are read once, not for each statement
+        return by_value(row for row in current.execute(chosen) if row[0] in wanted)
+    return by_value(among(current, chosen, DocumentRow.content_hash, wanted))
 
 
 def read_documents(current: Session, chosen: Select[DocumentRow, str]) -> list[Document]:

@@ -191,14 +191,21 @@ class CatalogWriter:
         for metadata, tags in wanted.values():
             _check_description(metadata, tags)
         with self._transaction("describe") as current:
-            for row, (metadata, tags) in wanted.items():
-                change = update(DocumentRow).where(DocumentRow.id == row, IS_LIVE).values(attributes=metadata)
-                if current.scalars(change.returning(DocumentRow.id)).one_or_none() is None:
-                    raise DocumentNotFoundError("a document was removed before it could be described")
-                current.execute(delete(TagRow).where(TagRow.document_id == row))
-                current.add_all(TagRow(document_id=row, tag=tag) for tag in tags)
-            if wanted:
-                _reveal(current)
+            if not wanted:
+                return
+            live = select(DocumentRow.id).where(IS_LIVE)
+            if sum(1 for _ in among(current, live, DocumentRow.id, wanted)) < len(wanted):
+                raise DocumentNotFoundError("a document was removed before it could be described")
+            current.execute(
+                update(DocumentRow),
+                [{"id": row, "attributes": metadata} for row, (metadata, _) in wanted.items()],
+            )
+            for chunk in in_chunks(wanted):
+                current.execute(delete(TagRow).where(TagRow.document_id.in_(chunk)))
+            current.add_all(
+                TagRow(document_id=row, tag=tag) for row, (_, tags) in wanted.items() for tag in tags
+            )
+            _reveal(current)
 
     def save_settings(self, domains: Iterable[str], payload: Mapping[str, Any]) -> None:
         """Save settings for exactly this set of domains, none of which is the whole store; {} drops them."""

@@ -1,6 +1,6 @@
 """What a search finds, and how several searches become one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,6 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knnstore.datastore.arrays import Distances, Ids
+
+_COLUMNS_HELD = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,3 +128,15 @@ def merge(parts: Sequence[Neighbors], queries: int, k: int) -> Neighbors:
     if len(parts) == 1 and parts[0].ids.shape[1] <= k:
         return parts[0].padded(k)
     return Neighbors.joined(parts).nearest(k)
+
+
+def merge_many(parts: Iterable[Neighbors], queries: int, k: int) -> Neighbors:
+    """What `merge` gives, holding some multiple of k columns at a time, however many parts there are."""
+    held: list[Neighbors] = []
+    columns = 0
+    for part in parts:
+        held.append(part)
+        columns += part.ids.shape[1]
+        if columns > _COLUMNS_HELD * k:
+            held, columns = [merge(held, queries, k)], k
+    return merge(held, queries, k)

@@ -124,8 +124,13 @@ class IdRanges:
         Returns:
             int64, shape (s, 2): half-open row slices, ascending and disjoint, none empty.
         """
-        slices = np.searchsorted(sorted_ids, self._pairs())
+        if not len(sorted_ids):
+            return np.empty((0, 2), np.int64)
+        # Ranges are many where documents are; most are not among these ids.
+        first = np.searchsorted(self.stops, sorted_ids[0], side="right")
+        last = np.searchsorted(self.starts, sorted_ids[-1], side="right")
+        slices = np.searchsorted(sorted_ids, self._pairs(slice(first, last)))
         return slices[slices[:, 0] < slices[:, 1]]
 
-    def _pairs(self) -> NDArray[np.int64]:
-        return np.stack([self.starts, self.stops], axis=1)
+    def _pairs(self, which: slice = slice(None)) -> NDArray[np.int64]:
+        return np.stack([self.starts[which], self.stops[which]], axis=1)

@@ -3,17 +3,19 @@
 import logging
 
 import numpy as np
-from numpy.typing import NDArray
 
 from knnstore.catalog import Catalog, PlacedDocument, Snapshot
 from knnstore.datastore import Datastore, Ids, SupportsVerify, positions_of, ranges_of, tokens_of
 from knnstore.errors import CatalogError, KnnstoreError
 from knnstore.store.fitted import files_in_use, problem_of
 from knnstore.store.home import Home
+from knnstore.store.provenance import Tokens
 from knnstore.store.soundness import checking, reading_on
 from knnstore.store.view import View
 
 _logger = logging.getLogger(__name__)
+
+_NO_TOKENS: Tokens = np.zeros(0, np.uint32)
 
 
 def problems_of(home: Home, catalog: Catalog, view: View) -> list[str]:
@@ -55,28 +57,32 @@ def _compare(catalog: Catalog, datastore: Datastore, unsettled: list[PlacedDocum
     records = np.zeros(len(snapshot.rows), np.int64)
     wrong = np.zeros(len(snapshot.rows), bool)
     foreign = [np.zeros(0, np.int64)]
-    text: tuple[int, NDArray[np.uint32] | None] = (-1, None)  # the document read last
     stored = catalog.checksums()
     checked = checking(snapshot, stored)
-    for ids, keys, groups in datastore.iterate():
-        checked.add(ids, keys)
-        foreign.append(_orphans(ids, snapshot))
+    texts: dict[int, Tokens] = {}
+    for every_id, every_key, every_group in datastore.iterate():
+        checked.add(every_id, every_key)
+        every_document = snapshot.documents_at(positions_of(every_id))
+        owned = every_document >= 0
+        foreign.append(every_id[~owned])
+        ids, groups, at = every_id[owned], every_group[owned], every_document[owned]
         positions = positions_of(ids)
-        at = snapshot.documents_at(positions)
-        left = np.ones(len(ids), bool) if representatives is None else representatives.has_record(positions)
-        for document in np.unique(at[at >= 0]).tolist():
-            mine = at == document
-            if text[0] != document:
-                text = (document, _text(catalog, snapshot, document))
-            offsets = positions[mine] - snapshot.starts[document]
-            records[document] += len(offsets)
-            wrong[document] |= (
-                text[1] is None
-                or bool((offsets < first).any())
-                or not left[mine].all()
-                or bool((text[1][offsets] != tokens_of(ids[mine])).any())
-                or bool((groups[mine] != snapshot.groups[document]).any())
-            )
+        documents, which, counts = np.unique(at, return_inverse=True, return_counts=True)
+        records[documents] += counts
+        # Of the documents read last, the last one may go on here.
+        texts = {document: texts[document] for document in documents.tolist() if document in texts}
+        texts |= _texts(catalog, snapshot, [at for at in documents.tolist() if at not in texts])
+        read = [texts.get(document, _NO_TOKENS) for document in documents.tolist()]
+        lengths = np.array([len(tokens) for tokens in read], np.int64)
+        origins = np.cumsum(lengths) - lengths
+        offsets = positions - snapshot.starts[at]
+        there = (first <= offsets) & (offsets < lengths[which])
+        if representatives is not None:
+            there &= representatives.has_record(positions)
+        there &= groups == snapshot.groups[at]
+        tokens = np.concatenate([_NO_TOKENS, *read])
+        there[there] = tokens[(origins[which] + offsets)[there]] == tokens_of(ids[there])
+        wrong[at[~there]] = True
     wrong |= records != snapshot.records
     names = catalog.labels(snapshot.rows[wrong].tolist())  # not of what was removed meanwhile
     problems = [
@@ -90,8 +96,8 @@ def _compare(catalog: Catalog, datastore: Datastore, unsettled: list[PlacedDocum
     ]
     orphans = np.concatenate(foreign)
     if len(orphans):  # a writer may have been at work since
-        for documents in (unsettled, catalog.unsettled()):
-            bounds = np.array([(d.start, d.stop) for d in documents], np.int64).reshape(-1, 2)
+        for placed in (unsettled, catalog.unsettled()):
+            bounds = np.array([(d.start, d.stop) for d in placed], np.int64).reshape(-1, 2)
             orphans = orphans[~ranges_of(bounds[:, 0], bounds[:, 1]).contains(orphans)]
         orphans = _orphans(orphans, catalog.snapshot())
     if len(orphans):
@@ -99,14 +105,26 @@ def _compare(catalog: Catalog, datastore: Datastore, unsettled: list[PlacedDocum
     return problems
 
 
-def _text(catalog: Catalog, snapshot: Snapshot, document: int) -> NDArray[np.uint32] | None:
-    """The tokens of a document, None where they are not what they were."""
+def _texts(catalog: Catalog, snapshot: Snapshot, documents: list[int]) -> dict[int, Tokens]:
+    """The tokens of some documents, but for those whose tokens are not what they were."""
+    rows = snapshot.rows[documents].tolist()
     try:
-        tokens = catalog.tokens(int(snapshot.rows[document]))
+        read = dict(catalog.texts(rows))
+    except CatalogError:  # some of them are damaged
+        read = {row: tokens for row in rows if (tokens := _text(catalog, row)) is not None}
+    lengths = snapshot.stops[documents] - snapshot.starts[documents]
+    return {
+        document: read[row]
+        for document, row, length in zip(documents, rows, lengths.tolist(), strict=True)
+        if row in read and len(read[row]) == length
+    }
+
+
+def _text(catalog: Catalog, row: int) -> Tokens | None:
+    try:
+        return catalog.tokens(row)
     except CatalogError:
         return None
-    whole = tokens is not None and len(tokens) == snapshot.stops[document] - snapshot.starts[document]
-    return tokens if whole else None
 
 
 def _orphans(ids: Ids, snapshot: Snapshot) -> Ids:

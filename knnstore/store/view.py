@@ -98,7 +98,7 @@ class View:
             return latest[1]
         counts = np.zeros(vocabulary, np.int64)
         chosen = self.snapshot.rows[self._chosen(selection)]
-        for tokens in self._catalog.token_blocks(chosen.tolist()):
+        for tokens in _joined(self._catalog.texts(chosen.tolist()), vocabulary):
             if tokens.max(initial=0) >= vocabulary:
                 raise CatalogError(
                     "the catalog is damaged: a token is outside the vocabulary; see `knnstore verify`"
@@ -139,9 +139,9 @@ class View:
         if selection.domains is not None:
             chosen &= np.isin(snapshot.groups, [self._group(name) for name in selection.domains])
         if selection.tags is not None:
-            chosen &= self._among(row for tag in selection.tags for row in self._catalog.rows(tag=tag))
+            chosen &= self._among(chain(*self._catalog.rows_by_tag(selection.tags).values()))
         if selection.documents is not None:
-            chosen &= self._among(row for id in selection.documents for row in self._rows_of(id))
+            chosen &= self._among(self._rows_of(selection.documents))
         if selection.exclude:
             chosen &= ~self._among(chain(*self._catalog.rows_by_content(selection.exclude).values()))
         return chosen
@@ -152,11 +152,25 @@ class View:
             raise DomainNotFoundError(f"no domain {domain!r} in the store; there are: {there}")
         return self.snapshot.domains[domain]
 
-    def _rows_of(self, id: str) -> list[int]:
-        rows = self._catalog.rows(id=id)
-        if not rows:
-            raise DocumentNotFoundError(f"no document {id!r} in the store")
-        return rows
+    def _rows_of(self, ids: Collection[str]) -> list[int]:
+        rows = self._catalog.rows_by_id(ids)
+        for id in ids:
+            if id not in rows:
+                raise DocumentNotFoundError(f"no document {id!r} in the store")
+        return list(chain.from_iterable(rows.values()))
 
     def _among(self, rows: Iterable[int]) -> NDArray[np.bool_]:
         return np.isin(self.snapshot.rows, np.fromiter(rows, np.int64))
+
+
+def _joined(texts: Iterable[tuple[int, NDArray[np.uint32]]], least: int) -> Iterator[NDArray[np.uint32]]:
+    """The tokens of texts in blocks of so many at least, but for the last."""
+    held, size = [np.zeros(0, np.uint32)], 0
+    for _, tokens in texts:
+        held.append(tokens)
+        size += len(tokens)
+        if size >= least:
+            yield np.concatenate(held)
+            held, size = [], 0
+    if held:
+        yield np.concatenate(held)

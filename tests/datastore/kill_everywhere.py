@@ -13,14 +13,16 @@ from pathlib import Path
 
 import numpy as np
 
-from knnstore import durable as files
-from knnstore import failpoints
+from knnstore import durable, failpoints
 from knnstore.datastore.arrays import Metric
+from knnstore.datastore.embedded import files
 from knnstore.datastore.embedded import log as segments
+from knnstore.datastore.embedded import manifest as manifests
 from knnstore.datastore.embedded.log import KeySegments
+from knnstore.datastore.embedded.manifest import Manifest
 from knnstore.datastore.ranges import IdRanges
 
-SOURCE = Path(files.__file__).read_text() + Path(segments.__file__).read_text()
+SOURCE = "".join(Path(module.__file__).read_text() for module in (durable, files, segments))
 NAMES = sorted(
     {
         *re.findall(r'failpoint\("([\w.]+)"\)', SOURCE),
@@ -29,6 +31,7 @@ NAMES = sorted(
     }
 )
 STEPS = 5
+manifests.PART_SIZE = 1
 
 
 def opened(root: Path) -> KeySegments:
@@ -53,7 +56,7 @@ def state(root: Path) -> dict[int, tuple[float, int]]:
     """Everything in the store, after a writer has recovered it and with all checksums right."""
     with closing(opened(root)) as store:
         assert store.verify() == []
-        named = {name for s in store.snapshot() for name in s.entry.file_names()}
+        named = Manifest.read(root).file_names()
         assert named == {f"{p.parent.name}/{p.name}" for p in root.glob("*/*")}, "leaked files"
         return {
             i: (key, group)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -190,8 +191,8 @@ def test_a_manifest_that_vanishes_while_it_is_read_is_said_to_be_missing(
     sorted(store.rglob("*.keys"))[0].unlink()
     read = Manifest.read
 
-    def read_and_remove(root: Path) -> Manifest:
-        manifest = read(root)
+    def read_and_remove(root: Path, *known: Any) -> Manifest:
+        manifest = read(root, *known)
         (root / "manifest.json").unlink()
         return manifest
 

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from knnstore.datastore.arrays import Metric
 from knnstore.datastore.embedded import log as segments_module
+from knnstore.datastore.embedded import manifest as manifest_module
 from knnstore.datastore.embedded.log import KeySegments
 from knnstore.datastore.ranges import IdRanges
 from knnstore.errors import (
@@ -131,6 +132,7 @@ class AgainstDictionary(RuleBasedStateMachine):
 def test_against_dictionary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, buffer_size: int) -> None:
     monkeypatch.setattr(segments_module, "BUFFER_SIZE", buffer_size)
     monkeypatch.setattr(segments_module, "_MANY_SEGMENTS", 4)
+    monkeypatch.setattr(manifest_module, "PART_SIZE", 2)
     machine = type("Machine", (AgainstDictionary,), {"base": tmp_path})
     machine.TestCase.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
     machine.TestCase().runTest()

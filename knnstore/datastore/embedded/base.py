@@ -1,7 +1,7 @@
 """What the adapters of libraries that run in the process share: all but the index."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from knnstore.datastore.embedded.locks import ReadersWriterLock
 from knnstore.datastore.embedded.log import KeySegments
 from knnstore.datastore.embedded.owners import read_owner, write_owner
 from knnstore.datastore.embedded.segment import Segment
-from knnstore.datastore.neighbors import Neighbors, merge
+from knnstore.datastore.neighbors import Neighbors, merge_many
 from knnstore.datastore.protocol import BATCH_SIZE, Mode
 from knnstore.datastore.ranges import IdRanges
 from knnstore.datastore.reading import read_keys
@@ -52,8 +52,7 @@ class EmbeddedDatastore(ABC):
         self._dim = dim
         self._metric = metric
         self._lock = ReadersWriterLock()
-        self._held: tuple[Segment, ...] | None = None
-        self._by_group: dict[int, list[Segment]] = {}
+        self._held: Mapping[int, Sequence[Segment]] = {}
         self._indexes: dict[int, GroupIndex] = {}
         self._damaged: set[StoredFile] = set()
 
@@ -147,7 +146,6 @@ class EmbeddedDatastore(ABC):
                 if damaged == known:
                     raise
                 known = damaged
-                self._segments.renew()
         if len(queries) and (found.ids[:, 0] < 0).all():
             for part in self._segments.damaged():
                 if part.group in groups if groups is not None else ids is None or part.ids & ids:
@@ -184,7 +182,7 @@ class EmbeddedDatastore(ABC):
 
     def abandon(self, part: DamagedPart) -> None:
         """Give up the records of a damaged part; see `SupportsDamage.abandon`."""
-        self._segments.abandon(part.name)
+        self._segments.abandon(part)
 
     def optimize(self) -> None:
         """Merge segments, reclaim the space of deleted records, and make anew what is derived and lacks.
@@ -201,7 +199,7 @@ class EmbeddedDatastore(ABC):
                 except CorruptDatastoreError:
                     if segment.columns.problem is None:
                         raise
-        self._segments.readable()  # says what turned out to be damaged
+        self._segments.by_group()  # says what turned out to be damaged
 
     def vacuum(self) -> None:
         """Rewrite what holds deleted records, and the indexes over it; see `SupportsVacuum.vacuum`."""
@@ -215,7 +213,7 @@ class EmbeddedDatastore(ABC):
     def close(self) -> None:
         """Flush, if opened for writing, and release everything."""
         with self._lock.writing():
-            self._indexes, self._by_group, self._held = {}, {}, None
+            self._indexes, self._held = {}, {}
             self._segments.close()
 
     def __enter__(self) -> Self:
@@ -231,9 +229,11 @@ class EmbeddedDatastore(ABC):
         while True:
             with self._lock.reading():
                 # What was newest when this search began is new enough: a busy writer delays no search.
-                if (updated or self._segments.snapshot() is self._held) and self._ready(groups):
-                    parts = [self._indexes[group].search(queries, k, ids) for group in self._chosen(groups)]
-                    return merge(parts, len(queries), k)
+                if (updated or self._segments.by_group() is self._held) and self._ready(groups):
+                    chosen = [self._indexes[group] for group in self._chosen(groups)]
+                    # A group is not asked for more than it has, so that small ones take no room.
+                    parts = (index.search(queries, min(k, index.rows), ids) for index in chosen)
+                    return merge_many(parts, len(queries), k)
             with self._lock.writing():
                 self._update(groups)
             updated = True
@@ -256,11 +256,13 @@ class EmbeddedDatastore(ABC):
 
     def _chosen(self, groups: frozenset[int] | None) -> list[int]:
         """The groups to search that have records."""
-        return [group for group in self._by_group if groups is None or group in groups]
+        if groups is None:
+            return list(self._held)
+        return [group for group in sorted(groups) if group in self._held]
 
     def _ready(self, groups: frozenset[int] | None) -> bool:
         return all(
-            group in self._indexes and self._indexes[group].holds(self._by_group[group])
+            group in self._indexes and self._indexes[group].holds(self._held[group])
             for group in self._chosen(groups)
         )
 
@@ -268,9 +270,8 @@ class EmbeddedDatastore(ABC):
         """Bring the indexes of some groups to the newest records; runs beside no search."""
         while True:
             # The newest, not those that made the caller come: another thread may have been here meanwhile.
-            self._held = self._segments.snapshot()
-            self._by_group = self._segments.by_group()
-            for group in set(self._indexes) - set(self._by_group):
+            self._held = self._segments.by_group()
+            for group in self._indexes.keys() - self._held.keys():
                 del self._indexes[group]
             with suppress(FileNotFoundError):  # a writer replaced an index while a reader opened it
                 for group in self._chosen(groups):
@@ -278,5 +279,6 @@ class EmbeddedDatastore(ABC):
                         exact = ExactIndex(self._dim, self._metric, self._nearest)
                         new = GroupIndex(exact, self._open_index, self._is_indexed, self._damaged)
                         self._indexes[group] = new
-                    self._indexes[group].update(self._by_group[group])
+                    if not self._indexes[group].holds(self._held[group]):
+                        self._indexes[group].update(self._held[group])
                 return

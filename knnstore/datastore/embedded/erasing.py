@@ -10,7 +10,7 @@ from knnstore.datastore.embedded.owners import OWNER_FILES
 from knnstore.durable import WriterLock, remove, sync_directory
 
 FOLDERS = ("segments", "indexes")
-_OWN_FILE = re.compile(r"\d{8}\.(keys|ids|digests|index)")
+_OWN_FILE = re.compile(r"\d{8}\.(keys|ids|digests|index|part)")
 
 
 def make_folders(root: Path) -> None:

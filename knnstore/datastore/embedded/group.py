@@ -66,6 +66,8 @@ class GroupIndex:
         self._missing: set[StoredFile] = set()
         self._indexes: list[SegmentIndex] = []
         self._segments: Sequence[Segment] = ()
+        self.rows = 0
+        """How many are live."""
 
     def holds(self, segments: Sequence[Segment]) -> bool:
         """Whether these are the segments of the last `update`."""
@@ -82,7 +84,8 @@ class GroupIndex:
         """
         self._segments = ()
         known = {index.file: index for index in self._indexes}
-        indexed = self._is_indexed(sum(segment.live for segment in segments))
+        self.rows = sum(segment.live for segment in segments)
+        indexed = self._is_indexed(self.rows)
         pairs = [(segment, self._index_of(segment, known) if indexed else None) for segment in segments]
         self._exact.update([segment for segment, index in pairs if index is None])
         self._indexes = [index for _, index in pairs if index is not None]

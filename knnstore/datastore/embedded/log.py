@@ -5,45 +5,44 @@ precision, `.ids`), and one manifest that names them. Adding appends segments, d
 in the manifest, and merging rewrites segments; each becomes real at once when the next manifest is published.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from knnstore.datastore.arrays import Groups, Ids, Keys, Metric
-from knnstore.datastore.embedded.derived import write_digests, write_index
-from knnstore.datastore.embedded.erasing import FOLDERS, make_folders, remove_strays
+from knnstore.datastore.arrays import DamagedPart, Groups, Ids, Keys, Metric
+from knnstore.datastore.embedded.erasing import FOLDERS
+from knnstore.datastore.embedded.files import SegmentFiles, write_digests, writing
 from knnstore.datastore.embedded.manifest import IndexEntry, Manifest
 from knnstore.datastore.embedded.merging import (
     file_names,
     merge_plan,
     stored_keys,
     with_buffered,
+    without_rows,
     write_segment,
 )
 from knnstore.datastore.embedded.reader import SegmentReader
 from knnstore.datastore.embedded.segment import Segment
 from knnstore.datastore.ranges import IdRanges
-from knnstore.durable import WriterLock, remove, sync_directory
+from knnstore.durable import WriterLock, sync_directory
 from knnstore.errors import (
     ConfigError,
     CorruptDatastoreError,
     DatastoreClosedError,
-    DatastoreError,
     DatastoreExistsError,
     DatastoreNotFoundError,
     ReadOnlyError,
 )
-from knnstore.failpoints import failpoint
-from knnstore.space import kind_of
 
 BUFFER_SIZE = 16 << 20
 """Bytes of keys that `append` keeps in memory before it writes them as a segment."""
 
 _MANY_SEGMENTS = 32  # of one group; from here on flush merges the small ones
+_MANY_FILES = 30_000  # in all; from here on it merges a group's as soon as they are more than ...
+_FEW_SEGMENTS = 4  # ... for a process may have 65,530 maps, and each segment takes two
 _SPARSE = 0.25  # share of dead rows from which a segment is rewritten
 
 
@@ -64,7 +63,7 @@ class KeySegments(SegmentReader):
         ConfigError: dim is below 1.
         DatastoreNotFoundError, DatastoreExistsError, DatastoreMismatchError, LockedError: see
             `Datastore.open`.
-        CorruptDatastoreError: the manifest is damaged.
+        CorruptDatastoreError: the manifest or a part of it is damaged.
     """
 
     def __init__(self, root: Path, dim: int, metric: Metric, mode: Literal["r", "a", "x"]) -> None:
@@ -72,13 +71,14 @@ class KeySegments(SegmentReader):
             raise ConfigError(f"dim must be at least 1, got {dim}")
         super().__init__(root)
         self._lock: WriterLock | None = None
-        self._dirty = False
+        self._changed: set[int] = set()  # groups, since the last manifest
+        self._buffered: set[int] = set()  # groups with segments in memory
         if mode == "r":
             self._manifest = self._load()
             self._check_same(dim, metric)
         else:
             self._follows = False
-            with self._writing():
+            with writing(self.root):
                 root.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = WriterLock(root)
             try:
@@ -87,7 +87,7 @@ class KeySegments(SegmentReader):
             except BaseException:
                 self._lock.release()
                 raise
-        self._next_number = self._manifest.next_number
+        self._highest_id = max((entry.last_id for entry in self._manifest.segments), default=-1)  # on disk
 
     # -- changing
 
@@ -97,43 +97,52 @@ class KeySegments(SegmentReader):
         if not len(ids):
             return
         with self._mutex:
-            buffered_size = sum(s.columns.keys.nbytes for s in self._segments if s.entry is None)
-            if buffered_size + keys.nbytes // 2 > BUFFER_SIZE:
+            buffered = [s for group in self._buffered for s in self._groups[group] if s.entry is None]
+            if sum(s.columns.keys.nbytes for s in buffered) + keys.nbytes // 2 > BUFFER_SIZE:
                 self._spill()
             order = np.argsort(ids, kind="stable")
             ids, groups = ids[order], groups[order]
-            segments = [segment.without(segment.rows_with(ids)) for segment in self._segments]
+            # A store's ids ascend, so that what is on disk need not be looked at.
+            among = self._buffered if ids[0] > self._highest_id else self._groups
+            changed = without_rows(
+                self._groups, among, int(ids[0]), int(ids[-1]), lambda segment: segment.rows_with(ids)
+            )
             for group in np.unique(groups).tolist():
                 mine = groups == group
                 fresh = Segment.in_memory(group, ids[mine], stored_keys(keys[order[mine]]))
-                segments = with_buffered(segments, fresh)
-            self._segments = tuple(segments)
-            self._dirty = True
+                changed[group] = with_buffered(changed.get(group, self._groups.get(group, ())), fresh)
+            self._put(changed)
 
     def delete(self, ids: IdRanges) -> None:
         """Remove the records in some id ranges."""
         self._check_writable()
+        if not ids:
+            return
         with self._mutex:
-            before = self.count()
-            self._segments = tuple(s.without(s.rows_known(ids)) for s in self._segments)
-            self._dirty |= self.count() < before
+            first, last = int(ids.starts[0]), int(ids.stops[-1]) - 1
+            self._put(
+                without_rows(self._groups, self._groups, first, last, lambda segment: segment.rows_known(ids))
+            )
 
-    def abandon(self, name: str) -> None:
+    def abandon(self, part: DamagedPart) -> None:
         """Give up a damaged segment, durably."""
         self._check_writable()
         with self._mutex:
-            self._segments = tuple(s for s in self._segments if not s.entry or s.entry.name != name)
+            found = self._groups.get(part.group, ())
+            self._put({part.group: [s for s in found if not s.entry or s.entry.name != part.name]})
             self._publish()
 
     def flush(self) -> None:
         """Make everything durable; merges small segments where a group has very many."""
         self._check_writable()
         with self._mutex:
-            if self._dirty:
+            changed = sorted(self._changed)
+            if changed:
                 self._publish()
-            many = [group for group, found in self.by_group().items() if len(found) > _MANY_SEGMENTS]
-            for group in many:
-                self._merge(group, ratio=2, indexed=False)
+            many = _MANY_SEGMENTS if len(self._on_disk) <= _MANY_FILES else _FEW_SEGMENTS
+            for group in changed:
+                if len(self._groups.get(group, ())) > many:
+                    self._merge(group, ratio=2, indexed=False)
 
     def compact(self, *, ratio: int) -> None:
         """Reclaim the space of dead rows and merge each group's segments.
@@ -150,16 +159,16 @@ class KeySegments(SegmentReader):
 
     def write_digests(self, segment: Segment) -> None:
         """Make the digests of a segment's keys anew, durably, if they are lost."""
-        with self._mutex, self._writing():
+        with self._mutex, writing(self.root):
             write_digests(self.root, segment)
 
     def vacuum(self) -> None:
         """Rewrite every segment that has dead rows, so that no file holds any of them."""
         self.flush()
-        with self._mutex, self._writing():
+        with self._mutex, writing(self.root):
             for segment in [segment for segment in self.readable() if segment.dead]:
                 self._rewrite([segment])
-            if self._dirty:
+            if self._changed:
                 self._publish()
             for folder in FOLDERS:  # else a power loss brings back what was removed, now or earlier
                 sync_directory(self.root / folder)
@@ -169,16 +178,14 @@ class KeySegments(SegmentReader):
     ) -> None:
         """Attach an index to a segment, durably; `write` must create the file at the path it is given."""
         self._check_writable()
-        with self._mutex, self._writing():
+        with self._mutex, writing(self.root):
             assert segment.entry is not None, "flush first"
-            name = f"indexes/{self._number()}.index"
-            stored = write_index(self.root, name, write)
-            self._on_disk.add(name)
+            stored = self._files.write_index(write)
             self._hashed.add(stored)
             entry = replace(segment.entry, index=IndexEntry(stored, parameters))
-            self._segments = tuple(
-                replace(s, entry=entry) if s.columns is segment.columns else s for s in self._segments
-            )
+            found = self._groups.get(segment.group, ())
+            indexed = [replace(s, entry=entry) if s.columns is segment.columns else s for s in found]
+            self._put({segment.group: indexed})
             self._publish()
 
     def close(self) -> None:
@@ -192,12 +199,12 @@ class KeySegments(SegmentReader):
             self._closed = True
             if self._lock is not None:
                 self._lock.release()
-            self._segments = ()
+            self._groups, self._sound = {}, ({}, 0, {})
 
     # -- inside
 
     def _open_for_writing(self, dim: int, metric: Metric, *, create_only: bool) -> Manifest:
-        with self._writing():
+        with writing(self.root):
             try:
                 manifest = Manifest.read(self.root)
             except DatastoreNotFoundError:
@@ -207,30 +214,28 @@ class KeySegments(SegmentReader):
             else:
                 if create_only:
                     raise DatastoreExistsError(f"a datastore is already at {self.root}")
-            self._segments = self._mapped(manifest)
-            self._on_disk = manifest.file_names()
-            make_folders(self.root)
-            remove_strays(self.root, self._on_disk)
+            self._groups = self._mapped(manifest)
+            self._files = SegmentFiles(self.root, manifest)
+            self._on_disk = self._files.on_disk
+            self._files.settle()
         return manifest
 
     def _spill(self) -> None:
         """Write what is buffered as segments that no manifest names yet."""
-        for found in self.by_group().values():
-            buffered = [segment for segment in found if segment.entry is None]
-            if buffered:
-                with self._writing():
-                    self._swap(buffered, self._write(buffered))
-        self._segments = tuple(segment for segment in self._segments if segment.entry or segment.live)
+        for group in sorted(self._buffered):
+            buffered = [segment for segment in self._groups[group] if segment.entry is None]
+            with writing(self.root):
+                self._swap(buffered, self._write(buffered))
 
     def _merge(self, group: int, *, ratio: int, indexed: bool) -> None:
         """Merge neighbors until each is `ratio` times as large as the next; an index is dear and may stay."""
-        found = [segment for segment in self.by_group().get(group, []) if indexed or segment.index is None]
+        found = [segment for segment in self.by_group().get(group, ()) if indexed or segment.index is None]
         for run in merge_plan(found, ratio):
             self._replace(run)
 
     def _replace(self, segments: Sequence[Segment]) -> None:
         """Rewrite the live rows of some segments as one, durably, and remove the old files."""
-        with self._writing():
+        with writing(self.root):
             self._rewrite(segments)
             self._publish()
 
@@ -244,57 +249,50 @@ class KeySegments(SegmentReader):
 
     def _swap(self, old: Sequence[Segment], new: Segment) -> None:
         gone = {id(segment.columns) for segment in old}
-        kept = [segment for segment in self._segments if id(segment.columns) not in gone]
-        self._segments = (*kept, new)
-        self._dirty = True
+        kept = [segment for segment in self._groups[new.group] if id(segment.columns) not in gone]
+        self._put({new.group: [*kept, new]})
+
+    def _put(self, changed: Mapping[int, Sequence[Segment]]) -> None:
+        """Let groups have these segments, without those that are dead; the next manifest says so."""
+        groups = dict(self._groups)
+        for group, found in changed.items():
+            groups[group] = tuple(segment for segment in found if segment.live)
+            in_memory = any(segment.entry is None for segment in groups[group])
+            (self._buffered.add if in_memory else self._buffered.discard)(group)
+            if not groups[group]:
+                del groups[group]
+        self._groups = groups
+        self._changed |= changed.keys()
 
     def _write(self, segments: Sequence[Segment]) -> Segment:
         """Write the live rows of segments of one group as a new one, without naming it in a manifest."""
-        name = self._number()
-        self._on_disk.update(file_names(name))  # should this fail, the next success removes them
-        return write_segment(self.root, name, segments, self._manifest.dim)
+        name = self._files.number()
+        self._files.made(*file_names(name))  # should this fail, the next success removes them
+        written = write_segment(self.root, name, segments, self._manifest.dim, self._aside)
+        self._highest_id = max(self._highest_id, written.last_id)
+        return written
 
     def _publish(self) -> None:
         """Make the current segments the datastore, durably; then remove the files of former ones."""
         self._spill()  # a manifest that marks rows dead must name those that replace them
-        with self._writing():
-            named = [
-                replace(segment, entry=replace(segment.entry, dead=tuple(segment.dead)))
-                for segment in self._segments
-                if segment.entry and segment.live
-            ]
-            manifest = replace(
-                self._manifest,
-                next_number=self._next_number,
-                segments=tuple(segment.entry for segment in named if segment.entry),
+        with writing(self.root):
+            now = {
+                group: tuple(
+                    replace(segment, entry=replace(segment.entry, dead=tuple(segment.dead)))
+                    for segment in self._groups.get(group, ())
+                    if segment.entry
+                )
+                for group in sorted(self._changed)
+            }
+            self._manifest = self._files.publish(
+                {group: [s.entry for s in found if s.entry] for group, found in now.items()}
             )
-            failpoint("segments.publish")
-            manifest.write(self.root)
-            self._manifest = manifest
-            self._segments = tuple(named)
-            self._dirty = False
-            for name in sorted(self._on_disk - manifest.file_names()):
-                remove(self.root / name)
-                self._on_disk.discard(name)
-
-    def _number(self) -> str:
-        number, self._next_number = self._next_number, self._next_number + 1
-        return f"{number:08d}"
+            self._groups = {**self._groups, **{group: found for group, found in now.items() if found}}
+            self._changed.clear()
+            self._files.remove_unnamed()
 
     def _check_writable(self) -> None:
         if self._closed:
             raise DatastoreClosedError(f"{self.root} was closed")
         if self._lock is None:
             raise ReadOnlyError(f"{self.root} was opened with mode 'r'")
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            if isinstance(error, DatastoreError):  # some are both
-                raise
-            raise kind_of(error)(
-                f"cannot write {error.filename or self.root}: {error.strerror}; what was flushed is safe: "
-                "free space or repair the disk, then flush again"
-            ) from error

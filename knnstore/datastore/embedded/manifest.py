@@ -1,24 +1,39 @@
-"""The manifest: the one small file that says which files are the datastore."""
+"""The manifest: the one small file that says which files are the datastore.
+
+It stays small where segments are many: most of them are then listed in *parts*, immutable files that the
+manifest names as it names those of a segment. A change writes anew the parts that list what it changes.
+"""
 
 import hashlib
 import json
 import os
 import re
-from dataclasses import asdict, dataclass
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from knnstore.datastore.arrays import Metric
+from knnstore.datastore.embedded.mapped import MappedFile
 from knnstore.datastore.records import ID_LIMIT
 from knnstore.durable import StoredFile, publish
 from knnstore.errors import CorruptDatastoreError, DatastoreNotFoundError
 
 _FILE = re.compile(r"(segments|indexes)/\d{8,}\.(keys|ids|digests|index)")
+_PART = re.compile(r"segments/\d{8,}\.part")
+_NAME = re.compile(r"\d{8,}")
 _SHA256 = re.compile("[0-9a-f]{64}")
+_KEY_SIZES = {"float16": 2, "float32": 4}  # bytes of a component
+_SENSELESS = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # it was made so
 
-FORMAT = 1
+FORMAT = 2
+"""1 has no parts, and is what is written where there are none."""
+
 NAME = "manifest.json"
+PART_SIZE = 64
+"""Segments of a part; the manifest itself lists fewer than twice as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +73,42 @@ class SegmentEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class ManifestPart:
+    """Segments that are listed in a file of their own."""
+
+    file: StoredFile
+    segments: tuple[SegmentEntry, ...]
+    names: frozenset[str]
+    """Of the segments."""
+
+    @classmethod
+    def write(cls, segments: Sequence[SegmentEntry], write: Callable[[bytes], StoredFile]) -> Self:
+        """List segments in a new file, which `write` makes durable."""
+        text = _canonical(segments)
+        return cls(write(text.encode()), tuple(segments), frozenset(entry.name for entry in segments))
+
+    @classmethod
+    def read(cls, root: Path, file: StoredFile, dim: int) -> Self:
+        """Read and check a part of a datastore of vectors of `dim` components.
+
+        Raises:
+            CorruptDatastoreError: it is lost or damaged.
+        """
+        try:
+            mapped = MappedFile(root, file)
+            mapped.check()
+        except (CorruptDatastoreError, FileNotFoundError):
+            raise CorruptDatastoreError(
+                f"{root / file.name} is missing or damaged: restore it from a backup"
+            ) from None
+        try:
+            segments = tuple(_segment(entry, dim) for entry in json.loads(mapped.bytes.tobytes()))
+        except _SENSELESS as error:
+            raise _no_sense(root / file.name) from error
+        return cls(file, segments, frozenset(entry.name for entry in segments))
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """Everything about a datastore that is not a row."""
 
@@ -66,20 +117,60 @@ class Manifest:
     next_number: int = 1
     """The number of the next file; never reused, so a name means one content for ever."""
 
-    segments: tuple[SegmentEntry, ...] = ()
+    listed: tuple[SegmentEntry, ...] = ()
+    """The segments that are in no part."""
+
+    parts: tuple[ManifestPart, ...] = ()
+
+    @property
+    def segments(self) -> list[SegmentEntry]:
+        """Every segment, in the order in which they were made."""
+        every = chain(self.listed, *(part.segments for part in self.parts))
+        return sorted(every, key=attrgetter("name"))
 
     def file_names(self) -> set[str]:
-        """Every file that it names."""
-        return {name for entry in self.segments for name in entry.file_names()}
+        """Every file that is named, in parts too."""
+        names = {name for entry in self.segments for name in entry.file_names()}
+        return names.union(part.file.name for part in self.parts)
+
+    def changed(
+        self, gone: Set[str], fresh: Iterable[SegmentEntry], write: Callable[[bytes], StoredFile]
+    ) -> "Manifest":
+        """The manifest without some segments, by name, and with others; new parts are written.
+
+        What it costs depends on how many these are, and hardly on how many segments there are.
+        """
+        kept = tuple(part for part in self.parts if part.names.isdisjoint(gone))
+        opened = (part.segments for part in self.parts if not part.names.isdisjoint(gone))
+        listed = [entry for entry in chain(*opened, self.listed) if entry.name not in gone]
+        listed = sorted([*listed, *fresh], key=attrgetter("name"))
+        parts = []
+        while len(listed) >= 2 * PART_SIZE:
+            parts.append(ManifestPart.write(listed[:PART_SIZE], write))
+            del listed[:PART_SIZE]
+        return replace(self, listed=tuple(listed), parts=(*kept, *parts))
 
     def write(self, root: Path) -> None:
         """Publish atomically and durably; readers see the old manifest or this one."""
-        text = _canonical({"format": FORMAT, **asdict(self)})
+        content: dict[str, Any] = {
+            "format": 1,
+            "dim": self.dim,
+            "metric": self.metric,
+            "next_number": self.next_number,
+            "segments": self.listed,
+        }
+        if self.parts:
+            content |= {"format": FORMAT, "parts": [part.file for part in self.parts]}
+        text = _canonical(content)
         publish(root / NAME, f'{{"sha256":"{_digest(text)}","content":{text}}}'.encode(), "manifest")
 
     @classmethod
-    def read(cls, root: Path) -> "Manifest":
+    def read(cls, root: Path, known: Iterable[ManifestPart] = ()) -> "Manifest":
         """Read and check the manifest.
+
+        Args:
+            root: the datastore's directory.
+            known: parts that were read before and need not be read again.
 
         Raises:
             DatastoreNotFoundError: there is none and no segment either.
@@ -99,14 +190,18 @@ class Manifest:
         if not intact:
             raise CorruptDatastoreError(f"{path} is damaged: restore it from a backup")
         try:
-            if content.pop("format") != FORMAT:
+            if content.pop("format") not in (1, FORMAT):
                 raise CorruptDatastoreError(f"{path} was written by a newer knnstore: upgrade the package")
-            segments = tuple(_segment(entry) for entry in content.pop("segments"))
-            read = cls(metric=Metric(content.pop("metric")), segments=segments, **content)
-            _check(read.next_number > 0 and read.dim > 0)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:  # it was made so
-            raise CorruptDatastoreError(f"{path} makes no sense: restore it from a backup") from error
-        return read
+            dim = content["dim"]
+            _check(_are_numbers(dim, content["next_number"]) and dim > 0 and content["next_number"] > 0)
+            listed = tuple(_segment(entry, dim) for entry in content.pop("segments"))
+            files = [StoredFile(**file) for file in content.pop("parts", [])]
+            _check(all(_PART.fullmatch(file.name) and _is_sound(file) for file in files))
+            there = {part.file: part for part in known}
+            parts = tuple(there.get(file) or ManifestPart.read(root, file, dim) for file in files)
+            return cls(metric=Metric(content.pop("metric")), listed=listed, parts=parts, **content)
+        except _SENSELESS as error:
+            raise _no_sense(path) from error
 
 
 def signature(root: Path) -> tuple[int, int, int]:
@@ -115,7 +210,7 @@ def signature(root: Path) -> tuple[int, int, int]:
     return status.st_ino, status.st_mtime_ns, status.st_size
 
 
-def _segment(entry: dict[str, Any]) -> SegmentEntry:
+def _segment(entry: dict[str, Any], dim: int) -> SegmentEntry:
     index = entry.pop("index")
     read = SegmentEntry(
         keys=StoredFile(**entry.pop("keys")),
@@ -125,15 +220,25 @@ def _segment(entry: dict[str, Any]) -> SegmentEntry:
         **entry,
     )
     # Nothing of a name leads out of the folder, and a number that is none ends no process.
-    _check(all(_FILE.fullmatch(name) for name in read.file_names()))
+    _check(_NAME.fullmatch(read.name) and all(_FILE.fullmatch(name) for name in read.file_names()))
     borders = [0, *(row for rows in read.dead for row in rows), read.rows]
+    _check(_are_numbers(*borders, read.first_id, read.last_id, read.group))
     _check(all(first <= second for first, second in pairwise(borders)))
     _check(0 <= read.first_id <= read.last_id < ID_LIMIT and 0 <= read.group < 1 << 31)
-    _check(read.dtype in ("float16", "float32") and 0 < read.rows <= 1 << 40)
+    _check(read.dtype in _KEY_SIZES and 0 < read.rows <= 1 << 40)
+    _check(read.keys.size == read.rows * dim * _KEY_SIZES[read.dtype] and read.ids.size == read.rows * 8)
     files = [read.keys, read.ids] + ([read.index.file] if read.index else [])
-    _check(all(0 <= file.size < 1 << 60 and _SHA256.fullmatch(file.sha256) for file in files))
+    _check(all(_is_sound(file) for file in files))
     _check(read.index is None or isinstance(read.index.parameters, dict))
     return read
+
+
+def _is_sound(file: StoredFile) -> bool:
+    return _are_numbers(file.size) and 0 <= file.size < 1 << 60 and _SHA256.fullmatch(file.sha256) is not None
+
+
+def _are_numbers(*values: object) -> bool:
+    return all(isinstance(value, int) for value in values)
 
 
 def _check(sound: object) -> None:
@@ -141,8 +246,17 @@ def _check(sound: object) -> None:
         raise ValueError
 
 
-def _canonical(content: dict[str, Any]) -> str:
-    return json.dumps(content, sort_keys=True, separators=(",", ":"))
+def _no_sense(path: Path) -> CorruptDatastoreError:
+    return CorruptDatastoreError(f"{path} makes no sense: restore it from a backup")
+
+
+def _fields(entry: SegmentEntry | IndexEntry | StoredFile) -> dict[str, Any]:
+    """What `asdict` gives, ten times as fast."""
+    return {name: getattr(entry, name) for name in entry.__slots__}
+
+
+def _canonical(content: Any) -> str:
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), default=_fields)
 
 
 def _digest(text: str) -> str:

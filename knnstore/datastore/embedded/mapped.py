@@ -1,7 +1,11 @@
 """Files mapped for reading, checked before their first use."""
 
+import ctypes
+import errno
 import hashlib
+import mmap
 import os
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -9,13 +13,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knnstore.durable import BLOCK, StoredFile
-from knnstore.errors import CorruptDatastoreError
+from knnstore.errors import CorruptDatastoreError, DatastoreError
+
+_C = ctypes.CDLL(None, use_errno=True)
+_C.mmap.restype = ctypes.c_void_p
+_C.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_C.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 _HASHING_THREADS = 2  # hashlib releases the GIL; a second thread nearly doubles the rate
 
 
 class MappedFile:
     """A file mapped for reading; what is used of it is checked once, before its first use.
+
+    The map outlives the file's name and needs no descriptor: a store may have more files than a process
+    may have descriptors.
 
     Args:
         root: the datastore's directory.
@@ -26,6 +38,7 @@ class MappedFile:
     Raises:
         FileNotFoundError: the file is not there; a newer manifest may have replaced it.
         CorruptDatastoreError: its size is wrong.
+        DatastoreError: the system allows no more maps.
     """
 
     def __init__(
@@ -37,7 +50,7 @@ class MappedFile:
             size = os.fstat(opened.fileno()).st_size
             if size != file.size:
                 raise self._damaged(f"has {size} bytes instead of {file.size}")
-            self.bytes: NDArray[np.uint8] = np.memmap(opened, np.uint8, "r")
+            self.bytes = _mapped(self.path, opened.fileno(), size)
         self.checked = trusted
         self.lacks_digests = False
         """The file with the digests of its blocks is lost or damaged."""
@@ -114,3 +127,19 @@ def read_digests(path: Path, of: StoredFile) -> bytes | None:
     except OSError:
         return None
     return digests if hashlib.sha256(digests).hexdigest() == of.sha256 else None
+
+
+def _mapped(path: Path, descriptor: int, size: int) -> NDArray[np.uint8]:
+    """Map a file; the descriptor may be closed then, of which `mmap.mmap` keeps a copy before Python 3.13."""
+    if size == 0:  # there is nothing to map
+        return np.zeros(0, np.uint8)
+    address = _C.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
+    if address == ctypes.c_void_p(-1).value:
+        code = ctypes.get_errno()
+        hint = "; optimize the store, or raise vm.max_map_count" if code == errno.ENOMEM else ""
+        raise DatastoreError(f"cannot map {path}: {os.strerror(code)}{hint}")
+    memory = (ctypes.c_uint8 * size).from_address(address)
+    weakref.finalize(memory, _C.munmap, address, size).atexit = False  # a thread may still read it then
+    mapped: NDArray[np.uint8] = np.frombuffer(memoryview(memory), np.uint8)
+    mapped.flags.writeable = False
+    return mapped

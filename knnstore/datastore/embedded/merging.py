@@ -1,7 +1,8 @@
 """Several segments read as one, and written as one."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,13 +11,15 @@ from knnstore.datastore.arrays import Groups, Ids, Keys
 from knnstore.datastore.embedded.manifest import SegmentEntry
 from knnstore.datastore.embedded.segment import MappedColumns, Segment, StoredKeys
 from knnstore.datastore.ranges import IdRanges
-from knnstore.durable import FileWriter, sync_directory
+from knnstore.datastore.records import ID_LIMIT
+from knnstore.durable import FileWriter, StoredFile, sync_directory
 from knnstore.errors import CorruptDatastoreError
 from knnstore.space import check_space
 
 CHUNK_SIZE = 4 << 20
 """Bytes of keys that a merge holds at a time."""
 
+_LEAST_SHARE = 64  # rows of a segment that are looked at together, however many segments there are
 _FLOAT16_MAX = 65504.0
 _LARGEST = 1 << 24  # rows; segments are not merged beyond this
 
@@ -26,37 +29,91 @@ def merged(
 ) -> Iterator[tuple[Ids, StoredKeys, Groups]]:
     """Yield the live records of several segments by ascending id, in batches of at most `batch_size`.
 
-    An id is live in one segment at most. Memory is that of a batch, whatever the segments hold. Their id
-    ranges may overlap; `ids` leaves only the records in some ranges.
+    An id is live in one segment at most. Memory is that of a batch, and of some ids of each segment where
+    their id ranges overlap; `ids` leaves only the records in some ranges.
     """
-    cursors = [_Cursor(segment, segment.live_rows(ids)) for segment in segments]
-    cursors = [cursor for cursor in cursors if cursor.advance()]
-    while cursors:
-        # Up to the least id at which some segment's share of the batch ends, all are complete.
-        bound = min(cursor.id_after(batch_size) for cursor in cursors)
+    left = _Rows.none()
+    for some in _in_order(segments, ids, batch_size):
+        rows = _Rows.joined([left, some])
+        whole = len(rows.ids) // batch_size * batch_size
+        for start in range(0, whole, batch_size):
+            yield _read(segments, rows.part(slice(start, start + batch_size)))
+        left = rows.part(slice(whole, None))
+    if len(left.ids):
+        yield _read(segments, left)
+
+
+class _Rows(NamedTuple):
+    """Rows of several segments by ascending id; arrays of shape (n,)."""
+
+    ids: Ids
+    owners: NDArray[np.int64]
+    """Whose they are: index of the segment."""
+    numbers: NDArray[np.int64]
+    """Which row of it."""
+
+    @classmethod
+    def none(cls) -> Self:
+        return cls(*np.empty((3, 0), np.int64))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        return cls(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+
+    def part(self, which: slice | NDArray[np.int64]) -> Self:
+        return type(self)(*(array[which] for array in self))
+
+
+def _in_order(segments: Sequence[Segment], ids: IdRanges | None, batch_size: int) -> Iterator[_Rows]:
+    """Yield the live rows of several segments, some at a time; looks only at segments whose turn has come."""
+    waiting = sorted(range(len(segments)), key=lambda owner: segments[owner].first_id, reverse=True)
+    cursors: list[_Cursor] = []
+    while cursors or waiting:
+        bound = min((cursor.id_after(batch_size) for cursor in cursors), default=ID_LIMIT)
+        while waiting and segments[waiting[-1]].first_id <= bound:
+            owner = waiting.pop()
+            cursor = _Cursor(owner, segments[owner], segments[owner].live_rows(ids))
+            if cursor.advance():
+                cursors.append(cursor)
+                bound = min(bound, cursor.id_after(batch_size))
+        # Up to the least id at which some segment's share ends, all are complete.
         sharing = [cursor for cursor in cursors if cursor.next_id <= bound]
-        bound = min(cursor.id_after(max(1, batch_size // len(sharing))) for cursor in sharing)
-        taken = [(cursor, cursor.take(bound)) for cursor in sharing if cursor.next_id <= bound]
-        batch_ids = np.concatenate([cursor.ids[rows] for cursor, rows in taken])
-        keys = np.concatenate([cursor.segment.columns.keys_at(rows) for cursor, rows in taken])
-        groups = np.repeat(
-            np.array([cursor.segment.group for cursor, _ in taken], np.int32),
-            [len(rows) for _, rows in taken],
-        )
-        if len(taken) > 1:
-            order = np.argsort(batch_ids)
-            batch_ids, keys, groups = batch_ids[order], keys[order], groups[order]
-        for start in range(0, len(batch_ids), batch_size):
-            part = slice(start, start + batch_size)
-            yield batch_ids[part], keys[part], groups[part]
+        share = max(_LEAST_SHARE, batch_size // max(1, len(sharing)))
+        bound = min([bound, *(cursor.id_after(share) for cursor in sharing)])
+        taken = [_taken(cursor, bound) for cursor in sharing if cursor.next_id <= bound]
         cursors = [cursor for cursor in cursors if cursor.advance()]
+        if len(taken) > 1:
+            rows = _Rows.joined(taken)
+            yield rows.part(np.argsort(rows.ids))
+        else:
+            yield from taken
+
+
+def _taken(cursor: "_Cursor", bound: int) -> _Rows:
+    numbers = cursor.take(bound)
+    return _Rows(cursor.ids[numbers], np.full(len(numbers), cursor.owner), numbers)
+
+
+def _read(segments: Sequence[Segment], rows: _Rows) -> tuple[Ids, StoredKeys, Groups]:
+    """Read what belongs to some rows, one segment after the other."""
+    order = np.argsort(rows.owners, kind="stable")
+    owners, starts = np.unique(rows.owners[order], return_index=True)
+    pieces = [
+        (segments[owner], at) for owner, at in zip(owners.tolist(), np.split(order, starts[1:]), strict=True)
+    ]
+    parts = [segment.columns.keys_at(rows.numbers[at]) for segment, at in pieces]
+    keys = np.empty((len(order), parts[0].shape[1]), np.result_type(*parts))
+    groups = np.empty(len(order), np.int32)
+    for (segment, at), part in zip(pieces, parts, strict=True):
+        keys[at], groups[at] = part, segment.group
+    return rows.ids, keys, groups
 
 
 class _Cursor:
     """A place among the wanted rows of a segment; costs nothing for rows that are not wanted."""
 
-    def __init__(self, segment: Segment, rows: IdRanges) -> None:
-        self.segment = segment
+    def __init__(self, owner: int, segment: Segment, rows: IdRanges) -> None:
+        self.owner = owner
         self.ids = segment.columns.ids if rows else np.empty(0, np.int64)
         self._rows = rows
         # How many wanted rows there are before each range, and in all.
@@ -112,8 +169,12 @@ def merge_plan(segments: Sequence[Segment], ratio: int) -> list[list[Segment]]:
     return [run for run in stack if len(run) > 1]
 
 
-def write_segment(root: Path, name: str, segments: Sequence[Segment], dim: int) -> Segment:
+def write_segment(
+    root: Path, name: str, segments: Sequence[Segment], dim: int, aside: dict[StoredFile, int]
+) -> Segment:
     """Write the live rows of segments of one group, one or more, as the files of a new one, durably.
+
+    See `MappedColumns` for `aside`.
 
     Raises:
         DiskFullError: it will not fit; nothing was written.
@@ -139,7 +200,7 @@ def write_segment(root: Path, name: str, segments: Sequence[Segment], dim: int) 
         digests_file.finish()
     sync_directory(root / "segments")
     entry = SegmentEntry(name, group, rows, dtype.name, first, last, stored, stored_ids, digests_name)
-    columns = MappedColumns(root, entry, dim, trusted=True)
+    columns = MappedColumns(root, entry, dim, aside, trusted=True)
     if columns.problem is not None:
         raise CorruptDatastoreError(columns.problem)
     return Segment(group, rows, first, last, columns, entry=entry)
@@ -174,3 +235,22 @@ def with_buffered(segments: Sequence[Segment], fresh: Segment) -> list[Segment]:
             order = np.argsort(ids)
             ids, keys = ids[order], keys[order]
         fresh = Segment.in_memory(fresh.group, ids, keys)
+
+
+def without_rows(
+    groups: Mapping[int, Sequence[Segment]],
+    among: Iterable[int],
+    first: int,
+    last: int,
+    rows_in: Callable[[Segment], IdRanges],
+) -> dict[int, list[Segment]]:
+    """What some groups become when some rows with ids from first to last die; only those that change."""
+    changed: dict[int, list[Segment]] = {}
+    for group in among:
+        for segment in groups[group]:
+            if segment.first_id <= last and segment.last_id >= first:
+                rows = rows_in(segment) - segment.dead
+                if rows:
+                    found = changed.setdefault(group, list(groups[group]))
+                    found[found.index(segment)] = segment.without(rows)
+    return changed

@@ -6,13 +6,14 @@ found so when the manifest is read, when it is used or by `verify` makes no diff
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
 from knnstore.datastore.arrays import DamagedPart, Groups, Ids, Keys, Metric
-from knnstore.datastore.embedded.manifest import Manifest, SegmentEntry, signature
+from knnstore.datastore.embedded.manifest import Manifest, ManifestPart, SegmentEntry, signature
 from knnstore.datastore.embedded.mapped import MappedFile, read_digests
 from knnstore.datastore.embedded.merging import merged
 from knnstore.datastore.embedded.segment import MappedColumns, Segment, damage
@@ -28,6 +29,10 @@ from knnstore.errors import (
 _log = logging.getLogger(__name__)
 
 _DERIVED = "it is derived from the keys: the next `knnstore add`, `optimize` or `repair` makes it anew"
+_NO_ROWS = IdRanges()
+
+Group = tuple[Segment, ...]
+"""Segments of one group that have live records, in the order in which they were made."""
 
 
 class SegmentReader:
@@ -41,30 +46,41 @@ class SegmentReader:
         self._closed = False
         self._follows = True  # other processes' manifests
         self._signature = (0, 0, 0)
-        self._segments: tuple[Segment, ...] = ()
+        self._parts: tuple[ManifestPart, ...] = ()
+        self._groups: Mapping[int, Group] = {}
+        self._aside: dict[StoredFile, int] = {}  # what is known to be damaged; see `MappedColumns`
+        # What `by_group` gave last, and for which groups and how much damage.
+        self._sound: tuple[Mapping[int, Group], int, Mapping[int, Group]] = ({}, 0, {})
         self._hashed: set[StoredFile] = set()
         self._said: set[str] = set()  # problems that were warned of
 
-    def snapshot(self) -> tuple[Segment, ...]:
-        """The segments as of now; for a reader, as of the newest manifest. They never change."""
-        if self._closed:
-            raise DatastoreClosedError(f"{self.root} was closed")
-        if self._follows:
-            self._refresh()
-        return self._segments
+    def by_group(self) -> Mapping[int, Group]:
+        """The segments of each group that are not set aside, as of now; for a reader, of the newest manifest.
 
-    def readable(self) -> list[Segment]:
-        """The segments of `snapshot` but for those that are set aside, each of which is warned of once."""
-        segments = self.snapshot()
-        for segment in segments:
-            problem = segment.columns.problem
-            if problem is not None and problem not in self._said:
-                self._said.add(problem)
-                _log.warning("%s (until then %s records are left out)", problem, f"{segment.live:,}")
-        return [segment for segment in segments if segment.columns.problem is None]
+        Each that is set aside is warned of once. What is returned never changes: a later version is another
+        mapping, and has the same tuple for a group that did not change. Another version there is too when
+        damage was noticed.
+        """
+        groups, damage = self._current(), len(self._aside)
+        if not damage:
+            return groups
+        for_groups, for_damage, sound = self._sound
+        if for_groups is not groups or for_damage != damage:
+            sound = self._without_damaged(groups, sound)
+            self._sound = groups, damage, sound
+        return sound
+
+    def readable(self) -> Group:
+        """The segments of every group that are not set aside, as `by_group` gives them."""
+        return tuple(chain.from_iterable(self.by_group().values()))
+
+    def snapshot(self) -> Group:
+        """The segments of every group, those that are set aside included."""
+        return tuple(chain.from_iterable(self._current().values()))
 
     def damaged(self) -> list[DamagedPart]:
         """What is set aside."""
+        groups = self._current()
         return [
             DamagedPart(
                 segment.entry.name,
@@ -72,7 +88,7 @@ class SegmentReader:
                 segment.group,
                 IdRanges([(segment.first_id, segment.last_id + 1)]),
             )
-            for segment in self.snapshot()
+            for segment in chain.from_iterable(groups.get(group, ()) for group in self._damaged_groups())
             if segment.columns.problem is not None and segment.entry
         ]
 
@@ -86,17 +102,8 @@ class SegmentReader:
         Raises:
             CorruptDatastoreError: damage was found on the way; the next call leaves out what is damaged.
         """
-        try:
-            for some_ids, keys, groups in merged(self.readable(), ids=ids, batch_size=batch_size):
-                yield np.array(some_ids), keys.astype(np.float32, copy=False), groups
-        except CorruptDatastoreError:
-            self.renew()
-            raise
-
-    def renew(self) -> None:
-        """Make `snapshot` another one of the same segments: what is known of their damage has changed."""
-        with self._mutex:
-            self._segments = (*self._segments,)
+        for some_ids, keys, groups in merged(self.readable(), ids=ids, batch_size=batch_size):
+            yield np.array(some_ids), keys.astype(np.float32, copy=False), groups
 
     def intact(self, file: StoredFile) -> bool:
         """Whether a file is there with the size and the SHA-256 that the manifest says.
@@ -110,14 +117,6 @@ class SegmentReader:
         self._hashed.add(file)
         return True
 
-    def by_group(self) -> dict[int, list[Segment]]:
-        """The readable segments of each group that has live records."""
-        groups: dict[int, list[Segment]] = {}
-        for segment in self.readable():
-            if segment.live:
-                groups.setdefault(segment.group, []).append(segment)
-        return groups
-
     def verify(self) -> list[str]:
         """Check size and SHA-256 of every file that the manifest names; one line for each problem."""
         while True:
@@ -125,8 +124,9 @@ class SegmentReader:
             try:
                 manifest = Manifest.read(self.root)
             except (CorruptDatastoreError, DatastoreNotFoundError) as error:
-                return [str(error)]
-            problems = [problem for entry in manifest.segments for problem in self._problems_of(entry)]
+                problems = [str(error)]
+            else:
+                problems = [problem for entry in manifest.segments for problem in self._problems_of(entry)]
             if not problems or self._signature_now() == before:  # else a writer replaced what is missed
                 return problems
 
@@ -134,10 +134,9 @@ class SegmentReader:
         """What is wrong with the files of a segment, which is set aside if its keys or ids are."""
         problems = [damage(found) for file in (entry.keys, entry.ids) if (found := self._problem_of(file))]
         if problems:
-            for segment in self.snapshot():
+            for segment in self._current().get(entry.group, ()):
                 if segment.entry and segment.entry.keys == entry.keys:
                     segment.columns.set_aside(problems[0])
-            self.renew()
             return problems
         if read_digests(self.root / entry.digests, entry.keys) is None:
             problems.append(f"{self.root / entry.digests} is missing or damaged; {_DERIVED}")
@@ -169,11 +168,17 @@ class SegmentReader:
         """Read the manifest and map what it names, together, while a writer may replace both."""
         while True:
             before = self._signature_now()
-            manifest = Manifest.read(self.root)
-            segments = self._mapped(manifest)
-            sound = all(segment.columns.problem is None for segment in segments)
+            try:
+                manifest = Manifest.read(self.root, self._parts)
+            except CorruptDatastoreError:
+                if self._signature_now() == before:
+                    raise
+                continue
+            groups = self._mapped(manifest)
+            sound = all(s.columns.problem is None for s in chain.from_iterable(groups.values()))
             if sound or self._signature_now() == before:
-                self._segments, self._signature = segments, before
+                self._groups, self._parts, self._signature = groups, manifest.parts, before
+                self._forget_all_but(manifest)
                 return manifest
 
     def _signature_now(self) -> tuple[int, int, int]:
@@ -193,14 +198,58 @@ class SegmentReader:
                 if current != self._signature:
                     self._manifest = self._load()
 
-    def _mapped(self, manifest: Manifest) -> tuple[Segment, ...]:
+    def _current(self) -> Mapping[int, Group]:
+        """The segments of each group as of now, those that are set aside included."""
+        if self._closed:
+            raise DatastoreClosedError(f"{self.root} was closed")
+        if self._follows:
+            self._refresh()
+        return self._groups
+
+    def _forget_all_but(self, manifest: Manifest) -> None:
+        """Forget the damage of segments that are no more."""
+        if self._aside:
+            for file in set(self._aside).difference(entry.keys for entry in manifest.segments):
+                self._aside.pop(file, None)
+
+    def _damaged_groups(self) -> list[int]:
+        return sorted(set(self._aside.values()))
+
+    def _without_damaged(
+        self, groups: Mapping[int, Group], former: Mapping[int, Group]
+    ) -> Mapping[int, Group]:
+        """Leave out what is set aside, and say so; a group of which the same is left keeps its tuple."""
+        sound = dict(groups)
+        for group in self._damaged_groups():
+            found = groups.get(group, ())
+            for segment in found:
+                problem = segment.columns.problem
+                if problem is not None and problem not in self._said:
+                    self._said.add(problem)
+                    _log.warning("%s (until then %s records are left out)", problem, f"{segment.live:,}")
+            left = tuple(segment for segment in found if segment.columns.problem is None)
+            if left:
+                sound[group] = former[group] if former.get(group) == left else left
+            else:
+                sound.pop(group, None)
+        return sound
+
+    def _mapped(self, manifest: Manifest) -> dict[int, Group]:
         """Map the segments of a manifest, keeping the maps of those that are mapped already."""
-        known = {segment.entry.keys: segment.columns for segment in self._segments if segment.entry}
-        segments = []
+        known = {s.entry.keys: s for group in self._groups.values() for s in group if s.entry}
+        groups: dict[int, list[Segment]] = {}
         for entry in manifest.segments:
-            columns = known.get(entry.keys) or MappedColumns(self.root, entry, manifest.dim)
-            dead = IdRanges(entry.dead)
-            segments.append(
-                Segment(entry.group, entry.rows, entry.first_id, entry.last_id, columns, dead, entry)
-            )
-        return tuple(segments)
+            segment = known.get(entry.keys)
+            if segment is None or segment.entry != entry:
+                segment = self._segment(entry, segment, manifest.dim)
+            if segment.live:
+                groups.setdefault(entry.group, []).append(segment)
+        now = {group: tuple(found) for group, found in groups.items()}
+        unchanged = {group: former for group, former in self._groups.items() if now.get(group) == former}
+        return now | unchanged
+
+    def _segment(self, entry: SegmentEntry, former: Segment | None, dim: int) -> Segment:
+        """What an entry of the manifest says, with the maps of a former version of the segment."""
+        dead = IdRanges(entry.dead) if entry.dead else _NO_ROWS
+        columns = former.columns if former else MappedColumns(self.root, entry, dim, self._aside)
+        return Segment(entry.group, entry.rows, entry.first_id, entry.last_id, columns, dead, entry)

@@ -51,15 +51,26 @@ class MappedColumns:
         root: the datastore's directory.
         entry: the segment in the manifest.
         dim: number of components of a key.
+        aside: grows by the segment, its keys and its group, once a file turns out to be damaged or lost.
         trusted: this process wrote the files itself.
     """
 
     problem: str | None
     """What is known to be wrong with a file, and what to do, in one line."""
 
-    def __init__(self, root: Path, entry: SegmentEntry, dim: int, *, trusted: bool = False) -> None:
+    def __init__(
+        self,
+        root: Path,
+        entry: SegmentEntry,
+        dim: int,
+        aside: dict[StoredFile, int],
+        *,
+        trusted: bool = False,
+    ) -> None:
         self.dtype = np.dtype(entry.dtype)
         self.problem = None
+        self._entry = entry
+        self._aside = aside
         self._shape = (entry.rows, dim)
         self._ids_file = self._mapped(root, entry.ids, None, trusted)
         self._keys_file = self._mapped(root, entry.keys, entry.digests, trusted)
@@ -95,7 +106,7 @@ class MappedColumns:
 
     def set_aside(self, problem: str) -> None:
         """Have it known that a file is damaged."""
-        self.problem = self.problem or problem
+        self._note(self.problem or problem)
 
     @property
     def ids_file(self) -> MappedFile:
@@ -128,12 +139,16 @@ class MappedColumns:
         try:
             yield
         except FileNotFoundError as error:
-            self.problem = damage(f"{error.filename} is missing")
+            self._note(damage(f"{error.filename} is missing"))
         except CorruptDatastoreError as error:
-            self.problem = damage(str(error))
+            self._note(damage(str(error)))
         else:
             return
         raise CorruptDatastoreError(self.problem) from None
+
+    def _note(self, problem: str) -> None:
+        self.problem = problem
+        self._aside[self._entry.keys] = self._entry.group  # last: who sees this finds the problem
 
     @property
     def _keys(self) -> StoredKeys:
@@ -183,7 +198,7 @@ class Segment:
     @property
     def live(self) -> int:
         """How many rows are not dead."""
-        return self.rows - self.dead.size
+        return self.rows - self.dead.size if self.dead else self.rows
 
     def without(self, rows: IdRanges) -> "Segment":
         """The same with more rows dead."""

@@ -18,6 +18,7 @@ from knnstore.datastore import Capabilities, Ids, Keys, positions_of
 Sums = NDArray[np.uint32]
 """The CRC-32 of the key at each position, 0 where no record is."""
 
+_PRECISIONS = ("float16", "float32")
 _NONE: Sums = np.zeros(0, np.uint32)
 
 
@@ -104,4 +105,4 @@ def taking(snapshot: Snapshot, engine: Capabilities) -> Checksums:
 def _precision_in(stored: str) -> str:
     """The precision that a checksum names; any where it is damaged, for then it differs anyway."""
     named = str(stored).partition(":")[0]
-    return named if named in ("float16", "float32") else "float32"
+    return named if named in _PRECISIONS else _PRECISIONS[0]

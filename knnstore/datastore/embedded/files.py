@@ -1,0 +1,146 @@
+"""The files of a directory as its one writer makes, names and removes them."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from knnstore.datastore.embedded.erasing import make_folders, remove_strays
+from knnstore.datastore.embedded.manifest import Manifest, SegmentEntry
+from knnstore.datastore.embedded.merging import CHUNK_SIZE
+from knnstore.datastore.embedded.segment import MappedColumns, Segment
+from knnstore.durable import FileWriter, StoredFile, publish, remove, sync_directory
+from knnstore.errors import DatastoreError
+from knnstore.failpoints import failpoint
+from knnstore.space import kind_of
+
+
+class SegmentFiles:
+    """The manifest that is published, and the files that it does not name.
+
+    Args:
+        root: the datastore's directory.
+        manifest: as it was read.
+    """
+
+    def __init__(self, root: Path, manifest: Manifest) -> None:
+        self.on_disk = manifest.file_names()
+        """Every file that may be there, by its path below the directory."""
+        self._root = root
+        self._manifest = manifest
+        self._next_number = manifest.next_number
+        self._unnamed: set[str] = set()
+        self._entries: dict[int, list[SegmentEntry]] = {}  # of each group
+        for entry in manifest.segments:
+            self._entries.setdefault(entry.group, []).append(entry)
+
+    def number(self) -> str:
+        """A number that no file has had."""
+        number, self._next_number = self._next_number, self._next_number + 1
+        return f"{number:08d}"
+
+    def made(self, *names: str) -> None:
+        """Note files that no manifest names yet."""
+        self.on_disk.update(names)
+        self._unnamed.update(names)
+
+    def settle(self) -> None:
+        """Make the folders, and remove what a crash left."""
+        make_folders(self._root)
+        remove_strays(self._root, self.on_disk)
+
+    def write_index(self, write: Callable[[Path], None]) -> StoredFile:
+        """Make the file of an index durable, which `write` creates at the path that it is given."""
+        name = f"indexes/{self.number()}.index"
+        stored = _write_index(self._root, name, write)
+        self.made(name)
+        return stored
+
+    def publish(self, groups: Mapping[int, Sequence[SegmentEntry]]) -> Manifest:
+        """Publish a manifest in which some groups have these segments: durable, and real at once."""
+        before = {entry.name: entry for group in groups for entry in self._entries.get(group, ())}
+        after = {entry.name: entry for found in groups.values() for entry in found}
+        gone = {name for name, entry in before.items() if after.get(name) != entry}
+        fresh = [entry for name, entry in after.items() if before.get(name) != entry]
+        manifest = self._manifest.changed(gone, fresh, self._write_part)
+        manifest = replace(manifest, next_number=self._next_number)
+        failpoint("segments.publish")
+        manifest.write(self._root)
+        self._unnamed |= _names(before.values(), self._manifest)
+        self._unnamed -= _names(after.values(), manifest)
+        self._manifest = manifest
+        self._entries |= {group: list(found) for group, found in groups.items()}
+        return manifest
+
+    def remove_unnamed(self) -> None:
+        """Remove what the manifest does not name; what fails is tried again the next time."""
+        for name in sorted(self._unnamed):
+            remove(self._root / name)
+            self.on_disk.discard(name)
+            self._unnamed.discard(name)
+
+    def _write_part(self, text: bytes) -> StoredFile:
+        name = f"segments/{self.number()}.part"
+        self.made(name)
+        with FileWriter(self._root, name) as writer:
+            writer.write(text)
+            stored = writer.finish()
+        sync_directory(self._root / "segments")
+        return stored
+
+
+def write_digests(root: Path, segment: Segment) -> None:
+    """Make the file with the digests of a segment's keys anew, durably, if it is lost.
+
+    Raises:
+        OSError: the disk is full or broken.
+        CorruptDatastoreError: the keys are damaged.
+    """
+    columns = segment.columns
+    if segment.entry and isinstance(columns, MappedColumns) and columns.keys_file.lacks_digests:
+        publish(root / segment.entry.digests, columns.digests(), "digests")
+        columns.keys_file.lacks_digests = False
+
+
+@contextmanager
+def writing(root: Path) -> Iterator[None]:
+    """Say what could not be written to a directory, and what to do.
+
+    Raises:
+        DatastoreError: in place of an OSError that is not one already.
+    """
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, DatastoreError):  # some are both
+            raise
+        raise kind_of(error)(
+            f"cannot write {error.filename or root}: {error.strerror}; what was flushed is safe: "
+            "free space or repair the disk, then flush again"
+        ) from error
+
+
+def _names(entries: Iterable[SegmentEntry], manifest: Manifest) -> set[str]:
+    """The files of some segments, and of the manifest's parts."""
+    names = {name for entry in entries for name in entry.file_names()}
+    return names.union(part.file.name for part in manifest.parts)
+
+
+def _write_index(root: Path, name: str, write: Callable[[Path], None]) -> StoredFile:
+    """Write the file of an index durably; `write` must create it at the path it is given.
+
+    Raises:
+        OSError: the disk is full or broken.
+    """
+    temporary = root / f"{name}.tmp"
+    try:
+        write(temporary)
+        # Native writers neither sync nor hash: read back what they wrote.
+        with temporary.open("rb") as file, FileWriter(root, name) as writer:
+            while chunk := file.read(CHUNK_SIZE):
+                writer.write(chunk)
+            stored = writer.finish()
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_directory(root / "indexes")
+    return stored
