@@ -17,7 +17,7 @@ import numpy as np
 import knnstore
 import knnstore.space
 from knnstore.catalog import Identity, NewDocument
-from knnstore.cli.root import main
+from knnstore.cli import main
 from knnstore.datastore import record_ids, registry, tokens_of
 from knnstore.errors import KnnstoreError
 from knnstore.store import KNNStore, Selection
@@ -91,10 +91,13 @@ def fill_and_add_points(folder: str, points: int) -> None:
         opened.add(record_ids(np.arange(points), tokens), keys, np.zeros(points, np.int32))
 
 
-def check(home: str, tokens: int) -> None:
-    """Compare all that can be read with what it must be; prints the ids."""
+def check(home: str, tokens: int, *, full: bool = False) -> None:
+    """Compare all that can be read with what it must be; prints the ids.
+
+    On a full disk something may be half done: it is left to a writer who finds room.
+    """
     with knnstore.open(home) as store:
-        problems = store.verify()
+        problems = [line for line in store.verify() if not (full and "half added or half removed" in line)]
         assert not problems, problems
         for document in store.documents():
             gold, keys = of_document(document.id, tokens)

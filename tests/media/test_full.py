@@ -78,15 +78,15 @@ def test_a_disk_of_any_size(engine, size, unchecked, disk, steps) -> None:
         acknowledged |= set(steps("add", home, domain, ids, N, unchecked=unchecked).ids)
     if made:
         steps("command", "optimize", "--home", home)
-        assert acknowledged <= set(steps.well("check", home, N).ids)
+        assert acknowledged <= set(steps.well("check", home, N, full=True).ids)
         steps("command", "move", "--store", "hnswlib", "--location", "other", "--home", home)
-        assert acknowledged <= set(steps.well("check", home, N).ids)
+        assert acknowledged <= set(steps.well("check", home, N, full=True).ids)
         small.fill()
         for id in sorted(acknowledged)[:2]:
             if steps("command", "remove", "--document", id, "--home", home).status == 0:
                 acknowledged.discard(id)
             small.fill()
-        assert acknowledged <= set(steps.well("check", home, N).ids)
+        assert acknowledged <= set(steps.well("check", home, N, full=True).ids)
         small.relieve()
     small.resize(400 << 20)
     if not made:

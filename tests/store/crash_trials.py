@@ -37,7 +37,7 @@ IDENTITY = Identity("none", "0" * 64, "0" * 64, "key", DIM, "l2", 1000, 16, 8)
 ENGINES: dict[str, tuple[str, dict[str, object]]] = {
     "exact": ("faiss", {}),
     "lists": ("faiss", {"index": "IVF2,SQ8", "nprobe": 2}),
-    "graphs": ("hnswlib", {"M": 4, "ef_construction": 20, "exact_up_to": 0}),
+    "graphs": ("hnswlib", {"exact_up_to": 0}),
     "qdrant": ("qdrant", {}),
 }
 """Adapters with parameters by which a few records have an index; only "exact" is killed at every passage."""

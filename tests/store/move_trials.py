@@ -32,7 +32,7 @@ PREFIX = "".join(sys.argv[3:])
 KEPT = {"knnstore.json", "catalog.db", "writer.lock", "writer.json", "reserve"}
 
 transfer.SECONDS_AT_RISK = 0.0  # each batch is made durable
-transfer._BATCH = 32
+transfer.BATCH_SIZE = 32
 
 
 def move(store: KNNStore) -> None:
@@ -98,7 +98,8 @@ def give_up(home: Path) -> None:
 def redirect(home: Path) -> None:
     """Another move does not mind the unfinished one."""
     with KNNStore.open(home, "a") as store:
-        store.move("faiss", OTHER)
+        if store.engine.location != OTHER:  # else it was killed after its switch
+            store.move("faiss", OTHER)
     sound(home, {OTHER})
     only(home, OTHER)
 

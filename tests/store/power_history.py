@@ -86,7 +86,7 @@ HISTORY = [
     removing("c", "5"),
     adding("replace", ("a", "1", 3)),
     leaving("reopen", lambda store: None),
-    moving("hnswlib", "graphs", M=4, ef_construction=20, exact_up_to=0),
+    moving("hnswlib", "graphs", exact_up_to=0),
     adding("add", ("d", "7", 1)),
     adding("replace", ("d", "6", 2)),
     leaving("optimize", KNNStore.optimize),
