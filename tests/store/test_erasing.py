@@ -196,6 +196,20 @@ def test_a_move_that_is_unfinished_holds_nothing_back(tmp_path: Path) -> None:
     assert seen(gone, home) == {}
 
 
+def test_records_of_no_document_are_erased_too(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    with make(home, "faiss", {}) as store:
+        add(store, "a", "b")
+        gone = needles(store, "b")
+        left = [np.concatenate(column) for column in zip(*store.datastore.iterate(), strict=True)]
+        store.remove_document("id-b")
+        store.datastore.add(*left)  # as an engine does that came back without the last removals
+        store.datastore.flush()
+        store.erase()
+        is_whole(store, "a")
+    assert seen(gone, home) == {}
+
+
 class Said(Progress):
     """Remembers what it hears."""
 
