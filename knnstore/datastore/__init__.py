@@ -20,6 +20,7 @@ from knnstore.datastore.distances import BLOCK_VALUES, nearest_rows, paired, pai
 from knnstore.datastore.embedded import (
     OWNER_FILES,
     EmbeddedDatastore,
+    GroupSearch,
     KeySegments,
     MappedColumns,
     MappedFile,
@@ -31,12 +32,13 @@ from knnstore.datastore.embedded import (
     write_owner,
 )
 from knnstore.datastore.memory import MemoryDatastore
-from knnstore.datastore.neighbors import Neighbors
+from knnstore.datastore.neighbors import Neighbors, Visit
 from knnstore.datastore.protocol import (
     BATCH_SIZE,
     Datastore,
     Mode,
     SupportsBeside,
+    SupportsCells,
     SupportsDamage,
     SupportsErase,
     SupportsGet,
@@ -63,12 +65,13 @@ from knnstore.space import allocate, check_space, free_space, medium_errors
 
 __all__ = [
     "BATCH_SIZE", "BLOCK", "BLOCK_VALUES", "ID_LIMIT", "OWNER_FILES", "POSITION_LIMIT", "TOKEN_LIMIT",
-    "Capabilities", "DamagedPart", "Datastore", "Distances", "EmbeddedDatastore", "Filter", "Groups",
-    "IdRanges", "Ids", "KeySegments", "Keys", "MappedColumns", "MappedFile", "MemoryDatastore", "Metric",
-    "Mode", "Neighbors", "Segment", "StoredFile", "StoredKeys", "SupportsBeside", "SupportsDamage",
-    "SupportsErase", "SupportsGet", "SupportsOptimize", "SupportsOwner", "SupportsSize", "SupportsVacuum",
-    "SupportsVerify", "WriterLock", "allocate", "check_space", "checked_k", "checked_keys",
-    "checked_params", "checked_records", "compare_rows", "free_space", "medium_errors", "nearest_rows",
-    "paired", "pairwise", "positions_of", "publish", "ranges_of", "read_keys", "read_owner", "record_ids",
-    "registry", "remove", "stored_keys", "sync_directory", "tokens_of", "whole_positions", "write_owner",
+    "Capabilities", "DamagedPart", "Datastore", "Distances", "EmbeddedDatastore", "Filter", "GroupSearch",
+    "Groups", "IdRanges", "Ids", "KeySegments", "Keys", "MappedColumns", "MappedFile", "MemoryDatastore",
+    "Metric", "Mode", "Neighbors", "Segment", "StoredFile", "StoredKeys", "SupportsBeside", "SupportsCells",
+    "SupportsDamage", "SupportsErase", "SupportsGet", "SupportsOptimize", "SupportsOwner", "SupportsSize",
+    "SupportsVacuum", "SupportsVerify", "Visit", "WriterLock", "allocate", "check_space", "checked_k",
+    "checked_keys", "checked_params", "checked_records", "compare_rows", "free_space", "medium_errors",
+    "nearest_rows", "paired", "pairwise", "positions_of", "publish", "ranges_of", "read_keys", "read_owner",
+    "record_ids", "registry", "remove", "stored_keys", "sync_directory", "tokens_of", "whole_positions",
+    "write_owner",
 ]  # fmt: skip

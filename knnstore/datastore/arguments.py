@@ -61,10 +61,10 @@ def checked_records(ids: ArrayLike, keys: ArrayLike, groups: ArrayLike, dim: int
     return id_array, checked, group_array.astype(np.int32, copy=False)
 
 
-def checked_k(k: int) -> int:
-    """Return k, or raise ValueError when it is below 1."""
+def checked_k(k: int, *, what: str = "k") -> int:
+    """Return k, or another count, or raise ValueError when it is below 1."""
     if k < 1:
-        raise ValueError(f"k must be at least 1, got {k}")
+        raise ValueError(f"{what} must be at least 1, got {k}")
     return k
 
 

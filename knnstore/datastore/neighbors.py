@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +10,19 @@ from numpy.typing import NDArray
 from knnstore.datastore.arrays import Distances, Ids
 
 _COLUMNS_HELD = 16
+
+
+class Visit(NamedTuple):
+    """Some queries and the records of a cell, or of several: each is measured against each."""
+
+    queries: NDArray[np.int64]
+    """Numbers of the queries, shape (m,), each once."""
+
+    ids: Ids
+    """The records, shape (r,), each once."""
+
+    distances: Distances
+    """As `Metric` measures them, float32, shape (m, r)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +65,21 @@ class Neighbors:
             log_weights = np.concatenate([part._weights() for part in parts], axis)
         ids = np.concatenate([part.ids for part in parts], axis)
         return cls(ids, np.concatenate([part.distances for part in parts], axis), log_weights)
+
+    @classmethod
+    def visited(cls, visits: Sequence[Visit], queries: int) -> "Neighbors":
+        """All records that each query was measured against, in any order, as wide as the widest needs."""
+        counts = np.zeros(queries, np.int64)
+        for visit in visits:
+            counts[visit.queries] += len(visit.ids)
+        found = cls.nothing(queries, max(1, int(counts.max(initial=0))))
+        counts[:] = 0
+        for visit in visits:
+            columns = counts[visit.queries, None] + np.arange(len(visit.ids))
+            found.ids[visit.queries[:, None], columns] = visit.ids
+            found.distances[visit.queries[:, None], columns] = visit.distances
+            counts[visit.queries] += len(visit.ids)
+        return found
 
     def rows(self, rows: NDArray[Any]) -> "Neighbors":
         """Copy those of some queries, given by a mask or by their numbers."""

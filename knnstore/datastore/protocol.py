@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 from knnstore.datastore.arrays import Capabilities, DamagedPart, Filter, Groups, Ids, Keys, Metric
-from knnstore.datastore.neighbors import Neighbors
+from knnstore.datastore.neighbors import Neighbors, Visit
 from knnstore.datastore.ranges import IdRanges
 
 Mode = Literal["r", "a", "x"]
@@ -146,6 +146,31 @@ class SupportsGet(Protocol):
 
         Raises:
             RecordNotFoundError: there is no record with one of the ids, which it names.
+        """
+
+
+@runtime_checkable
+class SupportsCells(Protocol):
+    """An engine whose records lie in cells: a sum over all of a few cells needs no k nearest."""
+
+    def visit(self, queries: Keys, probes: int, *, where: Filter | None = None) -> list[Visit]:
+        """Measure each query against every record of the cells that are nearest to it.
+
+        Cells without a record that matches are no cells here, so that a query finds something wherever
+        there is something; with as many probes as there are cells it is measured against all that matches.
+
+        Args:
+            queries: float32, shape (q, dim), finite; q may be 0.
+            probes: cells of each query, >= 1.
+            where: only these records; see `Datastore.search`.
+
+        Returns:
+            Visits in which a query and a record meet once at most. They take q times the records of
+            `probes` cells in memory, 4 bytes each.
+
+        Raises:
+            DimensionMismatchError, InvalidVectorError: as `Datastore.search`.
+            ValueError: probes < 1.
         """
 
 

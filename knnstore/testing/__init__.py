@@ -32,6 +32,7 @@ from knnstore.testing.lifecycle import LifecycleTests  # noqa: E402
 from knnstore.testing.removing import RemoveAndIterateTests  # noqa: E402
 from knnstore.testing.searching import SearchTests  # noqa: E402
 from knnstore.testing.stateful import DatastoreStateMachine, RandomHistoryTests  # noqa: E402
+from knnstore.testing.visiting import VisitTests  # noqa: E402
 
 __all__ = ["DatastoreStateMachine", "DatastoreTests"]
 
@@ -41,6 +42,7 @@ class DatastoreTests(
     AddTests,
     SearchTests,
     FilterTests,
+    VisitTests,
     RemoveAndIterateTests,
     DurabilityTests,
     ConcurrencyTests,

@@ -213,7 +213,7 @@ def test_rows_out_of_reach(tmp_path: Path) -> None:
     with filled(tmp_path, keys, M=2, ef_construction=2) as store:
         asked = keys[::100].astype(np.float32)
         store.search(asked, 1)
-        (index,) = store._indexes.values()
+        (index,) = store._searches._searches.values()
         with pytest.raises(RuntimeError, match="contiguous 2D array"):
             index._indexes[0]._graph.knn_query(asked, 900)  # type: ignore[attr-defined]
         found = store.search(asked, 900)

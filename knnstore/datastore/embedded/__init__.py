@@ -2,6 +2,7 @@
 
 from knnstore.datastore.embedded.base import EmbeddedDatastore
 from knnstore.datastore.embedded.exact import compare_rows
+from knnstore.datastore.embedded.group import GroupSearch
 from knnstore.datastore.embedded.log import KeySegments
 from knnstore.datastore.embedded.mapped import MappedFile
 from knnstore.datastore.embedded.merging import stored_keys
@@ -9,6 +10,6 @@ from knnstore.datastore.embedded.owners import OWNER_FILES, read_owner, write_ow
 from knnstore.datastore.embedded.segment import MappedColumns, Segment, StoredKeys
 
 __all__ = [
-    "OWNER_FILES", "EmbeddedDatastore", "KeySegments", "MappedColumns", "MappedFile", "Segment", "StoredKeys",
+    "OWNER_FILES", "EmbeddedDatastore", "GroupSearch", "KeySegments", "MappedColumns", "MappedFile", "Segment", "StoredKeys",
     "compare_rows", "read_owner", "stored_keys", "write_owner",
 ]  # fmt: skip

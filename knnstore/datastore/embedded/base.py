@@ -1,8 +1,7 @@
 """What the adapters of libraries that run in the process share: all but the index."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -12,8 +11,7 @@ from knnstore.datastore.arrays import Capabilities, DamagedPart, Filter, Groups,
 from knnstore.datastore.distances import nearest_rows
 from knnstore.datastore.embedded.erasing import erase_segments
 from knnstore.datastore.embedded.exact import ExactIndex, NearestRows
-from knnstore.datastore.embedded.group import GroupIndex, SegmentIndex
-from knnstore.datastore.embedded.locks import ReadersWriterLock
+from knnstore.datastore.embedded.group import GroupIndex, GroupSearch, GroupSearches, SegmentIndex
 from knnstore.datastore.embedded.log import KeySegments
 from knnstore.datastore.embedded.owners import read_owner, write_owner
 from knnstore.datastore.embedded.segment import Segment
@@ -24,7 +22,6 @@ from knnstore.datastore.reading import read_keys
 from knnstore.durable import StoredFile
 from knnstore.errors import CorruptDatastoreError
 from knnstore.space import check_space
-
 
 class EmbeddedDatastore(ABC):
     """Vectors in a local directory, as durable key segments that an index for each group searches.
@@ -51,10 +48,8 @@ class EmbeddedDatastore(ABC):
         self._nearest = nearest
         self._dim = dim
         self._metric = metric
-        self._lock = ReadersWriterLock()
-        self._held: Mapping[int, Sequence[Segment]] = {}
-        self._indexes: dict[int, GroupIndex] = {}
         self._damaged: set[StoredFile] = set()
+        self._searches = GroupSearches(segments, self._new_group)
 
     @classmethod
     @abstractmethod
@@ -134,22 +129,16 @@ class EmbeddedDatastore(ABC):
             CorruptDatastoreError: nothing is left to be found of what is asked for.
         """
         queries, k = checked_keys(queries, self._dim, what="queries"), checked_k(k)
-        groups = where.groups if where else None
-        ids = where.ids if where and groups is None else None
-        known = 0
-        while True:
-            try:
-                found = self._search(queries, k, groups, ids)
-                break
-            except CorruptDatastoreError:
-                damaged = len(self._segments.damaged())
-                if damaged == known:
-                    raise
-                known = damaged
+        ids = where.ids if where and where.groups is None else None
+
+        def nearest(chosen: Sequence[GroupSearch]) -> Neighbors:
+            # A group is not asked for more than it has, so that small ones take no room.
+            parts = (group.search(queries, min(k, group.rows), ids) for group in chosen)
+            return merge_many(parts, len(queries), k)
+
+        found = self._searches.look(where.groups if where else None, nearest)
         if len(queries) and (found.ids[:, 0] < 0).all():
-            for part in self._segments.damaged():
-                if part.group in groups if groups is not None else ids is None or part.ids & ids:
-                    raise CorruptDatastoreError(part.problem)
+            self._check_readable(where)
         return found
 
     def delete(self, ids: IdRanges) -> None:
@@ -212,9 +201,7 @@ class EmbeddedDatastore(ABC):
 
     def close(self) -> None:
         """Flush, if opened for writing, and release everything."""
-        with self._lock.writing():
-            self._indexes, self._held = {}, {}
-            self._segments.close()
+        self._searches.close()
 
     def __enter__(self) -> Self:
         return self
@@ -222,21 +209,18 @@ class EmbeddedDatastore(ABC):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _search(
-        self, queries: Keys, k: int, groups: frozenset[int] | None, ids: IdRanges | None
-    ) -> Neighbors:
-        updated = False
-        while True:
-            with self._lock.reading():
-                # What was newest when this search began is new enough: a busy writer delays no search.
-                if (updated or self._segments.by_group() is self._held) and self._ready(groups):
-                    chosen = [self._indexes[group] for group in self._chosen(groups)]
-                    # A group is not asked for more than it has, so that small ones take no room.
-                    parts = (index.search(queries, min(k, index.rows), ids) for index in chosen)
-                    return merge_many(parts, len(queries), k)
-            with self._lock.writing():
-                self._update(groups)
-            updated = True
+    def _new_group(self) -> GroupSearch:
+        """What searches the records of one group; nothing is there yet."""
+        exact = ExactIndex(self._dim, self._metric, self._nearest)
+        return GroupIndex(exact, self._open_index, self._is_indexed, self._damaged)
+
+    def _check_readable(self, where: Filter | None) -> None:
+        """Raise CorruptDatastoreError if there is damage among what a filter asks for."""
+        for part in self._segments.damaged():
+            if where is None or (
+                part.group in where.groups if where.groups is not None else part.ids & where.ids
+            ):
+                raise CorruptDatastoreError(part.problem)
 
     def _derive(self, segment: Segment, group_rows: int) -> None:
         """Make the digests and the index of a segment if they are wanted and lack."""
@@ -253,32 +237,3 @@ class EmbeddedDatastore(ABC):
 
     def _intact(self, file: StoredFile) -> bool:
         return file not in self._damaged and self._segments.intact(file)
-
-    def _chosen(self, groups: frozenset[int] | None) -> list[int]:
-        """The groups to search that have records."""
-        if groups is None:
-            return list(self._held)
-        return [group for group in sorted(groups) if group in self._held]
-
-    def _ready(self, groups: frozenset[int] | None) -> bool:
-        return all(
-            group in self._indexes and self._indexes[group].holds(self._held[group])
-            for group in self._chosen(groups)
-        )
-
-    def _update(self, groups: frozenset[int] | None) -> None:
-        """Bring the indexes of some groups to the newest records; runs beside no search."""
-        while True:
-            # The newest, not those that made the caller come: another thread may have been here meanwhile.
-            self._held = self._segments.by_group()
-            for group in self._indexes.keys() - self._held.keys():
-                del self._indexes[group]
-            with suppress(FileNotFoundError):  # a writer replaced an index while a reader opened it
-                for group in self._chosen(groups):
-                    if group not in self._indexes:
-                        exact = ExactIndex(self._dim, self._metric, self._nearest)
-                        new = GroupIndex(exact, self._open_index, self._is_indexed, self._damaged)
-                        self._indexes[group] = new
-                    if not self._indexes[group].holds(self._held[group]):
-                        self._indexes[group].update(self._held[group])
-                return

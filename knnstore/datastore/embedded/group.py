@@ -1,14 +1,17 @@
-"""The search of one group: its large segments by their indexes, the rest exactly."""
+"""The search of groups: large segments by their indexes, the rest exactly."""
 
 import logging
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from knnstore.datastore.arrays import Keys
 from knnstore.datastore.embedded.exact import ExactIndex
+from knnstore.datastore.embedded.locks import ReadersWriterLock
+from knnstore.datastore.embedded.log import KeySegments
 from knnstore.datastore.embedded.segment import Segment
 from knnstore.datastore.neighbors import Neighbors, merge
 from knnstore.datastore.ranges import IdRanges
@@ -19,6 +22,8 @@ _log = logging.getLogger(__name__)
 
 _MARGIN = 1.25  # what a segment is asked for, as a multiple of its share
 _LEAST = 64  # and beside it
+
+Found = TypeVar("Found")
 
 
 class SegmentIndex(Protocol):
@@ -42,8 +47,29 @@ class SegmentIndex(Protocol):
         """
 
 
+class GroupSearch(Protocol):
+    """Searches the records of one group."""
+
+    rows: int
+    """How many are live."""
+
+    def holds(self, segments: Sequence[Segment]) -> bool:
+        """Whether these are the segments of the last `update`."""
+
+    def update(self, segments: Sequence[Segment]) -> None:
+        """Search exactly these segments from now on; must not run beside a search.
+
+        Raises:
+            FileNotFoundError: the file of an index is gone, the first time that it is: a newer manifest
+                may have replaced it.
+        """
+
+    def search(self, queries: Keys, k: int, ids: IdRanges | None) -> Neighbors:
+        """Find the k nearest records of each query, of all or of those with some ids."""
+
+
 class GroupIndex:
-    """Searches the records of one group.
+    """The search of one group through an index for each of its larger segments.
 
     Args:
         exact: searches the rows that no index covers; empty.
@@ -136,3 +162,85 @@ class GroupIndex:
         self._damaged.add(file)
         _log.warning("%s (its keys are searched exactly until optimize builds it again)", problem)
         return None
+
+
+class GroupSearches:
+    """The search of each group, made when it is first asked for and brought to the newest records.
+
+    Any number of threads may look beside each other.
+
+    Args:
+        segments: the open directory.
+        new: makes the search of one group, of nothing yet.
+    """
+
+    def __init__(self, segments: KeySegments, new: Callable[[], GroupSearch]) -> None:
+        self._segments = segments
+        self._new = new
+        self._lock = ReadersWriterLock()
+        self._held: Mapping[int, Sequence[Segment]] = {}
+        self._searches: dict[int, GroupSearch] = {}
+
+    def look(self, groups: frozenset[int] | None, look: Callable[[Sequence[GroupSearch]], Found]) -> Found:
+        """Look in the newest records of some groups, or of all; what turns out to be damaged is left out.
+
+        Args:
+            groups: those that have no record are no error.
+            look: is given their searches, and called again where it met damage.
+
+        Raises:
+            CorruptDatastoreError: something else is damaged than a segment, which can be left out.
+        """
+        known = 0
+        while True:
+            try:
+                return self._look(groups, look)
+            except CorruptDatastoreError:
+                damaged = len(self._segments.damaged())
+                if damaged == known:
+                    raise
+                known = damaged
+
+    def close(self) -> None:
+        """Release everything, the directory too."""
+        with self._lock.writing():
+            self._searches, self._held = {}, {}
+            self._segments.close()
+
+    def _look(self, groups: frozenset[int] | None, look: Callable[[Sequence[GroupSearch]], Found]) -> Found:
+        updated = False
+        while True:
+            with self._lock.reading():
+                # What was newest when this search began is new enough: a busy writer delays no search.
+                if (updated or self._segments.by_group() is self._held) and self._ready(groups):
+                    return look([self._searches[group] for group in self._chosen(groups)])
+            with self._lock.writing():
+                self._update(groups)
+            updated = True
+
+    def _chosen(self, groups: frozenset[int] | None) -> list[int]:
+        """The groups to search that have records."""
+        if groups is None:
+            return list(self._held)
+        return [group for group in sorted(groups) if group in self._held]
+
+    def _ready(self, groups: frozenset[int] | None) -> bool:
+        return all(
+            group in self._searches and self._searches[group].holds(self._held[group])
+            for group in self._chosen(groups)
+        )
+
+    def _update(self, groups: frozenset[int] | None) -> None:
+        """Bring the searches of some groups to the newest records; runs beside no search."""
+        while True:
+            # The newest, not those that made the caller come: another thread may have been here meanwhile.
+            self._held = self._segments.by_group()
+            for group in self._searches.keys() - self._held.keys():
+                del self._searches[group]
+            with suppress(FileNotFoundError):  # a writer replaced an index while a reader opened it
+                for group in self._chosen(groups):
+                    if group not in self._searches:
+                        self._searches[group] = self._new()
+                    if not self._searches[group].holds(self._held[group]):
+                        self._searches[group].update(self._held[group])
+                return

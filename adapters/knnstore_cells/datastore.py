@@ -1,0 +1,160 @@
+"""The cells adapter: durable key segments whose rows lie in cells, which are summed over whole."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from knnstore.datastore import (
+    Capabilities,
+    Datastore,
+    EmbeddedDatastore,
+    Filter,
+    GroupSearch,
+    Keys,
+    KeySegments,
+    Metric,
+    Mode,
+    Segment,
+    StoredFile,
+    Visit,
+    checked_k,
+    checked_keys,
+)
+from knnstore.errors import CorruptDatastoreError
+from knnstore_cells.group import CellGroup, visit
+from knnstore_cells.index import SegmentCells
+from knnstore_cells.kept import KeptCells
+from knnstore_cells.partition import fit_centers
+from knnstore_cells.policy import Policy
+
+_log = logging.getLogger(__name__)
+
+
+class CellsDatastore(EmbeddedDatastore):
+    """Vectors in a local directory, in cells of near ones that are visited whole.
+
+    Args:
+        segments: the open directory.
+        dim: number of components of a vector.
+        metric: how distances are measured.
+        policy: how many cells there are, and how many a search visits.
+    """
+
+    def __init__(self, segments: KeySegments, dim: int, metric: Metric, policy: Policy) -> None:
+        super().__init__(segments, dim, metric)
+        self._policy = policy
+        self._kept = KeptCells(policy.memory << 20)
+        self._missing: set[StoredFile] = set()
+        self._centers: dict[int, NDArray[np.float16]] = {}
+
+    @classmethod
+    def open(
+        cls, location: str | Path, *, dim: int, metric: Metric = Metric.L2, mode: Mode = "a", **params: Any
+    ) -> Self:
+        """Open or create a datastore in a directory; see `Datastore.open`.
+
+        The parameters are `cells`, `probes` and `memory`; see `Policy`.
+        """
+        metric, policy = Metric(metric), Policy.of(params)
+        return cls(KeySegments(Path(location), dim, metric, mode), dim, metric, policy)
+
+    @classmethod
+    def record_size(cls, dim: int, **params: Any) -> int:
+        """Bytes of a record on the disk, with its place in a cell; see `SupportsSize.record_size`."""
+        return 2 * dim + 16 + 4 + dim // 32 + 8
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Durable, in half precision, with one writer; approximate in large groups."""
+        return Capabilities(
+            exact_search=False, exact_keys=False, persistent=True, shared_writers=False, checks_keys=True
+        )
+
+    def visit(self, queries: Keys, probes: int, *, where: Filter | None = None) -> list[Visit]:
+        """Measure queries against all records of their nearest cells; see `SupportsCells.visit`."""
+        queries, probes = checked_keys(queries, self._dim, what="queries"), checked_k(probes, what="probes")
+        ids = where.ids if where and where.groups is None else None
+
+        def visited(groups: Sequence[GroupSearch]) -> list[Visit]:
+            return visit([group for group in groups if isinstance(group, CellGroup)], queries, probes, ids)
+
+        found = self._searches.look(where.groups if where else None, visited)
+        if len(queries) and not found:
+            self._check_readable(where)
+        return found
+
+    def optimize(self) -> None:
+        """Merge segments, reclaim the space of deleted records, and arrange what is new in cells.
+
+        A group's cells stay where they are until it has grown or shrunk by about a half.
+        """
+        self._centers = self._centers_of_groups()
+        try:
+            super().optimize()
+        finally:
+            self._centers = {}
+
+    def _new_group(self) -> GroupSearch:
+        return CellGroup(self._dim, self._metric, self._policy, self._opened, self._kept)
+
+    def _is_indexed(self, group_rows: int) -> bool:
+        return self._policy.cells_for(group_rows) > 1
+
+    def _index_parameters(self, rows: int, group_rows: int) -> dict[str, Any] | None:
+        if not self._policy.has_index(rows, group_rows):
+            return None
+        return {"cells": self._policy.cells_for(group_rows)}
+
+    def _build_index(self, segment: Segment, parameters: dict[str, Any], path: Path) -> None:
+        cells, group = parameters["cells"], segment.group
+        centers = self._centers.get(group)
+        if centers is None or len(centers) != cells:
+            centers = fit_centers(list(self._segments.by_group()[group]), cells)
+            self._centers[group] = centers
+        SegmentCells.of(segment, centers).write(path)
+
+    def _open_index(self, segment: Segment, parameters: dict[str, Any]) -> None:
+        """Open none: the segments of a group are searched together."""
+
+    def _centers_of_groups(self) -> dict[int, NDArray[np.float16]]:
+        """The centers of each group that has some, so that merging its segments leaves its cells alone."""
+        centers = {}
+        for group, segments in self._segments.by_group().items():
+            for segment in sorted(segments, key=lambda one: one.rows, reverse=True):
+                cells = self._opened(segment, quietly=True)
+                if cells is not None:
+                    centers[group] = np.array(cells.centers)
+                    break
+        return centers
+
+    def _opened(self, segment: Segment, *, quietly: bool = False) -> SegmentCells | None:
+        """The index of a segment, if it has one that can be used.
+
+        Raises:
+            FileNotFoundError: its file is gone, the first time that it is: a newer manifest may have
+                replaced it.
+        """
+        entry = segment.index
+        cells = entry.parameters.get("cells") if entry else None
+        if entry is None or not isinstance(cells, int) or entry.file in self._damaged:
+            return None
+        try:
+            return SegmentCells.read(self._segments.root, segment, self._dim, cells)
+        except FileNotFoundError as error:
+            if entry.file not in self._missing and not quietly:
+                self._missing.add(entry.file)
+                raise
+            problem = f"{error.filename} is missing"
+        except CorruptDatastoreError as error:
+            problem = str(error)
+        self._damaged.add(entry.file)
+        if not quietly:
+            _log.warning("%s (its keys are put into cells in memory until optimize does it again)", problem)
+        return None
+
+
+_conforms: type[Datastore] = CellsDatastore  # here a type checker compares every signature

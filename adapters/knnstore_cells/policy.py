@@ -1,0 +1,62 @@
+"""The adapter's parameters, and how many cells for how many records."""
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+from knnstore.datastore import checked_params
+from knnstore.errors import ConfigError
+
+_MOST_CELLS = 1 << 16
+_RECORDS_PER_CELL = 256
+_ONE_CELL_UP_TO = 1 << 13  # to compare a query with so many costs no more than to choose among cells
+_PER_NEIGHBOR = 8  # records to visit for each neighbor wanted
+_LEAST_PROBES = 8
+_LEAST_SHARE = 16  # a segment has an index from this fraction of the rows on from which its group has cells
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The adapter's parameters, checked.
+
+    Args:
+        cells: cells of each group; 0 chooses by its records.
+        probes: cells that a search for the k nearest visits; 0 chooses by k.
+        memory: MiB of keys that are kept ready between searches.
+    """
+
+    cells: int = 0
+    probes: int = 0
+    memory: int = 256
+
+    @classmethod
+    def of(cls, params: dict[str, Any]) -> "Policy":
+        """Check the parameters that a user gave.
+
+        Raises:
+            ConfigError: one is unknown or has a bad value.
+        """
+        accepted = {field.name: field.default for field in fields(cls)}
+        policy = cls(**checked_params("cells", params, accepted))
+        for name, most in (("cells", _MOST_CELLS), ("probes", _MOST_CELLS), ("memory", 1 << 20)):
+            value = getattr(policy, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
+                raise ConfigError(f"cells: {name} must be an integer from 0 to {most:,}, got {value!r}")
+        return policy
+
+    def cells_for(self, group_rows: int) -> int:
+        """How many cells a group of so many live records has."""
+        if self.cells:
+            return min(self.cells, group_rows)
+        if group_rows <= _ONE_CELL_UP_TO:
+            return 1
+        return min(_MOST_CELLS, int(2 ** round(math.log2(group_rows / _RECORDS_PER_CELL))))
+
+    def has_index(self, rows: int, group_rows: int) -> bool:
+        """Whether it is on disk which rows of a segment are in which cell, else it is found out in memory."""
+        small = 0 if self.cells else _ONE_CELL_UP_TO // _LEAST_SHARE
+        return self.cells_for(group_rows) > 1 and rows > small
+
+    def probes_for(self, k: int, cells: int, rows: int) -> int:
+        """How many of some cells to visit for about the k nearest of the records in them."""
+        return min(cells, self.probes or math.ceil(_PER_NEIGHBOR * k * cells / rows) + _LEAST_PROBES)

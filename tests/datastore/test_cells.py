@@ -1,0 +1,165 @@
+"""The cells adapter: the conformance kit, and an oracle for what queries visit."""
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from knnstore_cells import CellsDatastore, group
+from knnstore_cells.index import SegmentCells
+
+from knnstore.datastore import Filter, IdRanges, Keys, Metric, Neighbors
+from knnstore.testing import DatastoreTests
+
+DIM = 16
+
+
+class Optimizing(CellsDatastore):
+    """Arranges its records in cells before each search, however few they are."""
+
+    def search(self, queries: Keys, k: int, *, where: Filter | None = None) -> Neighbors:
+        if self._segments._lock is not None and not self._segments._closed:
+            self.optimize()
+        return super().search(queries, k, where=where)
+
+
+class TestOneCell(DatastoreTests):  # which is what small groups have
+    datastore_class = CellsDatastore
+
+
+class TestCells(DatastoreTests):
+    datastore_class = Optimizing
+    params: ClassVar[dict[str, Any]] = {"cells": 4}
+
+    @pytest.fixture(autouse=True)
+    def no_set_is_small(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(group, "_SMALL", 0)
+
+
+class TestCellsInMemory(DatastoreTests):  # which records are in that were added since
+    datastore_class = CellsDatastore
+    params: ClassVar[dict[str, Any]] = {"cells": 4, "memory": 0}
+
+
+def clustered(n: int, seed: int = 0) -> np.ndarray:
+    """Keys around 50 centers, as float32 that half precision holds exactly."""
+    rng = np.random.default_rng(seed)
+    centers = np.random.default_rng(99).normal(size=(50, DIM)) * 3
+    return (centers[rng.integers(0, 50, n)] + rng.normal(size=(n, DIM))).astype(np.float16).astype(np.float32)
+
+
+def put(store: CellsDatastore, rows: np.ndarray, keys: np.ndarray, group: int = 0) -> None:
+    """Add records whose id is three times their row."""
+    store.add(rows * 3, keys[rows], np.full(len(rows), group, np.int32))
+
+
+def centers_on_disk(store: CellsDatastore) -> list[np.ndarray]:
+    """Of each segment that has an index."""
+    return [cells.centers for segment in store._segments.snapshot() if (cells := store._opened(segment))]
+
+
+@pytest.mark.parametrize("metric", list(Metric))
+@pytest.mark.parametrize("memory", [0, 256])
+def test_a_query_visits_whole_cells_and_the_nearest(tmp_path: Path, metric: Metric, memory: int) -> None:
+    """What is visited is what an independent partition by the same centers says, in all segments."""
+    keys, queries = clustered(3000), clustered(40, seed=1)
+    store = CellsDatastore.open(tmp_path / "store", dim=DIM, metric=metric, cells=32, memory=memory)
+    put(store, np.arange(2500), keys)
+    store.optimize()
+    put(store, np.arange(2500, 2600), keys)
+    store.flush()
+    put(store, np.arange(2600, 3000), keys)  # in memory only
+    store.delete(IdRanges([(300, 900)]))
+    live = np.setdiff1d(np.arange(3000), np.arange(100, 300))
+    (centers,) = [found.astype(np.float64) for found in centers_on_disk(store)]
+
+    def measured(one: np.ndarray, others: np.ndarray, by: Metric) -> np.ndarray:
+        products = one.astype(np.float64) @ others.astype(np.float64).T
+        squares = (one.astype(np.float64) ** 2).sum(1)[:, None] + (others.astype(np.float64) ** 2).sum(1)
+        return squares - 2 * products if by is Metric.L2 else -products
+
+    owners = measured(keys, centers, Metric.L2).argmin(1)
+    for probes in (1, 5):
+        visits = store.visit(queries, probes)
+        nearest = np.argsort(measured(queries, centers, metric), axis=1)[:, :probes]
+        for query in range(len(queries)):
+            mine = [visit for visit in visits if query in visit.queries]
+            found = np.concatenate([visit.ids for visit in mine])
+            expected = live[np.isin(owners[live], nearest[query])]
+            assert sorted(found.tolist()) == (expected * 3).tolist()
+            distances = np.concatenate([v.distances[v.queries.tolist().index(query)] for v in mine])
+            truth = measured(queries[query : query + 1], keys[found // 3], metric)[0]
+            np.testing.assert_allclose(distances, truth, rtol=1e-4, atol=1e-3)
+    store.close()
+
+
+def test_cells_stay_where_they_are_until_the_group_has_grown(tmp_path: Path) -> None:
+    """Adding and merging leave the centers alone; a group of twice the records has other ones, all alike."""
+    keys = clustered(60_000)
+    with CellsDatastore.open(tmp_path / "store", dim=DIM) as store:
+        put(store, np.arange(20_000), keys)
+        store.optimize()
+        (former,) = centers_on_disk(store)
+        assert former.shape == (64, DIM)
+        put(store, np.arange(20_000, 22_000), keys)
+        store.optimize()
+        store._segments.compact(ratio=1_000)  # into one segment, which has no index yet
+        assert len(store._segments.snapshot()) == 1
+        assert centers_on_disk(store) == []
+    with CellsDatastore.open(tmp_path / "store", dim=DIM) as store:
+        store.optimize()
+        put(store, np.arange(22_000, 23_000), keys)
+        store.optimize()
+        kept = centers_on_disk(store)
+        put(store, np.arange(23_000, 60_000), keys)
+        store.optimize()
+        grown = centers_on_disk(store)
+    assert {len(centers) for centers in kept} == {64}
+    assert {len(centers) for centers in grown} == {256}
+    assert all(np.array_equal(centers, grown[0]) for centers in grown)
+
+
+def test_a_damaged_index_costs_time_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is said once; what is found is the same up to where cells end, and optimize makes it anew."""
+    keys, queries = clustered(4000), clustered(20, seed=1)
+    with CellsDatastore.open(tmp_path / "store", dim=DIM, cells=16) as store:
+        put(store, np.arange(4000), keys)
+        store.optimize()
+        (file,) = [segment.index.file.name for segment in store._segments.snapshot() if segment.index]
+    with (tmp_path / "store" / file).open("r+b") as damaged:
+        damaged.seek(700)
+        damaged.write(b"\xff\xff")
+    with CellsDatastore.open(tmp_path / "store", dim=DIM, cells=16) as store:
+        assert "SHA-256" in store.verify()[0]
+        everything = store.visit(queries, 16)
+        assert sum(visit.distances.size for visit in everything) == 20 * 4000
+        store.search(queries, 5)
+        assert len([record for record in caplog.records if "in memory until optimize" in record.message]) == 1
+        store.optimize()
+        assert store.verify() == []
+        assert len(centers_on_disk(store)) == 1
+
+
+def test_small_and_large_groups_share_the_probes(tmp_path: Path) -> None:
+    """A group of few records is one cell among those of the others, visited where it is near."""
+    keys, far = clustered(20_000), clustered(100, seed=3) + 50
+    with CellsDatastore.open(tmp_path / "store", dim=DIM) as store:
+        put(store, np.arange(20_000), keys)
+        store.add(np.arange(100) + 90_000, far, np.ones(100, np.int32))
+        store.optimize()
+        (visit,) = store.visit(far[:3] + 0.1, 1)
+        assert sorted(visit.ids.tolist()) == list(range(90_000, 90_100))
+        assert all((visit.ids < 90_000).all() for visit in store.visit(keys[:50], 2))
+
+
+def test_what_is_kept_between_visits_is_bounded(tmp_path: Path) -> None:
+    """Keys that have no room any more are read again."""
+    keys = clustered(40_000)
+    with CellsDatastore.open(tmp_path / "store", dim=DIM, memory=1) as store:
+        put(store, np.arange(40_000), keys)
+        store.optimize()
+        for _ in range(2):
+            found = store.visit(keys[:1000], 128)
+        assert sum(visit.distances.size for visit in found) == 1000 * 40_000
+        held = [cell.keys.nbytes for cell in store._kept._cells.values()]
+        assert 0 < sum(held) == store._kept._held <= 1 << 20
