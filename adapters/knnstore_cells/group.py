@@ -79,9 +79,7 @@ class CellGroup:
         centers = self._common_centers(segments, found)
         self._parts = []
         for segment, cells in zip(segments, found, strict=True):
-            if cells is None or (
-                cells.centers is not centers and not np.array_equal(cells.centers, centers)
-            ):
+            if cells is None or (cells.centers is not centers and not np.array_equal(cells.centers, centers)):
                 cells = SegmentCells.of(segment, centers)
             alive = np.ones(segment.rows, bool) if segment.dead else None
             for start, stop in segment.dead:
@@ -141,7 +139,9 @@ class CellGroup:
         self, segments: Sequence[Segment], found: Sequence[SegmentCells | None]
     ) -> NDArray[np.float16]:
         """The centers of the largest segment that has some; else new ones."""
-        known = [(segment.rows, cells.centers) for segment, cells in zip(segments, found, strict=True) if cells]
+        known = [
+            (segment.rows, cells.centers) for segment, cells in zip(segments, found, strict=True) if cells
+        ]
         if known:
             return max(known, key=lambda one: one[0])[1]
         return fit_centers(list(segments), self._policy.cells_for(self.rows))

@@ -24,12 +24,20 @@ class Visit(NamedTuple):
     distances: Distances
     """As `Metric` measures them, float32, shape (m, r)."""
 
+    log_weights: NDArray[np.float32] | None = None
+    """As in `Neighbors`, shape (r,); an adapter gives none."""
+
+    def only(self, records: NDArray[np.bool_]) -> "Visit":
+        """The same with some of the records, given by a mask of shape (r,)."""
+        log_weights = None if self.log_weights is None else self.log_weights[records]
+        return Visit(self.queries, self.ids[records], self.distances[:, records], log_weights)
+
 
 @dataclass(frozen=True, slots=True)
 class Neighbors:
     """The nearest records of each query.
 
-    Rows ascend by distance and no id stands twice in a row. Where fewer than k records match, the rest of
+    Rows ascend by distance, unless it is said otherwise, and no id stands twice in a row. Where fewer than k records match, the rest of
     the row is missing: id -1 at distance +inf. An adapter gives ids and distances only; a store that was
     pruned adds log weights.
     """
@@ -73,13 +81,25 @@ class Neighbors:
         for visit in visits:
             counts[visit.queries] += len(visit.ids)
         found = cls.nothing(queries, max(1, int(counts.max(initial=0))))
+        if any(visit.log_weights is not None for visit in visits):
+            found = replace(found, log_weights=np.zeros_like(found.distances))
         counts[:] = 0
         for visit in visits:
-            columns = counts[visit.queries, None] + np.arange(len(visit.ids))
-            found.ids[visit.queries[:, None], columns] = visit.ids
-            found.distances[visit.queries[:, None], columns] = visit.distances
+            places = visit.queries[:, None], counts[visit.queries, None] + np.arange(len(visit.ids))
+            found.ids[places], found.distances[places] = visit.ids, visit.distances
+            if found.log_weights is not None and visit.log_weights is not None:
+                found.log_weights[places] = visit.log_weights
             counts[visit.queries] += len(visit.ids)
         return found
+
+    def nearest_first(self, k: int) -> "Neighbors":
+        """The same with the k nearest of each query in order, and the others after them in any order."""
+        if k >= self.ids.shape[1]:
+            return self.nearest(self.ids.shape[1])
+        order = np.argpartition(self.distances, k - 1, axis=1)
+        near = np.take_along_axis(self.distances, order[:, :k], axis=1).argsort(axis=1, kind="stable")
+        order[:, :k] = np.take_along_axis(order[:, :k], near, axis=1)
+        return self._changed(lambda array: np.take_along_axis(array, order, axis=1))
 
     def rows(self, rows: NDArray[Any]) -> "Neighbors":
         """Copy those of some queries, given by a mask or by their numbers."""

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knnstore.catalog import Domain, Identity
-from knnstore.datastore import Ids, Keys, Neighbors
+from knnstore.datastore import Ids, Keys, Neighbors, Visit
 from knnstore.store.fitted import Lineage, SavedSettings, Weights
 from knnstore.store.home import Home
 from knnstore.store.provenance import Provenance, Tokens
@@ -33,6 +33,13 @@ class Reader(Protocol):
 
     def search(self, queries: Keys, k: int, selection: Selection = EVERYTHING) -> Neighbors:
         """Find the k nearest live records of each query."""
+
+    @property
+    def has_cells(self) -> bool:
+        """Whether `visit` works."""
+
+    def visit(self, queries: Keys, probes: int, selection: Selection = EVERYTHING) -> list[Visit]:
+        """Measure each query against every live record of the cells that are nearest to it."""
 
     def follow(
         self, queries: Keys, ids: Ids, selection: Selection = EVERYTHING, *, cluster_size: int | None = None

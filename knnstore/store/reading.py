@@ -1,12 +1,13 @@
 """Reading a store: searching, tracing and listing what is live."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from knnstore.catalog import Catalog, Document, Domain, Identity, StoredVersion
-from knnstore.datastore import Datastore, Ids, Keys, Neighbors
+from knnstore.datastore import Datastore, Ids, Keys, Neighbors, Visit
 from knnstore.errors import (
     AmbiguousDocumentError,
     DatastoreError,
@@ -22,6 +23,8 @@ from knnstore.store.selection import EVERYTHING, Selection
 from knnstore.store.view import View
 
 _SEARCH_ATTEMPTS = 20  # a commit takes longer than a search: so many in a row are not overtaken
+
+Found = TypeVar("Found")
 
 
 class StoreReader:
@@ -65,6 +68,24 @@ class StoreReader:
             distance +inf where fewer records match.
         """
         return self._at_one_revision(lambda view: view.search(queries, k, selection))
+
+    @property
+    def has_cells(self) -> bool:
+        """Whether the engine can visit cells: `visit` works."""
+        return self.view().has_cells
+
+    def visit(self, queries: Keys, probes: int, selection: Selection = EVERYTHING) -> list[Visit]:
+        """Measure each query against every live record of the cells that are nearest to it.
+
+        Args:
+            queries: float32, shape (q, dim).
+            probes: cells of each query, >= 1; see `SupportsCells.visit`.
+            selection: among which documents.
+
+        Returns:
+            Visits in which a query and a record meet once at most.
+        """
+        return self._at_one_revision(lambda view: view.visit(queries, probes, selection))
 
     def follow(
         self,
@@ -227,7 +248,7 @@ class StoreReader:
         """
         return load_weights(self.home.weights, name)
 
-    def _at_one_revision(self, look: Callable[[View], Neighbors]) -> Neighbors:
+    def _at_one_revision(self, look: Callable[[View], Found]) -> Found:
         """Look at the keys and the catalog together, again if a commit came between."""
         for _ in range(_SEARCH_ATTEMPTS):
             view = self.view()

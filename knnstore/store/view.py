@@ -1,7 +1,7 @@
 """A view: the documents that are live at one revision, and searching among exactly those."""
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
@@ -10,12 +10,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knnstore.catalog import Catalog, Snapshot
-from knnstore.datastore import Datastore, Filter, IdRanges, Keys, Neighbors, positions_of, ranges_of
+from knnstore.datastore import (
+    Datastore,
+    Filter,
+    IdRanges,
+    Keys,
+    Neighbors,
+    SupportsCells,
+    Visit,
+    positions_of,
+    ranges_of,
+)
 from knnstore.errors import CatalogError, CorruptDatastoreError, DocumentNotFoundError, DomainNotFoundError
 from knnstore.store.reader import Records
 from knnstore.store.selection import EVERYTHING, Selection
 
 _SCOPES_KEPT = 64
+_LOST = (
+    "the engine has none of the records that the catalog lists: it lost them, or came back without its data; "
+    "restore it, or see `knnstore verify`"
+)
 
 
 class Scope(NamedTuple):
@@ -62,13 +76,29 @@ class View:
             found = self.datastore.search(queries, k, where=Filter(live))
             orphans = ~live.contains(found.ids) & (found.ids >= 0)
         if records and (found.ids[:, 0] < 0).any():
-            raise CorruptDatastoreError(
-                "the engine has none of the records that the catalog lists: it lost them, or came back "
-                "without its data; restore it, or see `knnstore verify`"
-            )
+            raise CorruptDatastoreError(_LOST)
         if orphans.any():
             found = found.without(orphans).nearest(k)
         return replace(found, log_weights=self.snapshot.log_weights_at(positions_of(found.ids)))
+
+    @property
+    def has_cells(self) -> bool:
+        """Whether records can be visited cell by cell."""
+        return isinstance(self.datastore, SupportsCells)
+
+    def visit(self, queries: Keys, probes: int, selection: Selection) -> list[Visit]:
+        """All live records of the cells nearest to each query; see `StoreReader.visit`.
+
+        Raises:
+            CorruptDatastoreError: the datastore finds nothing where there must be something.
+        """
+        live, where, records = self.scope(selection)
+        visits = self._visits(queries, probes, live, where)
+        if not _all_meet(visits, len(queries)):  # what is not live yet, or no more, took all places
+            visits = self._visits(queries, probes, live, Filter(live))
+        if records and not _all_meet(visits, len(queries)):
+            raise CorruptDatastoreError(_LOST)
+        return visits
 
     def scope(self, selection: Selection) -> Scope:
         """Resolve a selection, remembering the latest ones.
@@ -121,6 +151,18 @@ class View:
         for ids, keys, _ in self.datastore.iterate(ids=live, batch_size=batch_size):
             yield Records(ids, keys, self.snapshot.log_weights_at(positions_of(ids)))
 
+    def _visits(self, queries: Keys, probes: int, live: IdRanges, where: Filter | None) -> list[Visit]:
+        """The records that are live, with log weights as `search` gives them."""
+        assert isinstance(self.datastore, SupportsCells)
+        visits = []
+        for found in self.datastore.visit(queries, probes, where=where):
+            known = live.contains(found.ids)
+            visit = found if known.all() else found.only(known)
+            if len(visit.ids):
+                log_weights = self.snapshot.log_weights_at(positions_of(visit.ids))
+                visits.append(visit._replace(log_weights=log_weights))
+        return visits
+
     def _resolve(self, selection: Selection) -> Scope:
         chosen = self._chosen(selection)
         live = ranges_of(self.snapshot.starts[chosen], self.snapshot.stops[chosen])
@@ -161,6 +203,14 @@ class View:
 
     def _among(self, rows: Iterable[int]) -> NDArray[np.bool_]:
         return np.isin(self.snapshot.rows, np.fromiter(rows, np.int64))
+
+
+def _all_meet(visits: Sequence[Visit], queries: int) -> bool:
+    """Whether each query meets a record."""
+    met = np.zeros(queries, bool)
+    for visit in visits:
+        met[visit.queries] = True
+    return bool(met.all())
 
 
 def _joined(texts: Iterable[tuple[int, NDArray[np.uint32]]], least: int) -> Iterator[NDArray[np.uint32]]:

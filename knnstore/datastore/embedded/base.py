@@ -23,6 +23,7 @@ from knnstore.durable import StoredFile
 from knnstore.errors import CorruptDatastoreError
 from knnstore.space import check_space
 
+
 class EmbeddedDatastore(ABC):
     """Vectors in a local directory, as durable key segments that an index for each group searches.
 

@@ -26,11 +26,12 @@ from knnstore.lm.mixing.mixer import MAX_LAMBDA, Chosen, Mixer, Recent, Retrieve
 from knnstore.lm.mixing.network import fit_network
 from knnstore.lm.mixing.registry import is_registered, mixer_of, register_mixer
 from knnstore.lm.mixing.skipping import Skipping, entropy_of, skip_features
+from knnstore.lm.mixing.visited import Visited, VisitedCell
 
 __all__ = [
     "DISTINCT_AMONG", "LEAST_PROBABILITY", "MAX_LAMBDA", "BinnedLambda", "Chosen", "Component",
     "DomainWeights", "FixedLambda", "GateLambda", "Mixer", "Mixture", "NearnessLambda", "Recent",
-    "RelativeConfidence", "Retrieved", "SimpleMixer", "Skipping", "bins_of", "chosen_by", "distinct_tokens",
+    "RelativeConfidence", "Retrieved", "SimpleMixer", "Skipping", "Visited", "VisitedCell", "bins_of", "chosen_by", "distinct_tokens",
     "entropy_of", "fit_lambdas", "fit_network", "fit_weight", "gate_features", "is_registered", "mix_gold",
     "mix_log_probs", "mix_probs", "mixer_of", "neighbor_weights", "powers_up_to", "register_mixer",
     "relative_distance", "skip_features", "start_of",

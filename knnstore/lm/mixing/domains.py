@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from knnstore.errors import ConfigError
-from knnstore.lm.mixing.interpolation import neighbor_weights
 from knnstore.lm.mixing.mixer import Retrieved, Weighed
 from knnstore.store import Selection
 
@@ -74,13 +73,7 @@ class DomainWeights:
         lambdas = torch.tensor(self.lambdas, device=distances.device)[numbers]
         factors = torch.tensor(self.temperature_factors or [1.0] * len(self.domains))[numbers]
         temperatures = temperature * factors.to(distances.device)
-        # A row for each query and domain.
-        log_weights = retrieved.log_weights
-        weights = neighbor_weights(
-            distances.reshape(len(distances) * len(numbers), -1),
-            temperatures.repeat(len(distances)),
-            None if log_weights is None else log_weights.reshape(len(distances) * len(numbers), -1),
-        ).reshape(len(distances), len(numbers), -1)
+        weights = retrieved.weights(temperatures.tolist())
         given = lambdas * (weights.sum(2) > 0)
         lam = given.sum(1)
         shares = (given / lam[:, None]).where(lam[:, None] > 0, 0.0)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from knnstore.lm.mixing.interpolation import PerQuery, neighbor_weights
+from knnstore.lm.mixing.visited import Visited
 from knnstore.store import Selection
 
 MAX_LAMBDA = 0.999
@@ -65,6 +66,35 @@ class Retrieved:
     hits: Tensor | None = None
     """Whether each neighbor carries the token that came, bool, shape (n, k), if `tokens` are not known."""
 
+    visited: Sequence[Visited] | None = None
+    """All records of the cells visited, for each search: these count, and `distances` and `tokens` are only
+    of the nearest of them."""
+
+    def weights(self, temperatures: Sequence[PerQuery]) -> Tensor:
+        """What p_kNN gives to each place, in each of s searches at a temperature of its own.
+
+        Returns:
+            Float32, shape (n, s, places): the neighbors of each search, or of the records visited those with
+            the token that came and the others. Rows sum to 1, or to 0 when nothing was found.
+        """
+        if self.visited is not None:
+            found = zip(self.visited, temperatures, strict=True)
+            return torch.stack([visited.weights(temperature) for visited, temperature in found], 1)
+        if len(temperatures) == 1:
+            return neighbor_weights(self.distances, temperatures[0], self.log_weights)[:, None]
+        count, shape = len(temperatures), (len(self.distances) * len(temperatures), -1)
+        rows = torch.stack([torch.as_tensor(one).expand(len(self.distances)) for one in temperatures], 1)
+        log_weights = None if self.log_weights is None else self.log_weights.reshape(shape)
+        weights = neighbor_weights(self.distances.reshape(shape), rows.flatten(), log_weights)
+        return weights.reshape(len(self.distances), count, -1)
+
+    @property
+    def has_token(self) -> Tensor | None:
+        """Whether each place has the token that came, bool, (n, places of all searches), if that is known."""
+        if self.visited is None:
+            return self.hits
+        return torch.tensor([[True, False] * len(self.visited)]).expand(len(self.distances), -1)
+
 
 class Chosen(NamedTuple):
     """λ and T for n queries."""
@@ -80,7 +110,8 @@ class Weighed(NamedTuple):
     """What a mixer makes of n queries with their neighbors."""
 
     weights: Tensor
-    """p_kNN of each neighbor, float32, shape (n, k); rows sum to 1, or to 0 when nothing was found."""
+    """p_kNN of each place, see `Retrieved.weights`, float32, shape (n, places); rows sum to 1, or to 0 when
+    nothing was found."""
 
     lam: Tensor
     """λ, float32, shape (n,), between 0 and 1; rows without a neighbor do not matter."""
@@ -137,8 +168,7 @@ class SimpleMixer(ABC):
     def weigh(self, retrieved: Retrieved, temperature: float) -> Weighed:
         """Weigh each neighbor by its distance and the T chosen."""
         lam, temperatures = self(retrieved, temperature)
-        weights = neighbor_weights(retrieved.distances, temperatures, retrieved.log_weights)
-        return Weighed(weights, lam, temperatures)
+        return Weighed(retrieved.weights([temperatures])[:, 0], lam, temperatures)
 
     @abstractmethod
     def __call__(self, retrieved: Retrieved, temperature: float) -> Chosen:

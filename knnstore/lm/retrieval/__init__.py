@@ -4,11 +4,12 @@ from knnstore.lm.retrieval.cache import Reading, ReadText
 from knnstore.lm.retrieval.mixture import mixture_of
 from knnstore.lm.retrieval.pointers import retrieve_in_step
 from knnstore.lm.retrieval.prefix_states import sequence_ids_of, whole_texts
-from knnstore.lm.retrieval.search import columns_of, reachable, retrieve
+from knnstore.lm.retrieval.search import columns_of, reachable, retrieve, visit, visits_cells
 from knnstore.lm.retrieval.text_keys import TextKeys
 from knnstore.lm.retrieval.text_pointers import STATES_KEPT, PointerStates, TextPass, retrieve_for_pass
 
 __all__ = [
     "STATES_KEPT", "PointerStates", "ReadText", "Reading", "TextKeys", "TextPass", "columns_of", "mixture_of",
-    "reachable", "retrieve", "retrieve_for_pass", "retrieve_in_step", "sequence_ids_of", "whole_texts",
+    "reachable", "retrieve", "retrieve_for_pass", "retrieve_in_step", "sequence_ids_of",
+    "visit", "visits_cells", "whole_texts",
 ]  # fmt: skip

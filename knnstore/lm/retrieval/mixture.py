@@ -14,7 +14,8 @@ def mixture_of(settings: KNNSettings, retrieved: Retrieved) -> Mixture:
         retrieved: what was found by the mixer's searches, and by the cache if there is one.
     """
     weights, lam, temperature = settings.mixer.weigh(retrieved, settings.temperature)
-    components = [Component(weights, lam, retrieved.tokens, retrieved.hits)]
+    tokens = None if retrieved.visited else retrieved.tokens
+    components = [Component(weights, lam, tokens, retrieved.has_token)]
     if settings.cache is not None:
         assert retrieved.recent is not None
         weights = neighbor_weights(retrieved.recent.distances, settings.cache.temperature)

@@ -1,19 +1,27 @@
 """Searching for what a mixer weighs: the nearest records of all that is selected, or of parts of it."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from knnstore.datastore import Keys, Neighbors
+from torch import Tensor
+
+from knnstore.datastore import Keys, Neighbors, tokens_of
 from knnstore.errors import DomainNotFoundError
-from knnstore.lm.mixing import DISTINCT_AMONG
+from knnstore.lm.mixing import DISTINCT_AMONG, Visited, VisitedCell
 from knnstore.lm.settings import KNNSettings
 from knnstore.store import Reader, Selection
 
 _logger = logging.getLogger(__name__)
 _told: set[tuple[str, str, str]] = set()
+_MANY_IN_CELL = 2048  # records; only to guess how many queries have room in memory together
+
+Found = TypeVar("Found")
 
 
 def retrieve(
@@ -33,8 +41,55 @@ def retrieve(
     """
     if searched is not None and not searched.all():
         return retrieve(store, queries[searched], settings).spread(searched)
-    parts = [_search(store, queries, settings, part) for part in settings.mixer.searches(settings.selection)]
-    return Neighbors.joined(parts) if parts else Neighbors.nothing(len(queries), 1)
+
+    def search(selection: Selection) -> Neighbors:
+        if not visits_cells(store, settings):
+            return store.search(queries, settings.k, selection)
+        assert settings.probes is not None
+        found = Neighbors.visited(store.visit(queries, settings.probes, selection), len(queries))
+        return found.nearest_first(DISTINCT_AMONG)
+
+    parts = [
+        _looked_up(store, settings, part, search) for part in settings.mixer.searches(settings.selection)
+    ]
+    found = [Neighbors.nothing(len(queries), 1) if part is None else part for part in parts]
+    width = max((part.ids.shape[1] for part in found), default=1)
+    return Neighbors.joined([part.padded(width) for part in found] or [Neighbors.nothing(len(queries), 1)])
+
+
+def visits_cells(store: Reader, settings: KNNSettings) -> bool:
+    """Whether whole cells are visited, and no k nearest searched for."""
+    return settings.probes is not None and store.has_cells
+
+
+def visit(store: Reader, queries: Keys, gold: Tensor, settings: KNNSettings) -> list[Visited]:
+    """Visit the cells of each of the settings' mixer's searches.
+
+    Args:
+        store: that has cells.
+        queries: float32, shape (q, d).
+        gold: the token that came after each, int64, shape (q,).
+        settings: probes, the mixer and the selection.
+
+    Returns:
+        One for each search; what is not selected, or is there no more, finds nothing.
+    """
+    assert settings.probes is not None
+
+    def visited(selection: Selection) -> list[VisitedCell]:
+        assert settings.probes is not None
+        return [
+            VisitedCell(
+                torch.from_numpy(found.queries),
+                torch.from_numpy(tokens_of(found.ids)),
+                torch.from_numpy(found.distances),
+                None if found.log_weights is None else torch.from_numpy(found.log_weights),
+            )
+            for found in store.visit(queries, settings.probes, selection)
+        ]
+
+    searches = settings.mixer.searches(settings.selection)
+    return [Visited(_looked_up(store, settings, part, visited) or [], gold) for part in searches]
 
 
 def reachable(store: Reader, settings: KNNSettings) -> int:
@@ -50,9 +105,13 @@ def reachable(store: Reader, settings: KNNSettings) -> int:
     return min(settings.k, max([DISTINCT_AMONG, *counts]))
 
 
-def columns_of(settings: KNNSettings) -> int:
-    """How many neighbors `retrieve` finds for each query."""
-    return settings.k * max(1, len(settings.mixer.searches(settings.selection)))
+def columns_of(store: Reader, settings: KNNSettings) -> int:
+    """About how many records `retrieve` finds for each query."""
+    columns = settings.k
+    if visits_cells(store, settings):
+        assert settings.probes is not None
+        columns = settings.probes * _MANY_IN_CELL
+    return columns * max(1, len(settings.mixer.searches(settings.selection)))
 
 
 def _count(store: Reader, selection: Selection, *, strict: bool) -> int:
@@ -64,16 +123,18 @@ def _count(store: Reader, selection: Selection, *, strict: bool) -> int:
         return 0  # which `_search` tells of
 
 
-def _search(store: Reader, queries: Keys, settings: KNNSettings, part: Selection) -> Neighbors:
-    """Search what is selected, or a part of it by domains, whose absence is no error."""
+def _looked_up(
+    store: Reader, settings: KNNSettings, part: Selection, look: Callable[[Selection], Found]
+) -> Found | None:
+    """Look in what is selected, or in a part of it by domains, whose absence is no error but None."""
     if part is settings.selection:
-        return store.search(queries, settings.k, part)
+        return look(part)
     selected = settings.selection.domains
     domains = selected if part.domains is None else part.domains
     why = "which is not selected here"
     if selected is None or set(domains or ()) <= set(selected):
         try:
-            return store.search(queries, settings.k, replace(settings.selection, domains=domains))
+            return look(replace(settings.selection, domains=domains))
         except DomainNotFoundError:  # removed since, perhaps in the middle of a text
             why = "which the store does not have any more"
     domain = ", ".join(part.domains or ())
@@ -83,4 +144,4 @@ def _search(store: Reader, queries: Keys, settings: KNNSettings, part: Selection
         _logger.warning(
             "the settings give a weight to the domain %r, %s: the model has that weight now", domain, why
         )
-    return Neighbors.nothing(len(queries), settings.k)
+    return None

@@ -80,7 +80,7 @@ def explain(
     tokens, start = reader.tokens(after + text), len(reader.tokens(after))
     explained: dict[int, TokenExplanation] = {}
     heads = Heads(store, reader.encoder.model.device)
-    for scores in score_texts(store, reader, [tokens], settings):
+    for scores in score_texts(store, reader, [tokens], settings, apart=True):
         mixture = mixture_of(settings, scores.retrieved())
         p_knn, weights = mixture.knn_probs(scores.gold), mixture.weights
         below = heads.mix_gold(settings.substitute, scores.lm_log_probs, scores.keys, scores.gold)

@@ -12,7 +12,15 @@ from knnstore.datastore import Neighbors
 from knnstore.documents import TextDocument, documents_of
 from knnstore.errors import InputError
 from knnstore.lm.reading import BATCH_TOKENS, Batch, TextReader, in_chunks
-from knnstore.lm.retrieval import ReadText, columns_of, reachable, retrieve, retrieve_in_step
+from knnstore.lm.retrieval import (
+    ReadText,
+    columns_of,
+    reachable,
+    retrieve,
+    retrieve_in_step,
+    visit,
+    visits_cells,
+)
 from knnstore.lm.scoring.scores import TokenScores, together
 from knnstore.lm.settings import KNNSettings
 from knnstore.progress import Progress
@@ -102,10 +110,15 @@ def score_texts(
     reader: TextReader,
     texts: Sequence[NDArray[np.integer[Any]]],
     settings: KNNSettings,
+    *,
+    apart: bool = False,
 ) -> Iterator[TokenScores]:
-    """Score texts given by their tokens, see `score`; `TokenScores.documents` counts the texts."""
+    """Score texts given by their tokens, see `score`; `TokenScores.documents` counts the texts.
+
+    With `apart` each record that counts is among the neighbors, also where cells are summed over.
+    """
     settings = replace(settings, k=reachable(store, settings))
-    most = max(1, _NEIGHBORS // columns_of(settings))
+    most = max(1, _NEIGHBORS // columns_of(store, settings))
     for members in [range(len(texts))] if settings.pointers is None else _few_tokens(texts, most):
         read = None if settings.cache is None else ReadText(settings.cache.size, store.identity.metric)
         batches = (
@@ -114,7 +127,11 @@ def score_texts(
         )
         parts: Iterator[TokenScores]
         if settings.pointers is None:
-            parts = (search_for(store, part, settings) for batch in batches for part in _divided(batch, most))
+            parts = (
+                search_for(store, part, settings, apart=apart)
+                for batch in batches
+                for part in _divided(batch, most)
+            )
         else:
             parts = _score_in_step(store, list(batches), settings)
         for scores in parts:
@@ -156,8 +173,13 @@ def _divided(scores: TokenScores, most: int) -> Iterator[TokenScores]:
         yield scores if count <= most else scores.rows(np.arange(start, min(start + most, count)))
 
 
-def search_for(store: Reader, scores: TokenScores, settings: KNNSettings) -> TokenScores:
-    """Give tokens their neighbors, those that are to be searched for."""
+def search_for(store: Reader, scores: TokenScores, settings: KNNSettings, *, apart: bool) -> TokenScores:
+    """Give tokens their neighbors, those that are to be searched for; see `score_texts`."""
+    if not apart and visits_cells(store, settings) and scores.searched.any():
+        queries = scores.keys.numpy()[scores.searched]
+        visited = visit(store, queries, scores.gold[torch.from_numpy(scores.searched)], settings)
+        spread = [one.spread(scores.searched, scores.gold) for one in visited]
+        return scores.with_visited(spread, nearest_only=settings.mixer.needs_nearest_only)
     found = retrieve(store, scores.keys.numpy(), settings, scores.searched)
     return scores.with_neighbors(found, scores.searched)
 

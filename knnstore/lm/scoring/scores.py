@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from knnstore.datastore import Ids, Neighbors, tokens_of
-from knnstore.lm.mixing import Recent, Retrieved
+from knnstore.lm.mixing import DISTINCT_AMONG, Recent, Retrieved, Visited
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,9 @@ class TokenScores:
     """Of the neighbors, float32, shape (n, k); see `Retrieved`."""
     recent: Recent | None = None
     """What stands before each token in its document; None without a cache."""
+    visited: Sequence[Visited] | None = None
+    """What was visited, for each search, where records were not kept apart: see `Retrieved`; `ids` has no
+    column then."""
 
     def retrieved(self) -> Retrieved:
         """What a mixer chooses from."""
@@ -55,10 +58,12 @@ class TokenScores:
             lm_entropy=self.lm_entropy,
             log_weights=self.log_weights,
             recent=self.recent,
+            visited=self.visited,
         )
 
     def rows(self, rows: NDArray[np.int64]) -> "TokenScores":
         """Some of the tokens, shape (m,)."""
+        assert self.visited is None
         at = torch.from_numpy(rows)
 
         def chosen(column: Any) -> Any:
@@ -78,6 +83,18 @@ class TokenScores:
             tokens=torch.from_numpy(tokens_of(found.ids)),
             log_weights=None if found.log_weights is None else torch.from_numpy(found.log_weights),
         )
+
+    def with_visited(self, visited: Sequence[Visited], *, nearest_only: bool) -> "TokenScores":
+        """The same tokens with the records of cells.
+
+        Args:
+            visited: for each search.
+            nearest_only: the mixer looks at the nearest distance alone.
+        """
+        near = [one.near(DISTINCT_AMONG) for one in visited] if not nearest_only else []
+        distances = [found for found, _ in near] or [one.nearest[:, None] for one in visited]
+        tokens = [found for _, found in near] or [torch.empty((len(self.gold), 0), dtype=torch.int64)]
+        return replace(self, distances=torch.cat(distances, 1), tokens=torch.cat(tokens, 1), visited=visited)
 
 
 def together(parts: Sequence[TokenScores]) -> TokenScores:

@@ -22,6 +22,10 @@ class KNNSettings:
     k: int = 1024
     """Neighbors of each query, >= 1."""
 
+    probes: int | None = None
+    """Cells that each query visits, >= 1, in a store that has cells: all their records count, and `k` does
+    not. None searches for the k nearest there too."""
+
     temperature: float = 1.0
     """T > 0, in the unit of the distances; larger gives far neighbors more weight."""
 
@@ -49,6 +53,8 @@ class KNNSettings:
     def __post_init__(self, lam: float | None) -> None:
         if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
             raise ConfigError(f"k must be an integer of at least 1, got {self.k!r}")
+        if self.probes is not None and not (type(self.probes) is int and self.probes >= 1):
+            raise ConfigError(f"probes must be an integer of at least 1, or none, got {self.probes!r}")
         if not (self.temperature >= LEAST_TEMPERATURE and math.isfinite(self.temperature)):
             raise ConfigError(
                 f"temperature must be above 0 (at least {LEAST_TEMPERATURE}) and finite, "
