@@ -79,12 +79,10 @@ class CellGroup:
         centers = self._common_centers(segments, found)
         self._parts = []
         for segment, cells in zip(segments, found, strict=True):
-            if cells is None or (cells.centers is not centers and not np.array_equal(cells.centers, centers)):
-                cells = SegmentCells.of(segment, centers)
-            alive = np.ones(segment.rows, bool) if segment.dead else None
-            for start, stop in segment.dead:
-                alive[start:stop] = False  # type: ignore[index]
-            self._parts.append(_Part(segment, cells, alive))
+            fits = cells is not None and np.array_equal(cells.centers, centers)
+            own = cells if cells is not None and fits else SegmentCells.of(segment, centers)
+            alive = _mask(segment.live_rows(), segment.rows) if segment.dead else None
+            self._parts.append(_Part(segment, own, alive))
         self.centers = as_tensor(centers)
         self.counts = self._count(lambda part: part.alive)
         self._matching = (None, self.counts)
@@ -97,14 +95,7 @@ class CellGroup:
             return self.counts
         last, counts = self._matching
         if last is not ids:
-
-            def rows(part: _Part) -> NDArray[np.bool_]:
-                found = np.zeros(part.segment.rows, bool)
-                for start, stop in part.segment.live_rows(ids):
-                    found[start:stop] = True
-                return found
-
-            counts = self._count(rows)
+            counts = self._count(lambda part: _mask(part.segment.live_rows(ids), part.segment.rows))
             self._matching = (ids, counts)
         return counts
 
@@ -172,6 +163,14 @@ class CellGroup:
         return Cell(np.concatenate([np.empty(0, np.int64), *ids]), read, (read * read).sum(1))
 
 
+def _mask(rows: IdRanges, count: int) -> NDArray[np.bool_]:
+    """Which of so many rows are among some."""
+    mask = np.zeros(count, bool)
+    for start, stop in rows:
+        mask[start:stop] = True
+    return mask
+
+
 def visit(groups: Sequence[CellGroup], queries: Keys, probes: int, ids: IdRanges | None) -> list[Visit]:
     """Let each query visit its nearest cells of some groups together; see `SupportsCells.visit`."""
     cells = [np.flatnonzero(group.matching(ids)) for group in groups]
@@ -183,10 +182,10 @@ def visit(groups: Sequence[CellGroup], queries: Keys, probes: int, ids: IdRanges
     nearest = _nearest_cells(asked, centers, min(probes, len(owners)), metric).flatten()
     order = nearest.argsort(stable=True)
     visitors = order.div(len(nearest) // len(queries), rounding_mode="floor")
-    visited, counts = nearest[order].unique_consecutive(return_counts=True)
+    visited, counts = torch.unique_consecutive(nearest[order], return_counts=True)
     numbers = np.concatenate(cells)
     visits = []
-    for at, of_cell in zip(visited.tolist(), visitors.split(counts.tolist()), strict=True):
+    for at, of_cell in zip(visited.tolist(), torch.split(visitors, counts.tolist()), strict=True):
         group, number = groups[owners[at]], int(numbers[at])
         cell = group.cell(number)
         found, keys, norms = cell
@@ -208,7 +207,7 @@ def _nearest_cells(queries: Tensor, centers: Tensor, probes: int, metric: Metric
     return torch.cat(
         [
             center_distances(some, centers, metric).topk(probes, largest=False, sorted=False).indices
-            for some in queries.split(step)
+            for some in torch.split(queries, step)
         ]
     )
 

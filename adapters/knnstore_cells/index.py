@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from knnstore.datastore import MappedFile, Segment, StoredFile, tokens_of
+from knnstore.datastore import MappedFile, Segment, tokens_of
 from knnstore.errors import CorruptDatastoreError
 from knnstore_cells.partition import cells_of
 

@@ -51,7 +51,7 @@ def nearest_center(keys: Tensor, centers: Tensor) -> Tensor:
         centers: float32, shape (cells, dim).
     """
     norms = (centers * centers).sum(1)
-    parts = [torch.addmm(norms, some, centers.T, alpha=-2).argmin(1) for some in keys.split(CHUNK)]
+    parts = [torch.addmm(norms, some, centers.T, alpha=-2).argmin(1) for some in torch.split(keys, CHUNK)]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
 

@@ -37,9 +37,9 @@ class Visit(NamedTuple):
 class Neighbors:
     """The nearest records of each query.
 
-    Rows ascend by distance, unless it is said otherwise, and no id stands twice in a row. Where fewer than k records match, the rest of
-    the row is missing: id -1 at distance +inf. An adapter gives ids and distances only; a store that was
-    pruned adds log weights.
+    Rows ascend by distance, where nothing else is said, and no id stands twice in a row. Where fewer than k
+    records match, the rest of the row is missing: id -1 at distance +inf. An adapter gives ids and distances
+    only; a store that was pruned adds log weights.
     """
 
     ids: Ids

@@ -28,7 +28,7 @@ def met(visits: list[Visit], records: Records, queries: int) -> NDArray[np.float
         assert visit.distances.dtype == np.float32, f"distances are {visit.distances.dtype}, not float32"
         strays = [id for id in visit.ids.tolist() if id not in column_of]
         assert not strays, f"visited ids that are not live or not in the filter: {strays[:5]}"
-        cell = np.ix_(visit.queries, [column_of[id] for id in visit.ids.tolist()])
+        cell = np.ix_(visit.queries, np.array([column_of[id] for id in visit.ids.tolist()]))
         assert np.isinf(found[cell]).all(), "a query meets a record twice"
         found[cell] = visit.distances
     return found
@@ -41,7 +41,7 @@ class VisitTests(KitBase):
     def test_all_cells_hold_all_that_matches(self, store: Datastore, records: Records, matching: int) -> None:
         """With as many probes as there are cells each query is measured against every record that matches.
 
-        If this fails, check cells that no query is near to, and records that were added since cells were made.
+        If this fails, check cells that no query is near to, and records that were added since.
         """
         queries, matched = some_queries(10, self.dim), records[:matching]
         visits = require_cells(store).visit(queries, ALL_CELLS, where=Filter(ids=matched.positions()))

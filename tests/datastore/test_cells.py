@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from knnstore_cells import CellsDatastore, group
-from knnstore_cells.index import SegmentCells
 
 from knnstore.datastore import Filter, IdRanges, Keys, Metric, Neighbors
 from knnstore.testing import DatastoreTests

@@ -10,6 +10,6 @@ from knnstore.datastore.embedded.owners import OWNER_FILES, read_owner, write_ow
 from knnstore.datastore.embedded.segment import MappedColumns, Segment, StoredKeys
 
 __all__ = [
-    "OWNER_FILES", "EmbeddedDatastore", "GroupSearch", "KeySegments", "MappedColumns", "MappedFile", "Segment", "StoredKeys",
-    "compare_rows", "read_owner", "stored_keys", "write_owner",
+    "OWNER_FILES", "EmbeddedDatastore", "GroupSearch", "KeySegments", "MappedColumns", "MappedFile",
+    "Segment", "StoredKeys", "compare_rows", "read_owner", "stored_keys", "write_owner",
 ]  # fmt: skip

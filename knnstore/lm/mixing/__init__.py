@@ -31,8 +31,9 @@ from knnstore.lm.mixing.visited import Visited, VisitedCell
 __all__ = [
     "DISTINCT_AMONG", "LEAST_PROBABILITY", "MAX_LAMBDA", "BinnedLambda", "Chosen", "Component",
     "DomainWeights", "FixedLambda", "GateLambda", "Mixer", "Mixture", "NearnessLambda", "Recent",
-    "RelativeConfidence", "Retrieved", "SimpleMixer", "Skipping", "Visited", "VisitedCell", "bins_of", "chosen_by", "distinct_tokens",
-    "entropy_of", "fit_lambdas", "fit_network", "fit_weight", "gate_features", "is_registered", "mix_gold",
-    "mix_log_probs", "mix_probs", "mixer_of", "neighbor_weights", "powers_up_to", "register_mixer",
-    "relative_distance", "skip_features", "start_of",
+    "RelativeConfidence", "Retrieved", "SimpleMixer", "Skipping", "Visited", "VisitedCell", "bins_of",
+    "chosen_by", "distinct_tokens", "entropy_of", "fit_lambdas", "fit_network", "fit_weight",
+    "gate_features", "is_registered", "mix_gold", "mix_log_probs", "mix_probs", "mixer_of",
+    "neighbor_weights", "powers_up_to", "register_mixer", "relative_distance", "skip_features",
+    "start_of",
 ]  # fmt: skip

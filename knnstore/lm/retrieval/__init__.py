@@ -9,7 +9,7 @@ from knnstore.lm.retrieval.text_keys import TextKeys
 from knnstore.lm.retrieval.text_pointers import STATES_KEPT, PointerStates, TextPass, retrieve_for_pass
 
 __all__ = [
-    "STATES_KEPT", "PointerStates", "ReadText", "Reading", "TextKeys", "TextPass", "columns_of", "mixture_of",
-    "reachable", "retrieve", "retrieve_for_pass", "retrieve_in_step", "sequence_ids_of",
+    "STATES_KEPT", "PointerStates", "ReadText", "Reading", "TextKeys", "TextPass", "columns_of",
+    "mixture_of", "reachable", "retrieve", "retrieve_for_pass", "retrieve_in_step", "sequence_ids_of",
     "visit", "visits_cells", "whole_texts",
 ]  # fmt: skip

@@ -8,7 +8,6 @@ from typing import TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-
 from torch import Tensor
 
 from knnstore.datastore import Keys, Neighbors, tokens_of

@@ -22,10 +22,6 @@ class KNNSettings:
     k: int = 1024
     """Neighbors of each query, >= 1."""
 
-    probes: int | None = None
-    """Cells that each query visits, >= 1, in a store that has cells: all their records count, and `k` does
-    not. None searches for the k nearest there too."""
-
     temperature: float = 1.0
     """T > 0, in the unit of the distances; larger gives far neighbors more weight."""
 
@@ -46,6 +42,10 @@ class KNNSettings:
 
     substitute: Substitute | None = None
     """A trained substitute, mixed with the model before the store is; alone with ``lam=0``."""
+
+    probes: int | None = None
+    """Cells that each query visits, >= 1, in a store that has cells: all their records count, and `k` does
+    not. None searches for the k nearest there too."""
 
     lam: InitVar[float | None] = None
     """Short for ``mixer=FixedLambda(lam)``; not kept as an attribute."""
