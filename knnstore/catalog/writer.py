@@ -39,7 +39,7 @@ from knnstore.catalog.tables import (
     TokensRow,
 )
 from knnstore.catalog.types import Engine, NewDocument, PlacedDocument
-from knnstore.catalog.vacuum import vacuum
+from knnstore.catalog.vacuum import check_room, vacuum
 from knnstore.checks import check_json, check_name
 from knnstore.datastore import POSITION_LIMIT
 from knnstore.errors import CatalogError, DocumentNotFoundError, FencedError, InputError
@@ -251,6 +251,10 @@ class CatalogWriter:
             _add_checksums(current, checksums)
             current.execute(update(StoreRow).values(asdict(engine)))
             _reveal(current)
+
+    def check_room_to_vacuum(self) -> None:
+        """Refuse what `vacuum` finds no room for; see `check_room`."""
+        check_room(self._sql)
 
     def vacuum(self) -> list[str]:
         """Free the database's files of what was deleted; returns what still holds it, see `vacuum`."""

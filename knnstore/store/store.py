@@ -51,7 +51,7 @@ class KNNStore(StoreReader):
             if mode == "a":
                 self._writing = Writing(home, writer, self._current)
                 if self._current.owned:
-                    self._writing.purge()  # what a killed writer left
+                    self._writing.purge_what_fits()  # what a killed writer left
                     self._relocation.settle_quietly()
             self._opened = opened.pop_all()
 

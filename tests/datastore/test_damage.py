@@ -162,7 +162,7 @@ def test_disk_full(tmp_path: Path, room: int) -> None:
         on_disk = {
             path.relative_to(store._segments.root).as_posix() for path in store._segments.root.glob("*/*")
         }
-        assert on_disk == store._segments._on_disk
+        assert on_disk == store._segments._files.on_disk
 
 
 def write_without_room(root: Path, room: int) -> None:

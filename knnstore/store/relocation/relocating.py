@@ -98,6 +98,7 @@ class Relocation:
 
     def clear(self, progress: Progress) -> list[str]:
         """Erase the copy or the old keys of an unfinished move; returns what stays of them, a line each."""
+        self._current.view()  # follows a move whose answer was lost
         plan = self._plan()
         if plan is None:
             return []
