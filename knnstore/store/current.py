@@ -65,7 +65,7 @@ class Current:
         """Claim the keys, and open them for writing."""
         place = self.place(self.engine)
         opened = place.open("a")
-        _claim(place, opened)
+        place.claim(opened, copied=True)
         self.switch(self.engine, opened, lambda: None).close()
 
     def check_owned(self, copied: bool) -> None:
@@ -99,11 +99,11 @@ class Current:
             try:
                 if self._mode == "a":  # which would make a new, empty one where the keys were lost
                     place.open("r").close()
-                self.owned = self._whose(place) is not Whose.A_TWINS
+                self.owned = self._whose(place) is not Whose.A_COPYS
                 given = replace(engine, params={**engine.params, **self._params})
                 opened = replace(place, engine=given).open(self._mode if self.owned else "r")
                 if self._mode == "a" and self.owned:
-                    _claim(place, opened)
+                    place.claim(opened)
                 return engine, opened
             except DatastoreError:
                 if self._catalog.engine() == engine:
@@ -111,17 +111,8 @@ class Current:
 
     def _whose(self, place: Place) -> Whose:
         try:
-            return place.check_ours(twins=self._copied)
+            return place.check_ours(copied=self._copied)
         except CorruptDatastoreError:
             if self._mode == "a":
                 raise
             return Whose.NOBODYS  # reading needs not know; `problems` says it
-
-
-def _claim(place: Place, opened: Datastore) -> None:
-    """Make keys the store's that it has open for writing; they are closed if that fails."""
-    try:
-        place.claim()
-    except BaseException:
-        opened.close()
-        raise

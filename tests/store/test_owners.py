@@ -166,6 +166,22 @@ def test_keys_of_an_older_knnstore_are_claimed_by_whoever_writes_first(original,
     refused(lambda: KNNStore.open(copy, "a"), str(original))
 
 
+@pytest.mark.parametrize("outside", ["faiss"], indirect=True)
+def test_keys_that_another_store_has_just_claimed_stay_its_own(original, outside, monkeypatch) -> None:
+    keys, adapter = Path(outside["location"]), registry.load("faiss")
+    forget_owner(keys)
+    opening = adapter.open
+
+    def overtaken(location: str, **options: object) -> object:
+        if options["mode"] == "a":  # after the look whose they are, before the lock
+            adapter.claim(location, "another")
+        return opening(location, **options)
+
+    monkeypatch.setattr(adapter, "open", overtaken)
+    refused(lambda: KNNStore.open(original, "a"), "belong to another store")
+    assert adapter.owner(keys) == "another"
+
+
 @pytest.mark.parametrize("outside", ["faiss", "qdrant"], indirect=True)
 def test_a_damaged_owner_is_named_and_keeps_from_writing_alone(original, outside, writer_of) -> None:
     owner = Path(outside["location"]) / "owner"

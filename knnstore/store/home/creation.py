@@ -98,12 +98,12 @@ def make_store(
             creation = replace(creation, datastores=(*creation.datastores, outside))
         if catalog is not None or outside is not None:
             creation.write(unfinished)
-        if begun and place.whose() in (Whose.ANOTHERS, Whose.A_TWINS):
+        if begun and place.whose() in (Whose.ANOTHERS, Whose.A_COPYS):
             raise place.taken()
         with place.open("a" if begun else "x") as made:
             if made.count():
                 raise place.taken()
-            place.claim()
+            place.claim(made)
         if projection is not None:
             save_weights(home.weights, projection)
         Catalog.create(home.catalog_url, identity, engine, store_id=creation.store_id).close()

@@ -212,7 +212,7 @@ class Relocation:
                 raise
         else:
             whose = place.whose()
-            if whose in (Whose.ANOTHERS, Whose.A_TWINS):
+            if whose in (Whose.ANOTHERS, Whose.A_COPYS):
                 raise place.taken()
             known = whose is Whose.OURS or (plan.made and not place.remembers)
             opened = place.open("a")
@@ -225,7 +225,7 @@ class Relocation:
             except DiskFullError:
                 opened.close()
                 raise
-        place.claim()
+        place.claim(opened)
         failpoint("move.made")
         Plan(self._catalog.store_id, source, target, made=True).write(self._home)
         return opened
