@@ -14,11 +14,9 @@ flushed, and removes its files at once: they live on, without names, as long as 
 directory takes no copy, it is made in the folder for temporary files.
 """
 
-import fcntl
 import json
 import shutil
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -56,20 +54,18 @@ from knnstore.errors import (
     DatastoreExistsError,
     DatastoreMismatchError,
     DatastoreNotFoundError,
-    StoreUnavailableError,
 )
 from knnstore_qdrant.conditions import GROUP, POSITION, Condition
-from knnstore_qdrant.copying import COPY, open_copy
+from knnstore_qdrant.copying import COPY, LOCK, no_changing, no_copying, open_copy, remove_copies
 from knnstore_qdrant.options import Options
 from knnstore_qdrant.points import batch_of, neighbors_of
 from knnstore_qdrant.room import NEW_SHARD, room_for, room_to_open, room_to_remove
 from knnstore_qdrant.shard import create_shard, engine_errors, filter_of, load_shard
 
 _POINTS_AT_ONCE = 2048  # a Python object each
-_POLL_SECONDS = 0.02
 _DESCRIPTION, _SHARD = "store.json", "qdrant-shard"
 _OWN_FILES = (
-    *(f"{_DESCRIPTION}.tmp", "flushed", "flushed.tmp", "changing.lock", "writer.json", "writer.lock"),
+    *(f"{_DESCRIPTION}.tmp", "flushed", "flushed.tmp", LOCK, "writer.json", "writer.lock"),
     *OWNER_FILES,  # last, for `erase_directory`
 )
 
@@ -195,12 +191,10 @@ class EmbeddedPoints:
         strange = {path.name for path in self._root.iterdir()} - {_SHARD, *_OWN_FILES}
         if not exists and strange:
             raise DatastoreMismatchError(f"{self._root} holds {min(strange)!r} and is no store of Qdrant's")
-        (self._root / "changing.lock").touch(mode=0o600)
+        (self._root / LOCK).touch(mode=0o600)
         if exists:
             self._check_description()
-            with self._locked(fcntl.LOCK_EX):  # so no reader is just opening one of these
-                for copy in self._root.glob(f"{COPY}*"):
-                    shutil.rmtree(copy)
+            remove_copies(self._root)
             self._flushed = self._read_flushed()
             with engine_errors(self._path):
                 room_to_open(self._path)
@@ -235,7 +229,7 @@ class EmbeddedPoints:
     @contextmanager
     def _changing(self) -> Iterator[EdgeShard]:
         """Keep readers from copying during a change."""
-        with self._switching, self._locked(fcntl.LOCK_EX):
+        with self._switching, no_copying(self._root):
             assert self._shard is not None
             self._changed = True
             yield self._shard
@@ -254,27 +248,11 @@ class EmbeddedPoints:
             yield shard
 
     def _copied(self) -> EdgeShard:
-        with self._locked(fcntl.LOCK_SH):
+        with no_changing(self._root, self._options.timeout):
             flushed = self._read_flushed()
             shard = open_copy(self._path, self._root)
         self._flushed = flushed
         return shard
-
-    @contextmanager
-    def _locked(self, kind: int) -> Iterator[None]:
-        """Hold the lock between changes and copies; a reader gives up after `timeout`."""
-        deadline = time.monotonic() + self._options.timeout
-        with (self._root / "changing.lock").open("rb") as file:
-            while True:
-                with suppress(BlockingIOError):
-                    fcntl.flock(file, kind | fcntl.LOCK_NB)
-                    break
-                if kind == fcntl.LOCK_SH and time.monotonic() > deadline:
-                    raise StoreUnavailableError(
-                        f"store unavailable: {self._root} is being changed, probably optimized; try again"
-                    )
-                time.sleep(_POLL_SECONDS)
-            yield
 
 
 def erase_directory(root: Path) -> None:

@@ -1,13 +1,16 @@
 """What the datastore asks of Qdrant, whichever way it is reached."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, Protocol
 
 import numpy as np
 
-from knnstore.datastore import Groups, Ids, Keys, Metric, Neighbors
+from knnstore.datastore import POSITION_LIMIT, Groups, Ids, Keys, Metric, Neighbors
 from knnstore_qdrant.conditions import GROUP, Condition
+
+_ANSWER_BYTES = 8 << 20  # of vectors
+_IDS_AT_ONCE = 10_000
 
 
 class Points(Protocol):
@@ -72,6 +75,55 @@ class Points(Protocol):
     def close(self) -> None:
         """Release everything."""
         ...
+
+
+def rows_at_once(dim: int) -> int:
+    """Points of one answer at most, with vectors."""
+    return max(1, _ANSWER_BYTES // (4 * dim))
+
+
+def scrolled(
+    points: Callable[[], Points], limit: int, condition: Condition | None, *, keys: bool = True
+) -> Iterator[tuple[Ids, Keys, Groups]]:
+    """Yield all points that a condition is true of, so many at once; see `Points.scroll`.
+
+    Args:
+        points: gives the points, or raises once they are closed.
+        limit: how many, >= 1.
+        condition: among which points.
+        keys: whether vectors and groups are wanted.
+    """
+    first, found = 0, limit
+    while found >= limit:
+        batch = points().scroll(first, limit, condition, keys=keys)
+        found = len(batch[0])
+        if found:
+            first = int(batch[0][-1]) + 1  # now, for what is yielded is the caller's
+            yield batch
+
+
+def ids_where(points: Callable[[], Points], condition: Condition) -> Ids:
+    """The ids of all points that a condition is true of."""
+    batches = scrolled(points, _IDS_AT_ONCE, condition, keys=False)
+    return np.concatenate([np.empty(0, np.int64), *(ids for ids, _, _ in batches)])
+
+
+def problems_of(points: Callable[[], Points], dim: int) -> list[str]:
+    """Compare what the payload's indexes find with all points; one line for each problem."""
+    held = [
+        (np.empty(0, np.int64), np.empty(0, np.int32)),
+        *((ids, groups) for ids, _, groups in scrolled(points, rows_at_once(dim), None)),
+    ]
+    ids, groups = (np.concatenate(column) for column in zip(*held, strict=True))
+    expected = {Condition(positions=((0, POSITION_LIMIT),)): ids}
+    expected |= {Condition(groups=(group,)): ids[groups == group] for group in np.unique(groups).tolist()}
+    found = (ids_where(points, condition) for condition in expected)
+    if all(map(np.array_equal, found, expected.values())):
+        return []
+    return [
+        "Qdrant's indexes of groups or positions are damaged, so that selections miss records: restore a "
+        "backup, or `knnstore move` the keys to a new place, where they are made anew"
+    ]
 
 
 def neighbors_of(answers: Sequence[Sequence[Any]], k: int, metric: Metric, *, id_at: str = "id") -> Neighbors:

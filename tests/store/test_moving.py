@@ -1,8 +1,5 @@
 """Moving the keys to another engine: what is moved, what is refused, what is left."""
 
-import json
-import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -18,7 +15,6 @@ from knnstore.errors import ConfigError, DatastoreError, DatastoreExistsError, S
 from knnstore.store import KNNStore
 from knnstore.store.relocation import copying as transfer
 
-TRIALS = Path(__file__).with_name("move_trials.py")
 STRANGER = Path(__file__).parents[1] / "datastore" / "stranger"
 
 
@@ -90,22 +86,11 @@ def interrupt(store: KNNStore, location: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("adapter", "prefix", "least"), [("faiss", "", 40), ("qdrant", "move.", 10)])
 def test_a_move_can_be_killed_anywhere_and_finished_given_up_or_redirected(
-    tmp_path: Path, adapter: str, prefix: str, least: int, record_property
+    trials, adapter: str, prefix: str, least: int
 ) -> None:
     need(adapter)
-    run = subprocess.run(
-        [sys.executable, TRIALS, tmp_path, adapter, prefix],
-        check=False,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    report = json.loads(run.stdout)
-    assert report["problems"] == [], run.stderr[-3000:]
+    report = trials("move_trials.py", adapter, prefix)
     assert len(report["trials"]) >= least
-    record_property("killed", report["killed"])
-    record_property("recoveries_killed", report["recoveries_killed"])
 
 
 def test_between_exact_engines_every_bit_of_a_key_and_every_answer_stays(store, writer, engine) -> None:

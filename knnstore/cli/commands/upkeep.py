@@ -222,8 +222,8 @@ def upgrade(home: HomeOption = DEFAULT_HOME) -> None:
     Examples:
       knnstore db upgrade
     """
-    from knnstore.catalog import Catalog
+    from knnstore.catalog import upgrade_catalog
     from knnstore.store import Home
 
-    Catalog.upgrade(Home.open(home, writing=True).catalog_url)
+    upgrade_catalog(Home.open(home, writing=True).catalog_url)
     note("the catalog has the newest schema")
