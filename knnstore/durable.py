@@ -152,6 +152,17 @@ def remove(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
+def remove_folder(path: Path) -> None:
+    """Remove a folder, or where something is in it still, make durable what went from it."""
+    try:
+        path.rmdir()
+    except FileNotFoundError:  # a crash may repeat this
+        pass
+    except OSError:
+        if path.is_dir():
+            sync_directory(path)
+
+
 class WriterLock:
     """The lock that keeps a second writer out; the kernel drops it when its holder dies.
 

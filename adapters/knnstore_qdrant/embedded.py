@@ -18,7 +18,7 @@ import json
 import shutil
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from qdrant_edge import (
@@ -47,6 +47,7 @@ from knnstore.datastore import (
     positions_of,
     publish,
     remove,
+    remove_folder,
     sync_directory,
 )
 from knnstore.errors import (
@@ -269,10 +270,10 @@ def erase_directory(root: Path) -> None:
         sync_directory(root)
         for folder in filter(Path.exists, (root / _SHARD, *root.glob(f"{COPY}*"))):
             shutil.rmtree(folder)
+        sync_directory(root)  # whose they are is known as long as anything is there
         for name in _OWN_FILES:
             remove(root / name)
-        with suppress(OSError):  # somebody put something there
-            root.rmdir()
+        remove_folder(root)
         sync_directory(root.parent)
     finally:
         lock.release()

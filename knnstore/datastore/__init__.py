@@ -58,7 +58,7 @@ from knnstore.datastore.records import (
     tokens_of,
     whole_positions,
 )
-from knnstore.durable import BLOCK, StoredFile, WriterLock, publish, remove, sync_directory
+from knnstore.durable import BLOCK, StoredFile, WriterLock, publish, remove, remove_folder, sync_directory
 from knnstore.space import allocate, check_space, free_space, medium_errors
 
 __all__ = [
@@ -70,5 +70,6 @@ __all__ = [
     "SupportsVerify", "WriterLock", "allocate", "check_space", "checked_k", "checked_keys",
     "checked_params", "checked_records", "compare_rows", "free_space", "medium_errors", "nearest_rows",
     "paired", "pairwise", "positions_of", "publish", "ranges_of", "read_keys", "read_owner", "record_ids",
-    "registry", "remove", "stored_keys", "sync_directory", "tokens_of", "whole_positions", "write_owner",
+    "registry", "remove", "remove_folder", "stored_keys", "sync_directory", "tokens_of", "whole_positions",
+    "write_owner",
 ]  # fmt: skip

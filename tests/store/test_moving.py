@@ -1,5 +1,7 @@
 """Moving the keys to another engine: what is moved, what is refused, what is left."""
 
+import os
+import stat
 import sys
 import threading
 from collections.abc import Callable
@@ -135,6 +137,34 @@ def test_the_old_keys_go_and_nothing_else_with_them(store, writer, home: Path) -
     store.move("faiss", "third")
     assert not (home / "elsewhere").exists()
     assert not (home / "move.json").exists()
+
+
+@pytest.mark.parametrize("adapter", ["faiss", "qdrant"])
+def test_keys_erased_from_a_folder_that_stays_do_not_come_back(
+    adapter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power loss a folder may have the names that it had when it was synced last."""
+    need(adapter)
+    kind, keys, sync = registry.load(adapter), tmp_path / "keys", os.fsync
+    with kind.open(keys, dim=8) as made:
+        made.add(np.arange(9), np.ones((9, 8), np.float32), np.zeros(9, np.int32))
+        kind.claim(keys, "a store")
+    for folder in [keys, *keys.glob("segments")]:
+        (folder / "mine.txt").touch()
+    synced: dict[int, list[set[str]]] = {}
+
+    def remember(descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        if stat.S_ISDIR(status.st_mode):
+            synced.setdefault(status.st_ino, []).append(set(os.listdir(descriptor)))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", remember)
+    kind.erase(keys)
+    for folder in [keys, *keys.glob("segments")]:
+        assert synced[folder.stat().st_ino][-1] == {path.name for path in folder.iterdir()}
+    last = {"owner", "mine.txt", "writer.lock", "writer.json", "changing.lock", "flushed", "segments"}
+    assert any("owner" in names <= last for names in synced[keys.stat().st_ino]), "the owner goes last"
 
 
 def test_where_the_engine_removes_nothing_the_user_is_told(store, writer, engine, home: Path) -> None:
