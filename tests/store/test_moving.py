@@ -16,6 +16,7 @@ from knnstore.datastore import Metric, registry
 from knnstore.errors import ConfigError, DatastoreError, DatastoreExistsError, StoreUnavailableError
 from knnstore.store import KNNStore
 from knnstore.store.relocation import copying as transfer
+from knnstore.store.relocation import relocating
 
 STRANGER = Path(__file__).parents[1] / "datastore" / "stranger"
 
@@ -137,6 +138,25 @@ def test_the_old_keys_go_and_nothing_else_with_them(store, writer, home: Path) -
     store.move("faiss", "third")
     assert not (home / "elsewhere").exists()
     assert not (home / "move.json").exists()
+
+
+def test_a_move_that_could_not_be_noted_can_be_tried_again(store, writer, home: Path) -> None:
+    writer.add("law", "1")
+
+    def block(failpoint: str) -> None:
+        if failpoint == "move.made":  # a folder of this name cannot be replaced by a file
+            (home / "move.json").unlink()
+            (home / "move.json").mkdir()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(relocating, "failpoint", block)
+        with pytest.raises(OSError, match=r"move\.json") as caught:
+            store.move("faiss", "a")
+    (home / "move.json").rmdir()
+    assert caught.value.__traceback__  # whoever keeps the error does not keep the lock
+    registry.load("faiss").erase(home / "a")
+    assert store.move("faiss", "a").left is None
+    assert store.verify() == []
 
 
 @pytest.mark.parametrize("adapter", ["faiss", "qdrant"])

@@ -103,7 +103,7 @@ def make_store(
         with place.open("a" if begun else "x") as made:
             if made.count():
                 raise place.taken()
-            place.claim(made)
+            place.claim()
         if projection is not None:
             save_weights(home.weights, projection)
         Catalog.create(home.catalog_url, identity, engine, store_id=creation.store_id).close()

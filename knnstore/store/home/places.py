@@ -68,21 +68,16 @@ class Place:
         """
         return self._check(self._found(), copied)
 
-    def claim(self, opened: Datastore, *, copied: bool = False) -> None:
-        """Make keys the store's that are open for writing; they are closed if that fails.
+    def claim(self, *, copied: bool = False) -> None:
+        """Make the keys there the store's, which has them open for writing.
 
         Raises:
             NotOwnerError: see `check_ours`; somebody may have claimed them before they were opened.
         """
-        adapter = registry.load(self.engine.adapter)
-        try:
-            found = self._found()
-            self._check(found, copied)
-            if issubclass(adapter, SupportsOwner) and found != self._us:
-                adapter.claim(self.location, str(self._us), **self.engine.params)
-        except BaseException:
-            opened.close()
-            raise
+        adapter, found = registry.load(self.engine.adapter), self._found()
+        self._check(found, copied)
+        if issubclass(adapter, SupportsOwner) and found != self._us:
+            adapter.claim(self.location, str(self._us), **self.engine.params)
 
     def _check(self, found: Owner | None, copied: bool) -> Whose:
         whose = self._us.whose(found)
