@@ -1,16 +1,20 @@
-"""Opening a copy of a shard, whose files are large and mostly empty."""
+"""Opening a copy of a shard, whose files are large and mostly empty, while nobody changes it."""
 
 import errno
+import fcntl
 import os
 import shutil
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from qdrant_edge import EdgeShard
 
-from knnstore.datastore import check_space, medium_errors
-from knnstore.errors import CorruptDatastoreError, DatastoreError
+from knnstore.datastore import NoFileError, check_space, medium_errors, open_file
+from knnstore.errors import CorruptDatastoreError, DatastoreError, StoreUnavailableError
 from knnstore_qdrant.room import allocated, room_to_open
 from knnstore_qdrant.shard import load_shard
 
@@ -18,7 +22,34 @@ COPY = "qdrant-copy-"
 """How the names of copies begin."""
 
 _CHUNK = 1 << 20
+_POLL_SECONDS = 0.02
 _UNSUPPORTED = errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EBADF
+
+
+@contextmanager
+def locked(lock: Path, kind: int, timeout: float) -> Iterator[None]:
+    """Hold the lock between changes (`LOCK_EX`) and copies (`LOCK_SH`); who copies gives up after `timeout`.
+
+    Raises:
+        StoreUnavailableError: a change took longer.
+        CorruptDatastoreError: the lock's file is lost.
+    """
+    deadline = time.monotonic() + timeout
+    try:
+        file = open_file(lock)
+    except (FileNotFoundError, NoFileError) as error:
+        raise CorruptDatastoreError(f"{lock} is missing or no file: put an empty file there") from error
+    with file:
+        while True:
+            with suppress(BlockingIOError):
+                fcntl.flock(file, kind | fcntl.LOCK_NB)
+                break
+            if kind == fcntl.LOCK_SH and time.monotonic() > deadline:
+                raise StoreUnavailableError(
+                    f"store unavailable: {lock.parent} is being changed, probably optimized; try again"
+                )
+            time.sleep(_POLL_SECONDS)
+        yield
 
 
 def open_copy(shard: Path, folder: Path) -> EdgeShard:
@@ -68,7 +99,7 @@ def _copy_file(source: Path, target: Path) -> None:
     if sys.platform != "linux":
         shutil.copyfile(source, target)
         return
-    with source.open("rb") as read, target.open("wb") as written:
+    with open_file(source) as read, target.open("wb") as written:
         size = os.fstat(read.fileno()).st_size
         written.truncate(size)
         at = 0

@@ -10,7 +10,6 @@ import numpy as np
 
 from knnstore.datastore import (
     BATCH_SIZE,
-    POSITION_LIMIT,
     Capabilities,
     Datastore,
     Filter,
@@ -208,23 +207,8 @@ class QdrantDatastore:
         return read_keys(self, ids)
 
     def verify(self) -> list[str]:
-        """In this process, compare what the payload's indexes find with all points; see `SupportsVerify`."""
-        if self._points().shared_writers:
-            return []  # a server checks its own
-        everything = self._scroll(max(1, _SCROLL_BYTES // (4 * self._dim)), None, keys=True)
-        held = [
-            (np.empty(0, np.int64), np.empty(0, np.int32)),
-            *((ids, groups) for ids, _, groups in everything),
-        ]
-        ids, groups = (np.concatenate(column) for column in zip(*held, strict=True))
-        expected = {Condition(positions=((0, POSITION_LIMIT),)): ids}
-        expected |= {Condition(groups=(group,)): ids[groups == group] for group in np.unique(groups).tolist()}
-        if all(np.array_equal(self._ids_where(condition), ids) for condition, ids in expected.items()):
-            return []
-        return [
-            "Qdrant's indexes of groups or positions are damaged, so that selections miss records: restore a "
-            "backup, or `knnstore move` the keys to a new place, where they are made anew"
-        ]
+        """In this process, compare the payload's indexes with all points; see `SupportsVerify.verify`."""
+        return self._points().verify()
 
     def flush(self) -> None:
         """Return when everything so far is durable; indexing goes on. See `Datastore.flush`."""

@@ -69,6 +69,10 @@ class Points(Protocol):
         """Return when all points are indexed."""
         ...
 
+    def verify(self) -> list[str]:
+        """What is wrong with what is stored, one line each; a server checks its own."""
+        ...
+
     def close(self) -> None:
         """Release everything."""
         ...
