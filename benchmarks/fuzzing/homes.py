@@ -37,7 +37,7 @@ def make(home: Path, engine: str) -> None:
     rng, (adapter, params) = np.random.default_rng(0), ENGINES[engine]
     manifest.PART_SIZE = 1  # which shows in the files alone
     with KNNStore.create(home, IDENTITY, store=adapter, params=params) as store:
-        for domain, sizes in (("law", (40, 30, 30)), ("news", (25, 25))):
+        for domain, sizes in (("law", (120, 90, 90)), ("news", (130, 130))):
             new = [
                 NewDocument(
                     f"{domain}-{at}",
@@ -54,7 +54,7 @@ def make(home: Path, engine: str) -> None:
                     size = len(document.tokens)
                     keys = rng.standard_normal((size, DIM)).astype(np.float16).astype(np.float32)
                     group.add(np.full(size, at), np.arange(size), document.tokens.astype(np.int64), keys)
-        store.optimize()
+        store.optimize()  # 256 records of a domain are enough for an index
         store.save_settings(SavedSettings({"k": 4}))
         weights = store.save_weights({"a": np.ones(4, np.float32)}, {"model": "x"})
         store.save_settings(SavedSettings({"mixer": {"name": "gate", "weights": weights}}), ["law"])

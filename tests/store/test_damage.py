@@ -213,3 +213,15 @@ def test_what_somebody_put_into_a_folder_in_place_of_keys_stays(filled, home) ->
         store.remove_domain("law")
         assert store.verify() == []
     assert (path / "theirs").read_text() == "kept"
+
+
+def test_what_the_database_says_of_a_damaged_catalog_is_one_line_each(store, writer, home) -> None:
+    writer.add("law", "1")
+    store.close()
+    content = bytearray((home / "catalog.db").read_bytes())
+    content[35] = 93  # of the list of free pages, where there are none
+    (home / "catalog.db").write_bytes(content)
+    with KNNStore.open(home) as reader:
+        problems = reader.verify()
+    assert problems
+    assert all(line.startswith("the catalog is damaged") and "\n" not in line for line in problems)

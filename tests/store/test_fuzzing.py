@@ -26,4 +26,4 @@ def test_three_hundred_damaged_homes() -> None:
 @pytest.mark.parametrize(("engine", "every"), [("exact", 1), ("faiss", 1), ("hnswlib", 1), ("qdrant", 11)])
 def test_every_damage_to_every_kind_of_file(engine: str, every: int) -> None:
     """Of Qdrant's many kinds each has one damage or two; all of them: `--grid --engine qdrant`."""
-    assert outcomes("--grid", "--engine", engine, "--every", str(every)) >= 14
+    assert outcomes("--grid", "--engine", engine, "--every", str(every)) >= 7
