@@ -13,7 +13,7 @@ from pathlib import Path
 
 from qdrant_edge import EdgeShard
 
-from knnstore.datastore import check_space, medium_errors
+from knnstore.datastore import NoFileError, check_space, medium_errors, open_file
 from knnstore.errors import CorruptDatastoreError, DatastoreError, StoreUnavailableError
 from knnstore_qdrant.room import allocated, room_to_open
 from knnstore_qdrant.shard import load_shard
@@ -30,7 +30,11 @@ _UNSUPPORTED = errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.
 
 
 def no_copying(root: Path) -> AbstractContextManager[None]:
-    """Keep readers from copying during a change; waits for those that are."""
+    """Keep readers from copying during a change; waits for those that are.
+
+    Raises:
+        CorruptDatastoreError: the lock's file is lost.
+    """
     return _locked(root, fcntl.LOCK_EX, float("inf"))
 
 
@@ -39,14 +43,19 @@ def no_changing(root: Path, timeout: float) -> AbstractContextManager[None]:
 
     Raises:
         StoreUnavailableError: it goes on with a change for longer than `timeout` seconds.
+        CorruptDatastoreError: the lock's file is lost.
     """
     return _locked(root, fcntl.LOCK_SH, timeout)
 
 
 @contextmanager
 def _locked(root: Path, kind: int, timeout: float) -> Iterator[None]:
-    deadline = time.monotonic() + timeout
-    with (root / LOCK).open("rb") as file:
+    deadline, lock = time.monotonic() + timeout, root / LOCK
+    try:
+        file = open_file(lock)
+    except (FileNotFoundError, NoFileError) as error:
+        raise CorruptDatastoreError(f"{lock} is missing or no file: put an empty file there") from error
+    with file:
         while True:
             with suppress(BlockingIOError):
                 fcntl.flock(file, kind | fcntl.LOCK_NB)
@@ -113,7 +122,7 @@ def _copy_file(source: Path, target: Path) -> None:
     if sys.platform != "linux":
         shutil.copyfile(source, target)
         return
-    with source.open("rb") as read, target.open("wb") as written:
+    with open_file(source) as read, target.open("wb") as written:
         size = os.fstat(read.fileno()).st_size
         written.truncate(size)
         at = 0

@@ -30,7 +30,7 @@ from knnstore.datastore import (
 from knnstore.errors import ConfigError, DatastoreClosedError, ReadOnlyError
 from knnstore_qdrant.conditions import Condition, condition_of_filter, condition_of_ranges
 from knnstore_qdrant.options import Options, is_server
-from knnstore_qdrant.points import Points, ids_where, problems_of, rows_at_once, scrolled
+from knnstore_qdrant.points import Points, ids_where, rows_at_once, scrolled
 
 _NEIGHBORS_AT_ONCE = 1 << 14  # in one answer: each is a Python object for a moment
 
@@ -205,10 +205,8 @@ class QdrantDatastore:
         return read_keys(self, ids)
 
     def verify(self) -> list[str]:
-        """In this process, compare what the payload's indexes find with all points; see `SupportsVerify`."""
-        if self._points().shared_writers:
-            return []  # a server checks its own
-        return problems_of(self._points, self._dim)
+        """In this process, compare the payload's indexes with all points; see `SupportsVerify.verify`."""
+        return self._points().verify()
 
     def flush(self) -> None:
         """Return when everything so far is durable; indexing goes on. See `Datastore.flush`."""

@@ -24,12 +24,7 @@ from pathlib import Path
 from qdrant_edge import (
     CountRequest,
     EdgeShard,
-    Point,
     QuantizationSearchParams,
-    Query,
-    QueryBatchRequest,
-    QueryRequest,
-    ScrollRequest,
     SearchParams,
     UpdateOperation,
 )
@@ -42,10 +37,11 @@ from knnstore.datastore import (
     Metric,
     Mode,
     Neighbors,
+    NoFileError,
     WriterLock,
     check_space,
-    positions_of,
     publish,
+    read_file,
     remove,
     remove_folder,
     sync_directory,
@@ -56,14 +52,23 @@ from knnstore.errors import (
     DatastoreMismatchError,
     DatastoreNotFoundError,
 )
-from knnstore_qdrant.conditions import GROUP, POSITION, Condition
+from knnstore_qdrant.conditions import Condition
 from knnstore_qdrant.copying import COPY, LOCK, no_changing, no_copying, open_copy, remove_copies
 from knnstore_qdrant.options import Options
 from knnstore_qdrant.points import batch_of, neighbors_of
 from knnstore_qdrant.room import NEW_SHARD, room_for, room_to_open, room_to_remove
-from knnstore_qdrant.shard import create_shard, engine_errors, filter_of, load_shard
+from knnstore_qdrant.shard import (
+    create_shard,
+    engine_errors,
+    filter_of,
+    index_anew,
+    is_indexed,
+    load_shard,
+    nearest,
+    page_of,
+    points_of,
+)
 
-_POINTS_AT_ONCE = 2048  # a Python object each
 _DESCRIPTION, _SHARD = "store.json", "qdrant-shard"
 _OWN_FILES = (
     *(f"{_DESCRIPTION}.tmp", "flushed", "flushed.tmp", LOCK, "writer.json", "writer.lock"),
@@ -88,6 +93,7 @@ class EmbeddedPoints:
         self._path = root / _SHARD
         self._flushed = ""
         self._changed = False
+        self._indexed = True  # as far as is known
         self._lock: WriterLock | None = None
         if mode == "r":
             self._check_description()
@@ -102,15 +108,10 @@ class EmbeddedPoints:
 
     def upsert(self, ids: Ids, keys: Keys, groups: Groups) -> None:
         """Store points, replacing those whose id is present."""
-        numbers, positions, groups_of = ids.tolist(), positions_of(ids).tolist(), groups.tolist()
         size = len(ids) * self._options.point_size(self._dim)
         room_for(self._path, size, f"adding {len(ids):,} points")
         with self._changing() as shard:
-            for start in range(0, len(ids), _POINTS_AT_ONCE):
-                points = [
-                    Point(numbers[row], keys[row], {GROUP: groups_of[row], POSITION: positions[row]})
-                    for row in range(start, min(start + _POINTS_AT_ONCE, len(ids)))
-                ]
+            for points in points_of(ids, keys, groups):
                 with engine_errors(self._path):
                     shard.update(UpdateOperation.upsert_points(points))
 
@@ -119,15 +120,8 @@ class EmbeddedPoints:
         params = SearchParams(
             hnsw_ef=max(k, self._options.ef), exact=exact, quantization=None if exact else self._quantized
         )
-        chosen = None if condition is None else filter_of(condition)
-        batch = QueryBatchRequest(
-            [
-                QueryRequest(k, query=Query.Nearest(query), params=params, filter=chosen)
-                for query in queries.tolist()  # lists are taken faster than arrays
-            ]
-        )
         with self._reading() as shard:
-            return neighbors_of(shard.query_batch(batch), k, self._metric)
+            return neighbors_of(nearest(shard, queries, k, condition, params), k, self._metric)
 
     def delete(self, condition: Condition) -> None:
         """Remove points."""
@@ -147,11 +141,8 @@ class EmbeddedPoints:
         self, first: int, limit: int, condition: Condition | None, *, keys: bool
     ) -> tuple[Ids, Keys, Groups]:
         """The points with the least ids >= `first`."""
-        chosen = None if condition is None else filter_of(condition)
-        request = ScrollRequest(offset=first, limit=limit, filter=chosen, with_payload=keys, with_vector=keys)
         with self._reading() as shard:
-            records, _ = shard.scroll(request)
-            return batch_of(records, self._dim, keys=keys)
+            return batch_of(page_of(shard, first, limit, condition, keys=keys), self._dim, keys=keys)
 
     def flush(self) -> None:
         """Return when all changes so far survive a power loss, and let readers know."""
@@ -170,9 +161,23 @@ class EmbeddedPoints:
         anew = self.count() * self._options.point_size(self._dim)
         room_for(self._path, NEW_SHARD + anew, "optimizing")
         with self._changing() as shard, engine_errors(self._path):
+            if not self._indexed:
+                index_anew(shard)
+                before = self._indexed = True
             changed = shard.optimize()
             self._changed = before or changed  # else readers need no new copy
         self.flush()
+
+    def verify(self) -> list[str]:
+        """Compare the indexes of groups and positions with all points."""
+        with self._reading() as shard:
+            self._indexed = is_indexed(shard)
+        if self._indexed:
+            return []
+        return [
+            f"the indexes of groups or positions in {self._path} are damaged, so that selections miss "
+            "records: `knnstore repair` makes them anew"
+        ]
 
     def close(self) -> None:
         """Release the directory."""
@@ -210,11 +215,11 @@ class EmbeddedPoints:
     def _check_description(self) -> None:
         path = self._root / _DESCRIPTION
         try:
-            described = json.loads(path.read_bytes())
+            described = json.loads(read_file(path))
             dim, metric = int(described["dim"]), Metric(described["metric"])
         except (FileNotFoundError, NotADirectoryError):
             raise DatastoreNotFoundError(f"no datastore at {self._root}") from None
-        except (ValueError, KeyError, TypeError) as error:
+        except (NoFileError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise CorruptDatastoreError(f"{path} is damaged: restore a backup") from error
         if (dim, metric) != (self._dim, self._metric):
             raise DatastoreMismatchError(
@@ -223,8 +228,8 @@ class EmbeddedPoints:
 
     def _read_flushed(self) -> str:
         try:
-            return (self._root / "flushed").read_bytes().decode("ascii", "replace")
-        except FileNotFoundError:
+            return read_file(self._root / "flushed").decode("ascii", "replace")
+        except (FileNotFoundError, NoFileError):  # the next flush makes it anew
             return ""
 
     @contextmanager

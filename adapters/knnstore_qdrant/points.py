@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from knnstore.datastore import POSITION_LIMIT, Groups, Ids, Keys, Metric, Neighbors
+from knnstore.datastore import Groups, Ids, Keys, Metric, Neighbors
 from knnstore_qdrant.conditions import GROUP, Condition
 
 _ANSWER_BYTES = 8 << 20  # of vectors
@@ -72,6 +72,10 @@ class Points(Protocol):
         """Return when all points are indexed."""
         ...
 
+    def verify(self) -> list[str]:
+        """What is wrong with what is stored, one line each; a server checks its own."""
+        ...
+
     def close(self) -> None:
         """Release everything."""
         ...
@@ -106,24 +110,6 @@ def ids_where(points: Callable[[], Points], condition: Condition) -> Ids:
     """The ids of all points that a condition is true of."""
     batches = scrolled(points, _IDS_AT_ONCE, condition, keys=False)
     return np.concatenate([np.empty(0, np.int64), *(ids for ids, _, _ in batches)])
-
-
-def problems_of(points: Callable[[], Points], dim: int) -> list[str]:
-    """Compare what the payload's indexes find with all points; one line for each problem."""
-    held = [
-        (np.empty(0, np.int64), np.empty(0, np.int32)),
-        *((ids, groups) for ids, _, groups in scrolled(points, rows_at_once(dim), None)),
-    ]
-    ids, groups = (np.concatenate(column) for column in zip(*held, strict=True))
-    expected = {Condition(positions=((0, POSITION_LIMIT),)): ids}
-    expected |= {Condition(groups=(group,)): ids[groups == group] for group in np.unique(groups).tolist()}
-    found = (ids_where(points, condition) for condition in expected)
-    if all(map(np.array_equal, found, expected.values())):
-        return []
-    return [
-        "Qdrant's indexes of groups or positions are damaged, so that selections miss records: restore a "
-        "backup, or `knnstore move` the keys to a new place, where they are made anew"
-    ]
 
 
 def neighbors_of(answers: Sequence[Sequence[Any]], k: int, metric: Metric, *, id_at: str = "id") -> Neighbors:

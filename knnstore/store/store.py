@@ -208,7 +208,11 @@ class KNNStore(StoreReader):
         with self._locked(copied=take_over) as writing:
             writing.take_over()
             writing.repair()
-            return self.verify()
+            problems = self.verify()
+            if problems:  # what an engine has just found it may make anew
+                writing.optimize()
+                problems = self.verify()
+            return problems
 
     def info(self) -> dict[str, Any]:
         """What the store is made for and what is in it."""
