@@ -129,9 +129,10 @@ def test_a_renamed_home_writes_on(original, writer_of) -> None:
     assert listed(renamed) == ["1", "2"]
 
 
-def test_keys_in_a_home_are_copied_with_it(store, home, writer_of) -> None:
-    put(store, "1", writer_of)
+def test_keys_in_a_home_are_copied_with_it(store, home, writer_of, monkeypatch) -> None:
     store.close()
+    monkeypatch.chdir(home.parent)
+    add(Path(home.name), "1", writer_of)  # as most name it
     copy = copy_of(home)
     for place in (home, copy):
         add(place, place.name, writer_of)
@@ -183,11 +184,16 @@ def test_a_damaged_owner_is_named_and_keeps_from_writing_alone(original, outside
 
 
 @pytest.mark.parametrize(
-    ("outside", "forged"), [("faiss", False), ("faiss", True), ("server", True)], indirect=["outside"]
+    ("outside", "forged", "claimed"),
+    [("faiss", False, True), ("faiss", True, True), ("faiss", True, False), ("server", True, True)],
+    indirect=["outside"],
 )
 def test_a_move_that_names_another_s_keys_erases_nothing(
-    original, outside, identity, writer_of, tmp_path, forged
+    original, outside, identity, writer_of, tmp_path, forged, claimed
 ) -> None:
+    """Not even those of an older knnstore, which nobody has claimed."""
+    if not claimed:
+        forget_owner(Path(outside["location"]))
     victim = tmp_path / "victim"
     shutil.move(original, victim)
     mine = original
