@@ -26,6 +26,7 @@ from knnstore.errors import (
     DatastoreError,
     DatastoreExistsError,
     DatastoreMismatchError,
+    InvalidVectorError,
     LockedError,
 )
 from knnstore.testing import DatastoreTests
@@ -174,6 +175,27 @@ def test_a_graph_finds_the_nearest(tmp_path: Path, quantization: str, recall: fl
             furthest = np.sort(np.where(chosen, true, np.inf), axis=1)[:, k - 1 : k]
             assert chosen[found.ids // BLOCK].all()
             assert (own <= furthest * (1 + 1e-5)).mean() >= recall
+
+
+@pytest.mark.parametrize("metric", ["l2", "ip"])
+def test_what_half_precision_cannot_hold_never_becomes_infinite(tmp_path: Path, metric: Any) -> None:
+    """Such a key is refused; such a query finds what is nearest to the greatest number there is."""
+    ids, keys, groups = some(20)
+    keys[3, 0] = 65504
+    with QdrantDatastore.open(tmp_path / "store", dim=DIM, metric=metric, datatype="float16") as store:
+        store.add(ids, keys, groups)
+        greater = keys[3:4].copy()
+        greater[0, 0] = 65520
+        with pytest.raises(InvalidVectorError, match=r"65,520, .* float16 ends at 65,504: .* float32"):
+            store.add(ids[:1], greater, groups[:1])
+        with pytest.raises(InvalidVectorError):
+            store.add(ids[:1], -greater, groups[:1])
+        assert store.count() == 20
+        for query in (greater, -1000 * greater):
+            found, nearest = store.search(query, 5), store.search(np.clip(query, -65504, 65504), 5)
+            assert found.ids.tolist() == nearest.ids.tolist()
+            assert (found.ids >= 0).all()
+            assert np.isfinite(found.distances).all()
 
 
 def test_parameters(tmp_path: Path) -> None:

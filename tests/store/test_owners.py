@@ -130,13 +130,17 @@ def test_a_renamed_home_writes_on(original, writer_of) -> None:
 
 
 def test_keys_in_a_home_are_copied_with_it(store, home, writer_of, monkeypatch) -> None:
+    """However the homes are named."""
+    put(store, "1", writer_of)
     store.close()
     monkeypatch.chdir(home.parent)
-    add(Path(home.name), "1", writer_of)  # as most name it
-    copy = copy_of(home)
-    for place in (home, copy):
-        add(place, place.name, writer_of)
-    assert (listed(home), listed(copy)) == (["1", "home"], ["1", "copy"])
+    for named in (Path(home.name), home):
+        add(named, f"{len(named.parts)}", writer_of)
+        copy = copy_of(home)
+        add(Path(copy.name), "copy", writer_of)
+        add(copy, "whole", writer_of)
+        assert {*listed(copy)} == {*listed(home), "copy", "whole"}
+        shutil.rmtree(copy)
 
 
 def test_keys_of_another_store_are_neither_read_nor_written(original, outside, identity, writer_of) -> None:
