@@ -23,6 +23,7 @@ from qdrant_client import QdrantClient, models
 from knnstore.datastore import TOKEN_LIMIT, Filter, IdRanges, Keys, Neighbors
 from knnstore.errors import (
     ConfigError,
+    CorruptDatastoreError,
     DatastoreError,
     DatastoreExistsError,
     DatastoreMismatchError,
@@ -111,6 +112,23 @@ def test_a_creation_that_was_killed_can_be_repeated(tmp_path: Path) -> None:
     QdrantDatastore.open(tmp_path / "store", dim=DIM, mode="x").close()
     (tmp_path / "store" / "store.json").unlink()
     QdrantDatastore.open(tmp_path / "store", dim=DIM, mode="x").close()
+
+
+def test_a_count_that_cannot_be_is_named_before_the_engine_believes_it(tmp_path: Path) -> None:
+    place = tmp_path / "store"
+    with QdrantDatastore.open(place, dim=DIM) as store:
+        store.add(*some(5))
+    for status in place.rglob("status.dat"):
+        content = status.read_bytes()
+        beside = sum(path.stat().st_size for path in status.parent.iterdir() if path != status)
+        status.write_bytes((8 * beside + 1).to_bytes(8, "little") + content[8:])
+        for mode in ("r", "a"):
+            with pytest.raises(CorruptDatastoreError, match=rf"{status.relative_to(place)} is damaged"):
+                with QdrantDatastore.open(place, dim=DIM, mode=mode) as store:
+                    store.count()
+        status.write_bytes(content)
+    with QdrantDatastore.open(place, dim=DIM) as store:
+        assert store.verify() == []
 
 
 def test_erasing_leaves_what_is_not_ours(tmp_path: Path) -> None:
