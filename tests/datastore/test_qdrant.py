@@ -131,6 +131,21 @@ def test_a_count_that_cannot_be_is_named_before_the_engine_believes_it(tmp_path:
         assert store.verify() == []
 
 
+@pytest.mark.parametrize("index", ["group-map", "position-numeric"])
+def test_an_index_that_misses_a_record_is_named(tmp_path: Path, index: str) -> None:
+    place = tmp_path / "store"
+    with QdrantDatastore.open(place, dim=DIM) as store:
+        store.add(*some(5))
+        assert store.verify() == []
+    (page,) = place.rglob(f"*-{index}/page_0.dat")
+    with page.open("r+b") as file:
+        file.seek(7)  # the highest byte of the first number
+        file.write(b"\x40")
+    with QdrantDatastore.open(place, dim=DIM, mode="r") as store:
+        (problem,) = store.verify()
+    assert "indexes of groups or positions are damaged" in problem
+
+
 def test_erasing_leaves_what_is_not_ours(tmp_path: Path) -> None:
     place = tmp_path / "store"
     with QdrantDatastore.open(place, dim=DIM) as store:
