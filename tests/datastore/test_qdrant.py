@@ -123,9 +123,11 @@ def test_a_count_that_cannot_be_is_named_before_the_engine_believes_it(tmp_path:
         beside = sum(path.stat().st_size for path in status.parent.iterdir() if path != status)
         status.write_bytes((8 * beside + 1).to_bytes(8, "little") + content[8:])
         for mode in ("r", "a"):
-            with pytest.raises(CorruptDatastoreError, match=rf"{status.relative_to(place)} is damaged"):
-                with QdrantDatastore.open(place, dim=DIM, mode=mode) as store:
-                    store.count()
+            with (
+                pytest.raises(CorruptDatastoreError, match=rf"{status.relative_to(place)} is damaged"),
+                QdrantDatastore.open(place, dim=DIM, mode=mode) as store,
+            ):
+                store.count()
         status.write_bytes(content)
     with QdrantDatastore.open(place, dim=DIM) as store:
         assert store.verify() == []
