@@ -30,7 +30,7 @@ from knnstore.datastore import (
 from knnstore.errors import ConfigError, DatastoreClosedError, ReadOnlyError
 from knnstore_qdrant.conditions import Condition, condition_of_filter, condition_of_ranges
 from knnstore_qdrant.options import Options, is_server
-from knnstore_qdrant.points import Points, ids_where, rows_at_once, scrolled
+from knnstore_qdrant.points import Points, check_range, ids_where, in_range, rows_at_once, scrolled
 
 _NEIGHBORS_AT_ONCE = 1 << 14  # in one answer: each is a Python object for a moment
 
@@ -161,13 +161,14 @@ class QdrantDatastore:
         """
         points = self._writable()
         ids, keys, groups = checked_records(ids, keys, groups, self._dim)
+        check_range(points, keys)
         if len(ids):
             points.upsert(ids, keys, groups)
 
     def search(self, queries: Keys, k: int, *, where: Filter | None = None) -> Neighbors:
         """Find the k nearest records of each query; see `Datastore.search`."""
-        queries, k = checked_keys(queries, self._dim, what="queries"), checked_k(k)
-        points = self._points()
+        points, k = self._points(), checked_k(k)
+        queries = in_range(points, checked_keys(queries, self._dim, what="queries"))
         condition = None if where is None else condition_of_filter(where, self._ids_where)
         if not len(queries) or (condition is not None and not condition):
             return Neighbors.nothing(len(queries), k)

@@ -7,10 +7,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from knnstore.datastore import Groups, Ids, Keys, Metric, Neighbors
+from knnstore.errors import InvalidVectorError
 from knnstore_qdrant.conditions import GROUP, Condition
 
 _ANSWER_BYTES = 8 << 20  # of vectors
 _IDS_AT_ONCE = 10_000
+_LARGEST = 65504.0  # number in half precision; Qdrant makes infinities of larger ones, which nothing is near
 
 
 class Points(Protocol):
@@ -110,6 +112,25 @@ def ids_where(points: Callable[[], Points], condition: Condition) -> Ids:
     """The ids of all points that a condition is true of."""
     batches = scrolled(points, _IDS_AT_ONCE, condition, keys=False)
     return np.concatenate([np.empty(0, np.int64), *(ids for ids, _, _ in batches)])
+
+
+def check_range(points: Points, keys: Keys) -> None:
+    """Refuse keys that the vectors' datatype cannot hold.
+
+    Raises:
+        InvalidVectorError: there is one; names its largest component.
+    """
+    largest = float(np.abs(keys).max(initial=0))
+    if largest > _LARGEST and not points.exact_keys:
+        raise InvalidVectorError(
+            f"a key has a component of {largest:,.0f}, and datatype float16 ends at {_LARGEST:,.0f}: keep "
+            "the keys as float32"
+        )
+
+
+def in_range(points: Points, queries: Keys) -> Keys:
+    """Queries cut to what the vectors' datatype can hold: Qdrant converts them to it."""
+    return queries if points.exact_keys else np.clip(queries, -_LARGEST, _LARGEST)
 
 
 def neighbors_of(answers: Sequence[Sequence[Any]], k: int, metric: Metric, *, id_at: str = "id") -> Neighbors:

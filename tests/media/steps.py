@@ -103,11 +103,22 @@ def add(home: str, domain: str, ids: list[str], tokens: int, *, unchecked: bool 
 def fill_and_add_points(folder: str, points: int) -> None:
     """Use Qdrant's engine without a store, on a disk that becomes full meanwhile."""
     with registry.load("qdrant").open(folder, dim=DIM) as opened:
-        with (Path(folder).parent / "filling").open("wb", 0) as file, suppress(OSError):
-            while True:
-                file.write(bytes(4096))
+        fill(Path(folder).parent)
         tokens, keys = of_document("a", points)
         opened.add(record_ids(np.arange(points), tokens), keys, np.zeros(points, np.int32))
+
+
+def fill_and_remove(home: str, domain: str) -> None:
+    """Remove a domain with a store that is open since before the disk became full."""
+    with knnstore.open(home, "a") as store:
+        fill(Path(home).parent)
+        store.remove_domain(domain)
+
+
+def fill(disk: Path) -> None:
+    with (disk / "filling").open("ab", 0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(4096))
 
 
 def check(home: str, tokens: int, *, full: bool = False) -> None:
@@ -140,6 +151,7 @@ STEPS: dict[str, Callable[..., None]] = {
     "erase": erase,
     "open_to_others": open_to_others,
     "fill_and_add_points": fill_and_add_points,
+    "fill_and_remove": fill_and_remove,
     "check": check,
     "command": command,
 }

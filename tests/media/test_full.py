@@ -124,6 +124,24 @@ def files(home: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in home.rglob("*.keys")}
 
 
+def test_the_reserve_serves_a_store_that_is_open_while_the_disk_fills(disk, steps) -> None:
+    home = disk(24 << 20).path / "home"
+    steps.well("create", home, "faiss")
+    steps.well("add", home, "x", ["a", "b"], N)
+    steps.well("fill_and_remove", home, "x")
+    assert steps.well("check", home, N).ids == []
+
+
+def test_the_catalog_needs_room_where_the_keys_are_on_another_disk(disk, steps, tmp_path) -> None:
+    full = disk(8 << 20)
+    home = full.path / "home"
+    steps.well("create", home, "faiss", location=str(tmp_path / "keys"))
+    full.fill()
+    said = steps.refused("add", home, "x", ["a"], N)
+    assert "adding 1,000 tokens needs" in said
+    assert f" bytes at {home} and " in said
+
+
 @pytest.mark.parametrize(
     ("engine", "size", "unchecked"),
     [

@@ -145,20 +145,23 @@ def test_removing_the_domain_mends_too(filled, home) -> None:
 
 
 @pytest.mark.parametrize("engine", ["faiss"])
-def test_what_comes_back_from_a_backup_is_used_again(filled, home) -> None:
-    """Nothing is given up while a document needs it."""
-    path = damage(home, "keys", "missing")
+@pytest.mark.parametrize("kind", ["keys", "ids"])
+def test_what_comes_back_from_a_backup_is_used_again(filled, home, kind) -> None:
+    """Nothing is given up while a document needs it, also where nobody knows which records went."""
+    saved = {path: path.read_bytes() for path in (home / "keys" / "segments").iterdir()}
+    path = damage(home, kind, "missing")
     with KNNStore.open(home, "a") as store:
         store.optimize()
         store.repair()
         store.remove_document("3")
+        (line,) = store.erase().unreached
+        assert str(path) in line
         filled.store = store
         filled.add("law", "4")
-    content = json.loads((home / "keys" / "manifest.json").read_bytes())["content"]
-    (entry,) = [entry for entry in content["segments"] if entry["keys"]["name"].endswith(path.name)]
-    keys = np.concatenate([filled.keys["law", "1"], filled.keys["law", "3"]]).astype(np.float16)
-    assert keys.nbytes == entry["keys"]["size"]
-    path.write_bytes(keys.tobytes())
+    path.write_bytes(saved[path])
+    if kind == "ids":
+        with KNNStore.open(home, "a") as store:
+            assert store.repair() == []  # those of the document that was removed go now
     with KNNStore.open(home) as reader:
         assert reader.verify() == []
         check_search(reader, filled, [*KEPT, ("law", "1"), ("law", "4")])

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from knnstore_qdrant import QdrantDatastore
 from sqlalchemy import create_engine, text
 
 from knnstore import Progress, failpoints
@@ -355,6 +356,24 @@ class TestOnPostgresql:
                 for line in unreached
             )
             assert store.erase().unreached == ()
+
+
+def test_old_keys_that_could_not_be_erased_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise StoreUnavailableError("nobody answers")
+
+    home = tmp_path / "home"
+    with make(home, "qdrant", {}) as store:
+        add(store, "a", "b")
+        gone = needles(store, "b")
+        store.remove_document("id-b")
+        with monkeypatch.context() as broken:
+            broken.setattr(QdrantDatastore, "erase", fail)
+            (line,) = store.erase().unreached
+        assert line == "qdrant at keys: nobody answers; the next writer tries again"
+    with KNNStore.open(home, "a") as store:
+        is_whole(store, "a")
+    assert seen(gone, home) == {}
 
 
 def test_on_a_server_of_qdrant_the_collection_is_another(tmp_path: Path, qdrant_server: Any) -> None:

@@ -6,7 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from knnstore.cli import app
 from knnstore.errors import ConfigError
 from knnstore.store import KNNStore
 
@@ -69,6 +71,10 @@ def test_a_catalog_elsewhere_is_written_only_where_the_user_names_it(
     KNNStore.open(filled).close()
     with pytest.raises(ConfigError, match=r"a catalog outside of it, .*mine\.db: .* KNNSTORE_CATALOG"):
         KNNStore.open(filled, "a")
+    before = (tmp_path / "mine.db").read_bytes()
+    done = CliRunner().invoke(app, ["db", "upgrade", "--home", str(filled)])
+    assert (done.exit_code, "KNNSTORE_CATALOG" in done.output) == (1, True)
+    assert (tmp_path / "mine.db").read_bytes() == before
     monkeypatch.setenv("KNNSTORE_CATALOG", elsewhere)
     with KNNStore.open(filled, "a") as store:
         assert [document.id for document in store.documents()] == ["1"]
