@@ -7,15 +7,17 @@ full disk would kill the process as well. After a failed fsync the kernel may ha
 dirty pages, so the operation fails for good and the file is written anew.
 """
 
+import errno
 import hashlib
 import json
 import os
 import socket
+import stat
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -46,6 +48,10 @@ class StoredFile:
 
     A hash tree of two levels: threads can share the work, and one block can be checked alone.
     """
+
+
+class NoFileError(OSError):
+    """Something that is no file stands where a file is to be."""
 
 
 class FileWriter:
@@ -107,6 +113,26 @@ class FileWriter:
         return bytes(self._digests)
 
 
+def open_file(path: Path) -> BinaryIO:
+    """Open a file of a home for reading; what stands in its place keeps nobody waiting.
+
+    Raises:
+        FileNotFoundError: nothing is there.
+        NoFileError: a folder, a pipe or a device is.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise NoFileError(errno.EINVAL, "is no file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_file(path: Path) -> bytes:
+    """Read a small file of a home as a whole; see `open_file`."""
+    with open_file(path) as file:
+        return file.read()
+
+
 def sync_directory(path: Path) -> None:
     """Make names that were created, replaced or removed in a directory durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -138,6 +164,7 @@ def publish(path: Path, content: bytes, what: str) -> None:
         writer.finish()
     failpoint(f"segments.{what}.written")
     try:
+        _remove_folder(path)
         os.replace(temporary, path)
     except OSError:
         temporary.unlink(missing_ok=True)
@@ -149,7 +176,26 @@ def publish(path: Path, content: bytes, what: str) -> None:
 def remove(path: Path) -> None:
     """Remove a file that nothing names any more; a missing one is fine, for a crash may repeat this."""
     failpoint("segments.file.unlink")
-    path.unlink(missing_ok=True)
+    _remove_folder(path)
+    with suppress(IsADirectoryError):  # it is somebody's
+        path.unlink(missing_ok=True)
+
+
+def _remove_folder(path: Path) -> None:
+    """Remove an empty folder that stands where a file is to be."""
+    with suppress(OSError):
+        path.rmdir()
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder, or where something is in it still, make durable what went from it."""
+    try:
+        path.rmdir()
+    except FileNotFoundError:  # a crash may repeat this
+        pass
+    except OSError:
+        if path.is_dir():
+            sync_directory(path)
 
 
 class WriterLock:
@@ -200,7 +246,7 @@ class WriterLock:
 def _described(holder: Path) -> str:
     """Say who holds a lock, as far as is known."""
     try:
-        known = json.loads(holder.read_text())
+        known = json.loads(read_file(holder))
         return f"process {known['pid']} on {known['host']} ({known['command']})"
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"

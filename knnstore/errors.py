@@ -49,7 +49,7 @@ class DimensionMismatchError(DatastoreError, ValueError):
 
 
 class InvalidVectorError(DatastoreError, ValueError):
-    """A vector holds NaN or an infinity."""
+    """A vector holds NaN, an infinity, or a number beyond what the engine keeps."""
 
 
 class DatastoreMismatchError(DatastoreError):

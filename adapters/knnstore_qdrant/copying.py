@@ -1,24 +1,78 @@
-"""Opening a copy of a shard, whose files are large and mostly empty."""
+"""Opening a copy of a shard, whose files are large and mostly empty, while nobody changes it."""
 
 import errno
+import fcntl
 import os
 import shutil
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from qdrant_edge import EdgeShard
 
-from knnstore.datastore import check_space, medium_errors
-from knnstore.errors import CorruptDatastoreError, DatastoreError
+from knnstore.datastore import NoFileError, check_space, medium_errors, open_file
+from knnstore.errors import CorruptDatastoreError, DatastoreError, StoreUnavailableError
 from knnstore_qdrant.room import allocated, room_to_open
 from knnstore_qdrant.shard import load_shard
 
 COPY = "qdrant-copy-"
 """How the names of copies begin."""
 
+LOCK = "changing.lock"
+"""Held by the writer during a change, by a reader while it copies."""
+
 _CHUNK = 1 << 20
+_POLL_SECONDS = 0.02
 _UNSUPPORTED = errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EBADF
+
+
+def no_copying(root: Path) -> AbstractContextManager[None]:
+    """Keep readers from copying during a change; waits for those that are.
+
+    Raises:
+        CorruptDatastoreError: the lock's file is lost.
+    """
+    return _locked(root, fcntl.LOCK_EX, float("inf"))
+
+
+def no_changing(root: Path, timeout: float) -> AbstractContextManager[None]:
+    """Keep the writer from changing anything during a copy.
+
+    Raises:
+        StoreUnavailableError: it goes on with a change for longer than `timeout` seconds.
+        CorruptDatastoreError: the lock's file is lost.
+    """
+    return _locked(root, fcntl.LOCK_SH, timeout)
+
+
+@contextmanager
+def _locked(root: Path, kind: int, timeout: float) -> Iterator[None]:
+    deadline, lock = time.monotonic() + timeout, root / LOCK
+    try:
+        file = open_file(lock)
+    except (FileNotFoundError, NoFileError) as error:
+        raise CorruptDatastoreError(f"{lock} is missing or no file: put an empty file there") from error
+    with file:
+        while True:
+            with suppress(BlockingIOError):
+                fcntl.flock(file, kind | fcntl.LOCK_NB)
+                break
+            if time.monotonic() > deadline:
+                raise StoreUnavailableError(
+                    f"store unavailable: {root} is being changed, probably optimized; try again"
+                )
+            time.sleep(_POLL_SECONDS)
+        yield
+
+
+def remove_copies(root: Path) -> None:
+    """Remove the copies of readers that were killed."""
+    with no_copying(root):  # so no reader is just opening one of these
+        for copy in root.glob(f"{COPY}*"):
+            shutil.rmtree(copy)
 
 
 def open_copy(shard: Path, folder: Path) -> EdgeShard:
@@ -68,7 +122,7 @@ def _copy_file(source: Path, target: Path) -> None:
     if sys.platform != "linux":
         shutil.copyfile(source, target)
         return
-    with source.open("rb") as read, target.open("wb") as written:
+    with open_file(source) as read, target.open("wb") as written:
         size = os.fstat(read.fileno()).st_size
         written.truncate(size)
         at = 0

@@ -10,7 +10,6 @@ import numpy as np
 
 from knnstore.datastore import (
     BATCH_SIZE,
-    POSITION_LIMIT,
     Capabilities,
     Datastore,
     Filter,
@@ -31,9 +30,8 @@ from knnstore.datastore import (
 from knnstore.errors import ConfigError, DatastoreClosedError, ReadOnlyError
 from knnstore_qdrant.conditions import Condition, condition_of_filter, condition_of_ranges
 from knnstore_qdrant.options import Options, is_server
-from knnstore_qdrant.points import Points
+from knnstore_qdrant.points import Points, check_range, ids_where, in_range, rows_at_once, scrolled
 
-_SCROLL_BYTES = 8 << 20  # of vectors in one answer
 _NEIGHBORS_AT_ONCE = 1 << 14  # in one answer: each is a Python object for a moment
 
 
@@ -163,13 +161,14 @@ class QdrantDatastore:
         """
         points = self._writable()
         ids, keys, groups = checked_records(ids, keys, groups, self._dim)
+        check_range(points, keys)
         if len(ids):
             points.upsert(ids, keys, groups)
 
     def search(self, queries: Keys, k: int, *, where: Filter | None = None) -> Neighbors:
         """Find the k nearest records of each query; see `Datastore.search`."""
-        queries, k = checked_keys(queries, self._dim, what="queries"), checked_k(k)
-        points = self._points()
+        points, k = self._points(), checked_k(k)
+        queries = in_range(points, checked_keys(queries, self._dim, what="queries"))
         condition = None if where is None else condition_of_filter(where, self._ids_where)
         if not len(queries) or (condition is not None and not condition):
             return Neighbors.nothing(len(queries), k)
@@ -200,31 +199,15 @@ class QdrantDatastore:
         condition = None if ids is None else condition_of_ranges(ids, self._ids_where)
         if condition is not None and not condition:
             return
-        limit = min(batch_size, max(1, _SCROLL_BYTES // (4 * self._dim)))
-        yield from self._scroll(limit, condition, keys=True)
+        yield from scrolled(self._points, min(batch_size, rows_at_once(self._dim)), condition)
 
     def get(self, ids: Ids) -> Keys:
         """Read the keys of some records; see `SupportsGet.get`."""
         return read_keys(self, ids)
 
     def verify(self) -> list[str]:
-        """In this process, compare what the payload's indexes find with all points; see `SupportsVerify`."""
-        if self._points().shared_writers:
-            return []  # a server checks its own
-        everything = self._scroll(max(1, _SCROLL_BYTES // (4 * self._dim)), None, keys=True)
-        held = [
-            (np.empty(0, np.int64), np.empty(0, np.int32)),
-            *((ids, groups) for ids, _, groups in everything),
-        ]
-        ids, groups = (np.concatenate(column) for column in zip(*held, strict=True))
-        expected = {Condition(positions=((0, POSITION_LIMIT),)): ids}
-        expected |= {Condition(groups=(group,)): ids[groups == group] for group in np.unique(groups).tolist()}
-        if all(np.array_equal(self._ids_where(condition), ids) for condition, ids in expected.items()):
-            return []
-        return [
-            "Qdrant's indexes of groups or positions are damaged, so that selections miss records: restore a "
-            "backup, or `knnstore move` the keys to a new place, where they are made anew"
-        ]
+        """In this process, compare the payload's indexes with all points; see `SupportsVerify.verify`."""
+        return self._points().verify()
 
     def flush(self) -> None:
         """Return when everything so far is durable; indexing goes on. See `Datastore.flush`."""
@@ -278,21 +261,7 @@ class QdrantDatastore:
         return found
 
     def _ids_where(self, condition: Condition) -> Ids:
-        """The ids of all points that a condition is true of."""
-        batches = self._scroll(10_000, condition, keys=False)
-        return np.concatenate([np.empty(0, np.int64), *(ids for ids, _, _ in batches)])
-
-    def _scroll(
-        self, limit: int, condition: Condition | None, *, keys: bool
-    ) -> Iterator[tuple[Ids, Keys, Groups]]:
-        """Yield all points that a condition is true of, so many at once; see `Points.scroll`."""
-        first, found = 0, limit
-        while found >= limit:
-            batch = self._points().scroll(first, limit, condition, keys=keys)
-            found = len(batch[0])
-            if found:
-                first = int(batch[0][-1]) + 1  # now, for what is yielded is the caller's
-                yield batch
+        return ids_where(self._points, condition)
 
 
 _conforms: type[Datastore] = QdrantDatastore  # here a type checker compares every signature

@@ -14,24 +14,17 @@ flushed, and removes its files at once: they live on, without names, as long as 
 directory takes no copy, it is made in the folder for temporary files.
 """
 
-import fcntl
 import json
 import shutil
 import threading
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from qdrant_edge import (
     CountRequest,
     EdgeShard,
-    Point,
     QuantizationSearchParams,
-    Query,
-    QueryBatchRequest,
-    QueryRequest,
-    ScrollRequest,
     SearchParams,
     UpdateOperation,
 )
@@ -44,11 +37,13 @@ from knnstore.datastore import (
     Metric,
     Mode,
     Neighbors,
+    NoFileError,
     WriterLock,
     check_space,
-    positions_of,
     publish,
+    read_file,
     remove,
+    remove_folder,
     sync_directory,
 )
 from knnstore.errors import (
@@ -56,20 +51,27 @@ from knnstore.errors import (
     DatastoreExistsError,
     DatastoreMismatchError,
     DatastoreNotFoundError,
-    StoreUnavailableError,
 )
-from knnstore_qdrant.conditions import GROUP, POSITION, Condition
-from knnstore_qdrant.copying import COPY, open_copy
+from knnstore_qdrant.conditions import Condition
+from knnstore_qdrant.copying import COPY, LOCK, no_changing, no_copying, open_copy, remove_copies
 from knnstore_qdrant.options import Options
 from knnstore_qdrant.points import batch_of, neighbors_of
 from knnstore_qdrant.room import NEW_SHARD, room_for, room_to_open, room_to_remove
-from knnstore_qdrant.shard import create_shard, engine_errors, filter_of, load_shard
+from knnstore_qdrant.shard import (
+    create_shard,
+    engine_errors,
+    filter_of,
+    index_anew,
+    is_indexed,
+    load_shard,
+    nearest,
+    page_of,
+    points_of,
+)
 
-_POINTS_AT_ONCE = 2048  # a Python object each
-_POLL_SECONDS = 0.02
 _DESCRIPTION, _SHARD = "store.json", "qdrant-shard"
 _OWN_FILES = (
-    *(f"{_DESCRIPTION}.tmp", "flushed", "flushed.tmp", "changing.lock", "writer.json", "writer.lock"),
+    *(f"{_DESCRIPTION}.tmp", "flushed", "flushed.tmp", LOCK, "writer.json", "writer.lock"),
     *OWNER_FILES,  # last, for `erase_directory`
 )
 
@@ -91,6 +93,7 @@ class EmbeddedPoints:
         self._path = root / _SHARD
         self._flushed = ""
         self._changed = False
+        self._indexed = True  # as far as is known
         self._lock: WriterLock | None = None
         if mode == "r":
             self._check_description()
@@ -105,15 +108,10 @@ class EmbeddedPoints:
 
     def upsert(self, ids: Ids, keys: Keys, groups: Groups) -> None:
         """Store points, replacing those whose id is present."""
-        numbers, positions, groups_of = ids.tolist(), positions_of(ids).tolist(), groups.tolist()
         size = len(ids) * self._options.point_size(self._dim)
         room_for(self._path, size, f"adding {len(ids):,} points")
         with self._changing() as shard:
-            for start in range(0, len(ids), _POINTS_AT_ONCE):
-                points = [
-                    Point(numbers[row], keys[row], {GROUP: groups_of[row], POSITION: positions[row]})
-                    for row in range(start, min(start + _POINTS_AT_ONCE, len(ids)))
-                ]
+            for points in points_of(ids, keys, groups):
                 with engine_errors(self._path):
                     shard.update(UpdateOperation.upsert_points(points))
 
@@ -122,15 +120,8 @@ class EmbeddedPoints:
         params = SearchParams(
             hnsw_ef=max(k, self._options.ef), exact=exact, quantization=None if exact else self._quantized
         )
-        chosen = None if condition is None else filter_of(condition)
-        batch = QueryBatchRequest(
-            [
-                QueryRequest(k, query=Query.Nearest(query), params=params, filter=chosen)
-                for query in queries.tolist()  # lists are taken faster than arrays
-            ]
-        )
         with self._reading() as shard:
-            return neighbors_of(shard.query_batch(batch), k, self._metric)
+            return neighbors_of(nearest(shard, queries, k, condition, params), k, self._metric)
 
     def delete(self, condition: Condition) -> None:
         """Remove points."""
@@ -150,11 +141,8 @@ class EmbeddedPoints:
         self, first: int, limit: int, condition: Condition | None, *, keys: bool
     ) -> tuple[Ids, Keys, Groups]:
         """The points with the least ids >= `first`."""
-        chosen = None if condition is None else filter_of(condition)
-        request = ScrollRequest(offset=first, limit=limit, filter=chosen, with_payload=keys, with_vector=keys)
         with self._reading() as shard:
-            records, _ = shard.scroll(request)
-            return batch_of(records, self._dim, keys=keys)
+            return batch_of(page_of(shard, first, limit, condition, keys=keys), self._dim, keys=keys)
 
     def flush(self) -> None:
         """Return when all changes so far survive a power loss, and let readers know."""
@@ -173,9 +161,23 @@ class EmbeddedPoints:
         anew = self.count() * self._options.point_size(self._dim)
         room_for(self._path, NEW_SHARD + anew, "optimizing")
         with self._changing() as shard, engine_errors(self._path):
+            if not self._indexed:
+                index_anew(shard)
+                before = self._indexed = True
             changed = shard.optimize()
             self._changed = before or changed  # else readers need no new copy
         self.flush()
+
+    def verify(self) -> list[str]:
+        """Compare the indexes of groups and positions with all points."""
+        with self._reading() as shard:
+            self._indexed = is_indexed(shard)
+        if self._indexed:
+            return []
+        return [
+            f"the indexes of groups or positions in {self._path} are damaged, so that selections miss "
+            "records: `knnstore repair` makes them anew"
+        ]
 
     def close(self) -> None:
         """Release the directory."""
@@ -195,12 +197,10 @@ class EmbeddedPoints:
         strange = {path.name for path in self._root.iterdir()} - {_SHARD, *_OWN_FILES}
         if not exists and strange:
             raise DatastoreMismatchError(f"{self._root} holds {min(strange)!r} and is no store of Qdrant's")
-        (self._root / "changing.lock").touch(mode=0o600)
+        (self._root / LOCK).touch(mode=0o600)
         if exists:
             self._check_description()
-            with self._locked(fcntl.LOCK_EX):  # so no reader is just opening one of these
-                for copy in self._root.glob(f"{COPY}*"):
-                    shutil.rmtree(copy)
+            remove_copies(self._root)
             self._flushed = self._read_flushed()
             with engine_errors(self._path):
                 room_to_open(self._path)
@@ -215,11 +215,11 @@ class EmbeddedPoints:
     def _check_description(self) -> None:
         path = self._root / _DESCRIPTION
         try:
-            described = json.loads(path.read_bytes())
+            described = json.loads(read_file(path))
             dim, metric = int(described["dim"]), Metric(described["metric"])
         except (FileNotFoundError, NotADirectoryError):
             raise DatastoreNotFoundError(f"no datastore at {self._root}") from None
-        except (ValueError, KeyError, TypeError) as error:
+        except (NoFileError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise CorruptDatastoreError(f"{path} is damaged: restore a backup") from error
         if (dim, metric) != (self._dim, self._metric):
             raise DatastoreMismatchError(
@@ -228,14 +228,14 @@ class EmbeddedPoints:
 
     def _read_flushed(self) -> str:
         try:
-            return (self._root / "flushed").read_bytes().decode("ascii", "replace")
-        except FileNotFoundError:
+            return read_file(self._root / "flushed").decode("ascii", "replace")
+        except (FileNotFoundError, NoFileError):  # the next flush makes it anew
             return ""
 
     @contextmanager
     def _changing(self) -> Iterator[EdgeShard]:
         """Keep readers from copying during a change."""
-        with self._switching, self._locked(fcntl.LOCK_EX):
+        with self._switching, no_copying(self._root):
             assert self._shard is not None
             self._changed = True
             yield self._shard
@@ -254,27 +254,11 @@ class EmbeddedPoints:
             yield shard
 
     def _copied(self) -> EdgeShard:
-        with self._locked(fcntl.LOCK_SH):
+        with no_changing(self._root, self._options.timeout):
             flushed = self._read_flushed()
             shard = open_copy(self._path, self._root)
         self._flushed = flushed
         return shard
-
-    @contextmanager
-    def _locked(self, kind: int) -> Iterator[None]:
-        """Hold the lock between changes and copies; a reader gives up after `timeout`."""
-        deadline = time.monotonic() + self._options.timeout
-        with (self._root / "changing.lock").open("rb") as file:
-            while True:
-                with suppress(BlockingIOError):
-                    fcntl.flock(file, kind | fcntl.LOCK_NB)
-                    break
-                if kind == fcntl.LOCK_SH and time.monotonic() > deadline:
-                    raise StoreUnavailableError(
-                        f"store unavailable: {self._root} is being changed, probably optimized; try again"
-                    )
-                time.sleep(_POLL_SECONDS)
-            yield
 
 
 def erase_directory(root: Path) -> None:
@@ -291,10 +275,10 @@ def erase_directory(root: Path) -> None:
         sync_directory(root)
         for folder in filter(Path.exists, (root / _SHARD, *root.glob(f"{COPY}*"))):
             shutil.rmtree(folder)
+        sync_directory(root)  # whose they are is known as long as anything is there
         for name in _OWN_FILES:
             remove(root / name)
-        with suppress(OSError):  # somebody put something there
-            root.rmdir()
+        remove_folder(root)
         sync_directory(root.parent)
     finally:
         lock.release()

@@ -1,13 +1,18 @@
 """What the datastore asks of Qdrant, whichever way it is reached."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, Protocol
 
 import numpy as np
 
 from knnstore.datastore import Groups, Ids, Keys, Metric, Neighbors
+from knnstore.errors import InvalidVectorError
 from knnstore_qdrant.conditions import GROUP, Condition
+
+_ANSWER_BYTES = 8 << 20  # of vectors
+_IDS_AT_ONCE = 10_000
+_LARGEST = 65504.0  # number in half precision; Qdrant makes infinities of larger ones, which nothing is near
 
 
 class Points(Protocol):
@@ -69,9 +74,63 @@ class Points(Protocol):
         """Return when all points are indexed."""
         ...
 
+    def verify(self) -> list[str]:
+        """What is wrong with what is stored, one line each; a server checks its own."""
+        ...
+
     def close(self) -> None:
         """Release everything."""
         ...
+
+
+def rows_at_once(dim: int) -> int:
+    """Points of one answer at most, with vectors."""
+    return max(1, _ANSWER_BYTES // (4 * dim))
+
+
+def scrolled(
+    points: Callable[[], Points], limit: int, condition: Condition | None, *, keys: bool = True
+) -> Iterator[tuple[Ids, Keys, Groups]]:
+    """Yield all points that a condition is true of, so many at once; see `Points.scroll`.
+
+    Args:
+        points: gives the points, or raises once they are closed.
+        limit: how many, >= 1.
+        condition: among which points.
+        keys: whether vectors and groups are wanted.
+    """
+    first, found = 0, limit
+    while found >= limit:
+        batch = points().scroll(first, limit, condition, keys=keys)
+        found = len(batch[0])
+        if found:
+            first = int(batch[0][-1]) + 1  # now, for what is yielded is the caller's
+            yield batch
+
+
+def ids_where(points: Callable[[], Points], condition: Condition) -> Ids:
+    """The ids of all points that a condition is true of."""
+    batches = scrolled(points, _IDS_AT_ONCE, condition, keys=False)
+    return np.concatenate([np.empty(0, np.int64), *(ids for ids, _, _ in batches)])
+
+
+def check_range(points: Points, keys: Keys) -> None:
+    """Refuse keys that the vectors' datatype cannot hold.
+
+    Raises:
+        InvalidVectorError: there is one; names its largest component.
+    """
+    largest = float(np.abs(keys).max(initial=0))
+    if largest > _LARGEST and not points.exact_keys:
+        raise InvalidVectorError(
+            f"a key has a component of {largest:,.0f}, and datatype float16 ends at {_LARGEST:,.0f}: keep "
+            "the keys as float32"
+        )
+
+
+def in_range(points: Points, queries: Keys) -> Keys:
+    """Queries cut to what the vectors' datatype can hold: Qdrant converts them to it."""
+    return queries if points.exact_keys else np.clip(queries, -_LARGEST, _LARGEST)
 
 
 def neighbors_of(answers: Sequence[Sequence[Any]], k: int, metric: Metric, *, id_at: str = "id") -> Neighbors:

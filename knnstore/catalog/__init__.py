@@ -5,6 +5,7 @@ from sqlalchemy import URL
 from knnstore.catalog.catalog import Catalog
 from knnstore.catalog.connection import parse_url, place, shown, sqlite_url, without_password
 from knnstore.catalog.representatives import DROPPED, PrunedDocument, Representatives
+from knnstore.catalog.schema import upgrade_catalog
 from knnstore.catalog.types import (
     Document,
     Domain,
@@ -20,5 +21,5 @@ from knnstore.catalog.writer import CatalogWriter
 __all__ = [
     "DROPPED", "URL", "Catalog", "CatalogWriter", "Document", "Domain", "Engine", "Identity", "NewDocument",
     "PlacedDocument", "PrunedDocument", "Representatives", "Snapshot", "StoredVersion", "parse_url", "place",
-    "shown", "sqlite_url", "without_password",
+    "shown", "sqlite_url", "upgrade_catalog", "without_password",
 ]  # fmt: skip

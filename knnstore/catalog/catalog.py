@@ -14,7 +14,6 @@ from sqlalchemy.engine import URL
 from knnstore.catalog import schema
 from knnstore.catalog.connection import (
     connect,
-    exclusive,
     identify,
     is_sqlite_file,
     place,
@@ -61,7 +60,6 @@ from knnstore.catalog.types import (
     Snapshot,
     StoredVersion,
 )
-from knnstore.errors import StoreNotFoundError
 
 
 class Catalog:
@@ -76,13 +74,11 @@ class Catalog:
         with ExitStack() as opened:
             opened.callback(engine.dispose)
             with translated_errors(engine), engine.connect() as connection:
-                if schema.is_empty(connection):
-                    raise _not_found(engine.url)
                 schema.check(connection)
             with reading(engine) as current:
                 row = current.get(StoreRow, 1)
                 if row is None:
-                    raise _not_found(engine.url)
+                    raise schema.not_found(engine.url)
                 self.identity = read_identity(row)
                 self.store_id = row.store_id
             self.opened = opened.pop_all()
@@ -116,23 +112,7 @@ class Catalog:
             SchemaOutdatedError, SchemaTooNewError: its schema is not this package's.
             StoreUnavailableError: the database cannot be reached.
         """
-        return cls(_existing(url))
-
-    @staticmethod
-    def upgrade(url: URL) -> None:
-        """Bring an existing catalog to this package's schema; nothing happens when it is there.
-
-        Raises:
-            StoreNotFoundError: the database holds no store.
-            SchemaTooNewError: its schema is newer than this package.
-        """
-        with ExitStack() as opened:
-            sql = _existing(url)
-            opened.callback(sql.dispose)
-            connection = opened.enter_context(exclusive(sql))
-            if schema.is_empty(connection):
-                raise _not_found(url)
-            schema.upgrade(connection)
+        return cls(schema.connect_existing(url))
 
     def close(self) -> None:
         """Release the connections, and the writer's lock if this process holds it."""
@@ -288,13 +268,3 @@ class Catalog:
         """The settings saved for every set of domains."""
         with reading(self.sql) as current:
             return {tuple(row.domains): row.payload for row in current.scalars(select(SettingRow))}
-
-
-def _existing(url: URL) -> SqlEngine:
-    if is_sqlite_file(url) and not Path(str(url.database)).exists():  # connecting would make the file
-        raise _not_found(url)
-    return connect(url)
-
-
-def _not_found(url: URL) -> StoreNotFoundError:
-    return StoreNotFoundError(f"there is no catalog in {place(url)}; make a store with `knnstore init`")

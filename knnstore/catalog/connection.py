@@ -1,7 +1,6 @@
 """Connecting to the catalog's database: SQLite in a file or in memory, PostgreSQL by URL."""
 
 import json
-import time
 import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -17,7 +16,7 @@ from sqlalchemy.orm import Session
 
 from knnstore.catalog import sqlite
 from knnstore.checks import TOO_DEEP
-from knnstore.errors import CatalogError, ConfigError, KnnstoreError, LockedError, StoreUnavailableError
+from knnstore.errors import CatalogError, ConfigError, KnnstoreError, StoreUnavailableError
 
 _DRIVERS = {
     "sqlite": "sqlite",
@@ -35,9 +34,6 @@ _BEGIN = "knnstore_begin"
 
 SECONDS_TO_WAIT = 30
 """For what others lock or read."""
-
-_ATTEMPTS_TO_LOCK = 30
-_SECONDS_BETWEEN = 0.1
 
 LOCK = 0x6B6E6E73
 """The first half of our advisory locks' keys on PostgreSQL; the second is the schema's hash."""
@@ -237,22 +233,3 @@ def exclusive(engine: Engine) -> Iterator[Connection]:
                 yield connection
         finally:
             driver.execute("PRAGMA foreign_keys=ON")
-
-
-def lock_writer(engine: Engine) -> Connection:
-    """Take the writer's lock on PostgreSQL: it lives as long as the connection returned.
-
-    Raises:
-        LockedError: another process holds it.
-    """
-    key = {"lock": LOCK, "use": "writer"}
-    statement = text("SELECT pg_try_advisory_lock(:lock, hashtext(:use || current_schema()))")
-    with translated_errors(engine):
-        connection = engine.connect().execution_options(isolation_level="AUTOCOMMIT")
-        connection.detach()  # a lock outlives its connection's return to the pool
-        for _ in range(_ATTEMPTS_TO_LOCK):  # the server may still be noticing a killed writer's end
-            if connection.scalar(statement, key):
-                return connection
-            time.sleep(_SECONDS_BETWEEN)
-        connection.close()
-    raise LockedError(f"another process writes to the catalog in {place(engine.url)}; end it first")

@@ -212,7 +212,8 @@ def read_problems(current: Session) -> list[str]:
     """What SQLite's own check says, and whether positions would be given twice; one line each."""
     found = []
     if current.get_bind().dialect.name == "sqlite":
-        found = [line for line in current.scalars(text("PRAGMA integrity_check(5)")) if line != "ok"]
+        said = "\n".join(current.scalars(text("PRAGMA integrity_check(5)")))
+        found = [line for line in said.splitlines() if line not in ("ok", "*** in database main ***")]
     given = current.scalars(select(StoreRow.next_position)).one()
     used = current.scalars(select(func.max(DocumentRow.stop))).one() or 0
     if not used <= given <= POSITION_LIMIT:

@@ -9,13 +9,19 @@ from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, delete, insert, inspect, select
+from sqlalchemy import URL, Connection, delete, insert, inspect, select
 from sqlalchemy import Engine as SqlEngine
 
-from knnstore.catalog.connection import exclusive, place
+from knnstore.catalog.connection import connect, exclusive, is_sqlite_file, place
 from knnstore.catalog.tables import StoreRow
 from knnstore.catalog.types import Engine, Identity
-from knnstore.errors import CatalogError, SchemaOutdatedError, SchemaTooNewError, StoreExistsError
+from knnstore.errors import (
+    CatalogError,
+    SchemaOutdatedError,
+    SchemaTooNewError,
+    StoreExistsError,
+    StoreNotFoundError,
+)
 from knnstore.failpoints import failpoint
 
 VERSION_TABLE = "knnstore_alembic_version"
@@ -41,12 +47,43 @@ def is_empty(connection: Connection) -> bool:
     return not inspect(connection).has_table(VERSION_TABLE)
 
 
+def not_found(url: URL) -> StoreNotFoundError:
+    """The error that a database holds no catalog."""
+    return StoreNotFoundError(f"there is no catalog in {place(url)}; make a store with `knnstore init`")
+
+
+def connect_existing(url: URL) -> SqlEngine:
+    """Make an engine for a database that is there; see `connect`."""
+    if is_sqlite_file(url) and not Path(str(url.database)).exists():  # connecting would make the file
+        raise not_found(url)
+    return connect(url)
+
+
 def check(connection: Connection) -> None:
-    """Refuse a database whose schema is not this package's; see `Catalog.open`."""
+    """Refuse a database without a catalog, or whose schema is not this package's; see `Catalog.open`."""
+    if is_empty(connection):
+        raise not_found(connection.engine.url)
     if not _is_newest(connection):
         raise SchemaOutdatedError(
             "the catalog's schema is older than this package: run `knnstore db upgrade`"
         )
+
+
+def upgrade_catalog(url: URL) -> None:
+    """Bring an existing catalog to this package's schema; nothing happens when it is there.
+
+    Raises:
+        StoreNotFoundError: the database holds no store.
+        SchemaTooNewError: its schema is newer than this package.
+    """
+    sql = connect_existing(url)
+    try:
+        with exclusive(sql) as connection:
+            if is_empty(connection):
+                raise not_found(url)
+            upgrade(connection)
+    finally:
+        sql.dispose()
 
 
 def upgrade(connection: Connection) -> None:

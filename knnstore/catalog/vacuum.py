@@ -4,6 +4,7 @@ A database marks rows deleted and keeps their bytes, in the pages and in the log
 writes zeros over them (``secure_delete``), but not in its log; PostgreSQL keeps them until it needs the room.
 """
 
+import os
 import sqlite3
 import time
 from pathlib import Path
@@ -12,12 +13,15 @@ from typing import Any
 from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import DBAPIError
 
-from knnstore.catalog.connection import SECONDS_TO_WAIT, place, translated_errors
+from knnstore.catalog.connection import SECONDS_TO_WAIT, is_sqlite_file, place, translated_errors
+from knnstore.catalog.sqlite import medium_error
 from knnstore.catalog.tables import Base
 from knnstore.durable import sync_file
 from knnstore.errors import StoreUnavailableError
+from knnstore.space import check_space
 
 _PAUSE = 0.1
+_FRAME = 24  # bytes that a page takes more in the log
 
 
 def vacuum(sql: Engine) -> list[str]:
@@ -35,6 +39,39 @@ def vacuum(sql: Engine) -> list[str]:
     return _vacuum_postgresql(sql)
 
 
+def check_room(sql: Engine) -> None:
+    """Refuse to `vacuum` a database in a file that has no room beside it; a server's disk is its own matter.
+
+    SQLite makes the new database among its temporary files, and takes it over by way of the log.
+
+    Raises:
+        DiskFullError: there is too little.
+    """
+    if not is_sqlite_file(sql.url):
+        return
+    with translated_errors(sql), sql.connect() as connection:
+        pages, free, size = (
+            int(connection.scalar(text(f"PRAGMA {name}")) or 0)
+            for name in ("page_count", "freelist_count", "page_size")
+        )
+    needed = (pages - free) * (size + _FRAME)
+    folder, temporary = Path(str(sql.url.database)).absolute().parent, _temporary_folder()
+    if folder.stat().st_dev == temporary.stat().st_dev:
+        needed *= 2
+    else:
+        check_space(temporary, needed, "erasing")
+    check_space(folder, needed, "erasing")
+
+
+def _temporary_folder() -> Path:
+    """Where SQLite makes its temporary files."""
+    named = (os.environ.get(name) for name in ("SQLITE_TMPDIR", "TMPDIR"))
+    for path in map(Path, filter(None, [*named, "/var/tmp", "/usr/tmp", "/tmp"])):  # noqa: S108  # as SQLite does
+        if path.is_dir() and os.access(path, os.W_OK | os.X_OK):
+            return path
+    return Path.cwd()
+
+
 def _vacuum_sqlite(sql: Engine) -> None:
     with translated_errors(sql), sql.connect() as connection:
         driver: Any = connection.connection.driver_connection  # SQLAlchemy would begin a transaction
@@ -42,8 +79,8 @@ def _vacuum_sqlite(sql: Engine) -> None:
             driver.execute("VACUUM").close()
             is_busy, *_ = driver.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()  # waits for readers
         except sqlite3.Error as error:
-            raise StoreUnavailableError(
-                f"{place(sql.url)} cannot be rewritten ({error}); then erase again"
+            raise medium_error(error, place(sql.url)) or StoreUnavailableError(
+                f"{place(sql.url)} cannot be rewritten now ({error}): erase again"
             ) from error
     if is_busy:
         raise StoreUnavailableError(

@@ -8,8 +8,7 @@ A document goes through three states::
     forget     the row is removed    after the datastore has deleted the records
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import accumulate, pairwise
@@ -20,7 +19,7 @@ from sqlalchemy import delete, exists, select, update
 from sqlalchemy.orm import Session
 
 from knnstore.catalog.catalog import Catalog
-from knnstore.catalog.connection import lock_writer, session
+from knnstore.catalog.fencing import Fence
 from knnstore.catalog.queries import among, in_chunks, scope_of
 from knnstore.catalog.representatives import PrunedDocument
 from knnstore.catalog.tables import (
@@ -39,18 +38,14 @@ from knnstore.catalog.tables import (
     TokensRow,
 )
 from knnstore.catalog.types import Engine, NewDocument, PlacedDocument
-from knnstore.catalog.vacuum import vacuum
+from knnstore.catalog.vacuum import check_room, vacuum
 from knnstore.checks import check_json, check_name
 from knnstore.datastore import POSITION_LIMIT
-from knnstore.errors import CatalogError, DocumentNotFoundError, FencedError, InputError
-from knnstore.failpoints import failpoint
+from knnstore.errors import CatalogError, DocumentNotFoundError, InputError
 
 
 class CatalogWriter:
     """The one writer of a catalog. Making one takes over: any older writer can commit no more.
-
-    On PostgreSQL it also holds a lock until the catalog is closed or the process ends; a file's
-    readers and writers are on one machine, where the store's own lock serves.
 
     Raises:
         LockedError: another process writes to this catalog on PostgreSQL.
@@ -59,24 +54,7 @@ class CatalogWriter:
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         self._sql = catalog.sql
-        if self._sql.dialect.name == "postgresql":
-            catalog.opened.callback(lock_writer(self._sql).close)
-        taken_over = update(StoreRow).values(writer_epoch=StoreRow.writer_epoch + 1)
-        with session(self._sql) as current:
-            self._epoch = current.scalars(taken_over.returning(StoreRow.writer_epoch)).one()
-
-    @contextmanager
-    def _transaction(self, name: str) -> Iterator[Session]:
-        """One fenced transaction; the fence is its first statement, so it takes the write lock."""
-        failpoint(f"catalog.{name}.before")
-        with session(self._sql) as current:
-            mine = StoreRow.writer_epoch == self._epoch
-            fence = update(StoreRow).where(mine).values(writer_epoch=self._epoch).returning(StoreRow.id)
-            if current.scalars(fence).one_or_none() is None:
-                raise FencedError("another writer has taken over this store; open it again to write")
-            yield current
-            failpoint(f"catalog.{name}.inside")
-        failpoint(f"catalog.{name}.after")
+        self._transaction = Fence(catalog).transaction
 
     def begin(self, documents: Sequence[NewDocument]) -> list[PlacedDocument]:
         """Allocate positions and insert the documents as pending, in the order given.
@@ -251,6 +229,10 @@ class CatalogWriter:
             _add_checksums(current, checksums)
             current.execute(update(StoreRow).values(asdict(engine)))
             _reveal(current)
+
+    def check_room_to_vacuum(self) -> None:
+        """Refuse what `vacuum` finds no room for; see `check_room`."""
+        check_room(self._sql)
 
     def vacuum(self) -> list[str]:
         """Free the database's files of what was deleted; returns what still holds it, see `vacuum`."""

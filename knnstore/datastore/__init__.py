@@ -60,18 +60,30 @@ from knnstore.datastore.records import (
     tokens_of,
     whole_positions,
 )
-from knnstore.durable import BLOCK, StoredFile, WriterLock, publish, remove, sync_directory
+from knnstore.durable import (
+    BLOCK,
+    NoFileError,
+    StoredFile,
+    WriterLock,
+    open_file,
+    publish,
+    read_file,
+    remove,
+    remove_folder,
+    sync_directory,
+)
 from knnstore.space import allocate, check_space, free_space, medium_errors
 
 __all__ = [
     "BATCH_SIZE", "BLOCK", "BLOCK_VALUES", "ID_LIMIT", "OWNER_FILES", "POSITION_LIMIT", "TOKEN_LIMIT",
     "Capabilities", "DamagedPart", "Datastore", "Distances", "EmbeddedDatastore", "Filter", "GroupSearch",
     "Groups", "IdRanges", "Ids", "KeySegments", "Keys", "MappedColumns", "MappedFile", "MemoryDatastore",
-    "Metric", "Mode", "Neighbors", "Segment", "StoredFile", "StoredKeys", "SupportsBeside",
+    "Metric", "Mode", "Neighbors", "NoFileError", "Segment", "StoredFile", "StoredKeys", "SupportsBeside",
     "SupportsCells", "SupportsDamage", "SupportsErase", "SupportsGet", "SupportsOptimize",
     "SupportsOwner", "SupportsSize", "SupportsVacuum", "SupportsVerify", "Visit", "WriterLock",
     "allocate", "check_space", "checked_k", "checked_keys", "checked_params", "checked_records",
-    "compare_rows", "free_space", "medium_errors", "nearest_rows", "paired", "pairwise", "positions_of",
-    "publish", "ranges_of", "read_keys", "read_owner", "record_ids", "registry", "remove", "stored_keys",
-    "sync_directory", "tokens_of", "whole_positions", "write_owner",
+    "compare_rows", "free_space", "medium_errors", "nearest_rows", "open_file", "paired", "pairwise",
+    "positions_of", "publish", "ranges_of", "read_file", "read_keys", "read_owner", "record_ids",
+    "registry", "remove", "remove_folder", "stored_keys", "sync_directory", "tokens_of",
+    "whole_positions", "write_owner",
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -64,9 +65,11 @@ class Current:
     def take_over(self) -> None:
         """Claim the keys, and open them for writing."""
         place = self.place(self.engine)
-        opened = place.open("a")
-        _claim(place, opened)
-        self.switch(self.engine, opened, lambda: None).close()
+        with ExitStack() as failed:
+            opened = failed.enter_context(place.open("a"))
+            place.claim(copied=True)
+            self.switch(self.engine, opened, lambda: None).close()
+            failed.pop_all()
 
     def check_owned(self, copied: bool) -> None:
         """Refuse keys that a home owns which this one is a copy of, unless `copied`."""
@@ -99,11 +102,14 @@ class Current:
             try:
                 if self._mode == "a":  # which would make a new, empty one where the keys were lost
                     place.open("r").close()
-                self.owned = self._whose(place) is not Whose.A_TWINS
+                self.owned = self._whose(place) is not Whose.A_COPYS
                 given = replace(engine, params={**engine.params, **self._params})
-                opened = replace(place, engine=given).open(self._mode if self.owned else "r")
-                if self._mode == "a" and self.owned:
-                    _claim(place, opened)
+                with ExitStack() as failed:
+                    mode = self._mode if self.owned else "r"
+                    opened = failed.enter_context(replace(place, engine=given).open(mode))
+                    if mode == "a":
+                        place.claim()
+                    failed.pop_all()
                 return engine, opened
             except DatastoreError:
                 if self._catalog.engine() == engine:
@@ -111,17 +117,8 @@ class Current:
 
     def _whose(self, place: Place) -> Whose:
         try:
-            return place.check_ours(twins=self._copied)
+            return place.check_ours(copied=self._copied)
         except CorruptDatastoreError:
             if self._mode == "a":
                 raise
             return Whose.NOBODYS  # reading needs not know; `problems` says it
-
-
-def _claim(place: Place, opened: Datastore) -> None:
-    """Make keys the store's that it has open for writing; they are closed if that fails."""
-    try:
-        place.claim()
-    except BaseException:
-        opened.close()
-        raise

@@ -29,7 +29,9 @@ class Erased:
 def erase(writing: Writing, relocation: Relocation, progress: Progress) -> Erased:
     """Rewrite whatever holds removed text or keys; see `KNNStore.erase`."""
     started = time.perf_counter()
+    writing.writer.check_room_to_vacuum()
     unreached = relocation.clear(progress)
+    writing.purge()  # what found no room when it was removed
     writing.remove_orphans()
     datastore, engine = writing.current.datastore, writing.current.engine
     if isinstance(datastore, SupportsVacuum):

@@ -10,21 +10,25 @@
 
 A crash before 4 leaves pending documents, one after 4 leaves deleting ones. Recovery is step 5
 for both, and each step may be repeated, so recovery may itself be killed.
+
+A reader sees each document whole or not at all. A domain goes in one transaction too, but where a full disk
+has no room for its log: then a part of its documents goes before the others.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from knnstore.catalog import CatalogWriter, NewDocument, PlacedDocument
 from knnstore.datastore import Datastore, Keys, ranges_of, record_ids
-from knnstore.errors import KnnstoreError
+from knnstore.errors import DiskFullError, KnnstoreError
 from knnstore.failpoints import failpoint
 from knnstore.store.fitted import drop_traces
 from knnstore.store.soundness import abandon_unneeded, checksum, precision_of, sums_of
 
+_FEW = 64  # documents, each of which takes some pages of a database's log
 _FORGOTTEN_AT_ONCE = 1 << 17  # tokens, of four bytes; SQLite writes them to its log to overwrite them
 
 
@@ -46,7 +50,21 @@ def purge(catalog: CatalogWriter, datastore: Datastore, documents: Sequence[Plac
     failpoint("purge.flushed")
     abandon_unneeded(catalog.catalog, datastore)
     for some in _parts(documents):  # each frees, in the database, what the next one needs for its log
-        catalog.forget([document.row for document in some])
+        as_it_fits(catalog, catalog.forget, [document.row for document in some])
+
+
+def as_it_fits(catalog: CatalogWriter, change: Callable[[Sequence[int]], None], rows: Sequence[int]) -> None:
+    """Make a change of documents, by primary key: of a few at a time where the disk has no room for all.
+
+    Raises:
+        DiskFullError: it has none for a few either; those before them are changed.
+    """
+    try:
+        change(rows)
+    except DiskFullError:
+        catalog.catalog.take_in_log()  # it has grown by what was tried, as far as the disk went
+        for start in range(0, len(rows), _FEW):
+            change(rows[start : start + _FEW])
 
 
 def _parts(documents: Sequence[PlacedDocument]) -> Iterator[list[PlacedDocument]]:

@@ -51,7 +51,7 @@ class KNNStore(StoreReader):
             if mode == "a":
                 self._writing = Writing(home, writer, self._current)
                 if self._current.owned:
-                    self._writing.purge()  # what a killed writer left
+                    self._writing.purge_what_fits()  # what a killed writer left
                     self._relocation.settle_quietly()
             self._opened = opened.pop_all()
 
@@ -208,7 +208,11 @@ class KNNStore(StoreReader):
         with self._locked(copied=take_over) as writing:
             writing.take_over()
             writing.repair()
-            return self.verify()
+            problems = self.verify()
+            if problems:  # what an engine has just found it may make anew
+                writing.optimize()
+                problems = self.verify()
+            return problems
 
     def info(self) -> dict[str, Any]:
         """What the store is made for and what is in it."""

@@ -15,7 +15,7 @@ from knnstore.space import check_space
 from knnstore.store.current import Current
 from knnstore.store.fitted import SavedSettings, Weights, files_in_use, save_weights, sweep
 from knnstore.store.home import Home
-from knnstore.store.ingest import Ingest, purge
+from knnstore.store.ingest import Ingest, as_it_fits, purge
 from knnstore.store.soundness import abandon_unneeded, precision_of, reading_on, taking
 from knnstore.store.verify import orphans_in
 
@@ -37,19 +37,25 @@ class Writing:
     def purge(self) -> None:
         """Remove the documents that are not live, for good, with the weights that hold traces of them.
 
-        On a full disk what takes space is left to the next writer: nobody reads them any more.
+        Raises:
+            DiskFullError: there is no room for that; what is left nobody reads any more.
         """
+        purge(self.writer, self.current.datastore, self.writer.unsettled())
+        self._sweep_weights()
+
+    def purge_what_fits(self) -> None:
+        """Do `purge`; on a full disk the rest is left to the next writer."""
         try:
-            purge(self.writer, self.current.datastore, self.writer.unsettled())
+            self.purge()
         except DiskFullError as error:
             _logger.warning("of what was removed a part still takes space, which goes later: %s", error)
-        self._sweep_weights()
+            self._sweep_weights()
 
     def take_over(self) -> None:
         """Make the keys this home's, where they are those of the home that it is a copy of."""
         if not self.current.owned:
             self.current.take_over()
-            self.purge()
+            self.purge_what_fits()
 
     @contextmanager
     def parting(self) -> Iterator[None]:
@@ -57,8 +63,9 @@ class Writing:
         copied = not self.current.owned
         yield
         if copied:
-            self.purge()
-            self.remove_orphans()
+            self.purge_what_fits()
+            with suppress(KnnstoreError):  # the keys are moved; `verify` names what is too much
+                self.remove_orphans()
 
     @contextmanager
     def ingest(self, documents: Sequence[NewDocument]) -> Iterator[Ingest]:
@@ -79,11 +86,14 @@ class Writing:
         self.writer.describe({rows[id]: change for id, change in changes.items()})
 
     def remove(self, domain: str, ids: Iterable[str] | None = None) -> None:
-        """Remove documents of a domain, or none if one is not there; None is all."""
+        """Remove documents of a domain, or none if one is not there; None is all.
+
+        They go in one transaction, but where a full disk has no room for its log.
+        """
         self._home.reserve.give_back()
         gone = self.writer.catalog.rows(domain=domain) if ids is None else self._rows(domain, ids).values()
-        self.writer.retire(list(gone))
-        self.purge()
+        as_it_fits(self.writer, self.writer.retire, list(gone))
+        self.purge_what_fits()
 
     def save_settings(self, saved: SavedSettings, domains: Sequence[str]) -> None:
         """Save settings, and remove the weights that none name; see `KNNStore.save_settings`."""
@@ -99,18 +109,18 @@ class Writing:
 
     def repair(self) -> None:
         """Remove records of no document, make anew what is derived and damaged, take checksums that lack."""
-        self.remove_orphans()
+        with suppress(KnnstoreError):  # verifying comes next
+            self.remove_orphans()
         self.optimize()
         self._add_checksums()
 
     def remove_orphans(self) -> None:
-        """Remove records that belong to no document; what fails is left to verifying."""
+        """Remove records that belong to no document."""
         datastore = self.current.datastore
-        with suppress(KnnstoreError):
-            orphans = reading_on(datastore, lambda: orphans_in(self.writer.catalog, datastore))
-            datastore.delete(IdRanges.of_ids(orphans))
-            datastore.flush()
-            abandon_unneeded(self.writer.catalog, datastore)
+        orphans = reading_on(datastore, lambda: orphans_in(self.writer.catalog, datastore))
+        datastore.delete(IdRanges.of_ids(orphans))
+        datastore.flush()
+        abandon_unneeded(self.writer.catalog, datastore)
 
     def _add_checksums(self) -> None:
         """Keep checksums of the documents that have none but should, as their keys are now."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sqlalchemy import URL
 
-from knnstore.catalog import Catalog, CatalogWriter, parse_url
+from knnstore.catalog import Catalog, CatalogWriter, parse_url, upgrade_catalog
 from knnstore.errors import CatalogError, ConfigError, KnnstoreError, StoreUnavailableError
 
 Creator = Callable[[URL], Catalog]
@@ -85,7 +85,7 @@ def test_a_database_that_is_not_there(postgres: Any) -> None:
 def test_a_database_that_keeps_bytes(postgres: Any, create: Creator) -> None:
     """Of encoding SQL_ASCII, as an initdb without a locale gives: the driver reads no text from it."""
     url = postgres.new_database(options="TEMPLATE template0 ENCODING 'SQL_ASCII' LOCALE 'C'")
-    for use in (create, Catalog.open, Catalog.upgrade):
+    for use in (create, Catalog.open, upgrade_catalog):
         said = message(lambda use=use: use(url), ConfigError)
         assert f"{url.database!r} has the encoding SQL_ASCII" in said
         assert "UTF8" in said

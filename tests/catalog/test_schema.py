@@ -11,7 +11,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import URL, inspect
 
-from knnstore.catalog import Catalog, CatalogWriter, NewDocument, schema
+from knnstore.catalog import Catalog, CatalogWriter, NewDocument, schema, upgrade_catalog
 from knnstore.catalog.connection import connect, exclusive
 from knnstore.catalog.tables import Base
 from knnstore.errors import SchemaOutdatedError, SchemaTooNewError, StoreExistsError, StoreNotFoundError
@@ -97,7 +97,7 @@ def test_other_tables_in_the_database_stay(catalog_url: URL, create: Creator) ->
 def test_an_unknown_schema_is_refused(catalog_url: URL, create: Creator) -> None:
     create(catalog_url).close()
     run(catalog_url, "UPDATE knnstore_alembic_version SET version_num = '9999'")
-    for act in (Catalog.open, Catalog.upgrade, create):
+    for act in (Catalog.open, upgrade_catalog, create):
         with pytest.raises(SchemaTooNewError, match=r"9999.*upgrade knnstore"):
             act(catalog_url)
 
@@ -112,8 +112,8 @@ def test_an_older_schema_is_upgraded_on_request(
     for act in (Catalog.open, create):
         with pytest.raises(SchemaOutdatedError, match="knnstore db upgrade"):
             act(catalog_url)
-    Catalog.upgrade(catalog_url)
-    Catalog.upgrade(catalog_url)
+    upgrade_catalog(catalog_url)
+    upgrade_catalog(catalog_url)
     catalog = Catalog.open(catalog_url)
     assert "language" in {c["name"] for c in inspect(catalog.sql).get_columns("knnstore_documents")}
     assert catalog.documents()[0].tags == ("x", "y"), "rebuilding a table must not cascade"
@@ -152,7 +152,7 @@ def test_copies_that_are_upgraded_apart_are_known_as_one_store(tmp_path: Path) -
         for copy in (tmp_path / "a.db", tmp_path / "b.db"):
             shutil.copy(asset, copy)
             url = URL.create("sqlite", database=str(copy))
-            Catalog.upgrade(url)
+            upgrade_catalog(url)
             catalog = Catalog.open(url)
             ids[asset.stem, copy.stem] = catalog.store_id
             catalog.close()
@@ -166,7 +166,7 @@ def test_the_database_of_each_release_is_usable(asset: Path, tmp_path: Path, doc
     copy = tmp_path / "catalog.db"
     shutil.copy(asset, copy)
     url = URL.create("sqlite", database=str(copy))
-    Catalog.upgrade(url)
+    upgrade_catalog(url)
     catalog = Catalog.open(url)
     with catalog.sql.connect() as connection:
         assert connection.exec_driver_sql("PRAGMA foreign_key_check").all() == []

@@ -42,6 +42,10 @@ def test_a_damaged_store_is_mended_by_removing_and_adding(knnstore, store, how, 
     assert "first.txt" in refused.err
     assert knnstore("remove --document letters/first.txt").status == 0
     assert knnstore("verify").status == 1
+    erased = knnstore("erase")
+    assert erased.status == 0
+    assert "not reached: a damaged file of keys: " in erased.err
+    assert path.name in erased.err
     assert knnstore("optimize").status == 0
     assert knnstore("remove --domain letters").status == 0
     assert knnstore("verify").status == 0

@@ -133,6 +133,23 @@ def test_first_rows_are_checked_alone(tmp_path: Path) -> None:
         assert path.name in reader.verify()[0]
 
 
+def test_a_row_in_two_blocks_is_checked_in_both(tmp_path: Path) -> None:
+    row, dim = 85, 384  # from byte 65,280 to 66,048
+    made = KeySegments(tmp_path, dim, Metric.L2, "a")
+    made.append(np.arange(200), np.ones((200, dim), np.float32), np.zeros(200, np.int32))
+    made.close()
+    (path,) = tmp_path.rglob("*.keys")
+    content = bytearray(path.read_bytes())
+    content[1 << 16] ^= 1
+    path.write_bytes(content)
+    reader = KeySegments(tmp_path, dim, Metric.L2, "r")
+    (segment,) = reader.snapshot()
+    assert (segment.columns.keys_at(np.array([row - 1])) == 1).all()
+    with pytest.raises(CorruptDatastoreError, match=path.name):
+        segment.columns.keys_at(np.array([row]))
+    reader.close()
+
+
 def test_other_files_stay(tmp_path: Path) -> None:
     """Opening for writing removes what a crash left, and nothing that is not ours."""
     root = tmp_path / "store"
@@ -162,7 +179,7 @@ def test_disk_full(tmp_path: Path, room: int) -> None:
         on_disk = {
             path.relative_to(store._segments.root).as_posix() for path in store._segments.root.glob("*/*")
         }
-        assert on_disk == store._segments._on_disk
+        assert on_disk == store._segments._files.on_disk
 
 
 def write_without_room(root: Path, room: int) -> None:

@@ -23,9 +23,11 @@ from qdrant_client import QdrantClient, models
 from knnstore.datastore import TOKEN_LIMIT, Filter, IdRanges, Keys, Neighbors
 from knnstore.errors import (
     ConfigError,
+    CorruptDatastoreError,
     DatastoreError,
     DatastoreExistsError,
     DatastoreMismatchError,
+    InvalidVectorError,
     LockedError,
 )
 from knnstore.testing import DatastoreTests
@@ -112,6 +114,40 @@ def test_a_creation_that_was_killed_can_be_repeated(tmp_path: Path) -> None:
     QdrantDatastore.open(tmp_path / "store", dim=DIM, mode="x").close()
 
 
+def test_a_count_that_cannot_be_is_named_before_the_engine_believes_it(tmp_path: Path) -> None:
+    place = tmp_path / "store"
+    with QdrantDatastore.open(place, dim=DIM) as store:
+        store.add(*some(5))
+    for status in place.rglob("status.dat"):
+        content = status.read_bytes()
+        beside = sum(path.stat().st_size for path in status.parent.iterdir() if path != status)
+        status.write_bytes((8 * beside + 1).to_bytes(8, "little") + content[8:])
+        for mode in ("r", "a"):
+            with (
+                pytest.raises(CorruptDatastoreError, match=rf"{status.relative_to(place)} is damaged"),
+                QdrantDatastore.open(place, dim=DIM, mode=mode) as store,
+            ):
+                store.count()
+        status.write_bytes(content)
+    with QdrantDatastore.open(place, dim=DIM) as store:
+        assert store.verify() == []
+
+
+@pytest.mark.parametrize("index", ["group-map", "position-numeric"])
+def test_an_index_that_misses_a_record_is_named(tmp_path: Path, index: str) -> None:
+    place = tmp_path / "store"
+    with QdrantDatastore.open(place, dim=DIM) as store:
+        store.add(*some(5))
+        assert store.verify() == []
+    (page,) = place.rglob(f"*-{index}/page_0.dat")
+    with page.open("r+b") as file:
+        file.seek(7)  # the highest byte of the first number
+        file.write(b"\x40")
+    with QdrantDatastore.open(place, dim=DIM, mode="r") as store:
+        (problem,) = store.verify()
+    assert "indexes of groups or positions in" in problem
+
+
 def test_erasing_leaves_what_is_not_ours(tmp_path: Path) -> None:
     place = tmp_path / "store"
     with QdrantDatastore.open(place, dim=DIM) as store:
@@ -174,6 +210,27 @@ def test_a_graph_finds_the_nearest(tmp_path: Path, quantization: str, recall: fl
             furthest = np.sort(np.where(chosen, true, np.inf), axis=1)[:, k - 1 : k]
             assert chosen[found.ids // BLOCK].all()
             assert (own <= furthest * (1 + 1e-5)).mean() >= recall
+
+
+@pytest.mark.parametrize("metric", ["l2", "ip"])
+def test_what_half_precision_cannot_hold_never_becomes_infinite(tmp_path: Path, metric: Any) -> None:
+    """Such a key is refused; such a query finds what is nearest to the greatest number there is."""
+    ids, keys, groups = some(20)
+    keys[3, 0] = 65504
+    with QdrantDatastore.open(tmp_path / "store", dim=DIM, metric=metric, datatype="float16") as store:
+        store.add(ids, keys, groups)
+        greater = keys[3:4].copy()
+        greater[0, 0] = 65520
+        with pytest.raises(InvalidVectorError, match=r"65,520, .* float16 ends at 65,504: .* float32"):
+            store.add(ids[:1], greater, groups[:1])
+        with pytest.raises(InvalidVectorError):
+            store.add(ids[:1], -greater, groups[:1])
+        assert store.count() == 20
+        for query in (greater, -1000 * greater):
+            found, nearest = store.search(query, 5), store.search(np.clip(query, -65504, 65504), 5)
+            assert found.ids.tolist() == nearest.ids.tolist()
+            assert (found.ids >= 0).all()
+            assert np.isfinite(found.distances).all()
 
 
 def test_parameters(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ class AgainstDictionary(RuleBasedStateMachine):
         assert content(self.store, some, 4) == [e for e in expected if 5 <= e[0] < 20 or e[0] == 33]
         assert content(self.reader) == [(i, *self.durable[i]) for i in sorted(self.durable)]
         on_disk = {f"{p.parent.name}/{p.name}" for p in self.root.glob("*/*")}
-        assert on_disk == self.store._on_disk
+        assert on_disk == self.store._files.on_disk
 
     def teardown(self) -> None:
         if hasattr(self, "store"):

@@ -68,6 +68,25 @@ def open_to_others(home: str, tokens: int, umask: int) -> None:
     print("seen:", *seen)
 
 
+def add_many(home: str, domain: str, count: int, title: int) -> None:
+    """Add documents of a few tokens in one commit, each with a title of so many letters."""
+    gold, keys = of_document("many", 4)
+    many = [
+        NewDocument(f"{domain}-{at}", domain, "0" * 64, gold.astype(np.uint32), {"title": f"{at:0{title}}"})
+        for at in range(count)
+    ]
+    with knnstore.open(home, "a") as store, store.ingest(many) as group:
+        for at in range(count):
+            group.add(np.full(4, at), np.arange(4), gold, keys)
+
+
+def erase(home: str, temporary: str | None = None) -> None:
+    """Erase, with SQLite's temporary files in a folder."""
+    if temporary is not None:
+        os.environ["SQLITE_TMPDIR"] = temporary
+    command("erase", "--home", home)
+
+
 def add(home: str, domain: str, ids: list[str], tokens: int, *, unchecked: bool = False) -> None:
     """Add documents, a commit each; prints each id once it is acknowledged."""
     if unchecked:  # as when something else fills the disk after the look at it
@@ -84,11 +103,22 @@ def add(home: str, domain: str, ids: list[str], tokens: int, *, unchecked: bool 
 def fill_and_add_points(folder: str, points: int) -> None:
     """Use Qdrant's engine without a store, on a disk that becomes full meanwhile."""
     with registry.load("qdrant").open(folder, dim=DIM) as opened:
-        with (Path(folder).parent / "filling").open("wb", 0) as file, suppress(OSError):
-            while True:
-                file.write(bytes(4096))
+        fill(Path(folder).parent)
         tokens, keys = of_document("a", points)
         opened.add(record_ids(np.arange(points), tokens), keys, np.zeros(points, np.int32))
+
+
+def fill_and_remove(home: str, domain: str) -> None:
+    """Remove a domain with a store that is open since before the disk became full."""
+    with knnstore.open(home, "a") as store:
+        fill(Path(home).parent)
+        store.remove_domain(domain)
+
+
+def fill(disk: Path) -> None:
+    with (disk / "filling").open("ab", 0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(4096))
 
 
 def check(home: str, tokens: int, *, full: bool = False) -> None:
@@ -117,8 +147,11 @@ def command(*arguments: str) -> None:
 STEPS: dict[str, Callable[..., None]] = {
     "create": create,
     "add": add,
+    "add_many": add_many,
+    "erase": erase,
     "open_to_others": open_to_others,
     "fill_and_add_points": fill_and_add_points,
+    "fill_and_remove": fill_and_remove,
     "check": check,
     "command": command,
 }

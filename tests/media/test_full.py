@@ -2,6 +2,7 @@
 
 import errno
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -57,6 +58,88 @@ def test_removing_needs_no_more_than_the_reserve(disk, steps) -> None:
     assert steps.well("command", "remove", "--domain", "x", "--home", home).err == ""
     assert steps.well("check", home, N).ids == []
     assert full.free > 1 << 20
+
+
+def test_many_documents_at_once_need_no_more_either(disk, steps) -> None:
+    """Each has a page of the database to itself, and all of these are more than the reserve."""
+    full = disk(40 << 20)
+    home = full.path / "home"
+    steps.well("create", home, "faiss")
+    steps.well("add", home, "y", ["a"], N)
+    steps.well("add_many", home, "x", 1500, title=3000)
+    full.fill()
+    assert steps.well("command", "remove", "--domain", "x", "--home", home).err == ""
+    assert steps.well("check", home, N).ids == ["a"]
+
+
+def test_erasing_that_will_not_fit_is_not_begun(disk, steps) -> None:
+    """The database is written twice, among SQLite's temporary files and to its log."""
+    size, room = 60 << 20, 10 << 20
+    small, temporary = disk(size), disk(size)
+    home = small.path / "home"
+    steps.well("create", home, "faiss")
+    steps.well("add", home, "x", ["a", "b"], N)
+    steps.well("add_many", home, "y", 2, title=room // 2)
+    steps.well("command", "optimize", "--home", home)
+    steps.well("command", "remove", "--document", "a", "--home", home)
+    before = files(home)
+    for full, folder in ((small, temporary), (small, small), (temporary, temporary)):
+        full.fill()
+        full.resize(size + room)
+        said = steps.refused("erase", home, temporary=folder.path)
+        assert "erasing needs " in said
+        assert f" bytes at {full.path}" in said
+        assert " are free: it was not begun" in said
+        assert files(home) == before
+        full.relieve()
+        full.resize(size)
+    steps.well("erase", home, temporary=temporary.path)
+    assert files(home) != before
+    steps.well("command", "verify", "--home", home)
+
+
+def test_no_segment_is_rewritten_where_not_all_have_room(disk, steps) -> None:
+    size, room = 60 << 20, 7 << 20
+    small = disk(size)
+    home = small.path / "home"
+    steps.well("create", home, "faiss")
+    for domain, ids in ("x", ["a", "b"]), ("y", ["c", "d"]):
+        steps.well("add", home, domain, ids, 20_000)
+    steps.well("command", "optimize", "--home", home)  # makes one segment of a domain
+    steps.well("command", "remove", "--document", "a", "--home", home)
+    before = files(home)
+    small.fill()
+    small.resize(size + room)
+    refused = steps("command", "remove", "--document", "c", "--erase", "--home", home)
+    assert refused.err.startswith("removed c of y: 20,000 tokens; not erased, `knnstore erase` does that\n")
+    assert "erasing needs " in refused.err
+    assert files(home) == before
+    steps.well("command", "remove", "--document", "d", "--home", home)
+    steps.well("command", "erase", "--home", home)
+    assert steps.well("check", home, 20_000).ids == ["b"]
+
+
+def files(home: Path) -> dict[Path, bytes]:
+    """The segments of a store."""
+    return {path: path.read_bytes() for path in home.rglob("*.keys")}
+
+
+def test_the_reserve_serves_a_store_that_is_open_while_the_disk_fills(disk, steps) -> None:
+    home = disk(24 << 20).path / "home"
+    steps.well("create", home, "faiss")
+    steps.well("add", home, "x", ["a", "b"], N)
+    steps.well("fill_and_remove", home, "x")
+    assert steps.well("check", home, N).ids == []
+
+
+def test_the_catalog_needs_room_where_the_keys_are_on_another_disk(disk, steps, tmp_path) -> None:
+    full = disk(8 << 20)
+    home = full.path / "home"
+    steps.well("create", home, "faiss", location=str(tmp_path / "keys"))
+    full.fill()
+    said = steps.refused("add", home, "x", ["a"], N)
+    assert "adding 1,000 tokens needs" in said
+    assert f" bytes at {home} and " in said
 
 
 @pytest.mark.parametrize(

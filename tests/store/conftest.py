@@ -1,7 +1,12 @@
 """Stores with synthetic documents: the keys are known, so every answer can be worked out."""
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -64,6 +69,24 @@ def writer(store: KNNStore) -> Writer:
 @pytest.fixture
 def writer_of() -> Callable[[KNNStore], Writer]:
     return Writer
+
+
+@pytest.fixture
+def trials(tmp_path: Path, record_property: Callable[[str, object], None]) -> Callable[..., dict[str, Any]]:
+    """Runs a program of this folder that forks and kills; returns its report, which must name no problem."""
+
+    def run(program: str, *arguments: object) -> dict[str, Any]:
+        command = [sys.executable, Path(__file__).with_name(program), tmp_path, *map(str, arguments)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr[-3000:]
+        report: dict[str, Any] = json.loads(done.stdout)
+        assert report["problems"] == [], done.stderr[-3000:]
+        for name in {"killed", "recoveries_killed"} & report.keys():
+            record_property(name, report[name])
+        return report
+
+    return run
 
 
 @pytest.fixture

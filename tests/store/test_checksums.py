@@ -117,6 +117,54 @@ def test_a_kill_makes_no_sound_store_look_damaged(qdrant, home, writer_of, kille
         assert len(stored_checksums(home)) == store.info()["documents"]
 
 
+@pytest.mark.parametrize("field", ["position", "group"])
+def test_an_index_that_hides_records_is_noticed_and_made_anew(qdrant, home, field) -> None:
+    """Qdrant checks none of what it finds points by; a low bit moves a record by a place or two."""
+    with KNNStore.open(home) as store:
+        truth = [records.ids.tolist() for records in store.records()]
+    (page,) = [path for path in (home / "keys").rglob("page_0.dat") if field in path.parent.name]
+    content = bytearray(page.read_bytes())
+    content[np.flatnonzero(np.frombuffer(content, np.uint8))[7]] ^= 2
+    page.write_bytes(content)
+    with KNNStore.open(home) as reader:
+        (problem,) = reader.verify()
+        assert "`knnstore repair` makes them anew" in problem
+    with KNNStore.open(home, "a") as store:
+        assert store.repair() == []
+    with KNNStore.open(home) as reader:
+        assert reader.verify() == []
+        assert [records.ids.tolist() for records in reader.records()] == truth
+
+
+def test_keys_of_a_strangers_adapter_are_checked_too(home, identity, writer_of, monkeypatch) -> None:
+    """It keeps one file and knows no checksums."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "datastore" / "stranger")
+    with KNNStore.create(home, identity, store="stranger") as store:
+        writer = writer_of(store)
+        writer.add("law", "1", "2")
+        writer.add("news", "a")
+        assert store.verify() == []
+    path = home / "keys" / "records.npz"
+    with np.load(path) as stored:
+        columns = dict(stored)
+    columns["keys"][27].view(np.uint16)[3] ^= 1
+    np.savez(path, **columns)
+    with KNNStore.open(home) as reader:
+        (problem,) = reader.verify()
+        assert "'2' of domain 'law' has altered keys" in problem
+    with KNNStore.open(home, "a") as store:
+        assert len(store.repair()) == 1
+        with pytest.raises(CorruptDatastoreError, match="'2' of domain 'law'"):
+            store.move("faiss", "elsewhere")
+        store.abandon_move()
+        store.remove_document("2")
+        writer.store = store
+        writer.add("law", "2")
+        assert store.verify() == []
+        store.move("faiss", "elsewhere")
+        assert store.verify() == []
+
+
 def test_a_server_gives_back_what_was_summed(home, identity, writer_of, qdrant_server: Any) -> None:
     url = qdrant_server.url
     for datatype in PRECISIONS:

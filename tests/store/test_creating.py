@@ -127,7 +127,7 @@ def test_what_somebody_made_is_refused_and_kept(places, identity, writer_of, kil
     """Also when it is empty, and when a creation at the same place was interrupted before."""
     home, options = places.new()
     other = home.with_name("other")
-    assert killed_at("segments.creation.written", lambda: KNNStore.create(other, identity, **options).close())
+    assert killed_at("segments.creation.renamed", lambda: KNNStore.create(other, identity, **options).close())
     with KNNStore.create(home, identity, **options) as store:
         for _ in range(2):
             with pytest.raises((StoreExistsError, DatastoreExistsError)):
@@ -208,6 +208,7 @@ def test_what_somebody_has_where_the_home_is_to_be_made_stays(home, identity, tm
     theirs.mkdir()
     (theirs / "notes.txt").write_text("mine")
     if kind == "link":
+        (theirs / "creation.lock").touch()  # of a creation elsewhere
         place.symlink_to(theirs)
     elif kind == "file":
         (theirs / "notes.txt").rename(place)

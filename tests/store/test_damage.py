@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from knnstore.datastore import tokens_of
-from knnstore.errors import CorruptDatastoreError
+from knnstore.errors import CorruptDatastoreError, KnnstoreError
 from knnstore.store import KNNStore, Selection, merge_chooser
 
 LOST = [("law", "1"), ("law", "3")]
@@ -18,12 +19,14 @@ ENGINES = {
     "faiss": {"index": "IVF2,Flat", "nprobe": 2},
     "hnswlib": {"exact_up_to": 0, "ef": 600},
 }
-DAMAGES: dict[str, Callable[[bytes, bytes], bytes | None]] = {
+FOLDER = object()
+DAMAGES: dict[str, Callable[[bytes, bytes], bytes | object | None]] = {
     "missing": lambda content, other: None,
     "emptied": lambda content, other: b"",
     "cut": lambda content, other: content[:-1],
     "flipped": lambda content, other: content[:9] + bytes([content[9] ^ 4]) + content[10:],
     "another's": lambda content, other: other,
+    "a folder": lambda content, other: FOLDER,
 }
 
 
@@ -54,7 +57,9 @@ def damage(home: Path, kind: str, how: str) -> Path:
     path, others = (home / "keys" / entry[kind]["name"] for entry in names)
     changed = DAMAGES[how](path.read_bytes(), others.read_bytes())
     path.unlink()
-    if changed is not None:
+    if changed is FOLDER:
+        path.mkdir()
+    elif isinstance(changed, bytes):
         path.write_bytes(changed)
     return path
 
@@ -80,7 +85,7 @@ def named_in(problems: list[str]) -> list[tuple[str, str]]:
     ("engine", "kind", "how"),
     [
         *(("faiss", "keys", how) for how in DAMAGES),
-        *(("faiss", "ids", how) for how in ("missing", "flipped")),
+        *(("faiss", "ids", how) for how in ("missing", "flipped", "a folder")),
         ("hnswlib", "keys", "flipped"),
         ("hnswlib", "ids", "another's"),
     ],
@@ -121,6 +126,7 @@ def test_lost_records_cost_their_documents(filled, home, engine, kind, how, capl
         filled.add("law", "1", n=150)
         filled.add("law", "3", n=150)
         assert store.verify() == []
+        assert not store.datastore._segments._aside, "what is given up is still looked for"  # type: ignore[attr-defined]
         check_search(store, filled, KEPT + LOST)
         store.optimize()
         assert store.move("faiss", "elsewhere").records == 900
@@ -139,20 +145,23 @@ def test_removing_the_domain_mends_too(filled, home) -> None:
 
 
 @pytest.mark.parametrize("engine", ["faiss"])
-def test_what_comes_back_from_a_backup_is_used_again(filled, home) -> None:
-    """Nothing is given up while a document needs it."""
-    path = damage(home, "keys", "missing")
+@pytest.mark.parametrize("kind", ["keys", "ids"])
+def test_what_comes_back_from_a_backup_is_used_again(filled, home, kind) -> None:
+    """Nothing is given up while a document needs it, also where nobody knows which records went."""
+    saved = {path: path.read_bytes() for path in (home / "keys" / "segments").iterdir()}
+    path = damage(home, kind, "missing")
     with KNNStore.open(home, "a") as store:
         store.optimize()
         store.repair()
         store.remove_document("3")
+        (line,) = store.erase().unreached
+        assert str(path) in line
         filled.store = store
         filled.add("law", "4")
-    content = json.loads((home / "keys" / "manifest.json").read_bytes())["content"]
-    (entry,) = [entry for entry in content["segments"] if entry["keys"]["name"].endswith(path.name)]
-    keys = np.concatenate([filled.keys["law", "1"], filled.keys["law", "3"]]).astype(np.float16)
-    assert keys.nbytes == entry["keys"]["size"]
-    path.write_bytes(keys.tobytes())
+    path.write_bytes(saved[path])
+    if kind == "ids":
+        with KNNStore.open(home, "a") as store:
+            assert store.repair() == []  # those of the document that was removed go now
     with KNNStore.open(home) as reader:
         assert reader.verify() == []
         check_search(reader, filled, [*KEPT, ("law", "1"), ("law", "4")])
@@ -162,7 +171,7 @@ def test_what_comes_back_from_a_backup_is_used_again(filled, home) -> None:
     ("engine", "kind", "how"),
     [
         *(("faiss", "index", how) for how in DAMAGES),
-        *(("faiss", "digests", how) for how in ("missing", "flipped")),
+        *(("faiss", "digests", how) for how in ("missing", "flipped", "a folder")),
         ("hnswlib", "index", "cut"),
         ("hnswlib", "index", "another's"),
     ],
@@ -179,3 +188,44 @@ def test_what_is_derived_is_made_anew_without_being_asked(filled, home, kind, ho
         assert store.repair() == []
     with KNNStore.open(home) as reader:
         check_search(reader, filled, KEPT + LOST)
+
+
+@pytest.mark.parametrize("engine", ["faiss"])
+@pytest.mark.parametrize("name", ["keys/manifest.json", "knnstore.json", "move.json", "catalog.db"])
+def test_a_folder_in_place_of_what_a_store_hangs_on_is_named(filled, home, name) -> None:
+    (home / name).unlink(missing_ok=True)
+    (home / name).mkdir()
+    for mode in ("r", "a"):
+        with pytest.raises(KnnstoreError, match=rf"{name}.* (is damaged|is no file)"):
+            KNNStore.open(home, mode)
+
+
+@pytest.mark.parametrize("engine", ["faiss"])
+def test_a_pipe_among_the_keys_keeps_nobody_waiting(filled, home) -> None:
+    (home / "keys" / "owner").unlink()
+    os.mkfifo(home / "keys" / "owner")
+    for mode in ("r", "a"):
+        with pytest.raises(KnnstoreError, match=r"owner"):
+            KNNStore.open(home, mode)
+
+
+@pytest.mark.parametrize("engine", ["faiss"])
+def test_what_somebody_put_into_a_folder_in_place_of_keys_stays(filled, home) -> None:
+    path = damage(home, "keys", "a folder")
+    (path / "theirs").write_text("kept")
+    with KNNStore.open(home, "a") as store:
+        store.remove_domain("law")
+        assert store.verify() == []
+    assert (path / "theirs").read_text() == "kept"
+
+
+def test_what_the_database_says_of_a_damaged_catalog_is_one_line_each(store, writer, home) -> None:
+    writer.add("law", "1")
+    store.close()
+    content = bytearray((home / "catalog.db").read_bytes())
+    content[35] = 93  # of the list of free pages, where there are none
+    (home / "catalog.db").write_bytes(content)
+    with KNNStore.open(home) as reader:
+        problems = reader.verify()
+    assert problems
+    assert all(line.startswith("the catalog is damaged") and "\n" not in line for line in problems)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from knnstore_qdrant import QdrantDatastore
 from sqlalchemy import create_engine, text
 
 from knnstore import Progress, failpoints
@@ -210,6 +211,40 @@ def test_records_of_no_document_are_erased_too(tmp_path: Path) -> None:
     assert seen(gone, home) == {}
 
 
+def test_a_removal_that_was_left_half_done_is_finished_first(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    with make(home, "faiss", {}) as store:
+        add(store, "a", "b")
+        gone = needles(store, "b")
+        writing = store._writing
+        assert writing
+        writing.writer.retire(store._catalog.rows(id="id-b"))  # the rest found no room
+        store.erase()
+        is_whole(store, "a")
+        assert seen(gone, home) == {}
+
+
+def test_keys_that_a_move_has_just_switched_to_are_not_taken_for_its_leftover(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make(tmp_path / "home", "faiss", {}) as store:
+        add(store, "a")
+        writing = store._writing
+        assert writing
+        move = writing.writer.move
+
+        def answer_lost(*arguments: Any) -> None:
+            move(*arguments)
+            raise StoreUnavailableError("the connection broke")
+
+        monkeypatch.setattr(writing.writer, "move", answer_lost)
+        with pytest.raises(StoreUnavailableError):
+            store.move("faiss", "elsewhere")
+        store.erase()
+        assert store.engine.location == "elsewhere"
+        is_whole(store, "a")
+
+
 class Said(Progress):
     """Remembers what it hears."""
 
@@ -321,6 +356,24 @@ class TestOnPostgresql:
                 for line in unreached
             )
             assert store.erase().unreached == ()
+
+
+def test_old_keys_that_could_not_be_erased_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise StoreUnavailableError("nobody answers")
+
+    home = tmp_path / "home"
+    with make(home, "qdrant", {}) as store:
+        add(store, "a", "b")
+        gone = needles(store, "b")
+        store.remove_document("id-b")
+        with monkeypatch.context() as broken:
+            broken.setattr(QdrantDatastore, "erase", fail)
+            (line,) = store.erase().unreached
+        assert line == "qdrant at keys: nobody answers; the next writer tries again"
+    with KNNStore.open(home, "a") as store:
+        is_whole(store, "a")
+    assert seen(gone, home) == {}
 
 
 def test_on_a_server_of_qdrant_the_collection_is_another(tmp_path: Path, qdrant_server: Any) -> None:

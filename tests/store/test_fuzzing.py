@@ -5,11 +5,25 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "fuzz_home.py"
 
 
-def test_three_hundred_damaged_homes() -> None:
-    command = [sys.executable, str(PROGRAM), "--mutations", "300"]
+def outcomes(*options: str) -> int:
+    """Run the program, which must find nothing; returns how many homes were damaged."""
+    command = [sys.executable, str(PROGRAM), *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert sum(json.loads(done.stdout)["outcomes"].values()) == 300
+    return sum(json.loads(done.stdout)["outcomes"].values())
+
+
+def test_three_hundred_damaged_homes() -> None:
+    assert outcomes("--mutations", "300") == 300
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("engine", "every"), [("exact", 1), ("faiss", 1), ("hnswlib", 1), ("qdrant", 11)])
+def test_every_damage_to_every_kind_of_file(engine: str, every: int) -> None:
+    """Of Qdrant's many kinds each has one damage or two; all of them: `--grid --engine qdrant`."""
+    assert outcomes("--grid", "--engine", engine, "--every", str(every)) >= 7

@@ -1,8 +1,7 @@
 """Moving the keys to another engine: what is moved, what is refused, what is left."""
 
-import json
 import os
-import subprocess
+import stat
 import sys
 import threading
 from collections.abc import Callable
@@ -17,8 +16,8 @@ from knnstore.datastore import Metric, registry
 from knnstore.errors import ConfigError, DatastoreError, DatastoreExistsError, StoreUnavailableError
 from knnstore.store import KNNStore
 from knnstore.store.relocation import copying as transfer
+from knnstore.store.relocation import relocating
 
-TRIALS = Path(__file__).with_name("move_trials.py")
 STRANGER = Path(__file__).parents[1] / "datastore" / "stranger"
 
 
@@ -90,22 +89,11 @@ def interrupt(store: KNNStore, location: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("adapter", "prefix", "least"), [("faiss", "", 40), ("qdrant", "move.", 10)])
 def test_a_move_can_be_killed_anywhere_and_finished_given_up_or_redirected(
-    tmp_path: Path, adapter: str, prefix: str, least: int, record_property
+    trials, adapter: str, prefix: str, least: int
 ) -> None:
     need(adapter)
-    run = subprocess.run(
-        [sys.executable, TRIALS, tmp_path, adapter, prefix],
-        check=False,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    report = json.loads(run.stdout)
-    assert report["problems"] == [], run.stderr[-3000:]
+    report = trials("move_trials.py", adapter, prefix)
     assert len(report["trials"]) >= least
-    record_property("killed", report["killed"])
-    record_property("recoveries_killed", report["recoveries_killed"])
 
 
 def test_between_exact_engines_every_bit_of_a_key_and_every_answer_stays(store, writer, engine) -> None:
@@ -150,6 +138,53 @@ def test_the_old_keys_go_and_nothing_else_with_them(store, writer, home: Path) -
     store.move("faiss", "third")
     assert not (home / "elsewhere").exists()
     assert not (home / "move.json").exists()
+
+
+def test_a_move_that_could_not_be_noted_can_be_tried_again(store, writer, home: Path) -> None:
+    writer.add("law", "1")
+
+    def block(failpoint: str) -> None:
+        if failpoint == "move.made":  # a folder of this name cannot be replaced by a file
+            (home / "move.json").unlink()
+            (home / "move.json").mkdir()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(relocating, "failpoint", block)
+        with pytest.raises(OSError, match=r"move\.json") as caught:
+            store.move("faiss", "a")
+    (home / "move.json").rmdir()
+    assert caught.value.__traceback__  # whoever keeps the error does not keep the lock
+    registry.load("faiss").erase(home / "a")
+    assert store.move("faiss", "a").left is None
+    assert store.verify() == []
+
+
+@pytest.mark.parametrize("adapter", ["faiss", "qdrant"])
+def test_keys_erased_from_a_folder_that_stays_do_not_come_back(
+    adapter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power loss a folder may have the names that it had when it was synced last."""
+    need(adapter)
+    kind, keys, sync = registry.load(adapter), tmp_path / "keys", os.fsync
+    with kind.open(keys, dim=8) as made:
+        made.add(np.arange(9), np.ones((9, 8), np.float32), np.zeros(9, np.int32))
+        kind.claim(keys, "a store")
+    for folder in [keys, *keys.glob("segments")]:
+        (folder / "mine.txt").touch()
+    synced: dict[int, list[set[str]]] = {}
+
+    def remember(descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        if stat.S_ISDIR(status.st_mode):
+            synced.setdefault(status.st_ino, []).append(set(os.listdir(descriptor)))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", remember)
+    kind.erase(keys)
+    for folder in [keys, *keys.glob("segments")]:
+        assert synced[folder.stat().st_ino][-1] == {path.name for path in folder.iterdir()}
+    last = {"owner", "mine.txt", "writer.lock", "writer.json", "changing.lock", "flushed", "segments"}
+    assert any("owner" in names <= last for names in synced[keys.stat().st_ino]), "the owner goes last"
 
 
 def test_where_the_engine_removes_nothing_the_user_is_told(store, writer, engine, home: Path) -> None:

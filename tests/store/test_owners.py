@@ -129,13 +129,18 @@ def test_a_renamed_home_writes_on(original, writer_of) -> None:
     assert listed(renamed) == ["1", "2"]
 
 
-def test_keys_in_a_home_are_copied_with_it(store, home, writer_of) -> None:
+def test_keys_in_a_home_are_copied_with_it(store, home, writer_of, monkeypatch) -> None:
+    """However the homes are named."""
     put(store, "1", writer_of)
     store.close()
-    copy = copy_of(home)
-    for place in (home, copy):
-        add(place, place.name, writer_of)
-    assert (listed(home), listed(copy)) == (["1", "home"], ["1", "copy"])
+    monkeypatch.chdir(home.parent)
+    for named in (Path(home.name), home):
+        add(named, f"{len(named.parts)}", writer_of)
+        copy = copy_of(home)
+        add(Path(copy.name), "copy", writer_of)
+        add(copy, "whole", writer_of)
+        assert {*listed(copy)} == {*listed(home), "copy", "whole"}
+        shutil.rmtree(copy)
 
 
 def test_keys_of_another_store_are_neither_read_nor_written(original, outside, identity, writer_of) -> None:
@@ -166,6 +171,22 @@ def test_keys_of_an_older_knnstore_are_claimed_by_whoever_writes_first(original,
     refused(lambda: KNNStore.open(copy, "a"), str(original))
 
 
+@pytest.mark.parametrize("outside", ["faiss"], indirect=True)
+def test_keys_that_another_store_has_just_claimed_stay_its_own(original, outside, monkeypatch) -> None:
+    keys, adapter = Path(outside["location"]), registry.load("faiss")
+    forget_owner(keys)
+    opening = adapter.open
+
+    def overtaken(location: str, **options: object) -> object:
+        if options["mode"] == "a":  # after the look whose they are, before the lock
+            adapter.claim(location, "another")
+        return opening(location, **options)
+
+    monkeypatch.setattr(adapter, "open", overtaken)
+    refused(lambda: KNNStore.open(original, "a"), "belong to another store")
+    assert adapter.owner(keys) == "another"
+
+
 @pytest.mark.parametrize("outside", ["faiss", "qdrant"], indirect=True)
 def test_a_damaged_owner_is_named_and_keeps_from_writing_alone(original, outside, writer_of) -> None:
     owner = Path(outside["location"]) / "owner"
@@ -183,11 +204,16 @@ def test_a_damaged_owner_is_named_and_keeps_from_writing_alone(original, outside
 
 
 @pytest.mark.parametrize(
-    ("outside", "forged"), [("faiss", False), ("faiss", True), ("server", True)], indirect=["outside"]
+    ("outside", "forged", "claimed"),
+    [("faiss", False, True), ("faiss", True, True), ("faiss", True, False), ("server", True, True)],
+    indirect=["outside"],
 )
 def test_a_move_that_names_another_s_keys_erases_nothing(
-    original, outside, identity, writer_of, tmp_path, forged
+    original, outside, identity, writer_of, tmp_path, forged, claimed
 ) -> None:
+    """Not even those of an older knnstore, which nobody has claimed."""
+    if not claimed:
+        forget_owner(Path(outside["location"]))
     victim = tmp_path / "victim"
     shutil.move(original, victim)
     mine = original

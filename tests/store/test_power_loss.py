@@ -3,16 +3,12 @@
 What Qdrant's engine writes through maps is not recorded, nor what PostgreSQL writes.
 """
 
-import json
 import os
 import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).with_name("power_trials.py")
 IMAGES = 324
 AT_LEAST = {
     "create": 5,
@@ -29,23 +25,14 @@ AT_LEAST = {
 
 @pytest.mark.slow
 def test_what_was_acknowledged_survives_a_power_loss_and_the_rest_is_whole_or_not_there(
-    tmp_path: Path, record_property
+    trials, record_property
 ) -> None:
     pytest.importorskip("faiss")
     pytest.importorskip("hnswlib")
     if sys.platform != "linux" or shutil.which("cc") is None:
         reason = "what a process writes is recorded by a C library on Linux (Debian: apt-get install gcc)"
         (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
-    run = subprocess.run(
-        [sys.executable, SCRIPT, tmp_path, str(IMAGES), "-100"],
-        check=False,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    report = json.loads(run.stdout)
-    assert report["problems"] == []
+    report = trials("power_trials.py", IMAGES, -100)
     images = report["images"]
     assert sum(images.values()) == IMAGES
     assert {name: n for name, n in AT_LEAST.items() if images.get(name, 0) < n} == {}, images

@@ -6,7 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from knnstore.cli import app
 from knnstore.errors import ConfigError
 from knnstore.store import KNNStore
 
@@ -25,7 +27,9 @@ def lead(home: Path, catalog: str) -> None:
     (home / "knnstore.json").write_text(json.dumps({"format": 1, "catalog": catalog}))
 
 
-@pytest.mark.parametrize("name", ["catalog.db", "catalog.db-wal", "knnstore.json", "writer.lock", "weights"])
+@pytest.mark.parametrize(
+    "name", ["catalog.db", "catalog.db-wal", "knnstore.json", "writer.lock", "reserve", "weights"]
+)
 def test_no_link_of_a_home_is_followed_out_of_it(filled: Path, tmp_path: Path, name: str) -> None:
     mine = tmp_path / "mine"
     mine.write_bytes((filled / name).read_bytes() if (filled / name).exists() else b"")
@@ -67,6 +71,10 @@ def test_a_catalog_elsewhere_is_written_only_where_the_user_names_it(
     KNNStore.open(filled).close()
     with pytest.raises(ConfigError, match=r"a catalog outside of it, .*mine\.db: .* KNNSTORE_CATALOG"):
         KNNStore.open(filled, "a")
+    before = (tmp_path / "mine.db").read_bytes()
+    done = CliRunner().invoke(app, ["db", "upgrade", "--home", str(filled)])
+    assert (done.exit_code, "KNNSTORE_CATALOG" in done.output) == (1, True)
+    assert (tmp_path / "mine.db").read_bytes() == before
     monkeypatch.setenv("KNNSTORE_CATALOG", elsewhere)
     with KNNStore.open(filled, "a") as store:
         assert [document.id for document in store.documents()] == ["1"]
@@ -91,3 +99,15 @@ def test_no_password_goes_to_the_server_of_a_home(
     with pytest.raises(ConfigError, match=problem) as refused:
         KNNStore.open(filled)
     assert "mine" not in str(refused.value).split()
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[" * 100_000, "{}", '{"store_id": "%s", "source": %s, "target": %s, "made": false}'],
+    ids=["nested", "empty", "numbers"],
+)
+def test_a_move_that_makes_no_sense_is_one_line(filled: Path, content: str) -> None:
+    engine = json.dumps({"adapter": 1, "location": 2})
+    (filled / "move.json").write_text(content % ("", engine, engine) if "%s" in content else content)
+    with KNNStore.open(filled) as store, pytest.raises(ConfigError, match=r"move\.json is damaged"):
+        store.info()

@@ -73,7 +73,11 @@ def remove(
             whole = store.remove_domain(domain)
             result = asdict(whole)
             sentence = f"removed {whole.name}: {whole.documents:,} documents, {whole.tokens:,} tokens"
-        erased = store.erase() if erase else None
+        try:
+            erased = store.erase() if erase else None
+        except KnnstoreError:
+            note(printable(f"{sentence}; not erased, `knnstore erase` does that"))
+            raise
     for line in erased.unreached if erased else ():
         note(printable(f"not reached: {line}"))
     found = {"removed": result} if erased is None else {"removed": result, "erased": asdict(erased)}
@@ -218,8 +222,8 @@ def upgrade(home: HomeOption = DEFAULT_HOME) -> None:
     Examples:
       knnstore db upgrade
     """
-    from knnstore.catalog import Catalog
+    from knnstore.catalog import upgrade_catalog
     from knnstore.store import Home
 
-    Catalog.upgrade(Home.open(home, writing=True).catalog_url)
+    upgrade_catalog(Home.open(home, writing=True).catalog_url)
     note("the catalog has the newest schema")

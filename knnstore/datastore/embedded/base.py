@@ -20,7 +20,7 @@ from knnstore.datastore.protocol import BATCH_SIZE, Mode
 from knnstore.datastore.ranges import IdRanges
 from knnstore.datastore.reading import read_keys
 from knnstore.durable import StoredFile
-from knnstore.errors import CorruptDatastoreError
+from knnstore.errors import CorruptDatastoreError, DiskFullError
 from knnstore.space import check_space
 
 
@@ -192,9 +192,13 @@ class EmbeddedDatastore(ABC):
         self._segments.by_group()  # says what turned out to be damaged
 
     def vacuum(self) -> None:
-        """Rewrite what holds deleted records, and the indexes over it; see `SupportsVacuum.vacuum`."""
+        """Rewrite what holds deleted records, and the indexes over it; see `SupportsVacuum.vacuum`.
+
+        On a full disk the indexes are left out, which `optimize` makes later.
+        """
         self._segments.vacuum()
-        self.optimize()
+        with suppress(DiskFullError):
+            self.optimize()
 
     def verify(self) -> list[str]:
         """Check the size and the SHA-256 of every file; one line for each problem."""

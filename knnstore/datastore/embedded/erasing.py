@@ -2,15 +2,14 @@
 
 import re
 from collections.abc import Collection
-from contextlib import suppress
 from pathlib import Path
 
 from knnstore.datastore.embedded.manifest import NAME
 from knnstore.datastore.embedded.owners import OWNER_FILES
-from knnstore.durable import WriterLock, remove, sync_directory
+from knnstore.durable import WriterLock, remove, remove_folder, sync_directory
 
 FOLDERS = ("segments", "indexes")
-_OWN_FILE = re.compile(r"\d{8}\.(keys|ids|digests|index|part)")
+_OWN_FILE = re.compile(r"\d{8,}\.(keys|ids|digests|index|part)")
 
 
 def make_folders(root: Path) -> None:
@@ -52,15 +51,11 @@ def erase_segments(root: Path) -> None:
         for path in own_files(root):
             remove(path)
         for folder in FOLDERS:  # while they are there, a manifest is missed
-            _remove_if_empty(root / folder)
+            remove_folder(root / folder)
+        sync_directory(root)  # whose they are is known as long as anything is there
         for name in (f"{NAME}.tmp", "writer.json", "writer.lock", *OWNER_FILES):
             remove(root / name)
-        _remove_if_empty(root)
+        remove_folder(root)
         sync_directory(root.parent)
     finally:
         lock.release()
-
-
-def _remove_if_empty(folder: Path) -> None:
-    with suppress(OSError):  # not there, or somebody put something there
-        folder.rmdir()

@@ -4,13 +4,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Self
 
+from knnstore.datastore.arrays import Metric
 from knnstore.datastore.embedded.erasing import make_folders, remove_strays
 from knnstore.datastore.embedded.manifest import Manifest, SegmentEntry
-from knnstore.datastore.embedded.merging import CHUNK_SIZE
+from knnstore.datastore.embedded.merging import CHUNK_SIZE, file_names, write_segment
 from knnstore.datastore.embedded.segment import MappedColumns, Segment
 from knnstore.durable import FileWriter, StoredFile, publish, remove, sync_directory
-from knnstore.errors import DatastoreError
+from knnstore.errors import DatastoreError, DatastoreExistsError, DatastoreNotFoundError
 from knnstore.failpoints import failpoint
 from knnstore.space import kind_of
 
@@ -26,34 +28,50 @@ class SegmentFiles:
     def __init__(self, root: Path, manifest: Manifest) -> None:
         self.on_disk = manifest.file_names()
         """Every file that may be there, by its path below the directory."""
+        self.manifest = manifest
+        """As it was published last."""
         self._root = root
-        self._manifest = manifest
         self._next_number = manifest.next_number
         self._unnamed: set[str] = set()
         self._entries: dict[int, list[SegmentEntry]] = {}  # of each group
         for entry in manifest.segments:
             self._entries.setdefault(entry.group, []).append(entry)
 
-    def number(self) -> str:
-        """A number that no file has had."""
-        number, self._next_number = self._next_number, self._next_number + 1
-        return f"{number:08d}"
+    @classmethod
+    def open(cls, root: Path, dim: int, metric: Metric, *, create_only: bool) -> Self:
+        """Read the manifest, or publish the first one; with `create_only` there must be none.
 
-    def made(self, *names: str) -> None:
-        """Note files that no manifest names yet."""
-        self.on_disk.update(names)
-        self._unnamed.update(names)
+        Raises:
+            DatastoreExistsError: there is one.
+            CorruptDatastoreError: it is lost or damaged.
+        """
+        try:
+            manifest = Manifest.read(root)
+        except DatastoreNotFoundError:
+            manifest = Manifest(dim, metric)
+            manifest.write(root)
+            sync_directory(root.parent)
+        else:
+            if create_only:
+                raise DatastoreExistsError(f"a datastore is already at {root}")
+        return cls(root, manifest)
 
     def settle(self) -> None:
         """Make the folders, and remove what a crash left."""
         make_folders(self._root)
         remove_strays(self._root, self.on_disk)
 
+    def write_segment(self, segments: Sequence[Segment], dim: int, aside: dict[StoredFile, int]) -> Segment:
+        """Write the live rows of some segments of one group as a new one; see `merging.write_segment`."""
+        name = self._number()
+        self._made(*file_names(name))  # should this fail, the next success removes them
+        return write_segment(self._root, name, segments, dim, aside)
+
     def write_index(self, write: Callable[[Path], None]) -> StoredFile:
         """Make the file of an index durable, which `write` creates at the path that it is given."""
-        name = f"indexes/{self.number()}.index"
+        name = f"indexes/{self._number()}.index"
         stored = _write_index(self._root, name, write)
-        self.made(name)
+        self._made(name)
         return stored
 
     def publish(self, groups: Mapping[int, Sequence[SegmentEntry]]) -> Manifest:
@@ -62,13 +80,13 @@ class SegmentFiles:
         after = {entry.name: entry for found in groups.values() for entry in found}
         gone = {name for name, entry in before.items() if after.get(name) != entry}
         fresh = [entry for name, entry in after.items() if before.get(name) != entry]
-        manifest = self._manifest.changed(gone, fresh, self._write_part)
+        manifest = self.manifest.changed(gone, fresh, self._write_part)
         manifest = replace(manifest, next_number=self._next_number)
         failpoint("segments.publish")
         manifest.write(self._root)
-        self._unnamed |= _names(before.values(), self._manifest)
+        self._unnamed |= _names(before.values(), self.manifest)
         self._unnamed -= _names(after.values(), manifest)
-        self._manifest = manifest
+        self.manifest = manifest
         self._entries |= {group: list(found) for group, found in groups.items()}
         return manifest
 
@@ -79,9 +97,19 @@ class SegmentFiles:
             self.on_disk.discard(name)
             self._unnamed.discard(name)
 
+    def _number(self) -> str:
+        """A number that no file has had."""
+        number, self._next_number = self._next_number, self._next_number + 1
+        return f"{number:08d}"
+
+    def _made(self, *names: str) -> None:
+        """Note files that no manifest names yet."""
+        self.on_disk.update(names)
+        self._unnamed.update(names)
+
     def _write_part(self, text: bytes) -> StoredFile:
-        name = f"segments/{self.number()}.part"
-        self.made(name)
+        name = f"segments/{self._number()}.part"
+        self._made(name)
         with FileWriter(self._root, name) as writer:
             writer.write(text)
             stored = writer.finish()

@@ -17,12 +17,11 @@ from knnstore.datastore.embedded.erasing import FOLDERS
 from knnstore.datastore.embedded.files import SegmentFiles, write_digests, writing
 from knnstore.datastore.embedded.manifest import IndexEntry, Manifest
 from knnstore.datastore.embedded.merging import (
-    file_names,
     merge_plan,
+    size_of,
     stored_keys,
     with_buffered,
     without_rows,
-    write_segment,
 )
 from knnstore.datastore.embedded.reader import SegmentReader
 from knnstore.datastore.embedded.segment import Segment
@@ -32,10 +31,9 @@ from knnstore.errors import (
     ConfigError,
     CorruptDatastoreError,
     DatastoreClosedError,
-    DatastoreExistsError,
-    DatastoreNotFoundError,
     ReadOnlyError,
 )
+from knnstore.space import check_space
 
 BUFFER_SIZE = 16 << 20
 """Bytes of keys that `append` keeps in memory before it writes them as a segment."""
@@ -139,7 +137,7 @@ class KeySegments(SegmentReader):
             changed = sorted(self._changed)
             if changed:
                 self._publish()
-            many = _MANY_SEGMENTS if len(self._on_disk) <= _MANY_FILES else _FEW_SEGMENTS
+            many = _MANY_SEGMENTS if len(self._files.on_disk) <= _MANY_FILES else _FEW_SEGMENTS
             for group in changed:
                 if len(self._groups.get(group, ())) > many:
                     self._merge(group, ratio=2, indexed=False)
@@ -166,7 +164,10 @@ class KeySegments(SegmentReader):
         """Rewrite every segment that has dead rows, so that no file holds any of them."""
         self.flush()
         with self._mutex, writing(self.root):
-            for segment in [segment for segment in self.readable() if segment.dead]:
+            sparse = [segment for segment in self.readable() if segment.dead]
+            needed = sum(size_of([segment], self._manifest.dim) for segment in sparse)
+            check_space(self.root, needed, "erasing")
+            for segment in sparse:
                 self._rewrite([segment])
             if self._changed:
                 self._publish()
@@ -199,26 +200,16 @@ class KeySegments(SegmentReader):
             self._closed = True
             if self._lock is not None:
                 self._lock.release()
-            self._groups, self._sound = {}, ({}, 0, {})
+            self._groups, self._sound = {}, ({}, {}, {})
 
     # -- inside
 
     def _open_for_writing(self, dim: int, metric: Metric, *, create_only: bool) -> Manifest:
         with writing(self.root):
-            try:
-                manifest = Manifest.read(self.root)
-            except DatastoreNotFoundError:
-                manifest = Manifest(dim, metric)
-                manifest.write(self.root)
-                sync_directory(self.root.parent)
-            else:
-                if create_only:
-                    raise DatastoreExistsError(f"a datastore is already at {self.root}")
-            self._groups = self._mapped(manifest)
-            self._files = SegmentFiles(self.root, manifest)
-            self._on_disk = self._files.on_disk
+            self._files = SegmentFiles.open(self.root, dim, metric, create_only=create_only)
+            self._groups = self._mapped(self._files.manifest)
             self._files.settle()
-        return manifest
+        return self._files.manifest
 
     def _spill(self) -> None:
         """Write what is buffered as segments that no manifest names yet."""
@@ -266,9 +257,7 @@ class KeySegments(SegmentReader):
 
     def _write(self, segments: Sequence[Segment]) -> Segment:
         """Write the live rows of segments of one group as a new one, without naming it in a manifest."""
-        name = self._files.number()
-        self._files.made(*file_names(name))  # should this fail, the next success removes them
-        written = write_segment(self.root, name, segments, self._manifest.dim, self._aside)
+        written = self._files.write_segment(segments, self._manifest.dim, self._aside)
         self._highest_id = max(self._highest_id, written.last_id)
         return written
 
@@ -289,6 +278,7 @@ class KeySegments(SegmentReader):
             )
             self._groups = {**self._groups, **{group: found for group, found in now.items() if found}}
             self._changed.clear()
+            self._forget_all_but(self._manifest)
             self._files.remove_unnamed()
 
     def _check_writable(self) -> None:

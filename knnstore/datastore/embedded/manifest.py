@@ -18,7 +18,7 @@ from typing import Any, Self
 from knnstore.datastore.arrays import Metric
 from knnstore.datastore.embedded.mapped import MappedFile
 from knnstore.datastore.records import ID_LIMIT
-from knnstore.durable import StoredFile, publish
+from knnstore.durable import NoFileError, StoredFile, publish, read_file
 from knnstore.errors import CorruptDatastoreError, DatastoreNotFoundError
 
 _FILE = re.compile(r"(segments|indexes)/\d{8,}\.(keys|ids|digests|index)")
@@ -178,14 +178,14 @@ class Manifest:
         """
         path = root / NAME
         try:
-            outer = json.loads(path.read_bytes())
+            outer = json.loads(read_file(path))
             content = outer["content"]
             intact = _digest(_canonical(content)) == outer["sha256"]
         except FileNotFoundError:
             if (root / "segments").exists():
                 raise CorruptDatastoreError(f"{path} is missing: restore it from a backup") from None
             raise DatastoreNotFoundError(f"no datastore at {root}") from None
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (NoFileError, ValueError, KeyError, TypeError, RecursionError):
             intact = False
         if not intact:
             raise CorruptDatastoreError(f"{path} is damaged: restore it from a backup")

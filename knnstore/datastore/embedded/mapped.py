@@ -8,11 +8,12 @@ import os
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from knnstore.durable import BLOCK, StoredFile
+from knnstore.durable import BLOCK, NoFileError, StoredFile, open_file, read_file
 from knnstore.errors import CorruptDatastoreError, DatastoreError
 
 _C = ctypes.CDLL(None, use_errno=True)
@@ -37,7 +38,7 @@ class MappedFile:
 
     Raises:
         FileNotFoundError: the file is not there; a newer manifest may have replaced it.
-        CorruptDatastoreError: its size is wrong.
+        CorruptDatastoreError: it is no file, or its size is wrong.
         DatastoreError: the system allows no more maps.
     """
 
@@ -46,7 +47,7 @@ class MappedFile:
     ) -> None:
         self.file = file
         self.path = root / file.name
-        with self.path.open("rb") as opened:
+        with self._opened() as opened:
             size = os.fstat(opened.fileno()).st_size
             if size != file.size:
                 raise self._damaged(f"has {size} bytes instead of {file.size}")
@@ -116,6 +117,12 @@ class MappedFile:
             hashed = pool.map(lambda part: [digest(block) for block in part.tolist()], parts)
             return [digest for part in hashed for digest in part]
 
+    def _opened(self) -> BinaryIO:
+        try:
+            return open_file(self.path)
+        except NoFileError as error:
+            raise self._damaged("is no file") from error
+
     def _damaged(self, how: str) -> CorruptDatastoreError:
         return CorruptDatastoreError(f"{self.path} {how}")
 
@@ -123,7 +130,7 @@ class MappedFile:
 def read_digests(path: Path, of: StoredFile) -> bytes | None:
     """Read the digests of a file's blocks; None where they are lost or damaged, for they are derived."""
     try:
-        digests = path.read_bytes()
+        digests = read_file(path)
     except OSError:
         return None
     return digests if hashlib.sha256(digests).hexdigest() == of.sha256 else None

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -181,9 +181,8 @@ def write_segment(
         OSError: the disk became full, or is broken.
         CorruptDatastoreError: what is to be rewritten is damaged; nothing was written.
     """
-    group, rows = segments[0].group, sum(segment.live for segment in segments)
-    dtype = np.result_type(*(segment.columns.dtype for segment in segments))
-    check_space(root, rows * (dim * dtype.itemsize + 8), f"writing {rows:,} records")
+    group, rows, dtype = segments[0].group, sum(segment.live for segment in segments), _dtype(segments)
+    check_space(root, size_of(segments, dim), f"writing {rows:,} records")
     keys_name, ids_name, digests_name = file_names(name)
     first = last = -1
     with (
@@ -204,6 +203,16 @@ def write_segment(
     if columns.problem is not None:
         raise CorruptDatastoreError(columns.problem)
     return Segment(group, rows, first, last, columns, entry=entry)
+
+
+def size_of(segments: Sequence[Segment], dim: int) -> int:
+    """Bytes that the live rows of segments take as one."""
+    return sum(segment.live for segment in segments) * (dim * _dtype(segments).itemsize + 8)
+
+
+def _dtype(segments: Sequence[Segment]) -> np.dtype[Any]:
+    """The type of the keys that holds those of each segment."""
+    return np.result_type(*(segment.columns.dtype for segment in segments))
 
 
 def file_names(name: str) -> tuple[str, str, str]:

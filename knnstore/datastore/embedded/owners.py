@@ -3,7 +3,7 @@
 import hashlib
 from pathlib import Path
 
-from knnstore.durable import publish
+from knnstore.durable import publish, read_file
 from knnstore.errors import CorruptDatastoreError, DatastoreError
 
 OWNER_FILES = ("owner.tmp", "owner")
@@ -17,7 +17,7 @@ def read_owner(root: Path) -> str | None:
     """
     path = root / "owner"
     try:
-        digest, _, owner = path.read_bytes().decode(errors="replace").rstrip("\n").partition(" ")
+        digest, _, owner = read_file(path).decode(errors="replace").rstrip("\n").partition(" ")
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

@@ -49,8 +49,8 @@ class SegmentReader:
         self._parts: tuple[ManifestPart, ...] = ()
         self._groups: Mapping[int, Group] = {}
         self._aside: dict[StoredFile, int] = {}  # what is known to be damaged; see `MappedColumns`
-        # What `by_group` gave last, and for which groups and how much damage.
-        self._sound: tuple[Mapping[int, Group], int, Mapping[int, Group]] = ({}, 0, {})
+        # What `by_group` gave last, and for which groups and which damage.
+        self._sound: tuple[Mapping[int, Group], dict[StoredFile, int], Mapping[int, Group]] = ({}, {}, {})
         self._hashed: set[StoredFile] = set()
         self._said: set[str] = set()  # problems that were warned of
 
@@ -61,11 +61,11 @@ class SegmentReader:
         mapping, and has the same tuple for a group that did not change. Another version there is too when
         damage was noticed.
         """
-        groups, damage = self._current(), len(self._aside)
+        groups, damage = self._current(), self._aside.copy()
         if not damage:
             return groups
         for_groups, for_damage, sound = self._sound
-        if for_groups is not groups or for_damage != damage:
+        if for_groups is not groups or for_damage != damage:  # how much says too little: some is forgotten
             sound = self._without_damaged(groups, sound)
             self._sound = groups, damage, sound
         return sound

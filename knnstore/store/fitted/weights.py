@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from knnstore.durable import publish, sync_directory
+from knnstore.durable import publish, read_file, remove, sync_directory
 from knnstore.errors import ConfigError, CorruptWeightsError
 from knnstore.space import medium_errors
 
@@ -120,7 +120,7 @@ def problem_of(folder: Path, name: str) -> str | None:
         raise ConfigError(f"{name!r} is not the name of a file of weights: <SHA-256>.safetensors")
     why = "is damaged"
     try:
-        if name_of((folder / name).read_bytes()) == name:
+        if name_of(read_file(folder / name)) == name:
             return None
     except OSError as error:
         why = f"cannot be read ({error.strerror})"
@@ -133,6 +133,6 @@ def sweep(folder: Path, named: Iterable[str]) -> None:
     there = list(folder.iterdir()) if folder.is_dir() else []
     gone = [p for p in there if _NAME.fullmatch(p.name.removesuffix(".tmp")) and p.name not in kept]
     for path in gone:
-        path.unlink(missing_ok=True)
+        remove(path)
     if gone:  # else a power loss brings them back
         sync_directory(folder)

@@ -24,7 +24,7 @@ from uuid import uuid4
 from knnstore.catalog import Catalog, Engine, Identity
 from knnstore.catalog import place as place_of
 from knnstore.datastore import TOKEN_LIMIT
-from knnstore.durable import publish, sync_directory
+from knnstore.durable import NoFileError, publish, read_file, sync_directory
 from knnstore.errors import ConfigError, StoreExistsError, StoreNotFoundError
 from knnstore.space import medium_errors
 from knnstore.store.fitted import Weights, save_weights
@@ -47,11 +47,11 @@ class Creation:
     def read(cls, folder: Path) -> Self:
         """The creation that was interrupted in a folder, else a new one."""
         try:
-            content = json.loads((folder / NOTE).read_bytes())
+            content = json.loads(read_file(folder / NOTE))
             return cls(str(content["store_id"]), tuple(content["datastores"]))
         except FileNotFoundError:
             return cls(uuid4().hex)
-        except (ValueError, KeyError, TypeError) as error:
+        except (NoFileError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(f"{folder / NOTE} is damaged; remove {folder}: {error}") from error
 
     def write(self, folder: Path) -> None:
@@ -98,7 +98,7 @@ def make_store(
             creation = replace(creation, datastores=(*creation.datastores, outside))
         if catalog is not None or outside is not None:
             creation.write(unfinished)
-        if begun and place.whose() in (Whose.ANOTHERS, Whose.A_TWINS):
+        if begun and place.whose() in (Whose.ANOTHERS, Whose.A_COPYS):
             raise place.taken()
         with place.open("a" if begun else "x") as made:
             if made.count():

@@ -21,6 +21,7 @@ _FILES = [
         "catalog.db": ("", "-wal", "-shm", "-journal"),
         "writer": (".lock", ".json"),
         "move.json": ("", ".tmp"),
+        "reserve": ("",),
     }.items()
     for end in ends
 ]
@@ -33,10 +34,10 @@ def check_files(home: Path) -> None:
     """Refuse a home whose own files could lead a reader or a writer away.
 
     Raises:
-        ConfigError: one is a link, a pipe or a device; names it.
+        ConfigError: one is a link, a folder, a pipe or a device; names it.
     """
     for name in _FILES:
-        _check(home / name, home)
+        _check(home / name, home, folders=False)
     check_folder(home / "weights", home)
 
 
@@ -66,8 +67,8 @@ def check_folder(folder: Path, home: Path | None = None) -> None:
                 _check(Path(entry.path), folder)
 
 
-def _check(path: Path, within: Path) -> None:
-    """Refuse what is there and neither a file nor a folder, nor a link to one in the same place."""
+def _check(path: Path, within: Path, *, folders: bool = True) -> None:
+    """Refuse what is there and neither a file nor a folder, if one may be, nor a link to one in its place."""
     try:
         known = path.stat()
     except FileNotFoundError:
@@ -78,9 +79,10 @@ def _check(path: Path, within: Path) -> None:
         kind = "cannot be read"
     else:
         inside = path.resolve().is_relative_to(within.resolve())
-        if inside and (stat.S_ISREG(known.st_mode) or stat.S_ISDIR(known.st_mode)):
+        if inside and (stat.S_ISREG(known.st_mode) or (folders and stat.S_ISDIR(known.st_mode))):
             return
-        kind = "is neither a file nor a folder" if inside else "leads out of its folder"
+        wanted = "is neither a file nor a folder" if folders else "is no file"
+        kind = wanted if inside else "leads out of its folder"
     raise ConfigError(f"{path} {kind}: a store is followed to nothing of the kind; put the file itself there")
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Self
 
 from knnstore.catalog import URL, parse_url, shown, sqlite_url, without_password
-from knnstore.durable import WriterLock, publish
+from knnstore.durable import WriterLock, publish, read_file
 from knnstore.errors import ConfigError, StoreNotFoundError
 from knnstore.space import Reserve
 from knnstore.store.home.following import CATALOG_VARIABLE, check_catalog, check_files
@@ -97,7 +97,7 @@ class Home:
         folder = Path(path)
         check_files(folder)
         try:
-            description = json.loads((folder / DESCRIPTION).read_bytes())
+            description = json.loads(read_file(folder / DESCRIPTION))
             written, saved = description["format"], description["catalog"]
         except (FileNotFoundError, NotADirectoryError) as error:
             raise StoreNotFoundError(f"no knnstore at {folder}; make one with `knnstore init`") from error

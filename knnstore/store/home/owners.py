@@ -13,7 +13,7 @@ class Whose(Enum):
     OURS = auto()
     NOBODYS = auto()
     """Of an older knnstore, of an adapter that remembers no owner, or none are there."""
-    A_TWINS = auto()
+    A_COPYS = auto()
     """Of a store that this one is a copy of, or that is a copy of this one."""
     ANOTHERS = auto()
 
@@ -50,11 +50,11 @@ class Owner:
         """The same for keys inside its home."""
         return replace(self, database="", shown="")
 
-    def sees(self, found: Self | None) -> Whose:
+    def whose(self, found: Self | None) -> Whose:
         """Whose keys these are, by what is written beside them."""
         if found is None:
             return Whose.NOBODYS
         if found.store_id != self.store_id:
             return Whose.ANOTHERS
         same = not (found.database and self.database) or found.database == self.database
-        return Whose.OURS if same else Whose.A_TWINS
+        return Whose.OURS if same else Whose.A_COPYS

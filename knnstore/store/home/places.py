@@ -58,28 +58,35 @@ class Place:
 
     def whose(self) -> Whose:
         """Whose keys are there."""
-        return self._us().sees(self._found())
+        return self._us.whose(self._found())
 
-    def claim(self) -> None:
-        """Make the keys there the store's, unless they are; it has them open for writing."""
-        adapter, us = registry.load(self.engine.adapter), self._us()
-        if issubclass(adapter, SupportsOwner) and self._found() != us:
-            adapter.claim(self.location, str(us), **self.engine.params)
-
-    def check_ours(self, *, twins: bool = False) -> Whose:
-        """Refuse keys of another store, and unless `twins` those of a home that this one is a copy of.
+    def check_ours(self, *, copied: bool = False) -> Whose:
+        """Refuse keys of another store, and unless `copied` those of a home that this one is a copy of.
 
         Raises:
             NotOwnerError: they are; says what to do.
         """
-        found = self._found()
-        whose = self._us().sees(found)
+        return self._check(self._found(), copied)
+
+    def claim(self, *, copied: bool = False) -> None:
+        """Make the keys there the store's, which has them open for writing.
+
+        Raises:
+            NotOwnerError: see `check_ours`; somebody may have claimed them before they were opened.
+        """
+        adapter, found = registry.load(self.engine.adapter), self._found()
+        self._check(found, copied)
+        if issubclass(adapter, SupportsOwner) and found != self._us:
+            adapter.claim(self.location, str(self._us), **self.engine.params)
+
+    def _check(self, found: Owner | None, copied: bool) -> Whose:
+        whose = self._us.whose(found)
         if whose is Whose.ANOTHERS:
             raise NotOwnerError(
                 f"the keys at {self.location} belong to another store: give this one its own back from a "
                 "backup, or make a new one with `knnstore init`"
             )
-        if whose is Whose.A_TWINS and found is not None and not twins:
+        if whose is Whose.A_COPYS and found is not None and not copied:
             raise NotOwnerError(
                 f"the keys at {self.location} are written by {found.shown!r}, and {self.owner.shown!r} is "
                 "another copy of that store, or was moved: if the first is gone, take the keys over with "
@@ -87,6 +94,7 @@ class Place:
             )
         return whose
 
+    @property
     def _us(self) -> Owner:
         folder = self.folder
         inside = folder is not None and folder.is_relative_to(self.home.path.resolve())
@@ -173,7 +181,7 @@ class Place:
         """
         adapter = registry.load(self.engine.adapter)
         whose = self.whose()
-        if whose in (Whose.ANOTHERS, Whose.A_TWINS):
+        if whose in (Whose.ANOTHERS, Whose.A_COPYS):
             return f"the keys there are not this home's; {self} stays as it is"
         if whose is Whose.NOBODYS and self.remembers and not self.is_empty():
             return f"no store has claimed the keys there; {self} is yours to delete"

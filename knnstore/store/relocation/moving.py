@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from knnstore.catalog import Engine
 from knnstore.datastore import SupportsBeside, registry
-from knnstore.durable import publish, sync_directory
+from knnstore.durable import publish, read_file, sync_directory
 from knnstore.errors import ConfigError
 from knnstore.space import medium_errors
 from knnstore.store.home import Home
@@ -56,12 +56,14 @@ class Plan:
         """
         path = home.path / _NAME
         try:
-            content = json.loads(path.read_bytes())
+            content = json.loads(read_file(path))
             source, target = Engine(**content["source"]), Engine(**content["target"])
-            plan = cls(content["store_id"], source, target, content["made"])
+            plan = cls(content["store_id"], source, target, bool(content["made"]))
+            if not all(isinstance(name, str) for e in (source, target) for name in (e.adapter, e.location)):
+                raise TypeError("an engine is named by what is no text")
         except FileNotFoundError:
             return None
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(
                 f"{path} is damaged; remove it, and the copy that it was for: {error}"
             ) from error

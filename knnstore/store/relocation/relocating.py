@@ -18,7 +18,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +30,6 @@ from knnstore.errors import (
     CorruptDatastoreError,
     DatastoreError,
     DatastoreExistsError,
-    DiskFullError,
     KnnstoreError,
 )
 from knnstore.failpoints import failpoint
@@ -98,6 +97,7 @@ class Relocation:
 
     def clear(self, progress: Progress) -> list[str]:
         """Erase the copy or the old keys of an unfinished move; returns what stays of them, a line each."""
+        self._current.view()  # follows a move whose answer was lost
         plan = self._plan()
         if plan is None:
             return []
@@ -193,7 +193,7 @@ class Relocation:
 
     def _begin(self, target: Engine, records: int, progress: Progress) -> Datastore:
         """Open the target for writing: a new one, or the one of the same move, interrupted."""
-        source, place = self._current.engine, self._current.place(target)
+        source, place, known = self._current.engine, self._current.place(target), True
         what = f"a copy of {records:,} records"
         plan = self._plan()
         if plan is not None and plan.target != target:
@@ -211,22 +211,21 @@ class Relocation:
                 raise
         else:
             whose = place.whose()
-            if whose in (Whose.ANOTHERS, Whose.A_TWINS):
+            if whose in (Whose.ANOTHERS, Whose.A_COPYS):
                 raise place.taken()
             known = whose is Whose.OURS or (plan.made and not place.remembers)
             opened = place.open("a")
-            if not known and opened.count():
-                opened.close()
-                Plan.forget(self._home)
-                raise place.taken()
-            try:
+        with ExitStack() as failed:
+            failed.callback(opened.close)
+            if plan is not None:
+                if not known and opened.count():
+                    Plan.forget(self._home)
+                    raise place.taken()
                 place.check_space(records - opened.count(), what)
-            except DiskFullError:
-                opened.close()
-                raise
-        place.claim()
-        failpoint("move.made")
-        Plan(self._catalog.store_id, source, target, made=True).write(self._home)
+            place.claim()
+            failpoint("move.made")
+            Plan(self._catalog.store_id, source, target, made=True).write(self._home)
+            failed.pop_all()
         return opened
 
     def _check_free(self, place: Place) -> None:
