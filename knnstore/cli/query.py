@@ -36,6 +36,15 @@ class Query:
     """How to retrieve; what was not given is None."""
 
     k: Annotated[int | None, typer.Option(min=1, metavar="N", help="Neighbors of each token.")] = None
+    probes: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="With --store cells: visit the N nearest cells of each token, all of whose records count, in "
+            "place of the k nearest; 0 does not.",
+        ),
+    ] = None
     temperature: Annotated[
         float | None,
         typer.Option(metavar="T", help="Divides the distances: larger gives far neighbors more weight."),
@@ -110,6 +119,8 @@ class Query:
         else:  # the only one that is in force, and everywhere
             saved = usable_settings_for(store, selection) or default_settings(store)
             given |= {"skip": None, "substitute": None, "selection": selection}
+        if self.probes is not None:
+            given["probes"] = self.probes or None
         settings = replace(saved, **given)
         settings = replace(settings, cache=self._cache(settings))
         return replace(settings, pointers=self._pointers(settings))

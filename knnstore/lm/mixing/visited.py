@@ -88,4 +88,4 @@ class Visited:
             of_each *= tokens == self._gold[queries, None]
             gold.index_add_(0, queries, of_each.sum(1))
         share = (gold / total.clamp(min=LEAST_PROBABILITY)).clamp_(max=1.0)
-        return torch.stack([share, (total > 0) - share], 1)
+        return torch.stack([share, (total > 0).float() - share], 1)

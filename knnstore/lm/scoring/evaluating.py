@@ -13,7 +13,7 @@ import torch
 
 from knnstore.errors import ConfigError, InputError
 from knnstore.lm.mixing import FixedLambda
-from knnstore.lm.retrieval import mixture_of
+from knnstore.lm.retrieval import mixture_of, visits_cells
 from knnstore.lm.scoring.held_out import HeldOut, score_held_out
 from knnstore.lm.scoring.slices import Slice, TokenLosses, perplexity
 from knnstore.lm.scoring.token_table import TokenTable
@@ -49,6 +49,8 @@ class Evaluation:
     helped: float
     """Share of tokens to which p_kNN gives more probability than p_LM."""
     k: int
+    probes: int | None
+    """Cells visited, whose records all count in place of the k nearest; None where these were searched for."""
     temperature: float
     """Mean T over the tokens."""
     lam: float
@@ -168,6 +170,7 @@ def evaluate(
         knn_byte_ppl=perplexity(mixed, in_bytes),
         helped=totals["helped"] / tokens,
         k=settings.k,
+        probes=settings.probes if visits_cells(store, settings) else None,
         temperature=totals["temperature"] / tokens,
         lam=totals["lam"] / tokens,
         mixer=settings.mixer.name,
