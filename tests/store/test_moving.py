@@ -1,6 +1,7 @@
 """Moving the keys to another engine: what is moved, what is refused, what is left."""
 
 import os
+import shutil
 import stat
 import sys
 import threading
@@ -144,15 +145,15 @@ def test_a_move_that_could_not_be_noted_can_be_tried_again(store, writer, home: 
     writer.add("law", "1")
 
     def block(failpoint: str) -> None:
-        if failpoint == "move.made":  # a folder of this name cannot be replaced by a file
+        if failpoint == "move.made":  # a folder that holds something cannot be replaced by a file
             (home / "move.json").unlink()
-            (home / "move.json").mkdir()
+            (home / "move.json" / "mine").mkdir(parents=True)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(relocating, "failpoint", block)
         with pytest.raises(OSError, match=r"move\.json") as caught:
             store.move("faiss", "a")
-    (home / "move.json").rmdir()
+    shutil.rmtree(home / "move.json")
     assert caught.value.__traceback__  # whoever keeps the error does not keep the lock
     registry.load("faiss").erase(home / "a")
     assert store.move("faiss", "a").left is None

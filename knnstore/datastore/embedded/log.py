@@ -278,7 +278,7 @@ class KeySegments(SegmentReader):
             )
             self._groups = {**self._groups, **{group: found for group, found in now.items() if found}}
             self._changed.clear()
-            self._forget_all_but(self._manifest)
+            self._forget_former()
             self._files.remove_unnamed()
 
     def _check_writable(self) -> None:

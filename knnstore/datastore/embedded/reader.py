@@ -178,7 +178,7 @@ class SegmentReader:
             sound = all(s.columns.problem is None for s in chain.from_iterable(groups.values()))
             if sound or self._signature_now() == before:
                 self._groups, self._parts, self._signature = groups, manifest.parts, before
-                self._forget_all_but(manifest)
+                self._forget_former()
                 return manifest
 
     def _signature_now(self) -> tuple[int, int, int]:
@@ -206,10 +206,12 @@ class SegmentReader:
             self._refresh()
         return self._groups
 
-    def _forget_all_but(self, manifest: Manifest) -> None:
+    def _forget_former(self) -> None:
         """Forget the damage of segments that are no more."""
-        if self._aside:
-            for file in set(self._aside).difference(entry.keys for entry in manifest.segments):
+        for file, group in list(self._aside.items()):
+            if all(
+                segment.entry is None or segment.entry.keys != file for segment in self._groups.get(group, ())
+            ):
                 self._aside.pop(file, None)
 
     def _damaged_groups(self) -> list[int]:
