@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from knnstore.datastore import IdRanges, Keys, Metric, Neighbors, Segment, Visit
+from knnstore.datastore import IdRanges, Keys, Metric, Neighbors, Segment, StoredFile, Visit
 from knnstore_cells.index import SegmentCells, as_tensor
 from knnstore_cells.kept import Cell, KeptCells
 from knnstore_cells.partition import center_distances, fit_centers
@@ -73,9 +73,9 @@ class CellGroup:
             FileNotFoundError: the file of an index is gone, the first time that it is.
         """
         self._segments = ()
-        known = {id(part.segment.columns): part.cells for part in self._parts}
+        known = {_name(part.segment): part.cells for part in self._parts}
         self.rows = sum(segment.live for segment in segments)
-        found = [known.get(id(segment.columns)) or self._opens(segment) for segment in segments]
+        found = [known.get(_name(segment)) or self._opens(segment) for segment in segments]
         centers = self._common_centers(segments, found)
         self._parts = []
         for segment, cells in zip(segments, found, strict=True):
@@ -161,6 +161,11 @@ class CellGroup:
         if self.metric is Metric.L2:
             read -= self.centers[number]
         return Cell(np.concatenate([np.empty(0, np.int64), *ids]), read, (read * read).sum(1))
+
+
+def _name(segment: Segment) -> tuple[int, StoredFile | None]:
+    """What stays the same as long as a segment's rows and its index do."""
+    return id(segment.columns), segment.index.file if segment.index else None
 
 
 def _mask(rows: IdRanges, count: int) -> NDArray[np.bool_]:

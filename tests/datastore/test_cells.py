@@ -35,11 +35,6 @@ class TestCells(DatastoreTests):
         monkeypatch.setattr(group, "_SMALL", 0)
 
 
-class TestCellsInMemory(DatastoreTests):  # which records are in that were added since
-    datastore_class = CellsDatastore
-    params: ClassVar[dict[str, Any]] = {"cells": 4, "memory": 0}
-
-
 def clustered(n: int, seed: int = 0) -> np.ndarray:
     """Keys around 50 centers, as float32 that half precision holds exactly."""
     rng = np.random.default_rng(seed)
@@ -96,8 +91,12 @@ def test_cells_stay_where_they_are_until_the_group_has_grown(tmp_path: Path) -> 
     """Adding and merging leave the centers alone; a group of twice the records has other ones, all alike."""
     keys = clustered(60_000)
     with CellsDatastore.open(tmp_path / "store", dim=DIM) as store:
-        put(store, np.arange(20_000), keys)
+        put(store, np.arange(6_000), keys)
+        assert [len(visit.ids) for visit in store.visit(keys[:1], 1)] == [6_000]
+        put(store, np.arange(6_000, 20_000), keys)
         store.optimize()
+        (visit,) = store.visit(keys[:1], 1)
+        assert len(visit.ids) < 6_000, "what was optimized is searched as before"
         (former,) = centers_on_disk(store)
         assert former.shape == (64, DIM)
         put(store, np.arange(20_000, 22_000), keys)

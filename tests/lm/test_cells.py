@@ -1,14 +1,12 @@
 """Sums over whole cells: against every neighbor searched for, and against numpy over the cells visited."""
 
 import math
-import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-import knnstore
 from knnstore.datastore import Metric, tokens_of
 from knnstore.errors import ConfigError
 from knnstore.lm import BinnedLambda, CacheSettings, DomainWeights, KNNSettings
@@ -58,7 +56,10 @@ def test_all_cells_are_all_neighbors(lm, mixer) -> None:
     assert (other.lam, other.helped) == (pytest.approx(one.lam, rel=1e-5), one.helped)
     text = HELD_OUT[0].text
     for expected, found in zip(lm.explain(text, by_k), lm.explain(text, by_cells), strict=True):
-        assert (found.p, found.p_knn) == (pytest.approx(expected.p, rel=1e-4), pytest.approx(expected.p_knn, rel=1e-4, abs=1e-7))
+        assert (found.p, found.p_knn) == (
+            pytest.approx(expected.p, rel=1e-4),
+            pytest.approx(expected.p_knn, rel=1e-4, abs=1e-7),
+        )
         shares = [[source.share for source in one.neighbors] for one in (expected, found)]
         if mixer != "domains":  # in which equally near records weigh differently
             assert shares[0] == pytest.approx(shares[1], rel=1e-3, abs=1e-7)
@@ -114,7 +115,7 @@ def test_records_that_stand_for_others_weigh_as_many(lm) -> None:
 
 
 def test_probes_count_where_there_are_cells_alone(lm, tmp_path) -> None:
-    """They are saved with the settings; after a move to an engine without cells the k nearest are searched."""
+    """They are saved with the settings; after a move to an engine without cells k counts."""
     settings = KNNSettings(k=7, temperature=temperature(lm), lam=0.4, probes=2)
     lm.store.move("faiss", str(tmp_path / "elsewhere"))
     by_k = lm.evaluate(HELD_OUT, replace(settings, probes=None)).knn_ppl

@@ -50,7 +50,7 @@ class Evaluation:
     """Share of tokens to which p_kNN gives more probability than p_LM."""
     k: int
     probes: int | None
-    """Cells visited, whose records all count in place of the k nearest; None where these were searched for."""
+    """Cells visited, whose records all count in place of the k nearest; None where none were."""
     temperature: float
     """Mean T over the tokens."""
     lam: float
