@@ -41,8 +41,8 @@ class Query:
         typer.Option(
             min=0,
             metavar="N",
-            help="With --store cells: visit the N nearest cells of each token, whose records all count, in place "
-            "of the k nearest; 0 does not.",
+            help="With --store cells: visit the N nearest cells of each token, whose records all count, not "
+            "only the k nearest; 0 does not.",
         ),
     ] = None
     temperature: Annotated[
