@@ -33,10 +33,7 @@ from knnstore.datastore.embedded import (
 )
 from knnstore.datastore.memory import MemoryDatastore
 from knnstore.datastore.neighbors import Neighbors, Visit
-from knnstore.datastore.protocol import (
-    BATCH_SIZE,
-    Datastore,
-    Mode,
+from knnstore.datastore.optional import (
     SupportsBeside,
     SupportsCells,
     SupportsDamage,
@@ -48,6 +45,7 @@ from knnstore.datastore.protocol import (
     SupportsVacuum,
     SupportsVerify,
 )
+from knnstore.datastore.protocol import BATCH_SIZE, Datastore, Mode
 from knnstore.datastore.ranges import IdRanges
 from knnstore.datastore.reading import read_keys
 from knnstore.datastore.records import (
