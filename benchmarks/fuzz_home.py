@@ -9,7 +9,8 @@ A mutation changes one file (bits, length, blocks, exchanged for another) or one
 rows, in a JSON file, whose checksum is then made anew, as an attacker would). Then the home is listed,
 searched, read and verified. Found is: an exception that is none of knnstore's, the end of the process or
 no end, and an answer that differs from the undamaged home's while `verify` is content. What no checksum
-covers is not compared: names, tags, metadata, times and settings in the catalog.
+covers is not compared: names, tags, metadata, times and settings in the catalog, nor what is found with other
+parameters of the engine.
 
 With --grid a file of each kind is missing, emptied, cut short, altered, exchanged for another of its kind,
 a folder and a pipe, one after the other; then a writer repairs the home, and where it is content, every

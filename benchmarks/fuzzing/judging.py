@@ -33,6 +33,8 @@ def judge(template: Path, home: Path, seed: str, sound: Answers) -> dict[str, st
     what = spoil(template, home, seed)
     try:
         answers, problems = look(home)
+        if what.startswith("knnstore_store.params"):  # searched in another way, which is as right
+            answers.pop("search", None)
         found = _wrong(answers, problems, sound)
         if not found and "grid" in seed and not repaired(home):
             found = _wrong(*look(home), sound)
