@@ -38,7 +38,7 @@ from knnstore.catalog.queries import (
     unpacked,
 )
 from knnstore.catalog.representatives import PrunedDocument
-from knnstore.catalog.sqlite import make_private, take_in_log, unchanged
+from knnstore.catalog.sqlite import Commits, make_private, take_in_log, unchanged
 from knnstore.catalog.tables import (
     DELETING,
     IS_LIVE,
@@ -81,6 +81,10 @@ class Catalog:
                     raise schema.not_found(engine.url)
                 self.identity = read_identity(row)
                 self.store_id = row.store_id
+            self._commits = Commits(engine) if is_sqlite_file(engine.url) else None
+            self._known: tuple[int | None, int] = (None, 0)  # a version of the file, and its revision
+            if self._commits is not None:
+                opened.callback(self._commits.close)
             self.opened = opened.pop_all()
 
     @classmethod
@@ -129,13 +133,19 @@ class Catalog:
         return identify(self.sql), str(Path(place(url)).resolve()) if is_sqlite_file(url) else place(url)
 
     def revision(self) -> int:
-        """The number that grows with every change that readers may see."""
+        """The number that grows with every change that readers may see; asked for with every search."""
+        version = self._commits.version() if self._commits else None
+        known_for, known = self._known
+        if version is not None and version == known_for:
+            return known
         with (
             translated_errors(self.sql),
-            self.sql.connect() as connection,  # polled: no session
+            self.sql.connect() as connection,  # no session, which costs more
             unchanged(connection.connection.driver_connection),
         ):
-            return int(connection.execute(select(StoreRow.revision)).scalar_one())
+            revision = int(connection.execute(select(StoreRow.revision)).scalar_one())
+        self._known = version, revision  # a commit that came after the version was read shows the next time
+        return revision
 
     def engine(self) -> Engine:
         """Which adapter holds the keys now; `move` changes it."""

@@ -11,11 +11,12 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Lock
 from typing import Any
 from urllib.parse import quote
 
-from sqlalchemy import Engine, event
-from sqlalchemy.exc import DisconnectionError
+from sqlalchemy import Engine, PoolProxiedConnection, event
+from sqlalchemy.exc import DisconnectionError, SQLAlchemyError
 
 from knnstore.errors import DiskFullError, KnnstoreError, ReadOnlyError, StoreUnavailableError
 from knnstore.space import is_read_only
@@ -40,6 +41,45 @@ class UnloggedConnection(sqlite3.Connection):
     def is_stale(self) -> bool:
         """Whether the database was changed since this connection was made."""
         return _state(self.path) != self.seen
+
+
+class Commits:
+    """Tells whether anything was committed to a file since, at a hundredth of what a query costs.
+
+    It has a connection of its own that never writes, for which SQLite counts the commits of all others, in
+    whatever process. May be used by several threads.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._lock = Lock()
+        self._connection: PoolProxiedConnection | None = None
+
+    def version(self) -> int | None:
+        """A number that is another one after each commit; None where there is no telling, without a log."""
+        with self._lock:
+            try:
+                if self._connection is None:
+                    self._connection = self._engine.raw_connection()
+                driver: Any = self._connection.driver_connection
+                if isinstance(driver, UnloggedConnection):
+                    self._release()
+                    return None
+                ((version,),) = driver.execute("PRAGMA data_version").fetchall()
+                return int(version)
+            except (sqlite3.Error, SQLAlchemyError):  # whoever queries meets it, and says it
+                self._release()
+                return None
+
+    def close(self) -> None:
+        """Release the connection."""
+        with self._lock:
+            self._release()
+
+    def _release(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.invalidate()
 
 
 def prepare(engine: Engine) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from itertools import count
 
 import pytest
+from sqlalchemy import event
 
 from knnstore.catalog import Catalog, CatalogWriter, Engine, NewDocument, parse_url
 from knnstore.errors import FencedError, LockedError
@@ -38,6 +39,33 @@ def test_the_revision_grows_with_what_readers_see(
     for nothing in (writer.publish, writer.retire, writer.forget):
         assert not grows(lambda act=nothing: act([]))
     assert not grows(lambda: writer.describe({}))
+
+
+def test_the_revision_is_queried_only_after_a_commit(opener: Opener, document: Make) -> None:
+    """In a file; a commit is seen at once, of this catalog object and of another."""
+    ours, theirs = opener(), opener()
+    if ours.sql.dialect.name != "sqlite":
+        pytest.skip("the database is on a server, which is asked each time")
+    asked: list[str] = []
+    event.listen(ours.sql, "before_cursor_execute", lambda *arguments: asked.append(arguments[2]))
+
+    def queries() -> int:
+        asked.clear()
+        assert len({ours.revision() for _ in range(20)}) == 1
+        return len([statement for statement in asked if statement.startswith("SELECT")])
+
+    queries()
+    for catalog in (theirs, ours):
+        writer = CatalogWriter(catalog)
+        for id in "ab":
+            before = ours.revision()
+            writer.publish([placed.row for placed in writer.begin([document(id, domain=str(catalog))])])
+            assert ours.revision() == before + 1
+            assert queries() == 0
+        writer.save_settings([], {"k": len(asked)})
+        assert queries() == 1
+        if catalog is theirs:
+            theirs.close()  # with the writer's lock
 
 
 def test_readers_see_one_moment(opener: Opener, document: Make) -> None:
