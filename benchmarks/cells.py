@@ -1,0 +1,225 @@
+"""Sums over whole cells beside the k nearest: perplexity, speed of scoring and of one step, size.
+
+    python benchmarks/cells.py DATA --model DIR [--domain NAME ...] [--records 275000] [--probes 4 8 16 32]
+    python benchmarks/cells.py --smoke              a few seconds, with the demo's model
+
+DATA holds a folder for each domain with ``store.jsonl``, ``dev.jsonl`` and ``test.jsonl``. Each side has a
+store of its own with the same records: FAISS exact and by default with k = 1,024, and cells. One temperature
+and one λ are chosen on ``dev`` for each, perplexity is that of ``test``. Speeds are of sides that are run in
+turn, as ratios to the model alone, medians of their rounds. JSON goes to stdout, a table to stderr.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+
+import knnstore
+from knnstore.documents import TextDocument, read_documents
+from knnstore.lm import KNNLMForCausalLM, KNNSettings
+from knnstore.lm.mixing import fit_weight, neighbor_weights
+from knnstore.lm.scoring.held_out import score
+
+TINY_LM = Path(__file__).parent.parent / "examples" / "tiny-lm"
+K = 1024
+ROUNDS = 5
+STEPS = 48
+FACTORS = [2 ** (half / 2) for half in range(-8, 7)]
+"""Temperatures that are tried, as multiples of the default one."""
+
+Parts = dict[str, list[TextDocument]]
+
+
+def documents(folder: Path, limits: dict[str, int], lm: KNNLMForCausalLM) -> Parts:
+    """The documents of a domain, up to so many tokens of each part."""
+    parts: Parts = {}
+    for part, limit in limits.items():
+        parts[part], tokens = [], 0
+        for document in read_documents([folder / f"{part}.jsonl"]):
+            tokens += lm.reader.count_predicted([document])
+            if tokens > limit and parts[part]:
+                break
+            parts[part].append(document)
+    return parts
+
+
+def smoke_parts() -> Parts:
+    """Python's own help, a few topics a part."""
+    texts = [TextDocument(name, text) for name, text in sorted(topics.items()) if 2000 < len(text) < 6000]
+    return {"store": texts[:8], "dev": texts[8:9], "test": texts[9:10]}
+
+
+def gold_probs(
+    lm: KNNLMForCausalLM, texts: list[TextDocument], settings: KNNSettings, temperatures: list[float]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The model's log-probability of each token, shape (n,), and p_kNN at each temperature, shape (n, m)."""
+    base, found = [], []
+    for part in score(lm.store, lm.reader, texts, settings):
+        base.append(part.lm_log_probs)
+        if part.visited is not None:
+            columns = [part.visited[0].weights(one)[:, 0] for one in temperatures]
+        else:
+            hits = part.tokens == part.gold[:, None]
+            columns = [(neighbor_weights(part.distances, one) * hits).sum(1) for one in temperatures]
+        found.append(torch.stack(columns, 1))
+    return torch.cat(base), torch.cat(found).clamp(max=1.0)
+
+
+def fitted(lm: KNNLMForCausalLM, parts: Parts, settings: KNNSettings) -> dict[str, float]:
+    """Choose T and λ on dev; the perplexity of test."""
+    temperatures = [factor * lm.knn.temperature for factor in FACTORS]
+    base, knn = gold_probs(lm, parts["dev"], settings, temperatures)
+    best = (math.inf, 0.0, 0.0)
+    for column, temperature in enumerate(temperatures):
+        lam = fit_weight(base, knn[:, column].log())
+        loss = -float((lam * knn[:, column] + (1 - lam) * base.exp()).log().mean())
+        best = min(best, (loss, temperature, lam))
+    _, temperature, lam = best
+    chosen = replace(settings, temperature=temperature, mixer=knnstore.KNNSettings(lam=lam).mixer)
+    evaluation = lm.evaluate(parts["test"], chosen)
+    return {"temperature": temperature, "lambda": lam, "base": evaluation.base_ppl, "ppl": evaluation.knn_ppl}
+
+
+def in_turn(sides: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each side in each round; the first does not count."""
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    names = list(sides)
+    for round in range(rounds + 1):
+        for name in names[round % len(names) :] + names[: round % len(names)]:
+            start = time.perf_counter()
+            sides[name]()
+            if round:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def ratios(seconds: dict[str, list[float]]) -> Iterator[tuple[str, float]]:
+    """The speed of each side as a multiple of the model's alone."""
+    for name, times in seconds.items():
+        yield (
+            name,
+            round(statistics.median(a / b for a, b in zip(seconds["alone"], times, strict=True)), 3),
+        )
+
+
+def writing(lm: KNNLMForCausalLM, settings: KNNSettings, batch: int, steps: int) -> Callable[[], Any]:
+    """Write greedily after a prompt, in so many rows."""
+    prompt = torch.tensor(
+        [lm.reader.tokens(f"It is {row} o'clock, and").tolist()[:4] for row in range(batch)]
+    )
+
+    def write() -> Any:
+        return lm.generate(
+            prompt, attention_mask=torch.ones_like(prompt), knn=settings, max_new_tokens=steps,
+            min_new_tokens=steps, do_sample=False, pad_token_id=0,
+        )  # fmt: skip
+
+    return write
+
+
+def key_bytes(lm: KNNLMForCausalLM) -> float:
+    """Bytes of the key files for each record."""
+    folder = lm.store.home.path / "keys"
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    return round(size / max(1, lm.store.record_count()), 1)
+
+
+def measure(folder: Path, model: str, parts_of: Callable[[KNNLMForCausalLM], Parts], options: Any) -> Any:
+    """All figures of one domain."""
+    made: dict[str, KNNLMForCausalLM] = {}
+    result: dict[str, Any] = {}
+    for name, params in (("exact", {"index": "exact"}), ("faiss", {}), ("cells", {})):
+        lm = knnstore.create(
+            folder / name, model, store="cells" if name == "cells" else "faiss", params=params
+        )
+        parts = parts_of(lm)
+        added = lm.add(parts["store"], domain="d")
+        made[name] = lm
+        result[name] = {"records": added.tokens, "bytes_a_record": key_bytes(lm)}
+    sides = {"exact": KNNSettings(k=K), "faiss": KNNSettings(k=K)}
+    sides |= {f"cells {probes}": KNNSettings(probes=probes) for probes in options.probes}
+    speeds: dict[str, Callable[[], Any]] = {}
+    steps: dict[int, dict[str, Callable[[], Any]]] = {1: {}, 8: {}}
+    alone = KNNSettings(lam=0.0)
+    speeds["alone"] = lambda: made["cells"].evaluate(parts["test"], alone)
+    for batch, of_batch in steps.items():
+        of_batch["alone"] = writing(made["cells"], alone, batch, options.steps)
+    for side, settings in sides.items():
+        lm = made[side.split()[0]]
+        found = fitted(lm, parts, settings)
+        result[side] = {**result.get(side, {}), **found}
+        print(side, json.dumps(found), file=sys.stderr, flush=True)
+        chosen = replace(
+            settings, temperature=found["temperature"], mixer=KNNSettings(lam=found["lambda"]).mixer
+        )
+        speeds[side] = lambda lm=lm, chosen=chosen: lm.evaluate(parts["test"], chosen)
+        for batch, of_batch in steps.items():
+            of_batch[side] = writing(lm, chosen, batch, options.steps)
+    measured = {"scoring": in_turn(speeds, options.rounds)}
+    measured |= {
+        f"step, batch {batch}": in_turn(of_batch, options.rounds) for batch, of_batch in steps.items()
+    }
+    for what, seconds in measured.items():
+        for side, ratio in ratios(seconds):
+            result.setdefault(side, {})[what] = ratio
+    for lm in made.values():
+        lm.store.close()
+    return result
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("data", type=Path, nargs="?")
+    parser.add_argument("--model", default=str(TINY_LM))
+    parser.add_argument("--domain", action="append")
+    parser.add_argument("--records", type=int, default=275_000)
+    parser.add_argument("--held-out", type=int, default=12_000, help="tokens of dev and of test")
+    parser.add_argument("--probes", type=int, nargs="+", default=[4, 8, 16, 32])
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--smoke", action="store_true")
+    options = parser.parse_args()
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        if options.smoke:
+            options.rounds, options.steps, options.probes = 1, 4, [2]
+            results["help"] = measure(Path(folder) / "help", str(TINY_LM), lambda _: smoke_parts(), options)
+        else:
+            if options.data is None:
+                parser.error("name the folder of the data, or --smoke")
+            limits = {"store": options.records, "dev": options.held_out, "test": options.held_out}
+            for domain in options.domain or sorted(path.name for path in options.data.iterdir()):
+                results[domain] = measure(
+                    Path(folder) / domain, options.model,
+                    lambda lm, domain=domain: documents(options.data / domain, limits, lm), options,
+                )  # fmt: skip
+                print(json.dumps({domain: results[domain]}), file=sys.stderr, flush=True)
+    names = ("ppl", "scoring", "step, batch 1", "step, batch 8")
+    for domain, result in results.items():
+        print(f"\n{domain}\n{'':10}" + "".join(f"{name:>15}" for name in names), file=sys.stderr)
+        for side, row in result.items():
+            cells = (row.get(name) for name in names)
+            print(
+                f"{side:10}" + "".join(f"{'' if one is None else round(one, 3)!s:>15}" for one in cells),
+                file=sys.stderr,
+            )
+    print(
+        json.dumps(
+            {"threads": torch.get_num_threads(), "torch": torch.__version__, "domains": results}, indent=2
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
