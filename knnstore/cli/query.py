@@ -92,7 +92,7 @@ class Query:
         retrieve.
 
         Raises:
-            ConfigError: a value is out of range, or clusters are given without pointers.
+            ConfigError: a value is out of range, clusters are given without pointers, or k with probes.
         """
         from knnstore.lm import is_substitute_outdated
 
@@ -119,7 +119,9 @@ class Query:
         else:  # the only one that is in force, and everywhere
             saved = usable_settings_for(store, selection) or default_settings(store)
             given |= {"skip": None, "substitute": None, "selection": selection}
-        if self.probes is not None:
+        if self.probes and self.k is not None:
+            raise ConfigError("give --k or --probes, not both: of the cells visited all records count")
+        if self.probes is not None or self.k is not None:
             given["probes"] = self.probes or None
         settings = replace(saved, **given)
         settings = replace(settings, cache=self._cache(settings))

@@ -316,3 +316,24 @@ def test_verify_finds_damage(knnstore, store):
 
 def test_eval_prints_json_in_any_case(knnstore, store):
     assert json.loads(knnstore("eval held-out.jsonl").out)["documents"] == 2
+
+
+def test_a_store_of_cells_visits_them_if_nothing_else_is_said(knnstore, workplace):
+    """Until settings are saved for it, or k is given; both is refused."""
+    init = "--home cells init --model examples/tiny-lm --store cells"
+    assert knnstore(init).status == 0
+    assert knnstore("--home cells add letters --domain letters").status == 0
+    found = [
+        knnstore(f"--home cells eval news.jsonl {given}").json
+        for given in ("", "--probes 16", "--probes 0", "--k 9")
+    ]
+    assert [(one["probes"], one["k"]) for one in found] == [(16, 1024), (16, 1024), (None, 1024), (None, 9)]
+    assert (
+        found[0]["knn_ppl"]
+        == found[1]["knn_ppl"]
+        == pytest.approx(found[2]["knn_ppl"])
+        != found[3]["knn_ppl"]
+    )
+    refused = knnstore("--home cells eval news.jsonl --k 9 --probes 2")
+    assert (refused.status, refused.err.count("\n")) == (1, 1)
+    assert "not both" in refused.err

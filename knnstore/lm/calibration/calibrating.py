@@ -15,6 +15,7 @@ from knnstore.lm.calibration.judging import check_enough, in_halves
 from knnstore.lm.calibration.savings import SHARES, Saving, judge_savings
 from knnstore.lm.calibration.scored_text import score_once
 from knnstore.lm.calibration.searches import FurtherSearches, WideEvidence
+from knnstore.lm.retrieval import visits_cells
 from knnstore.lm.scoring import HeldOut
 from knnstore.lm.settings import (
     CalibrationRecord,
@@ -125,6 +126,8 @@ def calibrate(
         scored = score_substitute(scored, store, selection, reader.encoder.model.device)
     between = time.perf_counter()
     current = usable_settings_for(store, selection)
+    if current is not None and visits_cells(store, current):
+        current = None  # which cannot be judged by the k nearest
     found = compare(scored, current, wide=wide, domains=apart, networks=networks)
     best, savings = found.best, dict[float, Saving]()
     if found.beats_base and networks and best.settings.retrieves:

@@ -15,6 +15,8 @@ from knnstore.lm.settings.saved import (
 from knnstore.store import EVERYTHING, Reader, Selection
 
 DEFAULT_K = 1024
+DEFAULT_PROBES = 16
+"""In a store that has cells."""
 DEFAULT_LAMBDA = 0.5
 """Between the best values published in the model's own domain (0.25) and far from it (0.65 and more)."""
 
@@ -34,11 +36,13 @@ def default_settings(store: Reader) -> KNNSettings:
     """
     sample = next(store.records(batch_size=_SAMPLE), None)
     variance = float(sample.keys.var(axis=0).sum()) if sample else 0.0
+    probes = DEFAULT_PROBES if store.has_cells else None
     if variance == 0:
-        return KNNSettings(k=DEFAULT_K, lam=DEFAULT_LAMBDA)
+        return KNNSettings(k=DEFAULT_K, lam=DEFAULT_LAMBDA, probes=probes)
     # d² = |q|² + |x|² - 2 q·x: an inner product moves half as far as a squared distance.
     scale = variance if store.identity.metric == Metric.L2 else variance / 2
-    return KNNSettings(k=DEFAULT_K, temperature=_TEMPERATURE_SHARE * scale, lam=DEFAULT_LAMBDA)
+    temperature = _TEMPERATURE_SHARE * scale
+    return KNNSettings(k=DEFAULT_K, temperature=temperature, lam=DEFAULT_LAMBDA, probes=probes)
 
 
 def settings_for(store: Reader, selection: Selection = EVERYTHING) -> KNNSettings:
