@@ -25,10 +25,8 @@ from knnstore.datastore import (
     checked_keys,
 )
 from knnstore.errors import CorruptDatastoreError
-from knnstore_cells.group import CellGroup, visit
 from knnstore_cells.index import SegmentCells
 from knnstore_cells.kept import KeptCells
-from knnstore_cells.partition import fit_centers
 from knnstore_cells.policy import Policy
 
 _log = logging.getLogger(__name__)
@@ -78,11 +76,12 @@ class CellsDatastore(EmbeddedDatastore):
         """Measure queries against all records of their nearest cells; see `SupportsCells.visit`."""
         queries, probes = checked_keys(queries, self._dim, what="queries"), checked_k(probes, what="probes")
         ids = where.ids if where and where.groups is None else None
+        from knnstore_cells.group import CellGroup, visit
 
         def visited(groups: Sequence[GroupSearch]) -> list[Visit]:
             return visit([group for group in groups if isinstance(group, CellGroup)], queries, probes, ids)
 
-        found = self._searches.look(where.groups if where else None, visited)
+        found = self._searches.look(where.groups if where else None, visited, self._new_group)
         if len(queries) and not found:
             self._check_readable(where)
         return found
@@ -99,6 +98,10 @@ class CellsDatastore(EmbeddedDatastore):
             self._centers = {}
 
     def _new_group(self) -> GroupSearch:
+        from knnstore_cells.group import (
+            CellGroup,  # with torch: what only lists or removes need not wait for it
+        )
+
         return CellGroup(self._dim, self._metric, self._policy, self._opened, self._kept)
 
     def _is_indexed(self, group_rows: int) -> bool:
@@ -110,12 +113,14 @@ class CellsDatastore(EmbeddedDatastore):
         return {"cells": self._policy.cells_for(group_rows)}
 
     def _build_index(self, segment: Segment, parameters: dict[str, Any], path: Path) -> None:
+        from knnstore_cells.partition import arranged, fit_centers
+
         cells, group = parameters["cells"], segment.group
         centers = self._centers.get(group)
         if centers is None or len(centers) != cells:
             centers = fit_centers(list(self._segments.by_group()[group]), cells)
             self._centers[group] = centers
-        SegmentCells.of(segment, centers).write(path)
+        arranged(segment, centers).write(path)
 
     def _open_index(self, segment: Segment, parameters: dict[str, Any]) -> None:
         """Open none: the segments of a group are searched together."""

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knnstore.datastore import IdRanges, Keys, Metric, Neighbors, Segment, StoredFile, Visit
-from knnstore_cells.index import SegmentCells, as_tensor
+from knnstore_cells.index import SegmentCells
 from knnstore_cells.kept import Cell, KeptCells
-from knnstore_cells.partition import center_distances, fit_centers
+from knnstore_cells.partition import arranged, as_tensor, center_distances, fit_centers
 from knnstore_cells.policy import Policy
 
 _SMALL = 4096  # records; where no more match, all are compared
@@ -80,7 +80,7 @@ class CellGroup:
         self._parts = []
         for segment, cells in zip(segments, found, strict=True):
             fits = cells is not None and np.array_equal(cells.centers, centers)
-            own = cells if cells is not None and fits else SegmentCells.of(segment, centers)
+            own = cells if cells is not None and fits else arranged(segment, centers)
             alive = _mask(segment.live_rows(), segment.rows) if segment.dead else None
             self._parts.append(_Part(segment, own, alive))
         self.centers = as_tensor(centers)

@@ -5,13 +5,10 @@ from pathlib import Path
 from typing import Self
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from knnstore.datastore import MappedFile, Segment, tokens_of
 from knnstore.errors import CorruptDatastoreError
-from knnstore_cells.partition import cells_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,9 +29,8 @@ class SegmentCells:
     """Where each cell begins in `rows`, and where the last one ends, shape (cells + 1,)."""
 
     @classmethod
-    def of(cls, segment: Segment, centers: NDArray[np.float16]) -> Self:
-        """Find the cell of each row, dead or not: the one with the nearest center."""
-        owners = cells_of(segment, as_tensor(centers))
+    def of(cls, segment: Segment, centers: NDArray[np.float16], owners: NDArray[np.int64]) -> Self:
+        """Arrange the rows of a segment, dead or not, whose cells are these, shape (rows,)."""
         rows = np.lexsort((tokens_of(segment.columns.ids), owners)).astype(np.uint32)
         return cls(centers, rows, _starts(np.bincount(owners, minlength=len(centers))))
 
@@ -73,11 +69,6 @@ class SegmentCells:
 def index_size(rows: int, dim: int, cells: int) -> int:
     """Bytes of the file of an index."""
     return 2 * cells * dim + 4 * cells + 4 * rows
-
-
-def as_tensor(centers: NDArray[np.float16]) -> Tensor:
-    """Centers to compute with, float32."""
-    return torch.from_numpy(centers.astype(np.float32))
 
 
 def _starts(counts: NDArray[np.integer]) -> NDArray[np.int64]:

@@ -3,11 +3,12 @@
 from collections import OrderedDict
 from collections.abc import Callable
 from threading import Lock
-from typing import NamedTuple
-
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from knnstore.datastore import Ids
+
+if TYPE_CHECKING:  # what only lists or removes need not wait for torch
+    from torch import Tensor
 
 
 class Cell(NamedTuple):
@@ -15,9 +16,9 @@ class Cell(NamedTuple):
 
     ids: Ids
     """Shape (r,)."""
-    keys: Tensor
+    keys: "Tensor"
     """Float32, shape (r, dim); relative to the cell's center where distances are squared differences."""
-    norms: Tensor
+    norms: "Tensor"
     """|key|² of each, shape (r,)."""
 
 

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knnstore.datastore import Keys, Metric, Segment, StoredKeys
+from knnstore_cells.index import SegmentCells
 
 CHUNK = 1 << 14
 """Rows that are read and compared at a time."""
@@ -62,14 +63,18 @@ def center_distances(queries: Tensor, centers: Tensor, metric: Metric) -> Tensor
     return torch.addmm((centers * centers).sum(1), queries, centers.T, alpha=-2)
 
 
-def cells_of(segment: Segment, centers: Tensor) -> NDArray[np.int64]:
-    """The cell of each row of a segment, dead or not, shape (rows,)."""
-    if len(centers) == 1:
-        return np.zeros(segment.rows, np.int64)
-    owners = np.empty(segment.rows, np.int64)
-    for rows, keys in _chunks(segment):
-        owners[rows] = nearest_center(torch.from_numpy(keys), centers).numpy()
-    return owners
+def as_tensor(centers: NDArray[np.float16]) -> Tensor:
+    """Centers to compute with, float32."""
+    return torch.from_numpy(centers.astype(np.float32))
+
+
+def arranged(segment: Segment, centers: NDArray[np.float16]) -> SegmentCells:
+    """Put each row of a segment, dead or not, into the cell with the nearest center."""
+    owners, to = np.zeros(segment.rows, np.int64), as_tensor(centers)
+    if len(centers) > 1:
+        for rows, keys in _chunks(segment):
+            owners[rows] = nearest_center(torch.from_numpy(keys), to).numpy()
+    return SegmentCells.of(segment, centers, owners)
 
 
 def _chunks(segment: Segment) -> Iterator[tuple[slice, Keys]]:

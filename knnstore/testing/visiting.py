@@ -1,21 +1,20 @@
 """Cases of the conformance kit: visiting cells, which is optional."""
 
+from typing import Protocol
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from knnstore.datastore import Datastore, Filter, IdRanges, SupportsCells, Visit
+from knnstore.datastore import Datastore, Filter, IdRanges, Metric, SupportsCells, Visit
 from knnstore.errors import DimensionMismatchError, InvalidVectorError
 from knnstore.testing.base import KitBase, Records, sample, some_queries, true_distances
 
 ALL_CELLS = 1 << 16
 
 
-def require_cells(store: Datastore) -> SupportsCells:
-    """Skip the test for a store that has no cells."""
-    if not isinstance(store, SupportsCells):
-        pytest.skip("it has no visit, which is optional")
-    return store
+class Celled(Datastore, SupportsCells, Protocol):
+    """A datastore that has cells."""
 
 
 def met(visits: list[Visit], records: Records, queries: int) -> NDArray[np.float32]:
@@ -37,19 +36,27 @@ def met(visits: list[Visit], records: Records, queries: int) -> NDArray[np.float
 class VisitTests(KitBase):
     """Needs: `add`, `delete`, `flush`."""
 
+    @pytest.fixture
+    def cells(self, metric: Metric, request: pytest.FixtureRequest) -> Celled:
+        """The fixture `store`; an engine without cells is not opened for it."""
+        if not hasattr(self.datastore_class, "visit"):
+            pytest.skip("it has no visit, which is optional")
+        store: Celled = request.getfixturevalue("store")
+        return store
+
     @pytest.mark.parametrize("matching", [500, 30, 1])
-    def test_all_cells_hold_all_that_matches(self, store: Datastore, records: Records, matching: int) -> None:
+    def test_all_cells_hold_all_that_matches(self, cells: Celled, records: Records, matching: int) -> None:
         """With as many probes as there are cells each query is measured against every record that matches.
 
         If this fails, check cells that no query is near to, and records that were added since.
         """
         queries, matched = some_queries(10, self.dim), records[:matching]
-        visits = require_cells(store).visit(queries, ALL_CELLS, where=Filter(ids=matched.positions()))
-        found, truth = met(visits, matched, 10), true_distances(queries, matched.keys, store.metric)
+        visits = cells.visit(queries, ALL_CELLS, where=Filter(ids=matched.positions()))
+        found, truth = met(visits, matched, 10), true_distances(queries, matched.keys, cells.metric)
         np.testing.assert_allclose(found, truth, 1e-4, 1e-3, err_msg="wrong distances")
 
     @pytest.mark.parametrize("groups", [(0,), (1, 3), (2, 77)])
-    def test_by_groups(self, store: Datastore, records: Records, groups: tuple[int, ...]) -> None:
+    def test_by_groups(self, cells: Celled, records: Records, groups: tuple[int, ...]) -> None:
         """A filter of groups is honored, with all cells and with one; several groups share the probes.
 
         If this fails, check how the cells of several groups are compared.
@@ -57,11 +64,11 @@ class VisitTests(KitBase):
         where, queries = records.of_groups(*groups), some_queries(10, self.dim)
         matched = records.matching(where)
         for probes in (1, ALL_CELLS):
-            found = met(require_cells(store).visit(queries, probes, where=where), matched, 10)
+            found = met(cells.visit(queries, probes, where=where), matched, 10)
             assert np.isfinite(found).any(axis=1).all(), "a query visits nothing"
         assert np.isfinite(found).all(), "all cells do not hold all records of the groups"
 
-    def test_more_probes_add_cells(self, store: Datastore, records: Records) -> None:
+    def test_more_probes_add_cells(self, cells: Celled, records: Records) -> None:
         """Each further probe adds records and takes none away; a query visits something with the first.
 
         If this fails, check that cells without a record that matches take no probe.
@@ -69,43 +76,41 @@ class VisitTests(KitBase):
         queries, where = some_queries(10, self.dim), Filter(ids=records[200:260].positions())
         former = np.zeros((10, 60), bool)
         for probes in range(1, 9):
-            visits = require_cells(store).visit(queries, probes, where=where)
+            visits = cells.visit(queries, probes, where=where)
             found = np.isfinite(met(visits, records[200:260], 10))
             assert found.any(axis=1).all(), "a query visits nothing"
             assert (found | ~former).all(), "a further probe takes records away"
             former = found
 
-    def test_what_is_gone_is_visited_no_more(self, store: Datastore, records: Records) -> None:
+    def test_what_is_gone_is_visited_no_more(self, cells: Celled, records: Records) -> None:
         """Deleted records are in no cell, replaced ones once, whether flushed or not; nothing is left of all.
 
         If this fails, check cells that are kept between visits.
         """
-        queries, cells = some_queries(5, self.dim), require_cells(store)
+        queries = some_queries(5, self.dim)
         cells.visit(queries, ALL_CELLS)
-        store.delete(records[:100].positions())
-        records[100:150].put(store)
+        cells.delete(records[:100].positions())
+        records[100:150].put(cells)
         for flushed in (False, True):
             if flushed:
-                store.flush()
+                cells.flush()
             assert np.isfinite(met(cells.visit(queries, ALL_CELLS), records[100:], 5)).all()
-        store.delete(records.positions())
+        cells.delete(records.positions())
         assert cells.visit(queries, 4) == []
 
-    def test_nothing_asked_and_nothing_there(self, store: Datastore) -> None:
+    def test_nothing_asked_and_nothing_there(self, cells: Celled) -> None:
         """No query visits nothing, nor does any where nothing matches.
 
         If this fails, check empty arrays.
         """
-        cells = require_cells(store)
         assert met(cells.visit(some_queries(0, self.dim), 4), sample(0, self.dim), 0).size == 0
         assert cells.visit(some_queries(3, self.dim), 4, where=Filter(ids=IdRanges())) == []
 
-    def test_bad_arguments(self, store: Datastore) -> None:
+    def test_bad_arguments(self, cells: Celled) -> None:
         """Queries are checked as in a search, and there is a probe at least.
 
         If this fails, call `checked_keys` and `checked_k`.
         """
-        cells = require_cells(store)
         with pytest.raises(DimensionMismatchError):
             cells.visit(some_queries(3, self.dim + 1), 4)
         with pytest.raises(InvalidVectorError):

@@ -51,7 +51,7 @@ class EmbeddedDatastore(ABC):
         self._dim = dim
         self._metric = metric
         self._damaged: set[StoredFile] = set()
-        self._searches = GroupSearches(segments, self._new_group)
+        self._searches = GroupSearches(segments)
 
     @classmethod
     @abstractmethod
@@ -138,7 +138,7 @@ class EmbeddedDatastore(ABC):
             parts = (group.search(queries, min(k, group.rows), ids) for group in chosen)
             return merge_many(parts, len(queries), k)
 
-        found = self._searches.look(where.groups if where else None, nearest)
+        found = self._searches.look(where.groups if where else None, nearest, self._new_group)
         if len(queries) and (found.ids[:, 0] < 0).all():
             self._check_readable(where)
         return found

@@ -171,22 +171,27 @@ class GroupSearches:
 
     Args:
         segments: the open directory.
-        new: makes the search of one group, of nothing yet.
     """
 
-    def __init__(self, segments: KeySegments, new: Callable[[], GroupSearch]) -> None:
+    def __init__(self, segments: KeySegments) -> None:
         self._segments = segments
-        self._new = new
         self._lock = ReadersWriterLock()
         self._held: Mapping[int, Sequence[Segment]] = {}
         self._searches: dict[int, GroupSearch] = {}
 
-    def look(self, groups: frozenset[int] | None, look: Callable[[Sequence[GroupSearch]], Found]) -> Found:
+    def look(
+        self,
+        groups: frozenset[int] | None,
+        look: Callable[[Sequence[GroupSearch]], Found],
+        new: Callable[[], GroupSearch],
+    ) -> Found:
         """Look in the newest records of some groups, or of all; what turns out to be damaged is left out.
 
         Args:
             groups: those that have no record are no error.
             look: is given their searches, and called again where it met damage.
+            new: makes the search of one group, of nothing yet. It is not kept: a cycle of a datastore and its
+                searches would hold the writer's lock after an error, until the garbage is collected.
 
         Raises:
             CorruptDatastoreError: something else is damaged than a segment, which can be left out.
@@ -194,7 +199,7 @@ class GroupSearches:
         known = 0
         while True:
             try:
-                return self._look(groups, look)
+                return self._look(groups, look, new)
             except CorruptDatastoreError:
                 damaged = len(self._segments.damaged())
                 if damaged == known:
@@ -207,7 +212,12 @@ class GroupSearches:
             self._searches, self._held = {}, {}
             self._segments.close()
 
-    def _look(self, groups: frozenset[int] | None, look: Callable[[Sequence[GroupSearch]], Found]) -> Found:
+    def _look(
+        self,
+        groups: frozenset[int] | None,
+        look: Callable[[Sequence[GroupSearch]], Found],
+        new: Callable[[], GroupSearch],
+    ) -> Found:
         updated = False
         while True:
             with self._lock.reading():
@@ -215,7 +225,7 @@ class GroupSearches:
                 if (updated or self._segments.by_group() is self._held) and self._ready(groups):
                     return look([self._searches[group] for group in self._chosen(groups)])
             with self._lock.writing():
-                self._update(groups)
+                self._update(groups, new)
             updated = True
 
     def _chosen(self, groups: frozenset[int] | None) -> list[int]:
@@ -230,7 +240,7 @@ class GroupSearches:
             for group in self._chosen(groups)
         )
 
-    def _update(self, groups: frozenset[int] | None) -> None:
+    def _update(self, groups: frozenset[int] | None, new: Callable[[], GroupSearch]) -> None:
         """Bring the searches of some groups to the newest records; runs beside no search."""
         while True:
             # The newest, not those that made the caller come: another thread may have been here meanwhile.
@@ -240,7 +250,7 @@ class GroupSearches:
             with suppress(FileNotFoundError):  # a writer replaced an index while a reader opened it
                 for group in self._chosen(groups):
                     if group not in self._searches:
-                        self._searches[group] = self._new()
+                        self._searches[group] = new()
                     if not self._searches[group].holds(self._held[group]):
                         self._searches[group].update(self._held[group])
                 return

@@ -173,7 +173,9 @@ def _divided(scores: TokenScores, most: int) -> Iterator[TokenScores]:
         yield scores if count <= most else scores.rows(np.arange(start, min(start + most, count)))
 
 
-def search_for(store: Reader, scores: TokenScores, settings: KNNSettings, *, apart: bool) -> TokenScores:
+def search_for(
+    store: Reader, scores: TokenScores, settings: KNNSettings, *, apart: bool = False
+) -> TokenScores:
     """Give tokens their neighbors, those that are to be searched for; see `score_texts`."""
     if not apart and visits_cells(store, settings) and scores.searched.any():
         queries = scores.keys.numpy()[scores.searched]
