@@ -1,7 +1,7 @@
 """Cells that are kept ready between searches."""
 
-from collections import OrderedDict
 from collections.abc import Callable
+from random import Random
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,7 +23,10 @@ class Cell(NamedTuple):
 
 
 class KeptCells:
-    """Cells that were read a moment ago, as many as have room.
+    """Cells that were read before, as many as have room; which one goes for another is left to chance.
+
+    Scoring visits all cells in turn, again and again. Were the one to go that was used longest ago, none would
+    be found where there is room for nearly all.
 
     Args:
         size: bytes of keys to keep at most.
@@ -31,21 +34,27 @@ class KeptCells:
 
     def __init__(self, size: int) -> None:
         self._size, self._held = size, 0
-        self._cells: OrderedDict[tuple[object, int], Cell] = OrderedDict()
+        self._cells: dict[tuple[object, int], Cell] = {}
+        self._names: list[tuple[object, int]] = []
+        self._random = Random(0)  # noqa: S311  # no secret
         self._lock = Lock()
 
     def get(self, owner: object, number: int, read: Callable[[int], Cell]) -> Cell:
         """A cell by whose it is and its number; it is read if it is not here."""
         name = owner, number
-        with self._lock:
-            if name in self._cells:
-                self._cells.move_to_end(name)
-                return self._cells[name]
-        cell = read(number)
-        with self._lock:
-            if name not in self._cells:
-                self._cells[name] = cell
-                self._held += cell.keys.nbytes
-            while self._held > self._size:
-                self._held -= self._cells.popitem(last=False)[1].keys.nbytes
+        cell = self._cells.get(name)
+        if cell is None:
+            cell = read(number)
+            with self._lock:
+                if name not in self._cells:
+                    self._keep(name, cell)
         return cell
+
+    def _keep(self, name: tuple[object, int], cell: Cell) -> None:
+        self._cells[name] = cell
+        self._names.append(name)
+        self._held += cell.keys.nbytes
+        while self._held > self._size:
+            at = self._random.randrange(len(self._names))
+            self._names[at], self._names[-1] = self._names[-1], self._names[at]
+            self._held -= self._cells.pop(self._names.pop()).keys.nbytes

@@ -27,7 +27,7 @@ class Policy:
 
     cells: int = 0
     probes: int = 0
-    memory: int = 256
+    memory: int = 512
 
     @classmethod
     def of(cls, params: dict[str, Any]) -> "Policy":

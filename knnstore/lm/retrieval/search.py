@@ -18,7 +18,7 @@ from knnstore.store import Reader, Selection
 
 _logger = logging.getLogger(__name__)
 _told: set[tuple[str, str, str]] = set()
-_MANY_IN_CELL = 2048  # records; only to guess how many queries have room in memory together
+_COLUMNS_OF_CELL = 32  # cells have about 256 records, whose distances take a fraction of what neighbors take
 
 Found = TypeVar("Found")
 
@@ -105,11 +105,11 @@ def reachable(store: Reader, settings: KNNSettings) -> int:
 
 
 def columns_of(store: Reader, settings: KNNSettings) -> int:
-    """About how many records `retrieve` finds for each query."""
+    """How many neighbors `retrieve` finds for each query, or as many as what it visits takes in memory."""
     columns = settings.k
     if visits_cells(store, settings):
         assert settings.probes is not None
-        columns = settings.probes * _MANY_IN_CELL
+        columns = settings.probes * _COLUMNS_OF_CELL
     return columns * max(1, len(settings.mixer.searches(settings.selection)))
 
 
