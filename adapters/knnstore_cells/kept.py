@@ -25,8 +25,8 @@ class Cell(NamedTuple):
 class KeptCells:
     """Cells that were read before, as many as have room; which one goes for another is left to chance.
 
-    Scoring visits all cells in turn, again and again. Were the one to go that was used longest ago, none would
-    be found where there is room for nearly all.
+    Scoring visits all cells in turn, again and again. Were the one to go that was used longest ago, none
+    would be found where there is room for nearly all.
 
     Args:
         size: bytes of keys to keep at most.

@@ -44,6 +44,11 @@ class Visited:
             found = torch.minimum(self.nearest[cell.queries], cell.distances.amin(1))
             self.nearest[cell.queries] = found
 
+    @property
+    def size(self) -> int:
+        """How many distances these are."""
+        return sum(cell.distances.numel() for cell in self._cells)
+
     def spread(self, rows: NDArray[np.bool_], gold: Tensor) -> "Visited":
         """The same as the queries of a larger number that are True, shape (n,), with the tokens of all."""
         if rows.all():

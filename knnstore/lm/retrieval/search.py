@@ -18,7 +18,7 @@ from knnstore.store import Reader, Selection
 
 _logger = logging.getLogger(__name__)
 _told: set[tuple[str, str, str]] = set()
-_COLUMNS_OF_CELL = 32  # cells have about 256 records, whose distances take a fraction of what neighbors take
+_MANY_IN_CELL = 8192  # records, as in a small domain that is one cell
 
 Found = TypeVar("Found")
 
@@ -105,11 +105,11 @@ def reachable(store: Reader, settings: KNNSettings) -> int:
 
 
 def columns_of(store: Reader, settings: KNNSettings) -> int:
-    """How many neighbors `retrieve` finds for each query, or as many as what it visits takes in memory."""
+    """How many neighbors `retrieve` finds for each query at most, or how many records it may visit."""
     columns = settings.k
     if visits_cells(store, settings):
         assert settings.probes is not None
-        columns = settings.probes * _COLUMNS_OF_CELL
+        columns = min(settings.probes * _MANY_IN_CELL, _count(store, settings.selection, strict=False) or 1)
     return columns * max(1, len(settings.mixer.searches(settings.selection)))
 
 

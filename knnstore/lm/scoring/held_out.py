@@ -28,6 +28,8 @@ from knnstore.store import Reader, Selection
 
 _NEIGHBORS = BATCH_TOKENS << 10
 """Of all tokens that are searched for at once: fewer with a larger k, so that memory does not grow."""
+_DISTANCES = 1 << 25
+"""To records of cells, that are in memory at once: 128 MiB."""
 _TOKENS = 1 << 15
 """Of documents that advance together: what is known of each is in memory at once."""
 
@@ -127,11 +129,7 @@ def score_texts(
         )
         parts: Iterator[TokenScores]
         if settings.pointers is None:
-            parts = (
-                search_for(store, part, settings, apart=apart)
-                for batch in batches
-                for part in _divided(batch, most)
-            )
+            parts = _score(store, batches, settings, most, apart=apart)
         else:
             parts = _score_in_step(store, list(batches), settings)
         for scores in parts:
@@ -166,11 +164,22 @@ def read_batch(
     )
 
 
-def _divided(scores: TokenScores, most: int) -> Iterator[TokenScores]:
-    """Yield so many tokens at a time."""
-    count = len(scores.gold)
-    for start in range(0, count, most):
-        yield scores if count <= most else scores.rows(np.arange(start, min(start + most, count)))
+def _score(
+    store: Reader, batches: Iterable[TokenScores], settings: KNNSettings, most: int, *, apart: bool
+) -> Iterator[TokenScores]:
+    """Search for so many tokens at a time; for more where the cells that they visit turn out to be small."""
+    for batch in batches:
+        start, count = 0, len(batch.gold)
+        while start < count:
+            rows = np.arange(start, min(start + most, count))
+            found = search_for(
+                store, batch if len(rows) == count else batch.rows(rows), settings, apart=apart
+            )
+            yield found
+            start += len(rows)
+            if found.visited is not None:
+                visited = sum(one.size for one in found.visited)
+                most = max(1, _DISTANCES * len(rows) // max(1, visited))
 
 
 def search_for(
