@@ -129,13 +129,14 @@ class CellGroup:
     def _common_centers(
         self, segments: Sequence[Segment], found: Sequence[SegmentCells | None]
     ) -> NDArray[np.float16]:
-        """The centers of the largest segment that has some; else new ones."""
+        """The centers of the largest segment that has some; else new ones, as where one cell was enough."""
+        wanted = self._policy.cells_for(self.rows)
         known = [
-            (segment.rows, cells.centers) for segment, cells in zip(segments, found, strict=True) if cells
+            (segment.rows, cells.centers)
+            for segment, cells in zip(segments, found, strict=True)
+            if cells and (len(cells.centers) > 1 or wanted == 1)
         ]
-        if known:
-            return max(known, key=lambda one: one[0])[1]
-        return fit_centers(list(segments), self._policy.cells_for(self.rows))
+        return max(known, key=lambda one: one[0])[1] if known else fit_centers(list(segments), wanted)
 
     def _count(self, rows: Callable[[_Part], NDArray[np.bool_] | None]) -> NDArray[np.int64]:
         counts = np.zeros(len(self.centers), np.int64)

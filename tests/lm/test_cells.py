@@ -111,6 +111,20 @@ def test_what_was_removed_is_in_no_sum(lm) -> None:
 
 
 @pytest.mark.parametrize("filled", ["l2"], indirect=True)
+@pytest.mark.parametrize("group", [None, 99], ids=["in a domain", "apart"])
+def test_records_of_no_live_document_are_in_no_sum(lm, group) -> None:
+    """Of one that is just being added, say; nor do they leave a query without anything."""
+    settings = KNNSettings(temperature=temperature(lm), lam=0.4, probes=ALL)
+    before = lm.evaluate(HELD_OUT, settings).knn_ppl
+    _, keys, groups = next(lm.store.datastore.iterate(batch_size=3))
+    orphans = np.arange(3) + (1 << 45)
+    lm.store.datastore.add(orphans, keys, groups if group is None else np.full(3, group, np.int32))
+    for visit in lm.store.visit(keys, 1):
+        assert not np.isin(visit.ids, orphans).any()
+    assert lm.evaluate(HELD_OUT, settings).knn_ppl == pytest.approx(before, rel=1e-6)
+
+
+@pytest.mark.parametrize("filled", ["l2"], indirect=True)
 def test_records_that_stand_for_others_weigh_as_many(lm) -> None:
     lm.prune(0.5)
     by_k = KNNSettings(k=K_ALL, temperature=temperature(lm), lam=0.4)
