@@ -92,8 +92,8 @@ def test_cells_stay_where_they_are_until_the_group_has_grown(tmp_path: Path) -> 
     keys = clustered(60_000)
     with CellsDatastore.open(tmp_path / "store", dim=DIM) as store:
         put(store, np.arange(6_000), keys)
-        assert [len(visit.ids) for visit in store.visit(keys[:1], 1)] == [6_000]
         store.flush()
+        assert [len(visit.ids) for visit in store.visit(keys[:1], 1)] == [6_000]
         put(store, np.arange(6_000, 20_000), keys)
         assert len(store.visit(keys[:1], 1)[0].ids) < 6_000, "one cell is not enough any more"
         store.optimize()
