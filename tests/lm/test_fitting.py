@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from knnstore.errors import InputError
 from knnstore.lm import BinnedLambda, KNNSettings
 from knnstore.lm.calibration.candidates import compare
-from knnstore.lm.calibration.evidence import gather_evidence, gold_on_grid
-from knnstore.lm.calibration.fit_lambda import fit_bins, fit_fixed
+from knnstore.lm.calibration.evidence import gather_evidence
+from knnstore.lm.calibration.fits.fit_lambda import fit_bins, fit_fixed
 from knnstore.lm.calibration.judging import MIN_TOKENS
+from knnstore.lm.calibration.on_grid import gold_on_grid
 from knnstore.lm.calibration.scored_text import ScoredText
 from knnstore.lm.mixing import bins_of, fit_lambdas
 

@@ -8,7 +8,7 @@ import torch
 
 from knnstore.lm import BinnedLambda, DomainWeights, KNNSettings
 from knnstore.lm.calibration.candidates import compare
-from knnstore.lm.calibration.evidence import between_points
+from knnstore.lm.calibration.on_grid import between_points
 from knnstore.lm.calibration.scored_text import score_once
 from knnstore.lm.calibration.searches import FurtherSearches
 from knnstore.store import EVERYTHING

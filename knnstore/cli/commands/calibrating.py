@@ -13,7 +13,7 @@ from knnstore.cli.output import Bar, echo, note, print_result, table
 from knnstore.errors import ConfigError
 
 if TYPE_CHECKING:
-    from knnstore.lm import Comparison, Interval
+    from knnstore.lm import Comparison, Interval, KNNSettings
 
 
 def calibrate(
@@ -25,7 +25,8 @@ def calibrate(
             min=1,
             metavar="N",
             help="Neighbors to search for; a quarter of them, and so on, is tried too. Above 1,024 "
-            "a fixed lambda and bins are fitted, below all mixers.",
+            "a fixed lambda and bins are fitted, below all mixers. A store with cells tries 4 to 64 probes "
+            "instead.",
         ),
     ] = 4096,
     leave_out: LeaveOutOption = False,
@@ -47,7 +48,7 @@ def calibrate(
     runtime: StoreRuntime,
     as_json: JsonOption = False,
 ) -> None:
-    """Fit k, temperature, lambda and mixer to held-out text, and save the best.
+    """Fit k or probes, temperature, lambda and mixer to held-out text, and save the best.
 
     The model reads the documents once; then every candidate is fitted on half of the documents and judged
     on the other half, both ways (two-fold cross-fitting). Where there are 2 to 16 domains, each is searched
@@ -126,26 +127,28 @@ def _rows(comparison: "Comparison") -> list[dict[str, Any]]:
     """A row for the model alone, for the settings until now, and for each candidate."""
     from knnstore.lm import Interval
 
-    alone = figures(0, None, 0.0, comparison.base, Interval(1.0, 1.0, 1.0))
+    alone = figures(None, 0.0, comparison.base, Interval(1.0, 1.0, 1.0))
     shown = [*([] if comparison.current is None else [comparison.current]), *comparison.candidates]
     return [{"mixer": "model alone", **alone}] + [
-        {
-            "mixer": one.name,
-            **figures(one.settings.k, one.settings.temperature, one.lam, one.held_out, one.change),
-        }
-        for one in shown
+        {"mixer": one.name, **figures(one.settings, one.lam, one.held_out, one.change)} for one in shown
     ]
 
 
 def figures(
-    k: int, temperature: float | None, lam: float, held_out: "Interval", change: "Interval"
+    settings: "KNNSettings | None", lam: float, held_out: "Interval", change: "Interval"
 ) -> dict[str, Any]:
     """Fitted settings as they are printed, with perplexity and its ratio to that of the model alone."""
     ratios = {"ratio": change.ppl, "ratio_low": change.low, "ratio_high": change.high}
-    return {"k": k, "temperature": temperature, "lambda": lam, **held_out._asdict(), **ratios}
+    reach = {
+        "k": settings.k if settings else 0,
+        "probes": settings.probes if settings else None,
+        "temperature": settings.temperature if settings else None,
+    }
+    return {**reach, "lambda": lam, **held_out._asdict(), **ratios}
 
 
 def table_of_fits(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
     """Write rows of `figures`, each after what it is named by."""
     shown = [{**row, "ratio": f"{row['ratio']:.3f}"} for row in rows]
-    return table(shown, [*names, "k", "temperature", "lambda", "ppl", "low", "high", "ratio"])
+    reach = "probes" if any(row["probes"] for row in rows) else "k"
+    return table(shown, [*names, reach, "temperature", "lambda", "ppl", "low", "high", "ratio"])

@@ -106,5 +106,5 @@ def _row(probed: "Probed") -> dict[str, Any]:
         "location": probed.location,
         "metric": probed.metric,
         "dim": probed.dim,
-        **figures(fitted.settings.k, fitted.settings.temperature, fitted.lam, fitted.held_out, fitted.change),
+        **figures(fitted.settings, fitted.lam, fitted.held_out, fitted.change),
     }

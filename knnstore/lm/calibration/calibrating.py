@@ -9,15 +9,14 @@ from datetime import UTC, datetime
 from knnstore.documents import documents_of
 from knnstore.errors import ConfigError, InputError, ReadOnlyError
 from knnstore.lm.calibration.candidates import Comparison, compare, ks_up_to
-from knnstore.lm.calibration.fit_domains import MOST_DOMAINS
-from knnstore.lm.calibration.fit_substitute import score_substitute
+from knnstore.lm.calibration.fits import MOST_DOMAINS, score_substitute
 from knnstore.lm.calibration.judging import check_enough, in_halves
 from knnstore.lm.calibration.savings import SHARES, Saving, judge_savings
 from knnstore.lm.calibration.scored_text import score_once
 from knnstore.lm.calibration.searches import FurtherSearches, WideEvidence
-from knnstore.lm.retrieval import visits_cells
 from knnstore.lm.scoring import HeldOut
 from knnstore.lm.settings import (
+    DEFAULT_PROBES,
     CalibrationRecord,
     KNNModel,
     KNNSettings,
@@ -33,6 +32,8 @@ MAX_K = 4096
 """Neighbors that are searched for: p_kNN over more of them was little better, see docs/prediction.md."""
 PASS_K = 1024
 """Neighbors that are kept of each token, for mixers that look at them; of more, only p_kNN is."""
+PROBES = (4, 8, 16, 32, 64)
+"""Cells that are visited, in a store that has some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +66,17 @@ def calibrate(
 ) -> Calibration:
     """Fit all settings on held-out text, and save the best for these domains.
 
-    One pass of the model, with searches for k up to `PASS_K`, for larger k and in each domain; then
-    everything is fitted without either; see `compare`. Nothing is saved unless the perplexity is below
-    the model's own, beyond chance. ``lm.knn`` has the settings from then on if it selects the same domains.
+    One pass of the model, with searches for k up to `PASS_K`, for larger k (or visits to more and fewer
+    cells) and in each domain; then everything is fitted without either; see `compare`. Nothing is saved
+    unless the perplexity is below the model's own, beyond chance. ``lm.knn`` has the settings from then on if
+    it selects the same domains.
 
     Args:
         lm: the model, its store opened for writing.
         documents: as in `add`: held-out text of the kind that is to be predicted.
         domains: what to retrieve from, and what the settings are saved for; default the whole store.
-        max_k: neighbors to search for; smaller numbers are tried as well.
+        max_k: neighbors to search for; smaller numbers are tried as well. A store that has cells visits
+            `PROBES` of them in its place.
         leave_out: a document that is itself in the store does not retrieve from itself; else it is refused.
         networks: whether a gate is fitted as one more candidate, and where searches can be left out. Neither
             is when a document is anywhere in the store: what is trained on it would outlast its removal.
@@ -110,24 +113,29 @@ def calibrate(
     if not records:
         raise InputError("the store is empty: add documents before calibrating")
     started = time.perf_counter()
+    current = usable_settings_for(store, selection)
+    probes = DEFAULT_PROBES if store.has_cells else None
     scored = score_once(
         store, reader, listed,
-        k=min(max_k, records, PASS_K), selection=selection, left_out=reached, progress=progress,
+        k=min(max_k, records, PASS_K), selection=selection, probes=probes, left_out=reached,
+        progress=progress,
     )  # fmt: skip
     wide: list[WideEvidence] = []
     apart = None
-    if bool(scored.distances[:, 0].isfinite().any()):
+    if len(scored.found):
         further = FurtherSearches(store, scored, listed, selection, reached, progress)
-        larger = [k for k in ks_up_to(min(max_k, records)) if k >= 2 * scored.k]
-        wide = further.with_k(larger) if larger else []
+        if probes is not None:
+            tried = {*PROBES, *([current.probes] if current and current.probes else [])}
+            scored = replace(scored, visited=further.with_probes(sorted(tried)))
+        else:
+            larger = [k for k in ks_up_to(min(max_k, records)) if k >= 2 * scored.k]
+            wide = further.with_k(larger) if larger else []
         searched = [domain.name for domain in store.domains() if not names or domain.name in names]
-        apart = further.by_domain(searched, scored.k) if 2 <= len(searched) <= MOST_DOMAINS else None
+        if 2 <= len(searched) <= MOST_DOMAINS:
+            apart = further.by_domain(searched, scored.k, probes)
     if not reached:  # which cannot be left out of a substitute
         scored = score_substitute(scored, store, selection, reader.encoder.model.device)
     between = time.perf_counter()
-    current = usable_settings_for(store, selection)
-    if current is not None and visits_cells(store, current):
-        current = None  # which cannot be judged by the k nearest
     found = compare(scored, current, wide=wide, domains=apart, networks=networks)
     best, savings = found.best, dict[float, Saving]()
     if found.beats_base and networks and best.settings.retrieves:

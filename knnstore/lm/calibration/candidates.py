@@ -15,18 +15,29 @@ import torch
 from torch import Tensor
 
 from knnstore.errors import InputError
-from knnstore.lm.calibration.evidence import Evidence, gather_evidence
-from knnstore.lm.calibration.fit_cache import fit_cache, gather_cache_evidence
-from knnstore.lm.calibration.fit_domains import DomainEvidence, fit_domains
-from knnstore.lm.calibration.fit_gate import fit_gate
-from knnstore.lm.calibration.fit_lambda import fit_bins, fit_fixed, fit_nearness, fit_relative
-from knnstore.lm.calibration.fit_substitute import fit_alone, fit_beside
+from knnstore.lm.calibration.evidence import Evidence, evidence_of_cells, gather_evidence
+from knnstore.lm.calibration.fits import (
+    DomainEvidence,
+    fit_alone,
+    fit_beside,
+    fit_bins,
+    fit_cache,
+    fit_domains,
+    fit_fixed,
+    fit_gate,
+    fit_nearness,
+    fit_relative,
+    gather_cache_evidence,
+)
 from knnstore.lm.calibration.judging import Interval, Judge, check_enough, in_halves
 from knnstore.lm.calibration.scored_text import Mixed, ScoredText
 from knnstore.lm.calibration.searches import WideEvidence
+from knnstore.lm.mixing import RelativeConfidence
 from knnstore.lm.settings import KNNSettings
 
 _K_STEP = 4
+_WORTH_PROBES = 1.002
+"""Every cell costs time: the fewest are taken with which perplexity is at most so many times the lowest."""
 
 Fit = Callable[[Evidence], KNNSettings]
 Mix = Callable[[KNNSettings, Tensor], Mixed]
@@ -119,9 +130,12 @@ def compare(
     trial = _Trial(scored)
     if not len(scored.found):
         raise InputError("nothing can be fitted: the search found no neighbor of any token")
-    evidence = gather_evidence(scored, ks_up_to(scored.k))
+    evidence = evidence_of_cells(scored) if scored.visited else gather_evidence(scored, ks_up_to(scored.k))
     fixed = [trial.fitted("fixed", fit_fixed, of) for of in evidence]
-    at_best_k = min(zip(fixed, evidence, strict=True), key=lambda pair: pair[0].held_out.ppl)[1]
+    enough = best_of(fixed).held_out.ppl * (_WORTH_PROBES if scored.visited else 1)
+    at_best_k = next(of for one, of in zip(fixed, evidence, strict=True) if one.held_out.ppl <= enough)
+    if scored.visited:
+        fits = {name: fit for name, fit in fits.items() if name != RelativeConfidence.name}
     others = [trial.fitted(name, fit, at_best_k) for name, fit in fits.items()]
     if networks:
         others.append(trial.fitted("gate", partial(fit_gate, scored=scored), at_best_k))
@@ -174,7 +188,7 @@ class _Trial:
             return []
         fitting = {"fixed": fit_fixed, **fits}
         best = best_of([one for one in candidates if one.name in fitting and one.settings.k <= scored.k])
-        at_its_k = next(of for of in evidence if of.k == best.settings.k)
+        at_its_k = next(of for of in evidence if (of.k, of.probes) == (best.settings.k, best.settings.probes))
         alone = partial(fit_alone, scored=scored, predicted=predicted)
         beside = partial(fit_beside, scored=scored, predicted=predicted, fit=fitting[best.name])
         return [
@@ -219,9 +233,14 @@ def _as_judged(
     searches = current.mixer.searches(current.selection)
     if any(one is not current.selection for one in searches):
         named = {name for one in searches for name in one.domains or ()}
+        in_cells = current.probes is not None
         if domains is None or current.cache is not None or not named <= set(domains.domains):
             return None, scored.log_probs
+        if in_cells != (domains.probes is not None):
+            return None, scored.log_probs
         return current, domains.log_probs
+    if scored.visited and current.retrieves:
+        return current if current.probes in scored.visited else None, scored.log_probs
     if current.mixer.needs_nearest_only and current.cache is None:
         for of in wide:
             if of.evidence.k == current.k:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from knnstore.lm.calibration.fit_gate import fit_skipping, known_before
+from knnstore.lm.calibration.fits import fit_skipping, known_before
 from knnstore.lm.calibration.scored_text import ScoredText
 from knnstore.lm.mixing import Skipping
 

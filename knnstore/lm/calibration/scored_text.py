@@ -1,15 +1,23 @@
 """Held-out text after one pass of model and search: all that settings are fitted and judged by."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from knnstore.documents import TextDocument
+from knnstore.lm.calibration.on_grid import CHUNK_VALUES, GoldOnGrid
 from knnstore.lm.keys import described
-from knnstore.lm.mixing import DISTINCT_AMONG, Retrieved, distinct_tokens, mix_log_probs, powers_up_to
+from knnstore.lm.mixing import (
+    DISTINCT_AMONG,
+    NearnessLambda,
+    Retrieved,
+    distinct_tokens,
+    mix_log_probs,
+    powers_up_to,
+)
 from knnstore.lm.reading import TextReader
 from knnstore.lm.retrieval import Reading, mixture_of
 from knnstore.lm.scoring import score_held_out
@@ -17,8 +25,7 @@ from knnstore.lm.settings import KNNSettings, Substitute
 from knnstore.progress import Progress
 from knnstore.store import Reader, Selection
 
-CHUNK_VALUES = 1 << 20
-"""How many neighbors are weighed at once: what stays in a CPU's cache."""
+_SEES_NEIGHBORS = NearnessLambda()
 
 
 class Mixed(NamedTuple):
@@ -68,6 +75,8 @@ class ScoredText:
     """What weights that are fitted on this text are for; see `described`."""
     substitute: ScoredSubstitute | None = None
     """What a substitute predicts; None where the text was not scored with one."""
+    visited: Mapping[int, GoldOnGrid] = field(default_factory=dict)
+    """p_kNN over the cells visited, by how many these were; then only the nearest are among the neighbors."""
 
     def __len__(self) -> int:
         return len(self.lm_log_probs)
@@ -87,8 +96,8 @@ class ScoredText:
         """Indices of the tokens for which something was found, int64."""
         return self.distances[:, 0].isfinite().nonzero()[:, 0]
 
-    def retrieved(self, k: int, tokens: Tensor) -> Retrieved:
-        """What a mixer chooses from, with the k nearest neighbors of some tokens."""
+    def retrieved(self, k: int, tokens: Tensor, probes: int | None = None) -> Retrieved:
+        """What a mixer chooses from, with the k nearest neighbors of some tokens, or so many cells."""
         return Retrieved(
             self.distances[tokens, :k],
             self.lm_max[tokens],
@@ -97,18 +106,20 @@ class ScoredText:
             distinct=None if self.distinct is None else self.distinct[tokens],
             log_weights=None if self.log_weights is None else self.log_weights[tokens, :k],
             hits=self.hits[tokens, :k],
+            visited=None if probes is None else [self.visited[probes].rows(tokens)],
         )
 
     def log_probs(self, settings: KNNSettings, tokens: Tensor | None = None) -> Mixed:
         """Mix as `settings` say; its selection is not looked at, nor a substitute that was not scored.
 
         Args:
-            settings: with a k of at most that of the pass, and a mixer that searches once.
+            settings: with a k of at most that of the pass or with probes that are known, and a mixer that
+                searches once.
             tokens: indices, int64, shape (m,), each of which has an entry in what is returned; default all.
         """
-        parts = []
-        for chunk in self.chunks(settings.k, tokens):
-            retrieved, gold = self.retrieved(settings.k, chunk), chunk  # looked at by the cache alone
+        parts, k = [], self.k if settings.probes else settings.k
+        for chunk in self.chunks(k, tokens):
+            retrieved, gold = self.retrieved(k, chunk, settings.probes), chunk  # looked at by the cache alone
             if settings.cache is not None:
                 assert self.reading is not None
                 gold = self.reading.gold[chunk]
@@ -128,10 +139,16 @@ def score_once(
     *,
     k: int,
     selection: Selection,
+    probes: int | None = None,
     left_out: Collection[str] = (),
     progress: Progress | None = None,
 ) -> ScoredText:
-    """Run the model and one search over every token of held-out documents; see `score_held_out`."""
+    """Run the model and one search over every token of held-out documents; see `score_held_out`.
+
+    With probes the k nearest are those in the cells visited, and there are `DISTINCT_AMONG`.
+    """
+    if probes is not None:
+        k = DISTINCT_AMONG
     shown = progress or Progress()
     total = reader.count_predicted(documents)
     shown.start("scoring", total=total)
@@ -144,8 +161,9 @@ def score_once(
     distinct = torch.empty((total, len(powers_up_to(min(k, DISTINCT_AMONG)))), dtype=torch.int16)
     log_weights = None
     done = 0
+    settings = KNNSettings(k=k, mixer=_SEES_NEIGHBORS, selection=selection, probes=probes)
     for part in score_held_out(
-        store, reader, documents, KNNSettings(k=k, selection=selection), left_out=left_out, progress=shown,
+        store, reader, documents, settings, left_out=left_out, progress=shown,
     ):  # fmt: skip
         rows = slice(done, done + len(part.gold))
         scored.lm_log_probs[rows] = part.lm_log_probs

@@ -1,7 +1,7 @@
-"""Searching once more for text that was scored: with larger k, and in each domain on its own.
+"""Searching once more for text that was scored: with larger k, in more cells, in each domain on its own.
 
-Of thousands of neighbors of each token only p_kNN of the gold token is kept, at the temperatures of a
-grid: memory does not grow with k.
+Of thousands of records for each token only p_kNN of the gold token is kept, at the temperatures of a
+grid: memory does not grow with their number.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -12,22 +12,22 @@ from torch import Tensor
 
 from knnstore.datastore import tokens_of
 from knnstore.documents import TextDocument
-from knnstore.lm.calibration.evidence import (
-    Evidence,
-    between_points,
-    evidence_of,
-    gold_on_grid,
-    temperatures_for,
-)
-from knnstore.lm.calibration.fit_domains import DomainEvidence
+from knnstore.lm.calibration.evidence import Evidence, evidence_of, temperatures_for
+from knnstore.lm.calibration.fits import DomainEvidence
+from knnstore.lm.calibration.on_grid import GoldOnGrid, between_points, gold_on_grid
 from knnstore.lm.calibration.scored_text import Mixed, ScoredText
 from knnstore.lm.mixing import LEAST_PROBABILITY, Retrieved, mix_probs
+from knnstore.lm.retrieval import Reading, visit
 from knnstore.lm.settings import KNNSettings
 from knnstore.progress import Progress
 from knnstore.store import Reader, Selection
 
 _NEIGHBORS = 1 << 22
 """Of all queries that are searched for at once."""
+_DISTANCES = 1 << 25
+"""To records of cells, that are weighed at once."""
+_FIRST = 64
+"""Queries that visit cells at once, before it is known how large these are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,32 +49,57 @@ class FurtherSearches:
         parts = self._search(ks[-1], f"searching k={ks[-1]:,}", self.selection)
         return [WideEvidence(of, self.scored.lm_log_probs) for of in evidence_of(self.scored, ks, parts)]
 
-    def by_domain(self, domains: Sequence[str], k: int) -> DomainEvidence:
-        """Search each domain, all of which are selected, on its own for k neighbors."""
+    def with_probes(self, probes: Sequence[int]) -> dict[int, GoldOnGrid]:
+        """Visit so many cells: p_kNN of every token over all their records, by the number of cells."""
+        temperatures = temperatures_for(self.scored)
+        return {
+            some: self._visit(some, f"visiting {some:,} cells", self.selection, temperatures)
+            for some in probes
+        }
+
+    def by_domain(self, domains: Sequence[str], k: int, probes: int | None = None) -> DomainEvidence:
+        """Search each domain, all of which are selected, on its own: for k neighbors, or in so many cells."""
         scored, temperatures = self.scored, temperatures_for(self.scored)
         lm = scored.lm_log_probs.exp().clamp_(min=LEAST_PROBABILITY)
-        knn = lm[:, None].repeat(len(domains), 1, len(temperatures))
-        everywhere = torch.zeros(len(domains), len(scored), dtype=torch.bool)
-        for number, domain in enumerate(domains):
-            selection = replace(self.selection, domains=(domain,))
-            for tokens, found, hits in self._search(k, f"searching {domain}", selection):
-                probs = gold_on_grid(found.distances, hits, [k], temperatures, found.log_weights)
-                knn[number, tokens] = probs[0]
-                everywhere[number, tokens] = True
-        return DomainEvidence(k, tuple(domains), temperatures, knn, everywhere, lm)
+        apart = []
+        for domain in domains:
+            selection, title = replace(self.selection, domains=(domain,)), f"searching {domain}"
+            if probes is not None:
+                apart.append(self._visit(probes, title, selection, temperatures))
+                continue
+            found = GoldOnGrid.nothing(len(scored), temperatures)
+            for tokens, retrieved, hits in self._search(k, title, selection):
+                found.knn[tokens] = gold_on_grid(
+                    retrieved.distances, hits, [k], temperatures, retrieved.log_weights
+                )[0]
+                found.found[tokens] = True
+            apart.append(found)
+        knn = torch.stack([one.knn.where(one.found[:, None], lm[:, None]) for one in apart])
+        everywhere = torch.stack([one.found for one in apart])
+        return DomainEvidence(k, tuple(domains), temperatures, knn, everywhere, lm, probes)
+
+    def _visit(self, probes: int, title: str, selection: Selection, temperatures: Tensor) -> GoldOnGrid:
+        """Visit the cells near every token of the text."""
+        found, at_once = GoldOnGrid.nothing(len(self.scored), temperatures), _FIRST
+        for members, reached in self._groups(title, selection):
+            settings = KNNSettings(selection=reached, probes=probes)
+            left = members
+            while len(left):
+                tokens, left = left[:at_once], left[at_once:]
+                keys, gold = self._reading.keys[tokens].numpy(), self._reading.gold[tokens]
+                (visited,) = visit(self.store, keys, gold, settings)
+                found.knn[tokens] = visited.gold_on_grid(temperatures)
+                found.found[tokens] = visited.nearest.isfinite()
+                at_once = max(1, _DISTANCES * len(tokens) // max(1, visited.size))
+                self._shown.advance(len(tokens))
+        self._shown.finish()
+        return found
 
     def _search(self, k: int, title: str, selection: Selection) -> Iterator[tuple[Tensor, Retrieved, Tensor]]:
         """Yield tokens for which something is found, their neighbors, and which of these have the token."""
-        scored, shown = self.scored, self.progress or Progress()
-        reading = scored.reading
-        assert reading is not None
-        hashes = [one.content_hash for one in self.documents]
-        apart = [number for number, one in enumerate(hashes) if one in self.left_out]
-        groups = [(~torch.isin(scored.documents, torch.tensor(apart, dtype=torch.int64)), selection)]
-        groups += [(scored.documents == number, selection.without(hashes[number])) for number in apart]
-        shown.start(title, total=len(scored))
-        for members, reached in groups:
-            for tokens in torch.split(members.nonzero()[:, 0], max(1, _NEIGHBORS // k)):
+        reading = self._reading
+        for members, reached in self._groups(title, selection):
+            for tokens in torch.split(members, max(1, _NEIGHBORS // k)):
                 if not len(tokens):
                     continue
                 neighbors = self.store.search(reading.keys[tokens].numpy(), k, reached)
@@ -85,13 +110,34 @@ class FurtherSearches:
                 yield (
                     tokens[found],
                     Retrieved(
-                        distances[found], scored.lm_max[tokens[found]],
+                        distances[found], self.scored.lm_max[tokens[found]],
                         log_weights=None if log_weights is None else torch.from_numpy(log_weights)[found],
                     ),
                     hits[found],
                 )  # fmt: skip
-                shown.advance(len(tokens))
-        shown.finish()
+                self._shown.advance(len(tokens))
+        self._shown.finish()
+
+    @property
+    def _reading(self) -> Reading:
+        assert self.scored.reading is not None
+        return self.scored.reading
+
+    @property
+    def _shown(self) -> Progress:
+        return self.progress or Progress()
+
+    def _groups(self, title: str, selection: Selection) -> list[tuple[Tensor, Selection]]:
+        """Begin to search: indices of tokens, and what those retrieve from."""
+        scored, hashes = self.scored, [one.content_hash for one in self.documents]
+        apart = [number for number, one in enumerate(hashes) if one in self.left_out]
+        others = ~torch.isin(scored.documents, torch.tensor(apart, dtype=torch.int64))
+        groups = [(others.nonzero()[:, 0], selection)]
+        for number in apart:
+            of_document = (scored.documents == number).nonzero()[:, 0]
+            groups.append((of_document, selection.without(hashes[number])))
+        self._shown.start(title, total=len(scored))
+        return groups
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from knnstore.lm.mixing.interpolation import (
     LEAST_PROBABILITY,
     Component,
     Mixture,
+    PerQuery,
     mix_gold,
     mix_log_probs,
     mix_probs,
@@ -30,9 +31,9 @@ from knnstore.lm.mixing.visited import Visited, VisitedCell
 
 __all__ = [
     "DISTINCT_AMONG", "LEAST_PROBABILITY", "MAX_LAMBDA", "BinnedLambda", "Chosen", "Component",
-    "DomainWeights", "FixedLambda", "GateLambda", "Mixer", "Mixture", "NearnessLambda", "Recent",
-    "RelativeConfidence", "Retrieved", "SimpleMixer", "Skipping", "Visited", "VisitedCell", "bins_of",
-    "chosen_by", "distinct_tokens", "entropy_of", "fit_lambdas", "fit_network", "fit_weight",
+    "DomainWeights", "FixedLambda", "GateLambda", "Mixer", "Mixture", "NearnessLambda", "PerQuery",
+    "Recent", "RelativeConfidence", "Retrieved", "SimpleMixer", "Skipping", "Visited", "VisitedCell",
+    "bins_of", "chosen_by", "distinct_tokens", "entropy_of", "fit_lambdas", "fit_network", "fit_weight",
     "gate_features", "is_registered", "mix_gold", "mix_log_probs", "mix_probs", "mixer_of",
     "neighbor_weights", "powers_up_to", "register_mixer", "relative_distance", "skip_features",
     "start_of",

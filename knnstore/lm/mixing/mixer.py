@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from knnstore.lm.mixing.interpolation import PerQuery, neighbor_weights
-from knnstore.lm.mixing.visited import Visited
 from knnstore.store import Selection
 
 MAX_LAMBDA = 0.999
@@ -32,6 +31,21 @@ class Recent(NamedTuple):
     def to(self, device: torch.device) -> "Recent":
         """The same on a device."""
         return Recent(self.distances.to(device), self.tokens.to(device))
+
+
+class GoldShares(Protocol):
+    """What n queries met, as far as it can be said without the records."""
+
+    def weights(self, temperature: PerQuery) -> Tensor:
+        """What p_kNN gives to the records with the token that came, and to all others.
+
+        Args:
+            temperature: T > 0, for all or of shape (n,).
+
+        Returns:
+            Float32, shape (n, 2). Rows sum to 1, or to 0 when nothing was met.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +80,7 @@ class Retrieved:
     hits: Tensor | None = None
     """Whether each neighbor carries the token that came, bool, shape (n, k), if `tokens` are not known."""
 
-    visited: Sequence[Visited] | None = None
+    visited: Sequence[GoldShares] | None = None
     """All records of the cells visited, for each search: these count, and `distances` and `tokens` are only
     of the nearest of them."""
 

@@ -73,15 +73,34 @@ class Visited:
         found = distances.topk(k, largest=False)
         return found.values, tokens.gather(1, found.indices)
 
-    def weights(self, temperature: PerQuery) -> Tensor:
-        """What p_kNN gives to the records with the token that came, and to all others.
+    def gold_on_grid(self, temperatures: Tensor) -> Tensor:
+        """What p_kNN gives to the token that came, at each temperature.
 
         Args:
-            temperature: T > 0, for all or of shape (n,).
+            temperatures: shape (m,), ascending by half octaves.
 
         Returns:
-            Float32, shape (n, 2). Rows sum to 1, or to 0 when nothing was visited.
+            Float32, shape (n, m); 0 where nothing was visited.
         """
+        total, gold = torch.zeros(2, len(temperatures), len(self._gold))
+        for queries, tokens, distances, log_weights in self._cells:
+            counts = torch.ones(len(tokens)) if log_weights is None else log_weights.exp()
+            hits = (tokens == self._gold[queries, None]).nonzero(as_tuple=True)
+            gaps = self.nearest[queries, None] - distances
+            at_two = [(gaps / temperature).exp_() for temperature in temperatures.flip(0)[:2]]
+            of_cell, of_hits = torch.empty(len(total), len(queries)), torch.empty(len(total), len(hits[0]))
+            for step in range(len(total)):
+                of_each = at_two[step % 2]
+                torch.mv(of_each, counts, out=of_cell[step])
+                of_hits[step] = of_each[hits]
+                of_each.square_()  # which makes it that of half the temperature
+            total.index_add_(1, queries, of_cell)
+            gold.index_add_(1, queries[hits[0]], of_hits * counts[hits[1]])
+        shares: Tensor = (gold / total.clamp(min=LEAST_PROBABILITY)).clamp_(max=1.0)
+        return shares.flip(0).T.contiguous()
+
+    def weights(self, temperature: PerQuery) -> Tensor:
+        """What p_kNN gives to the records with the token that came, and to all others; see `GoldShares`."""
         temperatures = torch.as_tensor(temperature, dtype=torch.float32).expand(len(self._gold))
         total, gold = torch.zeros(2, len(self._gold))
         for queries, tokens, distances, log_weights in self._cells:

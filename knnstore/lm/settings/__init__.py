@@ -1,6 +1,7 @@
 """What a query is made with: values, and how they are saved."""
 
 from knnstore.lm.settings.defaults import (
+    DEFAULT_PROBES,
     default_settings,
     is_substitute_outdated,
     settings_for,
@@ -23,8 +24,9 @@ from knnstore.lm.settings.saved import (
 )
 
 __all__ = [
-    "CacheSettings", "CalibrationRecord", "KNNModel", "KNNSettings", "PointerSettings", "ReadingModel",
-    "ReadingParts", "Substitute", "TrainedSubstitute", "default_settings", "is_substitute_outdated",
-    "records_of", "save_settings", "saved_for", "settings_for", "settings_from_dict", "settings_to_dict",
-    "trained_for", "usable_settings_for", "weights_for", "weights_of",
+    "DEFAULT_PROBES", "CacheSettings", "CalibrationRecord", "KNNModel", "KNNSettings", "PointerSettings",
+    "ReadingModel", "ReadingParts", "Substitute", "TrainedSubstitute", "default_settings",
+    "is_substitute_outdated", "records_of", "save_settings", "saved_for", "settings_for",
+    "settings_from_dict", "settings_to_dict", "trained_for", "usable_settings_for", "weights_for",
+    "weights_of",
 ]  # fmt: skip

@@ -4,7 +4,7 @@ import math
 from dataclasses import InitVar, dataclass
 
 from knnstore.errors import ConfigError
-from knnstore.lm.mixing import FixedLambda, Mixer, Skipping
+from knnstore.lm.mixing import FixedLambda, Mixer, RelativeConfidence, Skipping
 from knnstore.lm.settings.parts import LEAST_TEMPERATURE, CacheSettings, PointerSettings, Substitute
 from knnstore.store import EVERYTHING, Selection
 
@@ -67,6 +67,11 @@ class KNNSettings:
             )
         if lam is not None:
             object.__setattr__(self, "mixer", FixedLambda(lam))
+        if self.probes is not None and isinstance(self.mixer, RelativeConfidence):
+            raise ConfigError(
+                f"the mixer {self.mixer.name!r} goes by the farthest of the k nearest and does not go with "
+                "probes: choose another, or give k"
+            )
         searches = self.mixer.searches(self.selection)
         if self.pointers is not None and any(one is not self.selection for one in searches):
             raise ConfigError(

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from knnstore.lm.calibration.evidence import Evidence
-from knnstore.lm.calibration.fit_lambda import at_columns, best_fixed
+from knnstore.lm.calibration.fits.fit_lambda import at_columns, best_fixed
 from knnstore.lm.calibration.scored_text import ScoredText
 from knnstore.lm.mixing import (
     GateLambda,
@@ -41,7 +41,7 @@ def fit_gate(evidence: Evidence, scored: ScoredText) -> KNNSettings:
 
     network = fit_network(features, loss, scored.documents[evidence.tokens], start_of(fixed_lam))
     purpose = {**(scored.fitted_for or {}), "of": "gate", "k": evidence.k, "scale": scale}
-    return KNNSettings(evidence.k, fixed_temperature, GateLambda(network.weights(purpose)))
+    return evidence.settings(fixed_temperature, GateLambda(network.weights(purpose)))
 
 
 def fit_skipping(scored: ScoredText, gains: Tensor, tokens: Tensor) -> Skipping:

@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from knnstore.lm.calibration.evidence import between_points
+from knnstore.lm.calibration.on_grid import between_points
 from knnstore.lm.calibration.scored_text import Mixed
 from knnstore.lm.mixing import LEAST_PROBABILITY, MAX_LAMBDA, DomainWeights, mix_probs
 from knnstore.lm.settings import KNNSettings
@@ -37,6 +37,8 @@ class DomainEvidence:
     """Whether anything was, bool, shape (j, n)."""
     lm: Tensor
     """p_LM of each token, float32, shape (n,)."""
+    probes: int | None = None
+    """Cells whose records p_kNN^(j) is over; None where it is over k neighbors."""
 
     def only(self, wanted: Tensor) -> "DomainEvidence":
         """The evidence of some tokens, bool, shape (n,)."""
@@ -81,7 +83,7 @@ def fit_domains(evidence: DomainEvidence) -> KNNSettings:
     heaviest = float(temperatures[lambdas.argmax()])
     factors = tuple((temperatures / heaviest).tolist())
     mixer = DomainWeights(evidence.domains, tuple(lambdas.tolist()), factors)
-    return KNNSettings(evidence.k, heaviest, mixer)
+    return KNNSettings(evidence.k, heaviest, mixer, probes=evidence.probes)
 
 
 def mixture_weights(probs: Tensor) -> Tensor:

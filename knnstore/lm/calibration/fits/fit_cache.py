@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from knnstore.lm.calibration.evidence import gold_on_grid
-from knnstore.lm.calibration.scored_text import CHUNK_VALUES
+from knnstore.lm.calibration.on_grid import CHUNK_VALUES, gold_on_grid
 from knnstore.lm.mixing import LEAST_PROBABILITY, fit_lambdas, mix_gold
 from knnstore.lm.retrieval import Reading
 from knnstore.lm.settings import CacheSettings

@@ -29,7 +29,7 @@ PRIOR_TOKENS = 32.0
 def fit_fixed(evidence: Evidence) -> KNNSettings:
     """Fit one T and one λ."""
     temperature, lam = best_fixed(evidence)
-    return KNNSettings(evidence.k, temperature, FixedLambda(lam))
+    return evidence.settings(temperature, FixedLambda(lam))
 
 
 def best_fixed(evidence: Evidence) -> tuple[float, float]:
@@ -68,7 +68,7 @@ def fit_bins(
         points = _lowest(loss.sum(0, keepdim=True)).expand(count)
         together, factors = at_columns(scale, points[:1]), ()
     mixer = BinnedLambda(distance_edges, tuple(at_columns(lam, points).tolist()), factors, confidence_edges)
-    return KNNSettings(evidence.k, together.exp().item(), mixer)
+    return evidence.settings(together.exp().item(), mixer)
 
 
 def fit_nearness(evidence: Evidence) -> KNNSettings:
@@ -77,7 +77,7 @@ def fit_nearness(evidence: Evidence) -> KNNSettings:
     lambdas = [mixer(evidence.nearest, temperature).lam for temperature in evidence.temperatures.tolist()]
     losses = [-_mixed(evidence, lam, column).log().sum() for column, lam in enumerate(lambdas)]
     point = _lowest(torch.stack(losses)[None])
-    return KNNSettings(evidence.k, at_columns(evidence.temperatures.log(), point).exp().item(), mixer)
+    return evidence.settings(at_columns(evidence.temperatures.log(), point).exp().item(), mixer)
 
 
 def fit_relative(evidence: Evidence) -> KNNSettings:
@@ -99,7 +99,7 @@ def fit_relative(evidence: Evidence) -> KNNSettings:
     level, slope = weights.detach().double().tolist()
     slope = min(slope, -1e-6) if slope <= 0 else max(slope, 1e-6)
     alpha, tau = float(middle) - float(spread) * level / slope, -float(spread) / slope
-    return KNNSettings(evidence.k, evidence.temperatures[column].item(), RelativeConfidence(alpha, tau))
+    return evidence.settings(evidence.temperatures[column].item(), RelativeConfidence(alpha, tau))
 
 
 def _fit_one(evidence: Evidence) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,119 @@
+"""p_kNN of the token that came at every temperature of a grid, and between its points."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from knnstore.lm.mixing import LEAST_PROBABILITY, PerQuery
+
+CHUNK_VALUES = 1 << 20
+"""How many neighbors are weighed at once: what stays in a CPU's cache."""
+
+_OCTAVES = (-6.0, 3.0)
+_STEP = 0.5
+
+
+def grid(distances: Tensor) -> Tensor:
+    """Temperatures around the neighbors' typical distance from the nearest one, ascending by half octaves.
+
+    The distances, shape (n, k), are of a sample of tokens for which something was found, ascending.
+    """
+    gaps = torch.where(distances.isfinite(), distances - distances[:, :1], 0.0)
+    spread = float((gaps.sum(1) / distances.isfinite().sum(1)).mean())
+    # The temperature of SK-MT's formula is of the size of the distances themselves.
+    largest = max(spread * 2 ** _OCTAVES[1], 2 * float(distances[:, 0].abs().mean()))
+    smallest = spread * 2 ** _OCTAVES[0] or largest / 2
+    if largest <= 0:  # nothing but exact copies: any T will do
+        smallest, largest = 0.5, 1.0
+    steps = int(np.ceil(np.log2(largest / smallest) / _STEP)) + 1
+    return smallest * 2 ** (_STEP * torch.arange(steps))
+
+
+def gold_on_grid(
+    distances: Tensor,
+    hits: Tensor,
+    ks: Sequence[int],
+    temperatures: Tensor,
+    log_weights: Tensor | None = None,
+) -> Tensor:
+    """Compute p_kNN of the gold token of n tokens among the first neighbors, for each k and temperature.
+
+    Args:
+        distances: float32, shape (n, k), +inf where one is missing.
+        hits: whether a neighbor carries the token, bool, shape (n, k).
+        ks: ascending.
+        temperatures: shape (m,).
+        log_weights: of the neighbors, shape (n, k); see `Retrieved`.
+
+    Returns:
+        float32, shape (len(ks), n, m); 0 where nothing is found.
+    """
+    knn = torch.empty(len(ks), len(distances), len(temperatures))
+    slices = [slice(start, stop) for start, stop in zip([0, *ks], ks, strict=False)]
+    for rows in torch.split(torch.arange(len(distances)), max(1, CHUNK_VALUES // ks[-1])):
+        near = distances[rows, : ks[-1]]
+        nearest = near.amin(1, keepdim=True)
+        gaps = torch.where(nearest.isfinite(), nearest, 0.0) - near
+        factors = None if log_weights is None else log_weights[rows, : ks[-1]].exp()
+        for column, temperature in enumerate(temperatures):
+            weights = (gaps / temperature).exp_()
+            if factors is not None:
+                weights *= factors
+            total = torch.stack([weights[:, part].sum(1) for part in slices]).cumsum(0)
+            weights *= hits[rows, : ks[-1]]
+            gold = torch.stack([weights[:, part].sum(1) for part in slices]).cumsum(0)
+            knn[:, rows, column] = (gold / total.clamp_(min=LEAST_PROBABILITY)).clamp_(max=1.0)
+    return knn
+
+
+def between_points(knn: Tensor, temperatures: Tensor, wanted: Tensor | float) -> Tensor:
+    """Take p_kNN at any temperature: between the points, on the cubic through the nearest four.
+
+    Args:
+        knn: at each temperature, shape (n, m).
+        temperatures: ascending by a constant factor, shape (m,), m = 1 or m >= 4.
+        wanted: a temperature for each token, shape (n,), or one for all; at most the last one.
+    """
+    if len(temperatures) == 1:
+        return knn[:, 0]
+    scale, last = temperatures.log(), len(temperatures) - 1
+    place = (torch.as_tensor(wanted).log() - scale[0]) / (scale[1] - scale[0])
+    place = place.clamp(0, last).expand(len(knn))
+    first = (place.floor() - 1).clamp(0, last - 3)
+    at, total = place - first, torch.zeros(len(knn))
+    for node in range(4):
+        factor = torch.ones(len(knn))
+        for other in range(4):
+            if other != node:
+                factor = factor * (at - other) / (node - other)
+        total += factor * knn.gather(1, first.long()[:, None] + node)[:, 0]
+    return total.clamp_(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class GoldOnGrid:
+    """p_kNN of the token that came, of n tokens: all that is kept of what a search summed over."""
+
+    temperatures: Tensor
+    """The grid, float32, shape (m,), ascending."""
+    knn: Tensor
+    """At each of them, float32, shape (n, m)."""
+    found: Tensor
+    """Whether anything was found, bool, shape (n,)."""
+
+    @classmethod
+    def nothing(cls, count: int, temperatures: Tensor) -> "GoldOnGrid":
+        """Of so many tokens, for none of which anything is found."""
+        return cls(temperatures, torch.zeros(count, len(temperatures)), torch.zeros(count, dtype=torch.bool))
+
+    def rows(self, tokens: Tensor) -> "GoldOnGrid":
+        """Of some of the tokens."""
+        return GoldOnGrid(self.temperatures, self.knn[tokens], self.found[tokens])
+
+    def weights(self, temperature: PerQuery) -> Tensor:
+        """What p_kNN gives to the token that came, and to all others; see `GoldShares`."""
+        gold = between_points(self.knn, self.temperatures, temperature)
+        return torch.stack([gold, 1 - gold], 1) * self.found[:, None]

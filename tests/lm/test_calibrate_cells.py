@@ -1,0 +1,126 @@
+"""Calibrating a store that has cells: each candidate against the evaluation that visits for real."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from knnstore.errors import ConfigError
+from knnstore.lm import DomainWeights, KNNSettings, RelativeConfidence
+from knnstore.lm.calibration.candidates import compare
+from knnstore.lm.calibration.scored_text import ScoredText, score_once
+from knnstore.lm.calibration.searches import FurtherSearches
+from knnstore.lm.mixing import Visited, VisitedCell
+from knnstore.store import EVERYTHING
+from tests.lm.phrases import documents, phrases
+
+RNG = np.random.default_rng(5)
+OF_A, OF_B = phrases(RNG, 20), phrases(RNG, 12, low=30)
+HELD_OUT = documents(RNG, OF_A, "h", 8) + documents(RNG, OF_B, "i", 4)
+
+
+@pytest.fixture(scope="module")
+def filled(make_lm):
+    """A home of cells with two domains, in each of which there are several."""
+    lm = make_lm(max_length=32, stride=16, store="cells", params={"cells": 12})
+    lm.add(documents(RNG, OF_A, "a", 8), domain="a")
+    lm.add(documents(RNG, OF_B, "b", 6), domain="b")
+    lm.store.close()
+    return lm.store.home.path
+
+
+def searched(lm, held_out=HELD_OUT, left_out=()) -> FurtherSearches:
+    scored = score_once(
+        lm.store, lm.reader, held_out, k=1, probes=16, selection=EVERYTHING, left_out=left_out
+    )
+    return FurtherSearches(lm.store, scored, held_out, EVERYTHING, left_out)
+
+
+def visited(further: FurtherSearches, *probes: int) -> ScoredText:
+    return replace(further.scored, visited=further.with_probes(probes))
+
+
+def ppl(log_probs: torch.Tensor) -> float:
+    return math.exp(-float(log_probs.double().mean()))
+
+
+def test_candidates_agree_with_the_evaluation(lm) -> None:
+    """All mixers with all probes, and what is in force; what is saved has the probes that were chosen."""
+    lm.knn = KNNSettings(temperature=lm.knn.temperature, lam=0.3, probes=16)
+    found = lm.calibrate(HELD_OUT)
+    candidates = {(one.name, one.settings.probes): one for one in found.comparison.candidates}
+    fixed = {probes: one for (name, probes), one in candidates.items() if name == "fixed"}
+    assert list(fixed) == [4, 8, 16, 32, 64]
+    names = {name for name, _ in candidates}
+    assert {"gate", "bins 8 + T", "domains", "sk-mt"} <= names
+    assert "relative-confidence" not in names
+    scored = visited(searched(lm), 4, 8, 16, 32, 64)
+    for (name, probes), one in candidates.items():
+        if probes is not None and "domains" not in name:
+            mixed, lam = scored.log_probs(one.settings)
+            evaluated = lm.evaluate(HELD_OUT, one.settings)
+            assert ppl(mixed) == pytest.approx(evaluated.knn_ppl, rel=3e-3), name
+            assert float(lam.mean()) == pytest.approx(evaluated.lam, rel=3e-3, abs=1e-6), name
+    chosen = candidates["bins 8", found.settings.probes].settings.probes
+    lowest = min(one.held_out.ppl for one in fixed.values())
+    assert fixed[chosen].held_out.ppl <= 1.002 * lowest
+    assert all(fixed[fewer].held_out.ppl > 1.002 * lowest for fewer in fixed if fewer < chosen)
+    assert lm.knn == found.settings
+    current = lm.calibrate(HELD_OUT).comparison.current
+    assert current.settings == found.settings
+
+
+def test_documents_that_are_left_out_are_in_no_sum(lm) -> None:
+    held_out = [*HELD_OUT[:2], *HELD_OUT[8:10]]
+    lm.add(held_out[1:3], domain="b")
+    duplicates = {one.content_hash for one in held_out[1:3]}
+    further = searched(lm, held_out, duplicates)
+    scored = visited(further, 3)
+    given = KNNSettings(temperature=float(scored.visited[3].temperatures[8]), lam=0.4, probes=3)
+    honest = lm.evaluate(held_out, given, leave_out=True).knn_ppl
+    assert ppl(scored.log_probs(given).log_probs) == pytest.approx(honest, rel=1e-4)
+    assert honest > lm.evaluate(held_out, given).knn_ppl * 1.02
+
+
+def test_domains_visited_apart_agree_with_the_evaluation(lm) -> None:
+    further = searched(lm)
+    evidence = further.by_domain(["a", "b"], 64, 3)
+    temperature = float(evidence.temperatures[8])
+    given = KNNSettings(64, temperature, DomainWeights(("b", "a"), (0.2, 0.5), (2.0, 1.0)), probes=3)
+    found = lm.evaluate(HELD_OUT, given)
+    assert ppl(evidence.log_probs(given, torch.arange(len(further.scored))).log_probs) == pytest.approx(
+        found.knn_ppl, rel=1e-4
+    )
+    scored = visited(further, 4)
+    kept = compare(scored, given, fits={}, domains=evidence).current
+    assert kept.held_out.ppl == pytest.approx(found.knn_ppl, rel=1e-4)
+    for other in (replace(given, probes=None), KNNSettings(k=8, lam=0.4), KNNSettings(lam=0.4, probes=5)):
+        assert compare(scored, other, fits={}, domains=evidence).current is None
+
+
+def test_p_knn_on_a_grid_is_what_it_is_at_each_temperature() -> None:
+    """With records that stand for others, and a query that visits nothing."""
+    generator = torch.Generator().manual_seed(0)
+    gold = torch.tensor([1, 2, 3, 1])
+    cells = [
+        VisitedCell(
+            torch.tensor([0, 2]), torch.tensor([1, 1, 3, 2]), torch.rand(2, 4, generator=generator) * 9
+        ),
+        VisitedCell(
+            torch.tensor([2, 1]), torch.tensor([3, 2]), torch.rand(2, 2, generator=generator) * 9,
+            torch.tensor([0.5, 2.0]),
+        ),
+    ]  # fmt: skip
+    found = Visited(cells, gold)
+    for count in (1, 7):
+        temperatures = 0.5 * 2 ** (0.5 * torch.arange(count))
+        expected = torch.stack([found.weights(float(one))[:, 0] for one in temperatures], 1)
+        torch.testing.assert_close(found.gold_on_grid(temperatures), expected, atol=1e-6, rtol=1e-4)
+    assert not expected[3].any()
+
+
+def test_relative_confidence_goes_with_no_probes() -> None:
+    with pytest.raises(ConfigError, match="does not go with probes"):
+        KNNSettings(mixer=RelativeConfidence(), probes=2)
