@@ -10,8 +10,8 @@ from torch import Tensor
 
 from knnstore.lm import KNNSettings
 from knnstore.lm.calibration.evidence import gather_evidence
-from knnstore.lm.calibration.fits.fit_cache import fit_cache, gather_cache_evidence
-from knnstore.lm.calibration.fits.fit_lambda import fit_fixed
+from knnstore.lm.calibration.fits.cache import fit_cache, gather_cache_evidence
+from knnstore.lm.calibration.fits.mixers import fit_fixed
 from knnstore.lm.calibration.judging import RESAMPLES, Interval, Judge
 from knnstore.lm.calibration.scored_text import ScoredText
 from knnstore.lm.mixing import fit_lambdas, neighbor_weights

@@ -12,7 +12,7 @@ from knnstore.datastore import tokens_of
 from knnstore.documents import TextDocument
 from knnstore.errors import ConfigError
 from knnstore.lm import FixedLambda, KNNLMForCausalLM, TokenTable
-from knnstore.lm.calibration.fits.fit_cache import fit_cache, gather_cache_evidence
+from knnstore.lm.calibration.fits.cache import fit_cache, gather_cache_evidence
 from knnstore.lm.calibration.scored_text import ScoredText
 from knnstore.lm.retrieval.cache import Reading, look_back
 from knnstore.lm.scoring import evaluate

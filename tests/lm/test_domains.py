@@ -18,7 +18,7 @@ from knnstore.lm import (
     Retrieved,
     TokenTable,
 )
-from knnstore.lm.calibration.fits.fit_domains import DomainEvidence, fit_domains, mixture_weights
+from knnstore.lm.calibration.fits.domains import DomainEvidence, fit_domains, mixture_weights
 from knnstore.lm.retrieval import retrieve
 from knnstore.store import Selection
 from tests.lm.phrases import documents, phrases, text, words

@@ -13,7 +13,7 @@ from knnstore.errors import InputError
 from knnstore.lm import BinnedLambda, KNNSettings
 from knnstore.lm.calibration.candidates import compare
 from knnstore.lm.calibration.evidence import gather_evidence
-from knnstore.lm.calibration.fits.fit_lambda import fit_bins, fit_fixed
+from knnstore.lm.calibration.fits.mixers import fit_bins, fit_fixed
 from knnstore.lm.calibration.judging import MIN_TOKENS
 from knnstore.lm.calibration.on_grid import gold_on_grid
 from knnstore.lm.calibration.scored_text import ScoredText

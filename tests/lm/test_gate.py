@@ -9,8 +9,8 @@ import torch
 from knnstore.errors import ConfigError, CorruptWeightsError, FingerprintMismatchError
 from knnstore.lm import KNNLMForCausalLM, KNNSettings
 from knnstore.lm.calibration.evidence import gather_evidence
-from knnstore.lm.calibration.fits.fit_gate import fit_gate, known_before
-from knnstore.lm.calibration.fits.fit_lambda import fit_bins, fit_fixed
+from knnstore.lm.calibration.fits.gate import fit_gate, known_before
+from knnstore.lm.calibration.fits.mixers import fit_bins, fit_fixed
 from knnstore.lm.calibration.savings import judge_savings
 from knnstore.lm.calibration.scored_text import ScoredText, score_once
 from knnstore.lm.mixing import GateLambda, Skipping, distinct_tokens, gate_features, skip_features

@@ -5,7 +5,7 @@ from finding import Finding, Table, below, count, settle
 from judging import best_fixed, interval, ratio
 from lab import Lab
 
-from knnstore.lm.calibration.fits.fit_lambda import fit_fixed
+from knnstore.lm.calibration.fits.mixers import fit_fixed
 from knnstore.lm.calibration.searches import FurtherSearches, WideEvidence
 from knnstore.store import Selection
 

@@ -5,7 +5,7 @@ from judging import interval, ratio
 from lab import Lab
 
 from knnstore.lm.calibration.evidence import gather_evidence
-from knnstore.lm.calibration.fits.fit_lambda import fit_fixed
+from knnstore.lm.calibration.fits.mixers import fit_fixed
 
 TITLE = "More neighbors are better, each less than the one before"
 CLAIM = """Khandelwal et al. 2020, figure 4: perplexity falls with k, from 17.6 at k = 1 to 16.1 at k =

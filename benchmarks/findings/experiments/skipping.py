@@ -6,7 +6,7 @@ from judging import interval, ppl, ratio
 from lab import Lab, store_alone
 
 from knnstore.lm import Skipping
-from knnstore.lm.calibration.fits.fit_gate import fit_skipping
+from knnstore.lm.calibration.fits.gate import fit_skipping
 from knnstore.lm.calibration.scored_text import ScoredText
 
 TITLE = "A gate tells beforehand where a search is not worth it"

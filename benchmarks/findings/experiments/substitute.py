@@ -5,8 +5,8 @@ from judging import best_fixed, interval, ppl, ratio
 from lab import Lab
 
 from knnstore.lm.calibration.evidence import gather_evidence
-from knnstore.lm.calibration.fits.fit_lambda import fit_fixed
-from knnstore.lm.calibration.fits.fit_substitute import fit_alone, fit_beside, score_substitute
+from knnstore.lm.calibration.fits.mixers import fit_fixed
+from knnstore.lm.calibration.fits.substitute import fit_alone, fit_beside, score_substitute
 from knnstore.store import Selection
 
 TITLE = "Part of the gain needs no store: trained rows for each token give it too"

@@ -1,10 +1,10 @@
 """Fitting each part of the settings to what scored text says."""
 
-from knnstore.lm.calibration.fits.fit_cache import fit_cache, gather_cache_evidence
-from knnstore.lm.calibration.fits.fit_domains import MOST_DOMAINS, DomainEvidence, fit_domains
-from knnstore.lm.calibration.fits.fit_gate import fit_gate, fit_skipping, known_before
-from knnstore.lm.calibration.fits.fit_lambda import fit_bins, fit_fixed, fit_nearness, fit_relative
-from knnstore.lm.calibration.fits.fit_substitute import fit_alone, fit_beside, score_substitute
+from knnstore.lm.calibration.fits.cache import fit_cache, gather_cache_evidence
+from knnstore.lm.calibration.fits.domains import MOST_DOMAINS, DomainEvidence, fit_domains
+from knnstore.lm.calibration.fits.gate import fit_gate, fit_skipping, known_before
+from knnstore.lm.calibration.fits.mixers import fit_bins, fit_fixed, fit_nearness, fit_relative
+from knnstore.lm.calibration.fits.substitute import fit_alone, fit_beside, score_substitute
 
 __all__ = [
     "MOST_DOMAINS", "DomainEvidence", "fit_alone", "fit_beside", "fit_bins", "fit_cache", "fit_domains",

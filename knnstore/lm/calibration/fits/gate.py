@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from knnstore.lm.calibration.evidence import Evidence
-from knnstore.lm.calibration.fits.fit_lambda import at_columns, best_fixed
+from knnstore.lm.calibration.fits.mixers import at_columns, best_fixed
 from knnstore.lm.calibration.scored_text import ScoredText
 from knnstore.lm.mixing import (
     GateLambda,
