@@ -5,9 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
-from numpy.typing import NDArray
-
 from knnstore.datastore import (
     Capabilities,
     Datastore,
@@ -23,6 +20,7 @@ from knnstore.datastore import (
     Visit,
     checked_k,
     checked_keys,
+    code_size,
 )
 from knnstore.errors import CorruptDatastoreError
 from knnstore_cells.index import SegmentCells
@@ -30,6 +28,8 @@ from knnstore_cells.kept import KeptCells
 from knnstore_cells.policy import Policy
 
 _log = logging.getLogger(__name__)
+
+_RECORDS_PER_CENTER = 128  # at least
 
 
 class CellsDatastore(EmbeddedDatastore):
@@ -47,7 +47,7 @@ class CellsDatastore(EmbeddedDatastore):
         self._policy = policy
         self._kept = KeptCells(policy.memory << 20)
         self._missing: set[StoredFile] = set()
-        self._centers: dict[int, NDArray[np.float16]] = {}
+        self._centers: dict[int, Keys] = {}
 
     @classmethod
     def open(
@@ -55,22 +55,27 @@ class CellsDatastore(EmbeddedDatastore):
     ) -> Self:
         """Open or create a datastore in a directory; see `Datastore.open`.
 
-        The parameters are `cells`, `probes` and `memory`; see `Policy`.
+        The parameters are `cells`, `probes`, `memory`, `codes` and `coded_from`; see `Policy`.
         """
         metric, policy = Metric(metric), Policy.of(params)
-        return cls(KeySegments(Path(location), dim, metric, mode), dim, metric, policy)
+        segments = KeySegments(Path(location), dim, metric, mode, policy.coding_for(dim))
+        return cls(segments, dim, metric, policy)
 
     @classmethod
     def record_size(cls, dim: int, **params: Any) -> int:
         """Bytes of a record on the disk, with its place in a cell; see `SupportsSize.record_size`."""
-        return 2 * dim + 16 + 4 + dim // 32 + 8
+        coding = Policy.of(params).coding_for(dim)
+        key = code_size(coding.kind, dim) if coding else 2 * dim
+        return key + 8 + 2 + dim // _RECORDS_PER_CENTER + 8
 
     @property
     def capabilities(self) -> Capabilities:
-        """Durable, in half precision, with one writer; approximate in large groups."""
+        """Durable, in half precision or as codes, with one writer; approximate in large groups."""
+        coding = self._policy.coding_for(self._dim)
         return Capabilities(
-            exact_search=False, exact_keys=False, persistent=True, shared_writers=False, checks_keys=True
-        )
+            exact_search=False, exact_keys=False, persistent=True, shared_writers=False, checks_keys=True,
+            codes=coding.kind if coding else None,
+        )  # fmt: skip
 
     def visit(self, queries: Keys, probes: int, *, where: Filter | None = None) -> list[Visit]:
         """Measure queries against all records of their nearest cells; see `SupportsCells.visit`."""
@@ -110,12 +115,12 @@ class CellsDatastore(EmbeddedDatastore):
     def _index_parameters(self, rows: int, group_rows: int) -> dict[str, Any] | None:
         if not self._policy.has_index(rows, group_rows):
             return None
-        return {"cells": self._policy.cells_for(group_rows)}
+        return {"centers": self._policy.cells_for(group_rows)}
 
     def _build_index(self, segment: Segment, parameters: dict[str, Any], path: Path) -> None:
         from knnstore_cells.partition import arranged, fit_centers
 
-        cells, group = parameters["cells"], segment.group
+        cells, group = parameters["centers"], segment.group
         centers = self._centers.get(group)
         if centers is None or len(centers) != cells:
             centers = fit_centers(list(self._segments.by_group()[group]), cells)
@@ -125,14 +130,14 @@ class CellsDatastore(EmbeddedDatastore):
     def _open_index(self, segment: Segment, parameters: dict[str, Any]) -> None:
         """Open none: the segments of a group are searched together."""
 
-    def _centers_of_groups(self) -> dict[int, NDArray[np.float16]]:
+    def _centers_of_groups(self) -> dict[int, Keys]:
         """The centers of each group that has some, so that merging its segments leaves its cells alone."""
         centers = {}
         for group, segments in self._segments.by_group().items():
             for segment in sorted(segments, key=lambda one: one.rows, reverse=True):
                 cells = self._opened(segment, quietly=True)
                 if cells is not None:
-                    centers[group] = np.array(cells.centers)
+                    centers[group] = cells.centers
                     break
         return centers
 
@@ -144,7 +149,7 @@ class CellsDatastore(EmbeddedDatastore):
                 replaced it.
         """
         entry = segment.index
-        cells = entry.parameters.get("cells") if entry else None
+        cells = entry.parameters.get("centers") if entry else None
         if entry is None or not isinstance(cells, int) or entry.file in self._damaged:
             return None
         try:

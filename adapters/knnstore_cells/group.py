@@ -8,10 +8,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from knnstore.datastore import IdRanges, Keys, Metric, Neighbors, Segment, StoredFile, Visit
+from knnstore.datastore import CodecFile, IdRanges, Keys, Metric, Neighbors, Segment, StoredFile, Visit
 from knnstore_cells.index import SegmentCells
 from knnstore_cells.kept import Cell, KeptCells
-from knnstore_cells.partition import arranged, as_tensor, center_distances, fit_centers
+from knnstore_cells.partition import arranged, center_distances, fit_centers
 from knnstore_cells.policy import Policy
 
 _SMALL = 4096  # records; where no more match, all are compared
@@ -55,10 +55,14 @@ class CellGroup:
         self._segments: Sequence[Segment] = ()
         self._parts: list[_Part] = []
         self._matching: tuple[IdRanges | None, NDArray[np.int64]] = (None, np.zeros(0, np.int64))
+        self._codec_file: CodecFile | None = None
+        self._rotation: Tensor | None = None
         self.rows = 0
         """How many are live."""
         self.centers = torch.empty(0, dim)
         """Of the cells, float32, shape (cells, dim)."""
+        self.origins = self.centers
+        """The centers, turned."""
         self.counts = np.zeros(0, np.int64)
         """Live records of each cell, shape (cells,)."""
 
@@ -83,11 +87,17 @@ class CellGroup:
             own = cells if cells is not None and fits else arranged(segment, centers)
             alive = _mask(segment.live_rows(), segment.rows) if segment.dead else None
             self._parts.append(_Part(segment, own, alive))
-        self.centers = as_tensor(centers)
+        self._set_rotation(segments)
+        self.centers = torch.from_numpy(centers)
+        self.origins = self.turned(self.centers)
         self.counts = self._count(lambda part: part.alive)
         self._matching = (None, self.counts)
         self._version = object()
         self._segments = segments
+
+    def turned(self, vectors: Tensor) -> Tensor:
+        """Vectors, shape (n, dim), in the space of the cells' keys: distances are the same there."""
+        return vectors if self._rotation is None else vectors @ self._rotation
 
     def matching(self, ids: IdRanges | None) -> NDArray[np.int64]:
         """How many live records of each cell have some ids, shape (cells,)."""
@@ -126,9 +136,7 @@ class CellGroup:
             parts.append(Neighbors.visited(visits, len(some)).nearest(k))
         return Neighbors.joined(parts, axis=0)
 
-    def _common_centers(
-        self, segments: Sequence[Segment], found: Sequence[SegmentCells | None]
-    ) -> NDArray[np.float16]:
+    def _common_centers(self, segments: Sequence[Segment], found: Sequence[SegmentCells | None]) -> Keys:
         """The centers of the largest segment that has some; else new ones, as where one cell was enough."""
         wanted = self._policy.cells_for(self.rows)
         known = [
@@ -137,6 +145,13 @@ class CellGroup:
             if cells and (len(cells.centers) > 1 or wanted == 1)
         ]
         return max(known, key=lambda one: one[0])[1] if known else fit_centers(list(segments), wanted)
+
+    def _set_rotation(self, segments: Sequence[Segment]) -> None:
+        """Take the space of the codec by which most is coded."""
+        coded = [segment for segment in segments if segment.columns.codec_file]
+        self._codec_file = max(coded, key=lambda one: one.rows).columns.codec_file if coded else None
+        rotation = self._codec_file.codec.rotation if self._codec_file else None
+        self._rotation = None if rotation is None else torch.from_numpy(rotation)
 
     def _count(self, rows: Callable[[_Part], NDArray[np.bool_] | None]) -> NDArray[np.int64]:
         counts = np.zeros(len(self.centers), np.int64)
@@ -156,12 +171,19 @@ class CellGroup:
             if alive is not None:
                 rows = rows[alive[rows]]
             if len(rows):
-                ids.append(segment.columns.ids[rows])
-                keys.append(segment.columns.keys_at(rows).astype(np.float32))
-        read = torch.from_numpy(np.concatenate([np.empty((0, self._dim), np.float32), *keys]))
+                ids.append(segment.columns.ids_at(rows))
+                keys.append(self._keys_of(segment, rows))
+        read = torch.cat([self.origins[:0], *keys])
         if self.metric is Metric.L2:
-            read -= self.centers[number]
+            read -= self.origins[number]
         return Cell(np.concatenate([np.empty(0, np.int64), *ids]), read, (read * read).sum(1))
+
+    def _keys_of(self, segment: Segment, rows: NDArray[np.int64]) -> Tensor:
+        """The keys of some rows, turned."""
+        columns, file = segment.columns, self._codec_file
+        if file is not None and columns.codec_file is file:
+            return torch.from_numpy(file.codec.turned(columns.codes_at(rows, file)))
+        return self.turned(torch.from_numpy(columns.keys_at(rows).astype(np.float32)))
 
 
 def _name(segment: Segment) -> tuple[int, StoredFile | None]:
@@ -189,20 +211,25 @@ def visit(groups: Sequence[CellGroup], queries: Keys, probes: int, ids: IdRanges
     order = nearest.argsort(stable=True)
     visitors = order.div(len(nearest) // len(queries), rounding_mode="floor")
     visited, counts = torch.unique_consecutive(nearest[order], return_counts=True)
-    numbers = np.concatenate(cells)
+    numbers, turned = np.concatenate(cells), [group.turned(asked) for group in groups]
     visits = []
     for at, of_cell in zip(visited.tolist(), torch.split(visitors, counts.tolist()), strict=True):
         group, number = groups[owners[at]], int(numbers[at])
-        cell = group.cell(number)
-        found, keys, norms = cell
-        if ids is not None:
-            chosen = ids.contains(found)
-            if not chosen.all():
-                rows = torch.from_numpy(np.flatnonzero(chosen))
-                found, keys, norms = found[chosen], keys[rows], norms[rows]
-        distances = _measure(asked[of_cell], keys, norms, group.centers[number], metric)
+        found, keys, norms = _matching(group.cell(number), ids)
+        distances = _measure(turned[owners[at]][of_cell], keys, norms, group.origins[number], metric)
         visits.append(Visit(of_cell.numpy(), found, distances.numpy()))
     return visits
+
+
+def _matching(cell: Cell, ids: IdRanges | None) -> Cell:
+    """The records of a cell that have some ids."""
+    if ids is None:
+        return cell
+    chosen = ids.contains(cell.ids)
+    if chosen.all():
+        return cell
+    rows = torch.from_numpy(np.flatnonzero(chosen))
+    return Cell(cell.ids[chosen], cell.keys[rows], cell.norms[rows])
 
 
 def _nearest_cells(queries: Tensor, centers: Tensor, probes: int, metric: Metric) -> Tensor:

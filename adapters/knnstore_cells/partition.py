@@ -5,10 +5,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from knnstore.datastore import Keys, Metric, Segment, StoredKeys
+from knnstore.datastore import Keys, Metric, RoundedCodec, Segment, StoredKeys
 from knnstore_cells.index import SegmentCells
 
 CHUNK = 1 << 14
@@ -17,16 +16,16 @@ CHUNK = 1 << 14
 _SAMPLE_PER_CELL = 64
 _LEAST_SAMPLE = 4096
 _ROUNDS = 8
-_LARGEST = 65504.0  # of half precision
 
 
-def fit_centers(segments: list[Segment], cells: int) -> NDArray[np.float16]:
+def fit_centers(segments: list[Segment], cells: int) -> Keys:
     """Fit the centers of cells by k-means (Lloyd 1982) to a sample of the live rows of some segments.
 
     The same rows give the same centers. Where there are fewer different keys than cells, some stay empty.
 
     Returns:
-        float16, shape (cells, dim): where they are exactly is no matter, for every key of a cell counts.
+        Shape (cells, dim), rounded as the files hold them: where they are exactly is no matter, for every key
+        of a cell counts.
     """
     keys = torch.from_numpy(_sample(segments, max(_LEAST_SAMPLE, _SAMPLE_PER_CELL * cells)))
     generator = torch.Generator().manual_seed(0)
@@ -41,7 +40,8 @@ def fit_centers(segments: list[Segment], cells: int) -> NDArray[np.float16]:
         empty = (counts == 0).nonzero()[:, 0]
         moved[empty] = keys[torch.randint(len(keys), (len(empty),), generator=generator)]
         centers = moved
-    return centers.clamp(-_LARGEST, _LARGEST).numpy().astype(np.float16)
+    codec = RoundedCodec(centers.shape[1])
+    return codec.turned(codec.encode(centers.numpy()))
 
 
 def nearest_center(keys: Tensor, centers: Tensor) -> Tensor:
@@ -63,18 +63,13 @@ def center_distances(queries: Tensor, centers: Tensor, metric: Metric) -> Tensor
     return torch.addmm((centers * centers).sum(1), queries, centers.T, alpha=-2)
 
 
-def as_tensor(centers: NDArray[np.float16]) -> Tensor:
-    """Centers to compute with, float32."""
-    return torch.from_numpy(centers.astype(np.float32))
-
-
-def arranged(segment: Segment, centers: NDArray[np.float16]) -> SegmentCells:
+def arranged(segment: Segment, centers: Keys) -> SegmentCells:
     """Put each row of a segment, dead or not, into the cell with the nearest center."""
-    owners, to = np.zeros(segment.rows, np.int64), as_tensor(centers)
+    owners, to = np.zeros(segment.rows, np.uint16), torch.from_numpy(centers)
     if len(centers) > 1:
         for rows, keys in _chunks(segment):
             owners[rows] = nearest_center(torch.from_numpy(keys), to).numpy()
-    return SegmentCells.of(segment, centers, owners)
+    return SegmentCells.of(centers, owners)
 
 
 def _chunks(segment: Segment) -> Iterator[tuple[slice, Keys]]:

@@ -4,14 +4,17 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
-from knnstore.datastore import checked_params
+from knnstore.datastore import Coding, checked_kind, checked_params
 from knnstore.errors import ConfigError
 
 _MOST_CELLS = 1 << 16
+_MOST = {"cells": _MOST_CELLS, "probes": _MOST_CELLS, "memory": 1 << 20, "coded_from": 1 << 40}
 _RECORDS_PER_CELL = 256
 _ONE_CELL_UP_TO = 1 << 13  # to compare a query with so many costs no more than to choose among cells
 _PER_NEIGHBOR = 8  # records to visit for each neighbor wanted
 _LEAST_PROBES = 8
+_CODES = (16, "none"), (512, "pq32"), (2048, "pq64")  # up to so many components
+_LARGE = "pq128"
 _LEAST_SHARE = 16  # a segment has an index from this fraction of the rows on from which its group has cells
 
 
@@ -23,11 +26,16 @@ class Policy:
         cells: cells of each group; 0 chooses by its records.
         probes: cells that a search for the k nearest visits; 0 chooses by k.
         memory: MiB of keys that are kept ready between searches.
+        codes: what a large group is kept as: ``none`` (half precision), ``int8``, or ``pq32`` and its like;
+            ``auto`` chooses by the number of components.
+        coded_from: records from which on a group is large.
     """
 
     cells: int = 0
     probes: int = 0
     memory: int = 512
+    codes: str = "auto"
+    coded_from: int = 1 << 13
 
     @classmethod
     def of(cls, params: dict[str, Any]) -> "Policy":
@@ -38,11 +46,20 @@ class Policy:
         """
         accepted = {field.name: field.default for field in fields(cls)}
         policy = cls(**checked_params("cells", params, accepted))
-        for name, most in (("cells", _MOST_CELLS), ("probes", _MOST_CELLS), ("memory", 1 << 20)):
+        for name, most in _MOST.items():
             value = getattr(policy, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
                 raise ConfigError(f"cells: {name} must be an integer from 0 to {most:,}, got {value!r}")
+        if policy.codes not in ("auto", "none"):
+            checked_kind(policy.codes)
         return policy
+
+    def coding_for(self, dim: int) -> Coding | None:
+        """What large groups of keys of so many components are kept as; None is as they are."""
+        kind = self.codes
+        if kind == "auto":
+            kind = next((kind for most, kind in _CODES if dim <= most), _LARGE)
+        return None if kind == "none" else Coding(kind, self.coded_from)
 
     def cells_for(self, group_rows: int) -> int:
         """How many cells a group of so many live records has."""

@@ -62,6 +62,10 @@ class Capabilities:
     """`verify` compares every stored byte of keys and ids with a checksum (else the store keeps some of its
     own)."""
 
+    codes: str | None = None
+    """What keys are kept as where there are many, as ``pq32``: they come back near what was given, and no
+    more is said. None where `exact_keys` says all."""
+
 
 @dataclass(frozen=True, slots=True)
 class DamagedPart:

@@ -21,6 +21,7 @@ def info_of(home: Home, catalog: Catalog, view: View, move_target: Engine | None
         "store": engine.adapter,
         "location": engine.location,
         "params": dict(engine.params),
+        "codes": view.datastore.capabilities.codes,
         "unfinished_move": move_target.location if move_target else None,
         **{name: getattr(identity, name) for name in Identity.__slots__},
         "model_fingerprint": identity.model_fingerprint.partition(":")[0],

@@ -321,7 +321,14 @@ def test_eval_prints_json_in_any_case(knnstore, store):
 def test_a_store_of_cells_visits_them_if_nothing_else_is_said(knnstore, workplace):
     """Until settings are saved for it, or k is given; both is refused."""
     init = "--home cells init --model examples/tiny-lm --store cells"
-    assert knnstore(init).status == 0
+    made = knnstore(f"{init} --codes pq8")
+    assert made.status == 0
+    assert "keys are kept as codes (pq8)" in made.err
+    narrow = knnstore(init.replace("cells init", "narrow init"))  # so narrow that codes are not worth it
+    assert (narrow.status, narrow.err) == (0, "")
+    refused = knnstore(f"{init} --codes pq".replace("cells init", "bad init"))
+    assert (refused.status, refused.err.count("\n")) == (1, 1)
+    assert "codes must be" in refused.err
     assert knnstore("--home cells add letters --domain letters").status == 0
     found = [
         knnstore(f"--home cells eval news.jsonl {given}").json

@@ -20,6 +20,7 @@ from knnstore.datastore.embedded import log as segments
 from knnstore.datastore.embedded import manifest as manifests
 from knnstore.datastore.embedded.log import KeySegments
 from knnstore.datastore.embedded.manifest import Manifest
+from knnstore.datastore.embedded.packing import Coding
 from knnstore.datastore.ranges import IdRanges
 
 SOURCE = "".join(Path(module.__file__).read_text() for module in (durable, files, segments))
@@ -34,8 +35,11 @@ STEPS = 5
 manifests.PART_SIZE = 1
 
 
+CODING = Coding("int8", 1) if sys.argv[2] == "coded" else None
+
+
 def opened(root: Path) -> KeySegments:
-    return KeySegments(root, 2, Metric.L2, "a")
+    return KeySegments(root, 2, Metric.L2, "a", CODING)
 
 
 def work(store: KeySegments, step: int) -> None:

@@ -139,10 +139,13 @@ def test_against_dictionary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, buf
 
 
 @pytest.mark.slow
-def test_killed_anywhere(tmp_path: Path, record_property) -> None:
+@pytest.mark.parametrize("keys", ["plain", "coded"])
+def test_killed_anywhere(tmp_path: Path, record_property, keys: str) -> None:
     """What was flushed survives a kill at every failpoint, all or nothing of the rest, and no file leaks."""
     script = Path(__file__).with_name("kill_everywhere.py")
-    result = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, script, tmp_path, keys], capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, result.stderr
     killed = json.loads(result.stdout)
     assert len(killed) >= 150

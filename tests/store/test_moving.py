@@ -6,6 +6,7 @@ import stat
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from knnstore import Progress
-from knnstore.datastore import Metric, registry
+from knnstore.datastore import Capabilities, Metric, registry
 from knnstore.errors import ConfigError, DatastoreError, DatastoreExistsError, StoreUnavailableError
 from knnstore.store import KNNStore
 from knnstore.store.relocation import copying as transfer
@@ -126,6 +127,38 @@ def test_to_another_engine_and_back_every_bit_of_a_key_stays(store, writer, home
         writer.add("new", to)
         store.remove_domain("new")
     assert {path.name for path in home.iterdir() if path.is_dir()} == {"b"}
+
+
+def test_to_codes_and_back_keys_stay_near_and_it_is_said(store, writer, home) -> None:
+    writer.add("law", "1", n=60)
+    ids, keys, _ = next(store.datastore.iterate())
+    moved = store.move("cells", "a", params={"codes": "int8", "coded_from": 1})
+    assert (moved.codes, store.datastore.capabilities.codes) == ("int8", "int8")
+    coded = next(store.datastore.iterate())
+    np.testing.assert_array_equal(coded[0], ids)
+    assert 0 < np.abs(coded[1] - keys).max() < np.abs(keys).max() / 100
+    assert store.info()["codes"] == "int8"
+    assert store.move("faiss", "b").codes is None
+    there = next(store.datastore.iterate())
+    np.testing.assert_array_equal(there[1], coded[1].astype(np.float16))
+    assert store.verify() == []
+
+
+def test_codes_of_other_keys_are_told_from_those_of_these() -> None:
+    keys = np.random.default_rng(0).standard_normal((50, 8)).astype(np.float32) + 9
+    noise = np.random.default_rng(1).standard_normal((50, 8)).astype(np.float32)
+    able = Capabilities(
+        exact_search=False, exact_keys=False, persistent=True, shared_writers=False, codes="pq4"
+    )
+
+    def same(others: np.ndarray, able: Capabilities = able) -> bool:
+        ids, groups = np.arange(50), np.zeros(50, np.int32)
+        return transfer._same((ids, keys, groups), (ids, others, groups), able)
+
+    assert same(keys + 0.3 * noise)
+    assert not same(keys + 0.3 * noise, replace(able, codes=None))
+    assert not same(keys[::-1])
+    assert not same(np.zeros_like(keys))
 
 
 def test_the_old_keys_go_and_nothing_else_with_them(store, writer, home: Path) -> None:

@@ -57,6 +57,15 @@ def init(
             "reads it; repeatable.",
         ),
     ] = None,
+    codes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND",
+            show_default="by the model's width",
+            help="With --store cells: what the keys of domains with 8,192 tokens are kept as: pq32 or "
+            "pq64 (about so many bytes a token), int8, or none (half precision).",
+        ),
+    ] = None,
     max_length: MaxLengthOption = None,
     stride: Annotated[
         int | None,
@@ -87,7 +96,7 @@ def init(
             model,
             store=store,
             location=location,
-            params=read_params(params),
+            params=read_params(params) | ({} if codes is None else {"codes": codes}),
             catalog=catalog,
             key=key,
             metric=metric,
@@ -101,6 +110,12 @@ def init(
         ).store as made,
     ):
         found = made.info()
+        kept_as = made.datastore.capabilities.codes
+        if kept_as is not None:
+            note(
+                f"keys are kept as codes ({kept_as}) in domains of 8,192 tokens; --codes none keeps "
+                "them in half precision"
+            )
         if made.identity.projection is not None:
             fitted = made.load_weights(made.identity.projection).metadata
             note(f"{dim} components keep {fitted['kept']:.1%} of the variance of {fitted['keys']:,} keys")

@@ -144,6 +144,10 @@ def move(
     sentence = f"moved {moved.records:,} records to {moved.after.adapter} at {moved.after.location}"
     if moved.recall is not None:
         sentence += f"; it finds {moved.recall:.2%} of the {moved.neighbors:,} nearest"
+    if moved.codes is not None:
+        note(
+            f"keys are kept as codes ({moved.codes}) where there are many: what these lose does not come back"
+        )
     if moved.left:
         note(printable(f"the old keys are left at {moved.before.location}: {moved.left}"))
     print_result(result, sentence, as_json=as_json)

@@ -9,7 +9,7 @@ from knnstore.datastore.embedded.owners import OWNER_FILES
 from knnstore.durable import WriterLock, remove, remove_folder, sync_directory
 
 FOLDERS = ("segments", "indexes")
-_OWN_FILE = re.compile(r"\d{8,}\.(keys|ids|digests|index|part)")
+_OWN_FILE = re.compile(r"\d{8,}\.(keys|ids|digests|codec|index|part)")
 
 
 def make_folders(root: Path) -> None:

@@ -1,20 +1,31 @@
 """The files of a directory as its one writer makes, names and removes them."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
+
+import numpy as np
 
 from knnstore.datastore.arrays import Metric
 from knnstore.datastore.embedded.erasing import make_folders, remove_strays
 from knnstore.datastore.embedded.manifest import Manifest, SegmentEntry
 from knnstore.datastore.embedded.merging import CHUNK_SIZE, file_names, write_segment
+from knnstore.datastore.embedded.packing import CodecFile, CodesEntry, Coding, fit_codec
 from knnstore.datastore.embedded.segment import MappedColumns, Segment
 from knnstore.durable import FileWriter, StoredFile, publish, remove, sync_directory
-from knnstore.errors import DatastoreError, DatastoreExistsError, DatastoreNotFoundError
+from knnstore.errors import (
+    CorruptDatastoreError,
+    DatastoreError,
+    DatastoreExistsError,
+    DatastoreNotFoundError,
+)
 from knnstore.failpoints import failpoint
 from knnstore.space import kind_of
+
+_SAMPLE = 1 << 15  # rows, of ...
+_SAMPLE_VALUES = 1 << 25  # ... so many components in all
 
 
 class SegmentFiles:
@@ -23,14 +34,16 @@ class SegmentFiles:
     Args:
         root: the datastore's directory.
         manifest: as it was read.
+        coding: of groups with many records; None leaves them as they are.
     """
 
-    def __init__(self, root: Path, manifest: Manifest) -> None:
+    def __init__(self, root: Path, manifest: Manifest, coding: Coding | None) -> None:
         self.on_disk = manifest.file_names()
         """Every file that may be there, by its path below the directory."""
         self.manifest = manifest
         """As it was published last."""
         self._root = root
+        self._coding = coding
         self._next_number = manifest.next_number
         self._unnamed: set[str] = set()
         self._entries: dict[int, list[SegmentEntry]] = {}  # of each group
@@ -38,7 +51,7 @@ class SegmentFiles:
             self._entries.setdefault(entry.group, []).append(entry)
 
     @classmethod
-    def open(cls, root: Path, dim: int, metric: Metric, *, create_only: bool) -> Self:
+    def open(cls, root: Path, dim: int, metric: Metric, coding: Coding | None, *, create_only: bool) -> Self:
         """Read the manifest, or publish the first one; with `create_only` there must be none.
 
         Raises:
@@ -54,18 +67,28 @@ class SegmentFiles:
         else:
             if create_only:
                 raise DatastoreExistsError(f"a datastore is already at {root}")
-        return cls(root, manifest)
+        return cls(root, manifest, coding)
 
     def settle(self) -> None:
         """Make the folders, and remove what a crash left."""
         make_folders(self._root)
         remove_strays(self._root, self.on_disk)
 
-    def write_segment(self, segments: Sequence[Segment], dim: int, aside: dict[StoredFile, int]) -> Segment:
-        """Write the live rows of some segments of one group as a new one; see `merging.write_segment`."""
+    def write_segment(
+        self, segments: Sequence[Segment], among: Sequence[Segment], dim: int, aside: dict[StoredFile, int]
+    ) -> Segment:
+        """Write the live rows of some segments of a group as a new one; see `merging.write_segment`.
+
+        They are coded as others in the group are, `among` which they are, or where they are enough to fit a
+        codec to.
+        """
+        codec = codec_among(among)
+        coding = self._coding
+        if codec is None and coding is not None and sum(one.live for one in segments) >= coding.least:
+            codec = self._fit_codec(coding.kind, segments, dim)
         name = self._number()
         self._made(*file_names(name))  # should this fail, the next success removes them
-        return write_segment(self._root, name, segments, dim, aside)
+        return write_segment(self._root, name, segments, dim, aside, codec)
 
     def write_index(self, write: Callable[[Path], None]) -> StoredFile:
         """Make the file of an index durable, which `write` creates at the path that it is given."""
@@ -107,6 +130,18 @@ class SegmentFiles:
         self.on_disk.update(names)
         self._unnamed.update(names)
 
+    def _fit_codec(self, kind: str, segments: Sequence[Segment], dim: int) -> CodecFile:
+        """Write a codec that is fitted to some of the rows of segments."""
+        step = -(-sum(one.live for one in segments) // min(_SAMPLE, _SAMPLE_VALUES // dim))
+        keys = [one.columns.keys_at(one.live_rows().ids()[::step]).astype(np.float32) for one in segments]
+        codec = fit_codec(kind, np.concatenate(keys))
+        name = f"segments/{self._number()}.codec"
+        self._made(name)
+        with FileWriter(self._root, name) as writer:
+            writer.write(codec.to_bytes())
+            entry = CodesEntry(kind, writer.finish())
+        return CodecFile(self._root, entry, dim, codec)
+
     def _write_part(self, text: bytes) -> StoredFile:
         name = f"segments/{self._number()}.part"
         self._made(name)
@@ -115,6 +150,20 @@ class SegmentFiles:
             stored = writer.finish()
         sync_directory(self._root / "segments")
         return stored
+
+
+def codec_among(segments: Iterable[Segment]) -> CodecFile | None:
+    """The codec of some segments of a group, if there is one that can be read."""
+    for codec in {one.columns.codec_file for one in segments if one.columns.codec_file}:
+        with suppress(FileNotFoundError, CorruptDatastoreError):
+            if codec.codec:
+                return codec
+    return None
+
+
+def lacks_codes(segment: Segment, among: Iterable[Segment]) -> bool:
+    """Whether a segment is to be coded as others of its group are."""
+    return segment.columns.codec_file is None and codec_among(among) is not None
 
 
 def write_digests(root: Path, segment: Segment) -> None:

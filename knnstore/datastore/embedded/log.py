@@ -14,7 +14,7 @@ import numpy as np
 
 from knnstore.datastore.arrays import DamagedPart, Groups, Ids, Keys, Metric
 from knnstore.datastore.embedded.erasing import FOLDERS
-from knnstore.datastore.embedded.files import SegmentFiles, write_digests, writing
+from knnstore.datastore.embedded.files import SegmentFiles, lacks_codes, write_digests, writing
 from knnstore.datastore.embedded.manifest import IndexEntry, Manifest
 from knnstore.datastore.embedded.merging import (
     merge_plan,
@@ -23,16 +23,12 @@ from knnstore.datastore.embedded.merging import (
     with_buffered,
     without_rows,
 )
+from knnstore.datastore.embedded.packing import Coding
 from knnstore.datastore.embedded.reader import SegmentReader
 from knnstore.datastore.embedded.segment import Segment
 from knnstore.datastore.ranges import IdRanges
 from knnstore.durable import WriterLock, sync_directory
-from knnstore.errors import (
-    ConfigError,
-    CorruptDatastoreError,
-    DatastoreClosedError,
-    ReadOnlyError,
-)
+from knnstore.errors import ConfigError, CorruptDatastoreError, DatastoreClosedError, ReadOnlyError
 from knnstore.space import check_space
 
 BUFFER_SIZE = 16 << 20
@@ -56,6 +52,7 @@ class KeySegments(SegmentReader):
         dim: number of components of a key.
         metric: how distances are measured; kept for the adapter.
         mode: ``"r"``, ``"a"`` or ``"x"`` as in `Datastore.open`.
+        coding: of groups with many records; one that is coded stays so, whatever is given.
 
     Raises:
         ConfigError: dim is below 1.
@@ -64,7 +61,14 @@ class KeySegments(SegmentReader):
         CorruptDatastoreError: the manifest or a part of it is damaged.
     """
 
-    def __init__(self, root: Path, dim: int, metric: Metric, mode: Literal["r", "a", "x"]) -> None:
+    def __init__(
+        self,
+        root: Path,
+        dim: int,
+        metric: Metric,
+        mode: Literal["r", "a", "x"],
+        coding: Coding | None = None,
+    ) -> None:
         if dim < 1:
             raise ConfigError(f"dim must be at least 1, got {dim}")
         super().__init__(root)
@@ -80,7 +84,7 @@ class KeySegments(SegmentReader):
                 root.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = WriterLock(root)
             try:
-                self._manifest = self._open_for_writing(dim, metric, create_only=mode == "x")
+                self._manifest = self._open_for_writing(dim, metric, coding, create_only=mode == "x")
                 self._check_same(dim, metric)
             except BaseException:
                 self._lock.release()
@@ -151,7 +155,7 @@ class KeySegments(SegmentReader):
         with self._mutex:
             for group, found in self.by_group().items():
                 for segment in found:
-                    if segment.rows - segment.live > _SPARSE * segment.rows:
+                    if segment.rows - segment.live > _SPARSE * segment.rows or lacks_codes(segment, found):
                         self._replace([segment])
                 self._merge(group, ratio=ratio, indexed=True)
 
@@ -204,9 +208,11 @@ class KeySegments(SegmentReader):
 
     # -- inside
 
-    def _open_for_writing(self, dim: int, metric: Metric, *, create_only: bool) -> Manifest:
+    def _open_for_writing(
+        self, dim: int, metric: Metric, coding: Coding | None, *, create_only: bool
+    ) -> Manifest:
         with writing(self.root):
-            self._files = SegmentFiles.open(self.root, dim, metric, create_only=create_only)
+            self._files = SegmentFiles.open(self.root, dim, metric, coding, create_only=create_only)
             self._groups = self._mapped(self._files.manifest)
             self._files.settle()
         return self._files.manifest
@@ -257,7 +263,8 @@ class KeySegments(SegmentReader):
 
     def _write(self, segments: Sequence[Segment]) -> Segment:
         """Write the live rows of segments of one group as a new one, without naming it in a manifest."""
-        written = self._files.write_segment(segments, self._manifest.dim, self._aside)
+        among = self._groups[segments[0].group]
+        written = self._files.write_segment(segments, among, self._manifest.dim, self._aside)
         self._highest_id = max(self._highest_id, written.last_id)
         return written
 

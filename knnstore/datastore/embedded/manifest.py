@@ -17,19 +17,20 @@ from typing import Any, Self
 
 from knnstore.datastore.arrays import Metric
 from knnstore.datastore.embedded.mapped import MappedFile
+from knnstore.datastore.embedded.packing import CodesEntry, checked_kind, code_size, packed_size
 from knnstore.datastore.records import ID_LIMIT
 from knnstore.durable import NoFileError, StoredFile, publish, read_file
-from knnstore.errors import CorruptDatastoreError, DatastoreNotFoundError
+from knnstore.errors import ConfigError, CorruptDatastoreError, DatastoreNotFoundError
 
-_FILE = re.compile(r"(segments|indexes)/\d{8,}\.(keys|ids|digests|index)")
+_FILE = re.compile(r"(segments|indexes)/\d{8,}\.(keys|ids|digests|codec|index)")
 _PART = re.compile(r"segments/\d{8,}\.part")
 _NAME = re.compile(r"\d{8,}")
 _SHA256 = re.compile("[0-9a-f]{64}")
 _KEY_SIZES = {"float16": 2, "float32": 4}  # bytes of a component
-_SENSELESS = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # it was made so
+_SENSELESS = (ValueError, KeyError, TypeError, AttributeError, RecursionError, ConfigError)  # it was made so
 
-FORMAT = 2
-"""1 has no parts, and is what is written where there are none."""
+FORMAT = 3
+"""1 has no parts; 1 and 2 have neither codes nor packed ids."""
 
 NAME = "manifest.json"
 PART_SIZE = 64
@@ -53,7 +54,8 @@ class SegmentEntry:
     group: int
     rows: int
     dtype: str
-    """numpy's name of the keys' type: float16, or float32 where a key exceeds the range of float16."""
+    """numpy's name of the keys' type: float16, or float32 where a key exceeds the range of float16, or uint8
+    of codes."""
 
     first_id: int
     last_id: int
@@ -67,9 +69,25 @@ class SegmentEntry:
 
     index: IndexEntry | None = None
 
+    codes: CodesEntry | None = None
+    """How the keys are coded; None where they are numbers."""
+
+    runs: int | None = None
+    """Of positions in the file of the ids, see `PackedIds`; None where that holds them as they are."""
+
+    @property
+    def needed(self) -> list[StoredFile]:
+        """The files without which it cannot be read."""
+        return [self.keys, self.ids] + ([self.codes.file] if self.codes else [])
+
     def file_names(self) -> list[str]:
         """Every file that belongs to the segment."""
-        return [self.keys.name, self.ids.name, self.digests] + ([self.index.file.name] if self.index else [])
+        derived = [self.digests] + ([self.index.file.name] if self.index else [])
+        return [file.name for file in self.needed] + derived
+
+    def row_size(self, dim: int) -> int:
+        """Bytes of a key of `dim` components."""
+        return code_size(self.codes.kind, dim) if self.codes else dim * _KEY_SIZES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,15 +170,14 @@ class Manifest:
 
     def write(self, root: Path) -> None:
         """Publish atomically and durably; readers see the old manifest or this one."""
-        content: dict[str, Any] = {
-            "format": 1,
+        content = {
+            "format": FORMAT,
             "dim": self.dim,
             "metric": self.metric,
             "next_number": self.next_number,
             "segments": self.listed,
+            "parts": [part.file for part in self.parts],
         }
-        if self.parts:
-            content |= {"format": FORMAT, "parts": [part.file for part in self.parts]}
         text = _canonical(content)
         publish(root / NAME, f'{{"sha256":"{_digest(text)}","content":{text}}}'.encode(), "manifest")
 
@@ -190,7 +207,7 @@ class Manifest:
         if not intact:
             raise CorruptDatastoreError(f"{path} is damaged: restore it from a backup")
         try:
-            if content.pop("format") not in (1, FORMAT):
+            if content.pop("format") not in range(1, FORMAT + 1):
                 raise CorruptDatastoreError(f"{path} was written by a newer knnstore: upgrade the package")
             dim = content["dim"]
             _check(_are_numbers(dim, content["next_number"]) and dim > 0 and content["next_number"] > 0)
@@ -211,12 +228,13 @@ def signature(root: Path) -> tuple[int, int, int]:
 
 
 def _segment(entry: dict[str, Any], dim: int) -> SegmentEntry:
-    index = entry.pop("index")
+    index, codes = entry.pop("index"), entry.pop("codes", None)
     read = SegmentEntry(
         keys=StoredFile(**entry.pop("keys")),
         ids=StoredFile(**entry.pop("ids")),
         dead=tuple((start, stop) for start, stop in entry.pop("dead")),
         index=index and IndexEntry(StoredFile(**index["file"]), index["parameters"]),
+        codes=codes and CodesEntry(checked_kind(codes["kind"]), StoredFile(**codes["file"])),
         **entry,
     )
     # Nothing of a name leads out of the folder, and a number that is none ends no process.
@@ -225,12 +243,21 @@ def _segment(entry: dict[str, Any], dim: int) -> SegmentEntry:
     _check(_are_numbers(*borders, read.first_id, read.last_id, read.group))
     _check(all(first <= second for first, second in pairwise(borders)))
     _check(0 <= read.first_id <= read.last_id < ID_LIMIT and 0 <= read.group < 1 << 31)
-    _check(read.dtype in _KEY_SIZES and 0 < read.rows <= 1 << 40)
-    _check(read.keys.size == read.rows * dim * _KEY_SIZES[read.dtype] and read.ids.size == read.rows * 8)
-    files = [read.keys, read.ids] + ([read.index.file] if read.index else [])
+    _check(read.dtype == "uint8" if read.codes else read.dtype in _KEY_SIZES)
+    _check(0 < read.rows <= 1 << 40 and read.keys.size == read.rows * read.row_size(dim))
+    _check(read.ids.size in _sizes_of_ids(read))
+    files = read.needed + ([read.index.file] if read.index else [])
     _check(all(_is_sound(file) for file in files))
     _check(read.index is None or isinstance(read.index.parameters, dict))
     return read
+
+
+def _sizes_of_ids(entry: SegmentEntry) -> list[int]:
+    """Of which the file of the ids has one."""
+    if entry.runs is None:
+        return [8 * entry.rows]
+    _check(_are_numbers(entry.runs) and 0 < entry.runs <= entry.rows)
+    return [packed_size(entry.rows, entry.runs, wide=wide) for wide in (False, True)]
 
 
 def _is_sound(file: StoredFile) -> bool:
@@ -250,7 +277,7 @@ def _no_sense(path: Path) -> CorruptDatastoreError:
     return CorruptDatastoreError(f"{path} makes no sense: restore it from a backup")
 
 
-def _fields(entry: SegmentEntry | IndexEntry | StoredFile) -> dict[str, Any]:
+def _fields(entry: SegmentEntry | IndexEntry | CodesEntry | StoredFile) -> dict[str, Any]:
     """What `asdict` gives, ten times as fast."""
     return {name: getattr(entry, name) for name in entry.__slots__}
 

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from knnstore.datastore.arrays import Groups, Ids, Keys
 from knnstore.datastore.embedded.manifest import SegmentEntry
+from knnstore.datastore.embedded.packing import CodecFile, IdsPacker, is_worth_packing
 from knnstore.datastore.embedded.segment import MappedColumns, Segment, StoredKeys
 from knnstore.datastore.ranges import IdRanges
 from knnstore.datastore.records import ID_LIMIT
@@ -25,22 +26,27 @@ _LARGEST = 1 << 24  # rows; segments are not merged beyond this
 
 
 def merged(
-    segments: Sequence[Segment], *, ids: IdRanges | None = None, batch_size: int
+    segments: Sequence[Segment],
+    *,
+    ids: IdRanges | None = None,
+    batch_size: int,
+    codec: CodecFile | None = None,
 ) -> Iterator[tuple[Ids, StoredKeys, Groups]]:
     """Yield the live records of several segments by ascending id, in batches of at most `batch_size`.
 
     An id is live in one segment at most. Memory is that of a batch, and of some ids of each segment where
-    their id ranges overlap; `ids` leaves only the records in some ranges.
+    their id ranges overlap; `ids` leaves only the records in some ranges. With a codec there are its codes in
+    place of keys.
     """
     left = _Rows.none()
     for some in _in_order(segments, ids, batch_size):
         rows = _Rows.joined([left, some])
         whole = len(rows.ids) // batch_size * batch_size
         for start in range(0, whole, batch_size):
-            yield _read(segments, rows.part(slice(start, start + batch_size)))
+            yield _read(segments, rows.part(slice(start, start + batch_size)), codec)
         left = rows.part(slice(whole, None))
     if len(left.ids):
-        yield _read(segments, left)
+        yield _read(segments, left, codec)
 
 
 class _Rows(NamedTuple):
@@ -94,14 +100,21 @@ def _taken(cursor: "_Cursor", bound: int) -> _Rows:
     return _Rows(cursor.ids[numbers], np.full(len(numbers), cursor.owner), numbers)
 
 
-def _read(segments: Sequence[Segment], rows: _Rows) -> tuple[Ids, StoredKeys, Groups]:
+def _read(
+    segments: Sequence[Segment], rows: _Rows, codec: CodecFile | None
+) -> tuple[Ids, StoredKeys, Groups]:
     """Read what belongs to some rows, one segment after the other."""
     order = np.argsort(rows.owners, kind="stable")
     owners, starts = np.unique(rows.owners[order], return_index=True)
     pieces = [
         (segments[owner], at) for owner, at in zip(owners.tolist(), np.split(order, starts[1:]), strict=True)
     ]
-    parts = [segment.columns.keys_at(rows.numbers[at]) for segment, at in pieces]
+    parts = [
+        segment.columns.codes_at(rows.numbers[at], codec)
+        if codec
+        else segment.columns.keys_at(rows.numbers[at])
+        for segment, at in pieces
+    ]
     keys = np.empty((len(order), parts[0].shape[1]), np.result_type(*parts))
     groups = np.empty(len(order), np.int32)
     for (segment, at), part in zip(pieces, parts, strict=True):
@@ -170,7 +183,12 @@ def merge_plan(segments: Sequence[Segment], ratio: int) -> list[list[Segment]]:
 
 
 def write_segment(
-    root: Path, name: str, segments: Sequence[Segment], dim: int, aside: dict[StoredFile, int]
+    root: Path,
+    name: str,
+    segments: Sequence[Segment],
+    dim: int,
+    aside: dict[StoredFile, int],
+    codec: CodecFile | None = None,
 ) -> Segment:
     """Write the live rows of segments of one group, one or more, as the files of a new one, durably.
 
@@ -181,7 +199,10 @@ def write_segment(
         OSError: the disk became full, or is broken.
         CorruptDatastoreError: what is to be rewritten is damaged; nothing was written.
     """
-    group, rows, dtype = segments[0].group, sum(segment.live for segment in segments), _dtype(segments)
+    group, rows = segments[0].group, sum(segment.live for segment in segments)
+    dtype = np.dtype(np.uint8) if codec else _dtype(segments)
+    packer = IdsPacker() if is_worth_packing(_live_ids(segments)) else None
+    runs: int | None = None
     check_space(root, size_of(segments, dim), f"writing {rows:,} records")
     keys_name, ids_name, digests_name = file_names(name)
     first = last = -1
@@ -190,19 +211,31 @@ def write_segment(
         FileWriter(root, ids_name) as ids_file,
         FileWriter(root, digests_name) as digests_file,
     ):
-        for ids, keys, _ in merged(segments, batch_size=max(1, CHUNK_SIZE // (dim * dtype.itemsize))):
+        batch_size = max(1, CHUNK_SIZE // (dim * _dtype(segments).itemsize))
+        for ids, keys, _ in merged(segments, batch_size=batch_size, codec=codec):
             keys_file.write(keys.astype(dtype, copy=False))
-            ids_file.write(ids)
+            ids_file.write(packer.low(ids) if packer else ids)
             first, last = int(ids[0]) if first < 0 else first, int(ids[-1])
+        if packer:
+            runs = packer.finish(ids_file.write)
         stored, stored_ids = keys_file.finish(), ids_file.finish()
         digests_file.write(keys_file.digests)
         digests_file.finish()
     sync_directory(root / "segments")
-    entry = SegmentEntry(name, group, rows, dtype.name, first, last, stored, stored_ids, digests_name)
-    columns = MappedColumns(root, entry, dim, aside, trusted=True)
+    entry = SegmentEntry(
+        name, group, rows, dtype.name, first, last, stored, stored_ids, digests_name,
+        codes=codec.entry if codec else None, runs=runs,
+    )  # fmt: skip
+    columns = MappedColumns(root, entry, dim, aside, trusted=True, codec_file=codec)
     if columns.problem is not None:
         raise CorruptDatastoreError(columns.problem)
     return Segment(group, rows, first, last, columns, entry=entry)
+
+
+def _live_ids(segments: Sequence[Segment]) -> Iterator[Ids]:
+    for segment in segments:
+        ids = segment.columns.ids
+        yield ids[segment.live_rows().ids()] if segment.dead else ids
 
 
 def size_of(segments: Sequence[Segment], dim: int) -> int:

@@ -16,6 +16,7 @@ from knnstore.datastore.arrays import DamagedPart, Groups, Ids, Keys, Metric
 from knnstore.datastore.embedded.manifest import Manifest, ManifestPart, SegmentEntry, signature
 from knnstore.datastore.embedded.mapped import MappedFile, read_digests
 from knnstore.datastore.embedded.merging import merged
+from knnstore.datastore.embedded.packing import CodecFile
 from knnstore.datastore.embedded.segment import MappedColumns, Segment, damage
 from knnstore.datastore.ranges import IdRanges
 from knnstore.durable import StoredFile
@@ -132,7 +133,7 @@ class SegmentReader:
 
     def _problems_of(self, entry: SegmentEntry) -> list[str]:
         """What is wrong with the files of a segment, which is set aside if its keys or ids are."""
-        problems = [damage(found) for file in (entry.keys, entry.ids) if (found := self._problem_of(file))]
+        problems = [damage(found) for file in entry.needed if (found := self._problem_of(file))]
         if problems:
             for segment in self._current().get(entry.group, ()):
                 if segment.entry and segment.entry.keys == entry.keys:
@@ -239,19 +240,28 @@ class SegmentReader:
     def _mapped(self, manifest: Manifest) -> dict[int, Group]:
         """Map the segments of a manifest, keeping the maps of those that are mapped already."""
         known = {s.entry.keys: s for group in self._groups.values() for s in group if s.entry}
+        files = (s.columns.codec_file for s in known.values())
+        codecs = {file.entry: file for file in files if file is not None}
         groups: dict[int, list[Segment]] = {}
         for entry in manifest.segments:
             segment = known.get(entry.keys)
             if segment is None or segment.entry != entry:
-                segment = self._segment(entry, segment, manifest.dim)
+                codes = entry.codes
+                if codes is not None and codes not in codecs:
+                    codecs[codes] = CodecFile(self.root, codes, manifest.dim)
+                segment = self._segment(entry, segment, manifest.dim, codecs.get(codes) if codes else None)
             if segment.live:
                 groups.setdefault(entry.group, []).append(segment)
         now = {group: tuple(found) for group, found in groups.items()}
         unchanged = {group: former for group, former in self._groups.items() if now.get(group) == former}
         return now | unchanged
 
-    def _segment(self, entry: SegmentEntry, former: Segment | None, dim: int) -> Segment:
+    def _segment(
+        self, entry: SegmentEntry, former: Segment | None, dim: int, codec: CodecFile | None
+    ) -> Segment:
         """What an entry of the manifest says, with the maps of a former version of the segment."""
         dead = IdRanges(entry.dead) if entry.dead else _NO_ROWS
-        columns = former.columns if former else MappedColumns(self.root, entry, dim, self._aside)
+        columns = (
+            former.columns if former else MappedColumns(self.root, entry, dim, self._aside, codec_file=codec)
+        )
         return Segment(entry.group, entry.rows, entry.first_id, entry.last_id, columns, dead, entry)

@@ -1,7 +1,7 @@
 """Immutable runs of records, in memory or mapped from disk."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,12 +12,14 @@ from numpy.typing import NDArray
 from knnstore.datastore.arrays import Ids
 from knnstore.datastore.embedded.manifest import IndexEntry, SegmentEntry
 from knnstore.datastore.embedded.mapped import MappedFile
+from knnstore.datastore.embedded.packing import CodecFile, Codes, PackedIds
 from knnstore.datastore.ranges import IdRanges
 from knnstore.durable import StoredFile
 from knnstore.errors import CorruptDatastoreError
 
 StoredKeys = NDArray[Any]
-"""Keys as they are stored: shape (n, dim), float16, or float32 where one exceeds the range of float16."""
+"""Keys as they are stored: shape (n, dim), float16, or float32 where one exceeds the range of float16, or
+where they are codes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,6 +29,7 @@ class MemoryColumns:
     ids: Ids
     keys: StoredKeys
     problem: ClassVar[str | None] = None
+    codec_file: ClassVar[CodecFile | None] = None
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -36,6 +39,14 @@ class MemoryColumns:
     def keys_at(self, rows: NDArray[np.int64]) -> StoredKeys:
         """Copy some keys, shape (len(rows), dim)."""
         return self.keys[rows]
+
+    def ids_at(self, rows: NDArray[np.int64]) -> Ids:
+        """Copy some ids."""
+        return self.ids[rows]
+
+    def codes_at(self, rows: NDArray[np.int64], by: CodecFile) -> Codes:
+        """The codes of some keys."""
+        return by.codec.encode(self.keys[rows].astype(np.float32))
 
     def set_aside(self, problem: str) -> None:
         """Do nothing: what is in memory has no file."""
@@ -53,6 +64,7 @@ class MappedColumns:
         dim: number of components of a key.
         aside: grows by the segment, its keys and its group, once a file turns out to be damaged or lost.
         trusted: this process wrote the files itself.
+        codec_file: by what the keys are coded, if they are.
     """
 
     problem: str | None
@@ -66,22 +78,29 @@ class MappedColumns:
         aside: dict[StoredFile, int],
         *,
         trusted: bool = False,
+        codec_file: CodecFile | None = None,
     ) -> None:
-        self.dtype = np.dtype(entry.dtype)
+        self.dtype = np.dtype(np.float32 if codec_file else entry.dtype)
+        self.codec_file = codec_file
         self.problem = None
         self._entry = entry
         self._aside = aside
-        self._shape = (entry.rows, dim)
+        self._row_size = entry.row_size(dim)
+        self._all_ids: Ids | None = None
+        self._packed_ids: PackedIds | None = None
         self._ids_file = self._mapped(root, entry.ids, None, trusted)
         self._keys_file = self._mapped(root, entry.keys, entry.digests, trusted)
+        if codec_file is not None:
+            with suppress(CorruptDatastoreError), self._noticing():
+                codec_file.map()
 
     @property
     def ids(self) -> Ids:
         """Ascending, shape (n,)."""
-        file = self.ids_file
-        with self._noticing():
-            file.check()
-        return file.bytes.view(np.int64)
+        if self._all_ids is None:
+            packed = self._packed()
+            self._all_ids = self.ids_file.bytes.view(np.int64) if packed is None else packed.all()
+        return self._all_ids
 
     @property
     def keys(self) -> StoredKeys:
@@ -89,14 +108,22 @@ class MappedColumns:
         file = self.keys_file
         with self._noticing():
             file.check()
-        return self._keys
+        return self._decoded(self._stored)
 
     def keys_at(self, rows: NDArray[np.int64]) -> StoredKeys:
         """Copy some keys, shape (len(rows), dim); only the blocks that hold them are checked."""
-        file = self.keys_file
-        with self._noticing():
-            file.check_rows(rows, self.dtype.itemsize * self._shape[1])
-        return np.asarray(self._keys[rows])
+        return self._decoded(self._stored_at(rows))
+
+    def ids_at(self, rows: NDArray[np.int64]) -> Ids:
+        """Copy some ids."""
+        packed = self._packed()
+        return self.ids[rows] if packed is None else packed.at(rows)
+
+    def codes_at(self, rows: NDArray[np.int64], by: CodecFile) -> Codes:
+        """The codes of some keys."""
+        if self.codec_file is not None and self.codec_file.entry == by.entry:
+            return self._stored_at(rows)
+        return by.codec.encode(self.keys_at(rows).astype(np.float32))
 
     def digests(self) -> bytes:
         """Compute the digests of the blocks of the keys."""
@@ -151,8 +178,30 @@ class MappedColumns:
         self._aside[self._entry.keys] = self._entry.group  # last: who sees this finds the problem
 
     @property
-    def _keys(self) -> StoredKeys:
-        return self.keys_file.bytes.view(self.dtype).reshape(self._shape)
+    def _stored(self) -> NDArray[Any]:
+        return self.keys_file.bytes.view(self._entry.dtype).reshape(self._entry.rows, -1)
+
+    def _stored_at(self, rows: NDArray[np.int64]) -> NDArray[Any]:
+        file = self.keys_file
+        with self._noticing():
+            file.check_rows(rows, self._row_size)
+        return np.asarray(self._stored[rows])
+
+    def _decoded(self, stored: NDArray[Any]) -> StoredKeys:
+        if self.codec_file is None:
+            return stored
+        with self._noticing():
+            codec = self.codec_file.codec
+        return codec.decode(stored)
+
+    def _packed(self) -> PackedIds | None:
+        """The ids, checked; None where they are as they are."""
+        file = self.ids_file
+        with self._noticing():
+            file.check()
+        if self._packed_ids is None and self._entry.runs is not None:
+            self._packed_ids = PackedIds(file.bytes, self._entry.rows, self._entry.runs)
+        return self._packed_ids
 
 
 def damage(problem: str) -> str:

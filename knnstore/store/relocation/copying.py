@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from knnstore.datastore import (
     BATCH_SIZE,
     ID_LIMIT,
+    Capabilities,
     Datastore,
     Distances,
     Groups,
@@ -33,6 +34,8 @@ GIVE_UP = "the store stays where it is; drop the copy with `knnstore move --aban
 _QUERIES = 32
 _NEIGHBORS = 1024
 _NOTHING = IdRanges()
+_MOST_LOST = 0.5  # by codes, of the keys' squared distance to their mean; a tenth is usual
+_MOST_OF_SIZE = 0.01  # and of their squares, where keys are all but equal
 
 Batch = tuple[Ids, Keys, Groups]
 Seen = Callable[[Ids, Keys], None]
@@ -49,6 +52,8 @@ class Transferred(NamedTuple):
     """Share of the true nearest neighbors of some keys that the target finds; None without records."""
     neighbors: int
     """How many neighbors of each key that was."""
+    codes: str | None
+    """What the target keeps keys as where there are many; see `Capabilities`."""
 
 
 def transfer(
@@ -89,12 +94,12 @@ def transfer(
     records = target.count()
     failpoint("move.compared")
     if not records:
-        return Transferred(0, copied, None, 0)
+        return Transferred(0, copied, None, 0, target.capabilities.codes)
     found = target.search(queries, nearest.k).distances
     recall = float((found <= nearest.bounds()[:, None]).mean())
     if target.capabilities.exact_search and recall < 1:
         raise DatastoreError(f"the copy does not find the nearest records: {GIVE_UP}")
-    return Transferred(records, copied, recall, nearest.k)
+    return Transferred(records, copied, recall, nearest.k, target.capabilities.codes)
 
 
 def _copy(batches: Iterable[Batch], total: int, target: Datastore, progress: Progress) -> tuple[Keys, int]:
@@ -171,9 +176,9 @@ def _compare(
     """Compare what the target holds with what it shall, and find the queries' true neighbors on the way."""
     progress.start("comparing", total=total, unit="rec")
     nearest = _Nearest(queries, min(_NEIGHBORS, total), target.metric)
-    exact = target.capabilities.exact_keys
+    able = target.capabilities
     for ours, theirs in _aligned(batches, held):
-        if theirs is None or ours is None or not _same(ours, theirs, exact=exact):
+        if theirs is None or ours is None or not _same(ours, theirs, able):
             raise DatastoreError(f"the copy differs from its source: {GIVE_UP}")
         nearest.add(ours[1])
         progress.advance(len(ours[0]))
@@ -201,8 +206,8 @@ def _rows(batch: Batch, rows: slice | NDArray[np.bool_]) -> Batch:
     return ids[rows], keys[rows], groups[rows]
 
 
-def _same(ours: Batch, theirs: Batch, *, exact: bool) -> bool:
-    """Whether the records are equal; keys may be rounded to half precision unless they must be exact."""
+def _same(ours: Batch, theirs: Batch, able: Capabilities) -> bool:
+    """Whether the records are equal, the keys as far as the engine keeps what it is given."""
     (ids, keys, groups), (their_ids, their_keys, their_groups) = ours, theirs
     if not (np.array_equal(ids, their_ids) and np.array_equal(groups, their_groups)):
         return False
@@ -210,7 +215,19 @@ def _same(ours: Batch, theirs: Batch, *, exact: bool) -> bool:
         return True
     with np.errstate(over="ignore"):  # what exceeds the range of half precision is kept as it is
         rounded = keys.astype(np.float16).astype(np.float32)
-    return not exact and bool(((their_keys == rounded) | (their_keys == keys)).all())
+    if able.exact_keys:
+        return False
+    return bool(((their_keys == rounded) | (their_keys == keys)).all()) or (
+        able.codes is not None and _are_near(keys, their_keys)
+    )
+
+
+def _are_near(keys: Keys, coded: Keys) -> bool:
+    """Whether codes can be those of these keys: other keys of the same text would be further away."""
+    lost, spread, size = (
+        ((keys - others) ** 2).sum(dtype=np.float64) for others in (coded, keys.mean(0), np.float32(0))
+    )
+    return bool(lost <= _MOST_LOST * spread + _MOST_OF_SIZE * size)
 
 
 class _Nearest:

@@ -33,6 +33,8 @@ class Moved:
     its search is exact; None without records."""
     neighbors: int
     """How many neighbors of each key that was."""
+    codes: str | None
+    """What keys are kept as now where there are many, as ``pq32``: what these lose does not come back."""
     left: str | None
     """Why the old keys are still where they were; None when they are gone."""
 

@@ -1,0 +1,17 @@
+"""Keys and ids in few bytes."""
+
+from knnstore.datastore.embedded.packing.codecs import (
+    Codec,
+    Codes,
+    RoundedCodec,
+    checked_kind,
+    code_size,
+    fit_codec,
+)
+from knnstore.datastore.embedded.packing.ids import IdsPacker, PackedIds, is_worth_packing, packed_size
+from knnstore.datastore.embedded.packing.stored import CodecFile, CodesEntry, Coding
+
+__all__ = [
+    "Codec", "CodecFile", "Codes", "CodesEntry", "Coding", "IdsPacker", "PackedIds", "RoundedCodec",
+    "checked_kind", "code_size", "fit_codec", "is_worth_packing", "packed_size",
+]  # fmt: skip

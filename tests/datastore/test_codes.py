@@ -1,0 +1,257 @@
+"""Keys as codes and packed ids: against numpy, through the life of a datastore, and damaged."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from knnstore_cells import CellsDatastore
+
+from knnstore.datastore import IdRanges, KeySegments, Metric, record_ids
+from knnstore.datastore.embedded.packing import Coding, IdsPacker, PackedIds, fit_codec, is_worth_packing
+from knnstore.datastore.embedded.packing.codecs import ProductCodec, codec_of
+from knnstore.errors import ConfigError, CorruptDatastoreError
+
+DIM = 24
+RNG = np.random.default_rng(4)
+KINDS = ["int8", "pq6", "pq24", "pq100"]
+
+
+def clustered(n: int, dim: int = DIM, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    centers = np.random.default_rng(9).normal(size=(20, dim)) * 4
+    return (centers[rng.integers(0, 20, n)] + rng.normal(size=(n, dim)) * np.linspace(0.2, 1.5, dim)).astype(
+        np.float32
+    )
+
+
+def lost(keys: np.ndarray, others: np.ndarray) -> float:
+    """Share of the keys' spread."""
+    return float(((keys - others) ** 2).sum() / ((keys - keys.mean(0)) ** 2).sum())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dim", [1, 7, DIM])
+def test_codes_are_of_near_keys_and_survive_their_bytes(kind: str, dim: int) -> None:
+    codec, keys = fit_codec(kind, clustered(1000, dim)), clustered(300, dim, seed=1)
+    codes = codec.encode(keys)
+    assert codes.shape == (300, codec.size)
+    assert codec.size == (4 + dim if kind == "int8" else 1 + min(int(kind[2:]), dim))
+    decoded = codec.decode(codes)
+    assert lost(keys, decoded) < (0.001 if kind == "int8" else 0.2)
+    again = codec_of(kind, dim, codec.to_bytes())
+    np.testing.assert_array_equal(again.encode(keys), codes)
+    np.testing.assert_array_equal(again.decode(codes), decoded)
+    if codec.rotation is not None:  # a turn keeps distances
+        there = ((codec.turned(codes)[:50, None] - keys @ codec.rotation) ** 2).sum(2)
+        here = ((decoded[:50, None].astype(np.float64) - keys) ** 2).sum(2)
+        np.testing.assert_allclose(there, here, rtol=2e-3, atol=1e-3)
+
+
+def test_each_part_is_named_by_its_nearest_entry() -> None:
+    codec, keys = ProductCodec.fit(clustered(1000), 5), clustered(50, seed=1).astype(np.float64)
+    rotation, centers, books = (array.astype(np.float64) for array in codec._stored)
+    turned = keys @ rotation
+    nearest = ((turned[:, None] - centers) ** 2).sum(2).argmin(1)
+    pieces = (turned - centers[nearest]).reshape(50, 5, -1)
+    expected = np.stack([((pieces[:, [at]] - books[at]) ** 2).sum(2).argmin(1) for at in range(5)], 1)
+    assert (codec.encode(keys.astype(np.float32)) == np.column_stack([nearest, expected])).mean() > 0.999
+    used = np.flatnonzero(rotation.any(0))
+    np.testing.assert_allclose(rotation[:, used].T @ rotation[:, used], np.eye(DIM), atol=2e-3)
+    products = [np.log((pieces[:, at].var(0) + 1e-30)[pieces[:, at].any(0)]).sum() for at in range(5)]
+    assert max(products) - min(products) < 4, "the components are not shared out evenly"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_extreme_keys_stay_finite(kind: str) -> None:
+    for keys in (np.full((9, DIM), 3e6), np.zeros((300, DIM)), np.eye(DIM) * 1e5):
+        codec = fit_codec(kind, keys.astype(np.float32))
+        assert np.isfinite(codec.decode(codec.encode(keys.astype(np.float32)))).all()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    runs=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 9)), min_size=1, max_size=20),
+    largest=st.sampled_from([1, 1 << 16, 1 << 20]),
+    cuts=st.lists(st.integers(0, 60), max_size=4),
+    first=st.sampled_from([0, 1, (1 << 43) - 300]),
+)
+def test_packed_ids_are_the_ids(runs, largest: int, cuts: list[int], first: int) -> None:
+    positions, at = [], first
+    for gap, length in runs:
+        positions += range(at, at + length)
+        at += length + gap
+    ids = record_ids(np.array(positions), RNG.integers(0, largest, len(positions)))
+    packer, parts = IdsPacker(), np.split(ids, sorted(cut % (len(ids) + 1) for cut in cuts))
+    content = [packer.low(part).tobytes() for part in parts if len(part)]
+    count = packer.finish(lambda array: content.append(array.tobytes()))
+    assert count == len(runs)
+    packed = PackedIds(np.frombuffer(b"".join(content), np.uint8), len(ids), count)
+    np.testing.assert_array_equal(packed.all(), ids)
+    rows = RNG.integers(0, len(ids), 10)
+    np.testing.assert_array_equal(packed.at(rows), ids[rows])
+
+
+def test_scattered_ids_are_not_packed() -> None:
+    assert is_worth_packing([record_ids(np.arange(100), np.arange(100))])
+    assert not is_worth_packing([record_ids(np.arange(100) * 2, np.arange(100))])
+
+
+def coded(root: Path, mode: str = "a", *, kind: str = "pq6", metric: Metric = Metric.L2) -> CellsDatastore:
+    return CellsDatastore.open(root, dim=DIM, metric=metric, mode=mode, cells=8, codes=kind, coded_from=500)  # type: ignore[arg-type]
+
+
+def put(store: CellsDatastore, positions: np.ndarray, group: int = 0) -> None:
+    store.add(
+        record_ids(positions, positions % 70_000), KEYS[positions], np.full(len(positions), group, np.int32)
+    )
+
+
+KEYS = clustered(4000)
+
+
+def held(store: CellsDatastore) -> dict[int, bytes]:
+    return {
+        int(id): key.tobytes() for ids, keys, _ in store.iterate() for id, key in zip(ids, keys, strict=True)
+    }
+
+
+def key_files(root: Path) -> int:
+    return sum(path.stat().st_size for path in root.rglob("*.keys"))
+
+
+@pytest.mark.parametrize("kind", ["pq6", "int8"])
+@pytest.mark.parametrize("metric", list(Metric))
+def test_the_life_of_a_coded_group(tmp_path: Path, kind: str, metric: Metric) -> None:
+    """Few records stay as they are; many are coded, once: no merge and no rewriting changes them again."""
+    root = tmp_path / "store"
+    with (
+        closing(coded(root, kind=kind, metric=metric)) as store,
+        closing(coded(root, "r", kind=kind, metric=metric)) as reader,
+    ):
+        put(store, np.arange(300))
+        store.optimize()
+        half = KEYS[:300].astype(np.float16).astype(np.float32)
+        assert list(held(store).values()) == [key.tobytes() for key in half]
+        put(store, np.arange(300, 1500))
+        put(store, np.arange(0, 400), group=1)
+        store.optimize()
+        first = held(store)
+        found = np.stack([np.frombuffer(key, np.float32) for key in first.values()])
+        assert lost(KEYS[400:1500], found[400:]) < 0.2
+        assert (found[400:] != KEYS[400:1500].astype(np.float16)).any(1).mean() > 0.9
+        np.testing.assert_array_equal(found[:400], KEYS[:400].astype(np.float16))  # group 1 is small
+        assert key_files(root) == 1100 * (7 if kind == "pq6" else 4 + DIM) + 400 * 2 * DIM
+        for start in range(1500, 2500, 100):
+            put(store, np.arange(start, start + 100))
+            store.flush()
+        store.delete(IdRanges([(int(id), int(id) + 1) for id in list(first)[900:1200]]))
+        before = held(store)
+        assert {id: key for id, key in first.items() if id in before} == {
+            id: before[id] for id in first if id in before
+        }
+        store.optimize()
+        store.vacuum()
+        assert held(store) == before == held(reader)
+        queries, now = (
+            clustered(20, seed=2),
+            np.stack([np.frombuffer(key, np.float32) for key in before.values()]),
+        )
+        products = queries.astype(np.float64) @ now.T.astype(np.float64)
+        squares = (queries.astype(np.float64) ** 2).sum(1)[:, None] + (now.astype(np.float64) ** 2).sum(1)
+        truth = squares - 2 * products if metric is Metric.L2 else -products
+        column = {id: at for at, id in enumerate(before)}
+        for one in (store, reader):
+            met = 0
+            for visit in one.visit(queries, 1 << 16):
+                columns = [column[id] for id in visit.ids.tolist()]
+                np.testing.assert_allclose(visit.distances, truth[np.ix_(visit.queries, columns)], 3e-3, 5e-2)
+                met += visit.distances.size
+            assert met == truth.size
+        assert store.verify() == []
+    with closing(coded(root, kind=kind, metric=metric)) as store:
+        assert held(store) == before
+        codecs = list(root.rglob("*.codec"))
+        assert len(codecs) == 1
+        store.delete(IdRanges([(int(record_ids(np.array([400]), np.array([0]))[0]), 1 << 60)]))
+        store.flush()
+        assert not list(root.rglob("*.codec"))
+
+
+def test_a_store_that_was_coded_stays_so_whatever_is_asked_for(tmp_path: Path) -> None:
+    with closing(coded(tmp_path / "store")) as store:
+        put(store, np.arange(1000))
+        store.optimize()
+    with closing(coded(tmp_path / "store", kind="none")) as store:
+        put(store, np.arange(1000, 2000))
+        store.optimize()
+        assert key_files(tmp_path / "store") == 2000 * 7
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "flipped"])
+def test_a_damaged_codec_costs_its_group(tmp_path: Path, damage: str) -> None:
+    """It is named, the other groups are read, and what is added then is coded anew."""
+    root = tmp_path / "store"
+    with closing(coded(root)) as store:
+        put(store, np.arange(1000))
+        put(store, np.arange(1000, 2000), group=1)
+        store.optimize()
+        groups = {s.group: s.entry.codes.file.name for s in store._segments.snapshot()}
+    path = root / groups[0]
+    content = path.read_bytes()
+    path.unlink()
+    if damage != "missing":
+        path.write_bytes(content[:-1] if damage == "cut" else content[:-1] + bytes([content[-1] ^ 1]))
+    with closing(coded(root)) as store:
+        problems = store.verify()
+        assert len(problems) == 1
+        assert str(path) in problems[0]
+        assert [part.group for part in store.damaged()] == [0]
+        assert len(held(store)) == 1000
+        put(store, np.arange(2000, 3000))
+        store.optimize()
+        assert len(held(store)) == 2000
+        assert {s.group for s in store._segments.readable()} == {0, 1}
+        store.abandon(store.damaged()[0])
+        assert store.verify() == []
+
+
+def test_a_codec_is_read_when_its_file_is_gone(tmp_path: Path) -> None:
+    """A reader goes on with what it has mapped while a writer removes the group."""
+    root = tmp_path / "store"
+    with closing(coded(root)) as store:
+        put(store, np.arange(1000))
+        store.optimize()
+        with closing(coded(root, "r")) as reader:
+            batches = reader.iterate(batch_size=100)
+            segments = reader._segments.readable()
+            store.delete(IdRanges([(0, 1 << 60)]))
+            store.optimize()
+            assert not list(root.rglob("*.codec"))
+            assert len(segments[0].columns.keys_at(np.arange(10))) == 10
+            del batches
+
+
+def test_kinds_are_checked(tmp_path: Path) -> None:
+    for kind in ("pq0", "pq", "pq99999", "float", 8, None):
+        with pytest.raises(ConfigError, match="codes must be"):
+            CellsDatastore.open(tmp_path / "store", dim=DIM, codes=kind)
+    with pytest.raises(CorruptDatastoreError, match="no codec pq6"):
+        codec_of("pq6", DIM, b"123")
+
+
+@pytest.fixture
+def segments(tmp_path: Path) -> Iterator[KeySegments]:
+    with closing(KeySegments(tmp_path / "store", DIM, Metric.L2, "a", Coding("pq6", 100))) as opened:
+        yield opened
+
+
+def test_what_is_spilled_before_a_flush_is_coded(segments: KeySegments) -> None:
+    """So a large text takes the room of its codes from the start."""
+    ids = np.arange(4000)
+    segments.append(ids, KEYS, np.zeros(4000, np.int32))
+    segments.flush()
+    assert key_files(segments.root) == 4000 * 7
