@@ -1,17 +1,20 @@
 """Sums over whole cells beside the k nearest: perplexity, speed of scoring and of one step, size.
 
-    python benchmarks/cells.py DATA --model DIR [--domain NAME ...] [--records 275000] [--probes 4 8 16 32]
+    python benchmarks/cells.py DATA --model DIR [--domain NAME ...] [--records 275000] [--probes 8 16]
+        [--codes none pq32 pq64]
     python benchmarks/cells.py --smoke              a few seconds, with the demo's model
 
 DATA holds a folder for each domain with ``store.jsonl``, ``dev.jsonl`` and ``test.jsonl``. Each side has a
-store of its own with the same records: FAISS exact and by default with k = 1,024, and cells. One temperature
-and one λ are chosen on ``dev`` for each, perplexity is that of ``test``. Speeds are of sides that are run in
-turn, as ratios to the model alone, medians of their rounds. JSON goes to stdout, a table to stderr.
+store of its own with the same records, moved from that of the first: FAISS exact and by default with
+k = 1,024, and cells with each kind of codes. One temperature and one λ are chosen on ``dev`` for each;
+perplexity is of ``test``. Speeds, but of exact search, are of sides that are run in turn, as ratios to the
+model alone, medians of their rounds; ``--rounds 0`` leaves them out. JSON goes to stdout, a table to stderr.
 """
 
 import argparse
 import json
 import math
+import shutil
 import statistics
 import sys
 import tempfile
@@ -129,7 +132,7 @@ def writing(lm: KNNLMForCausalLM, settings: KNNSettings, batch: int, steps: int)
 
 def key_bytes(lm: KNNLMForCausalLM) -> float:
     """Bytes of the key files for each record."""
-    folder = lm.store.home.path / "keys"
+    folder = lm.store.home.path / lm.store.info()["location"]
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     return round(size / max(1, lm.store.record_count()), 1)
 
@@ -138,37 +141,50 @@ def measure(folder: Path, model: str, parts_of: Callable[[KNNLMForCausalLM], Par
     """All figures of one domain."""
     made: dict[str, KNNLMForCausalLM] = {}
     result: dict[str, Any] = {}
-    for name, params in (("exact", {"index": "exact"}), ("faiss", {}), ("cells", {})):
-        lm = knnstore.create(
-            folder / name, model, store="cells" if name == "cells" else "faiss", params=params
-        )
-        parts = parts_of(lm)
-        added = lm.add(parts["store"], domain="d")
-        made[name] = lm
-        result[name] = {"records": added.tokens, "bytes_a_record": key_bytes(lm)}
+    first = knnstore.create(folder / "exact", model, store="faiss", params={"index": "exact"})
+    parts = parts_of(first)
+    added = first.add(parts["store"], domain="d")
+    first.store.close()
+    engines: dict[str, tuple[str, dict[str, Any]]] = {"exact": ("", {}), "faiss": ("faiss", {})}
+    engines |= {f"cells {codes}": ("cells", {"codes": codes}) for codes in options.codes}
+    for name, (engine, params) in engines.items():
+        if engine:
+            shutil.copytree(folder / "exact", folder / name)
+            with knnstore.open(folder / name, "a", copied=True) as store:
+                start = time.perf_counter()
+                store.move(engine, "keys-2", params=params)
+                result[name] = {"move_seconds": round(time.perf_counter() - start, 1)}
+        made[name] = lm = knnstore.load(folder / name)
+        result[name] = {**result.get(name, {}), "records": added.tokens, "bytes_a_record": key_bytes(lm)}
     sides = {"exact": KNNSettings(k=K), "faiss": KNNSettings(k=K)}
-    sides |= {f"cells {probes}": KNNSettings(probes=probes) for probes in options.probes}
+    sides |= {
+        f"cells {codes} {probes}": KNNSettings(probes=probes)
+        for codes in options.codes
+        for probes in options.probes
+    }
     speeds: dict[str, Callable[[], Any]] = {}
     steps: dict[int, dict[str, Callable[[], Any]]] = {1: {}, 8: {}}
     alone = KNNSettings(lam=0.0)
-    speeds["alone"] = lambda: made["cells"].evaluate(parts["test"], alone)
+    speeds["alone"] = lambda: made["exact"].evaluate(parts["test"], alone)
     for batch, of_batch in steps.items():
-        of_batch["alone"] = writing(made["cells"], alone, batch, options.steps)
+        of_batch["alone"] = writing(made["exact"], alone, batch, options.steps)
     for side, settings in sides.items():
-        lm = made[side.split()[0]]
+        lm = made[side if side in made else side.rpartition(" ")[0]]
         found = fitted(lm, parts, settings)
         result[side] = {**result.get(side, {}), **found}
         print(side, json.dumps(found), file=sys.stderr, flush=True)
         chosen = replace(
             settings, temperature=found["temperature"], mixer=KNNSettings(lam=found["lambda"]).mixer
         )
-        speeds[side] = lambda lm=lm, chosen=chosen: lm.evaluate(parts["test"], chosen)
+        if side != "exact":
+            speeds[side] = lambda lm=lm, chosen=chosen: lm.evaluate(parts["test"], chosen)
+            for batch, of_batch in steps.items():
+                of_batch[side] = writing(lm, chosen, batch, options.steps)
+    measured = {}
+    if options.rounds:
+        measured["scoring"] = in_turn(speeds, options.rounds)
         for batch, of_batch in steps.items():
-            of_batch[side] = writing(lm, chosen, batch, options.steps)
-    measured = {"scoring": in_turn(speeds, options.rounds)}
-    measured |= {
-        f"step, batch {batch}": in_turn(of_batch, options.rounds) for batch, of_batch in steps.items()
-    }
+            measured[f"step, batch {batch}"] = in_turn(of_batch, options.rounds)
     for what, seconds in measured.items():
         for side, ratio in ratios(seconds):
             result.setdefault(side, {})[what] = ratio
@@ -185,7 +201,8 @@ def main() -> None:
     parser.add_argument("--domain", action="append")
     parser.add_argument("--records", type=int, default=275_000)
     parser.add_argument("--held-out", type=int, default=12_000, help="tokens of dev and of test")
-    parser.add_argument("--probes", type=int, nargs="+", default=[4, 8, 16, 32])
+    parser.add_argument("--probes", type=int, nargs="+", default=[8, 16])
+    parser.add_argument("--codes", nargs="+", default=["none", "pq32", "pq64"])
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--smoke", action="store_true")
@@ -193,7 +210,7 @@ def main() -> None:
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         if options.smoke:
-            options.rounds, options.steps, options.probes = 1, 4, [2]
+            options.rounds, options.steps, options.probes, options.codes = 1, 4, [2], ["pq8"]
             results["help"] = measure(Path(folder) / "help", str(TINY_LM), lambda _: smoke_parts(), options)
         else:
             if options.data is None:
@@ -205,13 +222,13 @@ def main() -> None:
                     lambda lm, domain=domain: documents(options.data / domain, limits, lm), options,
                 )  # fmt: skip
                 print(json.dumps({domain: results[domain]}), file=sys.stderr, flush=True)
-    names = ("ppl", "scoring", "step, batch 1", "step, batch 8")
+    names = ("ppl", "scoring", "step, batch 1", "step, batch 8", "bytes_a_record")
     for domain, result in results.items():
-        print(f"\n{domain}\n{'':10}" + "".join(f"{name:>15}" for name in names), file=sys.stderr)
+        print(f"\n{domain}\n{'':14}" + "".join(f"{name:>15}" for name in names), file=sys.stderr)
         for side, row in result.items():
             cells = (row.get(name) for name in names)
             print(
-                f"{side:10}" + "".join(f"{'' if one is None else round(one, 3)!s:>15}" for one in cells),
+                f"{side:14}" + "".join(f"{'' if one is None else round(one, 3)!s:>15}" for one in cells),
                 file=sys.stderr,
             )
     print(

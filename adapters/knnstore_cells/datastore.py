@@ -81,7 +81,8 @@ class CellsDatastore(EmbeddedDatastore):
         """Measure queries against all records of their nearest cells; see `SupportsCells.visit`."""
         queries, probes = checked_keys(queries, self._dim, what="queries"), checked_k(probes, what="probes")
         ids = where.ids if where and where.groups is None else None
-        from knnstore_cells.group import CellGroup, visit
+        from knnstore_cells.group import CellGroup
+        from knnstore_cells.visiting import visit
 
         def visited(groups: Sequence[GroupSearch]) -> list[Visit]:
             return visit([group for group in groups if isinstance(group, CellGroup)], queries, probes, ids)

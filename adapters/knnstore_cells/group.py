@@ -1,4 +1,4 @@
-"""The cells of a group, and visits to the nearest cells of several groups."""
+"""The cells of a group."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -8,14 +8,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from knnstore.datastore import CodecFile, IdRanges, Keys, Metric, Neighbors, Segment, StoredFile, Visit
+from knnstore.datastore import CodecFile, IdRanges, Keys, Metric, Neighbors, Segment, StoredFile
 from knnstore_cells.index import SegmentCells
 from knnstore_cells.kept import Cell, KeptCells
-from knnstore_cells.partition import arranged, center_distances, fit_centers
+from knnstore_cells.partition import arranged, fit_centers
 from knnstore_cells.policy import Policy
+from knnstore_cells.visiting import DISTANCES_AT_ONCE, Cells, visit
 
 _SMALL = 4096  # records; where no more match, all are compared
-_VALUES = 1 << 24  # distances that are in memory at once
 
 
 class _Part(NamedTuple):
@@ -55,6 +55,7 @@ class CellGroup:
         self._segments: Sequence[Segment] = ()
         self._parts: list[_Part] = []
         self._matching: tuple[IdRanges | None, NDArray[np.int64]] = (None, np.zeros(0, np.int64))
+        self._with_records: tuple[NDArray[np.int64], Cells] | None = None
         self._codec_file: CodecFile | None = None
         self._rotation: Tensor | None = None
         self.rows = 0
@@ -109,6 +110,13 @@ class CellGroup:
             self._matching = (ids, counts)
         return counts
 
+    def cells_with(self, ids: IdRanges | None) -> Cells:
+        """The cells that have records with some ids."""
+        counts, last = self.matching(ids), self._with_records
+        if last is None or last[0] is not counts:
+            last = self._with_records = counts, Cells.of(self.centers, counts)
+        return last[1]
+
     def cell(self, number: int) -> Cell:
         """The live records of a cell."""
         return self._kept.get(self._version, number, self._read)
@@ -128,7 +136,7 @@ class CellGroup:
 
     def _nearest(self, queries: Keys, k: int, ids: IdRanges | None, probes: int) -> Neighbors:
         largest = np.sort(self.matching(ids))[-probes:].sum()
-        step = max(1, _VALUES // int(largest))
+        step = max(1, DISTANCES_AT_ONCE // int(largest))
         parts = []
         for start in range(0, len(queries), step):
             some = queries[start : start + step]
@@ -149,8 +157,9 @@ class CellGroup:
     def _set_rotation(self, segments: Sequence[Segment]) -> None:
         """Take the space of the codec by which most is coded."""
         coded = [segment for segment in segments if segment.columns.codec_file]
-        self._codec_file = max(coded, key=lambda one: one.rows).columns.codec_file if coded else None
-        rotation = self._codec_file.codec.rotation if self._codec_file else None
+        columns = max(coded, key=lambda one: one.rows).columns if coded else None
+        self._codec_file = columns.codec_file if columns else None
+        rotation = columns.codec.rotation if columns and columns.codec else None
         self._rotation = None if rotation is None else torch.from_numpy(rotation)
 
     def _count(self, rows: Callable[[_Part], NDArray[np.bool_] | None]) -> NDArray[np.int64]:
@@ -197,59 +206,3 @@ def _mask(rows: IdRanges, count: int) -> NDArray[np.bool_]:
     for start, stop in rows:
         mask[start:stop] = True
     return mask
-
-
-def visit(groups: Sequence[CellGroup], queries: Keys, probes: int, ids: IdRanges | None) -> list[Visit]:
-    """Let each query visit its nearest cells of some groups together; see `SupportsCells.visit`."""
-    cells = [np.flatnonzero(group.matching(ids)) for group in groups]
-    owners = np.repeat(np.arange(len(groups)), [len(numbers) for numbers in cells])
-    if not len(owners) or not len(queries):
-        return []
-    asked, metric = torch.from_numpy(queries), groups[0].metric
-    centers = torch.cat([group.centers[numbers] for group, numbers in zip(groups, cells, strict=True)])
-    nearest = _nearest_cells(asked, centers, min(probes, len(owners)), metric).flatten()
-    order = nearest.argsort(stable=True)
-    visitors = order.div(len(nearest) // len(queries), rounding_mode="floor")
-    visited, counts = torch.unique_consecutive(nearest[order], return_counts=True)
-    numbers, turned = np.concatenate(cells), [group.turned(asked) for group in groups]
-    visits = []
-    for at, of_cell in zip(visited.tolist(), torch.split(visitors, counts.tolist()), strict=True):
-        group, number = groups[owners[at]], int(numbers[at])
-        found, keys, norms = _matching(group.cell(number), ids)
-        distances = _measure(turned[owners[at]][of_cell], keys, norms, group.origins[number], metric)
-        visits.append(Visit(of_cell.numpy(), found, distances.numpy()))
-    return visits
-
-
-def _matching(cell: Cell, ids: IdRanges | None) -> Cell:
-    """The records of a cell that have some ids."""
-    if ids is None:
-        return cell
-    chosen = ids.contains(cell.ids)
-    if chosen.all():
-        return cell
-    rows = torch.from_numpy(np.flatnonzero(chosen))
-    return Cell(cell.ids[chosen], cell.keys[rows], cell.norms[rows])
-
-
-def _nearest_cells(queries: Tensor, centers: Tensor, probes: int, metric: Metric) -> Tensor:
-    """The numbers of the nearest cells, shape (q, probes)."""
-    if probes == len(centers):
-        return torch.arange(probes).expand(len(queries), -1)
-    step = max(1, _VALUES // len(centers))
-    return torch.cat(
-        [
-            center_distances(some, centers, metric).topk(probes, largest=False, sorted=False).indices
-            for some in torch.split(queries, step)
-        ]
-    )
-
-
-def _measure(queries: Tensor, keys: Tensor, norms: Tensor, center: Tensor, metric: Metric) -> Tensor:
-    """Measure each query against each key of a cell, shape (m, r)."""
-    if metric is Metric.IP:
-        return -(queries @ keys.T)
-    queries = queries - center
-    distances = torch.addmm(norms, queries, keys.T, alpha=-2)
-    distances += (queries * queries).sum(1)[:, None]
-    return distances.clamp_(min=0)

@@ -10,6 +10,7 @@ from knnstore.errors import ConfigError
 _MOST_CELLS = 1 << 16
 _MOST = {"cells": _MOST_CELLS, "probes": _MOST_CELLS, "memory": 1 << 20, "coded_from": 1 << 40}
 _RECORDS_PER_CELL = 256
+_PER_ROOT = 4  # cells for the root of the records, from a million records on
 _ONE_CELL_UP_TO = 1 << 13  # to compare a query with so many costs no more than to choose among cells
 _PER_NEIGHBOR = 8  # records to visit for each neighbor wanted
 _LEAST_PROBES = 8
@@ -67,7 +68,9 @@ class Policy:
             return min(self.cells, group_rows)
         if group_rows <= _ONE_CELL_UP_TO:
             return 1
-        return min(_MOST_CELLS, int(2 ** round(math.log2(group_rows / _RECORDS_PER_CELL))))
+        # To choose among cells costs as much as to visit some: both are to grow slowly.
+        wanted = min(group_rows / _RECORDS_PER_CELL, _PER_ROOT * math.sqrt(group_rows))
+        return min(_MOST_CELLS, int(2 ** round(math.log2(wanted))))
 
     def has_index(self, rows: int, group_rows: int) -> bool:
         """Whether it is on disk which rows of a segment are in which cell, else it is found out in memory."""

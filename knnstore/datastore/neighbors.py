@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,6 +78,10 @@ class Neighbors:
     @classmethod
     def visited(cls, visits: Sequence[Visit], queries: int) -> "Neighbors":
         """All records that each query was measured against, in any order, as wide as the widest needs."""
+        if len(visits) == queries == 1:
+            (visit,) = visits
+            log_weights = None if visit.log_weights is None else visit.log_weights[None]
+            return cls(visit.ids[None], visit.distances, log_weights)
         counts = np.zeros(queries, np.int64)
         for visit in visits:
             counts[visit.queries] += len(visit.ids)
@@ -96,6 +101,8 @@ class Neighbors:
         """The same with the k nearest of each query in order, and the others after them in any order."""
         if k >= self.ids.shape[1]:
             return self.nearest(self.ids.shape[1])
+        if k == 1:
+            return self._changed(partial(_with_first, at=self.distances.argmin(axis=1)))
         order = np.argpartition(self.distances, k - 1, axis=1)
         near = np.take_along_axis(self.distances, order[:, :k], axis=1).argsort(axis=1, kind="stable")
         order[:, :k] = np.take_along_axis(order[:, :k], near, axis=1)
@@ -166,6 +173,13 @@ class Neighbors:
     def _changed(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> "Neighbors":
         log_weights = None if self.log_weights is None else change(self.log_weights)
         return Neighbors(change(self.ids), change(self.distances), log_weights)
+
+
+def _with_first(array: NDArray[Any], at: NDArray[np.intp]) -> NDArray[Any]:
+    """Each row with the value at a column of its own and the one at the first exchanged."""
+    changed, rows = array.copy(), np.arange(len(array))
+    changed[:, 0], changed[rows, at] = array[rows, at], array[:, 0]
+    return changed
 
 
 def merge(parts: Sequence[Neighbors], queries: int, k: int) -> Neighbors:

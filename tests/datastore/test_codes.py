@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from knnstore_cells import CellsDatastore
 
-from knnstore.datastore import IdRanges, KeySegments, Metric, record_ids
+from knnstore.datastore import IdRanges, KeySegments, Metric, positions_of, record_ids, tokens_of
 from knnstore.datastore.embedded.packing import Coding, IdsPacker, PackedIds, fit_codec, is_worth_packing
 from knnstore.datastore.embedded.packing.codecs import ProductCodec, codec_of
 from knnstore.errors import ConfigError, CorruptDatastoreError
@@ -119,6 +119,12 @@ def held(store: CellsDatastore) -> dict[int, bytes]:
     }
 
 
+def met(store: CellsDatastore) -> set[int]:
+    """Positions of the records in all cells."""
+    visits = store.visit(KEYS[:2], 1 << 16)
+    return {int(position) for visit in visits for position in positions_of(visit.ids)}
+
+
 def key_files(root: Path) -> int:
     return sum(path.stat().st_size for path in root.rglob("*.keys"))
 
@@ -205,6 +211,10 @@ def test_a_damaged_codec_costs_its_group(tmp_path: Path, damage: str) -> None:
     path.unlink()
     if damage != "missing":
         path.write_bytes(content[:-1] if damage == "cut" else content[:-1] + bytes([content[-1] ^ 1]))
+    with closing(coded(root, "r")) as store:
+        found = store.search(KEYS[:30], 5)
+        assert (tokens_of(found.ids) >= 1000).all()
+        assert met(store) == set(range(1000, 2000))
     with closing(coded(root)) as store:
         problems = store.verify()
         assert len(problems) == 1

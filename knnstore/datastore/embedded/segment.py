@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from knnstore.datastore.arrays import Ids
 from knnstore.datastore.embedded.manifest import IndexEntry, SegmentEntry
 from knnstore.datastore.embedded.mapped import MappedFile
-from knnstore.datastore.embedded.packing import CodecFile, Codes, PackedIds
+from knnstore.datastore.embedded.packing import Codec, CodecFile, Codes, PackedIds
 from knnstore.datastore.ranges import IdRanges
 from knnstore.durable import StoredFile
 from knnstore.errors import CorruptDatastoreError
@@ -30,6 +30,7 @@ class MemoryColumns:
     keys: StoredKeys
     problem: ClassVar[str | None] = None
     codec_file: ClassVar[CodecFile | None] = None
+    codec: ClassVar[Codec | None] = None
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -101,6 +102,14 @@ class MappedColumns:
             packed = self._packed()
             self._all_ids = self.ids_file.bytes.view(np.int64) if packed is None else packed.all()
         return self._all_ids
+
+    @property
+    def codec(self) -> Codec | None:
+        """By what the keys are coded, if they are."""
+        if self.codec_file is None:
+            return None
+        with self._noticing():
+            return self.codec_file.codec
 
     @property
     def keys(self) -> StoredKeys:
@@ -188,11 +197,8 @@ class MappedColumns:
         return np.asarray(self._stored[rows])
 
     def _decoded(self, stored: NDArray[Any]) -> StoredKeys:
-        if self.codec_file is None:
-            return stored
-        with self._noticing():
-            codec = self.codec_file.codec
-        return codec.decode(stored)
+        codec = self.codec
+        return stored if codec is None else codec.decode(stored)
 
     def _packed(self) -> PackedIds | None:
         """The ids, checked; None where they are as they are."""

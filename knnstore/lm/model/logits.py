@@ -97,7 +97,7 @@ def mix_logits(
             log_probs.amax(-1),
             tokens=tokens[at],
             keys=flat_keys[at].float(),
-            lm_entropy=entropy_of(log_probs),
+            lm_entropy=None if settings.mixer.needs_nearest_only else entropy_of(log_probs),
             log_weights=None if log_weights is None else log_weights[at],
             recent=None if recent is None else recent.rows(at).to(logits.device),
         )
@@ -110,7 +110,8 @@ def _found(
     store: Reader, logits: Tensor, queries: Keys, positions: Positions, settings: KNNSettings
 ) -> Neighbors:
     """The neighbors of the positions that are attended."""
-    settings = replace(settings, k=reachable(store, settings))
+    k = reachable(store, settings)
+    settings = settings if k == settings.k else replace(settings, k=k)
     attended = positions.attended
     searched = np.ones(len(queries), bool)
     if settings.skip is not None and settings.retrieves:
@@ -140,6 +141,8 @@ def _spread(found: Neighbors, rows: Tensor, vocabulary: int) -> tuple[Tensor, Te
 
     def spread(values: NDArray[Any], missing: float = 0) -> Tensor:
         given = torch.from_numpy(values).to(rows.device)
+        if len(given) == len(rows):
+            return given
         return given.new_full((len(rows), given.shape[1]), missing).index_put_((rows,), given)
 
     log_weights = None if found.log_weights is None else spread(found.log_weights)

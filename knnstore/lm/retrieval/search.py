@@ -46,7 +46,7 @@ def retrieve(
             return store.search(queries, settings.k, selection)
         assert settings.probes is not None
         found = Neighbors.visited(store.visit(queries, settings.probes, selection), len(queries))
-        return found.nearest_first(DISTINCT_AMONG)
+        return found.nearest_first(1 if settings.mixer.needs_nearest_only else DISTINCT_AMONG)
 
     parts = [
         _looked_up(store, settings, part, search) for part in settings.mixer.searches(settings.selection)
@@ -97,7 +97,7 @@ def reachable(store: Reader, settings: KNNSettings) -> int:
     Returns:
         At most the settings' k; not less than a gate looks at, so that every mixer chooses as with that.
     """
-    if settings.k <= DISTINCT_AMONG:
+    if settings.k <= DISTINCT_AMONG or visits_cells(store, settings):
         return settings.k
     searches = settings.mixer.searches(settings.selection)
     counts = [_count(store, part, strict=part is settings.selection) for part in searches]

@@ -1,0 +1,130 @@
+"""Visits to the nearest cells of several groups."""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from knnstore.datastore import IdRanges, Keys, Metric, Visit
+from knnstore_cells.kept import Cell
+
+if TYPE_CHECKING:
+    from knnstore_cells.group import CellGroup
+
+DISTANCES_AT_ONCE = 1 << 24
+"""In memory, as float32."""
+
+
+class Cells(NamedTuple):
+    """Cells that queries may visit."""
+
+    numbers: NDArray[np.int64]
+    """Shape (cells,)."""
+
+    centers: Tensor
+    """Float32, shape (cells, dim)."""
+
+    half_norms: Tensor
+    """|center|²/2, float32, shape (cells,)."""
+
+    @classmethod
+    def of(cls, centers: Tensor, counts: NDArray[np.int64]) -> Self:
+        """Those that have a record."""
+        numbers = np.flatnonzero(counts)
+        there = centers if len(numbers) == len(centers) else centers[torch.from_numpy(numbers)]
+        return cls(numbers, there, (there * there).sum(1) / 2)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """Those of several groups."""
+        if len(parts) == 1:
+            return parts[0]
+        numbers, centers, half_norms = zip(*parts, strict=True)
+        return cls(np.concatenate(numbers), torch.cat(centers), torch.cat(half_norms))
+
+
+def visit(groups: Sequence["CellGroup"], queries: Keys, probes: int, ids: IdRanges | None) -> list[Visit]:
+    """Let each query visit its nearest cells of some groups together; see `SupportsCells.visit`."""
+    if not groups or not len(queries):
+        return []
+    there = [group.cells_with(ids) for group in groups]
+    cells = Cells.joined(there)
+    if not len(cells.numbers):
+        return []
+    asked, metric = torch.from_numpy(queries), groups[0].metric
+    owners = np.repeat(np.arange(len(groups)), [len(of.numbers) for of in there])
+    nearest = _nearest_cells(asked, cells, min(probes, len(owners)), metric)
+    turned = cache(lambda owner: groups[owner].turned(asked))
+    if len(queries) == 1:
+        rows = nearest[0].tolist()
+        visited = [(groups[owners[row]], turned(owners[row]), int(cells.numbers[row])) for row in rows]
+        return _visit_alone(visited, ids)
+    order = nearest.flatten().argsort(stable=True)
+    visitors = order.div(nearest.shape[1], rounding_mode="floor")
+    rows, counts = torch.unique_consecutive(nearest.flatten()[order], return_counts=True)
+    visits = []
+    for row, of_cell in zip(rows.tolist(), torch.split(visitors, counts.tolist()), strict=True):
+        group, number = groups[owners[row]], int(cells.numbers[row])
+        found, keys, norms = _matching(group.cell(number), ids)
+        distances = _measure(turned(owners[row])[of_cell], keys, norms, group.origins[number], metric)
+        visits.append(Visit(of_cell.numpy(), found, distances.numpy()))
+    return visits
+
+
+def _visit_alone(visited: Sequence[tuple["CellGroup", Tensor, int]], ids: IdRanges | None) -> list[Visit]:
+    """Let one query, turned for each group, visit some cells: all of them are one visit."""
+    cells = [_matching(group.cell(number), ids) for group, _, number in visited]
+    found = np.concatenate([cell.ids for cell in cells])
+    distances = torch.empty(len(found))
+    lengths = [len(cell.ids) for cell in cells]
+    parts = torch.split(distances, lengths)
+    if visited[0][0].metric is Metric.IP:
+        for (_, query, _), cell, part in zip(visited, cells, parts, strict=True):
+            torch.mv(cell.keys, query[0], out=part)
+        distances.neg_()
+    else:
+        away = [query[0] - group.origins[number] for group, query, number in visited]
+        for cell, part, one in zip(cells, parts, away, strict=True):
+            torch.addmv(cell.norms, cell.keys, one, alpha=-2, out=part)
+        squares = [float(one.dot(one)) for one in away]
+        distances += torch.from_numpy(np.repeat(np.array(squares, np.float32), lengths))
+        distances.clamp_(min=0)
+    return [Visit(np.zeros(1, np.int64), found, distances.numpy()[None])]
+
+
+def _matching(cell: Cell, ids: IdRanges | None) -> Cell:
+    """The records of a cell that have some ids."""
+    if ids is None:
+        return cell
+    chosen = ids.contains(cell.ids)
+    if chosen.all():
+        return cell
+    rows = torch.from_numpy(np.flatnonzero(chosen))
+    return Cell(cell.ids[chosen], cell.keys[rows], cell.norms[rows])
+
+
+def _nearest_cells(queries: Tensor, cells: Cells, probes: int, metric: Metric) -> Tensor:
+    """The nearest of some cells, shape (q, probes)."""
+    if probes == len(cells.numbers):
+        return torch.arange(probes).expand(len(queries), -1)
+    step = max(1, DISTANCES_AT_ONCE // len(cells.numbers))
+    norms = cells.half_norms if metric is Metric.L2 else torch.zeros(len(cells.numbers))
+    parts = [
+        torch.addmm(norms, some, cells.centers.T, alpha=-1).topk(probes, largest=False, sorted=False).indices
+        for some in torch.split(queries, step)
+    ]
+    return torch.cat(parts)
+
+
+def _measure(queries: Tensor, keys: Tensor, norms: Tensor, center: Tensor, metric: Metric) -> Tensor:
+    """Measure each query against each key of a cell, shape (m, r)."""
+    if metric is Metric.IP:
+        return -(queries @ keys.T)
+    queries = queries - center
+    distances = torch.addmm(norms, queries, keys.T, alpha=-2)
+    distances += (queries * queries).sum(1)[:, None]
+    return distances.clamp_(min=0)
