@@ -40,7 +40,7 @@ def fit_centers(segments: list[Segment], cells: int) -> Keys:
         centers = _k_means(keys, cells, _ROUNDS, generator)
     else:
         parts = _k_means(keys[:: max(1, len(keys) // _MOST_SAMPLE)], _parts_of(cells), _ROUNDS, generator)
-        owners = nearest_center(keys, parts)
+        owners = NearestCenter(parts)(keys)
         shares = _shared(torch.bincount(owners, minlength=len(parts)), cells)
         centers = torch.cat(
             [
@@ -54,43 +54,48 @@ def fit_centers(segments: list[Segment], cells: int) -> Keys:
     return codec.turned(codec.encode(centers.numpy()))
 
 
-def nearest_center(keys: Tensor, centers: Tensor) -> Tensor:
-    """The center that is nearest to each key, int64, shape (n,); of very many centers one that is near.
+class NearestCenter:
+    """Finds the center that is nearest to a key; of very many centers one that is near.
 
     Args:
-        keys: float32, shape (n, dim).
         centers: float32, shape (cells, dim).
     """
-    if len(centers) > _ALL_COMPARED:
-        return _near_center(keys, centers)
-    norms = (centers * centers).sum(1)
-    parts = [torch.addmm(norms, some, centers.T, alpha=-2).argmin(1) for some in torch.split(keys, CHUNK)]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
+    def __init__(self, centers: Tensor) -> None:
+        self._centers, self._norms = centers, (centers * centers).sum(1)
+        self._parts: tuple[Tensor, list[Tensor]] | None = None
+        if len(centers) > _ALL_COMPARED:
+            parts = _k_means(centers, _parts_of(len(centers)), _ROUNDS, torch.Generator().manual_seed(0))
+            owners = NearestCenter(parts)(centers)
+            there = torch.unique(owners)
+            self._parts = parts[there], [(owners == part).nonzero()[:, 0] for part in there.tolist()]
 
-def _near_center(keys: Tensor, centers: Tensor) -> Tensor:
-    """The nearest center among those in the parts, of some hundred, that are nearest to each key."""
-    parts = _k_means(centers, _parts_of(len(centers)), _ROUNDS, torch.Generator().manual_seed(0))
-    owners = nearest_center(centers, parts)
-    there = torch.unique(owners)
-    members = [(owners == part).nonzero()[:, 0] for part in there.tolist()]
-    parts = parts[there]
-    norms = (parts * parts).sum(1)
-    found = torch.empty(len(keys), dtype=torch.int64)
-    for start in range(0, len(keys), CHUNK):
-        some = keys[start : start + CHUNK]
-        near = torch.addmm(norms, some, parts.T, alpha=-2)
-        near = near.topk(min(_PARTS_COMPARED, len(parts)), largest=False).indices
-        least = torch.full((len(some),), torch.inf)
+    def __call__(self, keys: Tensor) -> Tensor:
+        """Indices of the centers of keys, shape (n, dim): int64, shape (n,)."""
+        look = self._look_at_all if self._parts is None else self._look_in_parts
+        parts = [look(some) for some in torch.split(keys, CHUNK)]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+
+    def _look_at_all(self, keys: Tensor) -> Tensor:
+        return torch.addmm(self._norms, keys, self._centers.T, alpha=-2).argmin(1)
+
+    def _look_in_parts(self, keys: Tensor) -> Tensor:
+        """Among the centers in the parts, of some hundred, that are nearest to each key."""
+        assert self._parts is not None
+        parts, members = self._parts
+        away = torch.addmm((parts * parts).sum(1), keys, parts.T, alpha=-2)
+        near = away.topk(min(_PARTS_COMPARED, len(parts)), largest=False).indices
+        least = torch.full((len(keys),), torch.inf)
+        found = torch.zeros(len(keys), dtype=torch.int64)
         for part, at in enumerate(members):
             rows = (near == part).any(1).nonzero()[:, 0]
             if len(rows):
-                mine = centers[at]
-                away = torch.addmm((mine * mine).sum(1), some[rows], mine.T, alpha=-2).min(1)
-                nearer = away.values < least[rows]
-                least[rows[nearer]] = away.values[nearer]
-                found[start + rows[nearer]] = at[away.indices[nearer]]
-    return found
+                away = torch.addmm(self._norms[at], keys[rows], self._centers[at].T, alpha=-2)
+                of_part = away.min(1)
+                nearer = of_part.values < least[rows]
+                least[rows[nearer]] = of_part.values[nearer]
+                found[rows[nearer]] = at[of_part.indices[nearer]]
+        return found
 
 
 def _k_means(keys: Tensor, count: int, rounds: int, generator: torch.Generator) -> Tensor:
@@ -104,7 +109,7 @@ def _k_means(keys: Tensor, count: int, rounds: int, generator: torch.Generator) 
 
 def _moved(keys: Tensor, centers: Tensor, generator: torch.Generator) -> Tensor:
     """Each center where the mean of its keys is; those without keys at some key."""
-    owners = nearest_center(keys, centers)
+    owners = NearestCenter(centers)(keys)
     counts = torch.bincount(owners, minlength=len(centers))
     moved = torch.zeros_like(centers).index_add_(0, owners, keys) / counts.clamp(min=1)[:, None]
     empty = (counts == 0).nonzero()[:, 0]
@@ -125,10 +130,11 @@ def _shared(counts: Tensor, cells: int) -> list[int]:
 
 def arranged(segment: Segment, centers: Keys) -> SegmentCells:
     """Put each row of a segment, dead or not, into the cell with the nearest center."""
-    owners, to = np.zeros(segment.rows, np.uint16), torch.from_numpy(centers)
+    owners = np.zeros(segment.rows, np.uint16)
     if len(centers) > 1:
+        nearest = NearestCenter(torch.from_numpy(centers))
         for rows, keys in _chunks(segment):
-            owners[rows] = nearest_center(torch.from_numpy(keys), to).numpy()
+            owners[rows] = nearest(torch.from_numpy(keys)).numpy()
     return SegmentCells.of(centers, owners)
 
 
