@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -11,9 +11,6 @@ from torch import Tensor
 
 from knnstore.datastore import IdRanges, Keys, Metric, Visit
 from knnstore_cells.kept import Cell
-
-if TYPE_CHECKING:
-    from knnstore_cells.group import CellGroup
 
 DISTANCES_AT_ONCE = 1 << 24
 """In memory, as float32."""
@@ -47,7 +44,24 @@ class Cells(NamedTuple):
         return cls(np.concatenate(numbers), torch.cat(centers), torch.cat(half_norms))
 
 
-def visit(groups: Sequence["CellGroup"], queries: Keys, probes: int, ids: IdRanges | None) -> list[Visit]:
+class Visitable(Protocol):
+    """A group with cells."""
+
+    metric: Metric
+    origins: Tensor
+    """The centers of its cells, turned, float32, shape (cells, width)."""
+
+    def cells_with(self, ids: IdRanges | None) -> Cells:
+        """The cells that have records with some ids."""
+
+    def turned(self, vectors: Tensor) -> Tensor:
+        """Vectors, shape (n, dim), in the space of the cells' keys: distances are the same there."""
+
+    def cell(self, number: int) -> Cell:
+        """The live records of a cell."""
+
+
+def visit(groups: Sequence[Visitable], queries: Keys, probes: int, ids: IdRanges | None) -> list[Visit]:
     """Let each query visit its nearest cells of some groups together; see `SupportsCells.visit`."""
     if not groups or not len(queries):
         return []
@@ -75,7 +89,7 @@ def visit(groups: Sequence["CellGroup"], queries: Keys, probes: int, ids: IdRang
     return visits
 
 
-def _visit_alone(visited: Sequence[tuple["CellGroup", Tensor, int]], ids: IdRanges | None) -> list[Visit]:
+def _visit_alone(visited: Sequence[tuple[Visitable, Tensor, int]], ids: IdRanges | None) -> list[Visit]:
     """Let one query, turned for each group, visit some cells: all of them are one visit."""
     cells = [_matching(group.cell(number), ids) for group, _, number in visited]
     found = np.concatenate([cell.ids for cell in cells])
