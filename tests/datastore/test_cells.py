@@ -5,7 +5,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from knnstore_cells import CellsDatastore, group
+import torch
+from knnstore_cells import CellsDatastore, group, partition
 
 from knnstore.datastore import Filter, IdRanges, Keys, Metric, Neighbors
 from knnstore.testing import DatastoreTests
@@ -163,3 +164,57 @@ def test_what_is_kept_between_visits_is_bounded(tmp_path: Path) -> None:
         assert sum(visit.distances.size for visit in found) == 1000 * 40_000
         held = [cell.keys.nbytes for cell in store._kept._cells.values()]
         assert 0 < sum(held) == store._kept._held <= 1 << 20
+
+
+def test_among_very_many_centers_a_near_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking in parts finds the nearest of clustered keys nearly always, and never one that is far."""
+    keys, centers = torch.from_numpy(clustered(4000)), torch.from_numpy(clustered(600, seed=3))
+    truth = torch.cdist(keys, centers)
+    np.testing.assert_array_equal(partition.NearestCenter(centers)(keys), truth.argmin(1))
+    monkeypatch.setattr(partition, "_ALL_COMPARED", 100)
+    found = partition.NearestCenter(centers)(keys)
+    assert (found == truth.argmin(1)).float().mean() > 0.9
+    assert (truth.gather(1, found[:, None])[:, 0] / truth.amin(1)).max() < 2
+
+
+def test_centers_in_two_levels_are_as_near_as_in_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    keys = clustered(6000)
+    with CellsDatastore.open(tmp_path / "store", dim=DIM) as store:
+        put(store, np.arange(6000), keys)
+        store.flush()
+        segments = list(store._segments.snapshot())
+        away = []
+        for one_level in (256, 16):
+            monkeypatch.setattr(partition, "_ONE_LEVEL", one_level)
+            centers = torch.from_numpy(partition.fit_centers(segments, 128))
+            assert centers.shape == (128, DIM)
+            nearest = torch.cdist(torch.from_numpy(keys), centers).min(1)
+            away.append(float(nearest.values.square().mean()))
+            assert len(nearest.indices.unique()) > 120
+    assert away[1] < 1.1 * away[0]
+
+
+@pytest.mark.parametrize("metric", list(Metric))
+def test_a_query_alone_meets_what_it_meets_among_others(tmp_path: Path, metric: Metric) -> None:
+    """In several groups, one of which has codes and so a space of its own, and with a filter of ids."""
+    keys, queries = clustered(2000), clustered(6, seed=1)
+    params: dict[str, Any] = {"cells": 8, "codes": "pq4", "coded_from": 1000}
+    with CellsDatastore.open(tmp_path / "store", dim=DIM, metric=metric, **params) as store:
+        put(store, np.arange(1500), keys)
+        put(store, np.arange(1500, 2000), keys, group=1)
+        store.optimize()
+        for where in (None, Filter(ids=IdRanges([(300, 5000)]))):
+            together = [{} for _ in queries]
+            for visit in store.visit(queries, 5, where=where):
+                for row, query in enumerate(visit.queries.tolist()):
+                    together[query] |= dict(
+                        zip(visit.ids.tolist(), visit.distances[row].tolist(), strict=True)
+                    )
+            for query, expected in zip(queries, together, strict=True):
+                (alone,) = store.visit(query[None], 5, where=where)
+                found = dict(zip(alone.ids.tolist(), alone.distances[0].tolist(), strict=True))
+                assert found == pytest.approx(expected, rel=1e-4, abs=1e-3)
+            nearest = Neighbors.visited([alone], 1).nearest_first(1)
+            assert nearest.distances[0, 0] == alone.distances.min()
+            assert sorted(nearest.ids[0]) == sorted(alone.ids)
+            assert found[int(nearest.ids[0, 0])] == nearest.distances[0, 0]
