@@ -197,6 +197,17 @@ def test_a_store_that_was_coded_stays_so_whatever_is_asked_for(tmp_path: Path) -
         assert key_files(tmp_path / "store") == 2000 * 7
 
 
+def test_what_was_kept_in_half_precision_is_coded_with_the_rest(tmp_path: Path) -> None:
+    """Also a large segment that nothing is merged with."""
+    with closing(coded(tmp_path / "store", kind="none")) as store:
+        put(store, np.arange(3000))
+        store.optimize()
+    with closing(CellsDatastore.open(tmp_path / "store", dim=DIM, codes="pq6", coded_from=100)) as store:
+        put(store, np.arange(3000, 3200))
+        store.optimize()
+        assert key_files(tmp_path / "store") == 3200 * 7
+
+
 @pytest.mark.parametrize("damage", ["missing", "cut", "flipped"])
 def test_a_damaged_codec_costs_its_group(tmp_path: Path, damage: str) -> None:
     """It is named, the other groups are read, and what is added then is coded anew."""
