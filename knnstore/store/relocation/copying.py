@@ -180,7 +180,8 @@ def _compare(
     for ours, theirs in _aligned(batches, held):
         if theirs is None or ours is None or not _same(ours, theirs, able):
             raise DatastoreError(f"the copy differs from its source: {GIVE_UP}")
-        nearest.add(ours[1])
+        # Codes shrink distances: what is found is compared with what the target holds.
+        nearest.add(ours[1] if able.codes is None else theirs[1])
         progress.advance(len(ours[0]))
     progress.finish()
     return nearest
