@@ -6,7 +6,7 @@ WORKERS ?= 2
 
 .PHONY: demo test check
 
-demo: $(VENV)/installed-faiss
+demo: $(VENV)/installed-base
 	$(VENV)/bin/knnstore demo
 
 test: $(VENV)/installed-dev
@@ -18,8 +18,10 @@ check: $(VENV)/installed-dev
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
-# The stamp of an extra: pip is asked again only when what it reads has changed.
-$(VENV)/installed-%: pyproject.toml constraints.txt
+# The stamps of what is installed, without extras and with those of `dev`: pip is asked again only when what it reads has changed.
+$(VENV)/installed-base: EXTRAS =
+$(VENV)/installed-dev: EXTRAS = [dev]
+$(VENV)/installed-base $(VENV)/installed-dev: pyproject.toml constraints.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[$*]'
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.$(EXTRAS)'
 	touch $@

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("knnstore", "adapters/knnstore_faiss", "adapters/knnstore_hnswlib", "adapters/knnstore_qdrant")
+PACKAGES = ("knnstore", *(f"adapters/knnstore_{name}" for name in ("cells", "faiss", "hnswlib", "qdrant")))
 MODULES = {
     ".".join(path.relative_to(base.parent).with_suffix("").parts).removesuffix(".__init__"): path
     for base in (ROOT / package for package in PACKAGES)

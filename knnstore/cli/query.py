@@ -41,7 +41,7 @@ class Query:
         typer.Option(
             min=0,
             metavar="N",
-            help="With --store cells: visit the N nearest cells of each token, whose records all count, not "
+            help="With cells: visit the N nearest cells of each token, whose records all count, not "
             "only the k nearest; 0 does not.",
         ),
     ] = None

@@ -61,7 +61,7 @@ class KNNStore(StoreReader):
         home: Folder,
         identity: Identity,
         *,
-        store: str = "faiss",
+        store: str = "cells",
         location: str | None = None,
         params: Params = None,
         catalog: str | None = None,

@@ -128,7 +128,7 @@ def test_calibrated_settings_are_used_and_named(knnstore, store):
     table = knnstore("calibrate dev.jsonl --max-k 16")
     assert table.out.splitlines()[0].split() == [
         "mixer",
-        "k",
+        "probes",
         "temperature",
         "lambda",
         "ppl",
@@ -294,7 +294,7 @@ def test_another_engine_makes_the_same_predictions(knnstore, store, engine, libr
 def test_info_and_upkeep(knnstore, store, model):
     found = knnstore("info --json").json
     assert found["model"] == str(model)
-    assert (found["domains"], found["documents"], found["store"]) == (2, 5, "faiss")
+    assert (found["domains"], found["documents"], found["store"]) == (2, 5, "cells")
     assert knnstore("info").out.splitlines()[0].split() == ["home", ".knnstore"]
     for line in ("verify --json", "repair --json"):
         assert knnstore(line).json == {"records": found["records"], "problems": []}

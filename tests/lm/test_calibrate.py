@@ -24,7 +24,7 @@ NOISE = [words(RNG, 50, 60, 100) for _ in range(4)]
 @pytest.fixture(scope="module")
 def filled(make_lm):
     """A home with the domains phrases and noise."""
-    with make_lm({"phrases": STORED, "noise": NOISE}, max_length=32, stride=16).store as store:
+    with make_lm({"phrases": STORED, "noise": NOISE}, store="faiss", max_length=32, stride=16).store as store:
         return store.home.path
 
 

@@ -27,7 +27,7 @@ def filled(make_lm):
         "b": documents(RNG, OF_B, "b", 2),
         "noise": [words(RNG, 150) for _ in range(2)],
     }
-    with make_lm(stored, max_length=32, stride=16).store as store:
+    with make_lm(stored, store="faiss", max_length=32, stride=16).store as store:
         return store.home.path
 
 

@@ -92,7 +92,7 @@ HISTORY = [
     leaving("optimize", KNNStore.optimize),
     removing("a"),
     leaving("erase", KNNStore.erase),
-    moving("faiss", "exact"),
+    moving("cells", "coded", cells=2, codes="int8", coded_from=8),
     removing("d", "7"),
     adding("add", ("e", "8", 1)),
     leaving("optimize", KNNStore.optimize),

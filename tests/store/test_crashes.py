@@ -1,6 +1,6 @@
 import pytest
 
-NEEDS = {"exact": "faiss", "lists": "faiss", "graphs": "hnswlib", "qdrant": "qdrant_edge"}
+NEEDS = {"exact": "faiss", "lists": "faiss", "graphs": "hnswlib", "qdrant": "qdrant_edge", "coded": "torch"}
 AT_LEAST = {
     ("exact", "ingest"): (44, 30),
     ("exact", "replace"): (64, 45),
@@ -11,6 +11,7 @@ AT_LEAST = {
     ("graphs", "replace"): (34, 24),
     ("graphs", "compact"): (16, 4),
     ("graphs", "erase"): (16, 2),
+    ("coded", "compact"): (16, 4),
     ("qdrant", "replace"): (28, 20),
     ("qdrant", "remove-domain"): (15, 10),
 }

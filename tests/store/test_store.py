@@ -111,7 +111,7 @@ def test_adding_again_replaces_and_keeps_other_domains(store, writer) -> None:
     writer.add("law", "1", n=7)
     assert [(d.domain, d.id, d.tokens) for d in store.documents()] == [("news", "1", 20), ("law", "1", 7)]
     assert store.datastore.count() == 27
-    assert (store.search(old, 1).distances > 0).all()
+    assert (store.search(old, 1).distances > 1e-4).all()
     with pytest.raises(AmbiguousDocumentError, match="law"):
         store.document("1")
     assert store.document("1", domain="news").tokens == 20
@@ -139,7 +139,7 @@ def test_tags_are_changed_without_touching_records(store, writer) -> None:
     document = store.document("1")
     assert document.tags == ("b", "c")
     assert document.metadata == {"year": 2026}
-    assert (store.search(writer.keys["law", "1"], 1, Selection(tags=("c",))).distances == 0).all()
+    assert (store.search(writer.keys["law", "1"], 1, Selection(tags=("c",))).distances < 1e-4).all()
     assert (store.search(writer.keys["law", "1"], 1, Selection(tags=("a",))).ids == -1).all()
 
 
@@ -165,10 +165,10 @@ def test_a_reader_sees_each_commit_without_reopening(store, writer, home) -> Non
         for id in ("1", "2", "3"):
             writer.add("law", id)
             found = reader.search(writer.keys["law", id], 1)
-            assert (found.distances == 0).all()
+            assert (found.distances < 1e-4).all()
             assert {place.document for place in reader.provenance(found.ids[:, 0])} == {id}
         store.remove_document("2")
-        assert (reader.search(writer.keys["law", "2"], 1).distances > 0).all()
+        assert (reader.search(writer.keys["law", "2"], 1).distances > 1e-4).all()
         with pytest.raises(ReadOnlyError, match="mode 'a'"):
             reader.remove_document("1")
 
@@ -305,7 +305,7 @@ def test_moving_keeps_every_answer_and_readers_follow(store, writer, home) -> No
     writer.add("news", "4")
     store.close()
     with KNNStore.open(home) as again:
-        assert (again.search(writer.keys["news", "4"], 1).distances == 0).all()
+        assert (again.search(writer.keys["news", "4"], 1).distances < 1e-4).all()
 
 
 def test_positions_are_not_used_again(store, writer) -> None:
@@ -336,7 +336,7 @@ def test_a_home_can_be_moved_to_another_folder(store, writer, home: Path) -> Non
     store.close()
     home.rename(home.with_name("moved"))
     with KNNStore.open(home.with_name("moved"), "a") as moved:
-        assert (moved.search(writer.keys["law", "1"], 1).distances == 0).all()
+        assert (moved.search(writer.keys["law", "1"], 1).distances < 1e-4).all()
 
 
 def test_a_store_lives_on_either_database(catalog_url, identity, home, writer_of) -> None:
@@ -348,8 +348,8 @@ def test_a_store_lives_on_either_database(catalog_url, identity, home, writer_of
             writer.add("law", "1", n=5)
             store.remove_document("2")
             assert [(d.id, d.tokens) for d in reader.documents()] == [("1", 5)]
-            assert (reader.search(writer.keys["law", "1"], 1).distances == 0).all()
-            assert (reader.search(writer.keys["law", "2"], 1).distances > 0).all()
+            assert (reader.search(writer.keys["law", "1"], 1).distances < 1e-4).all()
+            assert (reader.search(writer.keys["law", "2"], 1).distances > 1e-4).all()
         assert store.verify() == []
 
 
@@ -400,6 +400,7 @@ def test_the_current_folder_can_be_a_home(identity, tmp_path, monkeypatch) -> No
 
 
 def test_a_reader_may_have_the_engine_search_otherwise(writer, home) -> None:
+    writer.store.move("faiss", "elsewhere")
     writer.add("law", "1", "2", n=200)
     writer.store.optimize()
     query = np.zeros((1, 8), np.float32)

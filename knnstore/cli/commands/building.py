@@ -20,7 +20,7 @@ def init(
     *,
     store: Annotated[
         str, typer.Option(metavar="NAME", help="The vector engine; `knnstore adapters` lists them.")
-    ] = "faiss",
+    ] = "cells",
     location: LocationOption = None,
     params: ParamsOption = None,
     catalog: Annotated[
@@ -62,7 +62,7 @@ def init(
         typer.Option(
             metavar="KIND",
             show_default="by the model's width",
-            help="With --store cells: what the keys of domains with 8,192 tokens are kept as: pq32 or "
+            help="With cells: what the keys of domains with 8,192 tokens are kept as: pq32 or "
             "pq64 (about so many bytes a token), int8, or none (half precision).",
         ),
     ] = None,
@@ -83,7 +83,7 @@ def init(
 
     Examples:
       knnstore init --model examples/tiny-lm
-      knnstore --home other.knn init --model examples/tiny-lm --store faiss
+      knnstore --home other.knn init --model examples/tiny-lm --store hnswlib
       knnstore --home small.knn init --model examples/tiny-lm --dim 16 --sample articles.jsonl
     """
     import knnstore

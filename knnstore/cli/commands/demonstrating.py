@@ -113,7 +113,7 @@ def demonstrate(lm: "KNNLMForCausalLM", corpora: list[Corpus], bar: Bar) -> dict
     return {
         "perplexity": states,
         "restored": after == before,
-        "k": lm.knn.k,
+        "probes": lm.knn.probes,
         "temperature": lm.knn.temperature,
         "stored_tokens": sum(one.tokens for one in added),
         "stored_tokens_per_s": sum(one.tokens for one in added) / sum(one.seconds for one in added),
@@ -135,7 +135,7 @@ Perplexity on documents that were held out (lower is better):
 
 equal to before the second domain was added, to the last digit: {"yes" if result["restored"] else "NO"}
 stored {result["stored_tokens"]:,} tokens at {result["stored_tokens_per_s"]:,.0f} tokens/s, \
-scored at {result["scored_tokens_per_s"]:,.0f} tokens/s (k={result["k"]})
+scored at {result["scored_tokens_per_s"]:,.0f} tokens/s ({result["probes"]} probes)
 
 A continuation of {result["prompt"]!r}:
 

@@ -21,7 +21,7 @@ def create(
     home: str | os.PathLike[str],
     model: str,
     *,
-    store: str = "faiss",
+    store: str = "cells",
     location: str | None = None,
     params: Mapping[str, Any] | None = None,
     catalog: str | None = None,
