@@ -66,7 +66,7 @@ def measure(domain: Path | None, model: str, limits: list[int | None], k: int, p
     splits = [list(islice(documents, n)) for documents, n in zip(read(domain), limits, strict=True)]
     store, dev, test = splits
     with tempfile.TemporaryDirectory() as folder:
-        lm = knnstore.create(Path(folder) / "home", model=model, params=params)
+        lm = knnstore.create(Path(folder) / "home", model=model, store="faiss", params=params)
         added = lm.add(store, domain="domain")
         tuning = Scores(lm, dev, k, TEMPERATURES)
         fitted = {t: tuning.best_lambda(t) for t in TEMPERATURES}

@@ -61,7 +61,9 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         exact = {"index": "exact"}  # what is compared is storing, not the training of an index
-        lm = knnstore.create(Path(folder) / "home", model=options.model, device="cpu", params=exact)
+        lm = knnstore.create(
+            Path(folder) / "home", model=options.model, store="faiss", device="cpu", params=exact
+        )
         identity, chosen, tokens = lm.store.identity, [], []
         for document in documents_of(options.documents):
             chosen.append(document)

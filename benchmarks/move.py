@@ -42,7 +42,7 @@ def fill(home: Path, keys: Keys, domains: int) -> None:
     rows, dim = keys.shape
     identity = Identity("none", "0" * 64, "0" * 64, "key", dim, "l2", 1000, 16, 8)
     tokens = np.random.default_rng(0).integers(0, 1000, rows).astype(np.uint32)
-    with KNNStore.create(home, identity) as store:
+    with KNNStore.create(home, identity, store="faiss") as store:
         for domain, of_domain in enumerate(np.array_split(np.arange(rows), domains)):
             parts = [of_domain[at : at + DOCUMENT] for at in range(0, len(of_domain), DOCUMENT)]
             new = [

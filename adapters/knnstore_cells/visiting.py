@@ -69,7 +69,8 @@ def visit(groups: Sequence[Visitable], queries: Keys, probes: int, ids: IdRanges
     cells = Cells.joined(there)
     if not len(cells.numbers):
         return []
-    asked, metric = torch.from_numpy(queries), groups[0].metric
+    asked = torch.from_numpy(np.require(queries, requirements="W"))  # torch warns of what it may not write
+    metric = groups[0].metric
     owners = np.repeat(np.arange(len(groups)), [len(of.numbers) for of in there])
     nearest = _nearest_cells(asked, cells, min(probes, len(owners)), metric)
     turned = cache(lambda owner: groups[owner].turned(asked))

@@ -94,7 +94,9 @@ class Lab:
             index: of the FAISS adapter.
         """
         return self._memory(
-            name, model, lambda home: knnstore.create(home, model, device="cpu", params={"index": index})
+            name,
+            model,
+            lambda home: knnstore.create(home, model, store="faiss", device="cpu", params={"index": index}),
         )
 
     def pruned(self, keep: float, method: str) -> Memory:

@@ -17,7 +17,15 @@ from knnstore.lm.mixing import (
 )
 from knnstore.lm.model import KNNLMForCausalLM, create, load
 from knnstore.lm.reading import Added, load_model
-from knnstore.lm.scoring import Evaluation, PruningCost, Source, TokenExplanation, TokenTable, replacing
+from knnstore.lm.scoring import (
+    Evaluation,
+    PruningCost,
+    SizePoint,
+    Source,
+    TokenExplanation,
+    TokenTable,
+    replacing,
+)
 from knnstore.lm.settings import (
     CacheSettings,
     CalibrationRecord,
@@ -40,8 +48,8 @@ __all__ = [
     "Added", "BinnedLambda", "CacheSettings", "Calibration", "CalibrationRecord", "Chosen", "Comparison",
     "DomainWeights", "Evaluation", "FixedLambda", "GateLambda", "Interval", "KNNLMForCausalLM", "KNNSettings",
     "Mixer", "NearnessLambda", "PointerSettings", "Probe", "Probed", "PruningCost", "RelativeConfidence",
-    "Retrieved", "SimpleMixer", "Skipping", "Source", "Substitute", "TokenExplanation", "TokenTable",
-    "TrainedSubstitute", "create", "default_settings", "is_substitute_outdated", "load", "load_model",
-    "probe_keys", "register_mixer", "replacing", "save_settings", "saved_for", "settings_for",
+    "Retrieved", "SimpleMixer", "SizePoint", "Skipping", "Source", "Substitute", "TokenExplanation",
+    "TokenTable", "TrainedSubstitute", "create", "default_settings", "is_substitute_outdated", "load",
+    "load_model", "probe_keys", "register_mixer", "replacing", "save_settings", "saved_for", "settings_for",
     "settings_from_dict", "settings_to_dict", "trained_for", "usable_settings_for",
 ]  # fmt: skip

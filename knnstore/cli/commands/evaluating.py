@@ -10,6 +10,7 @@ from knnstore.cli.inputs import Documents, read_params
 from knnstore.cli.models import StoreRuntime
 from knnstore.cli.options import JsonOption, LeaveOutOption
 from knnstore.cli.output import Bar, json_lines, note, plain, print_result, printable
+from knnstore.cli.output import table as table_of
 from knnstore.cli.query import Query, SelectionOptions
 from knnstore.documents import is_among
 from knnstore.errors import ConfigError
@@ -40,6 +41,14 @@ def evaluate(
             "tab-separated values.",
         ),
     ] = None,
+    size_curve: Annotated[
+        bool,
+        typer.Option(
+            "--size-curve",
+            help="Measure with half of what is stored, a quarter and so on to a 64th, from one pass of the "
+            "model: what more text would bring.",
+        ),
+    ] = False,
     params: Annotated[
         list[str] | None,
         typer.Option(
@@ -58,13 +67,14 @@ def evaluate(
     than the model, k, temperature, lambda, mixer, tokens_per_s and more), with --json on one line.
     by_frequency and by_distance divide the tokens by how often they are stored and by how near the
     nearest neighbor is. With a continuous cache store_ppl is that of the mixture without it, and
-    cache_ppl that of the model with the cache alone.
+    cache_ppl that of the model with the cache alone. With --size-curve it prints a table of sizes instead.
 
     Examples:
       knnstore eval held-out.jsonl
       knnstore eval held-out.jsonl --per-token tokens.tsv
       knnstore eval held-out.jsonl --cache 400 --cache-lambda 0.1
       knnstore eval held-out.jsonl --pointers 8 --clusters 1000
+      knnstore eval held-out.jsonl --size-curve
       knnstore eval held-out.jsonl --domain news --k 64 --temperature 20 --lambda 0.5 --json
     """
     from knnstore.lm import TokenTable, replacing
@@ -73,6 +83,8 @@ def evaluate(
         raise ConfigError(
             f"--per-token would replace {per_token}, which is to be evaluated: name another file"
         )
+    if size_curve and (leave_out or substitute or per_token is not None):
+        raise ConfigError("--size-curve goes with none of --leave-out, --substitute and --per-token")
     table = None if per_token is None else TokenTable()
     with Bar() as bar, ExitStack() as opened:
         # Opened first: that it cannot be written is to be known before the work.
@@ -80,6 +92,11 @@ def evaluate(
         lm = opened.enter_context(runtime.open_model("r", params=read_params(params)))
         selection = selected.selection()
         settings = query.settings(lm.store, selection)
+        if size_curve:
+            curve = lm.measure_size_curve(documents.read(bar), settings, progress=bar)
+            points = [plain(one) for one in curve]
+            print_result(points, table_of(points, ["documents", "records", "ppl"]), as_json=as_json)
+            return
         found = lm.evaluate(
             documents.read(bar),
             knn=settings,

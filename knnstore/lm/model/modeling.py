@@ -20,7 +20,7 @@ from knnstore.lm.model.saving import read_config, write_config
 from knnstore.lm.model.writing import generate_text
 from knnstore.lm.reading import Encoder, TextReader, Tokens, add, check_matches, load_model
 from knnstore.lm.retrieval import STATES_KEPT, PointerStates, TextKeys, sequence_ids_of, whole_texts
-from knnstore.lm.scoring import evaluate, explain, prune
+from knnstore.lm.scoring import evaluate, explain, measure_size_curve, prune
 from knnstore.lm.settings import KNNSettings, default_settings, save_settings, settings_for
 from knnstore.lm.substitute import Heads, train_substitute
 from knnstore.store import KNNStore
@@ -63,6 +63,7 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
     evaluate = evaluate
     explain = explain
     generate_text = generate_text
+    measure_size_curve = measure_size_curve
     prune = prune
     train_substitute = train_substitute
 

@@ -4,9 +4,10 @@ from knnstore.lm.scoring.evaluating import Evaluation, evaluate
 from knnstore.lm.scoring.explaining import Source, TokenExplanation, explain
 from knnstore.lm.scoring.held_out import HeldOut, score_held_out
 from knnstore.lm.scoring.pruning import PruningCost, prune
+from knnstore.lm.scoring.size_curve import SizePoint, measure_size_curve
 from knnstore.lm.scoring.token_table import TokenTable, replacing
 
 __all__ = [
-    "Evaluation", "HeldOut", "PruningCost", "Source", "TokenExplanation", "TokenTable", "evaluate", "explain",
-    "prune", "replacing", "score_held_out",
+    "Evaluation", "HeldOut", "PruningCost", "SizePoint", "Source", "TokenExplanation", "TokenTable",
+    "evaluate", "explain", "measure_size_curve", "prune", "replacing", "score_held_out",
 ]  # fmt: skip

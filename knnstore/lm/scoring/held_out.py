@@ -182,6 +182,13 @@ def _score(
                 most = max(1, _DISTANCES * len(rows) // max(1, visited))
 
 
+def search_in_parts(store: Reader, scores: TokenScores, settings: KNNSettings) -> Iterator[TokenScores]:
+    """Search for tokens that `read_batch` read, as many at a time as memory allows; without pointers."""
+    settings = replace(settings, k=reachable(store, settings))
+    most = max(1, _NEIGHBORS // columns_of(store, settings))
+    return _score(store, [scores], settings, most, apart=False)
+
+
 def search_for(
     store: Reader, scores: TokenScores, settings: KNNSettings, *, apart: bool = False
 ) -> TokenScores:

@@ -1,0 +1,99 @@
+"""Perplexity against the size of the store, from one pass of the model."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from knnstore.errors import InputError
+from knnstore.lm.reading import in_chunks
+from knnstore.lm.retrieval import ReadText, mixture_of
+from knnstore.lm.scoring.held_out import HeldOut, read_batch, search_in_parts
+from knnstore.lm.scoring.slices import perplexity
+from knnstore.lm.settings import KNNModel, KNNSettings
+from knnstore.progress import Progress
+from knnstore.store import KNNStore, Selection
+
+_HALVINGS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class SizePoint:
+    """Perplexity with a part of the store."""
+
+    documents: int
+    """Stored documents that are retrieved from."""
+    records: int
+    """Of those."""
+    ppl: float
+    """Of the mixture; where there is no record, of the model alone."""
+
+
+def measure_size_curve(
+    lm: KNNModel,
+    documents: Iterable[object],
+    knn: KNNSettings | None = None,
+    *,
+    progress: Progress | None = None,
+) -> list[SizePoint]:
+    """Measure perplexity with ever smaller parts of the store, each the half of the one before.
+
+    A part holds whole documents, in an order that is chance and stays the same. The settings are the same
+    for all, without a substitute, which was trained on the whole, and without pointers.
+
+    Args:
+        lm: the model.
+        documents: held-out text, as in `add`.
+        knn: settings of this call; default ``lm.knn``.
+        progress: is told of each batch.
+
+    Returns:
+        The model alone, then a 64th of what is selected and so on to all of it; fewer points where a half
+        is no fewer documents.
+
+    Raises:
+        InputError: a document is in the store, or there is not one token to predict.
+    """
+    store, reader = lm.store, lm.reader
+    settings = replace(knn or lm.knn, substitute=None, pointers=None)
+    held_out = HeldOut.of(store, documents, settings.selection)
+    held_out.refuse_stored()
+    parts = _parts(store, settings.selection)
+    if progress is not None:
+        progress.start("evaluating", total=reader.count_predicted(held_out.documents))
+    tokens, totals = 0, [0.0] * (1 + len(parts))
+    for ahead in in_chunks(held_out.documents):
+        read = None if settings.cache is None else ReadText(settings.cache.size, store.identity.metric)
+        for batch in reader.batches(reader.tokenized(ahead)):
+            scores = read_batch(reader, batch, settings, read)
+            tokens += len(scores.gold)
+            totals[0] += float(scores.lm_log_probs.double().sum())
+            for number, (part, _) in enumerate(parts, 1):
+                smaller = replace(settings, selection=part)
+                for found in search_in_parts(store, scores, smaller):
+                    mixture = mixture_of(smaller, found.retrieved())
+                    totals[number] += float(mixture.gold(found.lm_log_probs, found.gold).double().sum())
+            if progress is not None:
+                progress.advance(len(scores.gold))
+    if progress is not None:
+        progress.finish()
+    if not tokens:
+        raise InputError("nothing to evaluate: the documents hold no token to predict")
+    sizes = [(0, 0), *((count, store.record_count(part)) for part, count in parts)]
+    return [SizePoint(*size, perplexity(total, tokens)) for size, total in zip(sizes, totals, strict=True)]
+
+
+def _parts(store: KNNStore, selection: Selection) -> Sequence[tuple[Selection, int]]:
+    """Parts of what is selected with the number of their documents, from the smallest to all of it."""
+    stored = [
+        one for one in store.documents() if selection.documents is None or one.id in selection.documents
+    ]
+    selected = store.stored_content((one.content_hash for one in stored), selection)
+    order = sorted((one for one in stored if one.content_hash in selected), key=lambda one: one.content_hash)
+    if not order:
+        return []
+    tokens = np.cumsum([one.tokens for one in order])
+    wanted = tokens[-1] / 2.0 ** np.arange(_HALVINGS + 1)
+    counts = sorted(set((1 + np.searchsorted(tokens, wanted)).tolist()))
+    parts = [replace(selection, documents=tuple({one.id for one in order[:count]})) for count in counts[:-1]]
+    return list(zip([*parts, selection], counts, strict=True))
