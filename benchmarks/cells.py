@@ -1,14 +1,16 @@
 """Sums over whole cells beside the k nearest: perplexity, speed of scoring and of one step, size.
 
     python benchmarks/cells.py DATA --model DIR [--domain NAME ...] [--records 275000] [--probes 8 16]
-        [--codes none pq32 pq64]
+        [--codes none pq32 pq64] [--states 3] [--cells-only]
     python benchmarks/cells.py --smoke              a few seconds, with the demo's model
 
 DATA holds a folder for each domain with ``store.jsonl``, ``dev.jsonl`` and ``test.jsonl``. Each side has a
 store of its own with the same records, moved from that of the first: FAISS exact and by default with
 k = 1,024, and cells with each kind of codes. One temperature and one λ are chosen on ``dev`` for each;
 perplexity is of ``test``. Speeds, but of exact search, are of sides that are run in turn, as ratios to the
-model alone, medians of their rounds; ``--rounds 0`` leaves them out. JSON goes to stdout, a table to stderr.
+model alone, medians of their rounds; ``--rounds 0`` leaves them out. With ``--states`` all of it once more
+with joined keys, projected to the width of one state as fits the documents stored, and the ratio of their
+perplexity to that of single keys. JSON goes to stdout, a table to stderr.
 """
 
 import argparse
@@ -137,46 +139,62 @@ def key_bytes(lm: KNNLMForCausalLM) -> float:
     return round(size / max(1, lm.store.record_count()), 1)
 
 
+def moved(
+    folder: Path, first: KNNLMForCausalLM, name: str, engine: str, params: dict[str, Any]
+) -> tuple[KNNLMForCausalLM, float]:
+    """A copy of a store with its keys in another engine, and the seconds that moving them took."""
+    shutil.copytree(first.store.home.path, folder / name)
+    start = time.perf_counter()
+    with knnstore.open(folder / name, "a", copied=True) as store:
+        store.move(engine, "keys-2", params=params)
+    return knnstore.load(folder / name), round(time.perf_counter() - start, 1)
+
+
 def measure(folder: Path, model: str, parts_of: Callable[[KNNLMForCausalLM], Parts], options: Any) -> Any:
     """All figures of one domain."""
     made: dict[str, KNNLMForCausalLM] = {}
     result: dict[str, Any] = {}
-    first = knnstore.create(folder / "exact", model, store="faiss", params={"index": "exact"})
-    parts = parts_of(first)
-    added = first.add(parts["store"], domain="d")
-    first.store.close()
-    engines: dict[str, tuple[str, dict[str, Any]]] = {"exact": ("", {}), "faiss": ("faiss", {})}
-    engines |= {f"cells {codes}": ("cells", {"codes": codes}) for codes in options.codes}
-    for name, (engine, params) in engines.items():
-        if engine:
-            shutil.copytree(folder / "exact", folder / name)
-            with knnstore.open(folder / name, "a", copied=True) as store:
-                start = time.perf_counter()
-                store.move(engine, "keys-2", params=params)
-                result[name] = {"move_seconds": round(time.perf_counter() - start, 1)}
-        made[name] = lm = knnstore.load(folder / name)
+    sides: dict[str, tuple[str, KNNSettings]] = {}
+    parts: Parts = {}
+    for states in (1, *options.states):
+        label = "" if states == 1 else f"{states} states, "
+        joined = {} if states == 1 else {"states": states, "sample": parts["store"]}
+        first = knnstore.create(
+            folder / f"{label}exact", model, store="faiss", params={"index": "exact"}, **joined
+        )
+        parts = parts or parts_of(first)
+        added = first.add(parts["store"], domain="d")
+        first.store.close()
+        if not options.cells_only:
+            made[f"{label}exact"] = knnstore.load(first.store.home.path)
+            made[f"{label}faiss"], _ = moved(folder, first, f"{label}faiss", "faiss", {})
+            sides |= {f"{label}{name}": (f"{label}{name}", KNNSettings(k=K)) for name in ("exact", "faiss")}
+        for codes in options.codes:
+            name = f"{label}cells {codes}"
+            made[name], move_seconds = moved(folder, first, name, "cells", {"codes": codes})
+            result[name] = {"move_seconds": move_seconds}
+            sides |= {f"{name} {probes}": (name, KNNSettings(probes=probes)) for probes in options.probes}
+    for name, lm in made.items():
         result[name] = {**result.get(name, {}), "records": added.tokens, "bytes_a_record": key_bytes(lm)}
-    sides = {"exact": KNNSettings(k=K), "faiss": KNNSettings(k=K)}
-    sides |= {
-        f"cells {codes} {probes}": KNNSettings(probes=probes)
-        for codes in options.codes
-        for probes in options.probes
-    }
     speeds: dict[str, Callable[[], Any]] = {}
     steps: dict[int, dict[str, Callable[[], Any]]] = {1: {}, 8: {}}
     alone = KNNSettings(lam=0.0)
-    speeds["alone"] = lambda: made["exact"].evaluate(parts["test"], alone)
+    any_lm = next(iter(made.values()))
+    speeds["alone"] = lambda: any_lm.evaluate(parts["test"], alone)
     for batch, of_batch in steps.items():
-        of_batch["alone"] = writing(made["exact"], alone, batch, options.steps)
-    for side, settings in sides.items():
-        lm = made[side if side in made else side.rpartition(" ")[0]]
+        of_batch["alone"] = writing(any_lm, alone, batch, options.steps)
+    for side, (name, settings) in sides.items():
+        lm = made[name]
         found = fitted(lm, parts, settings)
+        single = side.partition("states, ")[2]
+        if single:
+            found["ratio"] = found["ppl"] / result[single]["ppl"]
         result[side] = {**result.get(side, {}), **found}
         print(side, json.dumps(found), file=sys.stderr, flush=True)
         chosen = replace(
             settings, temperature=found["temperature"], mixer=KNNSettings(lam=found["lambda"]).mixer
         )
-        if side != "exact":
+        if not side.endswith("exact"):
             speeds[side] = lambda lm=lm, chosen=chosen: lm.evaluate(parts["test"], chosen)
             for batch, of_batch in steps.items():
                 of_batch[side] = writing(lm, chosen, batch, options.steps)
@@ -203,6 +221,10 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=12_000, help="tokens of dev and of test")
     parser.add_argument("--probes", type=int, nargs="+", default=[8, 16])
     parser.add_argument("--codes", nargs="+", default=["none", "pq32", "pq64"])
+    parser.add_argument(
+        "--states", type=int, nargs="+", default=[], help="of joined keys, beside single ones"
+    )
+    parser.add_argument("--cells-only", action="store_true", help="leave FAISS out")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--smoke", action="store_true")
@@ -211,6 +233,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         if options.smoke:
             options.rounds, options.steps, options.probes, options.codes = 1, 4, [2], ["pq8"]
+            options.states = [2]
             results["help"] = measure(Path(folder) / "help", str(TINY_LM), lambda _: smoke_parts(), options)
         else:
             if options.data is None:
@@ -222,13 +245,13 @@ def main() -> None:
                     lambda lm, domain=domain: documents(options.data / domain, limits, lm), options,
                 )  # fmt: skip
                 print(json.dumps({domain: results[domain]}), file=sys.stderr, flush=True)
-    names = ("ppl", "scoring", "step, batch 1", "step, batch 8", "bytes_a_record")
+    names = ("ppl", "ratio", "scoring", "step, batch 1", "step, batch 8", "bytes_a_record")
     for domain, result in results.items():
-        print(f"\n{domain}\n{'':14}" + "".join(f"{name:>15}" for name in names), file=sys.stderr)
+        print(f"\n{domain}\n{'':24}" + "".join(f"{name:>15}" for name in names), file=sys.stderr)
         for side, row in result.items():
             cells = (row.get(name) for name in names)
             print(
-                f"{side:14}" + "".join(f"{'' if one is None else round(one, 3)!s:>15}" for one in cells),
+                f"{side:24}" + "".join(f"{'' if one is None else round(one, 3)!s:>15}" for one in cells),
                 file=sys.stderr,
             )
     print(

@@ -20,7 +20,7 @@ class Identity:
     """A hash, a colon, and a sample of the weights."""
     tokenizer_fingerprint: str
     key: str
-    """Where in the model the keys are taken, as a canonical location."""
+    """Where in the model the keys are taken, as a canonical location, and how states are joined."""
     dim: int
     metric: str
     vocab_size: int

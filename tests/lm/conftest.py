@@ -36,7 +36,7 @@ from transformers import (
 import knnstore
 from knnstore.datastore import Neighbors, record_ids
 from knnstore.lm import KNNLMForCausalLM
-from knnstore.lm.keys import key_dim, locate, model_fingerprint, tokenizer_fingerprint
+from knnstore.lm.keys import Joining, key_dim, locate, model_fingerprint, tokenizer_fingerprint
 from knnstore.lm.reading import Encoder
 from knnstore.store import EVERYTHING, Identity, Reader
 from knnstore.store.home import Home
@@ -167,15 +167,20 @@ class ExactStore(Reader):
     """The records of some token sequences, searched one distance at a time."""
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: Any, sequences: Sequence[Sequence[int]], key: str
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        sequences: Sequence[Sequence[int]],
+        key: str,
+        joining: Joining,
     ) -> None:
         location = locate(model, key)
         self.identity = Identity(
             model="tiny",
             model_fingerprint=model_fingerprint(model),
             tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
-            key=str(location),
-            dim=key_dim(model, location),
+            key=f"{location}{joining}",
+            dim=joining.states * key_dim(model, location),
             metric="l2",
             vocab_size=VOCABULARY,
             max_length=64,
@@ -188,7 +193,7 @@ class ExactStore(Reader):
         self.ids = np.zeros(0, np.int64)
         for sequence in sequences:
             rows = np.array([sequence[:-1]], np.int64)
-            keys = Encoder(model, location).encode(rows, np.arange(rows.size)).keys
+            keys = Encoder(model, location, joining).encode(rows, np.arange(rows.size)).keys
             positions = len(self.ids) + np.arange(rows.size)
             self.keys = np.concatenate([self.keys, keys.numpy()])
             self.ids = np.append(self.ids, record_ids(positions, np.array(sequence[1:])))
@@ -219,9 +224,12 @@ def make_store(tokenizer: PreTrainedTokenizerFast) -> Callable[..., ExactStore]:
     """Build a store of token sequences; any selection but everything finds nothing in it."""
 
     def make(
-        model: PreTrainedModel, sequences: Sequence[Sequence[int]], key: str = "ffn_input"
+        model: PreTrainedModel,
+        sequences: Sequence[Sequence[int]],
+        key: str = "ffn_input",
+        joining: Joining | None = None,
     ) -> ExactStore:
-        return ExactStore(model, tokenizer, sequences, key)
+        return ExactStore(model, tokenizer, sequences, key, joining or Joining())
 
     return make
 

@@ -37,6 +37,25 @@ def init(
             "final_hidden, each also with _before_norm behind the name; or a module's path.",
         ),
     ] = "ffn_input",
+    states: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Make a key of N states: that of its token, and those of the N-1 tokens before it. With "
+            "--sample it is no wider than one.",
+        ),
+    ] = 1,
+    discounts: Annotated[
+        list[float] | None,
+        typer.Option(
+            "--discount",
+            metavar="A",
+            show_default="0.5, 0.35, ...",
+            help="With --states: how much the state before counts, then the one before that; repeatable, "
+            "N-1 times.",
+        ),
+    ] = None,
     metric: Annotated[
         str, typer.Option(metavar="NAME", help="Distance: l2 (squared Euclidean) or ip (inner product).")
     ] = "l2",
@@ -45,7 +64,7 @@ def init(
         typer.Option(
             min=1,
             metavar="N",
-            show_default="all",
+            show_default="all, or with --states and --sample as many as one state has",
             help="Project the keys to so many components, the principal ones of a sample's keys (PCA).",
         ),
     ] = None,
@@ -53,8 +72,8 @@ def init(
         list[str] | None,
         typer.Option(
             metavar="FILE",
-            help="Text of the kind to be stored, for --dim: 30 tokens for each of the N at least; as `add` "
-            "reads it; repeatable.",
+            help="Text of the kind to be stored, for --dim and --states: 30 tokens for each component at "
+            "least; as `add` reads it; repeatable.",
         ),
     ] = None,
     codes: Annotated[
@@ -85,6 +104,7 @@ def init(
       knnstore init --model examples/tiny-lm
       knnstore --home other.knn init --model examples/tiny-lm --store hnswlib
       knnstore --home small.knn init --model examples/tiny-lm --dim 16 --sample articles.jsonl
+      knnstore --home joined.knn init --model examples/tiny-lm --states 3 --dim 16 --sample articles.jsonl
     """
     import knnstore
 
@@ -99,6 +119,8 @@ def init(
             params=read_params(params) | ({} if codes is None else {"codes": codes}),
             catalog=catalog,
             key=key,
+            states=states,
+            discounts=discounts,
             metric=metric,
             dim=dim,
             sample=read_documents(sample) if sample else None,
@@ -118,7 +140,8 @@ def init(
             )
         if made.identity.projection is not None:
             fitted = made.load_weights(made.identity.projection).metadata
-            note(f"{dim} components keep {fitted['kept']:.1%} of the variance of {fitted['keys']:,} keys")
+            kept, of = f"{fitted['kept']:.1%}", f"{fitted['keys']:,} keys"
+            note(f"{found['dim']} components keep {kept} of the variance of {of}")
     shown = {name: found[name] for name in ("home", "model", "key", "dim", "metric", "store")}
     print_result(found, pairs(shown), as_json=as_json)
 

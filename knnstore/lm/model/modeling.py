@@ -5,7 +5,6 @@ import os
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
@@ -14,12 +13,19 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from knnstore.errors import ConfigError
 from knnstore.lm.calibration import calibrate
-from knnstore.lm.keys import KeyCapture, Projection, locate
+from knnstore.lm.keys import KeyCapture
 from knnstore.lm.model.logits import Positions, mix_logits
 from knnstore.lm.model.saving import read_config, write_config
 from knnstore.lm.model.writing import generate_text
-from knnstore.lm.reading import Encoder, TextReader, Tokens, add, check_matches, load_model
-from knnstore.lm.retrieval import STATES_KEPT, PointerStates, TextKeys, sequence_ids_of, whole_texts
+from knnstore.lm.reading import Encoder, TextReader, add, check_matches, load_model
+from knnstore.lm.retrieval import (
+    STATES_KEPT,
+    PointerStates,
+    TextKeys,
+    TextStates,
+    sequence_ids_of,
+    whole_texts,
+)
 from knnstore.lm.scoring import evaluate, explain, measure_size_curve, prune
 from knnstore.lm.settings import KNNSettings, default_settings, save_settings, settings_for
 from knnstore.lm.substitute import Heads, train_substitute
@@ -80,10 +86,11 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
         self.store = store
         self.tokenizer = tokenizer
         self.knn = knn or KNNSettings()
-        self.encoder = Encoder(base, locate(base, store.identity.key), Projection.of(store))
+        self.encoder = Encoder.of(base, store)
         self._heads = Heads(store, base.device)
         self.generation_config = base.generation_config
-        self._text_keys = TextKeys(self._keys_of, store.identity.metric)
+        self._text_keys = TextKeys(self.encoder, store.identity.metric)
+        self._text_states = TextStates(self.encoder)
         self._base_accepts = frozenset(inspect.signature(base.forward).parameters)
         if hasattr(base, "hf_device_map"):
             self.hf_device_map = base.hf_device_map
@@ -268,7 +275,8 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
             "logits_to_keep": logits_to_keep,
         }  # fmt: skip
         inputs = {name: value for name, value in inputs.items() if name in self._base_accepts}
-        if settings.cache is not None and sequence_ids is None:
+        looks_back = settings.cache is not None or self.encoder.joining.discounts
+        if sequence_ids is None and looks_back and not settings.is_model_alone:
             sequence_ids = whole_texts(input_ids, attention_mask, past_key_values)
         with KeyCapture(self.base, self.encoder.location) as capture:
             output = self.base(**inputs, **kwargs, return_dict=True)
@@ -276,11 +284,12 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
         if not settings.is_model_alone:
             tokens = input_ids if input_ids is not None else inputs_embeds
             assert tokens is not None
-            keys = self.encoder.projected(capture.keys(*tokens.shape[:2]))
+            states, goes_on = capture.keys(*tokens.shape[:2]), use_cache is not False
+            joined = self._text_states.join(states, attention_mask, sequence_ids, goes_on=goes_on)
+            keys = self.encoder.projected(joined)
             positions = Positions.of(keys, attention_mask, logits_to_keep)
             if settings.cache is not None:
-                assert sequence_ids is not None
-                kept, size, goes_on = positions.kept.flatten(), settings.cache.size, use_cache is not False
+                kept, size = positions.kept.flatten(), settings.cache.size
                 positions.recent = self._text_keys.look_back(sequence_ids, keys, kept, size, goes_on=goes_on)
             if settings.pointers is not None:
                 positions.point(sequence_ids, input_ids, pointer_states)
@@ -290,7 +299,3 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
             loss = self.loss_function(logits, labels, vocab_size=logits.shape[-1], **loss_options)
         mixed: CausalLMOutputWithPast = type(output)(**{**output, "loss": loss, "logits": logits})
         return mixed.to_tuple() if return_dict is False else mixed
-
-    def _keys_of(self, tokens: Tokens) -> Tensor:
-        """The keys of a text, float32, shape (n, d)."""
-        return self.encoder.keys(tokens[None], np.arange(len(tokens)))

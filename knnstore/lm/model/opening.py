@@ -1,7 +1,7 @@
 """Making a store for a model, and loading the model that a store was made for."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 
 from knnstore.documents import documents_of
 from knnstore.errors import ConfigError
-from knnstore.lm.keys import described, fit_projection, locate
+from knnstore.lm.keys import Joining, described, fit_projection, locate
 from knnstore.lm.model.modeling import KNNLMForCausalLM
 from knnstore.lm.reading import Encoder, TextReader, identify, load_model, sample_keys
 from knnstore.lm.settings import KNNSettings, default_settings, settings_for, usable_settings_for
@@ -26,6 +26,8 @@ def create(
     params: Mapping[str, Any] | None = None,
     catalog: str | None = None,
     key: str = "ffn_input",
+    states: int = 1,
+    discounts: Sequence[float] | None = None,
     metric: str = "l2",
     dim: int | None = None,
     sample: Iterable[object] | None = None,
@@ -45,8 +47,11 @@ def create(
         params: the adapter's own parameters.
         catalog: SQLAlchemy URL of the catalog; default is SQLite in the home.
         key: where in the model the keys are taken: ``ffn_input`` or another place; see `locate`.
+        states: how many states make a key: that of its token there, and those of the tokens before.
+        discounts: of the state before, of the one before that, and so on; default 0.5, 0.35, ...
         metric: ``l2`` or ``ip``.
-        dim: to how many components the keys are projected (PCA); default is as many as they have.
+        dim: to how many components the keys are projected (PCA); default is as many as they have, and with
+            `sample` and several states as one state has, so that a key costs no more.
         sample: documents of the kind to be stored, on whose keys the projection is fitted.
         max_length: tokens in a window; default is the model's limit.
         stride: tokens by which a window moves on; default is half of it.
@@ -59,16 +64,19 @@ def create(
         ConfigError: something given cannot be used.
         InputError: a document of the sample cannot be used.
     """
-    if (dim is None) != (sample is None):
+    joining = Joining.of(states, discounts)
+    if (dim is None) != (sample is None) and (sample is None or states == 1):
         raise ConfigError("dim and sample belong together: the keys are projected as fits those of a sample")
     base, tokenizer = load_model(model, device=device, dtype=dtype)
     name = os.path.abspath(model) if os.path.isdir(model) else model
     identity = identify(
-        base, tokenizer, name=name, key=key, metric=metric, max_length=max_length, stride=stride
-    )
+        base, tokenizer,
+        name=name, key=key, joining=joining, metric=metric, max_length=max_length, stride=stride,
+    )  # fmt: skip
     projection = None
-    if dim is not None and sample is not None:
-        encoder = Encoder(base, locate(base, identity.key))
+    if sample is not None:
+        dim = dim or identity.dim // states
+        encoder = Encoder(base, locate(base, key), joining)
         reader = TextReader(encoder, tokenizer, identity.max_length, identity.stride)
         keys = sample_keys(reader, documents_of(sample), progress=progress)
         fitted, kept = fit_projection(keys, dim, metric)

@@ -1,7 +1,7 @@
 """One forward pass of the base model over packed windows: keys, and log-probabilities where wanted."""
 
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -9,10 +9,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from knnstore.lm.keys import KeyCapture, KeyLocation, Projection, hidden_forward, keys_forward
+from knnstore.lm.keys import (
+    Joining,
+    KeyCapture,
+    KeyLocation,
+    Projection,
+    hidden_forward,
+    keys_forward,
+    locate,
+)
+from knnstore.store import Reader
 
 _CHUNK_VALUES = 1 << 24
 """How many logits are in memory at once: 64 MiB of float32."""
+
+_SINGLE = Joining()
 
 _LOWEST = -1e30  # a token that the model rules out at -inf adds nothing to the entropy
 
@@ -49,17 +60,29 @@ class Encoder:
 
     Args:
         model: a causal language model in evaluation mode.
-        location: where the keys are.
-        projection: how they are brought to fewer dimensions; None leaves them as they are.
+        location: where the states are that keys are made of.
+        joining: which of them make a key; default is one alone.
+        projection: how keys are brought to fewer dimensions; None leaves them as they are.
     """
 
     def __init__(
-        self, model: PreTrainedModel, location: KeyLocation, projection: Projection | None = None
+        self,
+        model: PreTrainedModel,
+        location: KeyLocation,
+        joining: Joining = _SINGLE,
+        projection: Projection | None = None,
     ) -> None:
         self.model = model
         self.location = location
+        self.joining = joining
         self.projection = projection
         self.head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, store: Reader) -> Self:
+        """The source of a store's keys."""
+        place, joining = Joining.parse(store.identity.key)
+        return cls(model, locate(model, place), joining, Projection.of(store))
 
     def keys(self, input_ids: NDArray[np.int64] | Tensor, at: NDArray[np.int64] | Tensor) -> Tensor:
         """Run the model over rows of tokens, no further than to the keys.
@@ -71,11 +94,15 @@ class Encoder:
         Returns:
             The keys at these positions, float32, shape (n, d), on the model's device.
         """
-        if not self._stops_at_keys:
-            return self.encode(input_ids, at).keys
-        ids = torch.as_tensor(input_ids, device=self.model.device)
         wanted = torch.as_tensor(at, device=self.model.device)
-        return self.projected(keys_forward(self.model, self.location, ids).flatten(0, 1)[wanted])
+        return self.projected(self.joining(self.key_states(input_ids)).flatten(0, 1)[wanted])
+
+    def key_states(self, input_ids: NDArray[np.int64] | Tensor) -> Tensor:
+        """What keys are made of, shape (b, t, d), in the model's dtype; `input_ids` as of `keys`."""
+        ids = torch.as_tensor(input_ids, device=self.model.device)
+        if self._stops_at_keys:
+            return keys_forward(self.model, self.location, ids)
+        return hidden_forward(self.model, self.location, ids)[0]
 
     def encode(self, input_ids: NDArray[np.int64] | Tensor, at: NDArray[np.int64] | Tensor) -> Encoded:
         """Run the model over rows of tokens; the arguments are those of `keys`.
@@ -91,7 +118,7 @@ class Encoder:
             with torch.inference_mode(), KeyCapture(self.model, self.location) as capture:
                 states = self.model(ids, use_cache=False).logits
             keys = capture.keys(*ids.shape)
-        return Encoded(self.projected(keys.flatten(0, 1)[wanted]), states.flatten(0, 1)[wanted])
+        return Encoded(self.projected(self.joining(keys).flatten(0, 1)[wanted]), states.flatten(0, 1)[wanted])
 
     def gold_log_probs(self, states: Tensor, gold: NDArray[np.int64] | Tensor) -> Tensor:
         """Return the first part of `log_probs` alone."""
@@ -120,7 +147,7 @@ class Encoder:
         return found
 
     def projected(self, keys: Tensor) -> Tensor:
-        """The keys as the store has them, float32, from those of the model, shape (..., d)."""
+        """The keys as the store has them, float32, from joined states, shape (..., d)."""
         return keys.float() if self.projection is None else self.projection(keys)
 
     @cached_property

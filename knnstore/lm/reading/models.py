@@ -13,7 +13,7 @@ from transformers import (
 
 from knnstore.datastore import Metric
 from knnstore.errors import ConfigError, FingerprintMismatchError
-from knnstore.lm.keys import key_dim, locate, model_fingerprint, same_model, tokenizer_fingerprint
+from knnstore.lm.keys import Joining, key_dim, locate, model_fingerprint, same_model, tokenizer_fingerprint
 from knnstore.lm.reading.windows import check_window, max_length_of, prefix_of
 from knnstore.store import Identity
 
@@ -83,6 +83,7 @@ def identify(
     *,
     name: str,
     key: str = "ffn_input",
+    joining: Joining | None = None,
     metric: str = "l2",
     max_length: int | None = None,
     stride: int | None = None,
@@ -94,6 +95,7 @@ def identify(
         tokenizer: its tokenizer.
         name: the folder or hub id to load it from again.
         key: where the keys are taken; see `locate`.
+        joining: how many states there make a key; default one.
         metric: ``l2`` or ``ip``.
         max_length: tokens in a window, the prefix included; default is the model's limit.
         stride: tokens by which a window moves on; default is half of `max_length`.
@@ -103,7 +105,7 @@ def identify(
     """
     if metric not in {choice.value for choice in Metric}:
         raise ConfigError(f"metric {metric!r} is none of {', '.join(Metric)}")
-    location = locate(model, key)
+    location, joined = locate(model, key), joining or Joining()
     window = window_of(model, max_length)
     step = stride or max(1, window // 2)
     check_window(window, step)
@@ -111,8 +113,8 @@ def identify(
         model=name,
         model_fingerprint=model_fingerprint(model),
         tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
-        key=str(location),
-        dim=key_dim(model, location),
+        key=f"{location}{joined}",
+        dim=joined.states * key_dim(model, location),
         metric=metric,
         vocab_size=max(len(tokenizer), model.config.get_text_config().vocab_size),
         max_length=window,

@@ -7,9 +7,10 @@ from knnstore.lm.retrieval.prefix_states import sequence_ids_of, whole_texts
 from knnstore.lm.retrieval.search import columns_of, reachable, retrieve, visit, visits_cells
 from knnstore.lm.retrieval.text_keys import TextKeys
 from knnstore.lm.retrieval.text_pointers import STATES_KEPT, PointerStates, TextPass, retrieve_for_pass
+from knnstore.lm.retrieval.text_states import TextStates
 
 __all__ = [
-    "STATES_KEPT", "PointerStates", "ReadText", "Reading", "TextKeys", "TextPass", "columns_of",
-    "mixture_of", "reachable", "retrieve", "retrieve_for_pass", "retrieve_in_step", "sequence_ids_of",
-    "visit", "visits_cells", "whole_texts",
+    "STATES_KEPT", "PointerStates", "ReadText", "Reading", "TextKeys", "TextPass", "TextStates",
+    "columns_of", "mixture_of", "reachable", "retrieve", "retrieve_for_pass", "retrieve_in_step",
+    "sequence_ids_of", "visit", "visits_cells", "whole_texts",
 ]  # fmt: skip

@@ -57,19 +57,19 @@ def sequence_ids_of(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
 
 def whole_texts(
     input_ids: Tensor | None, attention_mask: Tensor | None, past_key_values: Cache | None
-) -> Tensor:
-    """The ``sequence_ids`` of a forward pass that begins at the beginning of its texts.
+) -> Tensor | None:
+    """The ``sequence_ids`` of a forward pass that begins at the beginning of its texts; None without tokens.
 
     Raises:
-        ConfigError: the tokens before or at these positions are not known.
+        ConfigError: it does not, and what was read before is not known.
     """
-    if input_ids is None:
-        raise ConfigError("the continuous cache needs token ids: give input_ids, or settings without a cache")
     if past_key_values is not None and int(past_key_values.get_seq_length()) > 0:
         raise ConfigError(
-            "the continuous cache needs the tokens read before: give sequence_ids with past_key_values, or "
-            "settings without a cache"
+            "the continuous cache, and keys of several states, need the tokens read before: give "
+            "sequence_ids with past_key_values, or the whole texts without"
         )
+    if input_ids is None:
+        return None
     mask = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2 else None
     return sequence_ids_of(input_ids, mask)
 

@@ -1,14 +1,13 @@
 """The keys of the texts that a model is reading, for the continuous cache inside `forward`."""
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from knnstore.datastore import Metric
+from knnstore.errors import ConfigError
 from knnstore.lm.mixing import Recent
-from knnstore.lm.reading import Tokens
+from knnstore.lm.reading import Encoder, Tokens
 from knnstore.lm.retrieval.cache import look_back
 from knnstore.lm.retrieval.prefix_states import PADDING, PrefixStates, prefix_names, unpadded
 
@@ -17,17 +16,17 @@ class TextKeys:
     """Remembers the latest keys of each text, so that a step finds those of the steps before it.
 
     Args:
-        compute: makes the keys of a text, shape (n, d), from its tokens; asked where they were forgotten.
+        encoder: makes the keys of a text again where they were forgotten.
         metric: how distances are measured.
     """
 
-    def __init__(self, compute: Callable[[Tokens], Tensor], metric: Metric | str) -> None:
-        self._compute = compute
+    def __init__(self, encoder: Encoder, metric: Metric | str) -> None:
+        self._encoder = encoder
         self._metric = metric
         self._states: PrefixStates[Tensor] = PrefixStates()
 
     def look_back(
-        self, sequence_ids: Tensor, keys: Tensor, at: Tensor, size: int, *, goes_on: bool = True
+        self, sequence_ids: Tensor | None, keys: Tensor, at: Tensor, size: int, *, goes_on: bool = True
     ) -> Recent:
         """Look back from positions of a forward pass in the text of their row.
 
@@ -37,7 +36,14 @@ class TextKeys:
             at: indices into these b * t positions, int64, shape (n,), in any order; padding finds nothing.
             size: how many tokens back a position reaches at most.
             goes_on: whether further passes may follow that have these texts behind them.
+
+        Raises:
+            ConfigError: the texts are not known.
         """
+        if sequence_ids is None:
+            raise ConfigError(
+                "the continuous cache needs token ids: give input_ids, or settings without a cache"
+            )
         new = keys.shape[1]
         fresh = (sequence_ids[:, -new:] != PADDING).cpu().numpy()
         texts = unpadded(sequence_ids)
@@ -79,4 +85,6 @@ class TextKeys:
     def _known(self, read: Tokens, first: int, names: list[bytes]) -> list[Tensor]:
         """The keys of what was read of a text, from a position on; `names` are the names of these."""
         keys = [key for key in self._states.get(names) if key is not None]
-        return keys if len(keys) == len(names) else list(self._compute(read)[first:])
+        if len(keys) < len(names):
+            return list(self._encoder.keys(read[None], np.arange(first, len(read))))
+        return keys

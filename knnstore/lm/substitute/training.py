@@ -178,7 +178,7 @@ def _first_rows(encoder: Encoder, dim: int, tokens: Tensor, rows: int, generator
     """The model's output rows where they fit the keys, else small random ones: shape (rows, tokens, dim)."""
     spread = _SPREAD * torch.randn((rows, len(tokens), dim), generator=generator)
     output = getattr(encoder.head, "weight", None)
-    if output is None or output.shape[1] != dim or encoder.projection is not None:
+    if output is None or output.shape[1] != dim or encoder.joining.discounts or encoder.projection:
         return spread
     first: Tensor = output.detach().cpu().float()[tokens].expand_as(spread)
     return first.clone() if rows == 1 else first + spread

@@ -1,0 +1,94 @@
+"""Keys that remember: the state of a token joined with those of the tokens before it.
+
+    key_t = [h_t ; a_1 h_(t-1) ; a_2 h_(t-2) ; ...]
+
+The states are of one place in the model, hence of one spread; the discounts a_i say how much less what came
+before counts. Before a text's first token there are no states: zeros stand for them.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from knnstore.errors import ConfigError
+
+_FIRST, _FURTHER = 0.5, 0.7  # of the states tried, .5 and .35 were the best first two discounts
+
+
+@dataclass(frozen=True, slots=True)
+class Joining:
+    """Which states make a key: that of its token, and those before it at a discount.
+
+    ``str(joining)`` stands behind the canonical name of the place in a store's identity, e.g.
+    ``transformer.h.3.mlp:input [1, 0.5, 0.35]``, and is empty where a key is one state.
+    """
+
+    discounts: tuple[float, ...] = ()
+    """Of the state before, of the one before that, and so on."""
+
+    @classmethod
+    def of(cls, states: int, discounts: Sequence[float] | None = None) -> Self:
+        """Join so many states.
+
+        Args:
+            states: >= 1.
+            discounts: of all states but the first, > 0; default 0.5, 0.35 and so on, each 0.7 of the last.
+
+        Raises:
+            ConfigError: one is out of range, or they do not fit together.
+        """
+        if states < 1:
+            raise ConfigError(f"a key is made of at least 1 state, got {states}")
+        if discounts is None:
+            discounts = [round(_FIRST * _FURTHER**back, 4) for back in range(states - 1)]
+        if len(discounts) != states - 1:
+            raise ConfigError(
+                f"keys of {states} states take {states - 1} discounts, one for each state before, got "
+                f"{len(discounts)}"
+            )
+        if not all(0 < discount < float("inf") for discount in discounts):
+            raise ConfigError(f"discounts must be numbers above 0, got {', '.join(map(str, discounts))}")
+        return cls(tuple(map(float, discounts)))
+
+    @classmethod
+    def parse(cls, key: str) -> tuple[str, Self]:
+        """Divide a key's name, as in a store's identity, into that of its place and the joining."""
+        place, joined, weights = key.partition(" [")
+        return place, cls(tuple(json.loads(f"[{weights}")[1:]) if joined else ())
+
+    def __str__(self) -> str:
+        return f" {json.dumps([1, *self.discounts])}" if self.discounts else ""
+
+    @property
+    def states(self) -> int:
+        """How many there are in a key."""
+        return 1 + len(self.discounts)
+
+    def __call__(self, states: Tensor, attended: Tensor | None = None) -> Tensor:
+        """Make keys of the states of some texts, each from its beginning.
+
+        Args:
+            states: shape (b, t, d).
+            attended: False at padding, wherever that is, bool, shape (b, t); None is all True.
+
+        Returns:
+            Shape (b, t, states * d); float32, but where a key is one state as they are. Not to be read at
+            padding.
+        """
+        if not self.discounts:
+            return states
+        states = states.float()
+        if attended is None:
+            attended = torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
+        read = attended.cumsum(1) - 1  # how many tokens of the text are before each
+        columns = (~attended).to(torch.uint8).argsort(dim=1, stable=True)  # where these are, in order
+        parts = [states]
+        for back, discount in enumerate(self.discounts, 1):
+            at = columns.take_along_dim((read - back).clamp(min=0), 1)
+            earlier = discount * states.take_along_dim(at[..., None], 1)
+            parts.append(earlier.masked_fill((read < back)[..., None], 0))
+        return torch.cat(parts, -1)
