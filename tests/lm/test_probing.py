@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from knnstore.documents import TextDocument
 from knnstore.errors import ConfigError, InputError
 from knnstore.lm.calibration.probing import default_keys, nearest_keys, probe_keys
 from tests.lm.phrases import documents, phrases
@@ -32,7 +33,9 @@ def test_a_place_that_says_nothing_is_last(make_model, tokenizer) -> None:
     with torch.no_grad():  # what enters the attention is the same for every token
         model.transformer.h[1].ln_1.weight.zero_()
     keys = ["attention_input", "ffn_input"]
-    found = probe_keys(model, tokenizer, DOCUMENTS, keys=keys, metrics=["l2"], dims=[8], max_length=32)
+    found = probe_keys(
+        model, tokenizer, DOCUMENTS, keys=keys, metrics=["l2"], states=[1], dims=[8], max_length=32
+    )
     assert [(candidate.key, candidate.dim) for candidate in found.candidates[-1:]] == [(keys[0], 32)]
     assert found.candidates[-1].fitted.held_out.ppl > 30  # no more than how frequent the tokens are
     best = found.best
@@ -43,6 +46,44 @@ def test_a_place_that_says_nothing_is_last(make_model, tokenizer) -> None:
     assert losses == sorted(losses)
     assert (found.stored, found.held_out, found.documents) == (24 * 108, 12 * 108, 12)
     assert all(math.isfinite(candidate.fitted.change.high) for candidate in found.candidates)
+
+
+@pytest.mark.parametrize("remembers", [False, True])
+def test_joined_states_help_a_model_that_forgets_where_the_text_remembers(make_model, tokenizer, remembers):
+    model = make_model("gpt2")
+    with torch.no_grad():  # no state knows of any token but its own
+        model.transformer.wpe.weight.zero_()
+        for layer in model.transformer.h:
+            layer.attn.c_proj.weight.zero_()
+    # The next token depends on the last two, or on the last alone.
+    after = RNG.integers(4, 24, (100, 100, 2))
+    texts = []
+    for at in range(36):
+        tokens = [4, 4]
+        for choice in RNG.integers(0, 2, 100):
+            tokens.append(int(after[tokens[-2] if remembers else 0, tokens[-1], choice]))
+        texts.append(TextDocument(str(at), " ".join(f"w{token}" for token in tokens)))
+    found = probe_keys(
+        model,
+        tokenizer,
+        texts,
+        keys=["ffn_input"],
+        metrics=["l2"],
+        states=[1, 3, 2],
+        dims=[16],
+        max_length=32,
+    )
+    by_kind = {(one.states, one.dim): one for one in found.candidates}
+    assert by_kind.keys() > {(1, 32), (2, 32), (3, 32)}
+    assert len(by_kind) == 4  # and the best of them in 16
+    single = by_kind[1, 32]
+    assert single.change is None
+    for states in (2, 3):
+        joined = by_kind[states, 32]
+        ratio = joined.fitted.held_out.ppl / single.fitted.held_out.ppl
+        assert joined.change.ppl == pytest.approx(ratio, rel=1e-6)
+        assert joined.change.high < 0.7 if remembers else joined.change.ppl > 0.95
+        assert joined.change.low <= ratio <= joined.change.high
 
 
 def test_each_place_of_a_model_is_probed_once(make_model) -> None:

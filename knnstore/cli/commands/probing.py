@@ -1,4 +1,4 @@
-"""The command that compares where keys can be taken."""
+"""The command that compares where keys can be taken, and how many states make one."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,6 +31,15 @@ def probe_keys(
         list[str] | None,
         typer.Option("--metric", metavar="NAME", show_default="l2 and ip", help="A metric; repeatable."),
     ] = None,
+    states: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            show_default="2 and 3",
+            help="Join N states at the best place too, in the width of one (PCA); repeatable, 1 is none.",
+        ),
+    ] = None,
     dims: Annotated[
         list[int] | None,
         typer.Option(
@@ -48,13 +57,16 @@ def probe_keys(
     runtime: Runtime,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare where keys can be taken in a model, on a sample of text.
+    """Compare where keys can be taken in a model, and of how many states, on a sample of text.
 
     No store is needed or made. Documents chosen at random are divided: two thirds are stored in
     memory, the rest is searched for. The model reads each once, which gives the keys of all places;
     for each of them k, temperature and lambda are fitted on half of the held-out documents and judged
     on the other half, both ways. The table gives held-out perplexities with intervals of 95 %, the best
     first, and their ratio to that of the model alone.
+
+    At the best place keys of two and three states are tried too (see `knnstore init --states`), which are no
+    wider; a message tells their ratio to keys of one.
 
     Examples:
       knnstore probe-keys --model examples/tiny-lm articles.jsonl
@@ -72,6 +84,7 @@ def probe_keys(
             documents.read(bar),
             keys=keys or None,
             metrics=metrics or ["l2", "ip"],
+            states=states or (2, 3),
             dims=dims or (),
             tokens=tokens,
             max_length=max_length,
@@ -87,15 +100,23 @@ def probe_keys(
         "best": None if found.best is None else _row(found.best),
         "skipped": documents.skipped,
     }
-    print_result(result, table_of_fits(rows, ["key", "metric", "dim"]), as_json=as_json)
+    print_result(result, table_of_fits(rows, ["key", "states", "metric", "dim"]), as_json=as_json)
     note(
         f"the model alone: {found.base.ppl:,.2f}; {found.held_out:,} held-out tokens, {found.stored:,} stored"
     )
+    for joined in sorted(found.candidates, key=lambda candidate: candidate.states):
+        if joined.change is not None:
+            ratio, low, high = joined.change
+            note(
+                f"{joined.states} states in {joined.dim} components: {ratio:.3f} times the perplexity of one "
+                f"({low:.3f} to {high:.3f})"
+            )
     if found.best is None:
         raise ConfigError("no place beats the model alone beyond chance: give more text (--tokens), or other")
+    more = f" --states {found.best.states} --sample FILE" if found.best.states > 1 else ""
     note(
-        f"best here: knnstore init --key {found.best.key} --metric {found.best.metric}; a location, which "
-        f"--key takes as well: {found.best.location}"
+        f"best here: knnstore init --key {found.best.key}{more} --metric {found.best.metric}; a location, "
+        f"which --key takes as well: {found.best.location}"
     )
 
 
@@ -106,5 +127,7 @@ def _row(probed: "Probed") -> dict[str, Any]:
         "location": probed.location,
         "metric": probed.metric,
         "dim": probed.dim,
+        "states": probed.states,
+        "ratio_to_one_state": None if probed.change is None else probed.change._asdict(),
         **figures(fitted.settings, fitted.lam, fitted.held_out, fitted.change),
     }

@@ -1,13 +1,13 @@
-"""Comparing the places where keys can be taken, on a small sample of text and without a store.
+"""Comparing the places where keys can be taken, and how many states make one, on a small sample of text.
 
 Two thirds of the documents are stored and the rest is held out. One pass of the model gives the keys at all
 places; then for each of them every held-out token is searched for exactly, and k, T and λ are fitted on
-one half of the held-out documents and judged on the other, as `calibrate` does.
+one half of the held-out documents and judged on the other, as `calibrate` does. No store is made.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -20,11 +20,12 @@ from knnstore.datastore import Keys, Metric, pairwise, stored_keys
 from knnstore.documents import TextDocument
 from knnstore.errors import ConfigError, InputError
 from knnstore.lm.calibration.candidates import Candidate, compare
-from knnstore.lm.calibration.judging import MIN_DOCUMENTS, MIN_TOKENS, Interval
+from knnstore.lm.calibration.judging import MIN_DOCUMENTS, MIN_TOKENS, Interval, Judge
 from knnstore.lm.calibration.scored_text import ScoredText
 from knnstore.lm.keys import (
     FINAL_PLACES,
     LAYER_PLACES,
+    Joining,
     KeyCapture,
     KeyLocation,
     fit_projection,
@@ -53,8 +54,12 @@ class Probed:
     metric: str
     dim: int
     """Components of a key; fewer than the model's where they were projected."""
+    states: int
+    """How many make a key."""
     fitted: Candidate
     """The fixed T and λ that are best, at the best k."""
+    change: Interval | None = None
+    """Of several states: their perplexity divided by that of one, over the same resamples; else None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +103,13 @@ def probe_keys(
     *,
     keys: Sequence[str] | None = None,
     metrics: Sequence[str] = (Metric.L2, Metric.IP),
+    states: Sequence[int] = (2, 3),
     dims: Sequence[int] = (),
     tokens: int = SAMPLE_TOKENS,
     max_length: int | None = None,
     progress: Progress | None = None,
 ) -> Probe:
-    """Compare places for keys (Khandelwal et al. 2020, table 5), metrics and numbers of components.
+    """Compare places for keys (Khandelwal et al. 2020, table 5), metrics, numbers of states, components.
 
     Args:
         model: a causal language model in evaluation mode.
@@ -111,6 +117,7 @@ def probe_keys(
         documents: of the kind to be stored; a random sample of them is used.
         keys: places as `locate` takes them; default `default_keys`.
         metrics: ``l2``, ``ip``.
+        states: how many to join at the best place, projected to the width of one; see `Joining`.
         dims: numbers of components to project the best keys to.
         tokens: of the sample.
         max_length: tokens in a window; default is the model's limit.
@@ -139,33 +146,66 @@ def probe_keys(
     shown.start("reading", total=sum(map(len, texts)))
     store = _read(reader, stored, places, shown, half=True)
     text = _read(reader, held_out, places, shown, half=False)
-    shown.start("comparing", total=len(places) * len(metrics) + len(dims), unit="key")
+    joinings = {n: Joining.of(n) for n in sorted(set(states)) if n > 1}
+    shown.start("comparing", total=len(places) * len(metrics) + len(joinings) + len(dims), unit="key")
     found: list[Probed] = []
     base: Interval | None = None
 
-    def judge(key: str, metric: str, kept: Keys, asked: Keys) -> None:
+    def judge(key: str, metric: str, sample: _Sample, states: int = 1, one: Candidate | None = None) -> None:
         nonlocal base
-        rows, queries = (torch.from_numpy(some.astype(np.float32)).to(model.device) for some in (kept, asked))
+        rows, queries = (torch.from_numpy(some.astype(np.float32)).to(model.device) for some in sample)
         distances, nearest = nearest_keys(queries, rows, min(MOST_NEIGHBORS, len(rows)), metric)
         hits = torch.from_numpy(store.gold)[nearest] == torch.from_numpy(text.gold)[:, None]
         documents = torch.from_numpy(text.documents)
-        compared = compare(ScoredText(text.lm_log_probs, text.lm_max, distances, hits, documents), fits={})
-        base = compared.base
-        found.append(Probed(key, str(places[key]), metric, kept.shape[1], compared.best))
+        scored = ScoredText(text.lm_log_probs, text.lm_max, distances, hits, documents)
+        compared = compare(scored, fits={})
+        base, best, change = compared.base, compared.best, None
+        if one is not None:
+            _, change = Judge(replace(scored, lm_log_probs=one.log_probs))(best.log_probs)
+        found.append(Probed(key, str(places[key]), metric, rows.shape[1], states, best, change))
         shown.advance(1)
 
     for key in places:
         for metric in metrics:
-            judge(key, metric, store.keys[key], text.keys[key])
-    best = min(found, key=_perplexity)
+            judge(key, metric, _Sample(store.keys[key], text.keys[key]))
+    single = min(found, key=_perplexity)
+    key, metric, width, one = single.key, single.metric, single.dim, single.fitted
+    samples = {1: _Sample(store.keys[key], text.keys[key])}
+    if joinings:
+        wide = replace(reader, encoder=Encoder(model, places[key], joinings[max(joinings)]))
+        most = _Sample(stored_keys(_keys(wide, stored)), _keys(wide, held_out))
+        # Fewer states are what the keys of more begin with.
+        samples |= {n: _Sample(*(some[:, : n * width] for some in most)) for n in joinings}
+    for n in joinings:
+        judge(key, metric, samples[n].projected(min(width, len(store.gold)), metric), n, one)
+    best = min(found, key=_perplexity).states
     for dim in dims:
-        kept = store.keys[best.key].astype(np.float32)
-        projection, _ = fit_projection(kept, dim, best.metric, keys_per_direction=1)  # judged below
-        few, asked = (projection(torch.from_numpy(some)).numpy() for some in (kept, text.keys[best.key]))
-        judge(best.key, best.metric, stored_keys(few), asked)
+        judge(key, metric, samples[best].projected(dim, metric), best, one if best > 1 else None)
     shown.finish()
     assert base is not None
     return Probe(len(store.gold), len(text.gold), len(held_out), base, tuple(sorted(found, key=_perplexity)))
+
+
+class _Sample(NamedTuple):
+    """Keys of one kind."""
+
+    stored: Keys
+    """Shape (n, d), in half precision as stores keep them."""
+    asked: Keys
+    """Of the text held out, shape (m, d)."""
+
+    def projected(self, dim: int, metric: str) -> "_Sample":
+        """These keys in fewer components."""
+        kept = self.stored.astype(np.float32)
+        projection, _ = fit_projection(kept, dim, metric, keys_per_direction=1)  # what it loses is judged
+        few, asked = (projection(torch.from_numpy(some)).numpy() for some in (kept, self.asked))
+        return _Sample(stored_keys(few), asked)
+
+
+def _keys(reader: TextReader, texts: Sequence[NDArray[np.uint32]]) -> Keys:
+    """The keys of texts, in the order of `_read`."""
+    keys = [reader.encoder.keys(batch.input_ids, batch.at).cpu().numpy() for batch in reader.batches(texts)]
+    return np.concatenate(keys)
 
 
 class _Read(NamedTuple):
