@@ -145,12 +145,16 @@ def test_generation_scores_each_step_as_the_whole_text_does(knn_model, knn):
 
 @pytest.mark.parametrize("forgetful", [False, True])
 def test_states_follow_the_beams(knn_gpt2, forgetful, monkeypatch):
+    read = []
+    read_again = knn_gpt2.encoder.key_states
+    monkeypatch.setattr(knn_gpt2.encoder, "key_states", lambda ids: read.append(ids) or read_again(ids))
     if forgetful:  # what was forgotten is computed again
         monkeypatch.setattr(knn_gpt2._text_states._states, "get", lambda names: [None] * len(names))
     found = knn_gpt2.generate(
         IDS, attention_mask=MASK, max_new_tokens=9, min_new_tokens=9, pad_token_id=2, num_beams=4,
         num_return_sequences=4, length_penalty=0.0, output_scores=True, return_dict_in_generate=True,
     )  # fmt: skip
+    assert bool(read) == forgetful
     parents = found.beam_indices[:, 1:9] % 4
     assert (parents != parents[:, :1]).any(), "no beam changed its row"
     mask = torch.cat([MASK.repeat_interleave(4, 0), torch.ones(12, 9, dtype=torch.long)], 1)

@@ -75,7 +75,14 @@ def test_joined_states_help_a_model_that_forgets_where_the_text_remembers(make_m
     )
     by_kind = {(one.states, one.dim): one for one in found.candidates}
     assert by_kind.keys() > {(1, 32), (2, 32), (3, 32)}
-    assert len(by_kind) == 4  # and the best of them in 16
+    (few,) = (one for one in found.candidates if one.dim == 16)  # the best of them
+    assert len(by_kind) == 4
+    if remembers:
+        assert few.states > 1
+        assert few.change.ppl == pytest.approx(
+            few.fitted.held_out.ppl / by_kind[1, 32].fitted.held_out.ppl, rel=1e-6
+        )
+        assert few.change.high < 0.7
     single = by_kind[1, 32]
     assert single.change is None
     for states in (2, 3):
