@@ -355,3 +355,39 @@ def test_a_store_of_cells_visits_them_if_nothing_else_is_said(knnstore, workplac
     refused = knnstore("--home cells eval news.jsonl --k 9 --probes 2")
     assert (refused.status, refused.err.count("\n")) == (1, 1)
     assert "not both" in refused.err
+
+
+def test_keys_of_several_states_are_made_told_and_used(knnstore, workplace):
+    init = "--home joined init --model examples/tiny-lm"
+    made = knnstore(f"{init} --states 3 --discount 0.6 --discount 0.3 --sample articles.jsonl --json")
+    assert made.status == 0, made.err
+    assert (made.json["key"], made.json["dim"]) == ("transformer.h.1.mlp:input [1, 0.6, 0.3]", 16)
+    assert knnstore("--home joined info --json").json["key"] == made.json["key"]
+    assert knnstore("--home joined add news.jsonl --domain news").status == 0
+    found = knnstore("--home joined eval letters --k 5").json
+    assert found["knn_ppl"] != found["base_ppl"]
+    assert knnstore("--home joined verify").status == 0
+    for options, said in (
+        ("--states 2 --discount 0.6 --discount 0.3", "before the last: 1, got 2"),
+        ("--states 2 --discount 0", "above 0"),
+        ("--discount 0.5", "before the last: 0, got 1"),
+        ("--states 1 --sample articles.jsonl", "belong together"),
+    ):
+        refused = knnstore(f"{init.replace('joined', 'other')} {options}")
+        assert (refused.status, refused.err.count("\n")) == (1, 1), refused.err
+        assert said in refused.err
+    assert knnstore(f"{init} --states 0").status == 2
+
+
+def test_probing_tells_what_further_states_are_worth(knnstore, workplace):
+    probed = knnstore("probe-keys --model examples/tiny-lm articles.jsonl --key ffn_input --states 2 --json")
+    assert probed.status == 0, probed.err
+    joined = [one for one in probed.json["candidates"] if one["states"] == 2]
+    assert [one["dim"] for one in joined] == [16]
+    single = min(one["ppl"] for one in probed.json["candidates"] if one["states"] == 1)
+    assert joined[0]["ratio_to_one_state"]["ppl"] == pytest.approx(joined[0]["ppl"] / single)
+    assert "2 states in 16 components:" in probed.err
+    best = probed.json["best"]
+    assert ("--states 2 --sample FILE" in probed.err) == (best["states"] == 2)
+    none = knnstore("probe-keys --model examples/tiny-lm articles.jsonl --key ffn_input --states 1 --json")
+    assert {one["states"] for one in none.json["candidates"]} == {1}

@@ -1,6 +1,5 @@
 """Keys of several states: against numpy in every window, and the same key in storing, scoring and writing."""
 
-import json
 import shutil
 from dataclasses import replace
 
@@ -315,8 +314,8 @@ def test_a_store_may_keep_joined_keys_as_wide_as_they_are(make_lm):
     ("options", "message"),
     [
         ({"states": 0}, "at least 1 state"),
-        ({"states": 3, "discounts": [0.5]}, "take 2 discounts, one for each state before, got 1"),
-        ({"discounts": [0.5]}, "1 states take 0 discounts"),
+        ({"states": 3, "discounts": [0.5]}, "for each state before the last: 2, got 1"),
+        ({"discounts": [0.5]}, "before the last: 0, got 1"),
         ({"states": 2, "discounts": [-1.0]}, "above 0, got -1.0"),
         ({"states": 2, "discounts": [float("nan")]}, "above 0, got nan"),
         ({"states": 1, "sample": SAMPLE}, "belong together"),
@@ -335,4 +334,12 @@ def test_what_cannot_be_joined_is_refused(model_path, tmp_path, options, message
 def test_a_joining_is_read_from_the_name_of_a_key(discounts, place):
     joining = Joining.of(len(discounts) + 1, discounts)
     assert Joining.parse(f"{place}{joining}") == (place, joining)
-    assert json.dumps(Joining.of(4).discounts) == "[0.5, 0.35, 0.245]"
+    assert Joining.of(4).discounts == (0.5, 0.35, 0.245)
+
+
+@pytest.mark.parametrize(
+    "key", ["mlp [2, 0.5]", "mlp [1, 0.5] of", "mlp [", "mlp [1, x]", 'mlp [1, "x"]', "mlp [1, -1]"]
+)
+def test_a_key_of_another_version_is_refused(key):
+    with pytest.raises(ConfigError):
+        Joining.parse(key)

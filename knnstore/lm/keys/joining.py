@@ -47,8 +47,7 @@ class Joining:
             discounts = [round(_FIRST * _FURTHER**back, 4) for back in range(states - 1)]
         if len(discounts) != states - 1:
             raise ConfigError(
-                f"keys of {states} states take {states - 1} discounts, one for each state before, got "
-                f"{len(discounts)}"
+                f"one discount is needed for each state before the last: {states - 1}, got {len(discounts)}"
             )
         if not all(0 < discount < float("inf") for discount in discounts):
             raise ConfigError(f"discounts must be numbers above 0, got {', '.join(map(str, discounts))}")
@@ -56,9 +55,19 @@ class Joining:
 
     @classmethod
     def parse(cls, key: str) -> tuple[str, Self]:
-        """Divide a key's name, as in a store's identity, into that of its place and the joining."""
+        """Divide a key's name, as in a store's identity, into that of its place and the joining.
+
+        Raises:
+            ConfigError: it is not such a name.
+        """
         place, joined, weights = key.partition(" [")
-        return place, cls(tuple(json.loads(f"[{weights}")[1:]) if joined else ())
+        try:
+            first, *discounts = json.loads(f"[{weights}") if joined else [1]
+            if first == 1:
+                return place, cls.of(1 + len(discounts), discounts)
+        except (ValueError, TypeError):
+            pass
+        raise ConfigError(f"{key!r} is no key that this version of knnstore knows: use a newer one")
 
     def __str__(self) -> str:
         return f" {json.dumps([1, *self.discounts])}" if self.discounts else ""

@@ -65,8 +65,8 @@ def whole_texts(
     """
     if past_key_values is not None and int(past_key_values.get_seq_length()) > 0:
         raise ConfigError(
-            "the continuous cache, and keys of several states, need the tokens read before: give "
-            "sequence_ids with past_key_values, or the whole texts without"
+            "the continuous cache, and keys of several states, need the tokens read before: begin with "
+            "input_ids, and give sequence_ids with past_key_values"
         )
     if input_ids is None:
         return None
