@@ -321,6 +321,7 @@ def test_a_store_may_keep_joined_keys_as_wide_as_they_are(make_lm):
         ({"states": 1, "sample": SAMPLE}, "belong together"),
         ({"states": 2, "dim": 8}, "belong together"),
         ({"states": 2, "dim": 65, "sample": SAMPLE}, "between 1 and 64, got 65"),
+        ({"states": 2, "dim": 0, "sample": SAMPLE}, "between 1 and 64, got 0"),
     ],
     ids=str,
 )

@@ -75,7 +75,7 @@ def create(
     )  # fmt: skip
     projection = None
     if sample is not None:
-        dim = dim or identity.dim // states
+        dim = identity.dim // states if dim is None else dim
         encoder = Encoder(base, locate(base, key), joining)
         reader = TextReader(encoder, tokenizer, identity.max_length, identity.stride)
         keys = sample_keys(reader, documents_of(sample), progress=progress)
