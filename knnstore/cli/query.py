@@ -11,7 +11,7 @@ from knnstore.errors import ConfigError
 
 if TYPE_CHECKING:
     from knnstore import KNNSettings, KNNStore, Selection
-    from knnstore.lm import CacheSettings, PointerSettings
+    from knnstore.lm import CacheSettings, NGramSettings, PointerSettings
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,18 @@ class Query:
     cache_lambda: Annotated[
         float | None,
         typer.Option(min=0, max=1, metavar="L", help="Weight of the text itself."),
+    ] = None
+    ngrams: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Mix in counts of the n-grams of the stored text, of up to N tokens (2 to 8); 0 is none.",
+        ),
+    ] = None
+    ngram_lambda: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, metavar="L", help="Weight of the n-grams."),
     ] = None
     pointers: Annotated[
         int | None,
@@ -124,7 +136,7 @@ class Query:
         if self.probes is not None or self.k is not None:
             given["probes"] = self.probes or None
         settings = replace(saved, **given)
-        settings = replace(settings, cache=self._cache(settings))
+        settings = replace(settings, cache=self._cache(settings), ngrams=self._ngrams(settings))
         return replace(settings, pointers=self._pointers(settings))
 
     def _cache(self, settings: "KNNSettings") -> "CacheSettings | None":
@@ -136,6 +148,16 @@ class Query:
         if not given:  # a λ for the store is that of all retrieval
             return settings.cache if self.lam is None else None
         return replace(settings.cache or CacheSettings(temperature=settings.temperature), **given)
+
+    def _ngrams(self, settings: "KNNSettings") -> "NGramSettings | None":
+        from knnstore.lm import NGramSettings
+
+        given = _given(order=self.ngrams, lam=self.ngram_lambda)
+        if self.ngrams == 0:
+            return None
+        if not given:
+            return settings.ngrams if self.lam is None else None
+        return replace(settings.ngrams or NGramSettings(), **given)
 
     def _pointers(self, settings: "KNNSettings") -> "PointerSettings | None":
         from knnstore.lm import PointerSettings

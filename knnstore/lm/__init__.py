@@ -30,6 +30,7 @@ from knnstore.lm.settings import (
     CacheSettings,
     CalibrationRecord,
     KNNSettings,
+    NGramSettings,
     PointerSettings,
     Substitute,
     TrainedSubstitute,
@@ -47,9 +48,10 @@ from knnstore.lm.settings import (
 __all__ = [
     "Added", "BinnedLambda", "CacheSettings", "Calibration", "CalibrationRecord", "Chosen", "Comparison",
     "DomainWeights", "Evaluation", "FixedLambda", "GateLambda", "Interval", "KNNLMForCausalLM", "KNNSettings",
-    "Mixer", "NearnessLambda", "PointerSettings", "Probe", "Probed", "PruningCost", "RelativeConfidence",
-    "Retrieved", "SimpleMixer", "SizePoint", "Skipping", "Source", "Substitute", "TokenExplanation",
-    "TokenTable", "TrainedSubstitute", "create", "default_settings", "is_substitute_outdated", "load",
-    "load_model", "probe_keys", "register_mixer", "replacing", "save_settings", "saved_for", "settings_for",
-    "settings_from_dict", "settings_to_dict", "trained_for", "usable_settings_for",
+    "Mixer", "NGramSettings", "NearnessLambda", "PointerSettings", "Probe", "Probed", "PruningCost",
+    "RelativeConfidence", "Retrieved", "SimpleMixer", "SizePoint", "Skipping", "Source", "Substitute",
+    "TokenExplanation", "TokenTable", "TrainedSubstitute", "create", "default_settings",
+    "is_substitute_outdated", "load", "load_model", "probe_keys", "register_mixer", "replacing",
+    "save_settings", "saved_for", "settings_for", "settings_from_dict", "settings_to_dict", "trained_for",
+    "usable_settings_for",
 ]  # fmt: skip

@@ -6,6 +6,8 @@ from knnstore.store.erasing import Erased
 from knnstore.store.fitted import Lineage, SavedSettings, Weights, load_weights, save_weights
 from knnstore.store.home import Home
 from knnstore.store.ingest import Ingest
+from knnstore.store.ngrams import DEPTH as LONGEST_NGRAM
+from knnstore.store.ngrams import Matches, NGramCounts, Occurrence
 from knnstore.store.provenance import Provenance
 from knnstore.store.reader import Reader
 from knnstore.store.relocation import (
@@ -23,8 +25,9 @@ from knnstore.store.selection import EVERYTHING, Selection
 from knnstore.store.store import KNNStore
 
 __all__ = [
-    "EVERYTHING", "Choice", "Chooser", "Document", "Domain", "DomainRecords", "Engine", "Erased", "Home",
-    "Identity", "Ingest", "KNNStore", "Lineage", "Mode", "Moved", "NewDocument", "Provenance", "Pruned",
-    "PrunedDomain", "Reader", "SavedSettings", "Selection", "StoredVersion", "Weights", "drop_highest",
-    "load_weights", "merge_chooser", "random_chooser", "save_weights",
+    "EVERYTHING", "LONGEST_NGRAM", "Choice", "Chooser", "Document", "Domain", "DomainRecords", "Engine",
+    "Erased", "Home", "Identity", "Ingest", "KNNStore", "Lineage", "Matches", "Mode", "Moved",
+    "NGramCounts", "NewDocument", "Occurrence", "Provenance", "Pruned", "PrunedDomain", "Reader",
+    "SavedSettings", "Selection", "StoredVersion", "Weights", "drop_highest", "load_weights",
+    "merge_chooser", "random_chooser", "save_weights",
 ]  # fmt: skip

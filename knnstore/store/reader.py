@@ -10,6 +10,7 @@ from knnstore.catalog import Domain, Identity
 from knnstore.datastore import Ids, Keys, Neighbors, Visit
 from knnstore.store.fitted import Lineage, SavedSettings, Weights
 from knnstore.store.home import Home
+from knnstore.store.ngrams import NGramCounts
 from knnstore.store.provenance import Provenance, Tokens
 from knnstore.store.selection import EVERYTHING, Selection
 
@@ -45,6 +46,9 @@ class Reader(Protocol):
         self, queries: Keys, ids: Ids, selection: Selection = EVERYTHING, *, cluster_size: int | None = None
     ) -> Neighbors:
         """Measure queries against the records that come after some of others in their documents."""
+
+    def ngrams(self, selection: Selection = EVERYTHING) -> NGramCounts:
+        """Count the n-grams of the selected documents."""
 
     def provenance(self, ids: Ids, *, before: int = 16, after: int = 8) -> list[Provenance | None]:
         """Say where retrieved records come from."""

@@ -14,8 +14,10 @@ from knnstore.errors import (
     DocumentNotFoundError,
     StoreUnavailableError,
 )
+from knnstore.store.counting import Counting
 from knnstore.store.fitted import Lineage, SavedSettings, Weights, load_weights
 from knnstore.store.home import Home
+from knnstore.store.ngrams import NGramCounts
 from knnstore.store.pointers import Clusters, follow
 from knnstore.store.provenance import Provenance, Tokens, Tracer
 from knnstore.store.reader import Records
@@ -37,11 +39,12 @@ class StoreReader:
         self._current_view = view
         self._tracer = Tracer(catalog)
         self._clusters: dict[int, Clusters] = {}
+        self._counting = Counting(self.identity.vocab_size)
 
     def at(self, view: View) -> "StoreReader":
         """A reader of one view, whatever becomes of the store; it shares what this one remembers."""
         reader = StoreReader(self.home, self._catalog, lambda: view)
-        reader._tracer, reader._clusters = self._tracer, self._clusters
+        reader._tracer, reader._clusters, reader._counting = self._tracer, self._clusters, self._counting
         return reader
 
     def view(self) -> View:
@@ -113,6 +116,18 @@ class StoreReader:
         if cluster_size is not None:
             clusters = self._clusters.setdefault(cluster_size, Clusters(cluster_size))
         return self._at_one_revision(lambda view: follow(view, queries, ids, selection, clusters))
+
+    def ngrams(self, selection: Selection = EVERYTHING) -> NGramCounts:
+        """Count the n-grams of the selected documents, or look up what was counted at this revision.
+
+        Raises:
+            DomainNotFoundError, DocumentNotFoundError: as `search`.
+            ConfigError: there is more text than can be counted together.
+        """
+        while True:  # a document that was removed since the view was taken makes another view
+            counts = self._at_one_revision(lambda view: self._counting.of(view, selection))
+            if counts is not None:
+                return counts
 
     def provenance(self, ids: Ids, *, before: int = 16, after: int = 8) -> list[Provenance | None]:
         """Say where retrieved records come from.

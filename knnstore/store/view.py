@@ -117,7 +117,7 @@ class View:
     def content(self, hashes: Iterable[str], selection: Selection) -> set[str]:
         """Which of these content hashes belong to a selected document."""
         duplicates = self._catalog.rows_by_content(hashes)
-        reached = self._chosen(selection) & self._among(chain(*duplicates.values()))
+        reached = self.chosen(selection) & self._among(chain(*duplicates.values()))
         there = set(self.snapshot.rows[reached].tolist())
         return {hash for hash, rows in duplicates.items() if not there.isdisjoint(rows)}
 
@@ -127,7 +127,7 @@ class View:
         if latest is not None and latest[0] == selection:
             return latest[1]
         counts = np.zeros(vocabulary, np.int64)
-        chosen = self.snapshot.rows[self._chosen(selection)]
+        chosen = self.snapshot.rows[self.chosen(selection)]
         for tokens in _joined(self._catalog.texts(chosen.tolist()), vocabulary):
             if tokens.max(initial=0) >= vocabulary:
                 raise CatalogError(
@@ -140,13 +140,19 @@ class View:
 
     def lengths(self, selection: Selection) -> dict[int, int]:
         """How many tokens each selected document has, by primary key, in the order of their positions."""
-        chosen = self._chosen(selection)
+        chosen = self.chosen(selection)
         lengths = self.snapshot.stops - self.snapshot.starts
         return dict(zip(self.snapshot.rows[chosen].tolist(), lengths[chosen].tolist(), strict=True))
 
+    def texts(self, chosen: NDArray[np.bool_]) -> list[NDArray[np.uint32]] | None:
+        """The tokens of some documents of the snapshot, in its order; None where one was removed since."""
+        rows = self.snapshot.rows[chosen].tolist()
+        found = dict(self._catalog.texts(rows))
+        return [found[row] for row in rows] if len(found) == len(rows) else None
+
     def records(self, selection: Selection, without: Collection[int], batch_size: int) -> Iterator[Records]:
         """Yield the records of the selected documents, but for some by primary key, by ascending id."""
-        chosen = self._chosen(selection) & ~self._among(without)
+        chosen = self.chosen(selection) & ~self._among(without)
         live = ranges_of(self.snapshot.starts[chosen], self.snapshot.stops[chosen])
         for ids, keys, _ in self.datastore.iterate(ids=live, batch_size=batch_size):
             yield Records(ids, keys, self.snapshot.log_weights_at(positions_of(ids)))
@@ -164,7 +170,7 @@ class View:
         return visits
 
     def _resolve(self, selection: Selection) -> Scope:
-        chosen = self._chosen(selection)
+        chosen = self.chosen(selection)
         live = ranges_of(self.snapshot.starts[chosen], self.snapshot.stops[chosen])
         records = int(self.snapshot.records[chosen].sum())
         if selection == EVERYTHING:
@@ -174,7 +180,7 @@ class View:
             groups = frozenset(self._group(name) for name in selection.domains)
         return Scope(live, Filter(live, groups), records)
 
-    def _chosen(self, selection: Selection) -> NDArray[np.bool_]:
+    def chosen(self, selection: Selection) -> NDArray[np.bool_]:
         """Which documents of the snapshot meet every condition."""
         snapshot = self.snapshot
         chosen = np.ones(len(snapshot.rows), bool)

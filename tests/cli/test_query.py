@@ -5,7 +5,7 @@ import pytest
 import knnstore as library
 from knnstore import Selection
 from knnstore.cli.query import Query
-from knnstore.lm import CacheSettings
+from knnstore.lm import CacheSettings, NGramSettings
 from knnstore.store import SavedSettings
 
 SAVED = {"size": 400, "temperature": 50.0, "lam": 0.15}
@@ -30,6 +30,27 @@ def test_the_saved_cache_is_used_and_changed_by_what_is_given(cache_of):
     assert cache_of(cache=100) == CacheSettings(100, 50.0, 0.15)
     assert cache_of(cache_temperature=30.0, cache_lambda=0.3) == CacheSettings(400, 30.0, 0.3)
     assert cache_of(None, cache=100) == CacheSettings(100, 20.0, 0.1)
+
+
+def test_saved_n_grams_are_used_and_changed_by_what_is_given(store):
+    with library.open(store, "a") as opened:
+
+        def find(**given):
+            return Query(**given).settings(opened, Selection()).ngrams
+
+        assert find() is None
+        assert find(ngrams=3) == NGramSettings(3)
+        query = {
+            "temperature": 20.0,
+            "mixer": {"name": "fixed", "lam": 0.5},
+            "ngrams": {"order": 5, "lam": 0.6},
+        }
+        opened.save_settings(SavedSettings(query))
+        assert find() == NGramSettings(5, 0.6)
+        assert find(ngrams=0) is None
+        assert find(ngram_lambda=0.1) == NGramSettings(5, 0.1)
+        assert find(lam=0.5) is None
+        assert find(lam=0.5, ngrams=4) == NGramSettings(4, 0.6)
 
 
 def test_a_lambda_given_for_the_store_is_that_of_all_retrieval_unless_a_cache_is_given_too(cache_of):

@@ -94,7 +94,8 @@ def explain(
 
     Under each token stand its nearest neighbors: their part of the retrieved probability, their
     distance (squared for l2, the negated inner product for ip), where they are, and the text around
-    them with the retrieved token in brackets.
+    them with the retrieved token in brackets. With --ngrams there are also places where this token was found
+    after the same tokens, and how many these are.
 
     Examples:
       knnstore explain "The harbour was quiet" --neighbors 2
@@ -115,9 +116,8 @@ def _lines(token: "TokenExplanation") -> Iterator[str]:
     )
     for source in token.neighbors:
         place = printable(f"{source.domain}/{source.document}" if source.domain else source.document)
-        yield (
-            f"    {source.share:6.2%}  {source.distance:8.1f}  {place}:{source.position}  {_passage(source)}"
-        )
+        how = f"{source.matched} tokens" if source.distance is None else f"{source.distance:.1f}"
+        yield f"    {source.share:6.2%}  {how:>8}  {place}:{source.position}  {_passage(source)}"
 
 
 def table_of_sources(sources: Sequence[Mapping[str, Any]]) -> str:

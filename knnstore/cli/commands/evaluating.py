@@ -66,13 +66,15 @@ def evaluate(
     same for words and bytes, helped: the share of tokens to which retrieval gives more probability
     than the model, k, temperature, lambda, mixer, tokens_per_s and more), with --json on one line.
     by_frequency and by_distance divide the tokens by how often they are stored and by how near the
-    nearest neighbor is. With a continuous cache store_ppl is that of the mixture without it, and
-    cache_ppl that of the model with the cache alone. With --size-curve it prints a table of sizes instead.
+    nearest neighbor is. With a continuous cache or n-grams store_ppl is that of the mixture without
+    them, cache_ppl that of the model with the cache alone, and ngram_ppl that with n-grams alone.
+    With --size-curve it prints a table of sizes instead.
 
     Examples:
       knnstore eval held-out.jsonl
       knnstore eval held-out.jsonl --per-token tokens.tsv
       knnstore eval held-out.jsonl --cache 400 --cache-lambda 0.1
+      knnstore eval held-out.jsonl --ngrams 7 --ngram-lambda 0.5
       knnstore eval held-out.jsonl --pointers 8 --clusters 1000
       knnstore eval held-out.jsonl --size-curve
       knnstore eval held-out.jsonl --domain news --k 64 --temperature 20 --lambda 0.5 --json

@@ -20,6 +20,7 @@ from knnstore.lm.settings import (
     CalibrationRecord,
     KNNModel,
     KNNSettings,
+    NGramSettings,
     records_of,
     save_settings,
     settings_for,
@@ -115,9 +116,10 @@ def calibrate(
     started = time.perf_counter()
     current = usable_settings_for(store, selection)
     probes = DEFAULT_PROBES if store.has_cells else None
+    ngrams = current.ngrams if current and current.ngrams else NGramSettings()
     scored = score_once(
         store, reader, listed,
-        k=min(max_k, records, PASS_K), selection=selection, probes=probes, left_out=reached,
+        k=min(max_k, records, PASS_K), selection=selection, probes=probes, ngrams=ngrams, left_out=reached,
         progress=progress,
     )  # fmt: skip
     wide: list[WideEvidence] = []
@@ -140,7 +142,8 @@ def calibrate(
     best, savings = found.best, dict[float, Saving]()
     if found.beats_base and networks and best.settings.retrieves:
         shares = sorted({*SHARES, *([] if skip is None else [skip])})
-        unsearched = scored.log_probs(KNNSettings(k=1, lam=0, cache=best.settings.cache)).log_probs
+        others = KNNSettings(k=1, lam=0, cache=best.settings.cache, ngrams=best.settings.ngrams)
+        unsearched = scored.log_probs(others).log_probs
         judged = judge_savings(scored, best.log_probs, unsearched, in_halves(scored.documents), shares)
         savings = dict(zip(shares, judged, strict=True))
     fitted = time.perf_counter()

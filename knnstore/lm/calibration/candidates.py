@@ -26,14 +26,16 @@ from knnstore.lm.calibration.fits import (
     fit_fixed,
     fit_gate,
     fit_nearness,
+    fit_ngrams,
     fit_relative,
     gather_cache_evidence,
+    mix_ngrams,
 )
 from knnstore.lm.calibration.judging import Interval, Judge, check_enough, in_halves
 from knnstore.lm.calibration.scored_text import Mixed, ScoredText
 from knnstore.lm.calibration.searches import WideEvidence
 from knnstore.lm.mixing import RelativeConfidence
-from knnstore.lm.settings import KNNSettings
+from knnstore.lm.settings import CacheSettings, KNNSettings, NGramSettings
 
 _K_STEP = 4
 _WORTH_PROBES = 1.002
@@ -43,6 +45,7 @@ Fit = Callable[[Evidence], KNNSettings]
 Mix = Callable[[KNNSettings, Tensor], Mixed]
 """Judges settings by some tokens, given by their indices."""
 E = TypeVar("E", Evidence, DomainEvidence)
+P = TypeVar("P", CacheSettings, NGramSettings)
 
 BIN_FITS: dict[str, Fit] = {
     "bins 8": partial(fit_bins, distance_bins=8),
@@ -87,8 +90,8 @@ class Comparison:
     """The model alone."""
     candidates: tuple[Candidate, ...]
     """A fixed λ with each k, then the other mixers; then a substitute without the store, and below the
-    best of some of these; then a continuous cache without the store, and
-    on top of the best of these."""
+    best of some of these; then n-grams without the keys, and on top of the best of these; then a continuous
+    cache without the store, and on top of the best of all."""
     current: Candidate | None
     """The settings in force until now, with at most the k of the pass if theirs was not searched; nothing
     was fitted here. None where there are none, or none that can be judged."""
@@ -151,6 +154,7 @@ def compare(
     if domains is not None:
         candidates.append(trial.fitted("domains", fit_domains, domains, domains.log_probs))
     candidates += trial.with_substitute(candidates, evidence, fits)
+    candidates += trial.with_ngrams(candidates)
     candidates += trial.with_cache(candidates)
     before = None
     if current is not None:
@@ -196,25 +200,60 @@ class _Trial:
             self.fitted(f"{best.name} + substitute", beside, at_its_k),
         ]
 
+    def with_ngrams(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """N-grams without the keys, and on top of the best candidate, if the text was scored with them."""
+        said = self._scored.ngrams
+        if said is None:
+            return []
+
+        def put(settings: KNNSettings, found: NGramSettings) -> KNNSettings:
+            return replace(settings, ngrams=found)
+
+        fit, mix = partial(fit_ngrams, said), partial(mix_ngrams, said)
+        return self._on_top(candidates, "n-grams", fit, mix, put)
+
     def with_cache(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """A continuous cache without the store, and on top of the best candidate, if there are keys."""
         if self._scored.reading is None:
             return []
         cache = gather_cache_evidence(self._scored.reading)
 
-        def on_top(name: str, settings: KNNSettings, below: Tensor, lam: float) -> Candidate:
+        def put(settings: KNNSettings, found: CacheSettings) -> KNNSettings:
+            return replace(settings, cache=found)
+
+        return self._on_top(candidates, "cache", partial(fit_cache, cache), cache.mix, put)
+
+    def _on_top(
+        self,
+        candidates: Sequence[Candidate],
+        name: str,
+        fit: Callable[[Tensor, Tensor], P],
+        mix: Callable[[Tensor, P], Tensor],
+        put: Callable[[KNNSettings, P], KNNSettings],
+    ) -> list[Candidate]:
+        """A part of settings without the store, and on top of the best candidate.
+
+        Args:
+            candidates: those so far.
+            name: its name in the table.
+            fit: fits it to log p of each token below it, where the second argument is True.
+            mix: mixes it into that.
+            put: makes it a part of settings.
+        """
+
+        def over(name: str, settings: KNNSettings, below: Tensor, lam: float) -> Candidate:
             log_probs = torch.empty(len(below))
             for half in (self._halves, ~self._halves):
-                log_probs[~half] = cache.mix(below, fit_cache(cache, below, half))[~half]
-            found = fit_cache(cache, below, torch.ones_like(self._halves))
+                log_probs[~half] = mix(below, fit(below, half))[~half]
+            found = fit(below, torch.ones_like(self._halves))
             held_out, change = self.judge(log_probs)
             together = 1 - (1 - lam) * (1 - found.lam)
-            return Candidate(name, replace(settings, cache=found), held_out, together, change, log_probs)
+            return Candidate(name, put(settings, found), held_out, together, change, log_probs)
 
         best = best_of(candidates)
         return [
-            on_top("cache", KNNSettings(k=1, lam=0), self._scored.lm_log_probs, 0.0),
-            on_top(f"{best.name} + cache", best.settings, best.log_probs, best.lam),
+            over(name, KNNSettings(k=1, lam=0), self._scored.lm_log_probs, 0.0),
+            over(f"{best.name} + {name}", best.settings, best.log_probs, best.lam),
         ]
 
 
@@ -234,14 +273,14 @@ def _as_judged(
     if any(one is not current.selection for one in searches):
         named = {name for one in searches for name in one.domains or ()}
         in_cells = current.probes is not None
-        if domains is None or current.cache is not None or not named <= set(domains.domains):
+        if domains is None or current.needs_text or not named <= set(domains.domains):
             return None, scored.log_probs
         if in_cells != (domains.probes is not None):
             return None, scored.log_probs
         return current, domains.log_probs
     if scored.visited and current.retrieves:
         return current if current.probes in scored.visited else None, scored.log_probs
-    if current.mixer.needs_nearest_only and current.cache is None:
+    if current.mixer.needs_nearest_only and not current.needs_text:
         for of in wide:
             if of.evidence.k == current.k:
                 return current, of.log_probs

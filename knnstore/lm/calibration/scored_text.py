@@ -12,6 +12,7 @@ from knnstore.lm.calibration.on_grid import CHUNK_VALUES, GoldOnGrid
 from knnstore.lm.keys import described
 from knnstore.lm.mixing import (
     DISTINCT_AMONG,
+    Continuation,
     NearnessLambda,
     Retrieved,
     distinct_tokens,
@@ -21,7 +22,7 @@ from knnstore.lm.mixing import (
 from knnstore.lm.reading import TextReader
 from knnstore.lm.retrieval import Reading, mixture_of
 from knnstore.lm.scoring import score_held_out
-from knnstore.lm.settings import KNNSettings, Substitute
+from knnstore.lm.settings import KNNSettings, NGramSettings, Substitute
 from knnstore.progress import Progress
 from knnstore.store import Reader, Selection
 
@@ -43,6 +44,15 @@ class ScoredSubstitute(NamedTuple):
     substitute: Substitute
     log_probs: Tensor
     """log p_sub of each token, float32, shape (n,)."""
+
+
+class ScoredNGrams(NamedTuple):
+    """What n-grams say of n tokens."""
+
+    order: int
+    """The length of the longest."""
+    probs: Tensor
+    """What they give to each token, float32, shape (n,), nan where there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +85,8 @@ class ScoredText:
     """What weights that are fitted on this text are for; see `described`."""
     substitute: ScoredSubstitute | None = None
     """What a substitute predicts; None where the text was not scored with one."""
+    ngrams: ScoredNGrams | None = None
+    """What n-grams say; None where the text was scored without them."""
     visited: Mapping[int, GoldOnGrid] = field(default_factory=dict)
     """p_kNN over the cells visited, by how many these were; then only the nearest are among the neighbors."""
 
@@ -105,6 +117,7 @@ class ScoredText:
             lm_entropy=None if self.lm_entropy is None else self.lm_entropy[tokens],
             distinct=None if self.distinct is None else self.distinct[tokens],
             log_weights=None if self.log_weights is None else self.log_weights[tokens, :k],
+            continuation=None if self.ngrams is None else Continuation.of_gold(self.ngrams.probs[tokens]),
             hits=self.hits[tokens, :k],
             visited=None if probes is None else [self.visited[probes].rows(tokens)],
         )
@@ -140,6 +153,7 @@ def score_once(
     k: int,
     selection: Selection,
     probes: int | None = None,
+    ngrams: NGramSettings | None = None,
     left_out: Collection[str] = (),
     progress: Progress | None = None,
 ) -> ScoredText:
@@ -158,10 +172,11 @@ def score_once(
     )  # fmt: skip
     keys, gold = torch.empty(total, store.identity.dim), torch.empty(total, dtype=torch.int64)
     lm_entropy = torch.empty(total)
+    ngram_probs = torch.full((total,), torch.nan)
     distinct = torch.empty((total, len(powers_up_to(min(k, DISTINCT_AMONG)))), dtype=torch.int16)
     log_weights = None
     done = 0
-    settings = KNNSettings(k=k, mixer=_SEES_NEIGHBORS, selection=selection, probes=probes)
+    settings = KNNSettings(k=k, mixer=_SEES_NEIGHBORS, selection=selection, probes=probes, ngrams=ngrams)
     for part in score_held_out(
         store, reader, documents, settings, left_out=left_out, progress=shown,
     ):  # fmt: skip
@@ -174,6 +189,8 @@ def score_once(
         scored.documents[rows] = torch.from_numpy(part.documents)
         keys[rows], gold[rows] = part.keys, part.gold
         lm_entropy[rows] = part.lm_entropy
+        if part.ngram_probs is not None:
+            ngram_probs[rows] = part.ngram_probs
         distinct[rows] = distinct_tokens(part.tokens, part.distances)
         if part.log_weights is not None:
             log_weights = torch.zeros(total, k) if log_weights is None else log_weights
@@ -186,5 +203,6 @@ def score_once(
         reading=Reading(keys, gold, scored.documents, store.identity.metric),
         lm_entropy=lm_entropy,
         distinct=distinct,
+        ngrams=None if ngrams is None else ScoredNGrams(ngrams.order, ngram_probs),
         fitted_for=described(store.identity),
     )

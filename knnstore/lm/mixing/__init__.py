@@ -23,7 +23,7 @@ from knnstore.lm.mixing.interpolation import (
     neighbor_weights,
 )
 from knnstore.lm.mixing.likelihood import fit_lambdas, fit_weight
-from knnstore.lm.mixing.mixer import MAX_LAMBDA, Chosen, Mixer, Recent, Retrieved, SimpleMixer
+from knnstore.lm.mixing.mixer import MAX_LAMBDA, Chosen, Continuation, Mixer, Recent, Retrieved, SimpleMixer
 from knnstore.lm.mixing.network import fit_network
 from knnstore.lm.mixing.registry import is_registered, mixer_of, register_mixer
 from knnstore.lm.mixing.skipping import Skipping, entropy_of, skip_features
@@ -31,7 +31,8 @@ from knnstore.lm.mixing.visited import Visited, VisitedCell
 
 __all__ = [
     "DISTINCT_AMONG", "LEAST_PROBABILITY", "MAX_LAMBDA", "BinnedLambda", "Chosen", "Component",
-    "DomainWeights", "FixedLambda", "GateLambda", "Mixer", "Mixture", "NearnessLambda", "PerQuery",
+    "Continuation", "DomainWeights", "FixedLambda", "GateLambda", "Mixer", "Mixture", "NearnessLambda",
+    "PerQuery",
     "Recent", "RelativeConfidence", "Retrieved", "SimpleMixer", "Skipping", "Visited", "VisitedCell",
     "bins_of", "chosen_by", "distinct_tokens", "entropy_of", "fit_lambdas", "fit_network", "fit_weight",
     "gate_features", "is_registered", "mix_gold", "mix_log_probs", "mix_probs", "mixer_of",

@@ -52,7 +52,7 @@ class Component(NamedTuple):
     """A distribution over few tokens for each of n positions, and how much it counts."""
 
     weights: Tensor
-    """Of k places, float32, shape (n, k); rows sum to 1, or to 0 where it is empty."""
+    """Of k places, float32, shape (n, k); rows sum to 1 with their rest, or to 0 where it is empty."""
 
     lam: Tensor
     """λ, its weight over all below it, float32, shape (n,), between 0 and 1."""
@@ -63,13 +63,28 @@ class Component(NamedTuple):
     hits: Tensor | None = None
     """Whether each place has the token that came, bool, shape (n, k), where `tokens` are not known."""
 
+    rest: Tensor | None = None
+    """How much of each row is spread over the whole vocabulary, float32, shape (n,); None is nothing."""
+
+    base: Tensor | None = None
+    """In which way, for all rows alike: float32, shape (v,); sums to 1."""
+
+    @property
+    def is_found(self) -> Tensor:
+        """Where it is not empty, bool, shape (n,)."""
+        total = self.weights.sum(1)
+        return (total if self.rest is None else total + self.rest) > 0
+
     def probs(self, gold: Tensor) -> Tensor:
         """The probability of one token at each position, float32, shape (n,)."""
         hits = self.hits
         if hits is None:
             assert self.tokens is not None
             hits = self.tokens == gold[:, None]
-        return (self.weights * hits).sum(1).clamp_(max=1.0)
+        probs = (self.weights * hits).sum(1)
+        if self.rest is not None and self.base is not None:
+            probs = probs + self.rest * self.base[gold]
+        return probs.clamp_(max=1.0)
 
 
 class Mixture:
@@ -86,7 +101,7 @@ class Mixture:
         left: PerQuery = 1.0
         shares: list[Tensor] = []
         for component in reversed(components):
-            lam = component.lam.where(component.weights.sum(1) > 0, 0.0)
+            lam = component.lam.where(component.is_found, 0.0)
             shares.insert(0, lam * left)
             left = left * (1 - lam)
         self.shares = shares
@@ -97,16 +112,24 @@ class Mixture:
     @property
     def weights(self) -> Tensor:
         """What each place has of all components together, float32, shape (n, all places)."""
+        return torch.cat([self.weights_in(number) for number in range(len(self.components))], 1)
+
+    def weights_in(self, number: int) -> Tensor:
+        """What each place of one component has of all together, float32, shape (n, its places)."""
+        weights = self.components[number].weights
+        return weights if len(self.components) == 1 else self.share_in(number)[:, None] * weights
+
+    def share_in(self, number: int) -> Tensor:
+        """What one component has of all together, 0 where these have nothing; shape (n,)."""
         if len(self.components) == 1:
-            return self.components[0].weights
-        parts = [self._share_of(number)[:, None] * one.weights for number, one in enumerate(self.components)]
-        return torch.cat(parts, 1)
+            return torch.ones_like(self.lam)
+        return self.shares[number] / self.lam.where(self.lam > 0, 1.0)
 
     def knn_probs(self, gold: Tensor) -> Tensor:
         """Give one token's probability for each position in all components together, float32, shape (n,)."""
         if len(self.components) == 1:  # also where its λ is 0
             return self.components[0].probs(gold)
-        parts = [self._share_of(number) * one.probs(gold) for number, one in enumerate(self.components)]
+        parts = [self.share_in(number) * one.probs(gold) for number, one in enumerate(self.components)]
         return torch.stack(parts).sum(0)
 
     def gold(self, lm_log_probs: Tensor, gold: Tensor) -> Tensor:
@@ -134,20 +157,22 @@ class Mixture:
             log p, float32, shape (n, v); a row with λ = 0 is that of `lm_log_probs` exactly, and every
             row sums to 1 in probability.
         """
-        places = zip(self.shares, self.components, strict=True)
-        weights = torch.cat([share[:, None] * one.weights for share, one in places], 1)
+        lam = self.lam[:, None]
+        parts = list(zip(self.shares, self.components, strict=True))
+        weights = torch.cat([share[:, None] * one.weights for share, one in parts], 1)
         tokens = torch.cat([one.tokens for one in self.components if one.tokens is not None], 1)
         tokens = tokens.where(weights > 0, 0)
-        # A token retrieved several times collects all its weight first. After that its mixture is the
-        # same from each of its places, so the order in which duplicates are written is no matter.
-        mixed_in = torch.zeros_like(lm_log_probs).scatter_add_(1, tokens, weights).gather(1, tokens)
-        lam = self.lam[:, None]
-        mixed_tokens = _over(lm_log_probs.gather(1, tokens), mixed_in, lam)
+        mixed_in = torch.zeros_like(lm_log_probs).scatter_add_(1, tokens, weights)
+        spread = [(share * one.rest, one.base) for share, one in parts if one.rest is not None]
+        if spread:
+            for rest, base in spread:
+                assert base is not None
+                mixed_in.addcmul_(rest[:, None], base[None])
+            return _over(lm_log_probs, mixed_in, lam)
+        # A token retrieved several times has collected all its weight. So its mixture is the same from
+        # each of its places, and the order in which duplicates are written is no matter.
+        mixed_tokens = _over(lm_log_probs.gather(1, tokens), mixed_in.gather(1, tokens), lam)
         return (lm_log_probs + torch.log1p(-lam)).scatter_(1, tokens, mixed_tokens)
-
-    def _share_of(self, number: int) -> Tensor:
-        """The part that one component has of all together, 0 where these have nothing; shape (n,)."""
-        return self.shares[number] / self.lam.where(self.lam > 0, 1.0)
 
 
 def mix_gold(lm_log_probs: Tensor, probs: Tensor, lam: Tensor) -> Tensor:

@@ -33,6 +33,38 @@ class Recent(NamedTuple):
         return Recent(self.distances.to(device), self.tokens.to(device))
 
 
+class Continuation(NamedTuple):
+    """What counts of n-grams say comes next in n contexts: what was seen there, and a rest for all tokens."""
+
+    weights: Tensor
+    """Of k places, float32, shape (n, k)."""
+
+    tokens: Tensor | None = None
+    """At the places, int64, shape (n, k); anything where the weight is zero."""
+
+    hits: Tensor | None = None
+    """Whether each place has the token that came, bool, shape (n, k), where `tokens` are not known."""
+
+    rest: Tensor | None = None
+    """What each context leaves to `unigrams`, float32, shape (n,); None is nothing."""
+
+    unigrams: Tensor | None = None
+    """A distribution over the vocabulary, float32, shape (v,)."""
+
+    @classmethod
+    def nothing(cls, like: Tensor) -> "Continuation":
+        """What is said where nothing is counted, of as many contexts as a tensor has rows."""
+        weights = like.new_zeros((len(like), 1))
+        return cls(weights, weights.long())
+
+    @classmethod
+    def of_gold(cls, probs: Tensor) -> "Continuation":
+        """Of the n tokens that came alone, by their probabilities, which are nan where nothing is counted."""
+        known = probs.isfinite()
+        weights = torch.stack([probs, 1 - probs], 1).where(known[:, None], 0.0)
+        return cls(weights, hits=torch.tensor([[True, False]]).expand(len(probs), -1))
+
+
 class GoldShares(Protocol):
     """What n queries met, as far as it can be said without the records."""
 
@@ -76,6 +108,9 @@ class Retrieved:
 
     recent: Recent | None = None
     """What stands before in the same text; None where no cache is in use."""
+
+    continuation: Continuation | None = None
+    """What n-grams say; None where they are not in use."""
 
     hits: Tensor | None = None
     """Whether each neighbor carries the token that came, bool, shape (n, k), if `tokens` are not known."""

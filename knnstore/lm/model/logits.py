@@ -11,10 +11,11 @@ from torch import Tensor
 from knnstore.datastore import Keys, Neighbors, tokens_of
 from knnstore.errors import ConfigError
 from knnstore.lm.keys import keep_positions
-from knnstore.lm.mixing import Recent, Retrieved, entropy_of
+from knnstore.lm.mixing import Continuation, Recent, Retrieved, entropy_of
 from knnstore.lm.retrieval import (
     PointerStates,
     TextPass,
+    WrittenNGrams,
     mixture_of,
     reachable,
     retrieve,
@@ -45,6 +46,8 @@ class Positions:
     """0 for padding, shape (b, t); None where there is none."""
     recent: Recent | None = None
     """What each finds in its own text; None without a cache."""
+    ngrams: WrittenNGrams | None = None
+    """What n-grams are before each; None where none count."""
     text_pass: TextPass | None = None
     """What pointers go by; None without them."""
 
@@ -59,6 +62,14 @@ class Positions:
             mask = attention_mask[:, -length:].to(keys.device)
             attended = mask.flatten()[kept] != 0
         return cls(keys.flatten(0, 1)[kept], attended, keys, kept, mask)
+
+    def count(
+        self, store: Reader, settings: KNNSettings, sequence_ids: Tensor | None, prefix: int | None
+    ) -> None:
+        """Find the n-grams that the texts have at their ends; arguments are those of `WrittenNGrams.of`."""
+        assert sequence_ids is not None
+        new, kept = self.all_keys.shape[1], self.kept.flatten()
+        self.ngrams = WrittenNGrams.of(store, settings, sequence_ids, new, kept, prefix)
 
     def point(
         self, sequence_ids: Tensor | None, input_ids: Tensor | None, states: PointerStates | None
@@ -82,7 +93,8 @@ def mix_logits(
     keys, attended, recent = positions.keys, positions.attended, positions.recent
     queries = keys[attended].float().cpu().numpy()
     found = _found(store, logits, queries, positions, settings)
-    is_found = bool(np.isfinite(found.distances).any()) or settings.substitute is not None
+    is_found = bool(np.isfinite(found.distances).any())
+    is_found |= settings.substitute is not None or positions.ngrams is not None
     if not len(queries) or not (is_found or (recent is not None and bool(recent.distances.isfinite().any()))):
         return logits
     distances, tokens, log_weights = _spread(found, attended.flatten().to(logits.device), logits.shape[-1])
@@ -99,11 +111,21 @@ def mix_logits(
             keys=flat_keys[at].float(),
             lm_entropy=None if settings.mixer.needs_nearest_only else entropy_of(log_probs),
             log_weights=None if log_weights is None else log_weights[at],
+            continuation=_continued(positions.ngrams, at, log_probs, settings),
             recent=None if recent is None else recent.rows(at).to(logits.device),
         )
         below = heads.mix(settings.substitute, log_probs, flat_keys[at].float())
         parts.append(mixture_of(settings, retrieved).distribution(below))
     return torch.cat(parts).reshape(logits.shape)
+
+
+def _continued(
+    ngrams: WrittenNGrams | None, rows: slice, log_probs: Tensor, settings: KNNSettings
+) -> Continuation | None:
+    """What n-grams say at some positions, where they are in use; nothing where nothing is counted."""
+    if ngrams is not None:
+        return ngrams.rows(rows, log_probs.shape[-1], log_probs.device)
+    return None if settings.ngrams is None else Continuation.nothing(log_probs)
 
 
 def _found(

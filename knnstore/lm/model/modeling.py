@@ -44,7 +44,7 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
         store: where to retrieve from; keys are taken at the place that its identity names.
         knn: the settings of calls that give none; default `KNNSettings()`.
         tokenizer: the model's tokenizer, which only `add`, `evaluate`, `explain` and
-            `generate_text` need.
+            `generate_text` and n-grams need.
 
     Raises:
         FingerprintMismatchError: model or tokenizer are not those that the store was made with.
@@ -275,7 +275,7 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
             "logits_to_keep": logits_to_keep,
         }  # fmt: skip
         inputs = {name: value for name, value in inputs.items() if name in self._base_accepts}
-        looks_back = settings.cache is not None or self.encoder.joining.discounts
+        looks_back = settings.needs_text or self.encoder.joining.discounts
         if sequence_ids is None and looks_back and not settings.is_model_alone:
             sequence_ids = whole_texts(input_ids, attention_mask, past_key_values)
         with KeyCapture(self.base, self.encoder.location) as capture:
@@ -291,6 +291,8 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
             if settings.cache is not None:
                 kept, size = positions.kept.flatten(), settings.cache.size
                 positions.recent = self._text_keys.look_back(sequence_ids, keys, kept, size, goes_on=goes_on)
+            if settings.ngrams is not None:
+                positions.count(self.store, settings, sequence_ids, self.reader.prefix)
             if settings.pointers is not None:
                 positions.point(sequence_ids, input_ids, pointer_states)
             logits = mix_logits(self.store, self._heads, logits, positions, settings)

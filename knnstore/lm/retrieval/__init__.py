@@ -2,6 +2,7 @@
 
 from knnstore.lm.retrieval.cache import Reading, ReadText
 from knnstore.lm.retrieval.mixture import mixture_of
+from knnstore.lm.retrieval.ngrams import ReadNGrams, WrittenNGrams
 from knnstore.lm.retrieval.pointers import retrieve_in_step
 from knnstore.lm.retrieval.prefix_states import sequence_ids_of, whole_texts
 from knnstore.lm.retrieval.search import columns_of, reachable, retrieve, visit, visits_cells
@@ -10,7 +11,7 @@ from knnstore.lm.retrieval.text_pointers import STATES_KEPT, PointerStates, Text
 from knnstore.lm.retrieval.text_states import TextStates
 
 __all__ = [
-    "STATES_KEPT", "PointerStates", "ReadText", "Reading", "TextKeys", "TextPass", "TextStates",
-    "columns_of", "mixture_of", "reachable", "retrieve", "retrieve_for_pass", "retrieve_in_step",
-    "sequence_ids_of", "visit", "visits_cells", "whole_texts",
+    "STATES_KEPT", "PointerStates", "ReadNGrams", "ReadText", "Reading", "TextKeys", "TextPass", "TextStates",
+    "WrittenNGrams", "columns_of", "mixture_of", "reachable", "retrieve", "retrieve_for_pass",
+    "retrieve_in_step", "sequence_ids_of", "visit", "visits_cells", "whole_texts",
 ]  # fmt: skip

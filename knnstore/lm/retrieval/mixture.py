@@ -16,6 +16,11 @@ def mixture_of(settings: KNNSettings, retrieved: Retrieved) -> Mixture:
     weights, lam, temperature = settings.mixer.weigh(retrieved, settings.temperature)
     tokens = None if retrieved.visited else retrieved.tokens
     components = [Component(weights, lam, tokens, retrieved.has_token)]
+    if settings.ngrams is not None:
+        said = retrieved.continuation
+        assert said is not None
+        lam = torch.full((len(said.weights),), settings.ngrams.lam, device=said.weights.device)
+        components.append(Component(said.weights, lam, said.tokens, said.hits, said.rest, said.unigrams))
     if settings.cache is not None:
         assert retrieved.recent is not None
         weights = neighbor_weights(retrieved.recent.distances, settings.cache.temperature)

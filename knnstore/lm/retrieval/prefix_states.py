@@ -65,7 +65,7 @@ def whole_texts(
     """
     if past_key_values is not None and int(past_key_values.get_seq_length()) > 0:
         raise ConfigError(
-            "the continuous cache, and keys of several states, need the tokens read before: begin with "
+            "a continuous cache, n-grams and keys of several states need the tokens read before: begin with "
             "input_ids, and give sequence_ids with past_key_values"
         )
     if input_ids is None:

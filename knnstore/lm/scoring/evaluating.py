@@ -34,9 +34,11 @@ class Evaluation:
     knn_ppl: float
     """Of the mixture."""
     store_ppl: float | None
-    """Of the mixture without its continuous cache; None where the settings have none."""
+    """Of the mixture without continuous cache and n-grams; None where the settings have neither."""
     cache_ppl: float | None
     """Of the model with the continuous cache alone; None where the settings have none."""
+    ngram_ppl: float | None
+    """Of the model with n-grams alone; None where the settings have none."""
     words: int
     """Of the texts, as white space divides them."""
     base_word_ppl: float
@@ -111,11 +113,15 @@ def evaluate(
     started = time.perf_counter()
     heads = Heads(store, reader.encoder.model.device)
     # The mixture, its parts, each without the other, and the store alone, with what each is mixed into.
-    alone = replace(settings, cache=None, substitute=None)
+    store_alone = replace(settings, cache=None, ngrams=None)
+    alone = replace(store_alone, substitute=None)
     variants = {"knn": settings}
+    if settings.needs_text:
+        variants["store"] = store_alone
     if settings.cache is not None:
-        variants["store"] = replace(settings, cache=None)
-        variants["cache"] = replace(settings, mixer=FixedLambda(0.0))
+        variants["cache"] = replace(settings, mixer=FixedLambda(0.0), ngrams=None)
+    if settings.ngrams is not None:
+        variants["ngrams"] = replace(settings, mixer=FixedLambda(0.0), cache=None)
     totals, losses = defaultdict[str, float](float), TokenLosses()
     left_out = stored if leave_out else ()
     for scores in score_held_out(store, reader, listed, settings, left_out=left_out, progress=progress):
@@ -160,8 +166,9 @@ def evaluate(
         tokens=tokens,
         base_ppl=perplexity(base, tokens),
         knn_ppl=perplexity(mixed, tokens),
-        store_ppl=perplexity(totals["store"], tokens) if settings.cache else None,
+        store_ppl=perplexity(totals["store"], tokens) if settings.needs_text else None,
         cache_ppl=perplexity(totals["cache"], tokens) if settings.cache else None,
+        ngram_ppl=perplexity(totals["ngrams"], tokens) if settings.ngrams else None,
         words=words,
         base_word_ppl=perplexity(base, words),
         knn_word_ppl=perplexity(mixed, words),

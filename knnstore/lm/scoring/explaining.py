@@ -1,18 +1,19 @@
 """Why a token is likely: the two models' probabilities and the places that retrieval found."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from knnstore.datastore import record_ids
 from knnstore.lm.reading import TextReader
-from knnstore.lm.retrieval import mixture_of
+from knnstore.lm.retrieval import ReadNGrams, mixture_of
 from knnstore.lm.scoring.held_out import score_texts
 from knnstore.lm.settings import KNNSettings, ReadingModel
 from knnstore.lm.substitute import Heads
-from knnstore.store import Provenance
+from knnstore.store import Provenance, Reader
 
 THIS_TEXT = "(this text)"
 """Stands for a document where a token was found in the explained text itself."""
@@ -29,8 +30,8 @@ class Source:
     text: str
     share: float
     """Its part of p_kNN, between 0 and 1."""
-    distance: float
-    """Squared for l2, the negated inner product for ip."""
+    distance: float | None
+    """Squared for l2, the negated inner product for ip; None where an n-gram was found, by its tokens."""
     document: str
     domain: str
     """`THIS_TEXT` and empty where the explained text itself is the source, by the continuous cache."""
@@ -40,6 +41,8 @@ class Source:
     """What stands before it there."""
     continuation: str
     """What stands after it there."""
+    matched: int = 0
+    """Tokens of the context that an n-gram has before it there; the beginning of a document is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,8 @@ class TokenExplanation:
     p: float
     """The mixture."""
     neighbors: tuple[Source, ...]
-    """The nearest records, nearest first; with a continuous cache those of the largest shares."""
+    """The nearest records, nearest first; with a continuous cache or n-grams those of the largest shares. Of
+    n-grams there are places of the token itself alone."""
     p_sub: float | None = None
     """Of the substitute; None where the settings have none."""
 
@@ -80,9 +84,10 @@ def explain(
     tokens, start = reader.tokens(after + text), len(reader.tokens(after))
     explained: dict[int, TokenExplanation] = {}
     heads = Heads(store, reader.encoder.model.device)
+    ngrams = ReadNGrams.of(store, [tokens], settings)
     for scores in score_texts(store, reader, [tokens], settings, apart=True):
         mixture = mixture_of(settings, scores.retrieved())
-        p_knn, weights = mixture.knn_probs(scores.gold), mixture.weights
+        p_knn, weights = mixture.knn_probs(scores.gold), mixture.weights_in(0)
         below = heads.mix_gold(settings.substitute, scores.lm_log_probs, scores.keys, scores.gold)
         p, p_sub = mixture.gold(below, scores.gold).exp(), None
         if settings.substitute is not None:
@@ -99,10 +104,14 @@ def explain(
                 strict=True,
             )
             sources = [_source(reader, place, *rest) for place, *rest in traced if place is not None]
+            if ngrams is not None:
+                share = float(mixture.share_in(1)[row])
+                sources += _places_of(store, reader, ngrams, position, token, share, neighbors)
             if scores.recent is not None:
-                shares = weights[row, scores.ids.shape[1] :]
+                shares = mixture.weights_in(len(mixture.components) - 1)[row]
                 here = _here(tokens, position, scores.recent.distances[row], shares, neighbors)
                 sources += [_source(reader, *found) for found in here]
+            if settings.needs_text:
                 sources = sorted(sources, key=lambda source: -source.share)[:neighbors]
             explained[position] = TokenExplanation(
                 position=position,
@@ -116,6 +125,19 @@ def explain(
                 p_sub=None if p_sub is None else float(p_sub[row]),
             )
     return [explained[position] for position in sorted(explained)]
+
+
+def _places_of(
+    store: Reader, reader: TextReader, ngrams: ReadNGrams, position: int, token: int, share: float, count: int
+) -> list[Source]:
+    """The places where n-grams that end in one token were found, of which all of p_kNN is a share."""
+    found = ngrams.occurrences(position, count)
+    ids = record_ids(np.array([one.position for one in found], np.int64), np.full(len(found), token))
+    return [
+        replace(_source(reader, place, None, share * one.share), matched=one.matched)
+        for place, one in zip(store.provenance(ids), found, strict=True)
+        if place is not None
+    ]
 
 
 def _here(
@@ -134,7 +156,7 @@ def _here(
             yield place, float(distances[column]), float(shares[column])
 
 
-def _source(reader: TextReader, place: Provenance, distance: float, share: float) -> Source:
+def _source(reader: TextReader, place: Provenance, distance: float | None, share: float) -> Source:
     return Source(
         token=place.token,
         text=reader.text([place.token]),

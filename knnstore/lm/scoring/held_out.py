@@ -13,6 +13,7 @@ from knnstore.documents import TextDocument, documents_of
 from knnstore.errors import InputError
 from knnstore.lm.reading import BATCH_TOKENS, Batch, TextReader, in_chunks
 from knnstore.lm.retrieval import (
+    ReadNGrams,
     ReadText,
     columns_of,
     reachable,
@@ -123,8 +124,9 @@ def score_texts(
     most = max(1, _NEIGHBORS // columns_of(store, settings))
     for members in [range(len(texts))] if settings.pointers is None else _few_tokens(texts, most):
         read = None if settings.cache is None else ReadText(settings.cache.size, store.identity.metric)
+        ngrams = ReadNGrams.of(store, [texts[at] for at in members], settings)
         batches = (
-            read_batch(reader, batch, settings, read)
+            read_batch(reader, batch, settings, read, ngrams)
             for batch in reader.batches([texts[at] for at in members])
         )
         parts: Iterator[TokenScores]
@@ -137,7 +139,11 @@ def score_texts(
 
 
 def read_batch(
-    reader: TextReader, batch: Batch, settings: KNNSettings, read: ReadText | None = None
+    reader: TextReader,
+    batch: Batch,
+    settings: KNNSettings,
+    read: ReadText | None = None,
+    ngrams: ReadNGrams | None = None,
 ) -> TokenScores:
     """Run the model over one batch of windows; what is to be searched is marked, no neighbor is there."""
     encoded = reader.encoder.encode(batch.input_ids, batch.at)
@@ -160,6 +166,7 @@ def read_batch(
         keys=keys,
         documents=batch.documents,
         positions=batch.positions,
+        ngram_probs=None if ngrams is None else ngrams.probs(batch.documents, batch.positions),
         recent=None if read is None else read.follow(keys, gold, batch.documents, batch.positions),
     )
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from knnstore.datastore import Ids, Neighbors, tokens_of
-from knnstore.lm.mixing import DISTINCT_AMONG, Recent, Retrieved, Visited
+from knnstore.lm.mixing import DISTINCT_AMONG, Continuation, Recent, Retrieved, Visited
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,9 @@ class TokenScores:
     """Of the neighbors, float32, shape (n, k); see `Retrieved`."""
     recent: Recent | None = None
     """What stands before each token in its document; None without a cache."""
+    ngram_probs: Tensor | None = None
+    """What n-grams give to each token, float32, shape (n,), nan where there are none; None where they are not
+    in use."""
     visited: Sequence[Visited] | None = None
     """What was visited, for each search, where records were not kept apart: see `Retrieved`; `ids` has no
     column then."""
@@ -58,6 +61,7 @@ class TokenScores:
             lm_entropy=self.lm_entropy,
             log_weights=self.log_weights,
             recent=self.recent,
+            continuation=None if self.ngram_probs is None else Continuation.of_gold(self.ngram_probs),
             visited=self.visited,
         )
 

@@ -8,7 +8,7 @@ from knnstore.lm.settings.defaults import (
     usable_settings_for,
 )
 from knnstore.lm.settings.model import KNNModel, ReadingModel, ReadingParts
-from knnstore.lm.settings.parts import CacheSettings, PointerSettings, Substitute
+from knnstore.lm.settings.parts import CacheSettings, NGramSettings, PointerSettings, Substitute
 from knnstore.lm.settings.query import KNNSettings
 from knnstore.lm.settings.saved import (
     CalibrationRecord,
@@ -24,8 +24,8 @@ from knnstore.lm.settings.saved import (
 )
 
 __all__ = [
-    "DEFAULT_PROBES", "CacheSettings", "CalibrationRecord", "KNNModel", "KNNSettings", "PointerSettings",
-    "ReadingModel", "ReadingParts", "Substitute", "TrainedSubstitute", "default_settings",
+    "DEFAULT_PROBES", "CacheSettings", "CalibrationRecord", "KNNModel", "KNNSettings", "NGramSettings",
+    "PointerSettings", "ReadingModel", "ReadingParts", "Substitute", "TrainedSubstitute", "default_settings",
     "is_substitute_outdated", "records_of", "save_settings", "saved_for", "settings_for",
     "settings_from_dict", "settings_to_dict", "trained_for", "usable_settings_for", "weights_for",
     "weights_of",

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from knnstore.errors import ConfigError
-from knnstore.store import Lineage, Reader
+from knnstore.store import LONGEST_NGRAM, Lineage, Reader
 
 LEAST_TEMPERATURE = 1e-12
 """Below it a distance in units of the temperature may have no number."""
@@ -37,6 +37,29 @@ class CacheSettings:
             )
         if not 0 <= self.lam <= 1:
             raise ConfigError(f"the cache's lambda must be between 0 and 1, got {self.lam}")
+
+
+@dataclass(frozen=True, slots=True)
+class NGramSettings:
+    """How much counts of the n-grams of the selected documents weigh; see `knnstore.store.ngrams`.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    order: int = 7
+    """Tokens of the longest n-grams, between 2 and 8: one more than the contexts have."""
+
+    lam: float = 0.25
+    """λ, between 0 and 1: the weight of the counts against the mixture of model and store."""
+
+    def __post_init__(self) -> None:
+        if type(self.order) is not int or not 2 <= self.order <= LONGEST_NGRAM:
+            raise ConfigError(
+                f"n-grams of 2 to {LONGEST_NGRAM} tokens are counted, their order cannot be {self.order!r}"
+            )
+        if not 0 <= self.lam <= 1:
+            raise ConfigError(f"lambda of n-grams must be between 0 and 1, got {self.lam}")
 
 
 @dataclass(frozen=True, slots=True)

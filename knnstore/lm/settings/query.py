@@ -5,7 +5,13 @@ from dataclasses import InitVar, dataclass
 
 from knnstore.errors import ConfigError
 from knnstore.lm.mixing import FixedLambda, Mixer, RelativeConfidence, Skipping
-from knnstore.lm.settings.parts import LEAST_TEMPERATURE, CacheSettings, PointerSettings, Substitute
+from knnstore.lm.settings.parts import (
+    LEAST_TEMPERATURE,
+    CacheSettings,
+    NGramSettings,
+    PointerSettings,
+    Substitute,
+)
 from knnstore.store import EVERYTHING, Selection
 
 _KHANDELWAL = FixedLambda(0.25)
@@ -33,6 +39,9 @@ class KNNSettings:
 
     cache: CacheSettings | None = None
     """How far the text itself counts that is being read; None is not at all."""
+
+    ngrams: NGramSettings | None = None
+    """How much the n-grams of the selected documents count; None is not at all."""
 
     skip: Skipping | None = None
     """For which queries no search is made; None searches for all."""
@@ -87,4 +96,10 @@ class KNNSettings:
     @property
     def is_model_alone(self) -> bool:
         """Whether nothing at all is mixed with the model."""
-        return not self.retrieves and self.cache is None and self.substitute is None
+        others = self.cache, self.ngrams, self.substitute
+        return not self.retrieves and all(one is None for one in others)
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether it counts which tokens come before: the keys do not tell."""
+        return self.cache is not None or self.ngrams is not None

@@ -8,7 +8,7 @@ from typing import Any, Self, TypeVar
 from knnstore.errors import ConfigError, FingerprintMismatchError
 from knnstore.lm.keys import described
 from knnstore.lm.mixing import Skipping, is_registered, mixer_of
-from knnstore.lm.settings.parts import CacheSettings, PointerSettings, Substitute
+from knnstore.lm.settings.parts import CacheSettings, NGramSettings, PointerSettings, Substitute
 from knnstore.lm.settings.query import KNNSettings
 from knnstore.store import (
     EVERYTHING,
@@ -63,6 +63,7 @@ def settings_from_dict(values: Mapping[str, Any], load: LoadWeights | None = Non
         "mixer": lambda part: mixer_of(_loaded(part, load)),
         "selection": _selection_of,
         "cache": lambda part: part and _made(CacheSettings, part),
+        "ngrams": lambda part: part and _made(NGramSettings, part),
         "skip": lambda part: part and _made(Skipping, _loaded(part, load)),
         "pointers": lambda part: part and _made(PointerSettings, part),
         "substitute": lambda part: part and substitute_of(part),

@@ -1,0 +1,125 @@
+"""What the n-grams of the stored text say comes next: in texts that are scored, or are being written."""
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import pad
+
+from knnstore.lm.mixing import Continuation
+from knnstore.lm.reading import Tokens
+from knnstore.lm.retrieval.prefix_states import PADDING, unpadded
+from knnstore.lm.settings import KNNSettings
+from knnstore.store import Matches, NGramCounts, Occurrence, Reader
+
+
+class ReadNGrams:
+    """The n-grams of whole documents.
+
+    Args:
+        counts: of stored text.
+        texts: token ids, shapes (n_i,).
+        order: of the settings.
+    """
+
+    def __init__(self, counts: NGramCounts, texts: Sequence[NDArray[np.integer[Any]]], order: int) -> None:
+        self.counts, self.order = counts, order
+        self.matches = Matches.of(counts, texts)
+
+    @classmethod
+    def of(
+        cls, store: Reader, texts: Sequence[NDArray[np.integer[Any]]], settings: KNNSettings
+    ) -> Self | None:
+        """Look up texts as the settings say; None where they count no n-grams."""
+        if settings.ngrams is None:
+            return None
+        return cls(store.ngrams(settings.selection), texts, settings.ngrams.order)
+
+    def occurrences(self, position: int, most: int) -> list[Occurrence]:
+        """Where the token at a position of the first text was found; see `Matches.occurrences`."""
+        return self.matches.occurrences(int(self.matches.firsts[0]) + position - 1, self.order, most)
+
+    def probs(self, documents: Tokens, positions: Tokens) -> Tensor:
+        """The probabilities of tokens, float32, shape (n,); nan where nothing is counted."""
+        if not self.counts.unigrams.any():
+            return torch.full((len(positions),), torch.nan)
+        at = self.matches.firsts[documents] + positions - 1
+        return torch.from_numpy(self.matches.probs(at, self.order))
+
+
+class WrittenNGrams:
+    """The n-grams that positions of a forward pass are predicted from.
+
+    Args:
+        matches: of the ends of the texts.
+        at: the context of each position, -1 for padding, shape (n,).
+        counts: of stored text.
+        order: of the settings.
+    """
+
+    def __init__(self, matches: Matches, at: NDArray[np.int64], counts: NGramCounts, order: int) -> None:
+        self._matches, self._at, self._counts, self._order = matches, at, counts, order
+
+    @classmethod
+    def of(
+        cls,
+        store: Reader,
+        settings: KNNSettings,
+        sequence_ids: Tensor,
+        new: int,
+        kept: Tensor,
+        prefix: int | None,
+    ) -> Self | None:
+        """Look up the ends of texts; None where no n-grams are counted, or there are none.
+
+        Args:
+            store: where they are counted.
+            settings: in force.
+            sequence_ids: the texts, shape (b, past + t), see `knnstore.lm.retrieval.prefix_states`.
+            new: t.
+            kept: indices into the last b * t positions, int64, shape (n,), in any order.
+            prefix: the token that comes before every document; None where none does.
+        """
+        if settings.ngrams is None:
+            return None
+        counts = store.ngrams(settings.selection)
+        if not counts.unigrams.any():
+            return None
+        fresh = (sequence_ids[:, -new:] != PADDING).cpu().numpy()
+        texts, begins, ends = [], [], []
+        for whole, row in zip(unpadded(sequence_ids), fresh, strict=True):
+            is_headed = len(whole) > 0 and whole[0] == prefix
+            text = whole[1:] if is_headed else whole
+            before = len(text) - int(row.sum())  # -1 where the prefix is new
+            cut = max(0, before - settings.ngrams.order)
+            texts.append(text[cut:])
+            begins.append(cut == 0 and (is_headed or prefix is None))
+            ends.append(before - cut)
+        matches = Matches.of(counts, texts, begins)
+        places = (matches.firsts + np.array(ends, np.int64))[:, None] + fresh.cumsum(1) - 1
+        at = np.where(fresh, places, -1).flatten()[kept.cpu().numpy()]
+        return cls(matches, at, counts, settings.ngrams.order)
+
+    def rows(self, rows: slice, vocabulary: int, device: torch.device) -> Continuation:
+        """What they say at some of the n positions; nothing at padding."""
+        at = self._at[rows]
+        asked = np.flatnonzero(at >= 0)
+        found = self._matches.distribution(at[asked], self._order)
+        per_row = np.bincount(found.rows, minlength=len(asked))
+        column = np.arange(len(found.rows)) - np.repeat(np.cumsum(per_row) - per_row, per_row)
+        shape = len(at), max(1, int(per_row.max(initial=0)))
+        tokens, weights = np.zeros(shape, np.int64), np.zeros(shape, np.float32)
+        tokens[asked[found.rows], column] = found.tokens
+        weights[asked[found.rows], column] = found.probs
+        rest = np.zeros(len(at), np.float32)
+        rest[asked] = found.rest
+        unigrams = torch.from_numpy(self._counts.unigrams)
+        return Continuation(
+            torch.from_numpy(weights).to(device),
+            torch.from_numpy(tokens).to(device),
+            rest=torch.from_numpy(rest).to(device),
+            unigrams=pad(unigrams, (0, vocabulary - len(unigrams))).to(device),
+        )

@@ -1,0 +1,107 @@
+"""Counts of all n-grams of some documents, and what interpolated Kneser-Ney needs of them."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from knnstore.store.ngrams.ranks import Places, RankedBits
+from knnstore.store.ngrams.sorting import DEPTH, END, SortedText, Symbols
+
+Flags = NDArray[np.bool_]
+
+
+class Discounts(NamedTuple):
+    """D of the n-grams of one length: n1 / (n1 + 2 n2), of those that count once and twice."""
+
+    continued: float
+    """Where an n-gram counts once for each symbol that comes before it."""
+    raw: float
+    """Where it counts as often as it occurs."""
+
+
+class NGramCounts:
+    """Counts of the n-grams of some documents, of any length up to `DEPTH`. See the package's text.
+
+    Args:
+        text: the documents.
+        vocabulary: how many tokens there are; all of the text are below.
+    """
+
+    def __init__(self, text: SortedText, vocabulary: int) -> None:
+        self.text = text
+        self.start = vocabulary + 1
+        """The symbol before a document's first token, see `laid_out`."""
+        self.new: list[RankedBits] = []
+        """For each length from 1 on, where in the order an n-gram comes first."""
+        self.continued: list[RankedBits] = []
+        """Where it comes first with the symbol before it; nowhere for the length `DEPTH`."""
+        self.discounts: list[Discounts] = []
+        short: list[Places] = []
+        for flags in _flags(text, self.start):
+            runs = np.flatnonzero(flags.new)
+            self.new.append(RankedBits(flags.new))
+            self.continued.append(RankedBits(flags.continued))
+            self.discounts.append(Discounts(_discount(flags.continued, runs), _discount(flags.whole, runs)))
+            short.append(np.flatnonzero(~flags.whole))
+        self._last = [np.setdiff1d(after, before, assume_unique=True) for before, after in pairwise(short)]
+        first = text.symbols[text.order]
+        self._bounds = np.searchsorted(first, np.arange(self.start + 3, dtype=first.dtype)).astype(np.int64)
+        counts = self.continued[0].count(self._bounds[1 : self.start], self._bounds[2 : self.start + 1])
+        self.unigrams = (counts / max(1, counts.sum())).astype(np.float32)
+        """What all is interpolated with, over the vocabulary, shape (v,): all 0 where no token is counted."""
+
+    def ranges(self, symbols: Symbols) -> tuple[Places, Places]:
+        """Where in the order each symbol is: its start and its stop."""
+        known = np.minimum(symbols, self.start + 1)  # what is no symbol of ours is nowhere
+        return self._bounds[known], self._bounds[known + 1]
+
+    def followed(self, length: int, starts: Places, stops: Places) -> Places:
+        """How many of the occurrences of n-grams of a length have a token after them."""
+        last = self._last[length - 1]
+        return stops - starts - (np.searchsorted(last, stops) - np.searchsorted(last, starts))
+
+
+class _Flags(NamedTuple):
+    """Of the n-grams of one length that begin at each place, in the order."""
+
+    new: Flags
+    """The n-gram comes first here."""
+    continued: Flags
+    """It comes first here with the symbol before it."""
+    whole: Flags
+    """It does not go beyond the end of the document."""
+
+
+def _flags(text: SortedText, start: int) -> Iterator[_Flags]:
+    symbols, order = text.symbols, text.order
+    begins = symbols[order] == start
+    differs, whole = np.zeros(len(order), bool), np.ones(len(order), bool)
+    differs[:1] = True
+    nothing = np.zeros(len(order), bool)
+    shorter: tuple[Flags, Flags] | None = None
+    for length in range(1, DEPTH + 1):
+        symbol = symbols.take(order + (length - 1), mode="clip")
+        whole = whole & (symbol != END)
+        differs[1:] |= symbol[1:] != symbol[:-1]
+        new = differs & whole
+        if shorter is not None:
+            # An n-gram and the symbol before it are one symbol more, which begins a place before.
+            by_place = np.zeros(len(symbols), bool)
+            by_place[order] = new
+            new_there, whole_there = shorter
+            yield _Flags(new_there, np.where(begins, whole_there, by_place[order - 1]), whole_there)
+        shorter = new, whole
+    assert shorter is not None
+    yield _Flags(shorter[0], nothing, shorter[1])
+
+
+def _discount(counted: Flags, runs: Places) -> float:
+    """n1 / (n1 + 2 n2) of the counts in runs of the order."""
+    if not len(runs):
+        return 0.0
+    counts = np.add.reduceat(counted, runs, dtype=np.int64)
+    once, twice = int((counts == 1).sum()), int((counts == 2).sum())
+    return once / (once + 2 * twice) if once else 0.0

@@ -1,0 +1,118 @@
+"""Text in the order of what follows: every position of some documents, sorted by its next symbols.
+
+A document is laid out as a start, its tokens, `END`. Symbols are tokens plus 1, so that `END`, 0, sorts
+before all of them: what goes beyond the end of a document is nothing, and documents never meet.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+DEPTH = 8
+"""Symbols that positions are sorted by: the longest n-gram that can be counted."""
+
+END = 0
+"""The symbol after a document's last token."""
+
+MOST = 1 << 31
+"""Symbols that can be sorted together."""
+
+Symbols = NDArray[np.uint32]
+Places = NDArray[np.int64]
+_KEY_BITS = 64
+
+
+def laid_out(
+    texts: Sequence[NDArray[np.integer[Any]]], start: int, begins: Sequence[bool] | None = None
+) -> tuple[Symbols, Places]:
+    """Lay texts out one after another.
+
+    Args:
+        texts: token ids, shapes (n_i,).
+        start: the symbol that stands before a document's first token.
+        begins: which texts are the beginning of a document; default is all. Others have no start.
+
+    Returns:
+        The symbols, and for each text the place of its first token, shape (texts,).
+    """
+    heads = np.ones(len(texts), np.int64) if begins is None else np.array(begins, np.int64)
+    lengths = np.array([len(text) for text in texts], np.int64)
+    stops = np.cumsum(heads + lengths + 1)
+    symbols = np.zeros(int(stops[-1]) if len(texts) else 0, np.uint32)
+    firsts = stops - 1 - lengths
+    for text, first in zip(texts, firsts.tolist(), strict=True):
+        symbols[first : first + len(text)] = text
+        symbols[first : first + len(text)] += 1
+    symbols[firsts[heads > 0] - 1] = start
+    return symbols, firsts
+
+
+@dataclass(frozen=True, slots=True)
+class SortedText:
+    """Some documents, and the order of their positions."""
+
+    symbols: Symbols
+    """Of all documents, see `laid_out`, shape (s,)."""
+
+    firsts: Places
+    """The place of each document's first token in them, ascending, shape (documents,)."""
+
+    positions: Places
+    """The position of each document's first token in the store, shape (documents,)."""
+
+    order: NDArray[np.int32]
+    """Every place but the ends, sorted by the `DEPTH` symbols from there on: shape (n,)."""
+
+    @classmethod
+    def of(cls, texts: Sequence[NDArray[np.integer[Any]]], positions: Places, start: int) -> Self:
+        """Sort documents.
+
+        Args:
+            texts: token ids below `start` - 1, shapes (n_i,); with two more for each fewer than `MOST`.
+            positions: of their first tokens, shape (texts,).
+            start: the largest symbol.
+        """
+        symbols, firsts = laid_out(texts, start)
+        return cls(symbols, firsts, positions, _sorted(symbols, firsts, start.bit_length()))
+
+    def position_of(self, place: int) -> int:
+        """The position in the store of the token at a place."""
+        document = int(np.searchsorted(self.firsts, place, side="right")) - 1
+        return int(self.positions[document]) + place - int(self.firsts[document])
+
+    def only(self, chosen: NDArray[np.bool_]) -> Self:
+        """Some of the documents, by a mask: what is left of the order is in order."""
+        if chosen.all():
+            return self
+        lengths = np.diff(self.firsts, append=len(self.symbols) + 1)
+        kept = np.repeat(chosen, lengths)
+        moved = np.repeat(np.cumsum(np.where(chosen, 0, lengths)), lengths).astype(np.int32)
+        order = self.order[kept[self.order]]
+        firsts = self.firsts[chosen] - moved[self.firsts[chosen]]
+        return type(self)(self.symbols[kept], firsts, self.positions[chosen], order - moved[order])
+
+
+def _sorted(symbols: Symbols, firsts: Places, bits: int) -> NDArray[np.int32]:
+    """Sort by what fits into one key, then by pairs of ranks, each of which doubles the depth at most."""
+    depth = min(DEPTH, _KEY_BITS // bits)
+    keys = np.zeros(len(symbols), np.uint64)
+    for _ in range(depth):  # of a place its symbol, then the key of the next place, which ends where it ends
+        keys[:-1] = keys[1:] >> np.uint64(bits)
+        keys |= symbols.astype(np.uint64) << np.uint64(_KEY_BITS - bits)
+        keys[symbols == END] = 0
+    order = np.argsort(keys)
+    if depth < DEPTH:
+        ends = np.flatnonzero(symbols == END)
+        end = np.repeat(ends, np.diff(ends, prepend=-1))
+    while depth < DEPTH:
+        ranks = np.empty(len(symbols), np.uint64)
+        ordered = keys[order]
+        ranks[order] = np.cumsum(ordered != np.roll(ordered, 1), dtype=np.uint64)
+        further = min(depth, DEPTH - depth)
+        keys = ranks << np.uint64(32) | ranks[np.minimum(np.arange(len(symbols)) + further, end)]
+        depth += further
+        order = np.argsort(keys)
+    return order[len(firsts) :].astype(np.int32)  # the ends come first

@@ -1,0 +1,244 @@
+"""N-grams of the stored text: against dictionaries, in every way of reading, and in the settings."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from knnstore.documents import TextDocument
+from knnstore.errors import ConfigError
+from knnstore.lm import (
+    FixedLambda,
+    KNNSettings,
+    NGramSettings,
+    TokenTable,
+    save_settings,
+    settings_for,
+    settings_from_dict,
+    settings_to_dict,
+)
+from knnstore.lm.settings import CacheSettings, ReadingParts
+from knnstore.store import Selection
+from tests.kneser_ney import KneserNey
+from tests.lm.phrases import documents, phrases, words
+
+V = 101
+NGRAMS = NGramSettings(order=4, lam=0.4)
+ALONE = KNNSettings(k=1000, temperature=20.0, lam=0, ngrams=NGRAMS)
+BOTH = replace(ALONE, mixer=FixedLambda(0.3))
+IDS = torch.tensor([[2, 2, 2, 2, 0, 5, 6, 7], [0, 9, 8, 7, 9, 8, 6, 9], [2, 5, 6, 7, 8, 20, 21, 22]])
+MASK = (IDS != 2).long()
+
+
+def padded(mask):
+    """What a forward pass must be told of padding on the left."""
+    return {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+
+
+@pytest.fixture(scope="module")
+def texts():
+    rng = np.random.default_rng(0)
+    made = phrases(rng, 8, 4, 30, length=5)
+    return {name: documents(rng, made, name, 12, of=5) for name in ("news", "mail")}
+
+
+@pytest.fixture(scope="module")
+def lm(make_lm, texts):
+    return make_lm(texts, max_length=24, stride=12)
+
+
+def counted(lm, texts, order=NGRAMS.order):
+    return KneserNey([lm.reader.tokens(one.text) for one in texts], order)
+
+
+def definition(lm, expected, row, knn):
+    """The mixture after each token of a text, `BOS` first or not at all."""
+    with torch.no_grad():
+        below = lm(torch.tensor([row]), knn=replace(knn, ngrams=None)).logits[0].softmax(-1).numpy()
+    context = [-1 if token == 0 else token for token in row]
+    said = np.array([expected.probs(context[: at + 1], V) for at in range(len(row))])
+    return NGRAMS.lam * said + (1 - NGRAMS.lam) * below
+
+
+@pytest.mark.parametrize("knn", [BOTH, ALONE], ids=["with keys", "alone"])
+def test_every_row_of_a_forward_pass_is_a_text_of_its_own(lm, texts, knn):
+    expected = counted(lm, [one for of in texts.values() for one in of])
+    with torch.no_grad():
+        logits = lm(IDS, **padded(MASK), knn=knn).logits
+        kept = lm(IDS, **padded(MASK), knn=knn, logits_to_keep=torch.tensor([7, 0, 5])).logits
+    torch.testing.assert_close(kept, logits[:, [7, 0, 5]], atol=1e-5, rtol=1e-5)
+    for row, mask, found in zip(IDS, MASK.bool(), logits, strict=True):
+        rows = found[mask].exp().numpy()
+        np.testing.assert_allclose(rows, definition(lm, expected, row[mask].tolist(), knn), atol=1e-5)
+        np.testing.assert_allclose(rows.sum(1), 1, atol=1e-5)
+
+
+def test_they_are_of_the_selected_documents_alone(lm, texts):
+    row = [0, *lm.reader.tokens(texts["news"][0].text)[:15].tolist()]
+    chosen = replace(ALONE, selection=Selection(domains=("mail",)).without(texts["mail"][3].content_hash))
+    expected = counted(lm, texts["mail"][:3] + texts["mail"][4:])
+    with torch.no_grad():
+        found = lm(torch.tensor([row]), knn=chosen).logits[0].exp().numpy()
+    np.testing.assert_allclose(found, definition(lm, expected, row, chosen), atol=1e-5)
+
+
+def test_with_a_weight_of_zero_the_model_is_alone(lm):
+    with torch.no_grad():
+        base = lm.base(IDS[1:2]).logits.float().log_softmax(-1)
+        none = replace(ALONE, ngrams=replace(NGRAMS, lam=0.0))
+        assert torch.equal(lm(IDS[1:2], knn=none).logits, base)
+
+
+def test_in_an_empty_store_the_model_is_alone(make_lm):
+    lm = make_lm()
+    with torch.no_grad():
+        assert torch.equal(lm(IDS[1:2], knn=ALONE).logits, lm.base(IDS[1:2]).logits)
+        both = replace(ALONE, cache=CacheSettings(5, 10.0, 0.3))
+        without = replace(both, ngrams=None)
+        assert torch.equal(lm(IDS[1:2], knn=both).logits, lm(IDS[1:2], knn=without).logits)
+    found = lm.evaluate(["w5 w6 w7 w8"], ALONE)
+    assert found.ngram_ppl == found.knn_ppl == found.base_ppl
+
+
+# -- generation
+
+
+def test_generation_scores_each_step_as_the_whole_text_does(lm):
+    out = lm.generate(
+        IDS, attention_mask=MASK, max_new_tokens=9, min_new_tokens=9, pad_token_id=2, do_sample=False,
+        output_logits=True, return_dict_in_generate=True, knn=BOTH,
+    )  # fmt: skip
+    read = padded(torch.cat([MASK, torch.ones(3, 8, dtype=torch.long)], 1))
+    with torch.no_grad():
+        whole = lm(out.sequences[:, :-1], **read, knn=BOTH).logits[:, IDS.shape[1] - 1 :]
+    torch.testing.assert_close(torch.stack(out.logits, 1), whole, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"do_sample": True}, {"prompt_lookup_num_tokens": 3}])
+def test_beams_samples_and_guesses_are_those_of_generation_without_kept_state(lm, options):
+    rows = slice(1, 2) if "prompt_lookup_num_tokens" in options else slice(None)  # for one text only
+
+    def generate(**options):
+        torch.manual_seed(3)
+        return lm.generate(
+            IDS[rows], attention_mask=MASK[rows], max_new_tokens=9, min_new_tokens=9, pad_token_id=2,
+            knn=BOTH, **options,
+        )  # fmt: skip
+
+    without = {name: value for name, value in options.items() if name != "prompt_lookup_num_tokens"}
+    assert torch.equal(generate(**options), generate(use_cache=False, **without))
+
+
+def test_what_they_cannot_know_is_said(lm):
+    with torch.no_grad(), pytest.raises(ConfigError, match="input_ids"):
+        lm(inputs_embeds=lm.get_input_embeddings()(IDS[1:2]), knn=ALONE)
+
+
+# -- scoring
+
+
+@pytest.mark.parametrize("batch_tokens", [30, 4096])
+def test_documents_longer_than_the_window_match_dictionaries(lm, texts, batch_tokens):
+    held_out = [
+        TextDocument(one.id, one.text + " w90 w91") for one in (*texts["news"][:5], TextDocument("x", "w5"))
+    ]
+    every = [one for of in texts.values() for one in of]
+    expected = counted(lm, every)
+    parts = ReadingParts(lm.store, replace(lm.reader, batch_tokens=batch_tokens), BOTH)
+    table, below = TokenTable(), TokenTable()
+    found = type(lm).evaluate(parts, held_out, BOTH, table=table)
+    type(lm).evaluate(parts, held_out, replace(BOTH, ngrams=None), table=below)
+    base, probs = [], []
+    for document in held_out:
+        tokens = lm.reader.tokens(document.text).tolist()
+        probs += [expected.probs([-1, *tokens[:at]], V)[token] for at, token in enumerate(tokens)]
+    mixed = [
+        NGRAMS.lam * p + (1 - NGRAMS.lam) * row["p"]
+        for p, row in zip(probs, below.rows(lm.tokenizer), strict=True)
+    ]
+    base = [
+        NGRAMS.lam * p + (1 - NGRAMS.lam) * row["p_lm"]
+        for p, row in zip(probs, below.rows(lm.tokenizer), strict=True)
+    ]
+    np.testing.assert_allclose([row["p"] for row in table.rows(lm.tokenizer)], mixed, atol=1e-5)
+    assert found.knn_ppl == pytest.approx(np.exp(-np.log(mixed).mean()), rel=1e-4)
+    assert found.ngram_ppl == pytest.approx(np.exp(-np.log(base).mean()), rel=1e-4)
+    assert found.store_ppl == pytest.approx(
+        type(lm).evaluate(parts, held_out, replace(BOTH, ngrams=None)).knn_ppl
+    )
+
+
+def test_a_document_that_is_left_out_does_not_count_for_itself(lm, texts):
+    one = texts["news"][4]
+    others = [other for of in texts.values() for other in of if other is not one]
+    tokens = lm.reader.tokens(one.text).tolist()
+    said = [counted(lm, others).probs([-1, *tokens[:at]], V)[token] for at, token in enumerate(tokens)]
+    table = TokenTable()
+    lm.evaluate([one], replace(ALONE, ngrams=replace(NGRAMS, lam=1.0)), leave_out=True, table=table)
+    np.testing.assert_allclose([row["p"] for row in table.rows(lm.tokenizer)], said, atol=1e-5)
+
+
+# -- explaining
+
+
+def test_the_places_of_an_n_gram_are_named_with_what_they_gave(lm, texts):
+    text = texts["news"][2].text
+    explained = lm.explain(text, ALONE, neighbors=1000)
+    tokens = lm.reader.tokens(text).tolist()
+    every = {
+        (domain, one.id): lm.reader.tokens(one.text).tolist() for domain, of in texts.items() for one in of
+    }
+    expected = KneserNey(every.values(), NGRAMS.order)
+    for token in explained:
+        said = expected.probs([-1, *tokens[: token.position]], V)[token.token]
+        assert token.p_knn == pytest.approx(said, abs=1e-5)
+        assert said - 0.05 < sum(source.share for source in token.neighbors) <= said + 1e-5
+        for source in token.neighbors:
+            there = [-1, *every[source.domain, source.document]]
+            here = [-1, *tokens]
+            assert source.distance is None
+            assert there[source.position + 1] == token.token
+            matched = here[: token.position + 1][-source.matched :]
+            assert there[: source.position + 1][-source.matched :] == matched
+    assert max(source.matched for source in explained[9].neighbors) == NGRAMS.order - 1
+
+
+# -- settings
+
+
+def test_calibrating_fits_their_weight_and_saves_it(make_lm, texts):
+    lm = make_lm(texts, max_length=24, stride=12)
+    rng = np.random.default_rng(1)
+    held_out = documents(rng, [one.text for one in texts["news"]], "held-out", 12, of=4)
+    held_out = [TextDocument(one.id, one.text + " " + words(rng, 12)) for one in held_out]
+    found = lm.calibrate(held_out, networks=False)
+    by_name = {one.name: one for one in found.comparison.candidates}
+    alone = by_name["n-grams"]
+    assert alone.settings.ngrams.order == 7
+    losses = {
+        lam: lm.evaluate(held_out, replace(alone.settings, ngrams=NGramSettings(7, lam))).knn_ppl
+        for lam in (
+            alone.settings.ngrams.lam,
+            alone.settings.ngrams.lam - 0.03,
+            alone.settings.ngrams.lam + 0.03,
+        )
+    }
+    assert min(losses, key=losses.get) == alone.settings.ngrams.lam
+    best = found.comparison.best
+    assert "n-grams" in best.name
+    assert settings_for(lm.store) == best.settings == lm.knn
+    again = lm.calibrate(held_out, networks=False).comparison.current
+    assert again.held_out.ppl == pytest.approx(lm.evaluate(held_out, best.settings).knn_ppl, rel=1e-4)
+
+
+def test_they_are_saved_with_the_settings_and_values_out_of_range_refused(lm):
+    assert settings_from_dict(settings_to_dict(BOTH)) == BOTH
+    save_settings(lm.store, BOTH, ["mail"])
+    assert settings_for(lm.store, Selection(domains=("mail",))).ngrams == NGRAMS
+    for order in (1, 9, 3.0, True):
+        with pytest.raises(ConfigError, match="order"):
+            NGramSettings(order=order)
+    for lam in (-0.1, 1.1, float("nan")):
+        with pytest.raises(ConfigError, match="between 0 and 1"):
+            NGramSettings(lam=lam)

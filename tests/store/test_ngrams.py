@@ -1,0 +1,165 @@
+"""Counts of n-grams: against dictionaries, whatever was added, replaced, removed or selected before."""
+
+from itertools import count
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from knnstore.catalog import NewDocument
+from knnstore.errors import DomainNotFoundError
+from knnstore.store import EVERYTHING, KNNStore, Matches, NGramCounts, Selection
+from knnstore.store.ngrams import DEPTH, SortedText
+from knnstore.store.ngrams.ranks import RankedBits
+from tests.kneser_ney import KneserNey
+
+TEXTS = st.lists(st.lists(st.integers(0, 3), max_size=25), max_size=8)
+
+
+def dense(counts, matches, at, order):
+    """A row over the vocabulary for each context."""
+    found = matches.distribution(at, order)
+    rows = found.rest[:, None] * counts.unigrams
+    np.add.at(rows, (found.rows, found.tokens), found.probs)
+    return rows
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    texts=TEXTS, asked=TEXTS, order=st.integers(2, DEPTH), bits=st.sampled_from([3, 14, 20]), data=st.data()
+)
+def test_counts_of_some_documents_are_those_of_dictionaries(texts, asked, order, bits, data):
+    vocabulary = 1 << bits  # keys of as many symbols as fit into 64 bits
+    chosen = np.array(data.draw(st.lists(st.booleans(), min_size=len(texts), max_size=len(texts))), bool)
+    positions = 1000 * np.arange(len(texts))
+    every = SortedText.of([np.array(text, np.uint32) for text in texts], positions, vocabulary + 1)
+    counts = NGramCounts(every.only(chosen), vocabulary)
+    kept = {at: text for at, text in enumerate(texts) if chosen[at]}
+    expected = KneserNey(kept.values(), order)
+    begins = [at % 3 != 2 for at in range(len(asked))]  # others go on in the middle of a document
+    matches = Matches.of(counts, [np.array(text, np.uint32) for text in asked], begins)
+    for text, first, begun in zip(asked, matches.firsts.tolist(), begins, strict=True):
+        at = np.arange(first - begun, first + len(text))
+        contexts = [[-1] * begun + text[: place + 1 - first] for place in at.tolist()]
+        rows = [expected.probs(context, 4) for context in contexts]
+        np.testing.assert_allclose(
+            dense(counts, matches, at, order)[:, :4], np.reshape(rows, (-1, 4)), atol=1e-6
+        )
+        came = text[1 - begun :]  # no token comes after the last context
+        gold = [row[token] for row, token in zip(rows, came, strict=False)]
+        np.testing.assert_allclose(matches.probs(at[: len(came)], order), gold, atol=1e-6)
+        for place, token, row, context in zip(at.tolist(), came, rows, contexts, strict=False):
+            found = matches.occurrences(place, order, 1000)
+            unigrams = matches.distribution(np.array([place]), order).rest[0] * counts.unigrams[token]
+            assert sum(one.share for one in found) + unigrams == pytest.approx(row[token], abs=1e-6)
+            for one in found:
+                document, offset = divmod(one.position, 1000)
+                there = [-1, *kept[document]]
+                assert there[offset + 1] == token
+                assert there[: offset + 1][-one.matched :] == context[-one.matched :]
+
+
+@settings(max_examples=50, deadline=None)
+@given(texts=TEXTS, asked=st.lists(st.integers(0, 4), max_size=12), order=st.integers(2, DEPTH))
+def test_the_longest_suffix_is_told_with_its_count_and_successors(texts, asked, order):
+    counts = NGramCounts(SortedText.of([np.array(text, int) for text in texts], np.arange(len(texts)), 6), 5)
+    matches = Matches.of(counts, [np.array(asked, int)])
+    found = matches.suffixes(matches.firsts[0] - 1 + np.arange(len(asked) + 1), order)
+    whole = [[-1, *text] for text in texts]
+    for at in range(len(asked) + 1):
+        context = [-1, *asked[:at]]
+        longest = 0, 0, 0
+        for length in range(1, min(order - 1, len(context)) + 1):
+            after = [
+                text[place + length]
+                for text in whole
+                for place in range(len(text) - length)
+                if text[place : place + length] == context[-length:]
+            ]
+            longest = (length, len(after), len(set(after))) if after else longest
+        assert (found.lengths[at], found.counts[at], found.successors[at]) == longest
+
+
+@settings(max_examples=50, deadline=None)
+@given(bits=st.lists(st.booleans(), max_size=300), data=st.data())
+def test_bits_are_counted_and_found_in_ranges(bits, data):
+    ranked = RankedBits(np.array(bits, bool))
+    ends = st.lists(st.integers(0, len(bits)), min_size=2, max_size=2)
+    pairs = np.array(data.draw(st.lists(ends.map(sorted), max_size=9)), np.int64).reshape(-1, 2)
+    starts, stops = pairs.T
+    assert ranked.count(starts, stops).tolist() == [sum(bits[start:stop]) for start, stop in pairs]
+    owners, places = ranked.ones(starts, stops)
+    assert list(zip(owners, places, strict=True)) == [
+        (row, place) for row, (start, stop) in enumerate(pairs) for place in range(start, stop) if bits[place]
+    ]
+
+
+def add(store, rng, numbers, documents, *names):
+    """Add or replace documents of a few different tokens."""
+    texts = [rng.integers(0, 4, rng.integers(0, 30)).astype(np.uint32) for _ in names]
+    new = [
+        NewDocument(id, domain, f"{next(numbers):064x}", text, tags=frozenset({f"tag{len(text) % 2}"}))
+        for (domain, id), text in zip(names, texts, strict=True)
+    ]
+    with store.ingest(new) as group:
+        for at, text in enumerate(texts):
+            keys = rng.standard_normal((len(text), store.identity.dim)).astype(np.float32)
+            group.add(np.full(len(text), at), np.arange(len(text)), text.astype(np.int64), keys)
+    documents.update(zip(names, new, strict=True))
+
+
+def check(reader, selection, documents):
+    """Compare what a reader says of a random text with dictionaries of what it should count."""
+    counts = reader.ngrams(selection)
+    asked = np.random.default_rng(5).integers(0, 4, 30)
+    matches = Matches.of(counts, [asked])
+    at = matches.firsts[0] - 1 + np.arange(len(asked))
+    expected = KneserNey([document.tokens for document in documents], 5)
+    rows = [expected.probs([-1, *asked[:place]], 4) for place in range(len(asked))]
+    np.testing.assert_allclose(dense(counts, matches, at, 5)[:, :4], rows, atol=1e-6)
+
+
+def test_every_change_is_counted_as_if_the_store_had_never_held_anything_else(store):
+    rng, numbers, documents = np.random.default_rng(0), count(), {}
+    with KNNStore.open(store.home.path) as reader:
+        for step in range(200):
+            domain = f"domain{rng.integers(3)}"
+            there = [name for name in documents if name[0] == domain]
+            if there and rng.random() < 0.4:
+                name = there[rng.integers(len(there))]
+                store.remove_document(name[1], domain=domain)
+                del documents[name]
+            else:
+                ids = rng.choice(12, rng.integers(1, 4), replace=False)  # some of which are there
+                add(store, rng, numbers, documents, *((domain, f"{id}") for id in ids))
+            live = list(documents.values())
+            selections = [(EVERYTHING, live)]
+            if live:
+                domain = live[rng.integers(len(live))].domain
+                of_domain = [one for one in live if one.domain == domain]
+                selections.append((Selection(domains=(domain,)), of_domain))
+                tag = next(iter(of_domain[0].tags))
+                selections.append(
+                    (Selection((domain,), (tag,)), [one for one in of_domain if tag in one.tags])
+                )
+                id = of_domain[0].id
+                selections.append((Selection(documents=(id,)), [one for one in live if one.id == id]))
+                out = of_domain[-1]
+                selections.append(
+                    (EVERYTHING.without(out.content_hash), [one for one in live if one is not out])
+                )
+            for selection, expected in selections[:: 1 if step % 4 == 0 else -1][:3]:
+                check(reader, selection, expected)
+                check(store, selection, expected)
+        with pytest.raises(DomainNotFoundError):
+            reader.ngrams(Selection(domains=("nowhere",)))
+
+
+def test_counts_are_made_once_for_a_revision(store):
+    rng, documents = np.random.default_rng(0), {}
+    add(store, rng, count(), documents, ("news", "a"), ("news", "b"))
+    counts = store.ngrams()
+    assert store.ngrams() is counts
+    store.remove_document("a")
+    assert len(store.ngrams().text.order) == len(documents["news", "b"].tokens) + 1
