@@ -38,6 +38,10 @@ def calibrate(
             "out.",
         ),
     ] = True,
+    ngrams: Annotated[
+        bool,
+        typer.Option("--ngrams/--no-ngrams", help="Also try counts of the n-grams of the stored text."),
+    ] = True,
     skip: Annotated[
         float | None,
         typer.Option(
@@ -73,6 +77,7 @@ def calibrate(
             max_k=max_k,
             leave_out=leave_out,
             networks=networks,
+            ngrams=ngrams,
             skip=skip,
             progress=bar,
         )

@@ -62,6 +62,7 @@ def calibrate(
     max_k: int = MAX_K,
     leave_out: bool = False,
     networks: bool = True,
+    ngrams: bool = True,
     skip: float | None = None,
     progress: Progress | None = None,
 ) -> Calibration:
@@ -81,6 +82,7 @@ def calibrate(
         leave_out: a document that is itself in the store does not retrieve from itself; else it is refused.
         networks: whether a gate is fitted as one more candidate, and where searches can be left out. Neither
             is when a document is anywhere in the store: what is trained on it would outlast its removal.
+        ngrams: whether n-grams of the stored text are candidates.
         skip: share of searches that the saved settings leave out, above 0 and below 1; None is none.
         progress: is told of each batch.
 
@@ -116,11 +118,11 @@ def calibrate(
     started = time.perf_counter()
     current = usable_settings_for(store, selection)
     probes = DEFAULT_PROBES if store.has_cells else None
-    ngrams = current.ngrams if current and current.ngrams else NGramSettings()
+    counted = (current and current.ngrams) or NGramSettings()
     scored = score_once(
         store, reader, listed,
-        k=min(max_k, records, PASS_K), selection=selection, probes=probes, ngrams=ngrams, left_out=reached,
-        progress=progress,
+        k=min(max_k, records, PASS_K), selection=selection, probes=probes,
+        ngrams=counted if ngrams else None, left_out=reached, progress=progress,
     )  # fmt: skip
     wide: list[WideEvidence] = []
     apart = None

@@ -27,6 +27,7 @@ from knnstore.progress import Progress
 from knnstore.store import Reader, Selection
 
 _SEES_NEIGHBORS = NearnessLambda()
+_NGRAMS = NGramSettings()
 
 
 class Mixed(NamedTuple):
@@ -153,7 +154,7 @@ def score_once(
     k: int,
     selection: Selection,
     probes: int | None = None,
-    ngrams: NGramSettings | None = None,
+    ngrams: NGramSettings | None = _NGRAMS,
     left_out: Collection[str] = (),
     progress: Progress | None = None,
 ) -> ScoredText:
