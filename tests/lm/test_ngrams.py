@@ -18,8 +18,11 @@ from knnstore.lm import (
     settings_from_dict,
     settings_to_dict,
 )
+from knnstore.lm.calibration.evidence import gather_evidence
+from knnstore.lm.calibration.fits import fit_fixed, fit_ngrams, fit_with_ngrams
+from knnstore.lm.calibration.scored_text import score_once
 from knnstore.lm.settings import CacheSettings, ReadingParts
-from knnstore.store import Selection
+from knnstore.store import EVERYTHING, Selection
 from tests.kneser_ney import KneserNey
 from tests.lm.phrases import documents, phrases, words
 
@@ -230,6 +233,33 @@ def test_calibrating_fits_their_weight_and_saves_it(make_lm, texts):
     assert settings_for(lm.store) == best.settings == lm.knn
     again = lm.calibrate(held_out, networks=False).comparison.current
     assert again.held_out.ppl == pytest.approx(lm.evaluate(held_out, best.settings).knn_ppl, rel=1e-4)
+
+
+def test_their_weight_and_that_of_the_keys_are_fitted_together(lm, texts):
+    """The weights of a fixed λ come near those of EM, and are better than one fitted after the other."""
+    rng = np.random.default_rng(2)
+    held_out = documents(rng, [one.text for one in texts["news"]] + [words(rng, 9)], "held-out", 12, of=4)
+    scored = score_once(lm.store, lm.reader, held_out, k=64, selection=EVERYTHING)
+    evidence = gather_evidence(scored, [64])[0]
+    found = fit_with_ngrams(evidence, scored, scored.ngrams, fit_fixed)
+    alone = fit_fixed(evidence)
+    every = torch.ones(len(scored), dtype=torch.bool)
+    after = replace(alone, ngrams=fit_ngrams(scored.ngrams, scored.log_probs(alone).log_probs, every))
+
+    def loss(knn):
+        return -float(scored.log_probs(knn).log_probs.double().mean())
+
+    only = [
+        scored.log_probs(replace(found, mixer=FixedLambda(lam), ngrams=None)).log_probs for lam in (0.0, 1.0)
+    ]
+    parts = torch.stack([*(one.exp() for one in only), scored.ngrams.probs], 1).double()
+    weights = torch.ones(3, dtype=torch.float64) / 3
+    for _ in range(500):
+        shares = parts * weights
+        weights = (shares / shares.sum(1, keepdim=True)).mean(0)
+    lowest = -float((parts @ weights).log().mean())
+    assert loss(found) < loss(after)
+    assert lowest <= loss(found) < lowest + 0.2 * (loss(after) - lowest)
 
 
 def test_they_are_saved_with_the_settings_and_values_out_of_range_refused(lm):

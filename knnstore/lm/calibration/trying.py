@@ -1,0 +1,162 @@
+"""Fitting one way to mix on each half of a text, and judging it on the other."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from knnstore.lm.calibration.evidence import Evidence
+from knnstore.lm.calibration.fits import (
+    DomainEvidence,
+    fit_alone,
+    fit_beside,
+    fit_cache,
+    fit_ngrams,
+    fit_with_ngrams,
+    gather_cache_evidence,
+    mix_ngrams,
+)
+from knnstore.lm.calibration.judging import Interval, Judge, check_enough, in_halves
+from knnstore.lm.calibration.scored_text import Mixed, ScoredText
+from knnstore.lm.settings import CacheSettings, KNNSettings, NGramSettings
+
+Fit = Callable[[Evidence], KNNSettings]
+Mix = Callable[[KNNSettings, Tensor], Mixed]
+"""Judges settings by some tokens, given by their indices."""
+E = TypeVar("E", Evidence, DomainEvidence)
+P = TypeVar("P", CacheSettings, NGramSettings)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to mix, fitted and judged."""
+
+    name: str
+    settings: KNNSettings
+    """Fitted on all documents."""
+    held_out: Interval
+    """Of every token, by settings fitted on the other half of the documents."""
+    lam: float
+    """Mean λ over the tokens."""
+    change: Interval
+    """Its perplexity divided by that of the model alone, over the same resamples."""
+    log_probs: Tensor = field(repr=False, compare=False)
+    """log p of every token, by settings fitted on the other half: float32, shape (n,)."""
+
+
+def best_of(candidates: Sequence[Candidate]) -> Candidate:
+    """The one with the lowest held-out perplexity."""
+    return min(candidates, key=lambda candidate: candidate.held_out.ppl)
+
+
+class Trial:
+    """Fits candidates on each half of a text and judges them on the other."""
+
+    def __init__(self, scored: ScoredText) -> None:
+        self.documents = int((torch.bincount(scored.documents) > 0).sum())
+        check_enough(self.documents, len(scored))
+        self.judge = Judge(scored)
+        self._scored, self._halves = scored, in_halves(scored.documents)
+
+    def fitted(
+        self, name: str, fit: Callable[[E], KNNSettings], evidence: E, mix: Mix | None = None
+    ) -> Candidate:
+        """A candidate that is fitted on evidence of tokens, judged by `ScoredText.log_probs` or by `mix`."""
+        log_probs, lam = torch.empty(len(self._scored)), torch.empty(len(self._scored))
+        for half in (self._halves, ~self._halves):
+            tokens = (~half).nonzero()[:, 0]
+            log_probs[tokens], lam[tokens] = (mix or self._scored.log_probs)(fit(evidence.only(half)), tokens)
+        held_out, change = self.judge(log_probs)
+        return Candidate(name, fit(evidence), held_out, float(lam.mean()), change, log_probs)
+
+    def with_substitute(
+        self, candidates: Sequence[Candidate], evidence: Sequence[Evidence], fits: Mapping[str, Fit]
+    ) -> list[Candidate]:
+        """The substitute alone and below the best of some candidates, if the text was scored with one."""
+        scored, predicted = self._scored, self._scored.substitute
+        if predicted is None:
+            return []
+        best, at_its_k = self._best_fitted_by(fits, candidates, evidence)
+        alone = partial(fit_alone, scored=scored, predicted=predicted)
+        beside = partial(fit_beside, scored=scored, predicted=predicted, fit=fits[best.name])
+        return [
+            self.fitted("substitute", alone, at_its_k),
+            self.fitted(f"{best.name} + substitute", beside, at_its_k),
+        ]
+
+    def with_ngrams(
+        self, candidates: Sequence[Candidate], evidence: Sequence[Evidence], fits: Mapping[str, Fit]
+    ) -> list[Candidate]:
+        """N-grams without the keys, and on top of the best candidate, and of the best that fits make anew.
+
+        None if the text was scored without n-grams.
+        """
+        said = self._scored.ngrams
+        if said is None:
+            return []
+
+        def put(settings: KNNSettings, found: NGramSettings) -> KNNSettings:
+            return replace(settings, ngrams=found)
+
+        fit, mix = partial(fit_ngrams, said), partial(mix_ngrams, said)
+        on_top = self._on_top(candidates, "n-grams", fit, mix, put)
+        best, at_its_k = self._best_fitted_by(fits, candidates, evidence)
+        again = partial(fit_with_ngrams, scored=self._scored, said=said, fit=fits[best.name])
+        if best is best_of(candidates):
+            on_top.pop()
+        return [*on_top, self.fitted(f"{best.name} + n-grams", again, at_its_k)]
+
+    def _best_fitted_by(
+        self, fits: Mapping[str, Fit], candidates: Sequence[Candidate], evidence: Sequence[Evidence]
+    ) -> tuple[Candidate, Evidence]:
+        """The best of those that some fits have made of the pass, and what it was fitted to."""
+        best = best_of([one for one in candidates if one.name in fits and one.settings.k <= self._scored.k])
+        reach = best.settings.k, best.settings.probes
+        return best, next(of for of in evidence if (of.k, of.probes) == reach)
+
+    def with_cache(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """A continuous cache without the store, and on top of the best candidate, if there are keys."""
+        if self._scored.reading is None:
+            return []
+        cache = gather_cache_evidence(self._scored.reading)
+
+        def put(settings: KNNSettings, found: CacheSettings) -> KNNSettings:
+            return replace(settings, cache=found)
+
+        return self._on_top(candidates, "cache", partial(fit_cache, cache), cache.mix, put)
+
+    def _on_top(
+        self,
+        candidates: Sequence[Candidate],
+        name: str,
+        fit: Callable[[Tensor, Tensor], P],
+        mix: Callable[[Tensor, P], Tensor],
+        put: Callable[[KNNSettings, P], KNNSettings],
+    ) -> list[Candidate]:
+        """A part of settings without the store, and on top of the best candidate.
+
+        Args:
+            candidates: those so far.
+            name: its name in the table.
+            fit: fits it to log p of each token below it, where the second argument is True.
+            mix: mixes it into that.
+            put: makes it a part of settings.
+        """
+
+        def over(name: str, settings: KNNSettings, below: Tensor, lam: float) -> Candidate:
+            log_probs = torch.empty(len(below))
+            for half in (self._halves, ~self._halves):
+                log_probs[~half] = mix(below, fit(below, half))[~half]
+            found = fit(below, torch.ones_like(self._halves))
+            held_out, change = self.judge(log_probs)
+            together = 1 - (1 - lam) * (1 - found.lam)
+            return Candidate(name, put(settings, found), held_out, together, change, log_probs)
+
+        best = best_of(candidates)
+        return [
+            over(name, KNNSettings(k=1, lam=0), self._scored.lm_log_probs, 0.0),
+            over(f"{best.name} + {name}", best.settings, best.log_probs, best.lam),
+        ]
