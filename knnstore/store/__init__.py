@@ -7,7 +7,7 @@ from knnstore.store.fitted import Lineage, SavedSettings, Weights, load_weights,
 from knnstore.store.home import Home
 from knnstore.store.ingest import Ingest
 from knnstore.store.ngrams import DEPTH as LONGEST_NGRAM
-from knnstore.store.ngrams import Matches, NGramCounts, Occurrence
+from knnstore.store.ngrams import Draft, Matches, NGramCounts, Occurrence, draft_from
 from knnstore.store.provenance import Provenance
 from knnstore.store.reader import Reader
 from knnstore.store.relocation import (
@@ -25,9 +25,39 @@ from knnstore.store.selection import EVERYTHING, Selection
 from knnstore.store.store import KNNStore
 
 __all__ = [
-    "EVERYTHING", "LONGEST_NGRAM", "Choice", "Chooser", "Document", "Domain", "DomainRecords", "Engine",
-    "Erased", "Home", "Identity", "Ingest", "KNNStore", "Lineage", "Matches", "Mode", "Moved",
-    "NGramCounts", "NewDocument", "Occurrence", "Provenance", "Pruned", "PrunedDomain", "Reader",
-    "SavedSettings", "Selection", "StoredVersion", "Weights", "drop_highest", "load_weights",
-    "merge_chooser", "random_chooser", "save_weights",
+    "EVERYTHING",
+    "LONGEST_NGRAM",
+    "Choice",
+    "Chooser",
+    "Document",
+    "Domain",
+    "DomainRecords",
+    "Draft",
+    "Engine",
+    "Erased",
+    "Home",
+    "Identity",
+    "Ingest",
+    "KNNStore",
+    "Lineage",
+    "Matches",
+    "Mode",
+    "Moved",
+    "NGramCounts",
+    "NewDocument",
+    "Occurrence",
+    "Provenance",
+    "Pruned",
+    "PrunedDomain",
+    "Reader",
+    "SavedSettings",
+    "Selection",
+    "StoredVersion",
+    "Weights",
+    "draft_from",
+    "drop_highest",
+    "load_weights",
+    "merge_chooser",
+    "random_chooser",
+    "save_weights",
 ]  # fmt: skip

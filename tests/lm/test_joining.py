@@ -148,7 +148,7 @@ def test_states_follow_the_beams(knn_gpt2, forgetful, monkeypatch):
     read_again = knn_gpt2.encoder.key_states
     monkeypatch.setattr(knn_gpt2.encoder, "key_states", lambda ids: read.append(ids) or read_again(ids))
     if forgetful:  # what was forgotten is computed again
-        monkeypatch.setattr(knn_gpt2._text_states._states, "get", lambda names: [None] * len(names))
+        monkeypatch.setattr(knn_gpt2._text_memory._states._states, "get", lambda names: [None] * len(names))
     found = knn_gpt2.generate(
         IDS, attention_mask=MASK, max_new_tokens=9, min_new_tokens=9, pad_token_id=2, num_beams=4,
         num_return_sequences=4, length_penalty=0.0, output_scores=True, return_dict_in_generate=True,
@@ -217,7 +217,14 @@ SAMPLE = [words(RNG, 60, 4, 60) for _ in range(20)]
 @pytest.fixture(scope="module")
 def filled(make_lm):
     """A home with keys of three states in the width of one."""
-    options = {"states": 3, "sample": SAMPLE, "max_length": 24, "stride": 9, "params": {"index": "exact"}}
+    options = {
+        "states": 3,
+        "sample": SAMPLE,
+        "max_length": 24,
+        "stride": 9,
+        "store": "faiss",
+        "params": {"index": "exact"},
+    }
     with make_lm({"d": TEXTS}, **options).store as store:
         return store.home.path
 

@@ -1,7 +1,7 @@
 """What retrieval makes of the logits of one forward pass."""
 
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,17 +10,14 @@ from torch import Tensor
 
 from knnstore.datastore import Keys, Neighbors, tokens_of
 from knnstore.errors import ConfigError
-from knnstore.lm.keys import keep_positions
-from knnstore.lm.mixing import Continuation, Recent, Retrieved, entropy_of
+from knnstore.lm.mixing import Continuation, Retrieved, entropy_of
+from knnstore.lm.model.passes import Positions
 from knnstore.lm.retrieval import (
-    PointerStates,
-    TextPass,
     WrittenNGrams,
     mixture_of,
     reachable,
     retrieve,
     retrieve_for_pass,
-    sequence_ids_of,
 )
 from knnstore.lm.settings import KNNSettings
 from knnstore.lm.substitute import Heads
@@ -28,58 +25,6 @@ from knnstore.store import Reader
 
 _CHUNK_VALUES = 1 << 24
 """How many log-probabilities are mixed at once: 64 MiB of float32."""
-
-
-@dataclass
-class Positions:
-    """The positions of a forward pass that are predicted from, in any shape."""
-
-    keys: Tensor
-    """Shape (..., d)."""
-    attended: Tensor
-    """Whether a position is part of a text and not padding: bool, shape (...)."""
-    all_keys: Tensor
-    """Of every position of the pass, shape (b, t, d)."""
-    kept: Tensor
-    """Which of the b * t these are, int64, shape (...)."""
-    mask: Tensor | None
-    """0 for padding, shape (b, t); None where there is none."""
-    recent: Recent | None = None
-    """What each finds in its own text; None without a cache."""
-    ngrams: WrittenNGrams | None = None
-    """What n-grams are before each; None where none count."""
-    text_pass: TextPass | None = None
-    """What pointers go by; None without them."""
-
-    @classmethod
-    def of(cls, keys: Tensor, attention_mask: Tensor | None, logits_to_keep: int | Tensor) -> Self:
-        """Choose from the keys of a pass, shape (b, t, d); the other arguments are those of `forward`."""
-        batch, length = keys.shape[:2]
-        at = torch.arange(batch * length, device=keys.device).reshape(batch, length, 1)
-        kept = keep_positions(at, logits_to_keep)[..., 0]
-        mask, attended = None, torch.ones_like(kept, dtype=torch.bool)
-        if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
-            mask = attention_mask[:, -length:].to(keys.device)
-            attended = mask.flatten()[kept] != 0
-        return cls(keys.flatten(0, 1)[kept], attended, keys, kept, mask)
-
-    def count(
-        self, store: Reader, settings: KNNSettings, sequence_ids: Tensor | None, prefix: int | None
-    ) -> None:
-        """Find the n-grams that the texts have at their ends; arguments are those of `WrittenNGrams.of`."""
-        assert sequence_ids is not None
-        new, kept = self.all_keys.shape[1], self.kept.flatten()
-        self.ngrams = WrittenNGrams.of(store, settings, sequence_ids, new, kept, prefix)
-
-    def point(
-        self, sequence_ids: Tensor | None, input_ids: Tensor | None, states: PointerStates | None
-    ) -> None:
-        """Let pointers go on from the pass before, if that is known, else begin in this one."""
-        read = sequence_ids
-        if read is None:
-            read, states = None if input_ids is None else sequence_ids_of(input_ids, self.mask), None
-        batch, length = self.all_keys.shape[:2]
-        self.text_pass = TextPass.of(read, batch, length, self.kept.cpu(), states)
 
 
 def mix_logits(

@@ -14,18 +14,13 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from knnstore.errors import ConfigError
 from knnstore.lm.calibration import calibrate
 from knnstore.lm.keys import KeyCapture
-from knnstore.lm.model.logits import Positions, mix_logits
+from knnstore.lm.model.drafting import can_draft, with_drafts
+from knnstore.lm.model.logits import mix_logits
+from knnstore.lm.model.passes import TextMemory, Texts
 from knnstore.lm.model.saving import read_config, write_config
 from knnstore.lm.model.writing import generate_text
 from knnstore.lm.reading import Encoder, TextReader, add, check_matches, load_model
-from knnstore.lm.retrieval import (
-    STATES_KEPT,
-    PointerStates,
-    TextKeys,
-    TextStates,
-    sequence_ids_of,
-    whole_texts,
-)
+from knnstore.lm.retrieval import STATES_KEPT, PointerStates, sequence_ids_of, whole_texts
 from knnstore.lm.scoring import evaluate, explain, measure_size_curve, prune
 from knnstore.lm.settings import KNNSettings, default_settings, save_settings, settings_for
 from knnstore.lm.substitute import Heads, train_substitute
@@ -89,8 +84,7 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
         self.encoder = Encoder.of(base, store)
         self._heads = Heads(store, base.device)
         self.generation_config = base.generation_config
-        self._text_keys = TextKeys(self.encoder, store.identity.metric)
-        self._text_states = TextStates(self.encoder)
+        self._text_memory = TextMemory(self.encoder, store)
         self._base_accepts = frozenset(inspect.signature(base.forward).parameters)
         if hasattr(base, "hf_device_map"):
             self.hf_device_map = base.hf_device_map
@@ -192,16 +186,21 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
         """Set the base model's."""
         self.base.set_output_embeddings(new_embeddings)
 
-    def generate(self, *args: Any, knn: KNNSettings | None = None, **kwargs: Any) -> Any:
+    def generate(self, *args: Any, knn: KNNSettings | None = None, draft: bool = False, **kwargs: Any) -> Any:
         """Write text as `GenerationMixin.generate` does; pointers begin at the end of each prompt.
 
         Args:
             *args: as there.
             knn: settings of this call; default ``self.knn``.
+            draft: check several tokens in one pass, which stood after the same words in the store or the
+                text. What is written is the same, or of the same distribution. It is done for a single
+                text without beams.
             **kwargs: as there.
         """
         if (knn or self.knn).pointers is not None:
             kwargs.setdefault("pointer_states", PointerStates(STATES_KEPT))
+        if draft and can_draft(self, args, kwargs):
+            kwargs = with_drafts(self.store, knn or self.knn, self.tokenizer, kwargs)
         return super().generate(*args, knn=knn, **kwargs)  # type: ignore[misc]
 
     def prepare_inputs_for_generation(
@@ -284,17 +283,12 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
         if not settings.is_model_alone:
             tokens = input_ids if input_ids is not None else inputs_embeds
             assert tokens is not None
-            states, goes_on = capture.keys(*tokens.shape[:2]), use_cache is not False
-            joined = self._text_states.join(states, attention_mask, sequence_ids, goes_on=goes_on)
-            keys = self.encoder.projected(joined)
-            positions = Positions.of(keys, attention_mask, logits_to_keep)
-            if settings.cache is not None:
-                kept, size = positions.kept.flatten(), settings.cache.size
-                positions.recent = self._text_keys.look_back(sequence_ids, keys, kept, size, goes_on=goes_on)
-            if settings.ngrams is not None:
-                positions.count(self.store, settings, sequence_ids, self.reader.prefix)
-            if settings.pointers is not None:
-                positions.point(sequence_ids, input_ids, pointer_states)
+            texts = Texts(
+                input_ids, attention_mask, sequence_ids, self.reader.prefix if settings.ngrams else None,
+                pointer_states, goes_on=use_cache is not False,
+            )  # fmt: skip
+            states = capture.keys(*tokens.shape[:2])
+            positions = self._text_memory.positions(states, texts, logits_to_keep, settings)
             logits = mix_logits(self.store, self._heads, logits, positions, settings)
         loss = None
         if labels is not None:

@@ -1,6 +1,7 @@
 """What a prediction is mixed with: neighbors from the store, the text's own past, pointers."""
 
 from knnstore.lm.retrieval.cache import Reading, ReadText
+from knnstore.lm.retrieval.drafts import Drafts
 from knnstore.lm.retrieval.mixture import mixture_of
 from knnstore.lm.retrieval.ngrams import ReadNGrams, WrittenNGrams
 from knnstore.lm.retrieval.pointers import retrieve_in_step
@@ -11,7 +12,7 @@ from knnstore.lm.retrieval.text_pointers import STATES_KEPT, PointerStates, Text
 from knnstore.lm.retrieval.text_states import TextStates
 
 __all__ = [
-    "STATES_KEPT", "PointerStates", "ReadNGrams", "ReadText", "Reading", "TextKeys", "TextPass", "TextStates",
-    "WrittenNGrams", "columns_of", "mixture_of", "reachable", "retrieve", "retrieve_for_pass",
+    "STATES_KEPT", "Drafts", "PointerStates", "ReadNGrams", "ReadText", "Reading", "TextKeys", "TextPass",
+    "TextStates", "WrittenNGrams", "columns_of", "mixture_of", "reachable", "retrieve", "retrieve_for_pass",
     "retrieve_in_step", "sequence_ids_of", "visit", "visits_cells", "whole_texts",
 ]  # fmt: skip

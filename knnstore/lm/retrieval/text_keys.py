@@ -5,7 +5,6 @@ import torch
 from torch import Tensor
 
 from knnstore.datastore import Metric
-from knnstore.errors import ConfigError
 from knnstore.lm.mixing import Recent
 from knnstore.lm.reading import Encoder, Tokens
 from knnstore.lm.retrieval.cache import look_back
@@ -26,7 +25,7 @@ class TextKeys:
         self._states: PrefixStates[Tensor] = PrefixStates()
 
     def look_back(
-        self, sequence_ids: Tensor | None, keys: Tensor, at: Tensor, size: int, *, goes_on: bool = True
+        self, sequence_ids: Tensor, keys: Tensor, at: Tensor, size: int, *, goes_on: bool = True
     ) -> Recent:
         """Look back from positions of a forward pass in the text of their row.
 
@@ -36,14 +35,7 @@ class TextKeys:
             at: indices into these b * t positions, int64, shape (n,), in any order; padding finds nothing.
             size: how many tokens back a position reaches at most.
             goes_on: whether further passes may follow that have these texts behind them.
-
-        Raises:
-            ConfigError: the texts are not known.
         """
-        if sequence_ids is None:
-            raise ConfigError(
-                "the continuous cache needs token ids: give input_ids, or settings without a cache"
-            )
         new = keys.shape[1]
         fresh = (sequence_ids[:, -new:] != PADDING).cpu().numpy()
         texts = unpadded(sequence_ids)

@@ -19,7 +19,8 @@ PointerStates = PrefixStates[Ids]
 depends on the prompt, so that a call must not find those of another."""
 
 STATES_KEPT = 1 << 11
-"""Of 8 kB each with k = 1024: far more than the rows and beams of a call, of which each needs its last."""
+"""Of 8 kB each with k = 1024: far more than the rows and beams of a call need."""
+_OF_A_PASS = 32  # of each text: its end, and where a pass that drafts may fall back to
 
 
 class TextPass(NamedTuple):
@@ -79,6 +80,7 @@ def retrieve_for_pass(
         before = states.get([_name(text) for text in unpadded(sequence_ids[:, :-length])])
     firsts = (tokens != PADDING).argmax(1).tolist()
     last = [(first - 1, nothing if ids is None else ids) for first, ids in zip(firsts, before, strict=True)]
+    reached: list[tuple[int, int, Ids]] = []
     found, order = [Neighbors.nothing(0, settings.k)], [np.empty(0, np.int64)]
     for column in np.unique(columns).tolist():
         rows = np.flatnonzero(columns == column)
@@ -90,10 +92,13 @@ def retrieve_for_pass(
         order.append(rows)
         for owner, ids in zip(mine, retrieved.ids, strict=True):
             last[owner] = column, ids[ids >= 0]
+            reached.append((owner, *last[owner]))
     if states is not None and sequence_ids is not None:
         texts = unpadded(sequence_ids)
-        ended = [(_name(text), ids) for text, (at, ids) in zip(texts, last, strict=True) if at == length - 1]
-        states.put([name for name, _ in ended], [ids for _, ids in ended])
+        # Not the end alone: of a draft some tokens may be taken back.
+        latest = [(owner, length - 1 - at, ids) for owner, at, ids in reached if at >= length - _OF_A_PASS]
+        names = [_name(texts[owner][: len(texts[owner]) - after]) for owner, after, _ in latest]
+        states.put(names, [ids for _, _, ids in latest])
     return Neighbors.joined(found, axis=0).rows(np.argsort(np.concatenate(order)))
 
 

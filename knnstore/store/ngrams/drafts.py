@@ -1,0 +1,89 @@
+"""What follows the end of a text where the stored text has the same words: a draft of what comes next."""
+
+from bisect import bisect_left, bisect_right
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from knnstore.store.ngrams.sorting import DEPTH, END, Places, SortedText, Symbols
+
+_LONGEST_END = DEPTH - 1  # so that the order says what follows
+_PLACES_COMPARED = 64
+_FURTHER_BACK = 64
+"""Symbols."""
+
+
+class Draft(NamedTuple):
+    """What stands after the end of a text elsewhere."""
+
+    matched: int
+    """Tokens before it that are those of the text."""
+    tokens: NDArray[np.int64]
+    """That come next there, shape (at most as many as wanted,)."""
+
+
+def draft_from(text: SortedText, tokens: NDArray[np.int64], most: int, least: int = 2) -> Draft:
+    """Find the longest end of a text in stored documents, and what follows it there.
+
+    Of several places that with the longest end, and where none is longer than the order knows, what follows
+    most often.
+
+    Args:
+        text: the documents.
+        tokens: of the other text, shape (n,); the last `DEPTH` and some count.
+        most: tokens that are wanted.
+        least: a shorter end is none.
+    """
+    end = tokens[-_LONGEST_END - _FURTHER_BACK :].astype(np.uint32) + np.uint32(1)
+    for length in range(min(_LONGEST_END, len(end)), least - 1, -1):
+        places = _places_of(text, end[-length:])
+        if len(places):
+            if length == _LONGEST_END and len(places) <= _PLACES_COMPARED:
+                place, matched = _longest(text, places - length, end, length)
+            else:
+                place, matched = _most_often(text, places), length
+            after = text.symbols[place : place + most]
+            ended = np.flatnonzero(after == END)
+            return Draft(matched, after[: ended[0] if len(ended) else most].astype(np.int64) - 1)
+    return Draft(0, tokens[:0])
+
+
+def _places_of(text: SortedText, wanted: Symbols) -> Places:
+    """Where the text goes on after some symbols, in the order of how it does; not where it ends."""
+    symbols, length, sought = text.symbols, len(wanted), wanted.tolist()
+
+    def key(place: np.int32) -> list[int]:
+        found: list[int] = symbols[place : place + length].tolist()
+        return found
+
+    low = bisect_left(text.order, sought, key=key)
+    high = bisect_right(text.order, sought, low, key=key)
+    places = text.order[low:high].astype(np.int64) + length
+    return places[np.searchsorted(symbols[places], END, side="right") :]
+
+
+def _longest(text: SortedText, begins: Places, end: Symbols, matched: int) -> tuple[int, int]:
+    """The place after the longest end among places where it begins, and how long it is."""
+    best, length = int(begins[0]) + matched, matched
+    back = end[:-matched][-_FURTHER_BACK:][::-1]
+    for begin in begins.tolist():
+        before = text.symbols[max(0, begin - len(back)) : begin][::-1]
+        differs = np.flatnonzero(before != back[: len(before)])
+        further = int(differs[0]) if len(differs) else len(before)
+        if matched + further > length:
+            best, length = begin + matched, matched + further
+    return best, length
+
+
+def _most_often(text: SortedText, places: Places) -> int:
+    """The place where the text goes on as it does most often, a symbol at a time."""
+    for ahead in range(DEPTH):
+        if len(places) == 1:
+            break
+        after = text.symbols.take(places + ahead, mode="clip")
+        found, counts = np.unique(after, return_counts=True)
+        places = places[after == found[counts.argmax()]]
+        if found[counts.argmax()] == END:
+            break
+    return int(places[0])

@@ -1,0 +1,173 @@
+"""Drafts: what is written with them is what is written without."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import GenerationConfig
+from transformers.generation.streamers import BaseStreamer
+
+import knnstore
+from knnstore.lm import CacheSettings, FixedLambda, KNNSettings, NGramSettings, PointerSettings
+from knnstore.lm.model import drafting
+from knnstore.lm.retrieval import Drafts
+from knnstore.store import Selection
+from tests.lm.phrases import documents, phrases
+
+RNG = np.random.default_rng(8)
+MADE = phrases(RNG, 8, 4, 30, length=7)
+STORED = documents(RNG, MADE, "s", 12, of=5)
+PLAIN = KNNSettings(k=64, temperature=2.0, lam=0.9)
+SETTINGS = {
+    "store": PLAIN,
+    "cells": replace(PLAIN, probes=4),
+    "cache": replace(PLAIN, cache=CacheSettings(64, 20.0, 0.2)),
+    "n-grams": replace(PLAIN, mixer=FixedLambda(0.3), ngrams=NGramSettings(order=4, lam=0.8)),
+    "pointers": replace(PLAIN, pointers=PointerSettings(4)),
+    "a domain": replace(PLAIN, selection=Selection(domains=("other",))),
+}
+OPTIONS = {
+    "greedy": {},
+    "sampled": {"do_sample": True, "temperature": 0.8, "top_p": 0.9},
+    "penalty": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 6},
+    "ends": {"eos_token_id": list(range(5, 12))},
+}
+
+
+@pytest.fixture(scope="module")
+def lm(make_lm):
+    return make_lm({"phrases": STORED, "other": STORED[:2]}, max_length=64, stride=32, states=2)
+
+
+class Heard(BaseStreamer):
+    """What a streamer is told."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.is_over = False
+
+    def put(self, value) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.is_over = True
+
+
+@pytest.fixture
+def made(monkeypatch) -> list[Drafts]:
+    """All that proposed something."""
+    drafts: list[Drafts] = []
+
+    def make(*args) -> Drafts:
+        drafts.append(Drafts(*args))
+        return drafts[-1]
+
+    monkeypatch.setattr(drafting, "Drafts", make)
+    return drafts
+
+
+def written(lm, draft, knn, seed=0, **options):
+    prompt = lm.reader.tokens(STORED[3].text)[:9].tolist()
+    heard = Heard()
+    torch.manual_seed(seed)
+    ids = lm.generate(
+        torch.tensor([prompt]), max_new_tokens=40, pad_token_id=2, knn=knn, draft=draft,
+        streamer=heard, tokenizer=lm.tokenizer, **options,
+    )  # fmt: skip
+    assert heard.is_over
+    assert heard.tokens == ids[0].tolist()
+    return ids[0].tolist()
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_what_is_written_is_the_same(lm, made, settings, options) -> None:
+    for seed in range(4 if options == "sampled" else 1):
+        given = SETTINGS[settings], seed
+        assert written(lm, True, *given, **OPTIONS[options]) == written(lm, False, *given, **OPTIONS[options])
+    assert made
+    if (settings, options) == ("n-grams", "greedy"):
+        assert made[0].tokens > 2 * made[0].passes
+
+
+def test_no_draft_spoils_the_text(lm, monkeypatch) -> None:
+    expected = [written(lm, False, PLAIN, seed, do_sample=seed > 0) for seed in range(6)]
+    rng = np.random.default_rng(1)
+
+    def anything(self, text, most):
+        return rng.integers(4, 60, rng.integers(0, min(most, 9) + 1))
+
+    monkeypatch.setattr(Drafts, "propose", anything)
+    for seed, text in enumerate(expected):
+        assert written(lm, True, PLAIN, seed, do_sample=seed > 0) == text
+
+
+def test_sampled_text_has_the_distribution_of_the_mixture(lm, monkeypatch) -> None:
+    """Of the second token, given that the first is drafted always: against `forward`, by chi-square."""
+    prompt = torch.tensor([[0, 5, 6]])
+    with torch.no_grad():
+        first = lm(prompt, knn=PLAIN).logits[0, -1].exp()
+    likely = int(first.argmax())
+    monkeypatch.setattr(Drafts, "propose", lambda self, text, most: np.array([likely, likely])[:most])
+    torch.manual_seed(0)
+    counts = np.zeros((2, 101))
+    with torch.no_grad():
+        second = lm(torch.tensor([[0, 5, 6, likely]]), knn=PLAIN).logits[0, -1].exp().numpy()
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 2, "pad_token_id": 2, "eos_token_id": None}
+    for _ in range(600):
+        one, two = lm.generate(prompt, knn=PLAIN, draft=True, **options)[0, 3:].tolist()
+        counts[0, one] += 1
+        counts[1, two] += one == likely
+    for expected, found in ((first.numpy(), counts[0]), (second, counts[1])):
+        mean = expected * found.sum()
+        often = mean > 5
+        chi = ((found - mean)[often] ** 2 / mean[often]).sum()
+        assert chi < often.sum() + 4 * np.sqrt(2 * often.sum())
+
+
+def test_what_cannot_be_drafted_is_written_without(lm, made) -> None:
+    ids = torch.tensor([[0, 5, 6, 7], [0, 9, 8, 7]])
+    for options in (
+        {"num_beams": 2},
+        {"return_dict_in_generate": True},
+        {"use_cache": False},
+        {"generation_config": GenerationConfig(num_beams=2, max_new_tokens=3)},
+        {"input_ids": ids},
+    ):
+        given = {"input_ids": ids[:1], "pad_token_id": 2, "max_new_tokens": 3, **options}
+        drafted, plain = (lm.generate(draft=draft, **given) for draft in (True, False))
+        assert torch.equal(getattr(drafted, "sequences", drafted), getattr(plain, "sequences", plain))
+    assert not made
+
+
+def test_a_string_that_ends_the_text_ends_it_within_a_draft(made, tmp_path) -> None:
+    """Written with a tokenizer in whose tokens strings can be found."""
+    model = Path(__file__).parents[2] / "examples" / "tiny-lm"
+    text = "The ferry leaves the harbour at noon, and nobody waves. The ferry comes back at night. " * 3
+    lm = knnstore.create(tmp_path / "home", str(model))
+    with lm.store:
+        lm.add([text], domain="harbour")
+        options = {"max_new_tokens": 30, "knn": replace(lm.knn, lam=0.9), "use_cache": True}
+        given = {**options, "stop_strings": ["nobody wav"], "tokenizer": lm.tokenizer}
+        plain = lm.generate_text("The ferry leaves the harbour", **given)
+        assert plain.rstrip().endswith(("wav", "waves"))
+        for more in ({}, {"generation_config": GenerationConfig(stop_strings=["nobody wav"])}):
+            given.pop("stop_strings" if more else "", None)
+            assert lm.generate_text("The ferry leaves the harbour", draft=True, **given, **more) == plain
+        assert made[0].tokens > 1.5 * made[0].passes
+
+
+def test_drafts_shorten_where_they_fail_and_come_back(lm) -> None:
+    drafts = Drafts(lm.store, PLAIN)
+    text = lm.reader.tokens(STORED[3].text)[:12]
+    began = len(drafts.propose(text, 40))
+    assert began >= 2
+    for _ in range(30):
+        drafts.learn(len(drafts.propose(text, 40)), 0)
+    assert len(drafts.propose(text, 40)) == 0
+    for _ in range(60):
+        drafts.learn(len(drafts.propose(text, 40)), len(drafts.propose(text, 40)))
+    assert len(drafts.propose(text, 40)) >= began
+    assert len(drafts.propose(text, 1)) == 1
