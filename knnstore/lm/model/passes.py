@@ -79,7 +79,6 @@ class TextMemory:
     """
 
     def __init__(self, encoder: Encoder, store: Reader) -> None:
-        self._encoder = encoder
         self._store = store
         self._keys = TextKeys(encoder, store.identity.metric)
         self._states = TextStates(encoder)
@@ -99,8 +98,7 @@ class TextMemory:
             ConfigError: the texts are not known, and something in the settings goes by them.
         """
         whole, (batch, length) = texts.sequence_ids, states.shape[:2]
-        joined = self._states.join(states, texts.attention_mask, whole, goes_on=texts.goes_on)
-        keys = self._encoder.projected(joined)
+        keys = self._states.keys(states, texts.attention_mask, whole, goes_on=texts.goes_on)
         found = Positions.of(keys, texts.attention_mask, logits_to_keep)
         kept = found.kept.flatten()
         if settings.needs_text and whole is None:

@@ -21,7 +21,7 @@ class TextStates:
         self._encoder = encoder
         self._states: PrefixStates[Tensor] = PrefixStates(_STATES_KEPT)
 
-    def join(
+    def keys(
         self,
         states: Tensor,
         attention_mask: Tensor | None,
@@ -40,8 +40,13 @@ class TextStates:
             goes_on: whether further passes may follow that have these texts behind them.
 
         Returns:
-            As of `Joining`, shape (b, t, states * d).
+            The keys as the store has them, float32, shape (b, t, dim); not to be read at padding.
         """
+        return self._encoder.projected(self._joined(states, attention_mask, sequence_ids, goes_on))
+
+    def _joined(
+        self, states: Tensor, attention_mask: Tensor | None, sequence_ids: Tensor | None, goes_on: bool
+    ) -> Tensor:
         joining = self._encoder.joining
         if not joining.discounts:
             return states
