@@ -15,6 +15,7 @@ from knnstore.errors import ConfigError, FingerprintMismatchError
 from knnstore.lm import CacheSettings, KNNLMForCausalLM, KNNSettings, PointerSettings
 from knnstore.lm.keys import Joining, locate
 from knnstore.lm.reading import Encoder, TextReader
+from knnstore.lm.substitute.training import _first_rows
 from knnstore.store import KNNStore
 from tests.lm.conftest import FAMILIES
 from tests.lm.phrases import words
@@ -300,8 +301,6 @@ def test_keys_of_other_states_are_refused(filled, make_lm, tmp_path):
 
 
 def test_the_rows_of_the_output_begin_no_substitute_of_joined_keys(make_model):
-    from knnstore.lm.substitute.training import _first_rows
-
     base = make_model("gpt2")
     head, tokens = base.get_output_embeddings().weight, torch.arange(101)
     one = _first_rows(Encoder(base, locate(base)), 32, tokens, 1, torch.Generator())
