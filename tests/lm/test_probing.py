@@ -77,6 +77,7 @@ def test_joined_states_help_a_model_that_forgets_where_the_text_remembers(make_m
     assert by_kind.keys() > {(1, 32), (2, 32), (3, 32)}
     (few,) = (one for one in found.candidates if one.dim == 16)  # the best of them
     assert len(by_kind) == 4
+    assert by_kind[2, 32].fitted.held_out != by_kind[3, 32].fitted.held_out
     if remembers:
         assert few.states > 1
         assert few.change.ppl == pytest.approx(
