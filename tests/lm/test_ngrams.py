@@ -21,6 +21,7 @@ from knnstore.lm import (
 from knnstore.lm.calibration.evidence import gather_evidence
 from knnstore.lm.calibration.fits import fit_fixed, fit_ngrams, fit_with_ngrams
 from knnstore.lm.calibration.scored_text import score_once
+from knnstore.lm.retrieval import WrittenNGrams
 from knnstore.lm.settings import CacheSettings, ReadingParts
 from knnstore.store import EVERYTHING, Selection
 from tests.kneser_ney import KneserNey
@@ -102,6 +103,18 @@ def test_in_an_empty_store_the_model_is_alone(make_lm):
         assert torch.equal(lm(IDS[1:2], knn=both).logits, lm(IDS[1:2], knn=without).logits)
     found = lm.evaluate(["w5 w6 w7 w8"], ALONE)
     assert found.ngram_ppl == found.knn_ppl == found.base_ppl
+
+
+def test_without_a_prefix_every_text_is_the_beginning_of_a_document(lm):
+    def after(ids, prefix):
+        said = WrittenNGrams.of(lm.store, ALONE, torch.tensor([ids]), 1, torch.tensor([0]), prefix)
+        found = said.rows(slice(0, 1), V, torch.device("cpu"))
+        rows = found.rest[:, None] * found.unigrams
+        return rows.scatter_add_(1, found.tokens, found.weights)
+
+    first = int(lm.reader.tokens("w22")[0])
+    torch.testing.assert_close(after([first], None), after([0, first], 0))
+    assert (after([first], None) - after([first], 0)).abs().max() > 0.01  # which is in the middle of a text
 
 
 # -- generation

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from knnstore.catalog import NewDocument
 from knnstore.errors import DomainNotFoundError
-from knnstore.store import EVERYTHING, KNNStore, Matches, NGramCounts, Selection
+from knnstore.store import EVERYTHING, KNNStore, Matches, NGramCounts, Selection, random_chooser
 from knnstore.store.ngrams import DEPTH, SortedText
 from knnstore.store.ngrams.ranks import RankedBits
 from tests.kneser_ney import KneserNey
@@ -154,6 +154,26 @@ def test_every_change_is_counted_as_if_the_store_had_never_held_anything_else(st
                 check(store, selection, expected)
         with pytest.raises(DomainNotFoundError):
             reader.ngrams(Selection(domains=("nowhere",)))
+
+
+def test_they_are_the_same_wherever_the_keys_are_and_whatever_was_erased(store, tmp_path):
+    rng, numbers, documents = np.random.default_rng(0), count(), {}
+    add(store, rng, numbers, documents, *(("news", f"{id}") for id in range(9)))
+    add(store, rng, numbers, documents, *(("mail", f"{id}") for id in range(9)))
+    store.remove_domain("mail")
+    live = [one for (domain, _), one in documents.items() if domain == "news"]
+    with KNNStore.open(store.home.path) as reader:
+        for change in (
+            store.erase,
+            lambda: store.prune(0.5, random_chooser(0)),
+            lambda: store.move("hnswlib", "elsewhere"),
+            store.repair,
+        ):
+            change()
+            check(store, EVERYTHING, live)
+            check(reader, EVERYTHING, live)
+    with pytest.raises(DomainNotFoundError):
+        store.ngrams(Selection(domains=("mail",)))
 
 
 def test_counts_are_made_once_for_a_revision(store):

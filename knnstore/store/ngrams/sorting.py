@@ -96,23 +96,23 @@ class SortedText:
 
 
 def _sorted(symbols: Symbols, firsts: Places, bits: int) -> NDArray[np.int32]:
-    """Sort by what fits into one key, then by pairs of ranks, each of which doubles the depth at most."""
+    """Sort by what fits into one key, then by pairs of ranks, each of which doubles the depth at most.
+
+    What comes after an end orders only what is equal up to there.
+    """
     depth = min(DEPTH, _KEY_BITS // bits)
     keys = np.zeros(len(symbols), np.uint64)
-    for _ in range(depth):  # of a place its symbol, then the key of the next place, which ends where it ends
+    for _ in range(depth):  # of a place its symbol, then the key of the next place
         keys[:-1] = keys[1:] >> np.uint64(bits)
         keys |= symbols.astype(np.uint64) << np.uint64(_KEY_BITS - bits)
-        keys[symbols == END] = 0
     order = np.argsort(keys)
-    if depth < DEPTH:
-        ends = np.flatnonzero(symbols == END)
-        end = np.repeat(ends, np.diff(ends, prepend=-1))
     while depth < DEPTH:
         ranks = np.empty(len(symbols), np.uint64)
         ordered = keys[order]
         ranks[order] = np.cumsum(ordered != np.roll(ordered, 1), dtype=np.uint64)
         further = min(depth, DEPTH - depth)
-        keys = ranks << np.uint64(32) | ranks[np.minimum(np.arange(len(symbols)) + further, end)]
+        keys = ranks << np.uint64(32)
+        keys[:-further] |= ranks[further:]
         depth += further
         order = np.argsort(keys)
     return order[len(firsts) :].astype(np.int32)  # the ends come first
