@@ -25,6 +25,7 @@ from knnstore.store.selection import EVERYTHING, Selection
 from knnstore.store.view import View
 
 _SEARCH_ATTEMPTS = 20  # a commit takes longer than a search: so many in a row are not overtaken
+_OVERTAKEN = f"each of {_SEARCH_ATTEMPTS} searches was overtaken by a commit; try again"
 
 Found = TypeVar("Found")
 
@@ -123,11 +124,19 @@ class StoreReader:
         Raises:
             DomainNotFoundError, DocumentNotFoundError: as `search`.
             ConfigError: there is more text than can be counted together.
+            StoreUnavailableError: documents were removed again and again meanwhile.
         """
-        while True:  # a document that was removed since the view was taken makes another view
-            counts = self._at_one_revision(lambda view: self._counting.of(view, selection))
-            if counts is not None:
+        for _ in range(_SEARCH_ATTEMPTS):
+            view = self.view()
+            counts = self._counting.of(view, selection)
+            if counts is None:
+                continue
+            if self._catalog.revision() == view.snapshot.revision:
                 return counts
+            # Counting takes longer than most commits: what was added meanwhile can wait for the next call.
+            if np.isin(view.snapshot.rows[view.chosen(selection)], self.view().snapshot.rows).all():
+                return counts
+        raise StoreUnavailableError(_OVERTAKEN)
 
     def provenance(self, ids: Ids, *, before: int = 16, after: int = 8) -> list[Provenance | None]:
         """Say where retrieved records come from.
@@ -276,6 +285,4 @@ class StoreReader:
             # A commit between the two may have removed what the view still counts on.
             if self._catalog.revision() == view.snapshot.revision:
                 return found
-        raise StoreUnavailableError(
-            f"each of {_SEARCH_ATTEMPTS} searches was overtaken by a commit; try again"
-        )
+        raise StoreUnavailableError(_OVERTAKEN)

@@ -1,5 +1,7 @@
 """Counts of n-grams: against dictionaries, whatever was added, replaced, removed or selected before."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
 import numpy as np
@@ -174,6 +176,31 @@ def test_they_are_the_same_wherever_the_keys_are_and_whatever_was_erased(store, 
             check(reader, EVERYTHING, live)
     with pytest.raises(DomainNotFoundError):
         store.ngrams(Selection(domains=("mail",)))
+
+
+def test_beside_a_writer_each_document_counts_in_one_version(store):
+    vocabulary, done = store.identity.vocab_size, threading.Event()
+
+    def replace():
+        for number in range(1000):
+            if done.is_set():
+                break
+            text = np.full(50, number % vocabulary, np.uint32)
+            with store.ingest([NewDocument("a", "news", f"{number:064x}", text)]) as group:
+                keys = np.zeros((50, store.identity.dim), np.float32)
+                group.add(np.zeros(50, int), np.arange(50), text.astype(np.int64), keys)
+
+    with KNNStore.open(store.home.path) as reader, ThreadPoolExecutor() as threads:
+        written = threads.submit(replace)
+        versions = set()
+        while len(versions) < 15 and not written.done():
+            counts = reader.ngrams()
+            tokens = np.flatnonzero(counts.unigrams)
+            assert len(tokens) <= 1
+            versions.update(tokens.tolist())
+        done.set()
+        written.result()
+    assert len(versions) == 15
 
 
 def test_counts_are_made_once_for_a_revision(store):
