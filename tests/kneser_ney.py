@@ -25,6 +25,11 @@ class KneserNey:
         once, twice = ([numbers[length, count] for length in range(order + 1)] for count in (1, 2))
         self.discounts = [n1 / (n1 + 2 * n2) if n1 else 0 for n1, n2 in zip(once, twice, strict=True)]
 
+    def longest(self, context: Sequence[int]) -> int:
+        """How long the longest end of a context is after which anything comes."""
+        ends = range(1, min(self.order - 1, len(context)) + 1)
+        return max([0, *(n for n in ends if tuple(map(int, context[-n:])) in self.after)])
+
     def probs(self, context: Sequence[int], vocabulary: int) -> np.ndarray:
         """The distribution of what comes after a context, which -1 begins if it is a text's beginning."""
         found = np.zeros(vocabulary)

@@ -157,6 +157,8 @@ class Query:
             return None
         if not given:
             return settings.ngrams if self.lam is None else None
+        if self.ngram_lambda is not None:
+            given["by_length"] = None
         return replace(settings.ngrams or NGramSettings(), **given)
 
     def _pointers(self, settings: "KNNSettings") -> "PointerSettings | None":

@@ -49,8 +49,13 @@ def test_saved_n_grams_are_used_and_changed_by_what_is_given(store):
         assert find() == NGramSettings(5, 0.6)
         assert find(ngrams=0) is None
         assert find(ngram_lambda=0.1) == NGramSettings(5, 0.1)
+        query["ngrams"]["by_length"] = [0.1, 0.9]
+        opened.save_settings(SavedSettings(query))
+        assert find() == NGramSettings(5, 0.6, (0.1, 0.9))
+        assert find(ngrams=4) == NGramSettings(4, 0.6, (0.1, 0.9))
+        assert find(ngram_lambda=0.1) == NGramSettings(5, 0.1)
         assert find(lam=0.5) is None
-        assert find(lam=0.5, ngrams=4) == NGramSettings(4, 0.6)
+        assert find(lam=0.5, ngrams=4) == NGramSettings(4, 0.6, (0.1, 0.9))
 
 
 def test_a_lambda_given_for_the_store_is_that_of_all_retrieval_unless_a_cache_is_given_too(cache_of):

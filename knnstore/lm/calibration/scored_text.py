@@ -54,6 +54,12 @@ class ScoredNGrams(NamedTuple):
     """The length of the longest."""
     probs: Tensor
     """What they give to each token, float32, shape (n,), nan where there are none."""
+    lengths: Tensor
+    """Tokens before it that the longest has, int64, shape (n,)."""
+
+    def of(self, tokens: Tensor) -> Continuation:
+        """What they say of some tokens, given by their indices."""
+        return Continuation.of_gold(self.probs[tokens], self.lengths[tokens])
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +124,7 @@ class ScoredText:
             lm_entropy=None if self.lm_entropy is None else self.lm_entropy[tokens],
             distinct=None if self.distinct is None else self.distinct[tokens],
             log_weights=None if self.log_weights is None else self.log_weights[tokens, :k],
-            continuation=None if self.ngrams is None else Continuation.of_gold(self.ngrams.probs[tokens]),
+            continuation=None if self.ngrams is None else self.ngrams.of(tokens),
             hits=self.hits[tokens, :k],
             visited=None if probes is None else [self.visited[probes].rows(tokens)],
         )
@@ -173,7 +179,9 @@ def score_once(
     )  # fmt: skip
     keys, gold = torch.empty(total, store.identity.dim), torch.empty(total, dtype=torch.int64)
     lm_entropy = torch.empty(total)
-    ngram_probs = torch.full((total,), torch.nan)
+    said = ScoredNGrams(
+        (ngrams or _NGRAMS).order, torch.full((total,), torch.nan), torch.zeros(total, dtype=torch.long)
+    )
     distinct = torch.empty((total, len(powers_up_to(min(k, DISTINCT_AMONG)))), dtype=torch.int16)
     log_weights = None
     done = 0
@@ -190,8 +198,8 @@ def score_once(
         scored.documents[rows] = torch.from_numpy(part.documents)
         keys[rows], gold[rows] = part.keys, part.gold
         lm_entropy[rows] = part.lm_entropy
-        if part.ngram_probs is not None:
-            ngram_probs[rows] = part.ngram_probs
+        if part.ngram_probs is not None and part.ngram_lengths is not None:
+            said.probs[rows], said.lengths[rows] = part.ngram_probs, part.ngram_lengths
         distinct[rows] = distinct_tokens(part.tokens, part.distances)
         if part.log_weights is not None:
             log_weights = torch.zeros(total, k) if log_weights is None else log_weights
@@ -204,6 +212,6 @@ def score_once(
         reading=Reading(keys, gold, scored.documents, store.identity.metric),
         lm_entropy=lm_entropy,
         distinct=distinct,
-        ngrams=None if ngrams is None else ScoredNGrams(ngrams.order, ngram_probs),
+        ngrams=None if ngrams is None else said,
         fitted_for=described(store.identity),
     )

@@ -51,6 +51,9 @@ class Continuation(NamedTuple):
     unigrams: Tensor | None = None
     """A distribution over the vocabulary, float32, shape (v,)."""
 
+    lengths: Tensor | None = None
+    """Tokens of the longest end of each context that was found, int64, shape (n,); None where all are 0."""
+
     @classmethod
     def nothing(cls, like: Tensor) -> "Continuation":
         """What is said where nothing is counted, of as many contexts as a tensor has rows."""
@@ -58,11 +61,11 @@ class Continuation(NamedTuple):
         return cls(weights, weights.long())
 
     @classmethod
-    def of_gold(cls, probs: Tensor) -> "Continuation":
+    def of_gold(cls, probs: Tensor, lengths: Tensor | None) -> "Continuation":
         """Of the n tokens that came alone, by their probabilities, which are nan where nothing is counted."""
         known = probs.isfinite()
         weights = torch.stack([probs, 1 - probs], 1).where(known[:, None], 0.0)
-        return cls(weights, hits=torch.tensor([[True, False]]).expand(len(probs), -1))
+        return cls(weights, hits=torch.tensor([[True, False]]).expand(len(probs), -1), lengths=lengths)
 
 
 class GoldShares(Protocol):

@@ -1,9 +1,10 @@
 """From settings and what was retrieved to the mixture: here alone stands what it is made of."""
 
 import torch
+from torch import Tensor
 
 from knnstore.lm.mixing import Component, Mixture, Retrieved, neighbor_weights
-from knnstore.lm.settings import KNNSettings
+from knnstore.lm.settings import KNNSettings, NGramSettings
 
 
 def mixture_of(settings: KNNSettings, retrieved: Retrieved) -> Mixture:
@@ -19,7 +20,8 @@ def mixture_of(settings: KNNSettings, retrieved: Retrieved) -> Mixture:
     if settings.ngrams is not None:
         said = retrieved.continuation
         assert said is not None
-        lam = torch.full((len(said.weights),), settings.ngrams.lam, device=said.weights.device)
+        lengths = said.weights.new_zeros(len(said.weights)).long() if said.lengths is None else said.lengths
+        lam = ngram_lambdas(settings.ngrams, lengths)
         components.append(Component(said.weights, lam, said.tokens, said.hits, said.rest, said.unigrams))
     if settings.cache is not None:
         assert retrieved.recent is not None
@@ -27,3 +29,9 @@ def mixture_of(settings: KNNSettings, retrieved: Retrieved) -> Mixture:
         lam = torch.full((len(weights),), settings.cache.lam, device=weights.device)
         components.append(Component(weights, lam, retrieved.recent.tokens))
     return Mixture(components, temperature)
+
+
+def ngram_lambdas(ngrams: NGramSettings, lengths: Tensor) -> Tensor:
+    """The λ of n-grams by how many tokens before it the longest has: float32, of the shape of `lengths`."""
+    table = torch.tensor(ngrams.by_length or (ngrams.lam,), device=lengths.device)
+    return table[lengths.clamp(max=len(table) - 1)]

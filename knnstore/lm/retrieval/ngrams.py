@@ -42,12 +42,18 @@ class ReadNGrams:
         """Where the token at a position of the first text was found; see `Matches.occurrences`."""
         return self.matches.occurrences(int(self.matches.firsts[0]) + position - 1, self.order, most)
 
-    def probs(self, documents: Tokens, positions: Tokens) -> Tensor:
-        """The probabilities of tokens, float32, shape (n,); nan where nothing is counted."""
+    def gold(self, documents: Tokens, positions: Tokens) -> tuple[Tensor, Tensor]:
+        """What is said of n tokens, given by document and position.
+
+        Returns:
+            Their probabilities, float32, nan where nothing is counted; and how many tokens before each the
+            longest n-gram has, int64. Both of shape (n,).
+        """
+        found = self.matches.gold(self.matches.firsts[documents] + positions - 1, self.order)
+        probs = torch.from_numpy(found.probs)
         if not self.counts.unigrams.any():
-            return torch.full((len(positions),), torch.nan)
-        at = self.matches.firsts[documents] + positions - 1
-        return torch.from_numpy(self.matches.probs(at, self.order))
+            probs.fill_(torch.nan)
+        return probs, torch.from_numpy(found.lengths)
 
 
 class WrittenNGrams:
@@ -116,10 +122,13 @@ class WrittenNGrams:
         weights[asked[found.rows], column] = found.probs
         rest = np.zeros(len(at), np.float32)
         rest[asked] = found.rest
+        lengths = np.zeros(len(at), np.int64)
+        lengths[asked] = found.lengths
         unigrams = torch.from_numpy(self._counts.unigrams)
         return Continuation(
             torch.from_numpy(weights).to(device),
             torch.from_numpy(tokens).to(device),
             rest=torch.from_numpy(rest).to(device),
             unigrams=pad(unigrams, (0, vocabulary - len(unigrams))).to(device),
+            lengths=torch.from_numpy(lengths).to(device),
         )

@@ -151,6 +151,9 @@ def read_batch(
     log_probs = reader.encoder.log_probs(encoded.states, batch.gold)
     lm_max, lm_entropy = log_probs.best.cpu(), log_probs.entropy.cpu()
     gold, nothing = torch.from_numpy(batch.gold), np.empty((len(keys), 0), np.int64)
+    ngram_probs = ngram_lengths = None
+    if ngrams is not None:
+        ngram_probs, ngram_lengths = ngrams.gold(batch.documents, batch.positions)
     searched = np.full(len(keys), settings.retrieves)
     if settings.skip is not None:
         searched &= settings.skip.searched(keys, lm_max, lm_entropy).numpy()
@@ -166,7 +169,8 @@ def read_batch(
         keys=keys,
         documents=batch.documents,
         positions=batch.positions,
-        ngram_probs=None if ngrams is None else ngrams.probs(batch.documents, batch.positions),
+        ngram_probs=ngram_probs,
+        ngram_lengths=ngram_lengths,
         recent=None if read is None else read.follow(keys, gold, batch.documents, batch.positions),
     )
 

@@ -47,12 +47,17 @@ class TokenScores:
     ngram_probs: Tensor | None = None
     """What n-grams give to each token, float32, shape (n,), nan where there are none; None where they are not
     in use."""
+    ngram_lengths: Tensor | None = None
+    """Tokens before it that the longest of them has, int64, shape (n,); None where they are not in use."""
     visited: Sequence[Visited] | None = None
     """What was visited, for each search, where records were not kept apart: see `Retrieved`; `ids` has no
     column then."""
 
     def retrieved(self) -> Retrieved:
         """What a mixer chooses from."""
+        continuation = None
+        if self.ngram_probs is not None:
+            continuation = Continuation.of_gold(self.ngram_probs, self.ngram_lengths)
         return Retrieved(
             self.distances,
             self.lm_max,
@@ -61,7 +66,7 @@ class TokenScores:
             lm_entropy=self.lm_entropy,
             log_weights=self.log_weights,
             recent=self.recent,
-            continuation=None if self.ngram_probs is None else Continuation.of_gold(self.ngram_probs),
+            continuation=continuation,
             visited=self.visited,
         )
 

@@ -53,13 +53,20 @@ class NGramSettings:
     lam: float = 0.25
     """λ, between 0 and 1: the weight of the counts against the mixture of model and store."""
 
+    by_length: tuple[float, ...] | None = None
+    """λ where the longest end of the context that was found has 0, 1, ... tokens, the last one for all that
+    are longer: then `lam` is only their mean. None is `lam` everywhere."""
+
     def __post_init__(self) -> None:
+        if self.by_length is not None:
+            object.__setattr__(self, "by_length", tuple(self.by_length))
         if type(self.order) is not int or not 2 <= self.order <= LONGEST_NGRAM:
             raise ConfigError(
                 f"n-grams of 2 to {LONGEST_NGRAM} tokens are counted, their order cannot be {self.order!r}"
             )
-        if not 0 <= self.lam <= 1:
-            raise ConfigError(f"lambda of n-grams must be between 0 and 1, got {self.lam}")
+        for lam in (self.lam, *(self.by_length or ())):
+            if not 0 <= lam <= 1:
+                raise ConfigError(f"lambda of n-grams must be between 0 and 1, got {lam}")
 
 
 @dataclass(frozen=True, slots=True)
