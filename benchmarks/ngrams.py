@@ -68,6 +68,8 @@ def measure(lm: KNNLMForCausalLM, parts: Parts, options: argparse.Namespace) -> 
     bits = [array for ranked in (*counts.new, *counts.continued) for array in vars(ranked).values()]
     tokens = lm.store.record_count()
     settings = replace(lm.knn, ngrams=NGramSettings(options.order))
+    if options.probes:
+        settings = replace(settings, probes=options.probes)
     temperatures = [factor * lm.knn.temperature for factor in FACTORS]
     dev, test = (probs_of(lm, parts[part], settings, temperatures) for part in ("dev", "test"))
     knn = list(SIDES["lm + kNN"])
@@ -107,6 +109,7 @@ def main() -> None:
     parser.add_argument("--records", type=int, default=275_000)
     parser.add_argument("--held-out", type=int, default=20_000, help="tokens of dev and of test")
     parser.add_argument("--engine", default="cells")
+    parser.add_argument("--probes", type=int, help="of the engine's cells, in place of the default")
     parser.add_argument("--order", type=int, default=7)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--steps", type=int, default=STEPS)
