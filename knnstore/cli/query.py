@@ -123,43 +123,40 @@ class Query:
         return settings
 
     def _in_force(self, store: "KNNStore", selection: "Selection") -> "KNNSettings":
-        from knnstore.lm import default_settings, settings_for, usable_settings_for
+        from knnstore.lm import default_settings, overridden, settings_for, usable_settings_for
 
-        given = _given(k=self.k, temperature=self.temperature, lam=self.lam)
-        if self.lam is None:
-            saved = settings_for(store, selection)
-        else:  # the only one that is in force, and everywhere
-            saved = usable_settings_for(store, selection) or default_settings(store)
-            given |= {"skip": None, "substitute": None, "selection": selection}
         if self.probes and self.k is not None:
             raise ConfigError("give --k or --probes, not both: of the cells visited all records count")
-        if self.probes is not None or self.k is not None:
-            given["probes"] = self.probes or None
-        settings = replace(saved, **given)
-        settings = replace(settings, cache=self._cache(settings), ngrams=self._ngrams(settings))
+        if self.lam is None:
+            saved = settings_for(store, selection)
+        else:
+            saved = usable_settings_for(store, selection) or default_settings(store)
+            saved = replace(saved, substitute=None, selection=selection)
+        settings = overridden(saved, k=self.k, probes=self.probes, temperature=self.temperature, lam=self.lam)
+        settings = replace(settings, cache=self._cache(saved, settings), ngrams=self._ngrams(saved, settings))
         return replace(settings, pointers=self._pointers(settings))
 
-    def _cache(self, settings: "KNNSettings") -> "CacheSettings | None":
+    def _cache(self, saved: "KNNSettings", settings: "KNNSettings") -> "CacheSettings | None":
         from knnstore.lm import CacheSettings
 
         given = _given(size=self.cache, temperature=self.cache_temperature, lam=self.cache_lambda)
         if self.cache == 0:
             return None
-        if not given:  # a λ for the store is that of all retrieval
-            return settings.cache if self.lam is None else None
-        return replace(settings.cache or CacheSettings(temperature=settings.temperature), **given)
+        if not given:
+            return settings.cache
+        return replace(saved.cache or CacheSettings(temperature=settings.temperature), **given)
 
-    def _ngrams(self, settings: "KNNSettings") -> "NGramSettings | None":
+    def _ngrams(self, saved: "KNNSettings", settings: "KNNSettings") -> "NGramSettings | None":
         from knnstore.lm import NGramSettings
 
         given = _given(order=self.ngrams, lam=self.ngram_lambda)
         if self.ngrams == 0:
             return None
         if not given:
-            return settings.ngrams if self.lam is None else None
+            return settings.ngrams
         if self.ngram_lambda is not None:
             given["by_length"] = None
-        return replace(settings.ngrams or NGramSettings(), **given)
+        return replace(saved.ngrams or NGramSettings(), **given)
 
     def _pointers(self, settings: "KNNSettings") -> "PointerSettings | None":
         from knnstore.lm import PointerSettings

@@ -24,6 +24,7 @@ from knnstore.lm.scoring import (
     Source,
     TokenExplanation,
     TokenTable,
+    explain_tokens,
     replacing,
 )
 from knnstore.lm.settings import (
@@ -36,6 +37,8 @@ from knnstore.lm.settings import (
     TrainedSubstitute,
     default_settings,
     is_substitute_outdated,
+    overridden,
+    own_settings_for,
     save_settings,
     saved_for,
     settings_for,
@@ -50,8 +53,8 @@ __all__ = [
     "DomainWeights", "Evaluation", "FixedLambda", "GateLambda", "Interval", "KNNLMForCausalLM", "KNNSettings",
     "Mixer", "NGramSettings", "NearnessLambda", "PointerSettings", "Probe", "Probed", "PruningCost",
     "RelativeConfidence", "Retrieved", "SimpleMixer", "SizePoint", "Skipping", "Source", "Substitute",
-    "TokenExplanation", "TokenTable", "TrainedSubstitute", "create", "default_settings",
-    "is_substitute_outdated", "load", "load_model", "probe_keys", "register_mixer", "replacing",
-    "save_settings", "saved_for", "settings_for", "settings_from_dict", "settings_to_dict", "trained_for",
-    "usable_settings_for",
+    "TokenExplanation", "TokenTable", "TrainedSubstitute", "create", "default_settings", "explain_tokens",
+    "is_substitute_outdated", "load", "load_model", "overridden", "own_settings_for", "probe_keys",
+    "register_mixer", "replacing", "save_settings", "saved_for", "settings_for", "settings_from_dict",
+    "settings_to_dict", "trained_for", "usable_settings_for",
 ]  # fmt: skip

@@ -170,7 +170,7 @@ def test_beams_samples_and_guesses_are_those_of_generation_without_kept_state(
         )
 
     if forgetful:  # what was forgotten is computed again
-        monkeypatch.setattr(knn_gpt2._text_memory._keys._states, "get", lambda names: [None] * len(names))
+        monkeypatch.setattr(knn_gpt2._mixer._text_keys._states, "get", lambda names: [None] * len(names))
     found = generate(**options)
     without = {name: value for name, value in options.items() if name != "prompt_lookup_num_tokens"}
     assert torch.equal(found, generate(use_cache=False, **without))

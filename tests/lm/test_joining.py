@@ -149,7 +149,7 @@ def test_states_follow_the_beams(knn_gpt2, forgetful, monkeypatch):
     read_again = knn_gpt2.encoder.key_states
     monkeypatch.setattr(knn_gpt2.encoder, "key_states", lambda ids: read.append(ids) or read_again(ids))
     if forgetful:  # what was forgotten is computed again
-        monkeypatch.setattr(knn_gpt2._text_memory._states._states, "get", lambda names: [None] * len(names))
+        monkeypatch.setattr(knn_gpt2._text_states._states, "get", lambda names: [None] * len(names))
     found = knn_gpt2.generate(
         IDS, attention_mask=MASK, max_new_tokens=9, min_new_tokens=9, pad_token_id=2, num_beams=4,
         num_return_sequences=4, length_penalty=0.0, output_scores=True, return_dict_in_generate=True,

@@ -1,5 +1,6 @@
 """What retrieval makes of the logits of one forward pass."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,13 +12,17 @@ from torch import Tensor
 from knnstore.datastore import Keys, Neighbors, tokens_of
 from knnstore.errors import ConfigError
 from knnstore.lm.mixing import Continuation, Retrieved, entropy_of
-from knnstore.lm.model.passes import Positions
+from knnstore.lm.model.passes import ForwardPass, Positions
+from knnstore.lm.reading import Encoder
 from knnstore.lm.retrieval import (
+    TextKeys,
+    TextPass,
     WrittenNGrams,
     mixture_of,
     reachable,
     retrieve,
     retrieve_for_pass,
+    sequence_ids_of,
 )
 from knnstore.lm.settings import KNNSettings
 from knnstore.lm.substitute import Heads
@@ -25,6 +30,71 @@ from knnstore.store import Reader
 
 _CHUNK_VALUES = 1 << 24
 """How many log-probabilities are mixed at once: 64 MiB of float32."""
+
+
+class LogitMixer:
+    """Mixes what is retrieved into the logits of forward passes, with settings for all texts or for each.
+
+    Args:
+        store: where to retrieve from.
+        heads: substitutes of the store.
+        encoder: makes the keys of texts again where they were forgotten.
+    """
+
+    def __init__(self, store: Reader, heads: Heads, encoder: Encoder) -> None:
+        self._store = store
+        self._heads = heads
+        self._text_keys = TextKeys(encoder, store.identity.metric)
+
+    def mix(self, read: ForwardPass, each: Sequence[KNNSettings]) -> Tensor:
+        """Mix with one settings for all texts, or with those of each; equal objects are searched for at once.
+
+        Returns:
+            As `mix_logits`; where the settings differ float32, shape (b, kept, v).
+
+        Raises:
+            ConfigError: there are neither one nor as many settings as texts; or the texts are not known, and
+                something in the settings goes by them.
+        """
+        if len(each) not in (1, len(read.keys)):
+            raise ConfigError(f"{len(each)} settings were given for {len(read.keys)} texts")
+        groups: dict[int, list[int]] = {}
+        for row, settings in enumerate(each):
+            groups.setdefault(id(settings), []).append(row)
+        if len(groups) == 1:
+            return self.mix_alike(read, each[0])
+        mixed = read.logits.to(torch.float32, copy=True)
+        for rows in groups.values():
+            mixed[rows] = self.mix_alike(read.rows(rows), each[rows[0]]).float()
+        return mixed
+
+    def mix_alike(self, read: ForwardPass, settings: KNNSettings) -> Tensor:
+        """Mix with the same settings for all texts; see `mix_logits`."""
+        if settings.is_model_alone:
+            return read.logits
+        positions = self._positions(read, settings)
+        return mix_logits(self._store, self._heads, read.logits, positions, settings)
+
+    def _positions(self, read: ForwardPass, settings: KNNSettings) -> Positions:
+        """What the positions of a pass are mixed by."""
+        found, texts = Positions.of(read.keys, read.attention_mask, read.logits_to_keep), read.sequence_ids
+        kept, (batch, length) = found.kept.flatten(), read.keys.shape[:2]
+        if settings.needs_text and texts is None:
+            raise ConfigError(
+                "a continuous cache and n-grams need token ids: give input_ids, or settings without them"
+            )
+        if settings.cache is not None and texts is not None:
+            size = settings.cache.size
+            found.recent = self._text_keys.look_back(texts, read.keys, kept, size, goes_on=read.goes_on)
+        if settings.ngrams is not None and texts is not None:
+            found.ngrams = WrittenNGrams.of(self._store, settings, texts, length, kept, read.prefix)
+        if settings.pointers is not None:
+            states = read.pointer_states
+            if texts is None:  # no pass before this one is known: pointers begin here
+                states = None
+                texts = None if read.input_ids is None else sequence_ids_of(read.input_ids, found.mask)
+            found.text_pass = TextPass.of(texts, batch, length, found.kept.cpu(), states)
+        return found
 
 
 def mix_logits(

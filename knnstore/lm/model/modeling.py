@@ -2,6 +2,7 @@
 
 import inspect
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,12 +16,12 @@ from knnstore.errors import ConfigError
 from knnstore.lm.calibration import calibrate
 from knnstore.lm.keys import KeyCapture
 from knnstore.lm.model.drafting import can_draft, with_drafts
-from knnstore.lm.model.logits import mix_logits
-from knnstore.lm.model.passes import TextMemory, Texts
+from knnstore.lm.model.logits import LogitMixer
+from knnstore.lm.model.passes import ForwardPass
 from knnstore.lm.model.saving import read_config, write_config
 from knnstore.lm.model.writing import generate_text
 from knnstore.lm.reading import Encoder, TextReader, add, check_matches, load_model
-from knnstore.lm.retrieval import STATES_KEPT, PointerStates, sequence_ids_of, whole_texts
+from knnstore.lm.retrieval import STATES_KEPT, PointerStates, TextStates, sequence_ids_of, whole_texts
 from knnstore.lm.scoring import evaluate, explain, measure_size_curve, prune
 from knnstore.lm.settings import KNNSettings, default_settings, save_settings, settings_for
 from knnstore.lm.substitute import Heads, train_substitute
@@ -82,9 +83,9 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
         self.tokenizer = tokenizer
         self.knn = knn or KNNSettings()
         self.encoder = Encoder.of(base, store)
-        self._heads = Heads(store, base.device)
         self.generation_config = base.generation_config
-        self._text_memory = TextMemory(self.encoder, store)
+        self._text_states = TextStates(self.encoder)
+        self._mixer = LogitMixer(store, Heads(store, base.device), self.encoder)
         self._base_accepts = frozenset(inspect.signature(base.forward).parameters)
         if hasattr(base, "hf_device_map"):
             self.hf_device_map = base.hf_device_map
@@ -193,8 +194,7 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
             *args: as there.
             knn: settings of this call; default ``self.knn``.
             draft: check several tokens in one pass, which stood after the same words in the store or the
-                text. What is written is the same, or of the same distribution. It is done for a single
-                text without beams.
+                text; what is written stays the same. Done for a single text without beams.
             **kwargs: as there.
         """
         if (knn or self.knn).pointers is not None:
@@ -233,7 +233,7 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        knn: KNNSettings | None = None,
+        knn: KNNSettings | Sequence[KNNSettings] | None = None,
         sequence_ids: Tensor | None = None,
         pointer_states: PointerStates | None = None,
         return_dict: bool | None = None,
@@ -253,7 +253,8 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
             labels: shape (b, t), -100 is ignored; gives the loss of the mixture.
             use_cache: whether to return a cache.
             logits_to_keep: how many of the last positions to predict from (0 is all), or which ones.
-            knn: settings of this call; default ``self.knn``.
+            knn: settings of this call, or of each row; default ``self.knn``. Rows that share an object are
+                searched for together.
             sequence_ids: with a cache, the whole texts: int64, shape (b, past + t), -1 for padding;
                 see `knnstore.lm.retrieval.prefix_states`. `generate` gives them.
             pointer_states: what lets pointers go on from the pass before; `generate` gives it.
@@ -264,7 +265,7 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
             The base model's output with ``logits`` float32 log-probabilities of the mixture,
             shape (b, kept, vocabulary), and ``loss``.
         """
-        settings = knn or self.knn
+        each = [knn or self.knn] if isinstance(knn, KNNSettings | None) else knn
         loss_options = {
             name: kwargs.pop(name) for name in ("num_items_in_batch", "shift_labels") if name in kwargs
         }
@@ -274,22 +275,24 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
             "logits_to_keep": logits_to_keep,
         }  # fmt: skip
         inputs = {name: value for name, value in inputs.items() if name in self._base_accepts}
-        looks_back = settings.needs_text or self.encoder.joining.discounts
-        if sequence_ids is None and looks_back and not settings.is_model_alone:
+        looks_back = self.encoder.joining.discounts or any(one.needs_text for one in each)
+        is_mixed = not all(one.is_model_alone for one in each)
+        if sequence_ids is None and looks_back and is_mixed:
             sequence_ids = whole_texts(input_ids, attention_mask, past_key_values)
         with KeyCapture(self.base, self.encoder.location) as capture:
             output = self.base(**inputs, **kwargs, return_dict=True)
         logits = output.logits
-        if not settings.is_model_alone:
+        if is_mixed:
             tokens = input_ids if input_ids is not None else inputs_embeds
             assert tokens is not None
-            texts = Texts(
-                input_ids, attention_mask, sequence_ids, self.reader.prefix if settings.ngrams else None,
-                pointer_states, goes_on=use_cache is not False,
+            states, goes_on = capture.keys(*tokens.shape[:2]), use_cache is not False
+            keys = self._text_states.keys(states, attention_mask, sequence_ids, goes_on=goes_on)
+            prefix = self.reader.prefix if any(one.ngrams for one in each) else None
+            read = ForwardPass(
+                logits, keys, input_ids, attention_mask, sequence_ids, logits_to_keep, pointer_states,
+                prefix, goes_on,
             )  # fmt: skip
-            states = capture.keys(*tokens.shape[:2])
-            positions = self._text_memory.positions(states, texts, logits_to_keep, settings)
-            logits = mix_logits(self.store, self._heads, logits, positions, settings)
+            logits = self._mixer.mix(read, each)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=logits.shape[-1], **loss_options)

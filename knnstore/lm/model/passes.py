@@ -1,39 +1,15 @@
-"""What one forward pass asks retrieval for, and what passes remember of the texts that they read."""
+"""One forward pass: what it leaves to be mixed into, and which of its positions are predicted from."""
 
-from dataclasses import dataclass
-from typing import NamedTuple, Self
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from knnstore.errors import ConfigError
 from knnstore.lm.keys import keep_positions
 from knnstore.lm.mixing import Recent
-from knnstore.lm.reading import Encoder
-from knnstore.lm.retrieval import (
-    PointerStates,
-    TextKeys,
-    TextPass,
-    TextStates,
-    WrittenNGrams,
-    sequence_ids_of,
-)
-from knnstore.lm.settings import KNNSettings
-from knnstore.store import Reader
-
-
-class Texts(NamedTuple):
-    """The texts of a forward pass, as `forward` was given them."""
-
-    input_ids: Tensor | None
-    attention_mask: Tensor | None
-    sequence_ids: Tensor | None
-    """The whole texts where they are known."""
-    prefix: int | None
-    """The token that comes before every document; None where none does."""
-    pointer_states: PointerStates | None
-    goes_on: bool
-    """Whether further passes may follow that have these texts behind them."""
+from knnstore.lm.retrieval import PointerStates, TextPass, WrittenNGrams
 
 
 @dataclass
@@ -70,50 +46,34 @@ class Positions:
         return cls(keys.flatten(0, 1)[kept], attended, keys, kept, mask)
 
 
-class TextMemory:
-    """Remembers of the texts that a model reads what their next tokens are predicted with.
+@dataclass(frozen=True)
+class ForwardPass:
+    """What one pass of the base model over the last t positions of b texts leaves to be mixed into."""
 
-    Args:
-        encoder: makes the keys.
-        store: what is retrieved from.
-    """
+    logits: Tensor
+    """Shape (b, kept, v)."""
+    keys: Tensor
+    """Shape (b, t, d)."""
+    input_ids: Tensor | None
+    """Shape (b, t); this and the next four are arguments of `KNNLMForCausalLM.forward`."""
+    attention_mask: Tensor | None
+    sequence_ids: Tensor | None
+    logits_to_keep: int | Tensor
+    pointer_states: PointerStates | None
+    prefix: int | None
+    """The token that comes before every document; None where none does, or nothing asks for it."""
+    goes_on: bool
+    """Whether further passes may follow that have these texts behind them."""
 
-    def __init__(self, encoder: Encoder, store: Reader) -> None:
-        self._store = store
-        self._keys = TextKeys(encoder, store.identity.metric)
-        self._states = TextStates(encoder)
-
-    def positions(
-        self, states: Tensor, texts: Texts, logits_to_keep: int | Tensor, settings: KNNSettings
-    ) -> Positions:
-        """Find what the positions of a pass are mixed by, and remember what later ones need.
-
-        Args:
-            states: of the pass at the place of the keys, shape (b, t, d).
-            texts: that it reads.
-            logits_to_keep: as of `forward`.
-            settings: in force.
-
-        Raises:
-            ConfigError: the texts are not known, and something in the settings goes by them.
-        """
-        whole, (batch, length) = texts.sequence_ids, states.shape[:2]
-        keys = self._states.keys(states, texts.attention_mask, whole, goes_on=texts.goes_on)
-        found = Positions.of(keys, texts.attention_mask, logits_to_keep)
-        kept = found.kept.flatten()
-        if settings.needs_text and whole is None:
-            raise ConfigError(
-                "a continuous cache and n-grams need token ids: give input_ids, or settings without them"
-            )
-        if settings.cache is not None and whole is not None:
-            size = settings.cache.size
-            found.recent = self._keys.look_back(whole, keys, kept, size, goes_on=texts.goes_on)
-        if settings.ngrams is not None and whole is not None:
-            found.ngrams = WrittenNGrams.of(self._store, settings, whole, length, kept, texts.prefix)
-        if settings.pointers is not None:
-            read, point = whole, texts.pointer_states
-            if read is None:  # no pass before this one is known: pointers begin here
-                point = None
-                read = None if texts.input_ids is None else sequence_ids_of(texts.input_ids, found.mask)
-            found.text_pass = TextPass.of(read, batch, length, found.kept.cpu(), point)
-        return found
+    def rows(self, rows: Sequence[int]) -> "ForwardPass":
+        """The pass over some of the texts."""
+        at = torch.tensor(rows, device=self.logits.device)
+        mask = self.attention_mask
+        return replace(
+            self,
+            logits=self.logits[at],
+            keys=self.keys[at],
+            input_ids=None if self.input_ids is None else self.input_ids[at],
+            attention_mask=mask[at] if isinstance(mask, Tensor) and mask.ndim == 2 else mask,
+            sequence_ids=None if self.sequence_ids is None else self.sequence_ids[at],
+        )

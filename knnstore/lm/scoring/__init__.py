@@ -1,7 +1,7 @@
 """Scoring held-out text: perplexity, a row for each token, and why each is likely."""
 
 from knnstore.lm.scoring.evaluating import Evaluation, evaluate
-from knnstore.lm.scoring.explaining import Source, TokenExplanation, explain
+from knnstore.lm.scoring.explaining import Source, TokenExplanation, explain, explain_tokens
 from knnstore.lm.scoring.held_out import HeldOut, score_held_out
 from knnstore.lm.scoring.pruning import PruningCost, prune
 from knnstore.lm.scoring.size_curve import SizePoint, measure_size_curve
@@ -9,5 +9,5 @@ from knnstore.lm.scoring.token_table import TokenTable, replacing
 
 __all__ = [
     "Evaluation", "HeldOut", "PruningCost", "SizePoint", "Source", "TokenExplanation", "TokenTable",
-    "evaluate", "explain", "measure_size_curve", "prune", "replacing", "score_held_out",
+    "evaluate", "explain", "explain_tokens", "measure_size_curve", "prune", "replacing", "score_held_out",
 ]  # fmt: skip

@@ -80,8 +80,21 @@ def explain(
     Returns:
         An entry for each predicted token, in order.
     """
+    reader = lm.reader
+    start = len(reader.tokens(after))
+    return explain_tokens(lm, reader.tokens(after + text), knn, neighbors=neighbors, start=start)
+
+
+def explain_tokens(
+    lm: ReadingModel,
+    tokens: NDArray[np.uint32],
+    knn: KNNSettings | None = None,
+    *,
+    neighbors: int = 8,
+    start: int = 0,
+) -> list[TokenExplanation]:
+    """Do what `explain` does for a text given by its tokens, shape (n,), from one of them on."""
     settings, store, reader = knn or lm.knn, lm.store, lm.reader
-    tokens, start = reader.tokens(after + text), len(reader.tokens(after))
     explained: dict[int, TokenExplanation] = {}
     heads = Heads(store, reader.encoder.model.device)
     ngrams = ReadNGrams.of(store, [tokens], settings)

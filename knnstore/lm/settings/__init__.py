@@ -4,6 +4,8 @@ from knnstore.lm.settings.defaults import (
     DEFAULT_PROBES,
     default_settings,
     is_substitute_outdated,
+    overridden,
+    own_settings_for,
     settings_for,
     usable_settings_for,
 )
@@ -26,7 +28,7 @@ from knnstore.lm.settings.saved import (
 __all__ = [
     "DEFAULT_PROBES", "CacheSettings", "CalibrationRecord", "KNNModel", "KNNSettings", "NGramSettings",
     "PointerSettings", "ReadingModel", "ReadingParts", "Substitute", "TrainedSubstitute", "default_settings",
-    "is_substitute_outdated", "records_of", "save_settings", "saved_for", "settings_for",
-    "settings_from_dict", "settings_to_dict", "trained_for", "usable_settings_for", "weights_for",
-    "weights_of",
+    "is_substitute_outdated", "overridden", "own_settings_for", "records_of", "save_settings", "saved_for",
+    "settings_for", "settings_from_dict", "settings_to_dict", "trained_for", "usable_settings_for",
+    "weights_for", "weights_of",
 ]  # fmt: skip

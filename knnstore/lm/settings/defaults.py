@@ -2,9 +2,10 @@
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 from knnstore.datastore import Metric
-from knnstore.errors import CorruptWeightsError, FingerprintMismatchError
+from knnstore.errors import ConfigError, CorruptWeightsError, FingerprintMismatchError
 from knnstore.lm.settings.query import KNNSettings
 from knnstore.lm.settings.saved import (
     saved_for,
@@ -26,15 +27,15 @@ _TEMPERATURE_SHARE = 0.1
 _SAMPLE = 8192
 
 
-def default_settings(store: Reader) -> KNNSettings:
-    """Settings for a store that none were fitted for, from the spread of its first keys.
+def default_settings(store: Reader, selection: Selection = EVERYTHING) -> KNNSettings:
+    """Settings for a store that none were fitted for, from the spread of the first keys selected.
 
     The best temperature grows with the scale of the distances, which differs between models by
     orders of magnitude. Twice the keys' variance is the mean squared distance between two of
     them; a tenth of the variance is near the optimum in the domains of docs/benchmarks.md, T=1 far
     from it. Fitting on held-out text is better still.
     """
-    sample = next(store.records(batch_size=_SAMPLE), None)
+    sample = next(store.records(selection, batch_size=_SAMPLE), None)
     variance = float(sample.keys.var(axis=0).sum()) if sample else 0.0
     probes = DEFAULT_PROBES if store.has_cells else None
     if variance == 0:
@@ -74,6 +75,45 @@ def settings_for(store: Reader, selection: Selection = EVERYTHING) -> KNNSetting
         alone = replace(settings, substitute=None)
         settings = default_settings(store) if alone.is_model_alone else alone
     return replace(settings, selection=selection)
+
+
+def own_settings_for(store: Reader, selection: Selection) -> KNNSettings:
+    """The settings saved for exactly the domains selected, else those derived from their keys alone.
+
+    Nothing that is known of other documents goes into them; the arguments are those of `settings_for`.
+    """
+    saved = store.settings(selection.domains or ())
+    if saved is not None and saved.query:
+        return settings_for(store, selection)
+    domains = Selection(domains=selection.domains)
+    return replace(default_settings(store, domains), selection=selection)
+
+
+def overridden(
+    settings: KNNSettings,
+    *,
+    k: int | None = None,
+    probes: int | None = None,
+    temperature: float | None = None,
+    lam: float | None = None,
+) -> KNNSettings:
+    """Put what was given in place of what is saved; None is not given, and 0 probes are none.
+
+    A λ that was given is the only one in force, and everywhere: cache, n-grams, substitute and what
+    saves searches go.
+
+    Raises:
+        ConfigError: a value is out of range, or k is given with probes.
+    """
+    if probes and k is not None:
+        raise ConfigError("give k or probes, not both: of the cells visited all records count")
+    given: dict[str, Any] = {"k": k, "temperature": temperature, "lam": lam}
+    given = {name: value for name, value in given.items() if value is not None}
+    if lam is not None:
+        given |= {"skip": None, "substitute": None, "cache": None, "ngrams": None}
+    if probes is not None or k is not None:
+        given["probes"] = probes or None
+    return replace(settings, **given)
 
 
 def usable_settings_for(store: Reader, selection: Selection = EVERYTHING) -> KNNSettings | None:

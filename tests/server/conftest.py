@@ -1,0 +1,177 @@
+"""A small random model with a store of two domains, and a real server process over a copy of it."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+from tokenizers import ByteLevelBPETokenizer
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+import knnstore
+
+WINDOW = 96
+LETTERS = {
+    "first": "The harbour was quiet when the last boat came in, and the harbour lights were lit.",
+    "second": "In the morning the boat went out again past the quiet harbour wall. Déjà vu – naïve café 🙂!",
+}
+NEWS = {
+    "n-17": "The council voted to repair the harbour wall before the winter storms.",
+    "n-18": "Two boats were lost in the storm, the council said in the morning.",
+    "n/19 ü": "Prices of grain rose again this winter.",
+}
+KNNSTORE = [sys.executable, "-c", "from knnstore.cli import main; main()"]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """Models this small lose time on every further thread."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random GPT-2 whose predictions depend on the context, with a tokenizer that cuts characters apart."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    bpe = ByteLevelBPETokenizer()
+    texts = [LETTERS["first"], *NEWS.values()]
+    bpe.train_from_iterator(texts, vocab_size=310, special_tokens=["<|end|>"], show_progress=False)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe._tokenizer, bos_token="<|end|>", eos_token="<|end|>", model_max_length=WINDOW
+    )
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=len(tokenizer), n_positions=WINDOW, n_embd=32, n_layer=2, n_head=4,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(std=0.2)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def prepared(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The home of a store with the domains letters and news."""
+    home = tmp_path_factory.mktemp("prepared") / "home"
+    lm = knnstore.create(home, str(model_path))
+    with lm.store:
+        lm.add([{"id": id, "text": text} for id, text in LETTERS.items()], domain="letters", tags=["sea"])
+        lm.add([{"id": id, "text": text} for id, text in NEWS.items()], domain="news")
+        lm.store.retag("first", add=["old"])
+    return home
+
+
+@pytest.fixture
+def home(prepared: Path, tmp_path: Path) -> Path:
+    """A copy of that store."""
+    return Path(shutil.copytree(prepared, tmp_path / "home"))
+
+
+class Server:
+    """`knnstore serve` in a process of its own; its log is kept."""
+
+    def __init__(self, home: Path, *options: str) -> None:
+        self.home = home
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [*KNNSTORE, "--home", str(home), "serve", "--port", "0", "--log-format", "json", *options]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.url = self.wait_for(r"listening at http://\S+:(\d+)", "http://127.0.0.1:{}")
+
+    def wait_for(self, pattern: str, form: str = "{}", seconds: float = 60) -> str:
+        """Wait for a line of the log."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            found = re.search(pattern, "\n".join(self.lines))
+            if found:
+                return form.format(found[found.lastindex or 0])
+            if self.process.poll() is not None:
+                self._reader.join()
+                break
+            time.sleep(0.02)
+        raise AssertionError(f"{pattern} is not in the log:\n" + "\n".join(self.lines))
+
+    def ready(self) -> "Server":
+        self.wait_for("ready: ")
+        return self
+
+    def client(self, key: str = "none", **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60, **options)
+
+    def call(self, method: str, path: str, key: str = "", kind: str = "", **options: Any) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        headers |= {"Content-Type": kind} if kind else {}
+        return httpx.request(method, self.url + path, headers=headers, timeout=60, **options)
+
+    def log(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.lines]
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        """Send a signal, and wait for the exit status."""
+        self.process.send_signal(number)
+        status = self.process.wait(60)
+        self._reader.join()
+        return status
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line.rstrip("\n"))
+
+
+Serve = Callable[..., Server]
+
+
+@pytest.fixture
+def serve(home: Path) -> Iterator[Serve]:
+    """Starts servers over the store, with options of the command line; ended with the test."""
+    yield from _servers(home)
+
+
+@pytest.fixture(scope="module")
+def server(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that the tests of a module share; they leave the store as it is."""
+    home = Path(shutil.copytree(prepared, tmp_path_factory.mktemp("shared") / "home"))
+    for serve in _servers(home):
+        yield serve().ready()
+
+
+def _servers(home: Path) -> Iterator[Serve]:
+    started: list[Server] = []
+
+    def start(*options: str, home: Path = home) -> Server:
+        started.append(Server(home, *options))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.process.kill()
+        server.process.wait()
+        server._reader.join()
+        assert server.process.stderr is not None
+        server.process.stderr.close()
+
+
+def make_key(home: Path, *options: str) -> str:
+    """Make a key by the command line."""
+    command = [*KNNSTORE, "--home", str(home), "key", "add", *options]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
