@@ -127,6 +127,10 @@ class DocumentNotFoundError(CatalogError, LookupError):
     """No live document has this id."""
 
 
+class KeyNotFoundError(CatalogError, LookupError):
+    """No key of a server has this id."""
+
+
 class DomainNotFoundError(CatalogError, LookupError):
     """No domain has this name."""
 

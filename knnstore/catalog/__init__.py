@@ -4,6 +4,7 @@ from sqlalchemy import URL
 
 from knnstore.catalog.catalog import Catalog
 from knnstore.catalog.connection import parse_url, place, shown, sqlite_url, without_password
+from knnstore.catalog.keys import AccessKey, AccessKeys, Right
 from knnstore.catalog.representatives import DROPPED, PrunedDocument, Representatives
 from knnstore.catalog.schema import upgrade_catalog
 from knnstore.catalog.types import (
@@ -19,7 +20,7 @@ from knnstore.catalog.types import (
 from knnstore.catalog.writer import CatalogWriter
 
 __all__ = [
-    "DROPPED", "URL", "Catalog", "CatalogWriter", "Document", "Domain", "Engine", "Identity", "NewDocument",
-    "PlacedDocument", "PrunedDocument", "Representatives", "Snapshot", "StoredVersion", "parse_url", "place",
-    "shown", "sqlite_url", "upgrade_catalog", "without_password",
+    "DROPPED", "URL", "AccessKey", "AccessKeys", "Catalog", "CatalogWriter", "Document", "Domain", "Engine",
+    "Identity", "NewDocument", "PlacedDocument", "PrunedDocument", "Representatives", "Right", "Snapshot",
+    "StoredVersion", "parse_url", "place", "shown", "sqlite_url", "upgrade_catalog", "without_password",
 ]  # fmt: skip

@@ -206,3 +206,20 @@ class SettingRow(Base):
     """The names, sorted; none stands for the whole store."""
     payload: Mapped[dict[str, Any]] = mapped_column(JSON)
     saved_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), default=_now)
+
+
+class KeyRow(Base):
+    """A key of a server; see `knnstore.catalog.keys`."""
+
+    __tablename__ = "knnstore_keys"
+
+    id: Mapped[str] = mapped_column(String(12), primary_key=True)
+    """The part of the key that is no secret."""
+    name: Mapped[str] = mapped_column(String)
+    hash: Mapped[str] = mapped_column(String(64))
+    """SHA-256 of the part that is."""
+    rights: Mapped[list[str]] = mapped_column(JSON)
+    domains: Mapped[list[str] | None] = mapped_column(JSON(none_as_null=True))
+    """None is all."""
+    created_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), default=_now)
+    expires_at: Mapped[datetime | None] = mapped_column(DateTime(timezone=True))
