@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 import knnstore
-from knnstore.cli.commands import COMMANDS, DATABASE_COMMANDS
+from knnstore.cli.commands import COMMANDS, DATABASE_COMMANDS, KEY_COMMANDS
 from knnstore.cli.interrupts import INTERRUPTED, SAID, interruptible, was_interrupted
 from knnstore.cli.options import DEFAULT_HOME, HOME_VARIABLE
 from knnstore.cli.output import Warnings, echo, note, one_line
@@ -81,11 +81,15 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 database = typer.Typer(help="Look after the catalog's database.", no_args_is_help=True)
+keys = typer.Typer(help="Look after the keys of the store's server.", no_args_is_help=True)
 
 for _name, _command in COMMANDS.items():
     _register(app, _command, _name)
 for _name, _command in DATABASE_COMMANDS.items():
     _register(database, _command, _name)
+for _name, _command in KEY_COMMANDS.items():
+    _register(keys, _command, _name)
+app.add_typer(keys, name="key")
 app.add_typer(database, name="db")
 
 

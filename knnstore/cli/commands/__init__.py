@@ -10,10 +10,11 @@ from knnstore.cli.commands.evaluating import evaluate
 from knnstore.cli.commands.listing import adapters, documents, domains, info, show
 from knnstore.cli.commands.probing import probe_keys
 from knnstore.cli.commands.pruning import prune
+from knnstore.cli.commands.serving import key_add, key_list, key_revoke, serve
 from knnstore.cli.commands.substituting import substitute
 from knnstore.cli.commands.upkeep import erase, move, optimize, remove, repair, tag, upgrade, verify
 
-__all__ = ["COMMANDS", "DATABASE_COMMANDS"]
+__all__ = ["COMMANDS", "DATABASE_COMMANDS", "KEY_COMMANDS"]
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "init": init,
@@ -24,6 +25,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "substitute": substitute,
     "generate": generate,
     "explain": explain,
+    "serve": serve,
     "domains": domains,
     "documents": documents,
     "show": show,
@@ -41,3 +43,5 @@ COMMANDS: dict[str, Callable[..., None]] = {
 }
 DATABASE_COMMANDS: dict[str, Callable[..., None]] = {"upgrade": upgrade}
 """Those of ``knnstore db``."""
+KEY_COMMANDS: dict[str, Callable[..., None]] = {"add": key_add, "list": key_list, "revoke": key_revoke}
+"""Those of ``knnstore key``."""

@@ -1,0 +1,238 @@
+"""Commands that serve a store, and look after the keys of its server."""
+
+import json
+import logging
+import re
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from knnstore.cli.models import StoreRuntime, quiet_transformers
+from knnstore.cli.options import DEFAULT_HOME, HomeOption, JsonOption
+from knnstore.cli.output import note, print_result, printable, table
+from knnstore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from knnstore.catalog import AccessKey, AccessKeys
+
+_NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+_UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+_COLUMNS = ["id", "name", "rights", "domains", "created", "expires"]
+
+
+def serve(
+    *,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", show_default="the last part of its path", help="The model's name for clients."
+        ),
+    ] = None,
+    host: Annotated[
+        str,
+        typer.Option(
+            metavar="ADDRESS", help="Where to listen. Any address but this machine's own needs keys."
+        ),
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, metavar="N", help="0 takes any that is free.")
+    ] = 8000,
+    require_keys: Annotated[
+        bool, typer.Option("--require-keys", help="Ask for keys on this machine's own addresses too.")
+    ] = False,
+    read_only: Annotated[
+        bool,
+        typer.Option("--read-only", help="Only read the store, beside whoever writes to it."),
+    ] = False,
+    max_batch: Annotated[int, typer.Option(min=1, metavar="N", help="Texts that are written at once.")] = 16,
+    max_queue: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Requests that may wait; more are told to come back.")
+    ] = 64,
+    max_body: Annotated[int, typer.Option(min=1, metavar="BYTES", help="Of a request.")] = 4 << 20,
+    drain: Annotated[
+        int, typer.Option(min=1, metavar="SECONDS", help="What runs may take to end after SIGTERM.")
+    ] = 30,
+    public_metrics: Annotated[
+        bool, typer.Option("--public-metrics", help="Show /metrics without a key.")
+    ] = False,
+    log_format: Annotated[
+        Literal["text", "json"], typer.Option(help="Lines for people, or an object a line.")
+    ] = "text",
+    runtime: StoreRuntime,
+) -> None:
+    """Serve the store: OpenAI's protocol, for whatever speaks it.
+
+    The model's name says what is retrieved from: MODEL is the model alone, MODEL+DOMAIN the model with that
+    domain, MODEL+DOMAIN+DOMAIN with both. SIGTERM ends what runs and then the server.
+
+    Examples:
+      knnstore serve --port 8000
+      knnstore serve --host 0.0.0.0 --log-format json
+    """
+    from knnstore.store import Home, KNNStore
+
+    lacking = [name for name in _NEEDED if find_spec(name) is None]
+    if lacking:
+        raise ConfigError(
+            f"serving needs {', '.join(lacking)}: install it with pip install 'knnstore[server]'"
+        )
+    Home.open(runtime.home)
+    mode: Literal["r", "a"] = "r" if read_only else "a"
+    with KNNStore.open(runtime.home, mode) as store:  # before torch is loaded, whatever is wrong with it
+        name = model or Path(store.identity.model).name
+    _log(log_format)
+    quiet_transformers()
+    from knnstore import KNNLMForCausalLM, KNNSettings, load
+    from knnstore.server import Config, Limits
+    from knnstore.server import serve as run
+
+    def opened() -> KNNLMForCausalLM:
+        return load(runtime.home, mode, knn=KNNSettings(lam=0.0), device=runtime.device, dtype=runtime.dtype)
+
+    config = Config(
+        home=runtime.home,
+        name=name,
+        host=host,
+        port=port,
+        keys_required=require_keys,
+        public_metrics=public_metrics,
+        drain_seconds=drain,
+        limits=Limits(rows=max_batch, waiting=max_queue, body_bytes=max_body),
+    )
+    run(config, opened)
+
+
+def key_add(
+    rights: Annotated[
+        list[str],
+        typer.Option("--right", metavar="RIGHT", help="predict, read, write or admin; repeatable."),
+    ],
+    domains: Annotated[
+        list[str] | None,
+        typer.Option("--domain", metavar="NAME", help="The only domain that there is for it; repeatable."),
+    ] = None,
+    name: Annotated[str, typer.Option(metavar="TEXT", help="What to know it by.")] = "",
+    expires: Annotated[
+        str | None, typer.Option(metavar="TIME", help="30m, 12h, 90d or 4w from now; default is never.")
+    ] = None,
+    home: HomeOption = DEFAULT_HOME,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a key for a server of this store, and print it, once.
+
+    predict lets a client have text written and scored, read see documents and where predictions come from,
+    write add and remove documents, admin all of that and the metrics. With --domain nothing else of the store
+    is there for it. A server that runs knows the key at once.
+
+    Examples:
+      knnstore key add --right predict --domain letters --expires 90d
+    """
+    from knnstore.catalog import Right
+
+    try:
+        given = [Right(right) for right in rights]
+    except ValueError as error:
+        raise typer.BadParameter(f"a right is one of {', '.join(Right)}", param_hint="'--right'") from error
+    ends = None if expires is None else datetime.now(UTC) + _duration(expires)
+    with _keys(home) as keys:
+        made, secret = keys.add(given, name=name, domains=domains, expires_at=ends)
+    note("the key is printed only now; whoever has it has its rights")
+    print_result({**_row(made), "key": secret}, secret, as_json=as_json)
+
+
+def key_list(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:
+    """List the keys of servers of this store, without what is secret.
+
+    Examples:
+      knnstore key list --json
+    """
+    with _keys(home) as keys:
+        rows = [_row(key) for key in keys.all()]
+    print_result(rows, table(rows, _COLUMNS), as_json=as_json)
+
+
+def key_revoke(
+    id: Annotated[str, typer.Argument(metavar="ID", help="As `knnstore key list` shows it.")],
+    home: HomeOption = DEFAULT_HOME,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a key useless, at once.
+
+    Examples:
+      knnstore key revoke 0a1b2c3d4e5f
+    """
+    with _keys(home) as keys:
+        gone = keys.revoke(id)
+    print_result(
+        {"revoked": _row(gone)}, printable(f"revoked {gone.id} {gone.name}".strip()), as_json=as_json
+    )
+
+
+@contextmanager
+def _keys(home: Path) -> Iterator["AccessKeys"]:
+    """The keys of a store, whoever else has it open."""
+    from knnstore.catalog import AccessKeys, Catalog
+    from knnstore.store import Home
+
+    catalog = Catalog.open(Home.open(home, writing=True).catalog_url)
+    try:
+        yield AccessKeys(catalog)
+    finally:
+        catalog.close()
+
+
+def _duration(given: str) -> timedelta:
+    found = re.fullmatch(r"(\d{1,6})([mhdw])", given)
+    if found is None:
+        raise typer.BadParameter(
+            f"{given!r} is not a time such as 30m, 12h, 90d or 4w", param_hint="'--expires'"
+        )
+    return timedelta(**{_UNITS[found[2]]: int(found[1])})
+
+
+def _row(key: "AccessKey") -> dict[str, Any]:
+    return {
+        "id": key.id,
+        "name": key.name,
+        "rights": sorted(key.rights),
+        "domains": "all" if key.domains is None else list(key.domains),
+        "created": key.created_at[:19],
+        "expires": "expired" if key.has_expired else (key.expires_at or "never")[:19],
+    }
+
+
+class _Lines(logging.Handler):
+    """Writes what a server logs to stderr: a line each, or an object each."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        super().__init__(logging.INFO)
+        self._as_json = as_json
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one; where it tells of an error that nobody expected, with the way to it."""
+        way = ""
+        if record.exc_info and record.exc_info[1]:
+            way = "".join(traceback.format_exception(record.exc_info[1]))
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        message = printable(record.getMessage())
+        if self._as_json:
+            row = {"time": time, "level": record.levelname.lower(), "message": message}
+            row |= getattr(record, "request", {})
+            note(json.dumps({**row, "traceback": way} if way else row))
+            return
+        note(f"{time} {record.levelname.lower()} {message}" + (f"\n{way.rstrip()}" if way else ""))
+
+
+def _log(form: Literal["text", "json"]) -> None:
+    """Let what the server says of itself be its log."""
+    for name in ("knnstore", "uvicorn"):
+        logger = logging.getLogger(name)
+        logger.handlers = [_Lines(as_json=form == "json")]
+        logger.setLevel(logging.INFO if name == "knnstore" else logging.WARNING)
+        logger.propagate = False

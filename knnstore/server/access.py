@@ -1,0 +1,148 @@
+"""Who may do what: keys, the rights that each endpoint asks for, and what a key sees."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.routing import APIRoute
+
+from knnstore.catalog import AccessKey, AccessKeys, Right
+from knnstore.server.errors import ApiError
+
+_PREFIX = "Bearer "
+_RIGHT, _NONE = "x-knnstore-right", "none"  # in the description of each endpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What whoever sent a request may do."""
+
+    rights: frozenset[Right]
+    domains: frozenset[str] | None = None
+    """The domains that there are for it; None is all, those included that are still to come."""
+    key: str = ""
+    """The key's public name, for the log."""
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether the whole store is there for it."""
+        return self.domains is None
+
+    def sees(self, domain: str) -> bool:
+        """Whether there may be such a domain for it."""
+        return self.domains is None or domain in self.domains
+
+    def seen(self, domains: Iterable[str]) -> list[str]:
+        """Those of some domains that it sees."""
+        return [domain for domain in domains if self.sees(domain)]
+
+    def check(self, right: Right) -> None:
+        """Refuse what needs another right.
+
+        Raises:
+            ApiError: 403.
+        """
+        if right not in self.rights:
+            raise ApiError(403, f"this key lacks the right {right.value!r}", code="missing_right")
+
+
+EVERYBODY = Access(frozenset(Right))
+"""Whoever reaches a server that asks for no key."""
+
+
+class Gate:
+    """Tells what a request may do.
+
+    Args:
+        keys: those of the store.
+        required: whether a key must be given. Otherwise one is heeded where it is given.
+    """
+
+    def __init__(self, keys: AccessKeys, *, required: bool) -> None:
+        self._keys = keys
+        self._required = required
+
+    def access_of(self, authorization: str) -> Access:
+        """What the header ``Authorization`` allows.
+
+        Raises:
+            ApiError: 401, which does not say what is wrong with a key.
+        """
+        given = authorization.removeprefix(_PREFIX).strip() if authorization.startswith(_PREFIX) else ""
+        if not self._required and not AccessKeys.is_one(given):
+            return EVERYBODY  # clients send anything where no key is needed
+        key = self._keys.find(given)
+        if key is None:
+            raise ApiError(
+                401,
+                "a valid key is needed: send it as `Authorization: Bearer KEY`",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        return _access_of(key)
+
+
+def _access_of(key: AccessKey) -> Access:
+    rights = frozenset(Right) if Right.ADMIN in key.rights else key.rights
+    return Access(rights, None if key.domains is None else frozenset(key.domains), key.id)
+
+
+class Endpoints:
+    """Declares the endpoints of an application, none without the right that it needs."""
+
+    def __init__(self, app: FastAPI) -> None:
+        self._app = app
+
+    def add(
+        self, method: str, path: str, right: Right | None, **options: Any
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Declare an endpoint, a decorator; None is a right that everybody has."""
+
+        def declare(function: Callable[..., Any]) -> Callable[..., Any]:
+            dependencies = [] if right is None else [Depends(_Needs(right))]
+            extra = {_RIGHT: right.value if right else _NONE}
+            self._app.add_api_route(
+                path, function, methods=[method], dependencies=dependencies, openapi_extra=extra, **options
+            )
+            return function
+
+        return declare
+
+
+class _Needs:
+    """A dependency that refuses requests without a right."""
+
+    def __init__(self, right: Right) -> None:
+        self.right = right
+
+    def __call__(self, request: Request) -> None:
+        access(request).check(self.right)
+
+
+def access(request: Request) -> Access:
+    """What a request may do, as the server's frame has found."""
+    known: Access = request.state.access
+    return known
+
+
+def open_paths(app: FastAPI) -> frozenset[str]:
+    """The paths that need no right and therefore no key."""
+    return frozenset(
+        route.path for route in app.routes if isinstance(route, APIRoute) and _right_of(route) == _NONE
+    )
+
+
+def check_declared(app: FastAPI) -> None:
+    """Refuse an application with a route that says nothing of its right.
+
+    Raises:
+        RuntimeError: names it.
+    """
+    for route in app.routes:
+        if not isinstance(route, APIRoute) or _right_of(route) is None:
+            raise RuntimeError(f"{getattr(route, 'path', route)} does not declare the right that it needs")
+
+
+def _right_of(route: APIRoute) -> Any:
+    return (route.openapi_extra or {}).get(_RIGHT)

@@ -1,0 +1,137 @@
+"""The application: all endpoints, and what becomes of errors."""
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
+
+import knnstore
+from knnstore.catalog import Right
+from knnstore.errors import KnnstoreError
+from knnstore.server.access import Endpoints, Gate, check_declared, open_paths
+from knnstore.server.asking import declare_asking
+from knnstore.server.completions import declare_completions
+from knnstore.server.documents import declare_documents
+from knnstore.server.errors import ApiError, error_of
+from knnstore.server.frame import Frame
+from knnstore.server.metrics import Metrics
+from knnstore.server.serving import Serving
+
+Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a server meets the world."""
+
+    local_only: bool = True
+    """Only requests to a name of this machine are answered."""
+    public_metrics: bool = False
+    """Whether ``/metrics`` needs no key."""
+
+
+def make_app(
+    serving: Serving, gate: Gate, metrics: Metrics, options: Options, lifespan: Lifespan | None = None
+) -> ASGIApp:
+    """Make the application.
+
+    Args:
+        serving: the model; it need not be there yet.
+        gate: tells what a request may do.
+        metrics: what is counted.
+        options: how it meets the world.
+        lifespan: what is done before the first request and after the last.
+    """
+    app = make_endpoints(serving, metrics, options, lifespan)
+    return Frame(
+        app,
+        gate,
+        open_paths(app),
+        serving.limits.body_bytes,
+        local_only=options.local_only,
+        count=metrics.count,
+    )
+
+
+def make_endpoints(
+    serving: Serving, metrics: Metrics, options: Options, lifespan: Lifespan | None = None
+) -> FastAPI:
+    """Make what answers, without what is done with every request; see `make_app`."""
+    app = FastAPI(
+        title="knnstore",
+        version=knnstore.__version__,
+        openapi_url=None,
+        lifespan=lifespan,
+        redirect_slashes=False,
+    )
+    routes = Endpoints(app)
+    _declare_about(app, routes, serving, metrics, options)
+    for declare in (declare_asking, declare_completions, declare_documents):
+        declare(routes, serving)
+    for kind in (ApiError, KnnstoreError):
+        app.add_exception_handler(kind, _known)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _http)
+    check_declared(app)
+    return app
+
+
+def _declare_about(
+    app: FastAPI, routes: Endpoints, serving: Serving, metrics: Metrics, options: Options
+) -> None:
+    """Declare the endpoints that are about the server itself."""
+
+    @routes.add("GET", "/health", None)
+    def health() -> Response:
+        """Whether requests are answered: 200, else 503."""
+        ready = serving.is_ready
+        return JSONResponse({"status": "ready" if ready else "loading"}, 200 if ready else 503)
+
+    @routes.add("GET", "/health/live", None)
+    def live() -> dict[str, str]:
+        """Whether the process is there, though perhaps still loading the model."""
+        return {"status": "alive"}
+
+    @routes.add("GET", "/metrics", None if options.public_metrics else Right.ADMIN)
+    def counted() -> Response:
+        """What the server counts, for Prometheus."""
+        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @routes.add("GET", "/openapi.json", Right.PREDICT)
+    def description() -> dict[str, Any]:
+        """This description."""
+        return get_openapi(title=app.title, version=app.version, routes=app.routes)
+
+
+async def _known(_: Request, error: Exception) -> JSONResponse:
+    known = error_of(error)
+    return JSONResponse(known.body, known.status, known.headers)
+
+
+async def _invalid(request: Request, error: Exception) -> JSONResponse:
+    """The first thing that is wrong with a request."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"] if part not in ("body", "query"))
+    if first["type"] == "json_invalid":
+        where, said = "", f"the body is not JSON: {first.get('ctx', {}).get('error', '')}"
+    elif first["type"] == "extra_forbidden":
+        said = f"{where}: this server does not know it"
+    else:
+        message = str(first["msg"]).removeprefix("Value error, ")
+        said = message if message.startswith(f"{where}:") or not where else f"{where}: {message}"
+    return await _known(request, ApiError(400, said, param=where or None))
+
+
+async def _http(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    return await _known(
+        request, ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {}))
+    )

@@ -1,0 +1,215 @@
+"""``/v1/completions`` and ``/v1/chat/completions``."""
+
+import json
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from knnstore.catalog import Right
+from knnstore.server.access import Access, Endpoints, access
+from knnstore.server.asking import sources_of
+from knnstore.server.engine import Piece, Prompt, Task, TokenScore
+from knnstore.server.errors import error_of, refused
+from knnstore.server.protocol import ChatRequest, CompletionRequest, Retrieval, Writing
+from knnstore.server.serving import Serving, unless_left
+from knnstore.server.shapes import Messages, Shape, Texts, choice
+
+_MAX_TOKENS = 16  # where a completion says nothing, as OpenAI's
+
+
+def declare_completions(routes: Endpoints, serving: Serving) -> None:
+    """Declare the endpoints that write text."""
+
+    @routes.add("POST", "/v1/completions", Right.PREDICT)
+    async def completions(request: Request, body: CompletionRequest) -> Response:
+        """Continue texts, or score them."""
+        return await _Answer.to(request, body, serving, lambda: _of_texts(serving, body))
+
+    @routes.add("POST", "/v1/chat/completions", Right.PREDICT)
+    async def chat(request: Request, body: ChatRequest) -> Response:
+        """Continue a conversation, with models that have a template for one."""
+        return await _Answer.to(request, body, serving, lambda: _of_messages(serving, body))
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is to be written, but for the scope, and in which shape."""
+
+    prompts: tuple[Prompt, ...]
+    max_tokens: int
+    shape: Shape
+    top: int | None
+    score_prompt: bool = False
+
+
+def _of_texts(serving: Serving, body: CompletionRequest) -> _Plan:
+    prompts = tuple(serving.prompt(one) for one in body.prompts)
+    max_tokens = _MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    echoed = [one if isinstance(one, str) else serving.text(one) for one in body.prompts] if body.echo else []
+    for prompt in prompts:
+        serving.check_window(prompt, max_tokens)
+    shape = Texts(
+        lambda token: serving.text([token]),
+        body.logprobs is not None,
+        echoed,
+        body.n or 1,
+        bool(body.return_tokens_as_token_ids),
+    )
+    return _Plan(prompts, max_tokens, shape, body.logprobs, bool(body.echo) and body.logprobs is not None)
+
+
+def _of_messages(serving: Serving, body: ChatRequest) -> _Plan:
+    prompt = Prompt(tuple(_conversation(serving, body)))
+    room = serving.window - len(prompt.tokens) + 1
+    max_tokens = body.max_completion_tokens or body.max_tokens or max(1, room)
+    serving.check_window(prompt, max_tokens, "messages")
+    shape = Messages(lambda token: serving.text([token]), bool(body.logprobs))
+    return _Plan((prompt,), max_tokens, shape, (body.top_logprobs or 0) if body.logprobs else None)
+
+
+def _conversation(serving: Serving, body: ChatRequest) -> list[int]:
+    """The tokens of a conversation, up to where the assistant is to speak."""
+    messages = [{"role": one.role, "content": one.text} for one in body.messages]
+
+    def tokens(tokenizer: Any) -> list[int]:
+        if not tokenizer.chat_template:
+            raise refused(
+                "this model has no template for conversations: use /v1/completions",
+                "model",
+                "no_chat_template",
+            )
+        try:
+            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # whatever the template, a program, makes of it
+            raise refused(f"the model's template refuses these messages: {error}", "messages") from error
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    found = serving.tokenizer(tokens)
+    if not found:
+        raise refused("the messages are empty", "messages")
+    return found
+
+
+class _Answer:
+    """The answer to one request."""
+
+    def __init__(
+        self, serving: Serving, body: Writing, plan: _Plan, task: Task, pieces: AsyncIterator[Piece]
+    ) -> None:
+        self._serving = serving
+        self._body = body
+        self._shape = plan.shape
+        self._task = task
+        self._pieces = pieces
+        self._prompt_tokens = sum(len(prompt.tokens) - prompt.hidden for prompt in plan.prompts)
+        self._written: defaultdict[int, list[int]] = defaultdict(list)
+        self._head = {
+            "id": f"{plan.shape.id}{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": body.model,
+        }
+
+    @classmethod
+    async def to(cls, request: Request, body: Writing, serving: Serving, plan_of: Any) -> Response:
+        """Begin to answer: whatever is wrong with the request is told here."""
+        knn, who = body.knn or Retrieval(), access(request)
+        if knn.sources:
+            who.check(Right.READ)
+
+        def planned() -> tuple[_Plan, Task]:
+            plan: _Plan = plan_of()
+            return plan, _task(serving, body, plan, who)
+
+        serving.lm  # noqa: B018  is it there?
+        plan, task = await run_in_threadpool(planned)
+        answer = cls(serving, body, plan, task, serving.write(task))
+        if body.stream:
+            headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+            return StreamingResponse(answer.events(), media_type="text/event-stream", headers=headers)
+        return JSONResponse(await unless_left(request, answer.whole()))
+
+    async def whole(self) -> dict[str, Any]:
+        """All texts at once."""
+        shape, texts = self._shape, defaultdict[int, list[Piece]](list)
+        choices = []
+        async for piece in self._pieces:
+            texts[piece.index].append(self._noted(piece))
+        for index, parts in sorted(texts.items()):
+            text = shape.before(index) + "".join(part.text for part in parts)
+            prompt = [score for part in parts if part.is_prompt for score in part.tokens]
+            written = [score for part in parts if not part.is_prompt for score in part.tokens]
+            shaped = choice(shape.whole(index, text, prompt, written), parts[-1].finish)
+            choices.append({**shaped, **await self._sources(index)})
+        return {**self._head, "object": shape.kind, "choices": choices, "usage": self._usage()}
+
+    async def events(self) -> AsyncIterator[str]:
+        """A stream of events: the texts as they are written."""
+        begun: set[int] = set()
+        try:
+            async for piece in self._pieces:
+                index, first = piece.index, piece.index not in begun
+                text = (self._shape.before(index) if first else "") + self._noted(piece).text
+                if not (text or piece.finish or (piece.tokens and self._task.top is not None)):
+                    continue
+                begun.add(index)
+                scores: tuple[tuple[TokenScore, ...], ...] = ((), piece.tokens)
+                shaped = self._shape.part(
+                    index, text, *(reversed(scores) if piece.is_prompt else scores), first=first
+                )
+                extra = await self._sources(index) if piece.finish else {}
+                yield self._event([{**choice(shaped, piece.finish), **extra}])
+            if self._body.wants_usage:
+                yield self._event([], usage=self._usage())
+        except Exception as error:  # the answer has begun: its status can say nothing any more
+            yield f"data: {json.dumps(error_of(error).body)}\n\n"
+        finally:
+            await self._pieces.aclose()  # type: ignore[attr-defined]
+        yield "data: [DONE]\n\n"
+
+    def _event(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> str:
+        event = {**self._head, "object": self._shape.kind_of_part, "choices": choices}
+        if self._body.wants_usage:
+            event["usage"] = usage
+        return f"data: {json.dumps(event, ensure_ascii=False, allow_nan=False)}\n\n"
+
+    def _noted(self, piece: Piece) -> Piece:
+        if not piece.is_prompt:
+            self._written[piece.index].extend(score.token for score in piece.tokens)
+        return piece
+
+    def _usage(self) -> dict[str, int]:
+        written = sum(map(len, self._written.values()))
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": written,
+            "total_tokens": self._prompt_tokens + written,
+        }
+
+    async def _sources(self, index: int) -> dict[str, Any]:
+        """Where the tokens of a text come from, if that is asked for."""
+        count = self._body.knn.sources if self._body.knn else 0
+        if not count:
+            return {}
+        prompt = self._task.prompts[index // self._task.copies]
+        found = await sources_of(self._serving, self._task.knn, prompt, self._written[index], count)
+        return {"knn": {"sources": found}}
+
+
+def _task(serving: Serving, body: Writing, plan: _Plan, who: Access) -> Task:
+    return Task(
+        prompts=plan.prompts,
+        knn=serving.scopes.scope(body.model, body.knn, who),
+        max_tokens=plan.max_tokens,
+        copies=body.n or 1,
+        sampling=body.sampling,
+        stops=body.stops,
+        top=plan.top,
+        score_prompt=plan.score_prompt,
+    )

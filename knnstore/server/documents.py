@@ -1,0 +1,109 @@
+"""``/v1/domains`` and ``/v1/documents``: what is in the store, put in and taken out while texts are written.
+
+Adding and removing is done in the engine's thread, between two steps: when a removal has been answered,
+no token that comes later, of any text, was retrieved from what is gone.
+"""
+
+from dataclasses import asdict
+from functools import partial
+from typing import Annotated, Any
+
+from fastapi import Query, Request
+
+from knnstore.catalog import Right
+from knnstore.checks import MAX_NAME
+from knnstore.documents import documents_of
+from knnstore.errors import DocumentNotFoundError
+from knnstore.server.access import Access, Endpoints, access
+from knnstore.server.errors import ApiError
+from knnstore.server.protocol import NewDocuments
+from knnstore.server.serving import Serving
+from knnstore.store import Document
+
+_MOST_LISTED = 1000
+
+Given = Annotated[str, Query(min_length=1, max_length=MAX_NAME)]
+Wanted = Annotated[str | None, Query(min_length=1, max_length=MAX_NAME)]
+
+
+def declare_documents(routes: Endpoints, serving: Serving) -> None:
+    """Declare the endpoints for what is stored."""
+
+    @routes.add("GET", "/v1/domains", Right.READ)
+    def domains(request: Request) -> dict[str, Any]:
+        """List the domains with their documents, tokens and records."""
+        who = access(request)
+        found = [asdict(one) for one in serving.lm.store.domains() if who.sees(one.name)]
+        return {"object": "list", "data": [{"object": "domain", **one} for one in found]}
+
+    @routes.add("GET", "/v1/documents", Right.READ)
+    def documents(
+        request: Request,
+        domain: Wanted = None,
+        id: Wanted = None,
+        tag: Wanted = None,
+        text: bool = False,
+        limit: Annotated[int, Query(ge=1, le=_MOST_LISTED)] = 100,
+        offset: Annotated[int, Query(ge=0, le=2**53)] = 0,
+    ) -> dict[str, Any]:
+        """List documents in the order in which they were added, or show one, with its text if wanted."""
+        who, store = access(request), serving.lm.store
+        found = [
+            one
+            for one in store.documents(domain=domain, tag=tag)
+            if who.sees(one.domain) and id in (None, one.id)
+        ]
+        page = found[offset : offset + limit]
+        return {
+            "object": "list",
+            "data": [_shown(one, _text_of(serving, one) if text else None) for one in page],
+            "has_more": len(found) > offset + limit,
+        }
+
+    @routes.add("POST", "/v1/documents", Right.WRITE)
+    async def add(request: Request, body: NewDocuments) -> dict[str, Any]:
+        """Add documents to a domain; one of the same id is replaced, unless its text is the same."""
+        _check_domain(access(request), body.domain)
+        lm, given = serving.lm, list(documents_of(body.documents))
+        counts = {"added": 0, "replaced": 0, "described": 0, "unchanged": 0, "tokens": 0}
+        for document in given:  # one at a time: texts go on between them
+            done = asdict(await serving.call(partial(lm.add, [document], domain=body.domain, tags=body.tags)))
+            counts = {name: count + done[name] for name, count in counts.items()}
+        return {"object": "documents.added", "domain": body.domain, **counts}
+
+    @routes.add("DELETE", "/v1/documents", Right.WRITE)
+    async def remove(request: Request, domain: Given, id: Given) -> dict[str, Any]:
+        """Remove a document."""
+        _check_domain(access(request), domain)
+        store = serving.lm.store
+        gone = await serving.call(lambda: store.remove_document(id, domain=domain))
+        return {"object": "document.deleted", "deleted": True, "id": gone.id, "domain": gone.domain}
+
+    @routes.add("DELETE", "/v1/domains", Right.WRITE)
+    async def remove_domain(request: Request, domain: Given) -> dict[str, Any]:
+        """Remove a domain with all its documents."""
+        _check_domain(access(request), domain)
+        store = serving.lm.store
+        gone = await serving.call(lambda: store.remove_domain(domain))
+        return {
+            "object": "domain.deleted", "deleted": True, "domain": gone.name, "documents": gone.documents,
+        }  # fmt: skip
+
+
+def _check_domain(who: Access, domain: str) -> None:
+    """Refuse to touch what is not there for whoever asks, in the words for what is not there at all."""
+    if not who.sees(domain):
+        raise ApiError(404, "there is no such document", code="document_not_found")
+
+
+def _text_of(serving: Serving, document: Document) -> str | None:
+    try:
+        tokens = serving.lm.store.tokens(document.id, domain=document.domain)
+    except DocumentNotFoundError:  # removed a moment ago
+        return None
+    return serving.text(tokens.tolist()) if len(tokens) else ""
+
+
+def _shown(document: Document, text: str | None) -> dict[str, Any]:
+    shown = {"object": "document", **asdict(document)}
+    return shown if text is None else {**shown, "text": text}

@@ -1,0 +1,272 @@
+"""The one thread that owns the model: it writes all texts step by step, and does jobs between."""
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from knnstore.errors import ConfigError, KnnstoreError
+from knnstore.lm import KNNLMForCausalLM, KNNSettings
+from knnstore.server.engine.batch import Batch, Remembered, read_prompt
+from knnstore.server.engine.rows import Piece, Row, prompt_scores
+from knnstore.server.engine.tickets import EngineBusyError, EngineStoppedError, Observed, Ticket
+
+_logger = logging.getLogger(__name__)
+
+_ATTEMPTS = 3  # at a step: another process may write to the store meanwhile
+
+Found = TypeVar("Found")
+SettingsOf = Callable[[Hashable], KNNSettings]
+
+
+@dataclass
+class _Waiting:
+    """A task of which texts have not begun."""
+
+    ticket: Ticket
+    begun: int = 0
+    remembered: Remembered | None = None
+    """Of the prompt that is next, where copies share it."""
+
+
+class Engine:
+    """Writes texts with a model and its store.
+
+    Args:
+        lm: the model; nobody else may use it from now on, but by `call`.
+        settings_of: makes the settings of a task's `knn`, in the engine's thread. Equal ones must be the same
+            object, for texts that share one are searched for together. It is asked before each step, so it
+            sees each change of the store.
+        max_rows: texts that are written at once at most.
+        max_waiting: tasks and jobs that may wait.
+        observe: told of each step, in the engine's thread.
+
+    Raises:
+        ConfigError: texts of this model cannot be written together.
+    """
+
+    def __init__(
+        self,
+        lm: KNNLMForCausalLM,
+        settings_of: SettingsOf,
+        *,
+        max_rows: int = 16,
+        max_waiting: int = 64,
+        observe: Callable[[Observed], None] = lambda _: None,
+    ) -> None:
+        if lm.base._is_stateful:
+            raise ConfigError("this model keeps a state that cannot be padded: it cannot be served yet")
+        self._lm = lm
+        self._settings_of = settings_of
+        self._max_rows = max_rows
+        self._max_waiting = max_waiting
+        self._observe = observe
+        self._ends = _ends_of(lm)
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs = 0
+        self._counting = threading.Lock()
+        self._batch = Batch(lm)
+        self._tickets: dict[Row, Ticket] = {}
+        self._waiting: deque[_Waiting] = deque()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="knnstore-engine", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End: what is being written fails with `EngineStoppedError`; returns when the thread has ended."""
+        self._refuse()
+        self._inbox.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    def submit(self, ticket: Ticket) -> None:
+        """Take in a task.
+
+        Raises:
+            EngineBusyError: too much is waiting.
+            EngineStoppedError: the engine takes nothing any more.
+        """
+        self._enter(lambda: self._waiting.append(_Waiting(ticket)))
+
+    def call(self, work: Callable[[], Found]) -> "Future[Found]":
+        """Do some work in the engine's thread, between two steps.
+
+        Raises:
+            EngineBusyError, EngineStoppedError: as `submit`.
+        """
+        promised: Future[Found] = Future()
+
+        def do() -> None:
+            if promised.set_running_or_notify_cancel():
+                try:
+                    if self._stopping:
+                        raise EngineStoppedError
+                    promised.set_result(work())
+                except BaseException as error:
+                    promised.set_exception(error)
+            self._begun()
+
+        self._enter(do)
+        return promised
+
+    def _enter(self, received: Callable[[], None]) -> None:
+        with self._counting:
+            if self._stopping or not self._thread.is_alive():
+                raise EngineStoppedError
+            if self._jobs >= self._max_waiting:
+                raise EngineBusyError
+            self._jobs += 1
+            self._inbox.put(received)
+
+    def _refuse(self) -> None:
+        with self._counting:
+            self._stopping = True
+
+    def _begun(self) -> None:
+        with self._counting:
+            self._jobs -= 1
+
+    # -- in the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._receive()
+                self._drop_cancelled()
+                self._admit()
+                if self._batch.rows:
+                    self._step()
+        finally:
+            self._refuse()
+            with suppress(queue.Empty):
+                while True:
+                    received = self._inbox.get_nowait()
+                    if received is not None:
+                        received()  # a job, which finds out that it is too late, or a task
+            self._fail(
+                [*self._tickets.values(), *(one.ticket for one in self._waiting)], EngineStoppedError()
+            )
+
+    def _receive(self) -> None:
+        """Take in what came; wait for something where nothing is to be done."""
+        idle = not self._batch.rows and not self._waiting
+        with suppress(queue.Empty):
+            while True:
+                received = self._inbox.get() if idle else self._inbox.get_nowait()
+                idle = False
+                if received is not None:
+                    received()
+
+    def _drop_cancelled(self) -> None:
+        self._leave([row for row in self._batch.rows if self._tickets[row].cancelled])
+        for waiting in [one for one in self._waiting if one.ticket.cancelled]:
+            self._waiting.remove(waiting)
+            self._begun()
+
+    def _admit(self) -> None:
+        """Begin texts while there is room; of prompts one a turn, so that what is being written goes on."""
+        has_read = False
+        while self._waiting and len(self._batch.rows) < self._max_rows:
+            waiting = self._waiting[0]
+            task = waiting.ticket.task
+            if waiting.remembered is None:
+                if has_read:
+                    return
+                has_read = True
+            try:
+                self._begin(waiting)
+            except Exception as error:
+                _logger.exception("a prompt could not be read")
+                self._fail([waiting.ticket], error)
+                self._waiting.popleft()
+                self._begun()
+                continue
+            waiting.begun += 1
+            if waiting.begun % task.copies == 0:
+                waiting.remembered = None
+            if waiting.begun == len(task.prompts) * task.copies:
+                self._waiting.popleft()
+                self._begun()
+
+    def _begin(self, waiting: _Waiting) -> None:
+        """Begin the next text of a task."""
+        ticket, task = waiting.ticket, waiting.ticket.task
+        row = Row(task, waiting.begun, self._lm.tokenizer, self._ends)
+        prompt = task.prompts[waiting.begun // task.copies]
+        if waiting.remembered is None:
+            settings = self._settings_of(task.knn) if task.score_prompt else None
+            waiting.remembered = read_prompt(self._lm, prompt.tokens, settings)
+        if task.score_prompt:
+            scores = prompt_scores(self._lm.tokenizer, prompt, waiting.remembered.log_probs, task.top)
+            ticket.tell(Piece(row.index, tokens=scores, is_prompt=True))
+        if not task.max_tokens:
+            ticket.tell(Piece(row.index, finish="length"))
+            return
+        self._batch.join(row, waiting.remembered)
+        self._tickets[row] = ticket
+
+    def _step(self) -> None:
+        started = time.perf_counter()
+        rows = self._batch.rows
+        done: list[Row] = []
+        try:
+            log_probs = self._predict()
+            for row, of_row in zip(rows, log_probs, strict=True):
+                piece = row.take(of_row)
+                if piece.finish:
+                    done.append(row)
+                self._tickets[row].tell(piece)
+        except Exception as error:
+            _logger.exception("a step failed")
+            done = self._batch.rows
+            self._fail([self._tickets[row] for row in done], error)
+        with self._counting:
+            observed = Observed(len(rows), self._jobs, time.perf_counter() - started)
+        self._leave(done)
+        self._observe(observed)
+
+    def _predict(self) -> Tensor:
+        """Do a step, again if the store changed in the middle of it."""
+        for attempt in range(_ATTEMPTS):
+            try:
+                return self._batch.step([self._settings_of(row.task.knn) for row in self._batch.rows])
+            except KnnstoreError:
+                if attempt == _ATTEMPTS - 1:
+                    raise
+        raise AssertionError
+
+    def _leave(self, rows: Sequence[Row]) -> None:
+        self._batch.leave(rows)
+        for row in rows:
+            del self._tickets[row]
+
+    @staticmethod
+    def _fail(tickets: Sequence[Ticket], error: Exception) -> None:
+        for ticket in dict.fromkeys(tickets):
+            if not ticket.cancelled:
+                ticket.cancelled = True  # the rest of its texts as well
+                ticket.tell(error)
+
+
+def _ends_of(lm: KNNLMForCausalLM) -> frozenset[int]:
+    """The tokens that end a text."""
+    named: Any = lm.generation_config.eos_token_id
+    listed = named if isinstance(named, list) else [named]
+    assert lm.tokenizer is not None
+    return frozenset(token for token in (*listed, lm.tokenizer.eos_token_id) if token is not None)

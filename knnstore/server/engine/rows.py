@@ -1,0 +1,192 @@
+"""One text that is being written: choosing its tokens, its text so far, and where it ends."""
+
+import math
+import random
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from knnstore.server.engine.text import Detokenizer, StopStrings
+
+Finish = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen."""
+
+    temperature: float = 1.0
+    """0 takes the most probable one."""
+    top_p: float = 1.0
+    """Only the most probable tokens that make up this much."""
+    seed: int | None = None
+    """Makes it repeatable, whatever else is being written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A text that is to be continued."""
+
+    tokens: tuple[int, ...]
+    """At least one."""
+    hidden: int = 0
+    """How many of the first ones are not part of the text that was given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is to be written after each of some prompts, `copies` times."""
+
+    prompts: tuple[Prompt, ...]
+    knn: Hashable
+    """What the engine's `settings_of` makes settings of."""
+    max_tokens: int = 16
+    copies: int = 1
+    sampling: Sampling = field(default_factory=Sampling)
+    stops: tuple[str, ...] = ()
+    top: int | None = None
+    """So many of the most probable tokens are listed for each; None wants no log-probabilities."""
+    score_prompt: bool = False
+    """Whether the prompts' own tokens are scored."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScore:
+    """One token and what the mixture says of it."""
+
+    token: int
+    offset: int
+    """Characters of its text before it."""
+    log_prob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    """The most probable tokens with their log-probabilities, and always the token itself; may be empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What is new of one text."""
+
+    index: int
+    """Which text: prompt × copies + copy."""
+    text: str = ""
+    tokens: tuple[TokenScore, ...] = ()
+    finish: Finish | None = None
+    is_prompt: bool = False
+    """Whether these are the tokens of its prompt."""
+
+
+class Row:
+    """A text of a task that is being written.
+
+    Args:
+        task: what is asked for.
+        index: which of its texts.
+        tokenizer: the model's.
+        ends: tokens that end any text.
+    """
+
+    def __init__(self, task: Task, index: int, tokenizer: Any, ends: frozenset[int]) -> None:
+        self.task = task
+        self.index = index
+        self.tokens = [*task.prompts[index // task.copies].tokens]
+        """The prompt, and what was written after it."""
+        self._first = len(self.tokens)
+        self._ends = ends
+        self._detokenizer = Detokenizer(tokenizer, self.tokens)
+        self._stops = StopStrings(task.stops)
+        self._length = 0  # characters so far, those that are held back counted
+        seed = task.sampling.seed
+        self._random = random.Random(None if seed is None else f"{seed}:{index}")  # noqa: S311
+
+    @property
+    def written(self) -> Sequence[int]:
+        """The tokens after the prompt."""
+        return self.tokens[self._first :]
+
+    def take(self, log_probs: Tensor) -> Piece:
+        """Choose the next token from log p of all, float32, shape (v,)."""
+        token = chosen(log_probs, self.task.sampling, self._random.random)
+        self.tokens.append(token)
+        scores = next(scored(log_probs[None], [token], [self._length], self.task.top))
+        if token in self._ends:
+            return self._end("stop", scores)
+        new = self._detokenizer.take(token)
+        self._length += len(new)
+        text, stopped = self._stops.take(new)
+        if stopped:
+            return Piece(self.index, text, (scores,), "stop")
+        if len(self.written) == self.task.max_tokens:
+            return self._end("length", scores, text)
+        return Piece(self.index, text, (scores,))
+
+    def _end(self, finish: Finish, scores: TokenScore, text: str = "") -> Piece:
+        last, stopped = self._stops.take(self._detokenizer.end())
+        return Piece(self.index, text + last + self._stops.end(), (scores,), "stop" if stopped else finish)
+
+
+def chosen(log_probs: Tensor, sampling: Sampling, draw: Any) -> int:
+    """Choose a token.
+
+    Args:
+        log_probs: of all tokens, shape (v,).
+        sampling: how.
+        draw: gives a number in [0, 1); asked once, unless the most probable token is taken.
+    """
+    if sampling.temperature == 0:
+        return int(log_probs.argmax())
+    probs = (log_probs.double() / sampling.temperature).softmax(-1).cpu()
+    if sampling.top_p < 1:
+        ranked, order = probs.sort(descending=True, stable=True)
+        beyond = ranked.cumsum(0) - ranked >= sampling.top_p
+        probs[order[1:][beyond[1:]]] = 0  # one always stays
+    total = probs.cumsum(0)
+    # The last one that can be drawn, where rounding leaves a draw beyond all.
+    last = int(probs.nonzero()[-1])
+    return min(int(torch.searchsorted(total, draw() * total[-1], right=True)), last)
+
+
+def scored(
+    log_probs: Tensor, tokens: Sequence[int], offsets: Sequence[int], top: int | None
+) -> Iterator[TokenScore]:
+    """Say what the mixture says of some tokens, of each log p of all, shape (n, v)."""
+    if top is None:
+        yield from (TokenScore(*one) for one in zip(tokens, offsets, strict=True))
+        return
+    wanted = min(top, log_probs.shape[1])
+    values, best = (found.tolist() for found in log_probs.topk(wanted, dim=-1))
+    gold = log_probs.gather(1, torch.tensor(tokens, device=log_probs.device)[:, None])[:, 0].tolist()
+    for at, (token, offset) in enumerate(zip(tokens, offsets, strict=True)):
+        listed = [(one, _finite(value)) for one, value in zip(best[at], values[at], strict=True)]
+        if token not in best[at]:
+            listed.append((token, _finite(gold[at])))
+        yield TokenScore(token, offset, _finite(gold[at]), tuple(listed) if top else ())
+
+
+def prompt_scores(
+    tokenizer: Any, prompt: Prompt, log_probs: Tensor | None, top: int | None
+) -> tuple[TokenScore, ...]:
+    """Say what the mixture says of a prompt's tokens; the first has no log-probability.
+
+    Args:
+        tokenizer: the model's.
+        prompt: the prompt.
+        log_probs: after each of its tokens but the last, of all tokens, shape (n - 1, v); None where n is 1.
+        top: as `scored`.
+    """
+    shown = prompt.tokens[prompt.hidden :]
+    detokenizer = Detokenizer(tokenizer, prompt.tokens[: prompt.hidden], special=True)
+    offsets = [0]
+    for token in shown[:-1]:
+        offsets.append(offsets[-1] + len(detokenizer.take(token)))
+    first = tuple(TokenScore(token, 0) for token in shown[:1])
+    if log_probs is None:
+        return first
+    return first + tuple(scored(log_probs[prompt.hidden :], shown[1:], offsets[1:], top))
+
+
+def _finite(log_prob: float) -> float:
+    """JSON has no -inf; this is what others write."""
+    return log_prob if math.isfinite(log_prob) else -9999.0

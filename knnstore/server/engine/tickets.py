@@ -1,0 +1,41 @@
+"""What passes between an engine and whoever asks it for texts."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from knnstore.server.engine.rows import Piece, Task
+
+
+class EngineBusyError(Exception):
+    """As much is waiting as may wait."""
+
+
+class EngineStoppedError(Exception):
+    """The engine takes nothing any more."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What happened in one turn of the engine."""
+
+    rows: int
+    """Texts that were written on."""
+    waiting: int
+    """Tasks and jobs that had not begun."""
+    seconds: float
+    """Of the step."""
+
+
+class Ticket:
+    """A task in the engine's hands.
+
+    Args:
+        task: what is to be written.
+        tell: called in the engine's thread with each piece, and with an exception if it fails.
+    """
+
+    def __init__(self, task: Task, tell: Callable[[Piece | Exception], None]) -> None:
+        self.task = task
+        self.tell = tell
+        self.cancelled = False
+        """Set to True by whoever wants nothing more of it."""

@@ -1,0 +1,79 @@
+"""What goes wrong, as OpenAI's clients read it: a status and an object with message, type, param, code."""
+
+from typing import Any
+
+from knnstore.errors import (
+    AmbiguousDocumentError,
+    ConfigError,
+    DiskFullError,
+    DocumentNotFoundError,
+    DomainNotFoundError,
+    InputError,
+    KnnstoreError,
+    LockedError,
+    ReadOnlyError,
+    StoreUnavailableError,
+)
+from knnstore.server.engine import EngineBusyError, EngineStoppedError
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+_RETRY_SECONDS = 1
+
+
+class ApiError(Exception):
+    """An answer that is an error."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = headers or {}
+        kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+        self.body: dict[str, Any] = {
+            "error": {"message": message, "type": kind, "param": param, "code": code}
+        }
+
+
+def refused(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """The error that a request cannot be done as it is."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def error_of(error: BaseException) -> ApiError:
+    """What a client is told of an error; what is no fault of a request stays in the log."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, EngineBusyError):
+        return ApiError(
+            429,
+            "the server has as many requests waiting as it takes: try again later",
+            code="queue_full",
+            headers={"Retry-After": str(_RETRY_SECONDS)},
+        )
+    if isinstance(error, EngineStoppedError):
+        return ApiError(503, "the server is shutting down", code="shutting_down")
+    if isinstance(error, InputError | ConfigError):
+        return refused(str(error))
+    if isinstance(error, DocumentNotFoundError | DomainNotFoundError | AmbiguousDocumentError):
+        return ApiError(404, "there is no such document", code="document_not_found")
+    if isinstance(error, ReadOnlyError | LockedError):
+        return ApiError(403, "this server only reads its store", code="read_only")
+    if isinstance(error, DiskFullError):
+        return ApiError(507, "the server's disk is full", code="disk_full")
+    if isinstance(error, StoreUnavailableError):
+        return ApiError(503, "the store cannot be reached: try again later", code="store_unavailable")
+    what = "the store failed" if isinstance(error, KnnstoreError) else "the server failed"
+    return ApiError(500, f"{what}; its log says more", code="internal_error")

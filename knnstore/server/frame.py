@@ -1,0 +1,126 @@
+"""What is done with every request, whatever it asks: its id, its key, its size, its line in the log."""
+
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from fastapi.responses import JSONResponse
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from knnstore.server.access import Access, Gate
+from knnstore.server.errors import ApiError, error_of
+
+_logger = logging.getLogger("knnstore.server.requests")
+
+_LOCAL = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?", re.IGNORECASE)
+_REQUEST_ID = re.compile(r"[\w.-]{1,64}")
+
+Count = Callable[[str, int, float, float | None], None]
+
+
+class Frame:
+    """An ASGI application around another.
+
+    Args:
+        app: what answers.
+        gate: tells what a request may do.
+        open_paths: those that need no key.
+        body_bytes: of a request at most.
+        local_only: only requests to a name of this machine are answered. A page of anybody's in a browser
+            here could reach the server by a name of its own.
+        count: told of each request.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        gate: Gate,
+        open_paths: frozenset[str],
+        body_bytes: int,
+        *,
+        local_only: bool,
+        count: Count,
+    ) -> None:
+        self._app = app
+        self._gate = gate
+        self._open = open_paths
+        self._body_bytes = body_bytes
+        self._local_only = local_only
+        self._count = count
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers, started = Headers(scope=scope), time.perf_counter()
+        given = headers.get("x-request-id", "")
+        id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        seen: dict[str, Any] = {"status": 500, "first": None, "key": ""}
+
+        async def answer(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                seen["status"] = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = id
+            elif seen["first"] is None and message.get("body"):
+                seen["first"] = time.perf_counter() - started
+            await send(message)
+
+        try:
+            who = await self._checked(scope, headers)
+            scope.setdefault("state", {})["access"] = who
+            seen["key"] = who.key if who else ""
+            await self._app(scope, self._limited(headers, receive), answer)
+        except ApiError as error:
+            await _error(error)(scope, receive, answer)
+        except Exception as error:
+            _logger.exception("request %s failed", id)
+            if seen["status"] == 500:  # it was not answered yet
+                await _error(error_of(error))(scope, receive, answer)
+        finally:
+            seconds = time.perf_counter() - started
+            endpoint = getattr(scope.get("route"), "path", "(none)")
+            self._count(endpoint, seen["status"], seconds, seen["first"])
+            _logger.info(
+                "%s %s %d %.3f s", scope["method"], endpoint, seen["status"], seconds,
+                extra={"request": {
+                    "id": id, "method": scope["method"], "endpoint": endpoint, "status": seen["status"],
+                    "seconds": round(seconds, 6), "key": seen["key"],
+                }},
+            )  # fmt: skip
+
+    async def _checked(self, scope: Scope, headers: Headers) -> Access | None:
+        if self._local_only and not _LOCAL.fullmatch(headers.get("host", "")):
+            raise ApiError(403, "this server is for this machine alone: call it by the name localhost")
+        if scope["path"] in self._open:
+            return None
+        return await run_in_threadpool(self._gate.access_of, headers.get("authorization", ""))
+
+    def _limited(self, headers: Headers, receive: Receive) -> Receive:
+        length = headers.get("content-length", "0")
+        if not length.isdecimal() or int(length) > self._body_bytes:
+            raise self._too_large()
+        taken = 0
+
+        async def limited() -> Message:
+            nonlocal taken
+            message = await receive()
+            taken += len(message.get("body", b""))
+            if taken > self._body_bytes:
+                raise HTTPException(413, str(self._too_large()))
+            return message
+
+        return limited
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the request is larger than {self._body_bytes:,} bytes", code="too_large")
+
+
+def _error(error: ApiError) -> JSONResponse:
+    return JSONResponse(error.body, error.status, error.headers)

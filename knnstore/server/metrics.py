@@ -1,0 +1,66 @@
+"""What a server counts, for Prometheus: by endpoint and outcome, never by key, domain or text."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from knnstore.server.engine import Observed
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_ROWS = (1, 2, 4, 8, 16, 32, 64)
+
+
+class Metrics:
+    """The counters of one server; the names are those of OpenTelemetry's conventions where it has some."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = Histogram(
+            "gen_ai_server_request_duration_seconds",
+            "Time from a request to the end of its answer.",
+            ["endpoint", "status"],
+            registry=self._registry,
+            buckets=_SECONDS,
+        )
+        self._first = Histogram(
+            "gen_ai_server_time_to_first_token_seconds",
+            "Time from a request to the first byte of its answer: of a stream, its first token.",
+            ["endpoint"],
+            registry=self._registry,
+            buckets=_SECONDS,
+        )
+        self._steps = Histogram(
+            "gen_ai_server_time_per_output_token_seconds",
+            "Time of a step, which adds a token to each text that is being written.",
+            registry=self._registry,
+            buckets=_SECONDS,
+        )
+        self._rows = Histogram(
+            "knnstore_server_texts_per_step",
+            "Texts that are written on in a step.",
+            registry=self._registry,
+            buckets=_ROWS,
+        )
+        self._tokens = Counter(
+            "knnstore_server_tokens_written", "Tokens that were written.", registry=self._registry
+        )
+        self._waiting = Gauge(
+            "knnstore_server_waiting",
+            "Requests that had not begun at the last step.",
+            registry=self._registry,
+        )
+
+    def observe(self, step: Observed) -> None:
+        """Count a step of the engine."""
+        self._steps.observe(step.seconds)
+        self._rows.observe(step.rows)
+        self._tokens.inc(step.rows)
+        self._waiting.set(step.waiting)
+
+    def count(self, endpoint: str, status: int, seconds: float, first: float | None) -> None:
+        """Count a request: its path as declared, its status, when it ended and when its answer began."""
+        self._requests.labels(endpoint, str(status)).observe(seconds)
+        if first is not None:
+            self._first.labels(endpoint).observe(first)
+
+    def text(self) -> bytes:
+        """All of it, as Prometheus reads it."""
+        return generate_latest(self._registry)

@@ -1,0 +1,203 @@
+"""What clients send, as OpenAI's protocol has it, and what is allowed of it."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, StrictBool, StrictInt, model_validator
+
+from knnstore.checks import MAX_NAME
+from knnstore.server.engine import Sampling
+
+MOST_COPIES = 16
+MOST_PROMPTS = 64
+MOST_TEXTS = 128
+"""Prompts × n."""
+MOST_TOP = 20
+MOST_STOPS = 16
+MOST_NEIGHBORS = 64
+MOST_NAMES = 64
+
+Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
+Names = Annotated[list[Name], Field(min_length=1, max_length=MOST_NAMES)]
+TokenId = Annotated[StrictInt, Field(ge=0)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+
+
+class Body(BaseModel):
+    """The body of a request: what it does not know it refuses, rather than do something else."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class Retrieval(Body):
+    """How to retrieve, where a request leaves the saved settings."""
+
+    domains: Names | None = Field(default=None, description="Only from these of the model's domains.")
+    tags: Names | None = Field(default=None, description="Only from documents with one of these tags.")
+    k: Annotated[StrictInt, Field(ge=1, le=65_536)] | None = None
+    probes: Annotated[StrictInt, Field(ge=0, le=65_536)] | None = None
+    temperature: Annotated[float, Field(gt=0)] | None = None
+    lam: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        default=None, validation_alias=AliasChoices("lam", "lambda")
+    )
+    sources: Annotated[StrictInt, Field(ge=0, le=MOST_NEIGHBORS)] = Field(
+        default=0, description="Name so many places for each token that was written."
+    )
+
+
+class StreamOptions(Body):
+    """What a stream has beside its text."""
+
+    include_usage: StrictBool = False
+
+
+class Writing(Body):
+    """What completions of both kinds have in common."""
+
+    model: str
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    n: Annotated[StrictInt, Field(ge=1, le=MOST_COPIES)] | None = None
+    seed: Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
+    stream: StrictBool | None = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    knn: Retrieval | None = None
+    # Known, but only as if they had not been given.
+    presence_penalty: Literal[0] | None = None
+    frequency_penalty: Literal[0] | None = None
+    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if "" in self.stops:
+            raise ValueError("stop: a string that ends a text cannot be empty")
+        if self.stream_options and not self.stream:
+            raise ValueError("stream_options: only with stream")
+        return self
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The strings that end a text."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def sampling(self) -> Sampling:
+        """How tokens are chosen."""
+        temperature = 1.0 if self.temperature is None else self.temperature
+        if 0 < temperature < 1e-6:
+            temperature = 0.0  # the most probable token, where its log-probability would have no number
+        return Sampling(temperature, 1.0 if self.top_p is None else self.top_p, self.seed)
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with what it used."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionRequest(Writing):
+    """The body of ``/v1/completions``."""
+
+    prompt: (
+        str
+        | TokenIds
+        | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_PROMPTS)]
+    )
+    max_tokens: Annotated[StrictInt, Field(ge=0)] | None = None
+    echo: StrictBool | None = False
+    logprobs: Annotated[StrictInt, Field(ge=0, le=MOST_TOP)] | None = None
+    best_of: StrictInt | None = None
+    suffix: Literal[""] | None = None
+    return_tokens_as_token_ids: StrictBool | None = Field(
+        default=False, description="Write tokens of log-probabilities as token_id:N: no two print alike."
+    )
+
+    @model_validator(mode="after")
+    def _check_texts(self) -> Self:
+        copies = self.n or 1
+        if self.best_of not in (None, copies):
+            raise ValueError("best_of: must equal n, all texts are returned")
+        if len(self.prompts) * copies > MOST_TEXTS:
+            raise ValueError(f"prompt: prompts × n are {len(self.prompts) * copies}, at most {MOST_TEXTS}")
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt, as text or as tokens."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return self.prompt  # type: ignore[return-value]
+
+
+class TextPart(Body):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    @property
+    def text(self) -> str:
+        """Its parts, one after another."""
+        return self.content if isinstance(self.content, str) else "".join(one.text for one in self.content)
+
+
+class ChatRequest(Writing):
+    """The body of ``/v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
+    logprobs: StrictBool | None = False
+    top_logprobs: Annotated[StrictInt, Field(ge=0, le=MOST_TOP)] | None = None
+
+    @model_validator(mode="after")
+    def _check_top(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: only with logprobs")
+        return self
+
+
+class TokenizeRequest(Body):
+    """The body of ``/tokenize``."""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: StrictBool = True
+
+
+class DetokenizeRequest(Body):
+    """The body of ``/detokenize``."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+class ExplainRequest(Body):
+    """The body of ``/v1/explain``."""
+
+    model: str
+    text: str
+    after: str = Field(default="", description="A text that comes before and is not explained.")
+    neighbors: Annotated[StrictInt, Field(ge=0, le=MOST_NEIGHBORS)] = 8
+    knn: Retrieval | None = None
+
+
+class NewDocuments(Body):
+    """The body of ``POST /v1/documents``."""
+
+    domain: Name
+    documents: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=1024)] = Field(
+        description="Objects with `id` and `text`; whatever else they have is metadata."
+    )
+    tags: Annotated[list[Name], Field(max_length=MOST_NAMES)] = []

@@ -1,0 +1,120 @@
+"""What a model's name and a request's field `knn` mean: which documents, and which settings.
+
+`MODEL` is the model alone, `MODEL+DOMAIN+DOMAIN` the model with these domains. In a domain's name ``%`` and
+``+`` are written ``%25`` and ``%2B``.
+"""
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+
+from knnstore.errors import ConfigError
+from knnstore.lm import KNNSettings, overridden, own_settings_for, settings_for
+from knnstore.server.access import Access
+from knnstore.server.errors import ApiError, refused
+from knnstore.server.protocol import Retrieval
+from knnstore.store import KNNStore, Selection
+
+_KEPT = 256
+
+_ALONE = KNNSettings(lam=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Which documents to retrieve from, and how; no domain is the model alone."""
+
+    domains: tuple[str, ...] = ()
+    tags: tuple[str, ...] | None = None
+    k: int | None = None
+    probes: int | None = None
+    temperature: float | None = None
+    lam: float | None = None
+    own: bool = False
+    """Whether nothing may count that is known of other documents."""
+
+
+def named(model: str, domains: tuple[str, ...] = ()) -> str:
+    """The name of a model with domains."""
+    return "+".join([model, *(domain.replace("%", "%25").replace("+", "%2B") for domain in domains)])
+
+
+class Scopes:
+    """The scopes of one store.
+
+    Args:
+        store: which is read.
+        model: the name of the model alone.
+    """
+
+    def __init__(self, store: KNNStore, model: str) -> None:
+        self.model = model
+        self._store = store
+        self._settings: OrderedDict[tuple[int, Scope], KNNSettings] = OrderedDict()
+
+    def scope(self, name: str, knn: Retrieval | None, access: Access) -> Scope:
+        """Read a model's name and a field `knn`.
+
+        Raises:
+            ApiError: 404 where there is no such model for whoever asks, 400 where the field does not fit.
+        """
+        domains = self._domains_of(name, access)
+        if knn is None:
+            return Scope(domains, own=not access.sees_all)
+        if not domains and (knn.domains or knn.tags):
+            raise refused(
+                f"`{name}` is the model alone and retrieves nothing; name domains as {self.model}+DOMAIN",
+                "knn.domains" if knn.domains else "knn.tags",
+            )
+        for domain in knn.domains or ():
+            if domain not in domains:
+                raise refused(f"the domain {domain!r} is none of those of `{name}`", "knn.domains")
+        scope = Scope(
+            tuple(sorted(set(knn.domains))) if knn.domains else domains,
+            tuple(sorted(set(knn.tags))) if knn.tags else None,
+            knn.k, knn.probes, knn.temperature, knn.lam,
+            own=not access.sees_all,
+        )  # fmt: skip
+        try:
+            overridden(KNNSettings(), k=knn.k, probes=knn.probes, temperature=knn.temperature, lam=knn.lam)
+        except ConfigError as error:
+            raise refused(str(error), "knn") from error
+        return scope
+
+    def settings(self, scope: Hashable) -> KNNSettings:
+        """The settings of a scope as the store is now; the same object where nothing has changed.
+
+        What is removed since narrows the scope. To be called in the engine's thread alone.
+        """
+        assert isinstance(scope, Scope)
+        name = self._store.revision(), scope
+        found = self._settings.get(name)
+        if found is None:
+            found = self._settings[name] = self._made(scope)
+            if len(self._settings) > _KEPT:
+                self._settings.popitem(last=False)
+        return found
+
+    def _made(self, scope: Scope) -> KNNSettings:
+        there = {domain.name for domain in self._store.domains()}
+        domains = tuple(domain for domain in scope.domains if domain in there)
+        if not domains:
+            return _ALONE
+        selection = Selection(domains=domains, tags=scope.tags)
+        saved = (own_settings_for if scope.own else settings_for)(self._store, selection)
+        settings = overridden(
+            saved, k=scope.k, probes=scope.probes, temperature=scope.temperature, lam=scope.lam
+        )
+        return replace(settings, pointers=None)  # they begin with a prompt: texts would not be independent
+
+    def _domains_of(self, name: str, access: Access) -> tuple[str, ...]:
+        model, *parts = name.removeprefix(self.model).split("+")
+        domains = tuple(sorted({part.replace("%2B", "+").replace("%25", "%") for part in parts}))
+        there = {domain.name for domain in self._store.domains()} if domains else set()
+        if (
+            not name.startswith(self.model)
+            or model
+            or not all(domain in there and access.sees(domain) for domain in domains)
+        ):
+            raise ApiError(404, f"the model `{name}` does not exist", param="model", code="model_not_found")
+        return domains

@@ -1,0 +1,216 @@
+"""The engine: texts written together are what each would be alone."""
+
+import random
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+import knnstore
+from knnstore import KNNSettings, Selection
+from knnstore.lm import CacheSettings
+from knnstore.server.engine import (
+    Engine,
+    EngineBusyError,
+    EngineStoppedError,
+    Piece,
+    Prompt,
+    Sampling,
+    Task,
+    Ticket,
+)
+
+ENDS = {0, 264, 271}  # likely ones, so that texts end early
+# All records that are selected count: which is the k-th nearest of fewer may hang on rounding.
+SETTINGS = {
+    "alone": KNNSettings(lam=0.0),
+    "letters": KNNSettings(k=1024, lam=0.4, temperature=30.0, selection=Selection(domains=("letters",))),
+    "news": KNNSettings(k=1024, lam=0.9, temperature=5.0, selection=Selection(domains=("news",))),
+    "sea": KNNSettings(k=1024, lam=0.7, temperature=50.0, selection=Selection(tags=("sea",))),
+    "cache": KNNSettings(
+        k=1024, lam=0.5, temperature=30.0, cache=CacheSettings(size=20, temperature=20.0, lam=0.3)
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def lm(prepared):
+    opened = knnstore.load(prepared)
+    opened.generation_config.eos_token_id = [*ENDS]
+    with opened.store:
+        yield opened
+
+
+@pytest.fixture
+def engine(lm) -> Iterator[Engine]:
+    started = Engine(lm, SETTINGS.__getitem__, max_rows=8, max_waiting=1000)
+    started.start()
+    yield started
+    started.stop()
+
+
+class Listener:
+    """Collects the pieces of a task."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.pieces: list[Piece] = []
+        self.error: Exception | None = None
+        self.done = threading.Event()
+        self.ticket = Ticket(task, self._hear)
+        self._left = len(task.prompts) * task.copies
+
+    def _hear(self, piece: Piece | Exception) -> None:
+        if isinstance(piece, Exception):
+            self.error = piece
+            self.done.set()
+            return
+        self.pieces.append(piece)
+        self._left -= piece.finish is not None
+        if not self._left:
+            self.done.set()
+
+    def written(self) -> dict[int, tuple[list[int], str, str | None]]:
+        assert self.done.wait(60)
+        assert self.error is None, self.error
+        found: dict[int, list[Piece]] = defaultdict(list)
+        for piece in self.pieces:
+            found[piece.index].append(piece)
+        return {
+            index: (
+                [score.token for piece in pieces for score in piece.tokens],
+                "".join(piece.text for piece in pieces),
+                pieces[-1].finish,
+            )
+            for index, pieces in found.items()
+        }
+
+
+def write_alone(lm, task: Task, index: int) -> list[int]:
+    """The tokens of one text, each from a pass over the whole of it: no batch, no padding, no cache."""
+    tokens = list(task.prompts[index // task.copies].tokens)
+    begun, draws = len(tokens), random.Random(f"{task.sampling.seed}:{index}")
+    while len(tokens) - begun < task.max_tokens:
+        with torch.inference_mode():
+            logits = lm(torch.tensor([tokens]), knn=SETTINGS[task.knn], use_cache=False).logits[0, -1]
+        log_p = logits.double().log_softmax(-1).numpy()
+        if task.sampling.temperature == 0:
+            tokens.append(int(log_p.argmax()))
+        else:
+            p = np.exp(log_p / task.sampling.temperature)
+            p /= p.sum()
+            order = np.argsort(-p, kind="stable")
+            needed = int(np.searchsorted(np.cumsum(p[order]), task.sampling.top_p)) + 1
+            kept = np.zeros(len(p))
+            kept[order[:needed]] = p[order[:needed]]
+            bounds = np.cumsum(kept) / kept.sum()
+            tokens.append(int((bounds <= draws.random()).sum()))
+        if tokens[-1] in ENDS:
+            break
+    return tokens[begun:]
+
+
+def test_two_hundred_mixes_are_what_each_would_be_alone(lm, engine):
+    rng = random.Random(0)
+    texts = [
+        "The harbour",
+        "In the morning the boat",
+        "The council said",
+        "Prices",
+        "é🙂 naïve",
+        "winter " * 9,
+    ]
+    listeners = []
+    for number in range(200):
+        prompts = tuple(
+            Prompt(tuple(lm.reader.tokens(rng.choice(texts)).tolist()[: rng.choice([1, 2, 5, 50])]))
+            for _ in range(rng.choice([1, 1, 1, 3]))
+        )
+        sampling = Sampling(rng.choice([0, 0, 0.7, 1.0, 1.6]), rng.choice([1.0, 0.9, 0.5]), number)
+        task = Task(prompts, rng.choice(list(SETTINGS)), rng.randint(1, 16), rng.choice([1, 1, 2]), sampling)
+        listeners.append(Listener(task))
+        engine.submit(listeners[-1].ticket)
+        if rng.random() < 0.3:  # the others have gone on when the next one comes
+            listeners[rng.randrange(len(listeners))].done.wait(60)
+    ended_early, sampled = 0, set()
+    for listener in listeners:
+        for index, (tokens, text, finish) in listener.written().items():
+            assert tokens == write_alone(lm, listener.task, index), listener.task
+            ended_early += finish == "stop"
+            body = tokens[:-1] if finish == "stop" else tokens
+            prompt = list(listener.task.prompts[index // listener.task.copies].tokens)
+            whole, before = lm.reader.text(prompt + body), lm.reader.text(prompt)
+            if not before.endswith("\ufffd"):
+                assert whole == before + text
+            sampled.add(tuple(tokens))
+    assert ended_early > 0
+    assert len(sampled) > 100
+
+
+def test_greedy_text_is_that_of_generate(lm, engine):
+    prompt = Prompt((lm.reader.prefix, *lm.reader.tokens("The council").tolist()), 1)
+    listener = Listener(Task((prompt,), "news", 30, sampling=Sampling(0)))
+    engine.submit(listener.ticket)
+    expected = lm.generate_text("The council", max_new_tokens=30, do_sample=False, knn=SETTINGS["news"])
+    tokens, text, finish = listener.written()[0]
+    assert text + lm.reader.text(tokens[-1:]) * (finish == "stop") == expected
+
+
+def test_a_cancelled_task_makes_room_and_the_others_go_on(lm, engine):
+    prompt = Prompt(tuple(lm.reader.tokens("The harbour").tolist()))
+    listeners = [
+        Listener(Task((prompt,), "letters", 80, sampling=Sampling(1.0, 1.0, seed))) for seed in range(40)
+    ]
+    for listener in listeners:
+        engine.submit(listener.ticket)
+    for listener in listeners[::2]:
+        listener.ticket.cancelled = True
+    for listener in listeners[1::2]:
+        assert listener.written()[0][0] == write_alone(lm, listener.task, 0)
+    assert engine.call(lambda: len(engine._batch.rows)).result(60) == 0
+    assert all(len(listener.pieces) < 80 for listener in listeners[2::2])
+
+
+def test_a_full_engine_refuses_and_a_failing_task_fails_alone(lm):
+    engine = Engine(lm, lambda name: SETTINGS[name], max_rows=2, max_waiting=3)
+    engine.start()
+    held, free = threading.Event(), threading.Event()
+    blocking = engine.call(lambda: (held.set(), free.wait(60)))
+    assert held.wait(60)
+    prompt = Prompt(tuple(lm.reader.tokens("The").tolist()))
+    good, bad = (
+        Listener(Task((prompt,), "news", 3)),
+        Listener(Task((prompt,), "nothing", 3, score_prompt=True, top=0)),
+    )
+    engine.submit(good.ticket)
+    engine.submit(bad.ticket)
+    with pytest.raises(EngineBusyError):
+        engine.call(lambda: None)
+    free.set()
+    blocking.result(60)
+    assert len(good.written()[0][0]) <= 3
+    assert bad.done.wait(60)
+    engine.stop()
+    with pytest.raises(EngineStoppedError):
+        engine.submit(good.ticket)
+
+
+def test_stopping_tells_whoever_waits(lm):
+    engine = Engine(lm, SETTINGS.__getitem__)
+    engine.start()
+    prompt = Prompt(tuple(lm.reader.tokens("The").tolist()))
+    listeners = [Listener(Task((prompt,), "news", 10_000, sampling=Sampling(1.0, 1.0, 1))) for _ in range(30)]
+    held = threading.Event()
+    engine.call(held.wait)
+    for listener in listeners:
+        engine.submit(listener.ticket)
+    late = engine.call(lambda: None)
+    threading.Timer(0.1, held.set).start()
+    engine.stop()
+    assert all(listener.done.wait(1) for listener in listeners)
+    assert all(isinstance(listener.error, EngineStoppedError) for listener in listeners)
+    with pytest.raises(EngineStoppedError):
+        late.result(1)
