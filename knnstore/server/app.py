@@ -1,5 +1,6 @@
 """The application: all endpoints, and what becomes of errors."""
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -19,10 +20,13 @@ from knnstore.server.access import Endpoints, Gate, check_declared, open_paths
 from knnstore.server.asking import declare_asking
 from knnstore.server.completions import declare_completions
 from knnstore.server.documents import declare_documents
+from knnstore.server.engine import EngineBusyError, EngineStoppedError
 from knnstore.server.errors import ApiError, error_of
 from knnstore.server.frame import Frame
 from knnstore.server.metrics import Metrics
 from knnstore.server.serving import Serving
+
+_logger = logging.getLogger(__name__)
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
@@ -75,7 +79,7 @@ def make_endpoints(
     _declare_about(app, routes, serving, metrics, options)
     for declare in (declare_asking, declare_completions, declare_documents):
         declare(routes, serving)
-    for kind in (ApiError, KnnstoreError):
+    for kind in (ApiError, KnnstoreError, EngineBusyError, EngineStoppedError, Exception):
         app.add_exception_handler(kind, _known)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
@@ -112,6 +116,8 @@ def _declare_about(
 
 async def _known(_: Request, error: Exception) -> JSONResponse:
     known = error_of(error)
+    if known.status == 500:
+        _logger.error("a request failed", exc_info=error)
     return JSONResponse(known.body, known.status, known.headers)
 
 

@@ -62,11 +62,11 @@ class Frame:
         headers, started = Headers(scope=scope), time.perf_counter()
         given = headers.get("x-request-id", "")
         id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        seen: dict[str, Any] = {"status": 500, "first": None, "key": ""}
+        seen: dict[str, Any] = {"status": 500, "begun": False, "first": None, "key": ""}
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
-                seen["status"] = message["status"]
+                seen["begun"], seen["status"] = True, message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = id
             elif seen["first"] is None and message.get("body"):
                 seen["first"] = time.perf_counter() - started
@@ -80,9 +80,9 @@ class Frame:
         except ApiError as error:
             await _error(error)(scope, receive, answer)
         except Exception as error:
-            _logger.exception("request %s failed", id)
-            if seen["status"] == 500:  # it was not answered yet
+            if not seen["begun"]:
                 await _error(error_of(error))(scope, receive, answer)
+            _logger.debug("request %s failed", id, exc_info=error)  # the application has told of it
         finally:
             seconds = time.perf_counter() - started
             endpoint = getattr(scope.get("route"), "path", "(none)")

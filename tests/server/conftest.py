@@ -171,7 +171,12 @@ def _servers(home: Path) -> Iterator[Serve]:
         server.process.stderr.close()
 
 
-def make_key(home: Path, *options: str) -> str:
-    """Make a key by the command line."""
-    command = [*KNNSTORE, "--home", str(home), "key", "add", *options]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+@pytest.fixture
+def make_key() -> Callable[..., str]:
+    """Makes a key of a store by the command line."""
+
+    def make(home: Path, *options: str) -> str:
+        command = [*KNNSTORE, "--home", str(home), "key", "add", *options]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    return make

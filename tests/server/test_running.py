@@ -1,0 +1,135 @@
+"""A server as a process: its beginning, its end, its log, and how much it takes."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+
+KNNSTORE = [sys.executable, "-c", "from knnstore.cli import main; main()"]
+LONG = {"model": "tiny+news", "prompt": "The", "max_tokens": 90, "temperature": 1.6}
+
+
+def test_it_is_there_before_its_model_and_ends_what_runs(serve):
+    server = serve()
+    assert server.call("GET", "/health/live").status_code == 200
+    early = server.call("GET", "/v1/models")
+    assert early.status_code in (200, 503)
+    server.ready()
+    assert server.call("GET", "/health").json() == {"status": "ready"}
+    texts, begun = [], threading.Event()
+
+    def read() -> None:
+        stream = server.client().completions.create(**LONG, n=16, seed=1, stream=True)
+        for event in stream:
+            begun.set()
+            texts.append(event.choices[0].text)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert begun.wait(30)
+    before = len(texts)
+    assert server.end() == 0
+    reader.join(30)
+    assert len(texts) > before
+    assert sum(1 for text in texts if text) > 16
+    with pytest.raises(httpx.ConnectError):
+        server.call("GET", "/health")
+
+
+def test_what_takes_too_long_to_end_is_ended(serve):
+    server = serve("--drain", "1", "--max-batch", "1").ready()
+    failed: list[BaseException] = []
+    begun = threading.Event()
+
+    def read() -> None:
+        try:
+            for _ in server.client().completions.create(**LONG, n=16, stream=True):
+                begun.set()
+            for _ in range(200):
+                server.client().completions.create(**LONG, n=16)
+        except (openai.APIError, httpx.HTTPError) as error:
+            failed.append(error)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert begun.wait(30)
+    started = time.monotonic()
+    assert server.end(signal.SIGINT) == 0
+    assert time.monotonic() - started < 20
+    reader.join(30)
+    assert failed
+
+
+def test_too_many_are_told_to_come_back(serve):
+    server = serve("--max-batch", "1", "--max-queue", "2", "--max-body", "2000").ready()
+    statuses: list[httpx.Response] = []
+
+    def ask() -> None:
+        statuses.append(server.call("POST", "/v1/completions", json={**LONG, "n": 4}))
+
+    askers = [threading.Thread(target=ask) for _ in range(12)]
+    for asker in askers:
+        asker.start()
+    for asker in askers:
+        asker.join(60)
+    refused = [answer for answer in statuses if answer.status_code == 429]
+    assert {answer.status_code for answer in statuses} == {200, 429}
+    assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
+    assert server.call("POST", "/v1/completions", json={**LONG, "n": 4}).status_code == 200
+    assert server.call("POST", "/tokenize", json={"prompt": "a" * 3000}).status_code == 413
+
+
+def test_the_log_has_a_line_for_each_request(serve):
+    server = serve().ready()
+    answer = server.call("GET", "/v1/models")
+    server.call("GET", "/v1/documents", params={"id": "hush-hush"})
+    assert server.end() == 0
+    log = [json.loads(line) for line in server.lines]
+    rows = [row for row in log if "endpoint" in row]
+    assert [(row["endpoint"], row["status"]) for row in rows] == [("/v1/models", 200), ("/v1/documents", 200)]
+    assert rows[0]["id"] == answer.headers["x-request-id"]
+    assert "hush-hush" not in "\n".join(server.lines)
+    assert not any("traceback" in row for row in log)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "no knnstore at"),
+        (["--port", "99999999"], "65535"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_torch_is_loaded(tmp_path, options, said):
+    program = "import sys; from knnstore.cli import main\ntry: main()\nfinally: print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "--home", str(tmp_path / "none"), "serve", *options],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode in (1, 2)
+    assert said in done.stderr
+    assert done.stdout == "False\n"
+
+
+def test_a_store_that_is_written_to_is_refused_in_one_line(serve, home):
+    serve().ready()
+    second = subprocess.run(
+        [*KNNSTORE, "--home", str(home), "serve", "--port", "0"], capture_output=True, text=True, check=False
+    )
+    assert (second.returncode, second.stderr.count("\n")) == (1, 1)
+    assert "is being written by process" in second.stderr
+
+
+def test_a_port_that_is_taken_is_said_in_one_line(serve, home):
+    port = serve("--read-only").ready().url.rpartition(":")[2]
+    second = subprocess.run(
+        [*KNNSTORE, "--home", str(home), "serve", "--read-only", "--port", port],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert second.returncode == 1
+    assert f"port {port} cannot be listened to" in second.stderr.splitlines()[-1]
