@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from fastapi import Request
+from fastapi.concurrency import run_in_threadpool
 
 from knnstore.catalog import Right
 from knnstore.lm import TokenExplanation, explain_tokens
@@ -80,8 +81,9 @@ def declare_asking(routes: Endpoints, serving: Serving) -> None:
     async def explain(request: Request, body: ExplainRequest) -> dict[str, Any]:
         """Say how probable each token of a text is, and where that comes from."""
         lm = serving.lm
-        scope = serving.scopes.scope(body.model, body.knn, access(request))
-        start, tokens = len(serving.tokens(body.after)), serving.tokens(body.after + body.text)
+        scope = await run_in_threadpool(serving.scopes.scope, body.model, body.knn, access(request))
+        start = len(await run_in_threadpool(serving.tokens, body.after))
+        tokens = await run_in_threadpool(serving.tokens, body.after + body.text)
         if len(tokens) > serving.window:
             raise refused(
                 f"the text has {len(tokens)} tokens, this model reads at most {serving.window}", "text"
