@@ -44,6 +44,14 @@ def generate(
     ] = 1.0,
     seed: Annotated[int | None, seed_option("Makes sampling repeatable.")] = None,
     beams: Annotated[int, typer.Option(min=1, metavar="N", help="Beams to search with.")] = 1,
+    draft: Annotated[
+        bool,
+        typer.Option(
+            "--draft",
+            help="Check several tokens in one pass, which stood after the same words in the store or the "
+            "text. The text stays the same; all that is stored is sorted first.",
+        ),
+    ] = False,
     query: GenerationQuery,
     explain: Annotated[
         bool, typer.Option("--explain", help="Name the documents that the text came from.")
@@ -70,6 +78,7 @@ def generate(
             top_p=top_p,
             seed=seed,
             num_beams=beams,
+            draft=draft,
             knn=settings,
         )
         result: dict[str, Any] = {"prompt": prompt, "continuation": continuation}
