@@ -70,7 +70,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def prepared(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The home of a store with the domains letters and news."""
     home = tmp_path_factory.mktemp("prepared") / "home"
-    lm = knnstore.create(home, str(model_path))
+    lm = knnstore.create(home, str(model_path), states=2)
     with lm.store:
         lm.add([{"id": id, "text": text} for id, text in LETTERS.items()], domain="letters", tags=["sea"])
         lm.add([{"id": id, "text": text} for id, text in NEWS.items()], domain="news")

@@ -11,7 +11,7 @@ import torch
 
 import knnstore
 from knnstore import KNNSettings, Selection
-from knnstore.lm import CacheSettings
+from knnstore.lm import CacheSettings, NGramSettings
 from knnstore.server.engine import (
     Engine,
     EngineBusyError,
@@ -33,6 +33,7 @@ SETTINGS = {
     "cache": KNNSettings(
         k=1024, lam=0.5, temperature=30.0, cache=CacheSettings(size=20, temperature=20.0, lam=0.3)
     ),
+    "n-grams": KNNSettings(k=1024, lam=0.5, temperature=30.0, ngrams=NGramSettings(order=4, lam=0.5)),
 }
 
 

@@ -112,7 +112,7 @@ class Batch:
                 past_key_values=cache,
                 use_cache=True,
                 knn=settings,
-                sequence_ids=self._texts(mask) if any(one.cache is not None for one in settings) else None,
+                sequence_ids=self._texts(mask),
             )
             self._mask, self._layers = mask, _layers_of(cache)
             log_probs: Tensor = output.logits[:, -1].float().log_softmax(-1)
