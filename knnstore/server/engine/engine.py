@@ -146,8 +146,7 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            while not self._stopping:
-                self._receive()
+            while self._receive():
                 self._drop_cancelled()
                 self._admit()
                 if self._batch.rows:
@@ -163,8 +162,8 @@ class Engine:
                 [*self._tickets.values(), *(one.ticket for one in self._waiting)], EngineStoppedError()
             )
 
-    def _receive(self) -> None:
-        """Take in what came; wait for something where nothing is to be done."""
+    def _receive(self) -> bool:
+        """Take in what came, waiting for something where nothing is to be done; False is the end."""
         idle = not self._batch.rows and not self._waiting
         with suppress(queue.Empty):
             while True:
@@ -172,6 +171,7 @@ class Engine:
                 idle = False
                 if received is not None:
                     received()
+        return not self._stopping
 
     def _drop_cancelled(self) -> None:
         self._leave([row for row in self._batch.rows if self._tickets[row].cancelled])
