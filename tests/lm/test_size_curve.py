@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from knnstore.errors import InputError
-from knnstore.lm import CacheSettings, KNNSettings
+from knnstore.lm import CacheSettings, KNNSettings, NGramSettings
 from knnstore.store import Selection
 from tests.lm.phrases import documents, phrases
 
@@ -28,7 +28,12 @@ def filled(make_lm):
 def test_each_point_is_an_evaluation_with_these_documents(lm, probes) -> None:
     of_a = Selection(domains=("a",))
     settings = KNNSettings(
-        9, lm.knn.temperature, probes=probes, cache=CacheSettings(64, 20.0, 0.2), selection=of_a
+        9,
+        lm.knn.temperature,
+        probes=probes,
+        cache=CacheSettings(64, 20.0, 0.2),
+        ngrams=NGramSettings(3, 0.3),
+        selection=of_a,
     )
     points = lm.measure_size_curve(HELD_OUT, settings)
     assert [one.documents for one in points] == [0, 1, 2, 3, 6, 12, 24]

@@ -126,7 +126,7 @@ def score_texts(
         read = None if settings.cache is None else ReadText(settings.cache.size, store.identity.metric)
         ngrams = ReadNGrams.of(store, [texts[at] for at in members], settings)
         batches = (
-            read_batch(reader, batch, settings, read, ngrams)
+            with_ngrams(read_batch(reader, batch, settings, read), ngrams)
             for batch in reader.batches([texts[at] for at in members])
         )
         parts: Iterator[TokenScores]
@@ -139,11 +139,7 @@ def score_texts(
 
 
 def read_batch(
-    reader: TextReader,
-    batch: Batch,
-    settings: KNNSettings,
-    read: ReadText | None = None,
-    ngrams: ReadNGrams | None = None,
+    reader: TextReader, batch: Batch, settings: KNNSettings, read: ReadText | None = None
 ) -> TokenScores:
     """Run the model over one batch of windows; what is to be searched is marked, no neighbor is there."""
     encoded = reader.encoder.encode(batch.input_ids, batch.at)
@@ -151,9 +147,6 @@ def read_batch(
     log_probs = reader.encoder.log_probs(encoded.states, batch.gold)
     lm_max, lm_entropy = log_probs.best.cpu(), log_probs.entropy.cpu()
     gold, nothing = torch.from_numpy(batch.gold), np.empty((len(keys), 0), np.int64)
-    ngram_probs = ngram_lengths = None
-    if ngrams is not None:
-        ngram_probs, ngram_lengths = ngrams.gold(batch.documents, batch.positions)
     searched = np.full(len(keys), settings.retrieves)
     if settings.skip is not None:
         searched &= settings.skip.searched(keys, lm_max, lm_entropy).numpy()
@@ -169,10 +162,16 @@ def read_batch(
         keys=keys,
         documents=batch.documents,
         positions=batch.positions,
-        ngram_probs=ngram_probs,
-        ngram_lengths=ngram_lengths,
         recent=None if read is None else read.follow(keys, gold, batch.documents, batch.positions),
     )
+
+
+def with_ngrams(scores: TokenScores, ngrams: ReadNGrams | None) -> TokenScores:
+    """The same tokens of some texts with what n-grams of these say; None is none."""
+    if ngrams is None:
+        return scores
+    probs, lengths = ngrams.gold(scores.documents, scores.positions)
+    return replace(scores, ngram_probs=probs, ngram_lengths=lengths)
 
 
 def _score(

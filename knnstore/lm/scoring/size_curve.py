@@ -7,8 +7,8 @@ import numpy as np
 
 from knnstore.errors import InputError
 from knnstore.lm.reading import in_chunks
-from knnstore.lm.retrieval import ReadText, mixture_of
-from knnstore.lm.scoring.held_out import HeldOut, read_batch, search_in_parts
+from knnstore.lm.retrieval import ReadNGrams, ReadText, mixture_of
+from knnstore.lm.scoring.held_out import HeldOut, read_batch, search_in_parts, with_ngrams
 from knnstore.lm.scoring.slices import perplexity
 from knnstore.lm.settings import KNNModel, KNNSettings
 from knnstore.progress import Progress
@@ -64,14 +64,16 @@ def measure_size_curve(
     tokens, totals = 0, [0.0] * (1 + len(parts))
     for ahead in in_chunks(held_out.documents):
         read = None if settings.cache is None else ReadText(settings.cache.size, store.identity.metric)
-        for batch in reader.batches(reader.tokenized(ahead)):
+        texts = reader.tokenized(ahead)
+        smaller = [replace(settings, selection=part) for part, _ in parts]
+        ngrams = [ReadNGrams.of(store, texts, one) for one in smaller]
+        for batch in reader.batches(texts):
             scores = read_batch(reader, batch, settings, read)
             tokens += len(scores.gold)
             totals[0] += float(scores.lm_log_probs.double().sum())
-            for number, (part, _) in enumerate(parts, 1):
-                smaller = replace(settings, selection=part)
-                for found in search_in_parts(store, scores, smaller):
-                    mixture = mixture_of(smaller, found.retrieved())
+            for number, (one, counted) in enumerate(zip(smaller, ngrams, strict=True), 1):
+                for found in search_in_parts(store, with_ngrams(scores, counted), one):
+                    mixture = mixture_of(one, found.retrieved())
                     totals[number] += float(mixture.gold(found.lm_log_probs, found.gold).double().sum())
             if progress is not None:
                 progress.advance(len(scores.gold))
