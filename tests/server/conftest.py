@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,7 @@ class Server:
         command = [*KNNSTORE, "--home", str(home), "serve", "--port", "0", "--log-format", "json", *options]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         self.lines: list[str] = []
+        self._clients = ExitStack()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         self.url = self.wait_for(r"listening at http://\S+:(\d+)", "http://127.0.0.1:{}")
@@ -115,7 +117,8 @@ class Server:
         return self
 
     def client(self, key: str = "none", **options: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60, **options)
+        made = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60, **options)
+        return self._clients.enter_context(made)
 
     def call(self, method: str, path: str, key: str = "", kind: str = "", **options: Any) -> httpx.Response:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -131,6 +134,15 @@ class Server:
         status = self.process.wait(60)
         self._reader.join()
         return status
+
+    def close(self) -> None:
+        """End it by force, and all clients."""
+        self._clients.close()
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
 
     def _read(self) -> None:
         assert self.process.stderr is not None
@@ -164,11 +176,7 @@ def _servers(home: Path) -> Iterator[Serve]:
 
     yield start
     for server in started:
-        server.process.kill()
-        server.process.wait()
-        server._reader.join()
-        assert server.process.stderr is not None
-        server.process.stderr.close()
+        server.close()
 
 
 @pytest.fixture
