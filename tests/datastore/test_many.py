@@ -57,8 +57,7 @@ def counted() -> Iterator[Callable[[], int]]:
         calls += happened in ("call", "c_call")
 
     former = sys.getprofile()
-    gc.collect()  # not meanwhile: what it would finalize is of other tests
-    gc.disable()
+    gc.disable()  # what it would finalize meanwhile is of other tests
     sys.setprofile(note)
     try:
         yield lambda: calls
