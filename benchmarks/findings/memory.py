@@ -127,7 +127,7 @@ class Memory:
                 scored = search_again(base.scored(domain, split), store, k, selection)
             else:
                 texts = self._lab.texts[domain][split]
-                scored = score_once(store, self.lm.reader, texts, k=k, selection=selection)
+                scored = score_once(store, self.lm.reader, texts, k=k, selection=selection, ngrams=None)
             if params is not None:
                 store.close()
             save_scored(file, scored)
