@@ -159,6 +159,24 @@ def test_a_string_that_ends_the_text_ends_it_within_a_draft(made, tmp_path) -> N
         assert made[0].tokens > 1.5 * made[0].passes
 
 
+def test_the_first_wrong_token_counts_and_none_after_it(lm) -> None:
+    text = lm.reader.tokens(STORED[3].text)[:12]
+    lengths = []
+    for drafted in (1, 8):
+        drafts = Drafts(lm.store, PLAIN)
+        for _ in range(2):
+            drafts.propose(text, 40)
+            drafts.learn(drafted, 0)
+        lengths.append(len(drafts.propose(text, 40)))
+    assert lengths[0] == lengths[1] > 0
+
+
+def test_a_model_whose_state_cannot_be_cut_writes_without(lm, made, monkeypatch) -> None:
+    monkeypatch.setattr(type(lm.base), "_is_stateful", True)
+    lm.generate(torch.tensor([[0, 5, 6]]), max_new_tokens=2, pad_token_id=2, draft=True)
+    assert not made
+
+
 def test_drafts_shorten_where_they_fail_and_come_back(lm) -> None:
     drafts = Drafts(lm.store, PLAIN)
     text = lm.reader.tokens(STORED[3].text)[:12]
