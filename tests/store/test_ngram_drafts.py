@@ -1,7 +1,7 @@
 """What follows the end of a text in stored documents, against a search through all of them."""
 
 import numpy as np
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from knnstore.store.ngrams import SortedText, draft_from
@@ -18,6 +18,7 @@ def matched_before(document: list[int], at: int, text: list[int]) -> int:
 
 
 @given(st.lists(TOKENS, min_size=1, max_size=5), TOKENS, st.integers(0, 30), st.integers(1, 6))
+@example([[0, 1, 2, 3, 3, 2, 1, 0, 2, 0, 1], [3, 1, 2, 3, 3, 2, 1, 0, 2, 3]], [3], 9, 3)
 def test_it_stands_there_after_the_longest_end(texts, text, repeated, most) -> None:
     text = text + texts[0][:repeated]  # so that long ends are found too
     stored = SortedText.of([np.array(one, np.uint32) for one in texts], np.zeros(len(texts), np.int64), 5)
