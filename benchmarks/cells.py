@@ -1,16 +1,16 @@
 """Sums over whole cells beside the k nearest: perplexity, speed of scoring and of one step, size.
 
     python benchmarks/cells.py DATA --model DIR [--domain NAME ...] [--records 275000] [--probes 8 16]
-        [--codes none pq32 pq64] [--states 3] [--cells-only]
+        [--codes none pq32 pq64] [--states 3] [--cells-only] [--device none]
     python benchmarks/cells.py --smoke              a few seconds, with the demo's model
 
 DATA holds a folder for each domain with ``store.jsonl``, ``dev.jsonl`` and ``test.jsonl``. Each side has a
-store of its own with the same records, moved from that of the first: FAISS exact and by default with
-k = 1,024, and cells with each kind of codes. One temperature and one λ are chosen on ``dev`` for each;
-perplexity is of ``test``. Speeds, but of exact search, are of sides that are run in turn, as ratios to the
-model alone, medians of their rounds; ``--rounds 0`` leaves them out. With ``--states`` all of it once more
-with joined keys, projected to the width of one state as fits the documents stored, and the ratio of their
-perplexity to that of single keys. JSON goes to stdout, a table to stderr.
+store of its own with the same records: FAISS exact and by default with k = 1,024, and cells with each kind
+of codes, moved from the first or, with ``--cells-only``, each made by itself. One temperature and one λ are
+chosen on ``dev`` for each; perplexity is of ``test``. Speeds, but of exact search, are of sides that are run
+in turn, as ratios to the model alone, medians of their rounds; ``--rounds 0`` leaves them out. With
+``--states`` all of it once more with joined keys, projected to the width of one state as fits the documents
+stored, and the ratio of their perplexity to that of single keys. JSON goes to stdout, a table to stderr.
 """
 
 import argparse
@@ -141,13 +141,12 @@ def key_bytes(lm: KNNLMForCausalLM) -> float:
 
 def moved(
     folder: Path, first: KNNLMForCausalLM, name: str, engine: str, params: dict[str, Any]
-) -> tuple[KNNLMForCausalLM, float]:
-    """A copy of a store with its keys in another engine, and the seconds that moving them took."""
+) -> KNNLMForCausalLM:
+    """A copy of a store with its keys in another engine."""
     shutil.copytree(first.store.home.path, folder / name)
-    start = time.perf_counter()
     with knnstore.open(folder / name, "a", copied=True) as store:
         store.move(engine, "keys-2", params=params)
-    return knnstore.load(folder / name), round(time.perf_counter() - start, 1)
+    return knnstore.load(folder / name)
 
 
 def measure(folder: Path, model: str, parts_of: Callable[[KNNLMForCausalLM], Parts], options: Any) -> Any:
@@ -159,23 +158,28 @@ def measure(folder: Path, model: str, parts_of: Callable[[KNNLMForCausalLM], Par
     for states in (1, *options.states):
         label = "" if states == 1 else f"{states} states, "
         joined = {} if states == 1 else {"states": states, "sample": parts["store"]}
-        first = knnstore.create(
-            folder / f"{label}exact", model, store="faiss", params={"index": "exact"}, **joined
-        )
-        parts = parts or parts_of(first)
-        added = first.add(parts["store"], domain="d")
-        first.store.close()
         if not options.cells_only:
-            made[f"{label}exact"] = knnstore.load(first.store.home.path)
-            made[f"{label}faiss"], _ = moved(folder, first, f"{label}faiss", "faiss", {})
+            exact = knnstore.create(
+                folder / f"{label}exact", model, store="faiss", params={"index": "exact"}, **joined
+            )
+            parts = parts or parts_of(exact)
+            added = exact.add(parts["store"], domain="d")
+            exact.store.close()
+            made[f"{label}exact"] = knnstore.load(exact.store.home.path)
+            made[f"{label}faiss"] = moved(folder, exact, f"{label}faiss", "faiss", {})
             sides |= {f"{label}{name}": (f"{label}{name}", KNNSettings(k=K)) for name in ("exact", "faiss")}
         for codes in options.codes:
             name = f"{label}cells {codes}"
-            made[name], move_seconds = moved(folder, first, name, "cells", {"codes": codes})
-            result[name] = {"move_seconds": move_seconds}
+            params = {"codes": codes, "device": options.device}
+            if options.cells_only:
+                made[name] = knnstore.create(folder / name, model, store="cells", params=params, **joined)
+                parts = parts or parts_of(made[name])
+                added = made[name].add(parts["store"], domain="d")
+            else:
+                made[name] = moved(folder, exact, name, "cells", params)
             sides |= {f"{name} {probes}": (name, KNNSettings(probes=probes)) for probes in options.probes}
     for name, lm in made.items():
-        result[name] = {**result.get(name, {}), "records": added.tokens, "bytes_a_record": key_bytes(lm)}
+        result[name] = {"records": added.tokens, "bytes_a_record": key_bytes(lm)}
     speeds: dict[str, Callable[[], Any]] = {}
     steps: dict[int, dict[str, Callable[[], Any]]] = {1: {}, 8: {}}
     alone = KNNSettings(lam=0.0)
@@ -224,6 +228,7 @@ def main() -> None:
     parser.add_argument(
         "--states", type=int, nargs="+", default=[], help="of joined keys, beside single ones"
     )
+    parser.add_argument("--device", default="auto", help="that holds the cells' keys")
     parser.add_argument("--cells-only", action="store_true", help="leave FAISS out")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--steps", type=int, default=STEPS)
@@ -256,7 +261,13 @@ def main() -> None:
             )
     print(
         json.dumps(
-            {"threads": torch.get_num_threads(), "torch": torch.__version__, "domains": results}, indent=2
+            {
+                "threads": torch.get_num_threads(),
+                "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+                "torch": torch.__version__,
+                "domains": results,
+            },
+            indent=2,
         )
     )
 

@@ -21,8 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-import torch  # noqa: F401  (its import is not what is measured)
-from search import clustered
+import torch
 
 from knnstore.catalog import Identity, NewDocument
 from knnstore.datastore import Keys
@@ -100,13 +99,18 @@ def searched(home: Path, source: Path, rows: int) -> dict[str, float]:
         for _ in range(2):
             begun = time.perf_counter()
             store.visit(queries, PROBES)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
             times.append((time.perf_counter() - begun) / len(queries) * 1e3)
         alone = []
         for query in queries[:64, None]:
             begun = time.perf_counter()
             store.visit(query, PROBES)
             alone.append((time.perf_counter() - begun) * 1e3)
-    return {"open_and_first_query": opened, "query_ms": times[1], "query_alone_ms": float(np.median(alone))}
+    found = {"open_and_first_query": opened, "query_ms": times[1], "query_alone_ms": float(np.median(alone))}
+    if torch.cuda.is_available():
+        found["gpu_mib"] = round(torch.cuda.max_memory_allocated() / 2**20)
+    return found
 
 
 def grown(home: Path, source: Path, rows: int) -> dict[str, float]:
@@ -147,6 +151,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1_000_000])
     parser.add_argument("--keys", type=Path, help="keys as numpy's array, shape (n, dim)")
     parser.add_argument("--folder", type=Path, help="where the stores are made; default a temporary folder")
+    parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS), help="in this order")
     parser.add_argument("--smoke", action="store_true", help="small, and nothing can be concluded from it")
     parser.add_argument("--step", nargs=2, metavar=("STEP", "HOME"), help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -161,23 +166,16 @@ def main() -> None:
         if given.smoke:
             given.rows = [20_000]
         if keys is None:
+            from search import clustered  # which needs FAISS
+
             keys = Path(folder) / "keys.npy"
             np.save(keys, clustered(min(given.rows[0], 1_000_000), 32 if given.smoke else 256, seed=0))
         results = []
         for rows in given.rows:
             home, result = Path(folder) / str(rows), {"rows": rows}
-            for name in STEPS:
-                command = [
-                    sys.executable,
-                    __file__,
-                    "--rows",
-                    str(rows),
-                    "--keys",
-                    str(keys),
-                    "--step",
-                    name,
-                    str(home),
-                ]
+            for name in given.steps:
+                size = ["--rows", str(rows), "--keys", str(keys)]
+                command = [sys.executable, __file__, *size, "--step", name, str(home)]
                 result[name] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
                 print(rows, name, result[name], file=sys.stderr, flush=True)
             results.append(result)

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,7 +18,7 @@ from knnstore.datastore import (
     Mode,
     Segment,
     StoredFile,
-    Visit,
+    Visits,
     checked_k,
     checked_keys,
     code_size,
@@ -30,6 +31,7 @@ from knnstore_cells.policy import Policy
 _log = logging.getLogger(__name__)
 
 _RECORDS_PER_CENTER = 128  # at least
+_NOT_CHOSEN = object()
 
 
 class CellsDatastore(EmbeddedDatastore):
@@ -48,6 +50,7 @@ class CellsDatastore(EmbeddedDatastore):
         self._kept = KeptCells(policy.memory << 20)
         self._missing: set[StoredFile] = set()
         self._centers: dict[int, Keys] = {}
+        self._device: Any = _NOT_CHOSEN
 
     @classmethod
     def open(
@@ -55,7 +58,8 @@ class CellsDatastore(EmbeddedDatastore):
     ) -> Self:
         """Open or create a datastore in a directory; see `Datastore.open`.
 
-        The parameters are `cells`, `probes`, `memory`, `codes` and `coded_from`; see `Policy`.
+        The parameters are `cells`, `probes`, `memory`, `codes`, `coded_from` and
+        `device`; see `Policy`.
         """
         metric, policy = Metric(metric), Policy.of(params)
         segments = KeySegments(Path(location), dim, metric, mode, policy.coding_for(dim))
@@ -77,14 +81,14 @@ class CellsDatastore(EmbeddedDatastore):
             codes=coding.kind if coding else None,
         )  # fmt: skip
 
-    def visit(self, queries: Keys, probes: int, *, where: Filter | None = None) -> list[Visit]:
+    def visit(self, queries: Keys, probes: int, *, where: Filter | None = None) -> list[Visits]:
         """Measure queries against all records of their nearest cells; see `SupportsCells.visit`."""
         queries, probes = checked_keys(queries, self._dim, what="queries"), checked_k(probes, what="probes")
         ids = where.ids if where and where.groups is None else None
         from knnstore_cells.group import CellGroup
         from knnstore_cells.visiting import visit
 
-        def visited(groups: Sequence[GroupSearch]) -> list[Visit]:
+        def visited(groups: Sequence[GroupSearch]) -> list[Visits]:
             return visit([group for group in groups if isinstance(group, CellGroup)], queries, probes, ids)
 
         found = self._searches.look(where.groups if where else None, visited, self._new_group)
@@ -104,11 +108,15 @@ class CellsDatastore(EmbeddedDatastore):
             self._centers = {}
 
     def _new_group(self) -> GroupSearch:
-        from knnstore_cells.group import (
-            CellGroup,  # with torch: what only lists or removes need not wait for it
-        )
+        # With torch: what only lists or removes need not wait for it.
+        from knnstore_cells.device import chosen_device
+        from knnstore_cells.group import CellGroup
 
-        return CellGroup(self._dim, self._metric, self._policy, self._opened, self._kept)
+        if self._device is _NOT_CHOSEN:
+            rows = sum(segment.rows for segment in self._segments.snapshot())
+            size = rows * self.record_size(self._dim, **asdict(self._policy))
+            self._device = chosen_device(self._policy.device, size)
+        return CellGroup(self._dim, self._metric, self._policy, self._opened, self._kept, self._device)
 
     def _is_indexed(self, group_rows: int) -> bool:
         return self._policy.cells_for(group_rows) > 1

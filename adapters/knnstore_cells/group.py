@@ -1,6 +1,6 @@
 """The cells of a group."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -8,7 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from knnstore.datastore import CodecFile, IdRanges, Keys, Metric, Neighbors, Segment, StoredFile
+from knnstore.datastore import CodecFile, IdRanges, Keys, Metric, Neighbors, Segment, StoredFile, Visits
+from knnstore_cells.device import DeviceKeys, Visitors
 from knnstore_cells.index import SegmentCells
 from knnstore_cells.kept import Cell, KeptCells
 from knnstore_cells.partition import arranged, fit_centers
@@ -26,6 +27,9 @@ class _Part(NamedTuple):
     alive: NDArray[np.bool_] | None
     """Which rows are live, shape (rows,); None where all are."""
 
+    on_device: DeviceKeys | None
+    """Its keys, where a device holds them."""
+
 
 class CellGroup:
     """The records of one group.
@@ -35,7 +39,8 @@ class CellGroup:
         metric: how distances are measured.
         policy: how many cells there are, and how many a search visits.
         opens: the index of a segment, if it has one that can be used.
-        kept: where cells are kept between searches.
+        kept: where cells are kept between searches, if they are read one by one.
+        device: that is to hold all keys; None reads cells one by one.
     """
 
     def __init__(
@@ -45,12 +50,14 @@ class CellGroup:
         policy: Policy,
         opens: Callable[[Segment], SegmentCells | None],
         kept: KeptCells,
+        device: torch.device | None = None,
     ) -> None:
         self._dim = dim
         self.metric = metric
         self._policy = policy
         self._opens = opens
         self._kept = kept
+        self.device = device
         self._version = object()
         self._segments: Sequence[Segment] = ()
         self._parts: list[_Part] = []
@@ -78,19 +85,25 @@ class CellGroup:
             FileNotFoundError: the file of an index is gone, the first time that it is.
         """
         self._segments = ()
-        known = {_name(part.segment): part.cells for part in self._parts}
+        known = {_name(part.segment): part for part in self._parts}
         self.rows = sum(segment.live for segment in segments)
-        found = [known.get(_name(segment)) or self._opens(segment) for segment in segments]
+        former = [known.get(_name(segment)) for segment in segments]
+        found = [part.cells if part else self._opens(one) for part, one in zip(former, segments, strict=True)]
         centers = self._common_centers(segments, found)
+        codec_file = self._codec_file
+        self._set_rotation(segments)
+        self.centers = torch.from_numpy(centers).to(self.device)
+        self.origins = self.turned(self.centers)
         self._parts = []
-        for segment, cells in zip(segments, found, strict=True):
+        for segment, cells, part in zip(segments, found, former, strict=True):
             fits = cells is not None and np.array_equal(cells.centers, centers)
             own = cells if cells is not None and fits else arranged(segment, centers)
             alive = _mask(segment.live_rows(), segment.rows) if segment.dead else None
-            self._parts.append(_Part(segment, own, alive))
-        self._set_rotation(segments)
-        self.centers = torch.from_numpy(centers)
-        self.origins = self.turned(self.centers)
+            same = part is not None and part.cells is own and codec_file is self._codec_file
+            on_device = part.on_device if part is not None and same else None
+            if self.device is not None and on_device is None:
+                on_device = DeviceKeys(segment, own, self._codec_file, self.turned, self.origins)
+            self._parts.append(_Part(segment, own, alive, on_device))
         self.counts = self._count(lambda part: part.alive)
         self._matching = (None, self.counts)
         self._version = object()
@@ -120,6 +133,13 @@ class CellGroup:
     def cell(self, number: int) -> Cell:
         """The live records of a cell."""
         return self._kept.get(self._version, number, self._read)
+
+    def visit_on_device(self, visitors: Visitors, queries: Tensor, ids: IdRanges | None) -> Iterator[Visits]:
+        """Let queries visit cells; see `DeviceKeys.visit`."""
+        turned = self.turned(queries)
+        for _, _, alive, keys in self._parts:
+            assert keys is not None
+            yield from keys.visit(visitors, keys.chosen(alive, ids), turned, self.metric)
 
     def search(self, queries: Keys, k: int, ids: IdRanges | None) -> Neighbors:
         """Find about the k nearest records of each query, and k always where there are k."""
@@ -160,7 +180,7 @@ class CellGroup:
         columns = max(coded, key=lambda one: one.rows).columns if coded else None
         self._codec_file = columns.codec_file if columns else None
         rotation = columns.codec.rotation if columns and columns.codec else None
-        self._rotation = None if rotation is None else torch.from_numpy(rotation)
+        self._rotation = None if rotation is None else torch.from_numpy(rotation).to(self.device)
 
     def _count(self, rows: Callable[[_Part], NDArray[np.bool_] | None]) -> NDArray[np.int64]:
         counts = np.zeros(len(self.centers), np.int64)
@@ -175,7 +195,7 @@ class CellGroup:
     def _read(self, number: int) -> Cell:
         """Read a cell from its segments."""
         ids, keys = [], []
-        for segment, cells, alive in self._parts:
+        for segment, cells, alive, _ in self._parts:
             rows = cells.rows[cells.starts[number] : cells.starts[number + 1]].astype(np.int64)
             if alive is not None:
                 rows = rows[alive[rows]]

@@ -30,6 +30,9 @@ class Policy:
         codes: what a large group is kept as: ``none`` (half precision), ``int8``, or ``pq32`` and its like;
             ``auto`` chooses by the number of components.
         coded_from: records from which on a group is large.
+        device: of torch, whose memory holds all keys while searching, as they are stored; ``none`` leaves
+            them in their files, of which the processor reads what it needs; ``auto`` takes the GPU where
+            there is one with room.
     """
 
     cells: int = 0
@@ -37,6 +40,7 @@ class Policy:
     memory: int = 512
     codes: str = "auto"
     coded_from: int = 1 << 13
+    device: str = "auto"
 
     @classmethod
     def of(cls, params: dict[str, Any]) -> "Policy":
@@ -51,6 +55,10 @@ class Policy:
             value = getattr(policy, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
                 raise ConfigError(f"cells: {name} must be an integer from 0 to {most:,}, got {value!r}")
+        if not isinstance(policy.device, str):
+            raise ConfigError(
+                f"cells: device must be auto, none, or a device of torch, got {policy.device!r}"
+            )
         if policy.codes not in ("auto", "none"):
             checked_kind(policy.codes)
         return policy

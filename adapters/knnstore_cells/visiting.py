@@ -1,6 +1,6 @@
 """Visits to the nearest cells of several groups."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import NamedTuple, Protocol, Self
 
@@ -8,8 +8,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
-from knnstore.datastore import IdRanges, Keys, Metric, Visit
+from knnstore.datastore import IdRanges, Keys, Metric, Visit, Visits
+from knnstore_cells.device import Visitors
 from knnstore_cells.kept import Cell
 
 DISTANCES_AT_ONCE = 1 << 24
@@ -48,6 +50,9 @@ class Visitable(Protocol):
     """A group with cells."""
 
     metric: Metric
+    device: torch.device | None
+    """That holds all keys; None where cells are read one by one."""
+
     origins: Tensor
     """The centers of its cells, turned, float32, shape (cells, width)."""
 
@@ -60,8 +65,11 @@ class Visitable(Protocol):
     def cell(self, number: int) -> Cell:
         """The live records of a cell."""
 
+    def visit_on_device(self, visitors: Visitors, queries: Tensor, ids: IdRanges | None) -> Iterator[Visits]:
+        """Let queries visit cells where the device is."""
 
-def visit(groups: Sequence[Visitable], queries: Keys, probes: int, ids: IdRanges | None) -> list[Visit]:
+
+def visit(groups: Sequence[Visitable], queries: Keys, probes: int, ids: IdRanges | None) -> list[Visits]:
     """Let each query visit its nearest cells of some groups together; see `SupportsCells.visit`."""
     if not groups or not len(queries):
         return []
@@ -70,27 +78,37 @@ def visit(groups: Sequence[Visitable], queries: Keys, probes: int, ids: IdRanges
     if not len(cells.numbers):
         return []
     asked = torch.from_numpy(np.require(queries, requirements="W"))  # torch warns of what it may not write
+    asked = asked.to(cells.centers.device)
     metric = groups[0].metric
     owners = np.repeat(np.arange(len(groups)), [len(of.numbers) for of in there])
     nearest = _nearest_cells(asked, cells, min(probes, len(owners)), metric)
     turned = cache(lambda owner: groups[owner].turned(asked))
-    if len(queries) == 1:
+    if len(queries) == 1 and groups[0].device is None:
         rows = nearest[0].tolist()
         visited = [(groups[owners[row]], turned(owners[row]), int(cells.numbers[row])) for row in rows]
-        return _visit_alone(visited, ids)
+        return [Visits.of(_visit_alone(visited, ids))]
     order = nearest.flatten().argsort(stable=True)
     visitors = order.div(nearest.shape[1], rounding_mode="floor")
     rows, counts = torch.unique_consecutive(nearest.flatten()[order], return_counts=True)
+    if groups[0].device is not None:
+        visits, ends = list[Visits](), pad(counts.cumsum(0), (1, 0))
+        numbers = torch.from_numpy(cells.numbers).to(rows.device)[rows]
+        firsts = torch.from_numpy(owners.searchsorted(range(len(groups) + 1))).to(rows.device)
+        shares = torch.searchsorted(rows, firsts).tolist()
+        for group, first, last in zip(groups, shares, shares[1:], strict=False):
+            of_group = Visitors(numbers[first:last], visitors, ends[first : last + 1])
+            visits += group.visit_on_device(of_group, asked, ids)
+        return visits
     visits = []
     for row, of_cell in zip(rows.tolist(), torch.split(visitors, counts.tolist()), strict=True):
         group, number = groups[owners[row]], int(cells.numbers[row])
         found, keys, norms = _matching(group.cell(number), ids)
         distances = _measure(turned(owners[row])[of_cell], keys, norms, group.origins[number], metric)
-        visits.append(Visit(of_cell.numpy(), found, distances.numpy()))
+        visits.append(Visits.of(Visit(of_cell.numpy(), found, distances.numpy())))
     return visits
 
 
-def _visit_alone(visited: Sequence[tuple[Visitable, Tensor, int]], ids: IdRanges | None) -> list[Visit]:
+def _visit_alone(visited: Sequence[tuple[Visitable, Tensor, int]], ids: IdRanges | None) -> Visit:
     """Let one query, turned for each group, visit some cells: all of them are one visit."""
     cells = [_matching(group.cell(number), ids) for group, _, number in visited]
     found = np.concatenate([cell.ids for cell in cells])
@@ -108,7 +126,7 @@ def _visit_alone(visited: Sequence[tuple[Visitable, Tensor, int]], ids: IdRanges
         squares = [float(one.dot(one)) for one in away]
         distances += torch.from_numpy(np.repeat(np.array(squares, np.float32), lengths))
         distances.clamp_(min=0)
-    return [Visit(np.zeros(1, np.int64), found, distances.numpy()[None])]
+    return Visit(np.zeros(1, np.int64), found, distances.numpy()[None])
 
 
 def _matching(cell: Cell, ids: IdRanges | None) -> Cell:
@@ -125,9 +143,9 @@ def _matching(cell: Cell, ids: IdRanges | None) -> Cell:
 def _nearest_cells(queries: Tensor, cells: Cells, probes: int, metric: Metric) -> Tensor:
     """The nearest of some cells, shape (q, probes)."""
     if probes == len(cells.numbers):
-        return torch.arange(probes).expand(len(queries), -1)
+        return torch.arange(probes, device=queries.device).expand(len(queries), -1)
     step = max(1, DISTANCES_AT_ONCE // len(cells.numbers))
-    norms = cells.half_norms if metric is Metric.L2 else torch.zeros(len(cells.numbers))
+    norms = cells.half_norms if metric is Metric.L2 else torch.zeros_like(cells.half_norms)
     parts = [
         torch.addmm(norms, some, cells.centers.T, alpha=-1).topk(probes, largest=False, sorted=False).indices
         for some in torch.split(queries, step)

@@ -19,6 +19,7 @@ from knnstore.datastore.arrays import (
 from knnstore.datastore.distances import BLOCK_VALUES, nearest_rows, paired, pairwise
 from knnstore.datastore.embedded import (
     OWNER_FILES,
+    Codec,
     CodecFile,
     Coding,
     EmbeddedDatastore,
@@ -26,6 +27,7 @@ from knnstore.datastore.embedded import (
     KeySegments,
     MappedColumns,
     MappedFile,
+    ProductCodec,
     RoundedCodec,
     Segment,
     StoredKeys,
@@ -37,7 +39,7 @@ from knnstore.datastore.embedded import (
     write_owner,
 )
 from knnstore.datastore.memory import MemoryDatastore
-from knnstore.datastore.neighbors import Neighbors, Visit
+from knnstore.datastore.neighbors import Neighbors
 from knnstore.datastore.optional import (
     SupportsBeside,
     SupportsCells,
@@ -63,6 +65,7 @@ from knnstore.datastore.records import (
     tokens_of,
     whole_positions,
 )
+from knnstore.datastore.visits import Visit, Visits, apart
 from knnstore.durable import (
     BLOCK,
     NoFileError,
@@ -79,14 +82,14 @@ from knnstore.space import allocate, check_space, free_space, medium_errors
 
 __all__ = [
     "BATCH_SIZE", "BLOCK", "BLOCK_VALUES", "ID_LIMIT", "OWNER_FILES", "POSITION_LIMIT", "TOKEN_LIMIT",
-    "Capabilities", "CodecFile", "Coding", "DamagedPart", "Datastore", "Distances", "EmbeddedDatastore",
-    "Filter", "GroupSearch", "Groups", "IdRanges", "Ids", "KeySegments", "Keys", "MappedColumns",
-    "MappedFile", "MemoryDatastore", "Metric", "Mode", "Neighbors", "NoFileError", "RoundedCodec",
-    "Segment", "StoredFile", "StoredKeys", "SupportsBeside", "SupportsCells", "SupportsDamage",
-    "SupportsErase", "SupportsGet", "SupportsOptimize", "SupportsOwner", "SupportsSize", "SupportsVacuum",
-    "SupportsVerify", "Visit", "WriterLock", "allocate", "check_space", "checked_k", "checked_keys",
-    "checked_kind", "checked_params", "checked_records", "code_size", "compare_rows", "free_space",
-    "medium_errors", "nearest_rows", "open_file", "paired", "pairwise", "positions_of", "publish",
-    "ranges_of", "read_file", "read_keys", "read_owner", "record_ids", "registry", "remove",
-    "remove_folder", "stored_keys", "sync_directory", "tokens_of", "whole_positions", "write_owner",
+    "Capabilities", "Codec", "CodecFile", "Coding", "DamagedPart", "Datastore", "Distances",
+    "EmbeddedDatastore", "Filter", "GroupSearch", "Groups", "IdRanges", "Ids", "KeySegments", "Keys",
+    "MappedColumns", "MappedFile", "MemoryDatastore", "Metric", "Mode", "Neighbors", "NoFileError",
+    "ProductCodec", "RoundedCodec", "Segment", "StoredFile", "StoredKeys", "SupportsBeside", "SupportsCells",
+    "SupportsDamage", "SupportsErase", "SupportsGet", "SupportsOptimize", "SupportsOwner", "SupportsSize",
+    "SupportsVacuum", "SupportsVerify", "Visit", "Visits", "WriterLock", "allocate", "apart", "check_space",
+    "checked_k", "checked_keys", "checked_kind", "checked_params", "checked_records", "code_size",
+    "compare_rows", "free_space", "medium_errors", "nearest_rows", "open_file", "paired", "pairwise",
+    "positions_of", "publish", "ranges_of", "read_file", "read_keys", "read_owner", "record_ids", "registry",
+    "remove", "remove_folder", "stored_keys", "sync_directory", "tokens_of", "whole_positions", "write_owner",
 ]  # fmt: skip

@@ -3,35 +3,15 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from knnstore.datastore.arrays import Distances, Ids
+from knnstore.datastore.visits import Visits, apart
 
 _COLUMNS_HELD = 16
-
-
-class Visit(NamedTuple):
-    """Some queries and the records of a cell, or of several: each is measured against each."""
-
-    queries: NDArray[np.int64]
-    """Numbers of the queries, shape (m,), each once."""
-
-    ids: Ids
-    """The records, shape (r,), each once."""
-
-    distances: Distances
-    """As `Metric` measures them, float32, shape (m, r)."""
-
-    log_weights: NDArray[np.float32] | None = None
-    """As in `Neighbors`, shape (r,); an adapter gives none."""
-
-    def only(self, records: NDArray[np.bool_]) -> "Visit":
-        """The same with some of the records, given by a mask of shape (r,)."""
-        log_weights = None if self.log_weights is None else self.log_weights[records]
-        return Visit(self.queries, self.ids[records], self.distances[:, records], log_weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +56,9 @@ class Neighbors:
         return cls(ids, np.concatenate([part.distances for part in parts], axis), log_weights)
 
     @classmethod
-    def visited(cls, visits: Sequence[Visit], queries: int) -> "Neighbors":
+    def visited(cls, found: Sequence[Visits], queries: int) -> "Neighbors":
         """All records that each query was measured against, in any order, as wide as the widest needs."""
+        visits = apart(found)
         if len(visits) == queries == 1:
             (visit,) = visits
             log_weights = None if visit.log_weights is None else visit.log_weights[None]
@@ -85,17 +66,17 @@ class Neighbors:
         counts = np.zeros(queries, np.int64)
         for visit in visits:
             counts[visit.queries] += len(visit.ids)
-        found = cls.nothing(queries, max(1, int(counts.max(initial=0))))
+        met = cls.nothing(queries, max(1, int(counts.max(initial=0))))
         if any(visit.log_weights is not None for visit in visits):
-            found = replace(found, log_weights=np.zeros_like(found.distances))
+            met = replace(met, log_weights=np.zeros_like(met.distances))
         counts[:] = 0
         for visit in visits:
             places = visit.queries[:, None], counts[visit.queries, None] + np.arange(len(visit.ids))
-            found.ids[places], found.distances[places] = visit.ids, visit.distances
-            if found.log_weights is not None and visit.log_weights is not None:
-                found.log_weights[places] = visit.log_weights
+            met.ids[places], met.distances[places] = visit.ids, visit.distances
+            if met.log_weights is not None and visit.log_weights is not None:
+                met.log_weights[places] = visit.log_weights
             counts[visit.queries] += len(visit.ids)
-        return found
+        return met
 
     def nearest_first(self, k: int) -> "Neighbors":
         """The same with the k nearest of each query in order, and the others after them in any order."""

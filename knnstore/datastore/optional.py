@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from knnstore.datastore.arrays import DamagedPart, Filter, Ids, Keys
-from knnstore.datastore.neighbors import Visit
+from knnstore.datastore.visits import Visits
 
 
 @runtime_checkable
@@ -29,7 +29,7 @@ class SupportsGet(Protocol):
 class SupportsCells(Protocol):
     """An engine whose records lie in cells: a sum over all of a few cells needs no k nearest."""
 
-    def visit(self, queries: Keys, probes: int, *, where: Filter | None = None) -> list[Visit]:
+    def visit(self, queries: Keys, probes: int, *, where: Filter | None = None) -> list[Visits]:
         """Measure each query against every record of the cells that are nearest to it.
 
         Cells without a record that matches are no cells here, so that a query finds something wherever

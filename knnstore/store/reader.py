@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knnstore.catalog import Domain, Identity
-from knnstore.datastore import Ids, Keys, Neighbors, Visit
+from knnstore.datastore import Ids, Keys, Neighbors, Visits
 from knnstore.store.fitted import Lineage, SavedSettings, Weights
 from knnstore.store.home import Home
 from knnstore.store.ngrams import NGramCounts
@@ -39,7 +39,7 @@ class Reader(Protocol):
     def has_cells(self) -> bool:
         """Whether `visit` works."""
 
-    def visit(self, queries: Keys, probes: int, selection: Selection = EVERYTHING) -> list[Visit]:
+    def visit(self, queries: Keys, probes: int, selection: Selection = EVERYTHING) -> list[Visits]:
         """Measure each query against every live record of the cells that are nearest to it."""
 
     def follow(

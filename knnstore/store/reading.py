@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knnstore.catalog import Catalog, Document, Domain, Identity, StoredVersion
-from knnstore.datastore import Datastore, Ids, Keys, Neighbors, Visit
+from knnstore.datastore import Datastore, Ids, Keys, Neighbors, Visits
 from knnstore.errors import (
     AmbiguousDocumentError,
     DatastoreError,
@@ -78,7 +78,7 @@ class StoreReader:
         """Whether the engine can visit cells: `visit` works."""
         return self.view().has_cells
 
-    def visit(self, queries: Keys, probes: int, selection: Selection = EVERYTHING) -> list[Visit]:
+    def visit(self, queries: Keys, probes: int, selection: Selection = EVERYTHING) -> list[Visits]:
         """Measure each query against every live record of the cells that are nearest to it.
 
         Args:

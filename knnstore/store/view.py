@@ -17,7 +17,7 @@ from knnstore.datastore import (
     Keys,
     Neighbors,
     SupportsCells,
-    Visit,
+    Visits,
     positions_of,
     ranges_of,
 )
@@ -86,7 +86,7 @@ class View:
         """Whether records can be visited cell by cell."""
         return isinstance(self.datastore, SupportsCells)
 
-    def visit(self, queries: Keys, probes: int, selection: Selection) -> list[Visit]:
+    def visit(self, queries: Keys, probes: int, selection: Selection) -> list[Visits]:
         """All live records of the cells nearest to each query; see `StoreReader.visit`.
 
         Raises:
@@ -157,16 +157,15 @@ class View:
         for ids, keys, _ in self.datastore.iterate(ids=live, batch_size=batch_size):
             yield Records(ids, keys, self.snapshot.log_weights_at(positions_of(ids)))
 
-    def _visits(self, queries: Keys, probes: int, live: IdRanges, where: Filter | None) -> list[Visit]:
+    def _visits(self, queries: Keys, probes: int, live: IdRanges, where: Filter | None) -> list[Visits]:
         """The records that are live, with log weights as `search` gives them."""
         assert isinstance(self.datastore, SupportsCells)
         visits = []
         for found in self.datastore.visit(queries, probes, where=where):
-            known = live.contains(found.ids)
-            visit = found if known.all() else found.only(known)
-            if len(visit.ids):
-                log_weights = self.snapshot.log_weights_at(positions_of(visit.ids))
-                visits.append(visit._replace(log_weights=log_weights))
+            gone = ~live.contains(found.ids) & (found.ids >= 0)
+            left = found.only(~gone) if gone.any() else found
+            log_weights = self.snapshot.log_weights_at(positions_of(left.ids))
+            visits.append(left._replace(log_weights=log_weights))
         return visits
 
     def _resolve(self, selection: Selection) -> Scope:
@@ -211,11 +210,11 @@ class View:
         return np.isin(self.snapshot.rows, np.fromiter(rows, np.int64))
 
 
-def _all_meet(visits: Sequence[Visit], queries: int) -> bool:
+def _all_meet(visits: Sequence[Visits], queries: int) -> bool:
     """Whether each query meets a record."""
     met = np.zeros(queries, bool)
     for visit in visits:
-        met[visit.queries] = True
+        met[visit.meeting()] = True
     return bool(met.all())
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from knnstore.datastore import Datastore, Filter, IdRanges, Metric, SupportsCells, Visit
+from knnstore.datastore import Datastore, Filter, IdRanges, Metric, SupportsCells, Visits, apart
 from knnstore.errors import DimensionMismatchError, InvalidVectorError
 from knnstore.testing.base import KitBase, Records, sample, some_queries, true_distances
 
@@ -17,11 +17,11 @@ class Celled(Datastore, SupportsCells, Protocol):
     """A datastore that has cells."""
 
 
-def met(visits: list[Visit], records: Records, queries: int) -> NDArray[np.float32]:
+def met(visits: list[Visits], records: Records, queries: int) -> NDArray[np.float32]:
     """The distance of each query to each record, shape (q, n); +inf where they did not meet."""
     found = np.full((queries, len(records)), np.inf, np.float32)
     column_of = {int(id): column for column, id in enumerate(records.ids)}
-    for visit in visits:
+    for visit in apart(visits):
         shape = len(visit.queries), len(visit.ids)
         assert visit.distances.shape == shape, f"distances are {visit.distances.shape}, not {shape}"
         assert visit.distances.dtype == np.float32, f"distances are {visit.distances.dtype}, not float32"

@@ -8,8 +8,9 @@ import pytest
 import torch
 from knnstore_cells import CellsDatastore, group, partition
 
-from knnstore.datastore import Filter, IdRanges, Keys, Metric, Neighbors
+from knnstore.datastore import Filter, IdRanges, Keys, Metric, Neighbors, Visits, apart
 from knnstore.testing import DatastoreTests
+from knnstore.testing.visiting import VisitTests
 
 DIM = 16
 
@@ -25,6 +26,11 @@ class Optimizing(CellsDatastore):
 
 class TestOneCell(DatastoreTests):  # which is what small groups have
     datastore_class = CellsDatastore
+
+
+class TestOnDevice(VisitTests):
+    datastore_class = CellsDatastore
+    params: ClassVar[dict[str, Any]] = {"cells": 4, "device": "cpu"}
 
 
 class TestCells(DatastoreTests):
@@ -54,11 +60,14 @@ def centers_on_disk(store: CellsDatastore) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("metric", list(Metric))
-@pytest.mark.parametrize("memory", [0, 256])
-def test_a_query_visits_whole_cells_and_the_nearest(tmp_path: Path, metric: Metric, memory: int) -> None:
+@pytest.mark.parametrize(("memory", "device"), [(0, "none"), (256, "none"), (0, "cpu")])
+def test_a_query_visits_whole_cells_and_the_nearest(
+    tmp_path: Path, metric: Metric, memory: int, device: str
+) -> None:
     """What is visited is what an independent partition by the same centers says, in all segments."""
     keys, queries = clustered(3000), clustered(40, seed=1)
-    store = CellsDatastore.open(tmp_path / "store", dim=DIM, metric=metric, cells=32, memory=memory)
+    params: dict[str, Any] = {"cells": 32, "memory": memory, "device": device}
+    store = CellsDatastore.open(tmp_path / "store", dim=DIM, metric=metric, **params)
     put(store, np.arange(2500), keys)
     store.optimize()
     put(store, np.arange(2500, 2600), keys)
@@ -75,7 +84,7 @@ def test_a_query_visits_whole_cells_and_the_nearest(tmp_path: Path, metric: Metr
 
     owners = measured(keys, centers, Metric.L2).argmin(1)
     for probes in (1, 5):
-        visits = store.visit(queries, probes)
+        visits = apart(store.visit(queries, probes))
         nearest = np.argsort(measured(queries, centers, metric), axis=1)[:, :probes]
         for query in range(len(queries)):
             mine = [visit for visit in visits if query in visit.queries]
@@ -94,11 +103,11 @@ def test_cells_stay_where_they_are_until_the_group_has_grown(tmp_path: Path) -> 
     with CellsDatastore.open(tmp_path / "store", dim=DIM) as store:
         put(store, np.arange(6_000), keys)
         store.flush()
-        assert [len(visit.ids) for visit in store.visit(keys[:1], 1)] == [6_000]
+        assert [len(visit.ids) for visit in apart(store.visit(keys[:1], 1))] == [6_000]
         put(store, np.arange(6_000, 20_000), keys)
-        assert len(store.visit(keys[:1], 1)[0].ids) < 6_000, "one cell is not enough any more"
+        assert len(apart(store.visit(keys[:1], 1))[0].ids) < 6_000, "one cell is not enough any more"
         store.optimize()
-        (visit,) = store.visit(keys[:1], 1)
+        (visit,) = apart(store.visit(keys[:1], 1))
         assert len(visit.ids) < 6_000, "what was optimized is searched as before"
         (former,) = centers_on_disk(store)
         assert former.shape == (64, DIM)
@@ -132,7 +141,7 @@ def test_a_damaged_index_costs_time_only(tmp_path: Path, caplog: pytest.LogCaptu
         damaged.write(b"\xff\xff")
     with CellsDatastore.open(tmp_path / "store", dim=DIM, cells=16) as store:
         assert "SHA-256" in store.verify()[0]
-        everything = store.visit(queries, 16)
+        everything = apart(store.visit(queries, 16))
         assert sum(visit.distances.size for visit in everything) == 20 * 4000
         store.search(queries, 5)
         assert len([record for record in caplog.records if "in memory until optimize" in record.message]) == 1
@@ -148,9 +157,9 @@ def test_small_and_large_groups_share_the_probes(tmp_path: Path) -> None:
         put(store, np.arange(20_000), keys)
         store.add(np.arange(100) + 90_000, far, np.ones(100, np.int32))
         store.optimize()
-        (visit,) = store.visit(far[:3] + 0.1, 1)
+        (visit,) = apart(store.visit(far[:3] + 0.1, 1))
         assert sorted(visit.ids.tolist()) == list(range(90_000, 90_100))
-        assert all((visit.ids < 90_000).all() for visit in store.visit(keys[:50], 2))
+        assert all((visit.ids < 90_000).all() for visit in apart(store.visit(keys[:50], 2)))
 
 
 def test_what_is_kept_between_visits_is_bounded(tmp_path: Path) -> None:
@@ -160,7 +169,7 @@ def test_what_is_kept_between_visits_is_bounded(tmp_path: Path) -> None:
         put(store, np.arange(40_000), keys)
         store.optimize()
         for _ in range(2):
-            found = store.visit(keys[:1000], 128)
+            found = apart(store.visit(keys[:1000], 128))
         assert sum(visit.distances.size for visit in found) == 1000 * 40_000
         held = [cell.keys.nbytes for cell in store._kept._cells.values()]
         assert 0 < sum(held) == store._kept._held <= 1 << 20
@@ -194,6 +203,40 @@ def test_centers_in_two_levels_are_as_near_as_in_one(monkeypatch: pytest.MonkeyP
     assert away[1] < 1.1 * away[0]
 
 
+@pytest.mark.parametrize("codes", ["none", "int8", "pq4"])
+@pytest.mark.parametrize("metric", list(Metric))
+def test_a_device_measures_as_the_processor_does(tmp_path: Path, metric: Metric, codes: str) -> None:
+    """Codes and keys beside each other, two groups, a filter, and what was deleted; then a new segment."""
+    keys, queries = clustered(3000), clustered(200, seed=1)
+    params: dict[str, Any] = {"cells": 8, "codes": codes, "coded_from": 1000}
+    with CellsDatastore.open(tmp_path / "store", dim=DIM, metric=metric, **params) as store:
+        put(store, np.arange(1500), keys)
+        put(store, np.arange(1500, 2000), keys, group=1)
+        store.optimize()
+    stores = [
+        CellsDatastore.open(tmp_path / "store", dim=DIM, metric=metric, mode=mode, device=device, **params)
+        for device, mode in (("none", "a"), ("cpu", "r"))
+    ]
+    for change in (
+        lambda store: None,
+        lambda store: put(store, np.arange(2000, 3000), keys),
+        lambda store: store.delete(IdRanges([(300, 900)])),
+    ):
+        change(stores[0])
+        stores[0].flush()
+        for where in (
+            None,
+            Filter(IdRanges([(0, 9000)]), frozenset([1])),
+            Filter(ids=IdRanges([(300, 7000)])),
+        ):
+            found = [Neighbors.visited(store.visit(queries, 3, where=where), 200) for store in stores]
+            near = [each.nearest(each.ids.shape[1]) for each in found]
+            np.testing.assert_allclose(near[1].distances, near[0].distances, rtol=1e-4, atol=1e-3)
+            assert [sorted(ids) for ids in near[0].ids] == [sorted(ids) for ids in near[1].ids]
+    for store in stores:
+        store.close()
+
+
 @pytest.mark.parametrize("metric", list(Metric))
 def test_a_query_alone_meets_what_it_meets_among_others(tmp_path: Path, metric: Metric) -> None:
     """In several groups, one of which has codes and so a space of its own, and with a filter of ids."""
@@ -205,16 +248,16 @@ def test_a_query_alone_meets_what_it_meets_among_others(tmp_path: Path, metric: 
         store.optimize()
         for where in (None, Filter(ids=IdRanges([(300, 5000)]))):
             together = [{} for _ in queries]
-            for visit in store.visit(queries, 5, where=where):
+            for visit in apart(store.visit(queries, 5, where=where)):
                 for row, query in enumerate(visit.queries.tolist()):
                     together[query] |= dict(
                         zip(visit.ids.tolist(), visit.distances[row].tolist(), strict=True)
                     )
             for query, expected in zip(queries, together, strict=True):
-                (alone,) = store.visit(query[None], 5, where=where)
+                (alone,) = apart(store.visit(query[None], 5, where=where))
                 found = dict(zip(alone.ids.tolist(), alone.distances[0].tolist(), strict=True))
                 assert found == pytest.approx(expected, rel=1e-4, abs=1e-3)
-            nearest = Neighbors.visited([alone], 1).nearest_first(1)
+            nearest = Neighbors.visited([Visits.of(alone)], 1).nearest_first(1)
             assert nearest.distances[0, 0] == alone.distances.min()
             assert sorted(nearest.ids[0]) == sorted(alone.ids)
             assert found[int(nearest.ids[0, 0])] == nearest.distances[0, 0]

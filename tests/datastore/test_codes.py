@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from knnstore_cells import CellsDatastore
 
-from knnstore.datastore import IdRanges, KeySegments, Metric, positions_of, record_ids, tokens_of
+from knnstore.datastore import IdRanges, KeySegments, Metric, apart, positions_of, record_ids, tokens_of
 from knnstore.datastore.embedded.packing import Coding, IdsPacker, PackedIds, fit_codec, is_worth_packing
 from knnstore.datastore.embedded.packing.codecs import ProductCodec, codec_of
 from knnstore.errors import ConfigError, CorruptDatastoreError
@@ -121,7 +121,7 @@ def held(store: CellsDatastore) -> dict[int, bytes]:
 
 def met(store: CellsDatastore) -> set[int]:
     """Positions of the records in all cells."""
-    visits = store.visit(KEYS[:2], 1 << 16)
+    visits = apart(store.visit(KEYS[:2], 1 << 16))
     return {int(position) for visit in visits for position in positions_of(visit.ids)}
 
 
@@ -172,7 +172,7 @@ def test_the_life_of_a_coded_group(tmp_path: Path, kind: str, metric: Metric) ->
         column = {id: at for at, id in enumerate(before)}
         for one in (store, reader):
             met = 0
-            for visit in one.visit(queries, 1 << 16):
+            for visit in apart(one.visit(queries, 1 << 16)):
                 columns = [column[id] for id in visit.ids.tolist()]
                 np.testing.assert_allclose(visit.distances, truth[np.ix_(visit.queries, columns)], 3e-3, 5e-2)
                 met += visit.distances.size

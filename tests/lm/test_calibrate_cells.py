@@ -12,7 +12,7 @@ from knnstore.lm import DomainWeights, KNNSettings, RelativeConfidence
 from knnstore.lm.calibration.candidates import compare
 from knnstore.lm.calibration.scored_text import ScoredText, score_once
 from knnstore.lm.calibration.searches import FurtherSearches
-from knnstore.lm.mixing import Visited, VisitedCell
+from knnstore.lm.mixing import Visited, VisitedCells
 from knnstore.store import EVERYTHING
 from tests.lm.phrases import documents, phrases
 
@@ -105,12 +105,12 @@ def test_p_knn_on_a_grid_is_what_it_is_at_each_temperature() -> None:
     generator = torch.Generator().manual_seed(0)
     gold = torch.tensor([1, 2, 3, 1])
     cells = [
-        VisitedCell(
-            torch.tensor([0, 2]), torch.tensor([1, 1, 3, 2]), torch.rand(2, 4, generator=generator) * 9
+        VisitedCells(
+            torch.tensor([[0, 2]]), torch.tensor([[1, 1, 3, 2]]), torch.rand(1, 2, 4, generator=generator) * 9
         ),
-        VisitedCell(
-            torch.tensor([2, 1]), torch.tensor([3, 2]), torch.rand(2, 2, generator=generator) * 9,
-            torch.tensor([0.5, 2.0]),
+        VisitedCells(
+            torch.tensor([[2, 1]]), torch.tensor([[3, 2]]), torch.rand(1, 2, 2, generator=generator) * 9,
+            torch.tensor([[0.5, 2.0]]),
         ),
     ]  # fmt: skip
     found = Visited(cells, gold)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from knnstore.datastore import tokens_of
+from knnstore.datastore import apart, tokens_of
 from knnstore.errors import ConfigError
 from knnstore.lm import BinnedLambda, CacheSettings, DomainWeights, KNNSettings
 from knnstore.lm.scoring.held_out import score
@@ -21,10 +21,12 @@ K_ALL = 4096
 HELD_OUT = documents(RNG, OF_A, "h", 3) + documents(RNG, OF_B, "i", 2)
 
 
-@pytest.fixture(scope="module", params=["l2", "ip"])
+@pytest.fixture(scope="module", params=["l2", "ip", "device"])
 def filled(make_lm, request):
-    """A home of cells with two domains, the second of which is one cell, for each metric."""
-    lm = make_lm(max_length=32, stride=16, store="cells", params={"cells": 16}, metric=request.param)
+    """A home of cells with two domains, the second of which is one cell, for each metric, and on a device."""
+    metric, device = ("l2", "cpu") if request.param == "device" else (request.param, "none")
+    params = {"cells": 16, "device": device}
+    lm = make_lm(max_length=32, stride=16, store="cells", params=params, metric=metric)
     lm.add(documents(RNG, OF_A, "a", 8), domain="a", tags=["t"])
     lm.add(documents(RNG, OF_B, "b", 3), domain="b")
     lm.store.close()
@@ -47,7 +49,9 @@ MIXERS = {
 
 
 @pytest.mark.parametrize(
-    ("filled", "mixer"), [("l2", name) for name in MIXERS] + [("ip", "fixed")], indirect=["filled"]
+    ("filled", "mixer"),
+    [("l2", name) for name in MIXERS] + [("ip", "fixed"), ("device", "fixed")],
+    indirect=["filled"],
 )
 def test_all_cells_are_all_neighbors(lm, mixer) -> None:
     """Evaluating, explaining and `forward` give what a search for every record gives."""
@@ -78,7 +82,7 @@ def test_p_knn_is_the_sum_over_the_cells_visited(lm, probes) -> None:
     losses = []
     for part in score(lm.store, lm.reader, HELD_OUT, settings):
         total, gold = np.zeros((2, len(part.gold)))
-        for visit in lm.store.visit(part.keys.numpy(), probes):
+        for visit in apart(lm.store.visit(part.keys.numpy(), probes)):
             weights = np.exp(-visit.distances.astype(np.float64) / settings.temperature)
             total[visit.queries] += weights.sum(1)
             hits = tokens_of(visit.ids) == part.gold.numpy()[visit.queries, None]
@@ -119,7 +123,7 @@ def test_records_of_no_live_document_are_in_no_sum(lm, group) -> None:
     _, keys, groups = next(lm.store.datastore.iterate(batch_size=3))
     orphans = np.arange(3) + (1 << 45)
     lm.store.datastore.add(orphans, keys, groups if group is None else np.full(3, group, np.int32))
-    for visit in lm.store.visit(keys, 1):
+    for visit in apart(lm.store.visit(keys, 1)):
         assert not np.isin(visit.ids, orphans).any()
     assert lm.evaluate(HELD_OUT, settings).knn_ppl == pytest.approx(before, rel=1e-6)
 

@@ -7,11 +7,19 @@ from knnstore.datastore.embedded.log import KeySegments
 from knnstore.datastore.embedded.mapped import MappedFile
 from knnstore.datastore.embedded.merging import stored_keys
 from knnstore.datastore.embedded.owners import OWNER_FILES, read_owner, write_owner
-from knnstore.datastore.embedded.packing import CodecFile, Coding, RoundedCodec, checked_kind, code_size
+from knnstore.datastore.embedded.packing import (
+    Codec,
+    CodecFile,
+    Coding,
+    ProductCodec,
+    RoundedCodec,
+    checked_kind,
+    code_size,
+)
 from knnstore.datastore.embedded.segment import MappedColumns, Segment, StoredKeys
 
 __all__ = [
-    "OWNER_FILES", "CodecFile", "Coding", "EmbeddedDatastore", "GroupSearch", "KeySegments",
-    "MappedColumns", "MappedFile", "RoundedCodec", "Segment", "StoredKeys", "checked_kind", "code_size",
-    "compare_rows", "read_owner", "stored_keys", "write_owner",
+    "OWNER_FILES", "Codec", "CodecFile", "Coding", "EmbeddedDatastore", "GroupSearch", "KeySegments",
+    "MappedColumns", "MappedFile", "ProductCodec", "RoundedCodec", "Segment", "StoredKeys", "checked_kind",
+    "code_size", "compare_rows", "read_owner", "stored_keys", "write_owner",
 ]  # fmt: skip

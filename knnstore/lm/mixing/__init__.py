@@ -27,13 +27,13 @@ from knnstore.lm.mixing.mixer import MAX_LAMBDA, Chosen, Continuation, Mixer, Re
 from knnstore.lm.mixing.network import fit_network
 from knnstore.lm.mixing.registry import is_registered, mixer_of, register_mixer
 from knnstore.lm.mixing.skipping import Skipping, entropy_of, skip_features
-from knnstore.lm.mixing.visited import Visited, VisitedCell
+from knnstore.lm.mixing.visited import Visited, VisitedCells
 
 __all__ = [
     "DISTINCT_AMONG", "LEAST_PROBABILITY", "MAX_LAMBDA", "BinnedLambda", "Chosen", "Component",
     "Continuation", "DomainWeights", "FixedLambda", "GateLambda", "Mixer", "Mixture", "NearnessLambda",
     "PerQuery",
-    "Recent", "RelativeConfidence", "Retrieved", "SimpleMixer", "Skipping", "Visited", "VisitedCell",
+    "Recent", "RelativeConfidence", "Retrieved", "SimpleMixer", "Skipping", "Visited", "VisitedCells",
     "bins_of", "chosen_by", "distinct_tokens", "entropy_of", "fit_lambdas", "fit_network", "fit_weight",
     "gate_features", "is_registered", "mix_gold", "mix_log_probs", "mix_probs", "mixer_of",
     "neighbor_weights", "powers_up_to", "register_mixer", "relative_distance", "skip_features",

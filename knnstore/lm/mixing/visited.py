@@ -7,71 +7,83 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from knnstore.lm.mixing.interpolation import LEAST_PROBABILITY, PerQuery
 
 
-class VisitedCell(NamedTuple):
-    """Some queries and the records of a cell."""
+class VisitedCells(NamedTuple):
+    """Some cells, and the queries that visit each; see `knnstore.datastore.Visits`."""
 
     queries: Tensor
-    """Their numbers, int64, shape (m,)."""
+    """Their numbers, int64, shape (b, m); -1 where a cell has fewer."""
 
     tokens: Tensor
-    """Of the records, int64, shape (r,)."""
+    """Of the records, int64, shape (b, r)."""
 
     distances: Tensor
-    """Of each query to each record, float32, shape (m, r)."""
+    """Of each query to each record, float32, shape (b, m, r); +inf where one is missing."""
 
     log_weights: Tensor | None = None
-    """Of the records, float32, shape (r,); see `neighbor_weights`."""
+    """Of the records, float32, shape (b, r); see `neighbor_weights`."""
 
 
 class Visited:
     """All records that n queries were measured against, and the tokens that came.
+
+    What is asked of it is computed where the distances are, and comes to the processor's memory.
 
     Args:
         cells: in which a query meets each record once at most.
         gold: the token that came after each query, int64, shape (n,).
     """
 
-    def __init__(self, cells: Sequence[VisitedCell], gold: Tensor) -> None:
-        self._cells = cells
-        self._gold = gold
-        self.nearest = torch.full((len(gold),), torch.inf)
+    def __init__(self, cells: Sequence[VisitedCells], gold: Tensor) -> None:
+        device = cells[0].distances.device if cells else gold.device
+        # A query more, which is met in place of those that are missing.
+        self._gold = torch.cat([gold, gold.new_full((1,), -1)]).to(device)
+        self._cells = [_there(some, device, len(gold)) for some in cells]
+        nearest = torch.full((len(gold) + 1,), torch.inf, device=device)
+        for some in self._cells:
+            nearest.scatter_reduce_(0, some.queries.flatten(), some.distances.amin(2).flatten(), "amin")
+        self._zero = nearest.where(nearest.isfinite(), 0)
+        self.nearest = nearest[:-1].cpu()
         """The distance to the nearest record, float32, shape (n,); +inf where there is none."""
-        for cell in cells:
-            found = torch.minimum(self.nearest[cell.queries], cell.distances.amin(1))
-            self.nearest[cell.queries] = found
 
     @property
     def size(self) -> int:
         """How many distances these are."""
-        return sum(cell.distances.numel() for cell in self._cells)
+        return sum(some.distances.numel() for some in self._cells)
 
     def spread(self, rows: NDArray[np.bool_], gold: Tensor) -> "Visited":
         """The same as the queries of a larger number that are True, shape (n,), with the tokens of all."""
         if rows.all():
             return self
-        numbers = torch.from_numpy(np.flatnonzero(rows))
-        return Visited([cell._replace(queries=numbers[cell.queries]) for cell in self._cells], gold)
+        numbers = torch.from_numpy(np.append(np.flatnonzero(rows), -1)).to(self._gold.device)
+        return Visited([some._replace(queries=numbers[some.queries]) for some in self._cells], gold)
 
     def near(self, k: int) -> tuple[Tensor, Tensor]:
         """Distances and tokens of the k nearest, shape (n, k); +inf and anything where there are fewer."""
-        counts = torch.zeros(len(self._gold), dtype=torch.int64)
-        for cell in self._cells:
-            counts[cell.queries] += min(k, len(cell.tokens))
-        width = max(k, int(counts.max())) if len(counts) else k
-        distances = torch.full((len(counts), width), torch.inf)
-        tokens = torch.zeros((len(counts), width), dtype=torch.int64)
-        counts.zero_()
-        for cell in self._cells:
-            near, at = cell.distances.topk(min(k, len(cell.tokens)), largest=False, sorted=False)
-            places = cell.queries[:, None], counts[cell.queries][:, None] + torch.arange(near.shape[1])
-            distances[places], tokens[places] = near, cell.tokens[at]
-            counts[cell.queries] += near.shape[1]
-        found = distances.topk(k, largest=False)
-        return found.values, tokens.gather(1, found.indices)
+        count = len(self.nearest)
+        queries = [torch.empty(0, dtype=torch.int64, device=self._gold.device)]
+        distances = [self._zero.new_empty(0, k)]
+        tokens = [self._gold.new_empty(0, k)]
+        for some in self._cells:
+            found = some.distances.topk(min(k, some.distances.shape[2]), largest=False, sorted=False)
+            of_each = some.tokens[:, None].expand_as(some.distances).gather(2, found.indices)
+            asked = some.queries.flatten() < count
+            missing = k - found.values.shape[2]
+            queries.append(some.queries.flatten()[asked])
+            distances.append(pad(found.values.flatten(0, 1)[asked], (0, missing), value=torch.inf))
+            tokens.append(pad(of_each.flatten(0, 1)[asked], (0, missing)))
+        asked, order = torch.cat(queries).sort(stable=True)
+        place = torch.arange(len(asked), device=asked.device) - torch.searchsorted(asked, asked)
+        shape = count, int(place.max()) + 1 if len(place) else 1, k
+        near = self._zero.new_full(shape, torch.inf)
+        met = self._gold.new_zeros(shape)
+        near[asked, place], met[asked, place] = torch.cat(distances)[order], torch.cat(tokens)[order]
+        least = near.flatten(1).topk(k, largest=False)
+        return least.values.cpu(), met.flatten(1).gather(1, least.indices).cpu()
 
     def gold_on_grid(self, temperatures: Tensor) -> Tensor:
         """What p_kNN gives to the token that came, at each temperature.
@@ -82,34 +94,45 @@ class Visited:
         Returns:
             Float32, shape (n, m); 0 where nothing was visited.
         """
-        total, gold = torch.zeros(2, len(temperatures), len(self._gold))
+        total, gold = self._zero.new_zeros(2, len(temperatures), len(self._gold))
         for queries, tokens, distances, log_weights in self._cells:
-            counts = torch.ones(len(tokens)) if log_weights is None else log_weights.exp()
-            hits = (tokens == self._gold[queries, None]).nonzero(as_tuple=True)
-            gaps = self.nearest[queries, None] - distances
-            at_two = [(gaps / temperature).exp_() for temperature in temperatures.flip(0)[:2]]
-            of_cell, of_hits = torch.empty(len(total), len(queries)), torch.empty(len(total), len(hits[0]))
+            counts = distances.new_ones(tokens.shape) if log_weights is None else log_weights.exp()
+            hits = (tokens[:, None] == self._gold[queries, None]).nonzero(as_tuple=True)
+            gaps = self._zero[queries, None] - distances
+            at_two = [(gaps / float(temperature)).exp_() for temperature in temperatures.flip(0)[:2]]
+            of_cells = total.new_empty(len(total), queries.numel())
+            of_hits = total.new_empty(len(total), len(hits[0]))
             for step in range(len(total)):
                 of_each = at_two[step % 2]
-                torch.mv(of_each, counts, out=of_cell[step])
+                of_cells[step] = torch.matmul(of_each, counts[..., None]).flatten()
                 of_hits[step] = of_each[hits]
                 of_each.square_()  # which makes it that of half the temperature
-            total.index_add_(1, queries, of_cell)
-            gold.index_add_(1, queries[hits[0]], of_hits * counts[hits[1]])
+            total.index_add_(1, queries.flatten(), of_cells)
+            gold.index_add_(1, queries[hits[:2]], of_hits * counts[hits[0], hits[2]])
         shares: Tensor = (gold / total.clamp(min=LEAST_PROBABILITY)).clamp_(max=1.0)
-        return shares.flip(0).T.contiguous()
+        return shares.flip(0).T[:-1].contiguous().cpu()
 
     def weights(self, temperature: PerQuery) -> Tensor:
         """What p_kNN gives to the records with the token that came, and to all others; see `GoldShares`."""
-        temperatures = torch.as_tensor(temperature, dtype=torch.float32).expand(len(self._gold))
-        total, gold = torch.zeros(2, len(self._gold))
+        temperatures = torch.as_tensor(temperature, dtype=torch.float32).expand(len(self.nearest))
+        temperatures = pad(temperatures, (0, 1), value=1.0).to(self._zero.device)
+        total, gold = self._zero.new_zeros(2, len(self._zero))
         for queries, tokens, distances, log_weights in self._cells:
             # The nearest is taken as zero, as in `neighbor_weights`.
-            of_each = (self.nearest[queries, None] - distances).div_(temperatures[queries, None]).exp_()
+            of_each = (self._zero[queries, None] - distances).div_(temperatures[queries, None]).exp_()
             if log_weights is not None:
-                of_each *= log_weights.exp()
-            total.index_add_(0, queries, of_each.sum(1))
-            of_each *= tokens == self._gold[queries, None]
-            gold.index_add_(0, queries, of_each.sum(1))
+                of_each *= log_weights.exp()[:, None]
+            total.index_add_(0, queries.flatten(), of_each.sum(2).flatten())
+            of_each *= tokens[:, None] == self._gold[queries, None]
+            gold.index_add_(0, queries.flatten(), of_each.sum(2).flatten())
+        total, gold = total[:-1].cpu(), gold[:-1].cpu()
         share = (gold / total.clamp(min=LEAST_PROBABILITY)).clamp_(max=1.0)
         return torch.stack([share, (total > 0).float() - share], 1)
+
+
+def _there(cells: VisitedCells, device: torch.device, count: int) -> VisitedCells:
+    """The same on a device, where a query that is missing has the number after the last."""
+    queries, tokens, distances, log_weights = cells
+    queries = queries.where(queries >= 0, count).to(device)
+    weights = None if log_weights is None else log_weights.to(device)
+    return VisitedCells(queries, tokens.to(device), distances.to(device), weights)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from knnstore.datastore import Keys, Neighbors, tokens_of
 from knnstore.errors import DomainNotFoundError
-from knnstore.lm.mixing import DISTINCT_AMONG, Visited, VisitedCell
+from knnstore.lm.mixing import DISTINCT_AMONG, Visited, VisitedCells
 from knnstore.lm.settings import KNNSettings
 from knnstore.store import Reader, Selection
 
@@ -75,13 +75,13 @@ def visit(store: Reader, queries: Keys, gold: Tensor, settings: KNNSettings) -> 
     """
     assert settings.probes is not None
 
-    def visited(selection: Selection) -> list[VisitedCell]:
+    def visited(selection: Selection) -> list[VisitedCells]:
         assert settings.probes is not None
         return [
-            VisitedCell(
+            VisitedCells(
                 torch.from_numpy(found.queries),
                 torch.from_numpy(tokens_of(found.ids)),
-                torch.from_numpy(found.distances),
+                torch.as_tensor(found.distances),
                 None if found.log_weights is None else torch.from_numpy(found.log_weights),
             )
             for found in store.visit(queries, settings.probes, selection)

@@ -3,6 +3,7 @@
 from knnstore.datastore.embedded.packing.codecs import (
     Codec,
     Codes,
+    ProductCodec,
     RoundedCodec,
     checked_kind,
     code_size,
@@ -12,6 +13,6 @@ from knnstore.datastore.embedded.packing.ids import IdsPacker, PackedIds, is_wor
 from knnstore.datastore.embedded.packing.stored import CodecFile, CodesEntry, Coding
 
 __all__ = [
-    "Codec", "CodecFile", "Codes", "CodesEntry", "Coding", "IdsPacker", "PackedIds", "RoundedCodec",
-    "checked_kind", "code_size", "fit_codec", "is_worth_packing", "packed_size",
+    "Codec", "CodecFile", "Codes", "CodesEntry", "Coding", "IdsPacker", "PackedIds", "ProductCodec",
+    "RoundedCodec", "checked_kind", "code_size", "fit_codec", "is_worth_packing", "packed_size",
 ]  # fmt: skip

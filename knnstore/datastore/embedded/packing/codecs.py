@@ -92,8 +92,11 @@ class ProductCodec(Codec):
         self, rotation: NDArray[np.float16], centers: NDArray[np.float16], books: NDArray[np.float16]
     ) -> None:
         self._stored = rotation, centers, books
-        self._centers, self._books = centers.astype(np.float32), books.astype(np.float32)
-        self._entries = self._books.reshape(-1, books.shape[2])
+        self.centers: NDArray[np.float32] = centers.astype(np.float32)
+        """Shape (256, width)."""
+        self.books: NDArray[np.float32] = books.astype(np.float32)
+        """Shape (parts, 256, width / parts)."""
+        self._entries = self.books.reshape(-1, books.shape[2])
         self._offsets = np.arange(len(books)) * _ENTRIES
         self.rotation = _orthonormal(rotation.astype(np.float32))
         self.size = 1 + len(books)
@@ -127,16 +130,16 @@ class ProductCodec(Codec):
         for start in range(0, len(keys), _CHUNK):
             rows = slice(start, start + _CHUNK)
             turned = keys[rows] @ self.rotation
-            codes[rows, 0] = nearest = _nearest(turned, self._centers)
-            pieces = (turned - self._centers[nearest]).reshape(len(turned), len(self._books), -1)
-            for part, book in enumerate(self._books):
+            codes[rows, 0] = nearest = _nearest(turned, self.centers)
+            pieces = (turned - self.centers[nearest]).reshape(len(turned), len(self.books), -1)
+            for part, book in enumerate(self.books):
                 codes[rows, part + 1] = _nearest(np.ascontiguousarray(pieces[:, part]), book)
         return codes
 
     def turned(self, codes: Codes) -> Keys:
         """The sums of centers and entries."""
         entries: Keys = self._entries[codes[:, 1:] + self._offsets].reshape(len(codes), -1)
-        entries += self._centers[codes[:, 0]]
+        entries += self.centers[codes[:, 0]]
         return entries
 
     def to_bytes(self) -> bytes:
