@@ -8,16 +8,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from knnstore.lm import KNNSettings
+from knnstore.lm import Interval, KNNSettings
 from knnstore.lm.calibration.evidence import gather_evidence
 from knnstore.lm.calibration.fits.cache import fit_cache, gather_cache_evidence
 from knnstore.lm.calibration.fits.mixers import fit_fixed
-from knnstore.lm.calibration.judging import RESAMPLES, Interval, Judge
+from knnstore.lm.calibration.judging import Judge
 from knnstore.lm.calibration.scored_text import ScoredText
 from knnstore.lm.mixing import fit_lambdas, neighbor_weights
 
 LAMBDAS = torch.arange(0, 100) / 100
 _LEAST = 1e-30
+RESAMPLES = 1_000
+"""Of the documents, for an interval of 95 %."""
 
 
 def ppl(log_probs: Tensor) -> float:
@@ -26,7 +28,7 @@ def ppl(log_probs: Tensor) -> float:
 
 
 def interval(scored: ScoredText, log_probs: Tensor) -> Interval:
-    """Perplexity with an interval of 95 %, of the bootstrap over documents.
+    """Perplexity with an interval of 95 % over documents.
 
     Args:
         scored: what the tokens are of.
@@ -36,7 +38,7 @@ def interval(scored: ScoredText, log_probs: Tensor) -> Interval:
 
 
 def ratio(scored: ScoredText, log_probs: Tensor, reference: Tensor) -> Interval:
-    """A perplexity divided by another, with an interval over the same resamples of documents.
+    """A perplexity divided by another, with an interval over documents.
 
     Args:
         scored: what the tokens are of.

@@ -1,6 +1,6 @@
 """The language model: keys, windows, mixing, and a transformers model with a store."""
 
-from knnstore.lm.calibration import Calibration, Comparison, Interval, Probe, Probed, probe_keys
+from knnstore.lm.calibration import Calibration, Comparison, Probe, Probed, probe_keys
 from knnstore.lm.mixing import (
     BinnedLambda,
     Chosen,
@@ -19,6 +19,7 @@ from knnstore.lm.model import KNNLMForCausalLM, create, load
 from knnstore.lm.reading import Added, load_model
 from knnstore.lm.scoring import (
     Evaluation,
+    Interval,
     PruningCost,
     SizePoint,
     Source,

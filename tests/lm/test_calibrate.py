@@ -92,7 +92,9 @@ def test_documents_of_the_store_are_refused_or_left_out(lm):
 
 @pytest.mark.parametrize("held_out", [HELD_OUT[:7], [f"w5 w{at}" for at in range(6, 20)], []])
 def test_too_little_text_is_refused_before_the_pass(lm, held_out):
-    with pytest.raises(InputError, match="at least 8 documents and 1,000 tokens are needed"):
+    with pytest.raises(
+        InputError, match="at least 8 documents and 1,000 tokens, or 2,000 in fewer documents, are needed"
+    ):
         lm.calibrate(held_out)
 
 

@@ -153,18 +153,6 @@ def test_a_store_that_knows_nothing_does_not_beat_the_model():
     assert next(c for c in found.candidates if c.name == "fixed").lam == pytest.approx(0)
 
 
-def test_intervals_are_those_of_resampled_documents():
-    scored = made(documents=30, tokens=3000)
-    found = compare(scored)
-    per_document = [scored.lm_log_probs[scored.documents == at].double() for at in range(30)]
-    rng, ppls = np.random.default_rng(9), []
-    for _ in range(1000):
-        drawn = torch.cat([per_document[at] for at in rng.integers(0, 30, 30)])
-        ppls.append(math.exp(-float(drawn.mean())))
-    assert found.base.low == pytest.approx(np.quantile(ppls, 0.025), rel=0.01)
-    assert found.base.high == pytest.approx(np.quantile(ppls, 0.975), rel=0.01)
-
-
 @pytest.mark.parametrize(("tokens", "documents"), [(MIN_TOKENS - 1, 12), (1200, 7)])
 def test_too_little_text_is_refused(tokens, documents):
     with pytest.raises(InputError, match="at least 8 documents and 1,000 tokens"):

@@ -6,11 +6,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from finding import Finding, Plot, Table, count, settle
+from judging import RESAMPLES
 from lab import Lab
 from torch import Tensor
 
-from knnstore.lm import KNNSettings
-from knnstore.lm.calibration.judging import RESAMPLES, Interval
+from knnstore.lm import Interval, KNNSettings
 from knnstore.lm.reading import Batch
 from knnstore.lm.retrieval import mixture_of
 from knnstore.lm.scoring.held_out import read_batch, search_for

@@ -57,7 +57,7 @@ def calibrate(
     The model reads the documents once; then every candidate is fitted on half of the documents and judged
     on the other half, both ways (two-fold cross-fitting). Where there are 2 to 16 domains, each is searched
     on its own too, and weights of their own are a candidate. The table gives held-out perplexities with
-    intervals of 95 % (bootstrap over documents), and their ratio to that of the model alone. What is best is
+    intervals of 95 % over documents, and their ratio to that of the model alone. What is best is
     saved for these domains (or the whole store) and used by eval, generate and explain from then on; nothing
     is saved unless it beats the model alone.
 

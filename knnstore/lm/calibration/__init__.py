@@ -2,9 +2,8 @@
 
 from knnstore.lm.calibration.calibrating import Calibration, calibrate
 from knnstore.lm.calibration.candidates import Comparison
-from knnstore.lm.calibration.judging import Interval
 from knnstore.lm.calibration.probing import Probe, Probed, probe_keys
 
 __all__ = [
-    "Calibration", "Comparison", "Interval", "Probe", "Probed", "calibrate", "probe_keys",
+    "Calibration", "Comparison", "Probe", "Probed", "calibrate", "probe_keys",
 ]  # fmt: skip

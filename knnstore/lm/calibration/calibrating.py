@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
+import numpy as np
+
 from knnstore.documents import documents_of
 from knnstore.errors import ConfigError, InputError, ReadOnlyError
 from knnstore.lm.calibration.candidates import Comparison, compare, ks_up_to
@@ -112,7 +114,8 @@ def calibrate(
             "them would outlast their removal: give other documents, or skip no searches"
         )
     networks = networks and not stored
-    check_enough(len(listed), reader.count_predicted(listed))
+    texts = reader.tokenized(listed)
+    check_enough(np.repeat(np.arange(len(texts)), [len(tokens) for tokens in texts]))
     if not records:
         raise InputError("the store is empty: add documents before calibrating")
     started = time.perf_counter()

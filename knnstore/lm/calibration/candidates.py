@@ -2,8 +2,7 @@
 
 Two-fold cross-fitting: every candidate is fitted on each half of the documents and judged on the other, so
 that each token is judged by settings that never saw its document; the one with the lowest perplexity is then
-fitted on all of them. Intervals are of the bootstrap over documents, since tokens of one document
-are not independent.
+fitted on all of them. Intervals are over documents, since tokens of one document are not independent.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,11 +20,11 @@ from knnstore.lm.calibration.fits import (
     fit_nearness,
     fit_relative,
 )
-from knnstore.lm.calibration.judging import Interval
 from knnstore.lm.calibration.scored_text import ScoredText
 from knnstore.lm.calibration.searches import WideEvidence
 from knnstore.lm.calibration.trying import Candidate, Fit, Mix, Trial, best_of
 from knnstore.lm.mixing import RelativeConfidence
+from knnstore.lm.scoring import Interval
 from knnstore.lm.settings import KNNSettings
 
 _K_STEP = 4

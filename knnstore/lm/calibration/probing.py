@@ -20,7 +20,7 @@ from knnstore.datastore import Keys, Metric, pairwise, stored_keys
 from knnstore.documents import TextDocument
 from knnstore.errors import ConfigError, InputError
 from knnstore.lm.calibration.candidates import compare
-from knnstore.lm.calibration.judging import MIN_DOCUMENTS, MIN_TOKENS, Interval, Judge
+from knnstore.lm.calibration.judging import MIN_DOCUMENTS, MIN_TOKENS, Judge
 from knnstore.lm.calibration.scored_text import ScoredText
 from knnstore.lm.calibration.trying import Candidate
 from knnstore.lm.keys import (
@@ -34,6 +34,7 @@ from knnstore.lm.keys import (
     locate,
 )
 from knnstore.lm.reading import Encoder, TextReader, sample_tokens, window_of
+from knnstore.lm.scoring import Interval
 from knnstore.progress import Progress
 
 SAMPLE_TOKENS = 30_000

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,8 +20,9 @@ from knnstore.lm.calibration.fits import (
     gather_cache_evidence,
     mix_ngrams,
 )
-from knnstore.lm.calibration.judging import Interval, Judge, check_enough, in_halves
+from knnstore.lm.calibration.judging import Judge, check_enough, in_halves
 from knnstore.lm.calibration.scored_text import Mixed, ScoredText
+from knnstore.lm.scoring import Interval
 from knnstore.lm.settings import CacheSettings, KNNSettings, NGramSettings
 
 Fit = Callable[[Evidence], KNNSettings]
@@ -42,7 +44,7 @@ class Candidate:
     lam: float
     """Mean λ over the tokens."""
     change: Interval
-    """Its perplexity divided by that of the model alone, over the same resamples."""
+    """Its perplexity divided by that of the model alone."""
     log_probs: Tensor = field(repr=False, compare=False)
     """log p of every token, by settings fitted on the other half: float32, shape (n,)."""
 
@@ -56,8 +58,8 @@ class Trial:
     """Fits candidates on each half of a text and judges them on the other."""
 
     def __init__(self, scored: ScoredText) -> None:
-        self.documents = int((torch.bincount(scored.documents) > 0).sum())
-        check_enough(self.documents, len(scored))
+        self.documents = len(np.unique(scored.documents.numpy()))
+        check_enough(scored.documents.numpy())
         self.judge = Judge(scored)
         self._scored, self._halves = scored, in_halves(scored.documents)
 

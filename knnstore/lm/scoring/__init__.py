@@ -3,11 +3,13 @@
 from knnstore.lm.scoring.evaluating import Evaluation, evaluate
 from knnstore.lm.scoring.explaining import Source, TokenExplanation, explain, explain_tokens
 from knnstore.lm.scoring.held_out import HeldOut, score_held_out
+from knnstore.lm.scoring.intervals import FEWEST, Interval, blocks_of, interval_of
 from knnstore.lm.scoring.pruning import PruningCost, prune
 from knnstore.lm.scoring.size_curve import SizePoint, measure_size_curve
 from knnstore.lm.scoring.token_table import TokenTable, replacing
 
 __all__ = [
-    "Evaluation", "HeldOut", "PruningCost", "SizePoint", "Source", "TokenExplanation", "TokenTable",
-    "evaluate", "explain", "explain_tokens", "measure_size_curve", "prune", "replacing", "score_held_out",
+    "FEWEST", "Evaluation", "HeldOut", "Interval", "PruningCost", "SizePoint", "Source", "TokenExplanation",
+    "TokenTable", "blocks_of", "evaluate", "explain", "explain_tokens", "interval_of", "measure_size_curve",
+    "prune", "replacing", "score_held_out",
 ]  # fmt: skip

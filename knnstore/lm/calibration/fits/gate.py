@@ -16,6 +16,7 @@ from knnstore.lm.mixing import (
     skip_features,
     start_of,
 )
+from knnstore.lm.scoring import blocks_of
 from knnstore.lm.settings import KNNSettings
 
 _NOTHING = -1e9  # nats: a threshold below any estimate
@@ -39,7 +40,7 @@ def fit_gate(evidence: Evidence, scored: ScoredText) -> KNNSettings:
         knn = at_columns(evidence.knn[rows], (temperature.log2() - grid[0]) / (grid[1] - grid[0]))
         return -mix_probs(lm[rows], (lam, knn)).log().mean()
 
-    network = fit_network(features, loss, scored.documents[evidence.tokens], start_of(fixed_lam))
+    network = fit_network(features, loss, _blocks(scored, evidence.tokens), start_of(fixed_lam))
     purpose = {**(scored.fitted_for or {}), "of": "gate", "k": evidence.k, "scale": scale}
     return evidence.settings(fixed_temperature, GateLambda(network.weights(purpose)))
 
@@ -60,7 +61,7 @@ def fit_skipping(scored: ScoredText, gains: Tensor, tokens: Tensor) -> Skipping:
         return (outputs[:, 0] - target[rows]).square().mean()
 
     features = skip_features(*known_before(scored, tokens))
-    network = fit_network(features, loss, scored.documents[tokens], [float(target.mean())])
+    network = fit_network(features, loss, _blocks(scored, tokens), [float(target.mean())])
     purpose = {**(scored.fitted_for or {}), "of": "skipping", "scale": float(scale)}
     return Skipping(network.weights(purpose), _NOTHING)
 
@@ -70,3 +71,8 @@ def known_before(scored: ScoredText, tokens: Tensor) -> tuple[Tensor, Tensor, Te
     assert scored.reading is not None
     assert scored.lm_entropy is not None
     return scored.reading.keys[tokens], scored.lm_max[tokens], scored.lm_entropy[tokens]
+
+
+def _blocks(scored: ScoredText, tokens: Tensor) -> Tensor:
+    """Of which some are kept apart: documents, or blocks of long ones."""
+    return torch.from_numpy(blocks_of(scored.documents[tokens].numpy()))
