@@ -10,7 +10,14 @@ import pytest
 
 import knnstore
 from knnstore.errors import InputError, ReadOnlyError
-from knnstore.lm import CalibrationRecord, KNNSettings, TokenTable, default_settings, settings_for
+from knnstore.lm import (
+    CalibrationRecord,
+    KNNSettings,
+    TokenTable,
+    default_settings,
+    save_settings,
+    settings_for,
+)
 from knnstore.lm.calibration.scored_text import score_once
 from knnstore.store import EVERYTHING, Selection
 from tests.lm.phrases import documents, phrases, words
@@ -61,6 +68,39 @@ def test_what_is_saved_for_the_whole_store_is_used_from_then_on(lm):
     with pytest.raises(ReadOnlyError, match="open it for writing"):
         again.calibrate(HELD_OUT)
     again.store.close()
+
+
+def test_settings_that_were_chosen_stay_until_they_are_beaten_beyond_chance(lm):
+    first = lm.calibrate(HELD_OUT, max_k=16)
+    assert not first.kept, "the defaults were derived, and chosen by nobody"
+    assert first.record.knn_ppl == first.comparison.expected.ppl >= first.comparison.best.held_out.ppl
+    lm.add(documents(RNG, PHRASES, "more", 6), domain="phrases")
+    assert CalibrationRecord.of(lm.store).is_stale(lm.store)
+    again = lm.calibrate(documents(RNG, PHRASES, "g", 12), max_k=16, networks=False, ngrams=False)
+    assert (again.kept, again.record) == (True, None)
+    assert again.comparison.gain.high > 1
+    assert again.settings == first.settings == settings_for(lm.store) == lm.knn
+    renewed = CalibrationRecord.of(lm.store)
+    assert not renewed.is_stale(lm.store), "they were compared on what is stored now"
+    assert replace(renewed, records=0, stored=None) == replace(first.record, records=0, stored=None)
+    worse = KNNSettings(k=4, temperature=0.1, lam=0.1)
+    save_settings(lm.store, worse)
+    beaten = lm.calibrate(HELD_OUT, max_k=16)
+    assert beaten.comparison.gain.high < 1
+    assert beaten.comparison.current.settings == worse
+    assert settings_for(lm.store) == beaten.settings == beaten.comparison.best.settings
+
+
+def test_one_long_file_is_enough(lm):
+    text = " ".join(document.text for document in documents(RNG, PHRASES, "part", 24))
+    with pytest.raises(InputError, match="or 2,000 in fewer documents"):
+        lm.calibrate([text[: len(text) // 2]])
+    found = lm.calibrate([text], max_k=16, skip=0.3)
+    assert (found.record.documents, found.record.tokens) == (1, 24 * 108)
+    assert found.comparison.base.low < found.comparison.base.ppl < found.comparison.base.high < math.inf
+    # A document that outweighs the rest, which alone is in a half.
+    uneven = lm.calibrate([text, *HELD_OUT[:8]], max_k=16)
+    assert "gate" in {one.name for one in uneven.comparison.candidates}
 
 
 def test_nothing_is_saved_that_does_not_beat_the_model(lm):

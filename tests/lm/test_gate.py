@@ -11,8 +11,10 @@ from knnstore.lm import KNNLMForCausalLM, KNNSettings
 from knnstore.lm.calibration.evidence import gather_evidence
 from knnstore.lm.calibration.fits.gate import fit_gate, known_before
 from knnstore.lm.calibration.fits.mixers import fit_bins, fit_fixed
+from knnstore.lm.calibration.judging import in_halves
 from knnstore.lm.calibration.savings import judge_savings
 from knnstore.lm.calibration.scored_text import ScoredText, score_once
+from knnstore.lm.calibration.trying import Trial
 from knnstore.lm.mixing import GateLambda, Skipping, distinct_tokens, gate_features, skip_features
 from knnstore.lm.mixing.network import Network
 from knnstore.lm.retrieval import Reading
@@ -84,16 +86,19 @@ def test_what_nothing_depends_on_stays_at_the_best_fixed_lambda() -> None:
 def test_searches_that_help_nobody_are_left_out_at_no_loss() -> None:
     scored, right = synthetic(3000, 3)
     (evidence,) = gather_evidence(scored, [K])
-    log_probs = scored.log_probs(fit_fixed(evidence)).log_probs
-    half, most = judge_savings(scored, log_probs, scored.lm_log_probs, scored.documents % 2 == 0, (0.5, 0.75))
+    fixed = Trial(scored).fitted("fixed", fit_fixed, evidence)
+    expected = fixed.held_out.ppl
+    half, most = judge_savings(scored, fixed, expected, in_halves(scored.documents), (0.5, 0.75))
     assert half.ratio < 1 < half.random  # where retrieval is wrong, p_LM alone is better
     assert half.ratio < most.ratio < most.random
+    assert half.skipped == pytest.approx(0.5, abs=1e-3)
     searched = half.skip.searched(scored.reading.keys, scored.lm_max, scored.lm_entropy)
     assert float((searched == right).float().mean()) > 0.97
     # As by hand: gains lost, over all tokens.
-    gains = log_probs - scored.lm_log_probs
+    gains = fixed.log_probs - scored.lm_log_probs
     lost = gains[~right].sum() / 3000
     assert half.ratio == pytest.approx(float(lost.exp()), rel=0.05)
+    assert half.ppl == pytest.approx(expected * half.ratio)
 
 
 RNG = np.random.default_rng(7)
@@ -217,11 +222,14 @@ def test_calibration_tries_the_gate_and_saves_what_is_to_be_skipped(lm) -> None:
     assert len(shares) == 5
     assert shares == sorted(shares)
     assert 0 <= shares[0] <= shares[-1] < 1
-    assert found.record.skipped == shares[2]
+    saved = found.savings[2]
+    assert found.record.skipped == saved.skipped == pytest.approx(0.3, abs=0.01)
+    assert found.record.knn_ppl == saved.ppl == pytest.approx(found.comparison.expected.ppl * saved.ratio)
     assert settings_for(lm.store) == found.settings == lm.knn
     assert found.settings.skip is not None
     assert isinstance(found.settings.mixer, GateLambda) == found.comparison.best.name.startswith("gate")
     with pytest.raises(ConfigError, match="above 0 and below 1"):
         lm.calibrate(held_out, skip=1.0)
     without = lm.calibrate(held_out, max_k=K, networks=False, ngrams=False)
-    assert (without.savings, without.settings.skip) == ((), None)
+    assert without.savings == ()
+    assert without.kept == (without.settings.skip is not None)

@@ -59,7 +59,8 @@ def calibrate(
     on its own too, and weights of their own are a candidate. The table gives held-out perplexities with
     intervals of 95 % over documents, and their ratio to that of the model alone. What is best is
     saved for these domains (or the whole store) and used by eval, generate and explain from then on; nothing
-    is saved unless it beats the model alone.
+    is saved unless it beats the model alone, and settings chosen before, beyond chance. The lowest of many is
+    low by luck too: what is saved with it is what to expect, of each half by the best on the other half.
 
     A second table tells what it costs to leave out those searches that are expected to help least.
 
@@ -94,6 +95,8 @@ def calibrate(
         "candidates": rows,
         "saved": None if found.record is None else asdict(found.record),
         "settings": None if found.settings is None else settings_to_dict(found.settings),
+        "expected": found.comparison.expected._asdict(),
+        "kept": found.kept,
         "savings": savings,
         "scoring_seconds": found.scoring_seconds,
         "fitting_seconds": found.fitting_seconds,
@@ -112,6 +115,12 @@ def calibrate(
             for row in savings
         ]
         echo(table(shown, ["saved", "ppl", "ratio", "random"]))
+    if found.kept and found.comparison.current is not None:
+        note(
+            "the settings in force stay, perplexity "
+            f"{found.comparison.current.held_out.ppl:,.2f}: no candidate beats them beyond chance"
+        )
+        return
     if found.record is None:
         raise ConfigError(
             f"no candidate beats the model alone (perplexity {found.comparison.base.ppl:,.2f}) beyond "

@@ -3,7 +3,7 @@
 import hashlib
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 
 import numpy as np
@@ -25,11 +25,12 @@ from knnstore.lm.settings import (
     NGramSettings,
     records_of,
     save_settings,
+    saved_for,
     settings_for,
     usable_settings_for,
 )
 from knnstore.progress import Progress
-from knnstore.store import Selection
+from knnstore.store import KNNStore, Lineage, Selection
 
 MAX_K = 4096
 """Neighbors that are searched for: p_kNN over more of them was little better, see docs/prediction.md."""
@@ -45,13 +46,16 @@ class Calibration:
 
     comparison: Comparison
     record: CalibrationRecord | None
-    """As it was saved; None when nothing was, because no candidate beats the model alone."""
+    """As it was saved; None when nothing was, because no candidate beats the model alone, or what is in force
+    beyond chance."""
     scoring_seconds: float
     fitting_seconds: float
     savings: tuple[Saving, ...] = ()
     """What it costs to leave out some of the searches of the best candidate; none without networks."""
     settings: KNNSettings | None = None
-    """As they were saved."""
+    """As they were saved, or as they stay in force; None when neither."""
+    kept: bool = False
+    """Whether settings that were chosen before stay in force, which no candidate beats beyond chance."""
     in_store: int = 0
     """How many of the held-out documents are anywhere in the store; with any there are no networks."""
 
@@ -72,8 +76,9 @@ def calibrate(
 
     One pass of the model, with searches for k up to `PASS_K`, for larger k (or visits to more and fewer
     cells) and in each domain; then everything is fitted without either; see `compare`. Nothing is saved
-    unless the perplexity is below the model's own, beyond chance. ``lm.knn`` has the settings from then on if
-    it selects the same domains.
+    unless the perplexity is below the model's own, beyond chance, and below that of the settings in force,
+    where these were chosen by anybody and not derived. ``lm.knn`` has the settings from then on if it selects
+    the same domains.
 
     Args:
         lm: the model, its store opened for writing.
@@ -119,13 +124,14 @@ def calibrate(
     if not records:
         raise InputError("the store is empty: add documents before calibrating")
     started = time.perf_counter()
-    current = usable_settings_for(store, selection)
+    current, saved = usable_settings_for(store, selection), saved_for(store, selection)
     probes = DEFAULT_PROBES if store.has_cells else None
-    counted = (current and current.ngrams) or NGramSettings()
+    needed = current and current.ngrams  # to judge them, also where no others are tried
+    counted = needed or (NGramSettings() if ngrams else None)
     scored = score_once(
         store, reader, listed,
         k=min(max_k, records, PASS_K), selection=selection, probes=probes,
-        ngrams=counted if ngrams else None, left_out=reached, progress=progress,
+        ngrams=counted, left_out=reached, progress=progress,
     )  # fmt: skip
     wide: list[WideEvidence] = []
     apart = None
@@ -143,18 +149,21 @@ def calibrate(
     if not reached:  # which cannot be left out of a substitute
         scored = score_substitute(scored, store, selection, reader.encoder.model.device)
     between = time.perf_counter()
-    found = compare(scored, current, wide=wide, domains=apart, networks=networks)
+    found = compare(scored, current, wide=wide, domains=apart, networks=networks, ngrams=ngrams)
     best, savings = found.best, dict[float, Saving]()
     if found.beats_base and networks and best.settings.retrieves:
         shares = sorted({*SHARES, *([] if skip is None else [skip])})
-        others = KNNSettings(k=1, lam=0, cache=best.settings.cache, ngrams=best.settings.ngrams)
-        unsearched = scored.log_probs(others).log_probs
-        judged = judge_savings(scored, best.log_probs, unsearched, in_halves(scored.documents), shares)
+        judged = judge_savings(scored, best, found.expected.ppl, in_halves(scored.documents), shares)
         savings = dict(zip(shares, judged, strict=True))
     fitted = time.perf_counter()
     record = settings = None
-    if found.beats_base:
-        settings, knn_ppl = best.settings, best.held_out.ppl
+    chosen_before = saved is not None and saved.derived is None and found.current is not None
+    kept = chosen_before and skip is None and not (found.beats_base and found.beats_current)
+    if kept:
+        settings = current
+        _renew(store, selection, records, lineage)
+    elif found.beats_base:
+        settings, knn_ppl = best.settings, found.expected.ppl
         saving = None if skip is None else savings.get(skip)
         if saving is not None:
             settings, knn_ppl = replace(settings, skip=saving.skip), saving.ppl
@@ -169,7 +178,7 @@ def calibrate(
             base_ppl=found.base.ppl,
             knn_ppl=knn_ppl,
             domains=names,
-            skipped=0.0 if saving is None else saving.share,
+            skipped=0.0 if saving is None else saving.skipped,
             stored=lineage,
             held_out=tuple(sorted(distinct)),
         )
@@ -177,5 +186,15 @@ def calibrate(
         if set(names) == set(lm.knn.selection.domains or ()):
             lm.knn = settings_for(store, lm.knn.selection)
     return Calibration(
-        found, record, between - started, fitted - between, tuple(savings.values()), settings, len(stored)
-    )
+        found, record, between - started, fitted - between, tuple(savings.values()), settings, kept,
+        len(stored),
+    )  # fmt: skip
+
+
+def _renew(store: KNNStore, selection: Selection, records: int, lineage: Lineage) -> None:
+    """Settings that were compared again and stay are not stale."""
+    domains = selection.domains or ()
+    saved, record = store.settings(domains), CalibrationRecord.of(store, selection)
+    if saved is not None and saved.calibration is not None and record is not None:
+        renewed = asdict(replace(record, records=records, stored=lineage))
+        store.save_settings(replace(saved, calibration=renewed), domains)

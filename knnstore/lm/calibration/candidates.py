@@ -2,7 +2,9 @@
 
 Two-fold cross-fitting: every candidate is fitted on each half of the documents and judged on the other, so
 that each token is judged by settings that never saw its document; the one with the lowest perplexity is then
-fitted on all of them. Intervals are over documents, since tokens of one document are not independent.
+fitted on all of them. The lowest of many is low by luck too, so what is expected of it is judged once more:
+each half by the candidate that is the best one on the other. Intervals are over documents, since tokens of
+one document are not independent.
 """
 
 from collections.abc import Mapping, Sequence
@@ -62,16 +64,27 @@ class Comparison:
     current: Candidate | None
     """The settings in force until now, with at most the k of the pass if theirs was not searched; nothing
     was fitted here. None where there are none, or none that can be judged."""
+    expected: Interval
+    """What to expect of the best: of the tokens of each half by the candidate that is best on the other."""
+    change: Interval
+    """That perplexity divided by that of the model alone."""
+    gain: Interval | None
+    """And divided by that of the settings in force until now."""
 
     @property
     def best(self) -> Candidate:
-        """The one with the lowest held-out perplexity."""
+        """The one with the lowest held-out perplexity, which flatters it: see `expected`."""
         return best_of(self.candidates)
 
     @property
     def beats_base(self) -> bool:
         """Whether the best is better than the model alone, and not by chance."""
-        return self.best.change.high < 1
+        return self.change.high < 1
+
+    @property
+    def beats_current(self) -> bool:
+        """Whether it is better than the settings in force until now, if there are any, and not by chance."""
+        return self.gain is None or self.gain.high < 1
 
 
 def compare(
@@ -82,6 +95,7 @@ def compare(
     wide: Sequence[WideEvidence] = (),
     domains: DomainEvidence | None = None,
     networks: bool = False,
+    ngrams: bool = True,
 ) -> Comparison:
     """Fit every candidate and judge it on documents that it was not fitted on.
 
@@ -93,6 +107,7 @@ def compare(
             better than with the k of the pass.
         domains: what they say about weights for each domain, which are fitted too.
         networks: whether a gate is fitted, which takes the longest of all.
+        ngrams: whether n-grams are tried, where the text was scored with them.
 
     Raises:
         InputError: there is too little text, or nothing was found.
@@ -122,13 +137,19 @@ def compare(
         candidates.append(trial.fitted("domains", fit_domains, domains, domains.log_probs))
     again = {"fixed": fit_fixed, **fits}
     candidates += trial.with_substitute(candidates, evidence, again)
-    candidates += trial.with_ngrams(candidates, evidence, again)
+    if ngrams:
+        candidates += trial.with_ngrams(candidates, evidence, again)
     candidates += trial.with_cache(candidates)
     before = None
     if current is not None:
         kept, mix = _as_judged(current, scored, wide, domains)
         before = trial.fitted("current", lambda _: kept, at_best_k, mix) if kept else None
-    return Comparison(trial.documents, len(scored), trial.judge.base, tuple(candidates), before)
+    nested = trial.nested(candidates)
+    expected, change = trial.judge(nested)
+    gain = None if before is None else trial.judge.ratio(nested, before.log_probs)
+    return Comparison(
+        trial.documents, len(scored), trial.judge.base, tuple(candidates), before, expected, change, gain
+    )
 
 
 def _as_judged(

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from knnstore.lm.calibration.fits import fit_skipping, known_before
 from knnstore.lm.calibration.scored_text import ScoredText
-from knnstore.lm.mixing import Skipping
+from knnstore.lm.calibration.trying import Candidate
+from knnstore.lm.mixing import FixedLambda, Skipping
 
 SHARES = (0.1, 0.25, 0.5, 0.75)
 """Shares of searches saved that are reported."""
@@ -20,21 +21,23 @@ class Saving:
     """Some searches left out."""
 
     share: float
-    """Of the searches that were left out on the other half of the documents."""
+    """Of the searches that were left out by networks fitted on the other half of the documents."""
     ppl: float
-    """Held out: where to search is chosen by a network fitted on the other half of the documents."""
+    """Held out: with those networks, of what is expected with all searches."""
     ratio: float
     """That perplexity divided by the one with all searches."""
     random: float
     """The same ratio for searches left out at random."""
     skip: Skipping
-    """Leaves out this share; fitted on all documents."""
+    """Fitted on all documents."""
+    skipped: float
+    """Share of the searches that it leaves out there."""
 
 
 def judge_savings(
     scored: ScoredText,
-    log_probs: Tensor,
-    unsearched: Tensor,
+    candidate: Candidate,
+    expected: float,
     first_half: Tensor,
     shares: Sequence[float] = SHARES,
 ) -> tuple[Saving, ...]:
@@ -42,13 +45,12 @@ def judge_savings(
 
     Args:
         scored: held-out text.
-        log_probs: log p of every token with all searches, by settings fitted on the other half, shape (n,).
-        unsearched: log p of every token where no search is made: the model's, or with a continuous cache
-            its mixture with that; shape (n,).
+        candidate: whose searches.
+        expected: the perplexity that is expected with all of them.
         first_half: which tokens are of the first half, bool, shape (n,).
         shares: of the searches, each at least 0 and below 1.
     """
-    gains = log_probs - unsearched
+    gains = candidate.log_probs - unsearched(scored, candidate, first_half)
     every = torch.arange(len(scored))
     skipped = torch.zeros((len(shares), len(scored)), dtype=torch.bool)
     for half in (first_half, ~first_half):
@@ -56,19 +58,34 @@ def judge_savings(
         thresholds = _thresholds(skip, scored, every[half], shares)
         skipped[:, ~half] = skip.expected(*known_before(scored, every[~half])) < thresholds[:, None]
     final = fit_skipping(scored, gains, every)
+    estimates = final.expected(*known_before(scored, every))
     found = []
     for row, threshold in zip(skipped, _thresholds(final, scored, every, shares).tolist(), strict=True):
         share, lost = float(row.float().mean()), float(gains[row].double().sum()) / len(scored)
         found.append(
             Saving(
                 share=share,
-                ppl=math.exp(lost - float(log_probs.double().mean())),
+                ppl=expected * math.exp(lost),
                 ratio=math.exp(lost),
                 random=math.exp(share * float(gains.double().mean())),
                 skip=replace(final, threshold=threshold),
+                skipped=float((estimates < threshold).float().mean()),
             )
         )
     return tuple(found)
+
+
+def unsearched(scored: ScoredText, candidate: Candidate, first_half: Tensor) -> Tensor:
+    """Log p of every token without a search, by what was fitted on the other half; float32, shape (n,).
+
+    It is the model's, or its mixture with all that needs none: a substitute, n-grams, a continuous cache.
+    """
+    log_probs = torch.empty(len(scored))
+    for settings, judged in zip(candidate.by_half, (~first_half, first_half), strict=True):
+        tokens = judged.nonzero()[:, 0]
+        others = replace(settings, k=1, probes=None, mixer=FixedLambda(0.0))
+        log_probs[tokens] = scored.log_probs(others, tokens).log_probs
+    return log_probs
 
 
 def _thresholds(skip: Skipping, scored: ScoredText, tokens: Tensor, shares: Sequence[float]) -> Tensor:

@@ -47,6 +47,8 @@ class Candidate:
     """Its perplexity divided by that of the model alone."""
     log_probs: Tensor = field(repr=False, compare=False)
     """log p of every token, by settings fitted on the other half: float32, shape (n,)."""
+    by_half: tuple[KNNSettings, KNNSettings]
+    """Those settings: fitted on the first half, and on the second."""
 
 
 def best_of(candidates: Sequence[Candidate]) -> Candidate:
@@ -61,18 +63,30 @@ class Trial:
         self.documents = len(np.unique(scored.documents.numpy()))
         check_enough(scored.documents.numpy())
         self.judge = Judge(scored)
-        self._scored, self._halves = scored, in_halves(scored.documents)
+        self._scored, self.first_half = scored, in_halves(scored.documents)
 
     def fitted(
         self, name: str, fit: Callable[[E], KNNSettings], evidence: E, mix: Mix | None = None
     ) -> Candidate:
         """A candidate that is fitted on evidence of tokens, judged by `ScoredText.log_probs` or by `mix`."""
         log_probs, lam = torch.empty(len(self._scored)), torch.empty(len(self._scored))
-        for half in (self._halves, ~self._halves):
-            tokens = (~half).nonzero()[:, 0]
-            log_probs[tokens], lam[tokens] = (mix or self._scored.log_probs)(fit(evidence.only(half)), tokens)
+        by_half = fit(evidence.only(self.first_half)), fit(evidence.only(~self.first_half))
+        for settings, judged in zip(by_half, (~self.first_half, self.first_half), strict=True):
+            tokens = judged.nonzero()[:, 0]
+            log_probs[tokens], lam[tokens] = (mix or self._scored.log_probs)(settings, tokens)
         held_out, change = self.judge(log_probs)
-        return Candidate(name, fit(evidence), held_out, float(lam.mean()), change, log_probs)
+        return Candidate(name, fit(evidence), held_out, float(lam.mean()), change, log_probs, by_half)
+
+    def nested(self, candidates: Sequence[Candidate]) -> Tensor:
+        """Log p of every token, by the candidate that is the best one on the other half; float32, shape (n,).
+
+        The lowest of many perplexities is low by luck too; the luck of one half does not help in the other.
+        """
+        log_probs = torch.empty(len(self._scored))
+        for half in (self.first_half, ~self.first_half):
+            sums = [float(one.log_probs[~half].double().sum()) for one in candidates]
+            log_probs[half] = candidates[sums.index(max(sums))].log_probs[half]
+        return log_probs
 
     def with_substitute(
         self, candidates: Sequence[Candidate], evidence: Sequence[Evidence], fits: Mapping[str, Fit]
@@ -148,17 +162,22 @@ class Trial:
             put: makes it a part of settings.
         """
 
-        def over(name: str, settings: KNNSettings, below: Tensor, lam: float) -> Candidate:
-            log_probs = torch.empty(len(below))
-            for half in (self._halves, ~self._halves):
-                log_probs[~half] = mix(below, fit(below, half))[~half]
-            found = fit(below, torch.ones_like(self._halves))
+        def over(name: str, below: Candidate | None) -> Candidate:
+            nothing = KNNSettings(k=1, lam=0)
+            settings, by_half = (
+                (nothing, (nothing, nothing)) if below is None else (below.settings, below.by_half)
+            )
+            before = self._scored.lm_log_probs if below is None else below.log_probs
+            log_probs = torch.empty(len(before))
+            halves = self.first_half, ~self.first_half
+            parts = [fit(before, half) for half in halves]
+            for part, half in zip(parts, halves, strict=True):
+                log_probs[~half] = mix(before, part)[~half]
+            found = fit(before, torch.ones_like(self.first_half))
             held_out, change = self.judge(log_probs)
-            together = 1 - (1 - lam) * (1 - found.lam)
-            return Candidate(name, put(settings, found), held_out, together, change, log_probs)
+            lam = 1 - (1 - (0.0 if below is None else below.lam)) * (1 - found.lam)
+            one, other = (put(*both) for both in zip(by_half, parts, strict=True))
+            return Candidate(name, put(settings, found), held_out, lam, change, log_probs, (one, other))
 
         best = best_of(candidates)
-        return [
-            over(name, KNNSettings(k=1, lam=0), self._scored.lm_log_probs, 0.0),
-            over(f"{best.name} + {name}", best.settings, best.log_probs, best.lam),
-        ]
+        return [over(name, None), over(f"{best.name} + {name}", best)]

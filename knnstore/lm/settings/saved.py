@@ -163,14 +163,14 @@ class CalibrationRecord:
     revision: int
     """Of the store."""
     records: int
-    """How many were retrieved from."""
+    """How many were retrieved from, when they were found or last compared with others."""
     base_ppl: float
     knn_ppl: float
-    """Held out: of tokens in documents that were not fitted on."""
+    """Expected: of documents that were neither fitted on nor chosen by; see `Comparison.expected`."""
     domains: tuple[str, ...]
     """What the settings were found for; none is the whole store."""
     skipped: float = 0.0
-    """Share of searches that they leave out."""
+    """Share of searches that they leave out of the held-out text."""
     stored: Lineage | None = None
     """The documents that were retrieved from; None in records of earlier versions."""
     held_out: tuple[str, ...] = ()

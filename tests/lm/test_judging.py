@@ -1,0 +1,163 @@
+"""What is judged was not fitted on it: every candidate, the choice among them, and searches left out."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from knnstore.lm.calibration.candidates import Comparison, compare
+from knnstore.lm.calibration.fits.gate import fit_skipping, known_before
+from knnstore.lm.calibration.judging import in_halves
+from knnstore.lm.calibration.savings import judge_savings, unsearched
+from knnstore.lm.calibration.scored_text import ScoredNGrams, ScoredSubstitute, ScoredText
+from knnstore.lm.calibration.trying import Trial
+from knnstore.lm.mixing import FixedLambda, distinct_tokens
+from knnstore.lm.retrieval import Reading
+from knnstore.lm.settings import Substitute
+from knnstore.store import Lineage
+
+K, TOKENS, DOCUMENTS = 8, 1200, 12
+
+
+@pytest.fixture(scope="module")
+def scored() -> ScoredText:
+    """Tokens with all that settings can be fitted to, each of which knows a part of what comes."""
+    rng = np.random.default_rng(0)
+
+    def known(share: float) -> np.ndarray:
+        """Probabilities of the token that came, high for a share of tokens."""
+        return np.where(rng.random(TOKENS) < share, rng.uniform(0.3, 0.9, TOKENS), 0.003).astype(np.float32)
+
+    documents = torch.arange(TOKENS) // (TOKENS // DOCUMENTS)
+    distances = torch.from_numpy(np.sort(rng.exponential(9, (TOKENS, K)).astype(np.float32)) + 1)
+    reading = Reading(
+        torch.from_numpy(rng.standard_normal((TOKENS, 6)).astype(np.float32)),
+        torch.from_numpy(rng.integers(0, 5, TOKENS)), documents, "l2",
+    )  # fmt: skip
+    substitute = Substitute(f"{'0' * 64}.safetensors", 0.5, Lineage((), 1, 1))
+    return ScoredText(
+        torch.from_numpy(known(0.3)).log(),
+        torch.from_numpy(-rng.random(TOKENS).astype(np.float32)),
+        distances,
+        torch.from_numpy(rng.random((TOKENS, K)) < rng.random((TOKENS, 1))),
+        documents,
+        reading=reading,
+        lm_entropy=torch.from_numpy(rng.random(TOKENS).astype(np.float32)),
+        distinct=distinct_tokens(torch.from_numpy(rng.integers(0, 5, (TOKENS, K))), distances),
+        fitted_for={},
+        substitute=ScoredSubstitute(substitute, torch.from_numpy(known(0.2)).log()),
+        ngrams=ScoredNGrams(4, torch.from_numpy(known(0.2)), torch.from_numpy(rng.integers(0, 4, TOKENS))),
+    )
+
+
+@pytest.fixture(scope="module")
+def found(scored) -> Comparison:
+    return compare(scored, networks=True)
+
+
+def without_the_text_of(scored: ScoredText, tokens: torch.Tensor) -> ScoredText:
+    """The same, but of some tokens everything is other that the token which came decides."""
+    other = scored.lm_log_probs.clone(), scored.substitute.log_probs.clone(), scored.ngrams.probs.clone()
+    for column in other:
+        column[tokens] = column[tokens].flip(0)
+    hits, gold = scored.hits.clone(), scored.reading.gold.clone()
+    hits[tokens], gold[tokens] = ~hits[tokens], (gold[tokens] + 1) % 5
+    return replace(
+        scored,
+        lm_log_probs=other[0],
+        hits=hits,
+        reading=replace(scored.reading, gold=gold),
+        substitute=scored.substitute._replace(log_probs=other[1]),
+        ngrams=scored.ngrams._replace(probs=other[2]),
+    )
+
+
+def test_no_token_is_judged_by_what_was_fitted_on_its_half(scored, found) -> None:
+    first = in_halves(scored.documents)
+    assert len(first.unique()) == 2
+    halves = first, ~first
+    changed = [compare(without_the_text_of(scored, ~half), networks=True) for half in halves]
+    compared = set()
+    for number, half in enumerate(halves):
+        others = {(one.name, one.settings.k): one for one in changed[number].candidates}
+        for one in found.candidates:
+            settings = one.by_half[number]  # fitted on this half, and judged on the other
+            judged = scored.log_probs(settings, (~half).nonzero()[:, 0]).log_probs
+            torch.testing.assert_close(judged, one.log_probs[~half], rtol=1e-4, atol=1e-4)
+            # What is on top of the best depends on which is the best, and that is chosen on both.
+            if " + " not in one.name.replace("+ T", "") or one.name in others:
+                same = others[one.name, one.settings.k].by_half[number]
+                assert same == settings, one.name
+                compared.add(one.name)
+            assert one.by_half[0] != one.by_half[1], "one was fitted on all of the text"
+    assert {"fixed", "sk-mt", "relative-confidence", "bins 8x8 + T", "gate"} <= compared
+    assert {"substitute", "n-grams", "cache"} <= compared
+    assert any(name.endswith("+ cache") for name in {one.name for one in found.candidates})
+
+
+def test_the_best_is_expected_to_be_as_good_as_the_best_of_each_half_is_on_the_other(scored, found) -> None:
+    first, total = in_halves(scored.documents), 0.0
+    for half in (first, ~first):
+        best = min(found.candidates, key=lambda one: -float(one.log_probs[~half].double().mean()))
+        total -= float(best.log_probs[half].double().sum())
+    assert found.expected.ppl == pytest.approx(math.exp(total / TOKENS))
+    assert found.change.ppl == pytest.approx(found.expected.ppl / found.base.ppl)
+
+
+def test_the_lowest_of_many_by_luck_is_not_expected_to_be_low(scored, found) -> None:
+    trial, rng = Trial(scored), np.random.default_rng(5)
+    lucky, expected = [], []
+    for _ in range(30):
+        # None is better than another.
+        noise = torch.from_numpy(rng.normal(-4, 1, (30, TOKENS)).astype(np.float32))
+        candidates = [replace(found.best, log_probs=log_probs) for log_probs in noise]
+        lucky.append(float(noise.mean(1).max()))
+        expected.append(float(trial.nested(candidates).mean()))
+    assert np.mean(expected) == pytest.approx(-4, abs=0.02)
+    assert np.mean(lucky) > -4 + 0.05
+
+
+def test_what_is_better_by_chance_does_not_beat_the_model(scored) -> None:
+    # All of the gain is in one document of twelve.
+    hits = torch.zeros_like(scored.hits)
+    hits[scored.documents == 3] = True
+    alone = replace(scored, hits=hits, reading=None, substitute=None, ngrams=None)
+    compared = compare(alone, fits={"a little": lambda of: of.settings(5.0, FixedLambda(0.05))})
+    little = compared.candidates[-1]
+    assert little.held_out.ppl < compared.base.ppl
+    assert compared.change.ppl < 1 < compared.change.high
+    assert not compared.beats_base
+
+
+def test_searches_are_left_out_by_what_was_fitted_on_the_other_half(scored, found) -> None:
+    first = in_halves(scored.documents)
+    best = max(found.candidates, key=lambda one: len(one.name))
+    assert best.settings.cache or best.settings.ngrams
+    alone = unsearched(scored, best, first)
+    for settings, judged in zip(best.by_half, (~first, first), strict=True):
+        below = scored.lm_log_probs.double().exp()
+        if settings.substitute is not None:
+            sub = scored.substitute.log_probs.double().exp()
+            below = (1 - settings.substitute.lam) * below + settings.substitute.lam * sub
+        if settings.ngrams is not None:
+            lam = torch.tensor(settings.ngrams.by_length)[scored.ngrams.lengths]
+            below = (1 - lam) * below + lam * scored.ngrams.probs
+        if settings.cache is None:
+            torch.testing.assert_close(alone[judged].double().exp(), below[judged], rtol=1e-4, atol=1e-6)
+        else:
+            assert not torch.allclose(alone[judged].double().exp(), below[judged], rtol=1e-3)
+    (saving,) = judge_savings(scored, best, 50.0, first, (0.4,))
+    gains, lost, skipped = best.log_probs - alone, 0.0, 0
+    for half in (first, ~first):
+        fitted_on, judged = half.nonzero()[:, 0], (~half).nonzero()[:, 0]
+        skip = fit_skipping(scored, gains, fitted_on)
+        threshold = np.sort(skip.expected(*known_before(scored, fitted_on)))[round(0.4 * len(fitted_on))]
+        left_out = skip.expected(*known_before(scored, judged)) < threshold
+        lost, skipped = lost + float(gains[judged][left_out].sum()), skipped + int(left_out.sum())
+    assert saving.ratio == pytest.approx(math.exp(lost / TOKENS), rel=1e-5)
+    assert saving.ppl == pytest.approx(50 * saving.ratio)
+    assert saving.share == pytest.approx(skipped / TOKENS)
+    searched = saving.skip.searched(*known_before(scored, torch.arange(TOKENS)))
+    assert saving.skipped == pytest.approx(float((~searched).float().mean()))
