@@ -207,6 +207,12 @@ class Catalog:
             blob = current.scalars(chosen).one_or_none()
         return None if blob is None else unpacked(blob)
 
+    def content_hashes(self, rows: Iterable[int]) -> dict[int, str]:
+        """The content hash of each live document, by primary key."""
+        chosen = select(DocumentRow.id, DocumentRow.content_hash).where(IS_LIVE)
+        with reading(self.sql) as current:
+            return dict(among(current, chosen, DocumentRow.id, rows))
+
     def texts(self, rows: Iterable[int]) -> Iterator[tuple[int, NDArray[np.uint32]]]:
         """Yield primary key and token ids, shape (n,), of the documents that are still live, in any order."""
         chosen = select(DocumentRow.id, TokensRow.tokens).join(TokensRow).where(IS_LIVE)

@@ -24,9 +24,9 @@ class Selection:
     exclude: tuple[str, ...] = ()
     """Not the documents with these content hashes (see `TextDocument.content_hash`)."""
 
-    def without(self, content_hash: str) -> "Selection":
-        """The same selection, but not the documents with this content."""
-        return replace(self, exclude=(*self.exclude, content_hash))
+    def without(self, *content_hashes: str) -> "Selection":
+        """The same selection, but not the documents with these contents."""
+        return replace(self, exclude=(*self.exclude, *content_hashes))
 
 
 EVERYTHING = Selection()

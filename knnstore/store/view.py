@@ -22,6 +22,8 @@ from knnstore.datastore import (
     ranges_of,
 )
 from knnstore.errors import CatalogError, CorruptDatastoreError, DocumentNotFoundError, DomainNotFoundError
+from knnstore.store.ngrams import Overlap, Runs
+from knnstore.store.provenance import Tokens
 from knnstore.store.reader import Records
 from knnstore.store.selection import EVERYTHING, Selection
 
@@ -120,6 +122,18 @@ class View:
         reached = self.chosen(selection) & self._among(chain(*duplicates.values()))
         there = set(self.snapshot.rows[reached].tolist())
         return {hash for hash, rows in duplicates.items() if not there.isdisjoint(rows)}
+
+    def overlaps(self, texts: Sequence[Tokens], selection: Selection) -> list[Overlap]:
+        """What of each text selected documents have; they are looked through once."""
+        runs, reached = Runs(texts), [set[int]() for _ in texts]
+        for row, tokens in self._catalog.texts(self.snapshot.rows[self.chosen(selection)].tolist()):
+            for number in runs.look_at(tokens):
+                reached[number].add(row)
+        hashes = self._catalog.content_hashes(set().union(*reached))
+        return [
+            Overlap(share, frozenset(hashes[row] for row in rows if row in hashes))
+            for share, rows in zip(runs.shares(), reached, strict=True)
+        ]
 
     def token_counts(self, selection: Selection, vocabulary: int) -> NDArray[np.int64]:
         """How often the selected documents hold each token, read-only, remembering the latest answer."""

@@ -120,7 +120,7 @@ def test_documents_of_the_store_are_refused_or_left_out(lm):
     assert (elsewhere.comparison.documents, elsewhere.in_store, elsewhere.savings) == (12, 12, ())
     assert "gate" not in {candidate.name for candidate in elsewhere.comparison.candidates}
     left_out = lm.calibrate(STORED, max_k=16, leave_out=True)
-    assert left_out.in_store == len({document.text for document in STORED})
+    assert left_out.in_store == len(STORED)
     assert not left_out.savings, "no network is trained on what may be removed"
     assert "gate" not in {candidate.name for candidate in left_out.comparison.candidates}
     with pytest.raises(InputError, match="would outlast their removal"):
@@ -128,6 +128,26 @@ def test_documents_of_the_store_are_refused_or_left_out(lm):
     honest = lm.evaluate(STORED, left_out.comparison.best.settings, leave_out=True)
     assert left_out.comparison.base.ppl == pytest.approx(honest.base_ppl, rel=1e-5)
     assert left_out.comparison.best.held_out.ppl == pytest.approx(honest.knn_ppl, rel=0.2)
+
+
+def test_stored_text_is_recognized_by_its_tokens(lm):
+    spaced = [replace(one, text=f"{one.text} ") for one in STORED]
+    part = " ".join(STORED[3].text.split()[20:90])
+    around = f"{NOISE[0]} {part} {NOISE[1]}"
+    for disguised in (spaced[0], part, around):
+        with pytest.raises(InputError, match="1 of the held-out documents are in the store"):
+            lm.calibrate([*HELD_OUT, disguised])
+    apart = lm.evaluate([HELD_OUT[0]], leave_out=True)
+    assert apart.stored == ()
+    left_out, honest = (lm.evaluate(texts, leave_out=True) for texts in (spaced, STORED))
+    assert left_out.stored == honest.stored
+    assert left_out.knn_ppl == honest.knn_ppl > 2 * lm.evaluate(spaced).knn_ppl
+    elsewhere = lm.calibrate(spaced, domains=["noise"], max_k=4)
+    assert elsewhere.in_store == len(STORED)
+    assert "gate" not in {candidate.name for candidate in elsewhere.comparison.candidates}
+    # A few words in common are no document.
+    common = " ".join([*HELD_OUT[0].text.split(), *STORED[0].text.split()[:40]])
+    assert lm.evaluate([common]).stored == ()
 
 
 @pytest.mark.parametrize("held_out", [HELD_OUT[:7], [f"w5 w{at}" for at in range(6, 20)], []])

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ def filled(make_lm):
     return lm.store.home.path
 
 
-def searched(lm, held_out=HELD_OUT, left_out=()) -> FurtherSearches:
+def searched(lm, held_out=HELD_OUT, left_out=MappingProxyType({})) -> FurtherSearches:
     scored = score_once(
         lm.store, lm.reader, held_out, k=1, probes=16, selection=EVERYTHING, left_out=left_out
     )
@@ -75,7 +76,7 @@ def test_candidates_agree_with_the_evaluation(lm) -> None:
 def test_documents_that_are_left_out_are_in_no_sum(lm) -> None:
     held_out = [*HELD_OUT[:2], *HELD_OUT[8:10]]
     lm.add(held_out[1:3], domain="b")
-    duplicates = {one.content_hash for one in held_out[1:3]}
+    duplicates = {one.content_hash: {one.content_hash} for one in held_out[1:3]}
     further = searched(lm, held_out, duplicates)
     scored = visited(further, 3)
     given = KNNSettings(temperature=float(scored.visited[3].temperatures[8]), lam=0.4, probes=3)

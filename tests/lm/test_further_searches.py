@@ -74,7 +74,7 @@ def test_domains_searched_apart_agree_with_the_evaluation(lm, further):
 def test_documents_that_are_left_out_do_not_find_themselves(lm):
     held_out = [*HELD_OUT[:2], *HELD_OUT[6:8]]
     lm.add(held_out[1:3], domain="b")
-    duplicates = {one.content_hash for one in held_out[1:3]}
+    duplicates = {one.content_hash: {one.content_hash} for one in held_out[1:3]}
     scored = score_once(lm.store, lm.reader, held_out, k=16, selection=EVERYTHING, left_out=duplicates)
     further = FurtherSearches(lm.store, scored, held_out, EVERYTHING, duplicates)
     of = further.with_k([64])[0]

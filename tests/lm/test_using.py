@@ -112,7 +112,7 @@ def test_a_pass_over_documents_that_are_left_out_has_fewer_neighbors_for_them(lm
     lm.add(stored, domain="d")
     scored = score_once(
         lm.store, lm.reader, stored,
-        k=120, selection=EVERYTHING, left_out=[stored[0].content_hash],
+        k=120, selection=EVERYTHING, left_out={stored[0].content_hash: [stored[0].content_hash]},
     )  # fmt: skip
     assert scored.distances.isfinite().sum(1).tolist() == [120] * 80 + [80] * 40
 

@@ -30,7 +30,7 @@ from knnstore.lm.settings import (
     usable_settings_for,
 )
 from knnstore.progress import Progress
-from knnstore.store import KNNStore, Lineage, Selection
+from knnstore.store import EVERYTHING, KNNStore, Lineage, Selection
 
 MAX_K = 4096
 """Neighbors that are searched for: p_kNN over more of them was little better, see docs/prediction.md."""
@@ -109,10 +109,10 @@ def calibrate(
     selection = Selection(domains=names or None)
     revision, lineage, records = store.revision(), store.lineage(names), records_of(store, names)
     distinct = {document.content_hash: document for document in documents_of(documents)}
-    listed, reached = HeldOut.of(store, distinct.values(), selection)
+    listed, reached = HeldOut.of(store, reader, distinct.values(), selection)
     if not leave_out:
         HeldOut(listed, reached).refuse_stored()
-    stored = store.stored_content(distinct)
+    stored = HeldOut.of(store, reader, listed, EVERYTHING).stored if names else reached
     if stored and skip is not None:
         raise InputError(
             f"{len(stored):,} of the held-out documents are in the store, and a network that was trained on "

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -161,7 +162,7 @@ def score_once(
     selection: Selection,
     probes: int | None = None,
     ngrams: NGramSettings | None = _NGRAMS,
-    left_out: Collection[str] = (),
+    left_out: Mapping[str, Collection[str]] = MappingProxyType({}),
     progress: Progress | None = None,
 ) -> ScoredText:
     """Run the model and one search over every token of held-out documents; see `score_held_out`.

@@ -4,8 +4,8 @@ Of thousands of records for each token only p_kNN of the gold token is kept, at 
 grid: memory does not grow with their number.
 """
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -34,14 +34,14 @@ _FIRST = 64
 class FurtherSearches:
     """Searches for the tokens of a scored text, which is of these documents; nothing is encoded again.
 
-    `left_out` has the content hashes of documents that are not among what they retrieve from.
+    `left_out` has by content hash what some of the documents do not retrieve from, see `HeldOut.stored`.
     """
 
     store: Reader
     scored: ScoredText
     documents: Sequence[TextDocument]
     selection: Selection
-    left_out: Collection[str] = ()
+    left_out: Mapping[str, Collection[str]] = field(default_factory=dict)
     progress: Progress | None = None
 
     def with_k(self, ks: Sequence[int]) -> list["WideEvidence"]:
@@ -135,7 +135,7 @@ class FurtherSearches:
         groups = [(others.nonzero()[:, 0], selection)]
         for number in apart:
             of_document = (scored.documents == number).nonzero()[:, 0]
-            groups.append((of_document, selection.without(hashes[number])))
+            groups.append((of_document, selection.without(*self.left_out[hashes[number]])))
         self._shown.start(title, total=len(scored))
         return groups
 

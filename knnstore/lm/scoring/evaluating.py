@@ -62,7 +62,7 @@ class Evaluation:
     """Share of tokens for which a search was made; the others were skipped."""
     tokens_per_s: float
     stored: tuple[str, ...]
-    """Ids of evaluated documents that retrieval can reach with the same text; left out of it when
+    """Ids of evaluated documents of whose text retrieval can reach half or more; left out of it when
     `evaluate` was told so."""
     by_frequency: tuple[Slice, ...]
     """Tokens divided by how often the selection holds them."""
@@ -102,7 +102,7 @@ def evaluate(
         ConfigError: a substitute was trained on a document that is to be left out.
     """
     settings, store, reader = knn or lm.knn, lm.store, lm.reader
-    listed, stored = HeldOut.of(store, documents, settings.selection)
+    listed, stored = HeldOut.of(store, reader, documents, settings.selection)
     if leave_out and stored and (substitute or settings.substitute):
         raise ConfigError(
             f"{len(stored):,} of the documents are in the store, and the substitute was trained on them: "
@@ -123,7 +123,7 @@ def evaluate(
     if settings.ngrams is not None:
         variants["ngrams"] = replace(settings, mixer=FixedLambda(0.0), cache=None)
     totals, losses = defaultdict[str, float](float), TokenLosses()
-    left_out = stored if leave_out else ()
+    left_out = stored if leave_out else {}
     for scores in score_held_out(store, reader, listed, settings, left_out=left_out, progress=progress):
         retrieved, gold, lm_log_probs = scores.retrieved(), scores.gold, scores.lm_log_probs
         below = heads.mix_gold(settings.substitute, lm_log_probs, scores.keys, gold)

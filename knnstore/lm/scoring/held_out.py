@@ -1,7 +1,8 @@
 """Running the model and one search over every token of held-out documents."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,18 +36,32 @@ _TOKENS = 1 << 15
 """Of documents that advance together: what is known of each is in memory at once."""
 
 
+KNOWN = 0.5
+"""A document counts as stored where such a share of its tokens stands in stored runs; see `Overlap`."""
+
+
 class HeldOut(NamedTuple):
     """Documents that are to be predicted."""
 
     documents: list[TextDocument]
-    stored: set[str]
-    """Content hashes of those that retrieval can reach."""
+    stored: Mapping[str, frozenset[str]]
+    """Content hashes of those that retrieval can reach, each with those of the stored documents that have
+    its text; see `KNOWN`."""
 
     @classmethod
-    def of(cls, store: Reader, documents: Iterable[object], selection: Selection) -> "HeldOut":
+    def of(
+        cls, store: Reader, reader: TextReader, documents: Iterable[object], selection: Selection
+    ) -> "HeldOut":
         """Read documents, see `documents_of`, and find those that a search among the selected would reach."""
         listed = list(documents_of(documents))
-        return cls(listed, store.stored_content((one.content_hash for one in listed), selection))
+        exact = store.stored_content((one.content_hash for one in listed), selection)
+        overlaps = store.overlaps(reader.tokenized(listed), selection)
+        stored = {
+            one.content_hash: overlap.documents | ({one.content_hash} & exact)
+            for one, overlap in zip(listed, overlaps, strict=True)
+            if overlap.share >= KNOWN or one.content_hash in exact
+        }
+        return cls(listed, stored)
 
     def refuse_stored(self) -> None:
         """Refuse documents that would find themselves.
@@ -57,9 +72,9 @@ class HeldOut(NamedTuple):
         if self.stored:
             first = next(one for one in self.documents if one.content_hash in self.stored)
             raise InputError(
-                f"{len(self.stored):,} of the held-out documents are in the store, {first.id!r} for one: it "
-                "would find itself. Give other documents, or leave each out of its own search (leave_out, "
-                "--leave-out)"
+                f"{len(self.stored):,} of the held-out documents are in the store, {first.id!r} for one, "
+                "half of it or more: it would find itself. Give other documents, or leave each out of its "
+                "own search (leave_out, --leave-out)"
             )
 
 
@@ -69,16 +84,16 @@ def score_held_out(
     documents: Sequence[TextDocument],
     settings: KNNSettings,
     *,
-    left_out: Collection[str] = (),
+    left_out: Mapping[str, Collection[str]] = MappingProxyType({}),
     progress: Progress | None = None,
 ) -> Iterator[TokenScores]:
     """Score held-out documents, see `score`.
 
-    Those with a content hash in `left_out` do not retrieve from themselves.
+    Those with a content hash in `left_out` do not retrieve from the stored ones that it gives.
     """
     others = [at for at, document in enumerate(documents) if document.content_hash not in left_out]
     groups = [(others, settings)] + [
-        ([at], replace(settings, selection=settings.selection.without(document.content_hash)))
+        ([at], replace(settings, selection=settings.selection.without(*left_out[document.content_hash])))
         for at, document in enumerate(documents)
         if document.content_hash in left_out
     ]

@@ -101,7 +101,7 @@ def prune(
         raise ConfigError(f"unknown method {method!r}; known: {', '.join(choosers)}")
     choose = choosers[method]()
     selection = Selection(domains=names) if names else EVERYTHING
-    texts = HeldOut.of(store, held_out, selection)
+    texts = HeldOut.of(store, lm.reader, held_out, selection)
     if not leave_out:
         texts.refuse_stored()
     settings = settings_for(store, selection) if texts.documents else None

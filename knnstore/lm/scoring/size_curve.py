@@ -56,7 +56,7 @@ def measure_size_curve(
     """
     store, reader = lm.store, lm.reader
     settings = replace(knn or lm.knn, substitute=None, pointers=None)
-    held_out = HeldOut.of(store, documents, settings.selection)
+    held_out = HeldOut.of(store, reader, documents, settings.selection)
     held_out.refuse_stored()
     parts = _parts(store, settings.selection)
     if progress is not None:
