@@ -134,6 +134,10 @@ class Query:
             saved = replace(saved, substitute=None, selection=selection)
         settings = overridden(saved, k=self.k, probes=self.probes, temperature=self.temperature, lam=self.lam)
         settings = replace(settings, cache=self._cache(saved, settings), ngrams=self._ngrams(saved, settings))
+        if (
+            self.cache_lambda is not None or self.ngram_lambda is not None
+        ):  # which would not count with a gate
+            settings = replace(settings, gate=None)
         return replace(settings, pointers=self._pointers(settings))
 
     def _cache(self, saved: "KNNSettings", settings: "KNNSettings") -> "CacheSettings | None":

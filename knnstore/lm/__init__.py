@@ -7,6 +7,7 @@ from knnstore.lm.mixing import (
     DomainWeights,
     FixedLambda,
     GateLambda,
+    JointGate,
     Mixer,
     NearnessLambda,
     RelativeConfidence,
@@ -51,11 +52,11 @@ from knnstore.lm.settings import (
 
 __all__ = [
     "Added", "BinnedLambda", "CacheSettings", "Calibration", "CalibrationRecord", "Chosen", "Comparison",
-    "DomainWeights", "Evaluation", "FixedLambda", "GateLambda", "Interval", "KNNLMForCausalLM", "KNNSettings",
-    "Mixer", "NGramSettings", "NearnessLambda", "PointerSettings", "Probe", "Probed", "PruningCost",
-    "RelativeConfidence", "Retrieved", "SimpleMixer", "SizePoint", "Skipping", "Source", "Substitute",
-    "TokenExplanation", "TokenTable", "TrainedSubstitute", "create", "default_settings", "explain_tokens",
-    "is_substitute_outdated", "load", "load_model", "overridden", "own_settings_for", "probe_keys",
-    "register_mixer", "replacing", "save_settings", "saved_for", "settings_for", "settings_from_dict",
-    "settings_to_dict", "trained_for", "usable_settings_for",
+    "DomainWeights", "Evaluation", "FixedLambda", "GateLambda", "Interval", "JointGate", "KNNLMForCausalLM",
+    "KNNSettings", "Mixer", "NGramSettings", "NearnessLambda", "PointerSettings", "Probe", "Probed",
+    "PruningCost", "RelativeConfidence", "Retrieved", "SimpleMixer", "SizePoint", "Skipping", "Source",
+    "Substitute", "TokenExplanation", "TokenTable", "TrainedSubstitute", "create", "default_settings",
+    "explain_tokens", "is_substitute_outdated", "load", "load_model", "overridden", "own_settings_for",
+    "probe_keys", "register_mixer", "replacing", "save_settings", "saved_for", "settings_for",
+    "settings_from_dict", "settings_to_dict", "trained_for", "usable_settings_for",
 ]  # fmt: skip

@@ -217,7 +217,6 @@ def test_a_gate_for_another_model_is_refused(lm, scored, gated) -> None:
 def test_calibration_tries_the_gate_and_saves_what_is_to_be_skipped(lm) -> None:
     held_out = [*TEXTS[10:], *NOISE]
     found = lm.calibrate(held_out, max_k=K, skip=0.3, ngrams=False)  # which are best here, and need no search
-    assert "gate" in {candidate.name for candidate in found.comparison.candidates}
     shares = [of.share for of in found.savings]
     assert len(shares) == 5
     assert shares == sorted(shares)
@@ -227,9 +226,12 @@ def test_calibration_tries_the_gate_and_saves_what_is_to_be_skipped(lm) -> None:
     assert found.record.knn_ppl == saved.ppl == pytest.approx(found.comparison.expected.ppl * saved.ratio)
     assert settings_for(lm.store) == found.settings == lm.knn
     assert found.settings.skip is not None
-    assert isinstance(found.settings.mixer, GateLambda) == found.comparison.best.name.startswith("gate")
+    names = {candidate.name for candidate in found.comparison.candidates}
+    assert names >= {"gate", "gate over all"}
+    assert (found.settings.gate is not None) == (found.comparison.best.name == "gate over all")
     with pytest.raises(ConfigError, match="above 0 and below 1"):
         lm.calibrate(held_out, skip=1.0)
     without = lm.calibrate(held_out, max_k=K, networks=False, ngrams=False)
     assert without.savings == ()
     assert without.kept == (without.settings.skip is not None)
+    assert all(one.settings.gate is None for one in without.comparison.candidates)

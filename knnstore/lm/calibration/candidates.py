@@ -60,7 +60,7 @@ class Comparison:
     candidates: tuple[Candidate, ...]
     """A fixed λ with each k, then the other mixers; then a substitute without the store, and below the
     best of some of these; then n-grams without the keys, and on top of the best of these; then a continuous
-    cache without the store, and on top of the best of all."""
+    cache without the store, and on top of the best of all; then one gate over all of them."""
     current: Candidate | None
     """The settings in force until now, with at most the k of the pass if theirs was not searched; nothing
     was fitted here. None where there are none, or none that can be judged."""
@@ -140,6 +140,8 @@ def compare(
     if ngrams:
         candidates += trial.with_ngrams(candidates, evidence, again)
     candidates += trial.with_cache(candidates)
+    if networks:
+        candidates += trial.with_gate(candidates, evidence, fit_fixed)
     before = None
     if current is not None:
         kept, mix = _as_judged(current, scored, wide, domains)
@@ -170,7 +172,7 @@ def _as_judged(
         return current, domains.log_probs
     if scored.visited and current.retrieves:
         return current if current.probes in scored.visited else None, scored.log_probs
-    if current.mixer.needs_nearest_only and not current.needs_text:
+    if current.needs_nearest_only and not current.needs_text:
         for of in wide:
             if of.evidence.k == current.k:
                 return current, of.log_probs

@@ -55,12 +55,17 @@ class ScoredNGrams(NamedTuple):
     """The length of the longest."""
     probs: Tensor
     """What they give to each token, float32, shape (n,), nan where there are none."""
-    lengths: Tensor
-    """Tokens before it that the longest has, int64, shape (n,)."""
+    suffixes: Tensor
+    """The longest end of what comes before it, see `Continuation`, int64, shape (n, 3)."""
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens before it that the longest has, int64, shape (n,)."""
+        return self.suffixes[:, 0]
 
     def of(self, tokens: Tensor) -> Continuation:
         """What they say of some tokens, given by their indices."""
-        return Continuation.of_gold(self.probs[tokens], self.lengths[tokens])
+        return Continuation.of_gold(self.probs[tokens], self.suffixes[tokens])
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +116,11 @@ class ScoredText:
         every = torch.arange(len(self)) if tokens is None else tokens
         return torch.split(every, max(1, CHUNK_VALUES // k))
 
+    def chunks_for(self, settings: KNNSettings, tokens: Tensor | None = None) -> Iterable[Tensor]:
+        """Indices of tokens to mix together as settings say."""
+        k = self.k if settings.probes else settings.k
+        return self.chunks(max(k, settings.cache.size if settings.cache else 1), tokens)
+
     @property
     def found(self) -> Tensor:
         """Indices of the tokens for which something was found, int64."""
@@ -130,6 +140,14 @@ class ScoredText:
             visited=None if probes is None else [self.visited[probes].rows(tokens)],
         )
 
+    def retrieved_for(self, settings: KNNSettings, tokens: Tensor) -> tuple[Retrieved, Tensor]:
+        """What settings mix at some tokens, and the tokens that came."""
+        retrieved = self.retrieved(self.k if settings.probes else settings.k, tokens, settings.probes)
+        if settings.cache is None or self.reading is None:
+            return retrieved, tokens  # anything: looked at by the cache alone
+        recent = self.reading.look_back(tokens, settings.cache.size)
+        return replace(retrieved, recent=recent), self.reading.gold[tokens]
+
     def log_probs(self, settings: KNNSettings, tokens: Tensor | None = None) -> Mixed:
         """Mix as `settings` say; its selection is not looked at, nor a substitute that was not scored.
 
@@ -138,13 +156,9 @@ class ScoredText:
                 searches once.
             tokens: indices, int64, shape (m,), each of which has an entry in what is returned; default all.
         """
-        parts, k = [], self.k if settings.probes else settings.k
-        for chunk in self.chunks(k, tokens):
-            retrieved, gold = self.retrieved(k, chunk, settings.probes), chunk  # looked at by the cache alone
-            if settings.cache is not None:
-                assert self.reading is not None
-                gold = self.reading.gold[chunk]
-                retrieved = replace(retrieved, recent=self.reading.look_back(chunk, settings.cache.size))
+        parts = []
+        for chunk in self.chunks_for(settings, tokens):
+            retrieved, gold = self.retrieved_for(settings, chunk)
             below = self.lm_log_probs[chunk]
             if settings.substitute is not None and self.substitute is not None:
                 below = mix_log_probs(below, self.substitute.log_probs[chunk], settings.substitute.lam)
@@ -181,7 +195,7 @@ def score_once(
     keys, gold = torch.empty(total, store.identity.dim), torch.empty(total, dtype=torch.int64)
     lm_entropy = torch.empty(total)
     said = ScoredNGrams(
-        (ngrams or _NGRAMS).order, torch.full((total,), torch.nan), torch.zeros(total, dtype=torch.long)
+        (ngrams or _NGRAMS).order, torch.full((total,), torch.nan), torch.zeros((total, 3), dtype=torch.long)
     )
     distinct = torch.empty((total, len(powers_up_to(min(k, DISTINCT_AMONG)))), dtype=torch.int16)
     log_weights = None
@@ -199,8 +213,8 @@ def score_once(
         scored.documents[rows] = torch.from_numpy(part.documents)
         keys[rows], gold[rows] = part.keys, part.gold
         lm_entropy[rows] = part.lm_entropy
-        if part.ngram_probs is not None and part.ngram_lengths is not None:
-            said.probs[rows], said.lengths[rows] = part.ngram_probs, part.ngram_lengths
+        if part.ngram_probs is not None and part.ngram_suffixes is not None:
+            said.probs[rows], said.suffixes[rows] = part.ngram_probs, part.ngram_suffixes
         distinct[rows] = distinct_tokens(part.tokens, part.distances)
         if part.log_weights is not None:
             log_weights = torch.zeros(total, k) if log_weights is None else log_weights

@@ -16,6 +16,7 @@ from knnstore.lm.calibration.fits import (
     fit_beside,
     fit_cache,
     fit_ngrams,
+    fit_together,
     fit_with_ngrams,
     gather_cache_evidence,
     mix_ngrams,
@@ -143,6 +144,17 @@ class Trial:
             return replace(settings, cache=found)
 
         return self._on_top(candidates, "cache", partial(fit_cache, cache), cache.mix, put)
+
+    def with_gate(
+        self, candidates: Sequence[Candidate], evidence: Sequence[Evidence], fit: Fit
+    ) -> list[Candidate]:
+        """One gate over all components, those from the store found by the best of what `fit` has made."""
+        if self._scored.reading is None:
+            return []
+        _, at_its_k = self._best_fitted_by({"fixed": fit}, candidates, evidence)
+        cache = gather_cache_evidence(self._scored.reading)
+        together = partial(fit_together, scored=self._scored, cache=cache, fit=fit)
+        return [self.fitted("gate over all", together, at_its_k)]
 
     def _on_top(
         self,

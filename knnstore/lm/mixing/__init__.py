@@ -9,6 +9,7 @@ from knnstore.lm.mixing.gate import (
     chosen_by,
     distinct_tokens,
     gate_features,
+    neighbor_features,
     powers_up_to,
     start_of,
 )
@@ -22,6 +23,7 @@ from knnstore.lm.mixing.interpolation import (
     mix_probs,
     neighbor_weights,
 )
+from knnstore.lm.mixing.joint import JointGate, known, shares_of
 from knnstore.lm.mixing.likelihood import fit_lambdas, fit_weight
 from knnstore.lm.mixing.mixer import MAX_LAMBDA, Chosen, Continuation, Mixer, Recent, Retrieved, SimpleMixer
 from knnstore.lm.mixing.network import fit_network
@@ -31,11 +33,10 @@ from knnstore.lm.mixing.visited import Visited, VisitedCells
 
 __all__ = [
     "DISTINCT_AMONG", "LEAST_PROBABILITY", "MAX_LAMBDA", "BinnedLambda", "Chosen", "Component",
-    "Continuation", "DomainWeights", "FixedLambda", "GateLambda", "Mixer", "Mixture", "NearnessLambda",
-    "PerQuery",
-    "Recent", "RelativeConfidence", "Retrieved", "SimpleMixer", "Skipping", "Visited", "VisitedCells",
-    "bins_of", "chosen_by", "distinct_tokens", "entropy_of", "fit_lambdas", "fit_network", "fit_weight",
-    "gate_features", "is_registered", "mix_gold", "mix_log_probs", "mix_probs", "mixer_of",
-    "neighbor_weights", "powers_up_to", "register_mixer", "relative_distance", "skip_features",
-    "start_of",
+    "Continuation", "DomainWeights", "FixedLambda", "GateLambda", "JointGate", "Mixer", "Mixture",
+    "NearnessLambda", "PerQuery", "Recent", "RelativeConfidence", "Retrieved", "SimpleMixer", "Skipping",
+    "Visited", "VisitedCells", "bins_of", "chosen_by", "distinct_tokens", "entropy_of", "fit_lambdas",
+    "fit_network", "fit_weight", "gate_features", "is_registered", "known", "mix_gold", "mix_log_probs",
+    "mix_probs", "mixer_of", "neighbor_features", "neighbor_weights", "powers_up_to", "register_mixer",
+    "relative_distance", "shares_of", "skip_features", "start_of",
 ]  # fmt: skip

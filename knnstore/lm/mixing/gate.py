@@ -77,6 +77,12 @@ def gate_features(retrieved: Retrieved, k: int, scale: float) -> Tensor:
     """
     assert retrieved.keys is not None
     assert retrieved.lm_entropy is not None
+    of_model = [retrieved.lm_max[:, None], retrieved.lm_entropy[:, None]]
+    return torch.cat([*of_model, neighbor_features(retrieved, k, scale), retrieved.keys.float()], 1)
+
+
+def neighbor_features(retrieved: Retrieved, k: int, scale: float) -> Tensor:
+    """What a gate sees of the k nearest neighbors alone; see `gate_features`."""
     distances, distinct = retrieved.distances, retrieved.distinct
     if distinct is None:
         assert retrieved.tokens is not None
@@ -87,16 +93,8 @@ def gate_features(retrieved: Retrieved, k: int, scale: float) -> Tensor:
     near = distances.where(found, farthest)[:, ranks - 1]
     counted = len(powers_up_to(min(k, DISTINCT_AMONG)))
     columns = torch.arange(counted, device=distinct.device).clamp(max=distinct.shape[1] - 1)
-    return torch.cat(
-        [
-            retrieved.lm_max[:, None],
-            retrieved.lm_entropy[:, None],
-            (near / scale).asinh(),  # as a logarithm for the far, and sound for inner products
-            distinct[:, columns].float().log1p(),
-            retrieved.keys.float(),
-        ],
-        1,
-    )
+    # asinh is as a logarithm for the far, and sound for inner products.
+    return torch.cat([(near / scale).asinh(), distinct[:, columns].float().log1p()], 1)
 
 
 def distinct_tokens(tokens: Tensor, distances: Tensor) -> Tensor:

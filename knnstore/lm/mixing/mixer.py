@@ -51,8 +51,15 @@ class Continuation(NamedTuple):
     unigrams: Tensor | None = None
     """A distribution over the vocabulary, float32, shape (v,)."""
 
-    lengths: Tensor | None = None
-    """Tokens of the longest end of each context that was found, int64, shape (n,); None where all are 0."""
+    suffixes: Tensor | None = None
+    """Of the longest end of each context that was found: its tokens, how often it is there, and how many
+    different tokens come after it, int64, shape (n, 3); None where none was."""
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens of the longest end of each context, int64, shape (n,)."""
+        none = self.weights.new_zeros(len(self.weights)).long()
+        return none if self.suffixes is None else self.suffixes[:, 0]
 
     @classmethod
     def nothing(cls, like: Tensor) -> "Continuation":
@@ -61,11 +68,11 @@ class Continuation(NamedTuple):
         return cls(weights, weights.long())
 
     @classmethod
-    def of_gold(cls, probs: Tensor, lengths: Tensor | None) -> "Continuation":
+    def of_gold(cls, probs: Tensor, suffixes: Tensor | None) -> "Continuation":
         """Of the n tokens that came alone, by their probabilities, which are nan where nothing is counted."""
         known = probs.isfinite()
         weights = torch.stack([probs, 1 - probs], 1).where(known[:, None], 0.0)
-        return cls(weights, hits=torch.tensor([[True, False]]).expand(len(probs), -1), lengths=lengths)
+        return cls(weights, hits=torch.tensor([[True, False]]).expand(len(probs), -1), suffixes=suffixes)
 
 
 class GoldShares(Protocol):

@@ -124,7 +124,7 @@ def mix_logits(
             log_probs.amax(-1),
             tokens=tokens[at],
             keys=flat_keys[at].float(),
-            lm_entropy=None if settings.mixer.needs_nearest_only else entropy_of(log_probs),
+            lm_entropy=None if settings.needs_nearest_only else entropy_of(log_probs),
             log_weights=None if log_weights is None else log_weights[at],
             continuation=_continued(positions.ngrams, at, log_probs, settings),
             recent=None if recent is None else recent.rows(at).to(logits.device),

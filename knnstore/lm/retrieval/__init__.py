@@ -1,8 +1,8 @@
 """What a prediction is mixed with: neighbors from the store, the text's own past, pointers."""
 
 from knnstore.lm.retrieval.cache import Reading, ReadText
+from knnstore.lm.retrieval.components import experts_of, factors_in_use, mixture_of, ngram_lambdas
 from knnstore.lm.retrieval.drafts import Drafts
-from knnstore.lm.retrieval.mixture import mixture_of, ngram_lambdas
 from knnstore.lm.retrieval.ngrams import ReadNGrams, WrittenNGrams
 from knnstore.lm.retrieval.pointers import retrieve_in_step
 from knnstore.lm.retrieval.prefix_states import sequence_ids_of, whole_texts
@@ -13,6 +13,7 @@ from knnstore.lm.retrieval.text_states import TextStates
 
 __all__ = [
     "STATES_KEPT", "Drafts", "PointerStates", "ReadNGrams", "ReadText", "Reading", "TextKeys", "TextPass",
-    "TextStates", "WrittenNGrams", "columns_of", "mixture_of", "ngram_lambdas", "reachable", "retrieve",
-    "retrieve_for_pass", "retrieve_in_step", "sequence_ids_of", "visit", "visits_cells", "whole_texts",
+    "TextStates", "WrittenNGrams", "columns_of", "experts_of", "factors_in_use", "mixture_of",
+    "ngram_lambdas", "reachable", "retrieve", "retrieve_for_pass", "retrieve_in_step", "sequence_ids_of",
+    "visit", "visits_cells", "whole_texts",
 ]  # fmt: skip

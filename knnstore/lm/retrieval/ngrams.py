@@ -46,14 +46,14 @@ class ReadNGrams:
         """What is said of n tokens, given by document and position.
 
         Returns:
-            Their probabilities, float32, nan where nothing is counted; and how many tokens before each the
-            longest n-gram has, int64. Both of shape (n,).
+            Their probabilities, float32, nan where nothing is counted, shape (n,); and the longest end of
+            what comes before each, see `Continuation`, int64, shape (n, 3).
         """
-        found = self.matches.gold(self.matches.firsts[documents] + positions - 1, self.order)
-        probs = torch.from_numpy(found.probs)
+        at = self.matches.firsts[documents] + positions - 1
+        probs = torch.from_numpy(self.matches.gold(at, self.order))
         if not self.counts.unigrams.any():
             probs.fill_(torch.nan)
-        return probs, torch.from_numpy(found.lengths)
+        return probs, _suffixes(self.matches, at, self.order)
 
 
 class WrittenNGrams:
@@ -122,13 +122,18 @@ class WrittenNGrams:
         weights[asked[found.rows], column] = found.probs
         rest = np.zeros(len(at), np.float32)
         rest[asked] = found.rest
-        lengths = np.zeros(len(at), np.int64)
-        lengths[asked] = found.lengths
+        suffixes = torch.zeros((len(at), 3), dtype=torch.int64)
+        suffixes[asked] = _suffixes(self._matches, at[asked], self._order)
         unigrams = torch.from_numpy(self._counts.unigrams)
         return Continuation(
             torch.from_numpy(weights).to(device),
             torch.from_numpy(tokens).to(device),
             rest=torch.from_numpy(rest).to(device),
             unigrams=pad(unigrams, (0, vocabulary - len(unigrams))).to(device),
-            lengths=torch.from_numpy(lengths).to(device),
+            suffixes=suffixes.to(device),
         )
+
+
+def _suffixes(matches: Matches, at: NDArray[np.int64], order: int) -> Tensor:
+    """The longest ends of contexts, as `Continuation` has them."""
+    return torch.from_numpy(np.stack(matches.suffixes(at, order), 1))

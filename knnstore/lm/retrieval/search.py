@@ -46,7 +46,7 @@ def retrieve(
             return store.search(queries, settings.k, selection)
         assert settings.probes is not None
         found = Neighbors.visited(store.visit(queries, settings.probes, selection), len(queries))
-        return found.nearest_first(1 if settings.mixer.needs_nearest_only else DISTINCT_AMONG)
+        return found.nearest_first(1 if settings.needs_nearest_only else DISTINCT_AMONG)
 
     parts = [
         _looked_up(store, settings, part, search) for part in settings.mixer.searches(settings.selection)

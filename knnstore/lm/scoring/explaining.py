@@ -1,6 +1,6 @@
 """Why a token is likely: the two models' probabilities and the places that retrieval found."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -61,6 +61,9 @@ class TokenExplanation:
     neighbors: tuple[Source, ...]
     """The nearest records, nearest first; with a continuous cache or n-grams those of the largest shares. Of
     n-grams there are places of the token itself alone."""
+    shares: Mapping[str, float]
+    """What weight each component of the mixture has here, by name; with that of the ``model``, below which a
+    substitute is, they sum to 1."""
     p_sub: float | None = None
     """Of the substitute; None where the settings have none."""
 
@@ -135,6 +138,7 @@ def explain_tokens(
                 lam=float(mixture.lam[row]),
                 p=float(p[row]),
                 neighbors=tuple(sources),
+                shares=mixture.shares_at(row),
                 p_sub=None if p_sub is None else float(p_sub[row]),
             )
     return [explained[position] for position in sorted(explained)]

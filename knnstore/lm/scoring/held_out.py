@@ -185,8 +185,8 @@ def with_ngrams(scores: TokenScores, ngrams: ReadNGrams | None) -> TokenScores:
     """The same tokens of some texts with what n-grams of these say; None is none."""
     if ngrams is None:
         return scores
-    probs, lengths = ngrams.gold(scores.documents, scores.positions)
-    return replace(scores, ngram_probs=probs, ngram_lengths=lengths)
+    probs, suffixes = ngrams.gold(scores.documents, scores.positions)
+    return replace(scores, ngram_probs=probs, ngram_suffixes=suffixes)
 
 
 def _score(
@@ -222,7 +222,7 @@ def search_for(
         queries = scores.keys.numpy()[scores.searched]
         visited = visit(store, queries, scores.gold[torch.from_numpy(scores.searched)], settings)
         spread = [one.spread(scores.searched, scores.gold) for one in visited]
-        return scores.with_visited(spread, nearest_only=settings.mixer.needs_nearest_only)
+        return scores.with_visited(spread, nearest_only=settings.needs_nearest_only)
     found = retrieve(store, scores.keys.numpy(), settings, scores.searched)
     return scores.with_neighbors(found, scores.searched)
 

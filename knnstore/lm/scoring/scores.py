@@ -47,8 +47,9 @@ class TokenScores:
     ngram_probs: Tensor | None = None
     """What n-grams give to each token, float32, shape (n,), nan where there are none; None where they are not
     in use."""
-    ngram_lengths: Tensor | None = None
-    """Tokens before it that the longest of them has, int64, shape (n,); None where they are not in use."""
+    ngram_suffixes: Tensor | None = None
+    """The longest end of what comes before each, see `Continuation`, int64, shape (n, 3); None where they are
+    not in use."""
     visited: Sequence[Visited] | None = None
     """What was visited, for each search, where records were not kept apart: see `Retrieved`; `ids` has no
     column then."""
@@ -57,7 +58,7 @@ class TokenScores:
         """What a mixer chooses from."""
         continuation = None
         if self.ngram_probs is not None:
-            continuation = Continuation.of_gold(self.ngram_probs, self.ngram_lengths)
+            continuation = Continuation.of_gold(self.ngram_probs, self.ngram_suffixes)
         return Retrieved(
             self.distances,
             self.lm_max,

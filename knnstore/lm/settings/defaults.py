@@ -99,7 +99,7 @@ def overridden(
 ) -> KNNSettings:
     """Put what was given in place of what is saved; None is not given, and 0 probes are none.
 
-    A λ that was given is the only one in force, and everywhere: cache, n-grams, substitute and what
+    A λ that was given is the only one in force, and everywhere: cache, n-grams, gate, substitute and what
     saves searches go.
 
     Raises:
@@ -110,7 +110,7 @@ def overridden(
     given: dict[str, Any] = {"k": k, "temperature": temperature, "lam": lam}
     given = {name: value for name, value in given.items() if value is not None}
     if lam is not None:
-        given |= {"skip": None, "substitute": None, "cache": None, "ngrams": None}
+        given |= {"skip": None, "substitute": None, "cache": None, "ngrams": None, "gate": None}
     if probes is not None or k is not None:
         given["probes"] = probes or None
     return replace(settings, **given)

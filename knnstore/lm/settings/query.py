@@ -4,7 +4,7 @@ import math
 from dataclasses import InitVar, dataclass
 
 from knnstore.errors import ConfigError
-from knnstore.lm.mixing import FixedLambda, Mixer, RelativeConfidence, Skipping
+from knnstore.lm.mixing import FixedLambda, JointGate, Mixer, RelativeConfidence, Skipping
 from knnstore.lm.settings.parts import (
     LEAST_TEMPERATURE,
     CacheSettings,
@@ -42,6 +42,9 @@ class KNNSettings:
 
     ngrams: NGramSettings | None = None
     """How much the n-grams of the selected documents count; None is not at all."""
+
+    gate: JointGate | None = None
+    """Chooses the weights of all components for each token, in place of their own; None is each its own."""
 
     skip: Skipping | None = None
     """For which queries no search is made; None searches for all."""
@@ -82,11 +85,21 @@ class KNNSettings:
                 "probes: choose another, or give k"
             )
         searches = self.mixer.searches(self.selection)
+        if self.gate is not None and any(one is not self.selection for one in searches):
+            raise ConfigError(
+                f"a gate over all components does not go with the mixer {self.mixer.name!r}, which makes "
+                "searches of its own: choose another"
+            )
         if self.pointers is not None and any(one is not self.selection for one in searches):
             raise ConfigError(
                 f"pointers do not go with the mixer {self.mixer.name!r}, which makes searches of its own: "
                 "choose another"
             )
+
+    @property
+    def needs_nearest_only(self) -> bool:
+        """Whether the nearest distance and the model's confidence are enough to choose all weights."""
+        return self.mixer.needs_nearest_only and self.gate is None
 
     @property
     def retrieves(self) -> bool:

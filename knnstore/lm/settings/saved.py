@@ -7,7 +7,7 @@ from typing import Any, Self, TypeVar
 
 from knnstore.errors import ConfigError, FingerprintMismatchError
 from knnstore.lm.keys import described
-from knnstore.lm.mixing import Skipping, is_registered, mixer_of
+from knnstore.lm.mixing import JointGate, Skipping, is_registered, mixer_of
 from knnstore.lm.settings.parts import CacheSettings, NGramSettings, PointerSettings, Substitute
 from knnstore.lm.settings.query import KNNSettings
 from knnstore.store import (
@@ -64,6 +64,7 @@ def settings_from_dict(values: Mapping[str, Any], load: LoadWeights | None = Non
         "selection": _selection_of,
         "cache": lambda part: part and _made(CacheSettings, part),
         "ngrams": lambda part: part and _made(NGramSettings, part),
+        "gate": lambda part: part and _made(JointGate, _loaded(part, load)),
         "skip": lambda part: part and _made(Skipping, _loaded(part, load)),
         "pointers": lambda part: part and _made(PointerSettings, part),
         "substitute": lambda part: part and substitute_of(part),
@@ -108,7 +109,7 @@ def save_settings(
 
 def weights_of(settings: KNNSettings) -> list[Weights]:
     """What `settings_to_dict` only names: to be saved before its values are."""
-    parts = (getattr(part, "weights", None) for part in (settings.mixer, settings.skip))
+    parts = (getattr(part, "weights", None) for part in (settings.mixer, settings.gate, settings.skip))
     return [part for part in parts if isinstance(part, Weights)]
 
 

@@ -25,15 +25,6 @@ class Suffixes(NamedTuple):
     """How many different tokens come after it, shape (q,)."""
 
 
-class Gold(NamedTuple):
-    """What is said of the tokens that came after q contexts."""
-
-    probs: NDArray[np.float32]
-    """Shape (q,)."""
-    lengths: NDArray[np.int64]
-    """Of the longest end of each context that was found, see `Suffixes`."""
-
-
 class Distribution(NamedTuple):
     """What may come next in q contexts: what was seen, and over all the vocabulary what was not."""
 
@@ -45,8 +36,6 @@ class Distribution(NamedTuple):
     """Shape (e,)."""
     rest: NDArray[np.float32]
     """The weight of `NGramCounts.unigrams` in each context, shape (q,)."""
-    lengths: NDArray[np.int64]
-    """Of the longest end of each context that was found, see `Suffixes`."""
 
 
 class Occurrence(NamedTuple):
@@ -110,35 +99,34 @@ class Matches:
         """
         return cls(counts, *laid_out(texts, counts.start, begins))
 
-    def gold(self, at: Places, order: int) -> Gold:
+    def gold(self, at: Places, order: int) -> NDArray[np.float32]:
         """The probability of the token that comes after each context in its text.
 
         Args:
             at: the contexts, shape (q,), each with a token after it.
             order: see the class.
+
+        Returns:
+            Shape (q,).
         """
         unigrams = self._counts.unigrams
         tokens = self._symbols[at + 1].astype(np.int64) - 1
         known = tokens < len(unigrams)
         probs = np.where(known, unigrams[np.where(known, tokens, 0)], 0).astype(np.float64)
-        lengths = np.zeros(len(at), np.int64)
         for length in range(1, order):
             level = self._level(at, length, order)
-            lengths[level.there] = length
             seen = self._count(length + 1, *self._at(at, length, length + 1), order)
             own = np.maximum(seen - level.discount, 0) / level.total
             probs = np.where(level.there, own + level.left * probs, probs)
-        return Gold(probs.astype(np.float32), lengths)
+        return probs.astype(np.float32)
 
     def distribution(self, at: Places, order: int) -> Distribution:
         """All that may come next in each of the contexts, shape (q,)."""
         text, rest, parts = self._counts.text, np.ones(len(at)), []
-        lengths = np.zeros(len(at), np.int64)
         for length in reversed(range(1, order)):
             level = self._level(at, length, order)
             if not level.there.any():
                 continue
-            lengths[level.there] = np.maximum(lengths[level.there], length)
             stops = np.where(level.there, level.stops, level.starts)
             rows, places = self._counts.new[length].ones(level.starts, stops)
             is_last = np.diff(rows, append=-1) != 0
@@ -152,7 +140,7 @@ class Matches:
         rows, tokens, probs = (np.concatenate(column) for column in zip(*parts, strict=True))
         by_row = np.argsort(rows, kind="stable")
         probs = probs[by_row].astype(np.float32)
-        return Distribution(rows[by_row], tokens[by_row], probs, rest.astype(np.float32), lengths)
+        return Distribution(rows[by_row], tokens[by_row], probs, rest.astype(np.float32))
 
     def suffixes(self, at: Places, order: int) -> Suffixes:
         """The longest end of each of the contexts, shape (q,), that was found."""

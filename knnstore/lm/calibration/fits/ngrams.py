@@ -42,7 +42,7 @@ def fit_with_ngrams(
 ) -> KNNSettings:
     """Fit the weight of n-grams and, in turn by `fit`, the settings of the store below them."""
     at = evidence.tokens
-    of_tokens = ScoredNGrams(said.order, said.probs[at], said.lengths[at])
+    of_tokens = ScoredNGrams(said.order, said.probs[at], said.suffixes[at])
     every = torch.ones(len(at), dtype=torch.bool)
     settings, ngrams = KNNSettings(), NGramSettings(said.order, 0.0)
     for _ in range(_ROUNDS):

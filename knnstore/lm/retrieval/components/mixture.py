@@ -1,0 +1,125 @@
+"""From settings and what was retrieved to the mixture: here alone stands what it is made of."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from knnstore.errors import ConfigError
+from knnstore.lm.mixing import Component, JointGate, Mixture, PerQuery, Retrieved
+from knnstore.lm.retrieval.components.keys import Keys
+from knnstore.lm.retrieval.components.ngrams import NGrams
+from knnstore.lm.retrieval.components.part import Part
+from knnstore.lm.retrieval.components.recent import RecentText
+from knnstore.lm.settings import KNNSettings
+
+_PARTS: Sequence[Part] = (Keys(), NGrams(), RecentText())
+"""By their own weights each lies over those before it; a gate knows them by name."""
+
+Factors = Mapping[str, Sequence[float]]
+"""By which the temperature of each component is multiplied, for each of its experts in a gate."""
+
+
+class Experts(NamedTuple):
+    """What a gate weighs at n tokens: e experts of all components, side by side."""
+
+    said: Mapping[str, Sequence[Component]]
+    """Of each component; of one that is not in use nothing."""
+
+    features: Tensor
+    """What is known before the token comes, nan where nothing is: float32, shape (n, f)."""
+
+    found: Tensor
+    """Which experts say something, bool, shape (n, e)."""
+
+
+def mixture_of(settings: KNNSettings, retrieved: Retrieved) -> Mixture:
+    """Weigh what was retrieved for n queries.
+
+    Args:
+        settings: whose mixer chooses λ and T, unless a gate over all components does.
+        retrieved: what was found by the mixer's searches, and what else the settings have in use.
+    """
+    weighed = {} if settings.gate is None else _weighed(settings.gate, settings, retrieved)
+    every = [weighed.get(part.name) or part.component(settings, retrieved) for part in _PARTS]
+    components = [one for one in every if one is not None]
+    temperature = components[0].temperature
+    return Mixture(components, 1.0 if temperature is None else temperature)
+
+
+def factors_in_use(settings: KNNSettings) -> Factors:
+    """Those of the components that settings have in use."""
+    return {part.name: part.factors for part in _PARTS if part.in_use(settings)}
+
+
+def experts_of(settings: KNNSettings, retrieved: Retrieved, factors: Factors, unit: float) -> Experts:
+    """Hear what is to be weighed.
+
+    Args:
+        settings: what is in use; what is not, of the components named, says nothing and is not known.
+        retrieved: for n queries, with their keys and the model's entropy.
+        factors: which components, and at which temperatures.
+        unit: of distances.
+
+    Raises:
+        ConfigError: a component is not known.
+    """
+    unknown = factors.keys() - {part.name for part in _PARTS}
+    if unknown:
+        raise ConfigError(
+            f"the gate weighs {min(unknown)!r}, which this version does not know; upgrade knnstore"
+        )
+    assert retrieved.keys is not None
+    assert retrieved.lm_entropy is not None
+    count, like = len(retrieved.lm_max), retrieved.lm_max
+    said: dict[str, list[Component]] = {}
+    features = [torch.stack([like, retrieved.lm_entropy], 1), retrieved.keys.float()]
+    found = []
+    for part in _PARTS:
+        if part.name not in factors:
+            continue
+        nothing = like.new_full((count, part.width), torch.nan)
+        is_found = torch.zeros_like(like, dtype=torch.bool)
+        every = [part.component(settings, retrieved, one) for one in factors[part.name]]
+        said[part.name] = [one for one in every if one is not None and part.in_use(settings)]
+        if said[part.name]:
+            is_found = said[part.name][0].is_found
+            nothing = part.features(retrieved, unit).where(is_found[:, None], nothing)
+        features.append(nothing)
+        found += [is_found] * len(factors[part.name])
+    return Experts(said, torch.cat(features, 1), torch.stack(found, 1))
+
+
+def _weighed(gate: JointGate, settings: KNNSettings, retrieved: Retrieved) -> dict[str, Component]:
+    """Each component that is in use, over those before it as the gate weighs them."""
+    experts = experts_of(settings, retrieved, gate.factors, gate.unit)
+    shares = gate.shares(experts.features, experts.found)
+    below, every = shares[:, 0], torch.split(shares[:, 1:], [len(of) for of in gate.factors.values()], 1)
+    weighed = {}
+    for (name, said), own in zip(experts.said.items(), every, strict=True):
+        if said:
+            weighed[name] = _merged(said, own, below)
+            below = below + own.sum(1)
+    return weighed
+
+
+def _merged(said: Sequence[Component], shares: Tensor, below: Tensor) -> Component:
+    """One component of several, by their shares, shape (n, len(said)), over what has the share `below`."""
+    total = shares.sum(1)
+    inside = (shares / total[:, None]).where(total[:, None] > 0, 1 / len(said))
+
+    def mean(values: Sequence[PerQuery | None]) -> Tensor | None:
+        known = [torch.as_tensor(one, device=total.device) for one in values if one is not None]
+        rows = zip(inside.unbind(1), known, strict=True) if known else ()
+        parts = [share.reshape(-1, *[1] * (one.ndim - 1)) * one for share, one in rows]
+        return torch.stack(parts).sum(0) if parts else None
+
+    weights = mean([one.weights for one in said])
+    assert weights is not None
+    return said[0]._replace(
+        weights=weights,
+        lam=total / (below + total),
+        rest=mean([one.rest for one in said]),
+        temperature=mean([one.temperature for one in said]),
+    )

@@ -1,0 +1,231 @@
+"""One gate over all components: against its definition in numpy, wherever text is read, and when saved."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from knnstore.errors import ConfigError
+from knnstore.lm import DomainWeights, JointGate, KNNSettings, NGramSettings, TokenTable, save_settings
+from knnstore.lm.calibration.evidence import gather_evidence
+from knnstore.lm.calibration.fits import fit_fixed, fit_joint, fit_together, gather_cache_evidence
+from knnstore.lm.calibration.scored_text import score_once
+from knnstore.lm.mixing import Component, FixedLambda, shares_of
+from knnstore.lm.mixing.network import Network
+from knnstore.lm.retrieval import experts_of, factors_in_use
+from knnstore.lm.retrieval.components import mixture
+from knnstore.lm.settings import CacheSettings, settings_for
+from knnstore.store import EVERYTHING, KNNStore
+from tests.lm.phrases import documents, phrases
+
+K = 8
+RNG = np.random.default_rng(5)
+PHRASES = phrases(RNG, 20)
+TEXTS = documents(RNG, PHRASES, "t", 30, of=5)
+ALL = KNNSettings(K, 4.0, FixedLambda(0.2), ngrams=NGramSettings(3, 0.3), cache=CacheSettings(20, 8.0, 0.4))
+
+
+@pytest.fixture(scope="module")
+def lm(make_lm):
+    return make_lm({"phrases": TEXTS[:10]}, max_length=64)
+
+
+@pytest.fixture(scope="module")
+def scored(lm):
+    return score_once(lm.store, lm.reader, TEXTS[10:], k=K, selection=EVERYTHING, ngrams=ALL.ngrams)
+
+
+@pytest.fixture(scope="module")
+def gated(scored) -> KNNSettings:
+    """A gate that was not fitted, and weighs each token differently."""
+    factors, every = factors_in_use(ALL), torch.arange(len(scored))
+    features = experts_of(ALL, scored.retrieved_for(ALL, every)[0], factors, 2.0).features.nan_to_num()
+    torch.manual_seed(0)
+    network = Network(features.mean(0), features.std(0).clamp(min=1e-6), [0.0] * 8).eval()
+    torch.nn.init.normal_(network.layers[-1].weight)
+    network.requires_grad_(requires_grad=False)
+    listed = [[name, list(of)] for name, of in factors.items()]
+    return replace(
+        ALL, gate=JointGate(network.weights({**scored.fitted_for, "unit": 2.0, "experts": listed}))
+    )
+
+
+def definition(scored, settings) -> np.ndarray:
+    """p of every token: softmax over those of the model and the seven experts that say something."""
+    retrieved, gold = scored.retrieved_for(settings, torch.arange(len(scored)))
+    gate = settings.gate
+    features = experts_of(settings, retrieved, gate.factors, gate.unit).features
+    network = Network.of(gate.weights)
+    logits = network(features.where(features.isfinite(), network.mean)).double().numpy()
+    near, hits = retrieved.distances.double().numpy(), retrieved.hits.numpy()
+    recent = retrieved.recent.distances.double().numpy() if settings.cache else None
+    probs, there = [scored.lm_log_probs.double().exp().numpy()], [np.ones(len(gold), bool)]
+    for factor in (0.5, 1, 2):
+        weights = np.exp((near[:, :1] - near) / (4.0 * factor))
+        probs.append((weights * hits).sum(1) / weights.sum(1))
+        there.append(np.full(len(gold), settings.retrieves))
+    probs.append(scored.ngrams.probs.double().numpy())
+    there.append(np.full(len(gold), settings.ngrams is not None))
+    for factor in (0.5, 1, 2):
+        if recent is None:
+            probs.append(probs[0])
+            there.append(np.zeros(len(gold), bool))
+            continue
+        found = np.isfinite(recent)
+        weights = np.exp((recent.min(1, where=found, initial=1e9)[:, None] - recent) / (8.0 * factor)) * found
+        probs.append(
+            (weights * (retrieved.recent.tokens == gold[:, None]).numpy()).sum(1)
+            / np.maximum(weights.sum(1), 1e-300)
+        )
+        there.append(found.any(1))
+    shares = np.exp(logits) * np.stack(there, 1)
+    shares = 0.999 * shares / shares.sum(1, keepdims=True)
+    shares[:, 0] += 0.001
+    return (shares * np.stack(probs, 1)).sum(1)
+
+
+@pytest.mark.parametrize(
+    "without",
+    [{}, {"cache": None}, {"ngrams": None}, {"mixer": FixedLambda(0.0)}, {"cache": None, "ngrams": None}],
+    ids=["all", "no cache", "no n-grams", "no keys", "keys alone"],
+)
+def test_it_is_a_softmax_over_the_experts_that_say_something(lm, scored, gated, without) -> None:
+    settings = replace(gated, **without)
+    expected = definition(scored, settings)
+    np.testing.assert_allclose(scored.log_probs(settings).log_probs.exp(), expected, rtol=1e-4, atol=1e-7)
+    table = TokenTable()
+    found = lm.evaluate(TEXTS[10:], settings, table=table)
+    np.testing.assert_allclose([row["p"] for row in table.rows(lm.tokenizer)], expected, rtol=2e-3, atol=1e-6)
+    assert found.knn_ppl == pytest.approx(np.exp(-np.log(expected).mean()), rel=1e-3)
+    if not without:  # its parts, each without the others, are what they are by themselves
+        apart = replace(gated, cache=None, ngrams=None)
+        assert found.store_ppl == pytest.approx(np.exp(-np.log(definition(scored, apart)).mean()), rel=1e-3)
+
+
+def test_forward_generation_and_explain_use_it_as_scoring_does(lm, scored, gated) -> None:
+    ids = torch.tensor([[0, *lm.reader.tokens(TEXTS[10].text).tolist()]])
+    with torch.no_grad():
+        whole = lm(ids, knn=gated).logits
+    torch.testing.assert_close(whole.exp().sum(-1), torch.ones(whole.shape[:2]), atol=1e-4, rtol=0)
+    first = scored.documents == 0
+    expected = torch.from_numpy(definition(scored, gated))[first].float()
+    torch.testing.assert_close(
+        whole[0, :-1].gather(1, ids[0, 1:, None])[:, 0].exp(), expected, atol=1e-5, rtol=5e-3
+    )
+    explained = lm.explain(TEXTS[10].text, gated)
+    np.testing.assert_allclose([one.p for one in explained], expected, rtol=5e-3, atol=1e-5)
+    for one in explained[1:]:
+        assert list(one.shares) == ["model", "keys", "n-grams", "cache"]
+        assert sum(one.shares.values()) == pytest.approx(1, abs=1e-5)
+        assert one.lam == pytest.approx(1 - one.shares["model"], abs=1e-6)
+    assert np.std([one.shares["cache"] for one in explained]) > 0.01
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 2, "num_beams": 2}
+    prompts = ids[:, :9]
+    alone = lm.generate(prompts, attention_mask=torch.ones_like(prompts), knn=gated, **options)
+    rows = torch.cat([torch.nn.functional.pad(ids[:, :7], (2, 0), value=2), prompts])
+    together = lm.generate(rows, attention_mask=(rows != 2).long(), knn=gated, **options)
+    assert together[1].tolist() == alone[0].tolist()
+
+
+def test_every_row_has_settings_of_its_own(lm, gated) -> None:
+    ids = torch.tensor([[0, *lm.reader.tokens(TEXTS[at].text)[:20].tolist()] for at in (10, 11, 12)])
+    each = [gated, replace(gated, cache=None), replace(gated, gate=None)]
+    with torch.no_grad():
+        together = lm(ids, knn=each).logits
+        apart = torch.cat([lm(ids[at : at + 1], knn=one).logits for at, one in enumerate(each)])
+    torch.testing.assert_close(together, apart, atol=1e-4, rtol=1e-4)
+
+
+def test_what_is_said_by_no_other_stays_possible() -> None:
+    outputs = torch.tensor([[-90.0, 90.0, 0.0], [0.0, 90.0, 90.0]])
+    found = torch.tensor([[True, True], [False, False]])
+    np.testing.assert_allclose(shares_of(outputs, found), [[0.001, 0.999, 0], [1, 0, 0]], atol=1e-6)
+
+
+def test_a_gate_finds_which_component_is_right(scored) -> None:
+    """Half of the tokens are said by the neighbors and half by the n-grams, as the entropy tells."""
+    of_keys = torch.arange(len(scored)) % 2 == 0
+    told = replace(
+        scored,
+        lm_log_probs=torch.full((len(scored),), 0.01).log(),
+        lm_entropy=of_keys.float(),
+        hits=of_keys[:, None].expand(-1, K),
+        ngrams=scored.ngrams._replace(probs=torch.where(of_keys, 0.0, 0.8)),
+    )
+    tokens = (scored.documents < 10).nonzero()[:, 0]
+    settings = replace(ALL, cache=None)
+    fixed = told.log_probs(settings).log_probs
+    settings = replace(settings, gate=fit_joint(told, settings, tokens))
+    others = scored.documents >= 10
+    found = told.log_probs(settings).log_probs[others].exp()
+    assert float(found[of_keys[others]].median()) > 0.9
+    assert float(found[~of_keys[others]].median()) > 0.7
+    assert found.log().mean() > fixed[others].mean() + 0.5
+    assert fit_joint(told, settings, tokens) == settings.gate  # the same again
+
+
+def test_it_is_fitted_on_the_tokens_it_is_given_alone(scored) -> None:
+    (evidence,) = gather_evidence(scored, [K])
+    half = evidence.only(scored.documents % 2 == 0)
+    one = fit_together(half, scored, gather_cache_evidence(scored.reading), fit_fixed)
+    assert one.gate is not None
+    other = ~torch.isin(torch.arange(len(scored)), half.tokens)
+    changed = replace(
+        scored,
+        lm_log_probs=scored.lm_log_probs.where(~other, -9.0),
+        lm_entropy=scored.lm_entropy.where(~other, 7.0),
+        ngrams=scored.ngrams._replace(probs=scored.ngrams.probs.where(~other, 1e-6)),
+    )
+    assert fit_together(half, changed, gather_cache_evidence(scored.reading), fit_fixed) == one
+
+
+def test_saved_and_loaded_it_weighs_the_same_and_goes_with_its_text(lm, scored, gated) -> None:
+    save_settings(lm.store, gated)
+    with KNNStore.open(lm.store.home.path) as reader:
+        loaded = settings_for(reader)
+    assert loaded == gated
+    torch.testing.assert_close(scored.log_probs(loaded), scored.log_probs(gated), atol=0, rtol=0)
+    file = lm.store.home.path / "weights" / gated.gate.weights.name
+    assert file.is_file()
+    save_settings(lm.store, replace(gated, gate=None))
+    assert not file.exists()
+
+
+def test_another_component_is_a_module_and_a_line(lm, scored, gated, monkeypatch) -> None:
+    """One that says the same token everywhere, beside those that a gate knew before."""
+
+    class Always:
+        name, factors, width = "always", (1.0,), 1
+
+        def in_use(self, settings):
+            return True
+
+        def component(self, settings, retrieved, factor=1.0):
+            like = retrieved.lm_max
+            weights, lam = torch.ones(len(like), 1), torch.full((len(like),), 0.5)
+            return Component(weights, lam, torch.full((len(like), 1), 7), name="always")
+
+        def features(self, retrieved, unit):
+            return torch.ones(len(retrieved.lm_max), 1)
+
+    before = scored.log_probs(gated).log_probs
+    monkeypatch.setattr(mixture, "_PARTS", (*mixture._PARTS, Always()))
+    hit = (scored.reading.gold == 7).float()
+    mixed = scored.log_probs(gated).log_probs.exp()  # the gate does not know it: its own weight counts
+    torch.testing.assert_close(mixed, 0.5 * hit + 0.5 * before.exp(), atol=1e-6, rtol=1e-5)
+    refitted = replace(gated, gate=fit_joint(scored, gated, torch.arange(len(scored))))
+    assert list(refitted.gate.factors) == ["keys", "n-grams", "cache", "always"]
+    shares = lm.explain(TEXTS[10].text, refitted)[3].shares
+    assert 0 < shares["always"] < 0.2  # it is nearly never right
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match="'always', which this version does not know"):
+        scored.log_probs(refitted)
+
+
+def test_what_does_not_go_together_is_said(scored, gated) -> None:
+    with pytest.raises(ConfigError, match="does not go with the mixer 'domains'"):
+        replace(gated, mixer=DomainWeights(("phrases",), (0.5,)))
+    wider = replace(scored, reading=replace(scored.reading, keys=scored.reading.keys.repeat(1, 2)))
+    with pytest.raises(ConfigError, match="fitted for other components"):
+        wider.log_probs(gated)
