@@ -1,11 +1,14 @@
 """What the options of a query make of the settings that are saved."""
 
 import pytest
+import torch
 
 import knnstore as library
 from knnstore import Selection
 from knnstore.cli.query import Query
-from knnstore.lm import CacheSettings, NGramSettings
+from knnstore.lm import CacheSettings, JointGate, KNNSettings, NGramSettings, save_settings
+from knnstore.lm.keys import described
+from knnstore.lm.mixing.network import Network
 from knnstore.store import SavedSettings
 
 SAVED = {"size": 400, "temperature": 50.0, "lam": 0.15}
@@ -30,6 +33,20 @@ def test_the_saved_cache_is_used_and_changed_by_what_is_given(cache_of):
     assert cache_of(cache=100) == CacheSettings(100, 50.0, 0.15)
     assert cache_of(cache_temperature=30.0, cache_lambda=0.3) == CacheSettings(400, 30.0, 0.3)
     assert cache_of(None, cache=100) == CacheSettings(100, 20.0, 0.1)
+
+
+def test_a_weight_by_hand_counts_in_place_of_the_gate(store):
+    network = Network(torch.zeros(4), torch.ones(4), [0.0])
+    with library.open(store, "a") as opened:
+        purpose = {**described(opened.identity), "unit": 1.0, "experts": []}
+        gate = JointGate(network.weights(purpose))
+        save_settings(opened, KNNSettings(gate=gate, ngrams=NGramSettings(), cache=CacheSettings()))
+
+        def find(**given):
+            return Query(**given).settings(opened, Selection()).gate
+
+        assert find() == find(ngrams=0) == find(cache=0) == gate
+        assert find(ngram_lambda=0.1) is find(cache_lambda=0.1) is find(lam=0.1) is None
 
 
 def test_saved_n_grams_are_used_and_changed_by_what_is_given(store):

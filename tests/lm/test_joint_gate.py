@@ -15,7 +15,7 @@ from knnstore.lm.mixing import Component, FixedLambda, shares_of
 from knnstore.lm.mixing.network import Network
 from knnstore.lm.retrieval import experts_of, factors_in_use
 from knnstore.lm.retrieval.components import mixture
-from knnstore.lm.settings import CacheSettings, settings_for
+from knnstore.lm.settings import CacheSettings, CalibrationRecord, settings_for
 from knnstore.store import EVERYTHING, KNNStore
 from tests.lm.phrases import documents, phrases
 
@@ -190,6 +190,14 @@ def test_saved_and_loaded_it_weighs_the_same_and_goes_with_its_text(lm, scored, 
     assert file.is_file()
     save_settings(lm.store, replace(gated, gate=None))
     assert not file.exists()
+    lm.add([TEXTS[20]], domain="later")
+    (later,) = lm.store.documents(domain="later")
+    record = CalibrationRecord("", "", 1, 1, "", 1, 1, 1.0, 1.0, (), held_out=(later.content_hash,))
+    save_settings(lm.store, gated, calibration=record)
+    assert file.is_file()
+    lm.store.remove_document(later.id)
+    assert not file.exists()
+    assert settings_for(lm.store).gate is None
 
 
 def test_another_component_is_a_module_and_a_line(lm, scored, gated, monkeypatch) -> None:
