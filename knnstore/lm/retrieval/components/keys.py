@@ -1,6 +1,5 @@
 """The neighbors from the store, as the settings' mixer weighs them."""
 
-import torch
 from torch import Tensor
 
 from knnstore.lm.mixing import Component, Retrieved, neighbor_features, powers_up_to
@@ -22,10 +21,8 @@ class Keys:
         return settings.retrieves
 
     def component(self, settings: KNNSettings, retrieved: Retrieved, factor: float = 1.0) -> Component:
-        """Weigh by the mixer, which chooses λ and scales T; nothing where it makes no search."""
+        """Weigh by the mixer, which chooses λ and scales T."""
         weights, lam, temperature = settings.mixer.weigh(retrieved, settings.temperature * factor)
-        if not settings.retrieves:
-            weights = torch.zeros_like(weights)
         tokens = None if retrieved.visited else retrieved.tokens
         return Component(weights, lam, tokens, retrieved.has_token, name=self.name, temperature=temperature)
 
