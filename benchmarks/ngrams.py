@@ -1,12 +1,15 @@
 """N-grams of the stored text beside keys: perplexity, seconds to count them, memory, and speed.
 
     python benchmarks/ngrams.py DATA --model DIR [--domain NAME ...] [--records 275000] [--engine cells]
+    python benchmarks/ngrams.py DATA --model DIR --calibrated [--states 1 3] [--domain NAME ...]
     python benchmarks/ngrams.py --smoke             a few seconds, with the demo's model
 
 DATA holds a folder for each domain with ``store.jsonl``, ``dev.jsonl`` and ``test.jsonl``. A temperature
 and one weight of each component are fitted on ``dev``, the weights by EM; perplexity is of ``test``. Speeds
 are ratios to the model alone, sides run in turn, medians of their rounds; ``--rounds 0`` leaves them out.
-JSON goes to stdout.
+With ``--calibrated`` everything is fitted by `calibrate` on ``dev`` instead, components in turn, of which the
+best candidate is taken, and one gate over all of them: with n-grams and without, with the cache and
+without, for keys of one state and of several. JSON goes to stdout.
 """
 
 import argparse
@@ -18,6 +21,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import torch
@@ -26,6 +30,7 @@ from cells import writing as writes
 from torch import Tensor
 
 import knnstore
+from knnstore.documents import TextDocument
 from knnstore.lm import FixedLambda, KNNLMForCausalLM, KNNSettings, NGramSettings
 from knnstore.lm.scoring.held_out import score
 
@@ -100,6 +105,37 @@ def measure(lm: KNNLMForCausalLM, parts: Parts, options: argparse.Namespace) -> 
     return result
 
 
+def calibrated(lm: KNNLMForCausalLM, parts: Parts) -> dict[str, Any]:
+    """Perplexity of test with settings that were fitted on dev, in turn and by one gate."""
+    lm.add(parts["store"], domain="d")
+    result: dict[str, Any] = {"tokens": lm.store.record_count()}
+    for ngrams in (False, True):
+        found = lm.calibrate(parts["dev"], ngrams=ngrams)
+        candidates = found.comparison.candidates
+        without_gate = [one for one in candidates if one.settings.gate is None]
+        gate = next(one.settings for one in candidates if one.settings.gate is not None)
+        in_turn = min(without_gate, key=lambda one: one.held_out.ppl)
+        no_cache = min(
+            (one for one in without_gate if one.settings.cache is None), key=lambda one: one.held_out.ppl
+        )
+        sides = {
+            f"cache, in turn ({in_turn.name})": in_turn.settings,
+            "cache, one gate": gate,
+            f"in turn ({no_cache.name})": no_cache.settings,
+            "one gate": replace(gate, cache=None),
+        }
+        ppls = {name: round(lm.evaluate(parts["test"], side).knn_ppl, 2) for name, side in sides.items()}
+        seconds = round(found.scoring_seconds, 1), round(found.fitting_seconds, 1)
+        result["with n-grams" if ngrams else "without"] = {**ppls, "seconds": seconds}
+    return result
+
+
+def calibration_parts() -> Parts:
+    """As `smoke_parts`, with enough to calibrate on."""
+    texts = [TextDocument(name, text) for name, text in sorted(topics.items()) if 1000 < len(text) < 2000]
+    return {"store": texts[:5], "dev": texts[5:14], "test": texts[14:16]}
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -113,6 +149,10 @@ def main() -> None:
     parser.add_argument("--order", type=int, default=7)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument(
+        "--calibrated", action="store_true", help="fit by calibrate: in turn, and by one gate"
+    )
+    parser.add_argument("--states", type=int, nargs="+", default=[1], help="of the keys, with --calibrated")
     parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()
     if not options.smoke and options.data is None:
@@ -128,9 +168,17 @@ def main() -> None:
         for name in names:
             lm = knnstore.create(Path(folder) / name, options.model, store=options.engine)
             parts = smoke_parts() if options.smoke else documents(options.data / name, limits, lm)
-            results[name] = measure(lm, parts, options)
+            results[name] = {} if options.calibrated else measure(lm, parts, options)
             print(json.dumps({name: results[name]}), file=sys.stderr, flush=True)
             lm.store.close()
+            for states in options.states if options.calibrated or options.smoke else ():
+                joined = {} if states == 1 else {"states": states, "sample": parts["store"]}
+                home = Path(folder) / f"{name}, {states} states"
+                lm = knnstore.create(home, options.model, store=options.engine, **joined)
+                found = calibrated(lm, calibration_parts() if options.smoke else parts)
+                results[name][f"{states} states"] = found
+                print(json.dumps({name: found}), file=sys.stderr, flush=True)
+                lm.store.close()
     print(json.dumps({"threads": torch.get_num_threads(), "domains": results}, indent=2))
 
 

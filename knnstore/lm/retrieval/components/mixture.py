@@ -72,21 +72,20 @@ def experts_of(settings: KNNSettings, retrieved: Retrieved, factors: Factors, un
         )
     assert retrieved.keys is not None
     assert retrieved.lm_entropy is not None
-    count, like = len(retrieved.lm_max), retrieved.lm_max
+    like = retrieved.lm_max
     said: dict[str, list[Component]] = {}
     features = [torch.stack([like, retrieved.lm_entropy], 1), retrieved.keys.float()]
     found = []
-    for part in _PARTS:
-        if part.name not in factors:
-            continue
-        nothing = like.new_full((count, part.width), torch.nan)
+    for part in (one for one in _PARTS if one.name in factors):
+        asked = factors[part.name] if part.in_use(settings) else ()
+        every = [part.component(settings, retrieved, factor) for factor in asked]
+        said[part.name] = [one for one in every if one is not None]
         is_found = torch.zeros_like(like, dtype=torch.bool)
-        every = [part.component(settings, retrieved, one) for one in factors[part.name]]
-        said[part.name] = [one for one in every if one is not None and part.in_use(settings)]
+        seen = like.new_full((len(like), part.width), torch.nan)
         if said[part.name]:
             is_found = said[part.name][0].is_found
-            nothing = part.features(retrieved, unit).where(is_found[:, None], nothing)
-        features.append(nothing)
+            seen = part.features(retrieved, unit).where(is_found[:, None], seen)
+        features.append(seen)
         found += [is_found] * len(factors[part.name])
     return Experts(said, torch.cat(features, 1), torch.stack(found, 1))
 
