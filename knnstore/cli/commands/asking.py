@@ -119,9 +119,12 @@ def explain(
 
 def _lines(token: "TokenExplanation") -> Iterator[str]:
     """A token, and below it its neighbors."""
+    apart = [f"{name} {share:.2f}" for name, share in token.shares.items() if name != "model"]
+    shares = f" ({', '.join(apart)})" if len(apart) > 1 else ""
+    p_sub = "" if token.p_sub is None else f"  p_sub {token.p_sub:.4f}"
     yield (
         f"{printable(token.text)!r:<20} p_LM {token.p_lm:.4f}  p_kNN {token.p_knn:.4f}  "
-        f"λ {token.lam:.2f}  p {token.p:.4f}" + ("" if token.p_sub is None else f"  p_sub {token.p_sub:.4f}")
+        f"λ {token.lam:.2f}{shares}  p {token.p:.4f}{p_sub}"
     )
     for source in token.neighbors:
         place = printable(f"{source.domain}/{source.document}" if source.domain else source.document)
