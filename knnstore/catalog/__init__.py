@@ -3,6 +3,7 @@
 from sqlalchemy import URL
 
 from knnstore.catalog.catalog import Catalog
+from knnstore.catalog.conditions import check_condition
 from knnstore.catalog.connection import parse_url, place, shown, sqlite_url, without_password
 from knnstore.catalog.keys import AccessKey, AccessKeys, Right
 from knnstore.catalog.representatives import DROPPED, PrunedDocument, Representatives
@@ -22,5 +23,6 @@ from knnstore.catalog.writer import CatalogWriter
 __all__ = [
     "DROPPED", "URL", "AccessKey", "AccessKeys", "Catalog", "CatalogWriter", "Document", "Domain", "Engine",
     "Identity", "NewDocument", "PlacedDocument", "PrunedDocument", "Representatives", "Right", "Snapshot",
-    "StoredVersion", "parse_url", "place", "shown", "sqlite_url", "upgrade_catalog", "without_password",
+    "StoredVersion", "check_condition", "parse_url", "place", "shown", "sqlite_url", "upgrade_catalog",
+    "without_password",
 ]  # fmt: skip

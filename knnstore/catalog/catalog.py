@@ -1,6 +1,6 @@
 """Reading the catalog: the store's identity, its documents, domains, tags and settings."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -12,6 +12,7 @@ from sqlalchemy import select
 from sqlalchemy.engine import URL
 
 from knnstore.catalog import schema
+from knnstore.catalog.conditions import meets, parsed
 from knnstore.catalog.connection import (
     connect,
     identify,
@@ -21,6 +22,7 @@ from knnstore.catalog.connection import (
     translated_errors,
 )
 from knnstore.catalog.queries import (
+    DOCUMENTS,
     PRUNED,
     among,
     by_value,
@@ -167,11 +169,14 @@ class Catalog:
             id: only those of this external id; several domains may have one.
             tag: only those that carry this tag.
         """
-        chosen = live_documents(
-            select(DocumentRow, DomainRow.name).join(DomainRow), domain=domain, id=id, tag=tag
-        ).order_by(DocumentRow.start)
+        chosen = live_documents(DOCUMENTS, domain=domain, id=id, tag=tag)
         with reading(self.sql) as current:
-            return read_documents(current, chosen)
+            return list(read_documents(current, current.execute(chosen)).values())
+
+    def documents_of(self, rows: Iterable[int]) -> dict[int, Document]:
+        """The live documents of these primary keys, by key."""
+        with reading(self.sql) as current:
+            return read_documents(current, among(current, live_documents(DOCUMENTS), DocumentRow.id, rows))
 
     def rows(self, *, domain: str | None = None, id: str | None = None, tag: str | None = None) -> list[int]:
         """The primary keys of the live documents that `documents` would list."""
@@ -192,6 +197,13 @@ class Catalog:
         chosen = select(TagRow.tag, TagRow.document_id).join(DocumentRow).where(IS_LIVE)
         with reading(self.sql) as current:
             return by_value(among(current, chosen, TagRow.tag, tags))
+
+    def rows_where(self, condition: str, groups: Collection[int]) -> list[int]:
+        """The primary keys of the live documents of some domains whose metadata meet a condition."""
+        is_met = meets(parsed(condition), DocumentRow.attributes, self.sql.dialect.name)
+        chosen = select(DocumentRow.id).where(IS_LIVE, is_met)
+        with reading(self.sql) as current:
+            return [row for (row,) in among(current, chosen, DocumentRow.domain_id, groups)]
 
     def labels(self, rows: Iterable[int]) -> dict[int, tuple[str, str]]:
         """The (external id, domain) of each live document, by primary key."""

@@ -23,6 +23,9 @@ from knnstore.errors import CatalogError
 MANY = 500
 """Values of one statement at most: far below SQLite's limit of bound values."""
 
+DOCUMENTS = select(DocumentRow, DomainRow.name).join(DomainRow).order_by(DocumentRow.start)
+"""Documents and the names of their domains, in the order in which they were added."""
+
 PRUNED = (
     select(DocumentRow.id, DocumentRow.start, PrunedRow.representatives, PrunedRow.scale)
     .join(PrunedRow, PrunedRow.document_id == DocumentRow.id)
@@ -113,12 +116,12 @@ def read_rows_by_content(current: Session, hashes: Iterable[str]) -> dict[str, l
     return by_value(among(current, chosen, DocumentRow.content_hash, wanted))
 
 
-def read_documents(current: Session, chosen: Select[DocumentRow, str]) -> list[Document]:
-    """The documents that a statement over documents and the names of their domains chooses."""
-    rows = current.execute(chosen).all()
-    tags = read_tags(current, [row.id for row, _ in rows])
-    return [
-        Document(
+def read_documents(current: Session, rows: Iterable[Any]) -> dict[int, Document]:
+    """Documents by primary key, of rows of a statement over documents and the names of their domains."""
+    listed = list(rows)
+    tags = read_tags(current, [row.id for row, _ in listed])
+    return {
+        row.id: Document(
             id=row.external_id,
             domain=name,
             tokens=row.stop - row.start,
@@ -127,8 +130,8 @@ def read_documents(current: Session, chosen: Select[DocumentRow, str]) -> list[D
             content_hash=row.content_hash,
             added_at=utc(row.added_at).isoformat(),
         )
-        for row, name in rows
-    ]
+        for row, name in listed
+    }
 
 
 def read_domains(current: Session, *, has_prefix: bool) -> list[Domain]:

@@ -18,6 +18,7 @@ from urllib.parse import quote
 from sqlalchemy import Engine, PoolProxiedConnection, event
 from sqlalchemy.exc import DisconnectionError, SQLAlchemyError
 
+from knnstore.catalog.conditions import regexp_replace
 from knnstore.errors import DiskFullError, KnnstoreError, ReadOnlyError, StoreUnavailableError
 from knnstore.space import is_read_only
 
@@ -83,8 +84,9 @@ class Commits:
 
 
 def prepare(engine: Engine) -> None:
-    """Let an engine of a file make its connections here."""
+    """Let an engine of a file make its connections here, with the function that conditions need."""
     event.listen(engine, "do_connect", _connect)
+    event.listen(engine, "connect", _add_function)
     event.listen(engine, "checkout", _check)
 
 
@@ -158,6 +160,10 @@ def _connect(_dialect: object, _record: object, arguments: list[Any], options: d
     unlogged.isolation_level = None
     unlogged.path, unlogged.seen = path, seen
     return unlogged
+
+
+def _add_function(connection: Any, _record: object) -> None:
+    connection.create_function("regexp_replace", 4, regexp_replace, deterministic=True)
 
 
 def _check(connection: Any, _record: object, _proxy: object) -> None:

@@ -29,6 +29,13 @@ DomainsOption = Annotated[
     list[str] | None,
     typer.Option("--domain", metavar="NAME", help="Retrieve from this domain only; repeat for several."),
 ]
+WhereOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="CONDITION",
+        help="Only documents whose metadata meet a condition: \"year >= 2020 and author = 'Ida'\".",
+    ),
+]
 LeaveOutOption = Annotated[
     bool,
     typer.Option("--leave-out", help="A document that is in the store does not retrieve from itself."),

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from knnstore.cli.options import DomainsOption
+from knnstore.cli.options import DomainsOption, WhereOption
 from knnstore.cli.output import note, printable
 from knnstore.errors import ConfigError
 
@@ -24,11 +24,14 @@ class SelectionOptions:
         typer.Option("--tag", metavar="TAG", help="Retrieve from documents with this tag only; repeatable."),
     ] = None
 
+    where: WhereOption = None
+
     def selection(self) -> "Selection":
         """All documents where nothing was given."""
         from knnstore import Selection
 
-        return Selection(domains=tuple(self.domains or ()) or None, tags=tuple(self.tags or ()) or None)
+        domains, tags = tuple(self.domains or ()) or None, tuple(self.tags or ()) or None
+        return Selection(domains=domains, tags=tags, where=self.where)
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,8 @@ class Query:
         if settings.retrieves and not store.record_count(settings.selection):
             tags = ", ".join(map(repr, settings.selection.tags or ()))
             why = f"no document selected has the tag {tags}" if tags else "no document is stored"
+            if settings.selection.where is not None:
+                why = f"no document selected meets {settings.selection.where!r}"
             note(f"warning: nothing is retrieved, the model is alone: {why}")
         return settings
 

@@ -33,6 +33,9 @@ class Retrieval(Body):
 
     domains: Names | None = Field(default=None, description="Only from these of the model's domains.")
     tags: Names | None = Field(default=None, description="Only from documents with one of these tags.")
+    where: Annotated[str, Field(min_length=1, max_length=4096)] | None = Field(
+        default=None, description="Only from documents whose metadata meet this condition."
+    )
     k: Annotated[StrictInt, Field(ge=1, le=65_536)] | None = None
     probes: Annotated[StrictInt, Field(ge=0, le=65_536)] | None = None
     temperature: Annotated[float, Field(gt=0)] | None = None

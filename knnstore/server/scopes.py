@@ -26,6 +26,7 @@ class Scope:
 
     domains: tuple[str, ...] = ()
     tags: tuple[str, ...] | None = None
+    where: str | None = None
     k: int | None = None
     probes: int | None = None
     temperature: float | None = None
@@ -61,10 +62,10 @@ class Scopes:
         domains = self._domains_of(name, access)
         if knn is None:
             return Scope(domains, own=not access.sees_all)
-        if not domains and (knn.domains or knn.tags):
+        if not domains and (knn.domains or knn.tags or knn.where):
             raise refused(
                 f"`{name}` is the model alone and retrieves nothing; name domains as {self.model}+DOMAIN",
-                "knn.domains" if knn.domains else "knn.tags",
+                next(f"knn.{part}" for part in ("domains", "tags", "where") if getattr(knn, part)),
             )
         for domain in knn.domains or ():
             if domain not in domains:
@@ -72,10 +73,12 @@ class Scopes:
         scope = Scope(
             tuple(sorted(set(knn.domains))) if knn.domains else domains,
             tuple(sorted(set(knn.tags))) if knn.tags else None,
-            knn.k, knn.probes, knn.temperature, knn.lam,
+            knn.where, knn.k, knn.probes, knn.temperature, knn.lam,
             own=not access.sees_all,
         )  # fmt: skip
         try:
+            if knn.where is not None:
+                Selection(where=knn.where)
             overridden(KNNSettings(), k=knn.k, probes=knn.probes, temperature=knn.temperature, lam=knn.lam)
         except ConfigError as error:
             raise refused(str(error), "knn") from error
@@ -100,7 +103,7 @@ class Scopes:
         domains = tuple(domain for domain in scope.domains if domain in there)
         if not domains:
             return _ALONE
-        selection = Selection(domains=domains, tags=scope.tags)
+        selection = Selection(domains=domains, tags=scope.tags, where=scope.where)
         saved = (own_settings_for if scope.own else settings_for)(self._store, selection)
         settings = overridden(
             saved, k=scope.k, probes=scope.probes, temperature=scope.temperature, lam=scope.lam

@@ -161,6 +161,10 @@ class StoreReader:
         """The live documents in the order in which they were added."""
         return self._catalog.documents(domain=domain, tag=tag)
 
+    def select(self, selection: Selection) -> list[Document]:
+        """The selected documents in the order in which they were added."""
+        return list(self._catalog.documents_of(self.view().rows(selection)).values())
+
     def document(self, id: str, *, domain: str | None = None) -> Document:
         """One document.
 
@@ -221,9 +225,6 @@ class StoreReader:
         """How many tokens each selected document has, by its number, in the order in which they were added.
 
         A document's number is never given twice, nor to another version of it.
-
-        Raises:
-            DomainNotFoundError, DocumentNotFoundError: as `search`.
         """
         return self.view().lengths(selection)
 

@@ -128,21 +128,14 @@ class KNNStore(StoreReader):
     def ingest(self, documents: Sequence[NewDocument]) -> Iterator[Ingest]:
         """Add documents; they become live together when the block ends well, or none of them does.
 
-        Args:
-            documents: distinct in (domain, id); one that is live already is replaced.
-
-        Yields:
-            The group, to which every token's key is to be added.
+        They are distinct in (domain, id); one that is live already is replaced. Yields the group, to which
+        every token's key is to be added.
         """
         with self._locked() as writing, writing.ingest(documents) as group:
             yield group
 
     def describe(self, domain: str, changes: Mapping[str, tuple[Mapping[str, Any], Iterable[str]]]) -> None:
-        """Set the metadata and tags of documents of a domain, by id, in one transaction; records stay.
-
-        Raises:
-            DocumentNotFoundError: one is not there; none was changed.
-        """
+        """Set the metadata and tags of documents of a domain, by id, in one transaction; records stay."""
         with self._locked() as writing:
             writing.describe(domain, changes)
 
@@ -150,15 +143,26 @@ class KNNStore(StoreReader):
         self, id: str, *, domain: str | None = None, add: Iterable[str] = (), remove: Iterable[str] = ()
     ) -> None:
         """Add tags to a document and remove others."""
-        found = self.document(id, domain=domain)
-        self.describe(found.domain, {id: (found.metadata, ({*found.tags} | {*add}) - {*remove})})
+        self.retag_selected(self._only(id, domain), add=add, remove=remove)
+
+    def retag_selected(
+        self, selection: Selection, *, add: Iterable[str] = (), remove: Iterable[str] = ()
+    ) -> int:
+        """Add tags to the selected documents and remove others, in one transaction; returns how many."""
+        with self._locked() as writing:
+            return writing.retag(self.view().rows(selection), add, remove)
 
     def remove_document(self, id: str, *, domain: str | None = None) -> Document:
         """Remove a document and return what it was: from then on no reader retrieves anything of it."""
-        document = self.document(id, domain=domain)
+        (found,) = self.remove_selected(self._only(id, domain))
+        return found
+
+    def remove_selected(self, selection: Selection) -> list[Document]:
+        """Remove the selected documents in one transaction, and return what they were."""
         with self._locked() as writing:
-            writing.remove(document.domain, [id])
-        return document
+            gone = self.select(selection)
+            writing.remove(self.view().rows(selection))
+        return gone
 
     def remove_domain(self, name: str) -> Domain:
         """Remove a domain with all its documents, and return what it was.
@@ -167,9 +171,9 @@ class KNNStore(StoreReader):
             DomainNotFoundError: there is none.
         """
         with self._locked() as writing:
-            self.record_count(Selection(domains=(name,)))
+            rows = self.view().rows(Selection((name,)))
             domain = next(domain for domain in self.domains() if domain.name == name)
-            writing.remove(name)
+            writing.remove(rows)
         return domain
 
     def save_settings(self, saved: SavedSettings, domains: Sequence[str] = ()) -> None:
@@ -178,11 +182,9 @@ class KNNStore(StoreReader):
             writing.save_settings(saved, domains)
 
     def save_weights(self, tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, Any]) -> str:
-        """Write fitted weights durably to a file in the home, with what is to be known of them.
+        """Write fitted weights durably to a file in the home, and return its name for settings.
 
-        Returns:
-            The name for settings, which this handle is to save with `save_settings`: a file that
-            none name is removed with the next change of settings by another handle.
+        This handle is to save these: a file that none name goes when another handle changes settings.
         """
         with self._locked() as writing:
             return writing.save_weights(Weights(tensors, metadata))
@@ -224,17 +226,12 @@ class KNNStore(StoreReader):
             writing.optimize()
 
     def move(
-        self,
-        adapter: str,
-        location: str,
-        *,
-        params: Params = None,
-        progress: Progress | None = None,
+        self, adapter: str, location: str, *, params: Params = None, progress: Progress | None = None
     ) -> Moved:
         """Move the keys to another engine: copy, compare, switch in one transaction, erase the old ones.
 
-        Until the switch the store is as it was. When this was interrupted, the same call goes on where
-        it stopped; a call with another target erases the half-made copy first.
+        Until the switch the store is as it was. Interrupted, the same call goes on; one with another target
+        erases the half-made copy first.
 
         Args:
             adapter: the new adapter's name.
@@ -263,8 +260,7 @@ class KNNStore(StoreReader):
     ) -> Pruned:
         """Let only some records of each domain stay: those are copied to a new place of the same engine.
 
-        Works as `move` does: until the switch the store is as it was, and the same call goes on where it
-        was interrupted. Called again when it is done, it changes nothing.
+        Works as `move` does. Called again when it is done, it changes nothing.
 
         Args:
             keep: share of each domain's tokens that shall have a record, in (0, 1]; one with fewer stays.
@@ -289,6 +285,9 @@ class KNNStore(StoreReader):
         """Give up an interrupted move or pruning and erase its copy; returns where it was to go, or None."""
         with self._locked():
             return self._relocation.abandon()
+
+    def _only(self, id: str, domain: str | None) -> Selection:
+        return Selection((self.document(id, domain=domain).domain,), documents=(id,))
 
     @contextmanager
     def _locked(self, *, copied: bool = False) -> Iterator[Writing]:

@@ -152,6 +152,11 @@ class View:
         self._counts = selection, counts
         return counts
 
+    def rows(self, selection: Selection) -> list[int]:
+        """The primary keys of the selected documents, in the order of their positions."""
+        found: list[int] = self.snapshot.rows[self.chosen(selection)].tolist()
+        return found
+
     def lengths(self, selection: Selection) -> dict[int, int]:
         """How many tokens each selected document has, by primary key, in the order of their positions."""
         chosen = self.chosen(selection)
@@ -203,6 +208,9 @@ class View:
             chosen &= self._among(chain(*self._catalog.rows_by_tag(selection.tags).values()))
         if selection.documents is not None:
             chosen &= self._among(self._rows_of(selection.documents))
+        if selection.where is not None:
+            groups = np.unique(snapshot.groups[chosen]).tolist()  # of others it is not even asked
+            chosen &= self._among(self._catalog.rows_where(selection.where, groups))
         if selection.exclude:
             chosen &= ~self._among(chain(*self._catalog.rows_by_content(selection.exclude).values()))
         return chosen

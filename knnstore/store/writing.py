@@ -85,14 +85,19 @@ class Writing:
         rows = self._rows(domain, changes)
         self.writer.describe({rows[id]: change for id, change in changes.items()})
 
-    def remove(self, domain: str, ids: Iterable[str] | None = None) -> None:
-        """Remove documents of a domain, or none if one is not there; None is all.
+    def retag(self, rows: Iterable[int], add: Iterable[str], remove: Iterable[str]) -> int:
+        """Change the tags of documents, by primary key, in one transaction; returns how many there are."""
+        documents = self.writer.catalog.documents_of(rows)
+        added, taken = {*add}, {*remove}
+        self.writer.describe(
+            {row: (one.metadata, ({*one.tags} | added) - taken) for row, one in documents.items()}
+        )
+        return len(documents)
 
-        They go in one transaction, but where a full disk has no room for its log.
-        """
+    def remove(self, rows: Sequence[int]) -> None:
+        """Remove documents, by primary key, in one transaction where the disk has room for its log."""
         self._home.reserve.give_back()
-        gone = self.writer.catalog.rows(domain=domain) if ids is None else self._rows(domain, ids).values()
-        as_it_fits(self.writer, self.writer.retire, list(gone))
+        as_it_fits(self.writer, self.writer.retire, rows)
         self.purge_what_fits()
 
     def save_settings(self, saved: SavedSettings, domains: Sequence[str]) -> None:

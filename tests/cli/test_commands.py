@@ -239,6 +239,39 @@ def test_what_selects_nothing_is_warned_of(knnstore, store):
     assert (empty.status, empty.err.count("warning: nothing is retrieved")) == (0, 1)
 
 
+def test_documents_are_listed_used_tagged_and_removed_by_their_metadata(knnstore, store, workplace):
+    rows = [
+        {
+            "id": f"y-{year}",
+            "text": f"The harbour in {year} was quiet.",
+            "year": year,
+            "author": {"name": "Ida"},
+        }
+        for year in range(2018, 2023)
+    ]
+    (workplace / "years.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    knnstore("add years.jsonl --domain years")
+    asked = "--where \"year >= 2020 and author.name like 'I%'\""
+    listed = knnstore(f"documents {asked} --json").json
+    assert [row["id"] for row in listed] == ["y-2020", "y-2021", "y-2022"]
+    counted = knnstore(f"documents {asked} --count --json").json
+    assert counted == {"documents": 3, "tokens": sum(row["tokens"] for row in listed)}
+    assert knnstore(f"tag {asked} --add recent --json").json == {"documents": 3}
+    given = knnstore(f"eval held-out.jsonl {asked} --json").json
+    assert given["knn_ppl"] == knnstore("eval held-out.jsonl --tag recent --json").json["knn_ppl"]
+    assert given["knn_ppl"] != knnstore("eval held-out.jsonl --domain years --json").json["knn_ppl"]
+    warned = knnstore("eval held-out.jsonl --where 'year > 3000'").err
+    assert "nothing is retrieved, the model is alone: no document selected meets 'year > 3000'" in warned
+    assert knnstore("remove --where 'year < 2020' --domain news").out == "removed 0 documents: 0 tokens\n"
+    assert knnstore("remove --where 'year < 2020' --json").json["removed"]["documents"] == 2
+    left = [row["id"] for row in knnstore("documents --domain years --json").json]
+    assert left == ["y-2020", "y-2021", "y-2022"]
+    for line in ("documents --where 'year >'", "eval held-out.jsonl --where 'year >'"):
+        done = knnstore(line)
+        assert (done.status, done.err.count("\n")) == (1, 1)
+        assert "its end" in done.err
+
+
 def test_what_is_removed_is_gone(knnstore, store):
     before = knnstore("eval held-out.jsonl --domain letters --json").json
     done = knnstore("remove --document n-17 --json").json["removed"]

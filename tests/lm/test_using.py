@@ -1,6 +1,7 @@
 """Adding, evaluating, explaining and writing text, from documents on disk to numbers."""
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -11,7 +12,7 @@ import knnstore
 from knnstore.datastore import tokens_of
 from knnstore.documents import TextDocument
 from knnstore.errors import FingerprintMismatchError, InputError, ReadOnlyError
-from knnstore.lm import KNNSettings, PointerSettings
+from knnstore.lm import CacheSettings, KNNSettings, NGramSettings, PointerSettings
 from knnstore.lm.calibration.scored_text import score_once
 from knnstore.lm.scoring import held_out as scoring
 from knnstore.store import EVERYTHING, SavedSettings, Selection
@@ -242,6 +243,33 @@ def test_bad_documents_are_left_out_only_when_asked(lm) -> None:
     bad: list[InputError] = []
     assert lm.add(rows, domain="d", on_bad=bad.append).added == 2
     assert [str(error).split(":")[0] for error in bad] == ["document 2", "document 3"]
+
+
+def test_a_condition_is_as_good_as_a_store_of_the_documents_that_meet_it(make_lm) -> None:
+    rows = [{"id": f"{at}", "text": words(25), "year": 2015 + at} for at in range(8)]
+    whole, part = make_lm({"a": rows[:5], "b": rows[5:]}), make_lm({"a": rows[4:5], "b": rows[5:7]})
+    held_out = [words(30), words(20)]
+    met = Selection(where="year >= 2019 and not year > 2021")
+    everything = KNNSettings(
+        k=16, temperature=5.0, lam=0.4, cache=CacheSettings(8, 5.0, 0.2), ngrams=NGramSettings(4, 0.3)
+    )
+    chosen = replace(everything, selection=met)
+    assert whole.evaluate(held_out, chosen).knn_ppl == pytest.approx(
+        part.evaluate(held_out, everything).knn_ppl
+    )
+    assert whole.evaluate(held_out, chosen).knn_ppl != pytest.approx(
+        whole.evaluate(held_out, everything).knn_ppl
+    )
+    explained = whole.explain(held_out[0], chosen, neighbors=8)
+    assert {source.document for token in explained for source in token.neighbors} == {
+        "4", "5", "6", "(this text)",
+    }  # fmt: skip
+    prompt = torch.tensor([[0, 5, 6]])
+    written = [
+        one.generate(prompt, max_new_tokens=12, do_sample=False, knn=knn).tolist()
+        for one, knn in ((whole, chosen), (part, everything))
+    ]
+    assert written[0] == written[1]
 
 
 def test_half_precision_gives_nearly_the_same_keys(make_lm) -> None:

@@ -129,6 +129,9 @@ def asked_of(server, key: str) -> dict[str, Any]:
         ask(f"tag {tag}", "GET", "/v1/documents", params={"tag": tag})
         tagged = {**completion, "model": "tiny+letters", "knn": {"tags": [tag], "sources": 2}}
         ask(f"tagged {tag}", "POST", "/v1/completions", json=tagged)
+    for condition in ("year < 2000", "year exists", "not year = 1990", "year = ", "deep.er = 1"):
+        met = {**completion, "model": "tiny+letters", "knn": {"where": condition, "sources": 2}}
+        ask(f"where {condition}", "POST", "/v1/completions", json=met)
     ask("all documents", "GET", "/v1/documents", params={"text": True})
     ask("domains", "GET", "/v1/domains")
     return found
@@ -137,10 +140,14 @@ def asked_of(server, key: str) -> dict[str, Any]:
 def test_what_a_key_may_not_see_is_not_there(serve, tmp_path, model_path, make_key):
     """All answers are those of a store that never had the other domains."""
     texts = [f"The harbour was quiet when the council and boat {at} came in." for at in range(4)]
-    letters = [{"id": f"l{at}", "text": text} for at, text in enumerate(texts)]
+    letters = [{"id": f"l{at}", "text": text, "year": 2020 + at} for at, text in enumerate(texts)]
     news = [
-        {"id": "n-17", "text": "The council voted to repair the harbour wall before the storms."},
-        {"id": "l0", "text": "The council said that prices of grain rose again this winter."},
+        {
+            "id": "n-17",
+            "text": "The council voted to repair the harbour wall before the storms.",
+            "year": 1990,
+        },
+        {"id": "l0", "text": "The council said that prices of grain rose.", "deep": {"er": 1, "n": "a\0b"}},
     ]
     answers = []
     for name, hidden in (("both", news), ("letters", [])):
@@ -158,6 +165,8 @@ def test_what_a_key_may_not_see_is_not_there(serve, tmp_path, model_path, make_k
         assert both[name] == answer, name
     assert both["completion tiny+letters"][0] == 200
     assert both["completion tiny+news"][0] == both["completion tiny+nothing"][0] == 404
+    assert both["where year exists"][0] == 200
+    assert both["where year = "][0] == 400
     assert both["remove news"] == both["remove nothing"]
     assert len(both["all documents"][2]["data"]) == 5
 

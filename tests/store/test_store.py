@@ -1,3 +1,4 @@
+import re
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -141,6 +142,51 @@ def test_tags_are_changed_without_touching_records(store, writer) -> None:
     assert document.metadata == {"year": 2026}
     assert (store.search(writer.keys["law", "1"], 1, Selection(tags=("c",))).distances < 1e-4).all()
     assert (store.search(writer.keys["law", "1"], 1, Selection(tags=("a",))).ids == -1).all()
+
+
+def test_what_a_condition_selects_is_searched_retagged_and_removed(
+    catalog_url, identity, home, writer_of
+) -> None:
+    with KNNStore.create(home, identity, catalog=catalog_url.render_as_string(hide_password=False)) as store:
+        writer = writer_of(store)
+        for year in range(2018, 2023):
+            writer.add("law" if year % 2 else "tax", str(year), metadata={"year": year})
+        recent = Selection(where="year >= 2021")
+        queries = np.zeros((3, 8), np.float32)
+        found = store.search(queries, 100, recent)
+        assert {one.document for one in store.provenance(found.ids[found.ids >= 0])} == {"2021", "2022"}
+        assert store.record_count(recent) == 40
+        assert [one.id for one in store.select(Selection(domains=["law"], where="year < 2021"))] == ["2019"]
+        store.describe("law", {"2019": ({"year": 2030}, [])})
+        assert store.record_count(recent) == 60  # the view follows the metadata
+        assert store.retag_selected(recent, add=["new"]) == 3
+        assert {one.id for one in store.documents(tag="new")} == {"2019", "2021", "2022"}
+        assert {one.id for one in store.remove_selected(recent)} == {"2019", "2021", "2022"}
+        assert [one.id for one in store.select(Selection())] == ["2018", "2020"]
+        assert store.verify() == []
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"tags": "old"}, "write tags=('old',)"),
+        ({"domains": [1]}, "strings, not int"),
+        ({"documents": 7}, "tuple of strings, not int"),
+        ({"exclude": None}, "tuple of strings, not NoneType"),
+        ({"where": ("a = 1",)}, "is a string such as"),
+        ({"where": "a = "}, "its end"),
+    ],
+)
+def test_a_selection_refuses_what_it_would_misread(given, said) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        Selection(**given)
+
+
+def test_a_selection_says_what_was_given() -> None:
+    selection = Selection(domains=["a", "b"], where="x exists")
+    assert repr(selection) == "Selection(domains=('a', 'b'), where='x exists')"
+    assert {selection: 1}[eval(repr(selection))] == 1
+    assert repr(Selection()) == "Selection()"
 
 
 def test_what_is_not_committed_is_neither_found_nor_takes_a_place(store, writer) -> None:

@@ -122,8 +122,8 @@ def trained_substitute(store: "KNNStore", selection: "Selection") -> "Substitute
     """The substitute that was trained on exactly these domains; that there is none is an error."""
     from knnstore.lm import trained_for
 
-    if selection.tags:
-        raise ConfigError("a substitute is of whole domains and knows no tags: leave out --tag")
+    if selection.tags or selection.where:
+        raise ConfigError("a substitute is of whole domains: leave out --tag and --where")
     found = trained_for(store, selection)
     if found is None:
         options = "".join(f" --domain {printable(name)}" for name in selection.domains or ())

@@ -7,7 +7,7 @@ import typer
 
 import knnstore
 from knnstore.cli.models import load_tokenizer
-from knnstore.cli.options import DEFAULT_HOME, HomeOption, InDomainOption, JsonOption
+from knnstore.cli.options import DEFAULT_HOME, HomeOption, InDomainOption, JsonOption, WhereOption
 from knnstore.cli.output import Verbatim, note, pairs, print_result, row_of, table
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ def domains(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> Non
 def documents(
     domain: Annotated[str | None, typer.Option(metavar="NAME", help="Only those of this domain.")] = None,
     tag: Annotated[str | None, typer.Option(metavar="TAG", help="Only those with this tag.")] = None,
+    where: WhereOption = None,
+    count: Annotated[bool, typer.Option("--count", help="Only how many these are.")] = False,
     home: HomeOption = DEFAULT_HOME,
     as_json: JsonOption = False,
 ) -> None:
@@ -40,11 +42,17 @@ def documents(
     Examples:
       knnstore documents
       knnstore documents --domain letters --tag draft --json
+      knnstore documents --where "year >= 2020 and author = 'Ida'" --count
     """
+    domains, tags = (None if one is None else (one,) for one in (domain, tag))
+    selection = knnstore.Selection(domains, tags, where=where)
     with knnstore.open(home) as store:
-        if domain is not None:
-            store.record_count(knnstore.Selection(domains=(domain,)))  # an unknown domain is an error
-        rows = [row_of(document) for document in store.documents(domain=domain, tag=tag)]
+        if count:
+            lengths = store.lengths(selection).values()
+            found = {"documents": len(lengths), "tokens": sum(lengths)}
+            print_result(found, f"{len(lengths):,} documents, {sum(lengths):,} tokens", as_json=as_json)
+            return
+        rows = [row_of(document) for document in store.select(selection)]
     print_result(rows, table(rows, ["id", "domain", "tokens", "tags", "added_at"]), as_json=as_json)
 
 

@@ -8,28 +8,47 @@ import typer
 
 import knnstore
 from knnstore.cli.inputs import ParamsOption, read_params
-from knnstore.cli.options import DEFAULT_HOME, HomeOption, InDomainOption, JsonOption, LocationOption
+from knnstore.cli.options import (
+    DEFAULT_HOME,
+    HomeOption,
+    InDomainOption,
+    JsonOption,
+    LocationOption,
+    WhereOption,
+)
 from knnstore.cli.output import Bar, note, print_result, printable, row_of
 from knnstore.errors import KnnstoreError
 
 
 def tag(
-    document: Annotated[str, typer.Argument(metavar="DOCUMENT", help="The document's id.")],
+    document: Annotated[
+        str | None, typer.Argument(metavar="DOCUMENT", help="The document's id.", show_default=False)
+    ] = None,
     add: Annotated[list[str] | None, typer.Option(metavar="TAG", help="Add this tag; repeatable.")] = None,
     remove: Annotated[
         list[str] | None, typer.Option(metavar="TAG", help="Take this tag away; repeatable.")
     ] = None,
     domain: InDomainOption = None,
+    where: WhereOption = None,
     home: HomeOption = DEFAULT_HOME,
     as_json: JsonOption = False,
 ) -> None:
-    """Change the tags of a document.
+    """Change the tags of a document, or of all whose metadata meet a condition.
 
     Examples:
       knnstore tag letters/first.txt --add draft --remove final
+      knnstore tag --where "year < 2020" --domain news --add old
     """
     if not add and not remove:
         raise typer.BadParameter("give --add TAG or --remove TAG")
+    if (document is None) == (where is None):
+        raise typer.BadParameter("give one of DOCUMENT and --where CONDITION")
+    if document is None:
+        chosen = knnstore.Selection(None if domain is None else (domain,), where=where)
+        with knnstore.open(home, "a") as store:
+            changed = store.retag_selected(chosen, add=add or (), remove=remove or ())
+        print_result({"documents": changed}, f"tags of {changed:,} documents changed", as_json=as_json)
+        return
     with knnstore.open(home, "a") as store:
         store.retag(document, domain=domain, add=add or (), remove=remove or ())
         found = store.document(document, domain=domain)
@@ -46,13 +65,14 @@ def remove(
         str | None,
         typer.Option("--in", metavar="NAME", help="The document's domain, where several have its id."),
     ] = None,
+    where: WhereOption = None,
     erase: Annotated[
         bool, typer.Option("--erase", help="Erase its bytes too, as `knnstore erase` does.")
     ] = False,
     home: HomeOption = DEFAULT_HOME,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove a document, or a domain with all its documents.
+    """Remove a document, a domain with all its documents, or documents whose metadata meet a condition.
 
     When the command ends, nothing of it is retrieved by any process. Its tokens and keys stay readable in
     the files of the engine and of the database, for whoever reads these, until `knnstore erase`.
@@ -60,12 +80,21 @@ def remove(
     Examples:
       knnstore remove --document letters/second.txt
       knnstore remove --document n-17 --in news
+      knnstore remove --where "year < 2020" --domain news
       knnstore remove --domain news --json
     """
-    if (document is None) == (domain is None):
-        raise typer.BadParameter("give one of --document ID and --domain NAME")
+    if document is not None and (domain is not None or where is not None):
+        raise typer.BadParameter("--document goes with none of --domain and --where; --in names its domain")
+    if document is None and domain is None and where is None:
+        raise typer.BadParameter("give one of --document ID, --domain NAME and --where CONDITION")
+    chosen = knnstore.Selection(None if domain is None else (domain,), where=where)
     with knnstore.open(home, "a") as store:
-        if document is not None:
+        if where is not None:
+            several = store.remove_selected(chosen)
+            tokens = sum(one.tokens for one in several)
+            result = {"documents": len(several), "tokens": tokens}
+            sentence = f"removed {len(several):,} documents: {tokens:,} tokens"
+        elif document is not None:
             gone = store.remove_document(document, domain=within)
             result, sentence = row_of(gone), f"removed {gone.id} of {gone.domain}: {gone.tokens:,} tokens"
         else:

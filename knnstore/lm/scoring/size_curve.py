@@ -87,11 +87,7 @@ def measure_size_curve(
 
 def _parts(store: KNNStore, selection: Selection) -> Sequence[tuple[Selection, int]]:
     """Parts of what is selected with the number of their documents, from the smallest to all of it."""
-    stored = [
-        one for one in store.documents() if selection.documents is None or one.id in selection.documents
-    ]
-    selected = store.stored_content((one.content_hash for one in stored), selection)
-    order = sorted((one for one in stored if one.content_hash in selected), key=lambda one: one.content_hash)
+    order = sorted(store.select(selection), key=lambda one: one.content_hash)
     if not order:
         return []
     tokens = np.cumsum([one.tokens for one in order])

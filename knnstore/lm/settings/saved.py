@@ -286,6 +286,4 @@ def _selection_of(values: Mapping[str, Any]) -> Selection:
     known = {field.name for field in fields(Selection)}
     if not set(values) <= known:
         raise ConfigError(f"unknown part of a selection in {values}; known: {sorted(known)}")
-    return Selection(
-        **{name: tuple(part) if isinstance(part, list) else part for name, part in values.items()}
-    )
+    return Selection(**values)
