@@ -20,6 +20,8 @@ ROW_SUFFIXES = (".jsonl", ".ndjson")
 TEXT_SUFFIXES = (".txt", ".md", ".markdown", ".rst")
 STDIN = "-"
 
+_TABLE_ROWS = 1024  # converted together
+
 OnBad = Callable[[InputError], None]
 """Called with what is wrong with a document that is left out."""
 
@@ -86,7 +88,8 @@ def documents_of(
     """Turn rows, bare texts or `TextDocument`s into documents, refusing repeated ids.
 
     Args:
-        rows: any iterable, also a `datasets` stream; read once, one row at a time.
+        rows: any iterable, also a `datasets` stream, read once, one row at a time; or a table of pandas,
+            polars or pyarrow, whose columns ``text``, ``id`` and any others are.
         source: what the rows are, for messages; the row's number from 1 is added.
         on_bad: called for each row that cannot be used, which is then left out; None raises.
 
@@ -95,12 +98,43 @@ def documents_of(
             None, which names the source and the row.
     """
     if isinstance(rows, str | bytes | Mapping | TextDocument):
-        raise InputError(f"documents are a list or another iterable, not one {type(rows).__name__}")
+        hint = ": give one of its values" if isinstance(rows, Mapping) and type(rows) is not dict else ""
+        raise InputError(f"documents are a list or another iterable, not one {type(rows).__name__}{hint}")
     located = (
         (f"{source} {number}", partial(TextDocument.from_row, row))
-        for number, row in enumerate(rows, start=1)
+        for number, row in enumerate(_of_table(rows), start=1)
     )
     return _unique(located, on_bad)
+
+
+def _of_table(rows: Any) -> Iterable[object]:
+    """The rows of a table, which would be iterated over by its columns; whatever else it is stays."""
+    if hasattr(rows, "iter_rows"):  # polars
+        return (_plain(row) for row in rows.iter_rows(named=True))
+    if hasattr(rows, "to_batches"):  # pyarrow
+        return (_plain(row) for batch in rows.to_batches() for row in batch.to_pylist())
+    if hasattr(rows, "itertuples"):  # pandas
+        return _of_pandas(rows)
+    found: Iterable[object] = rows
+    return found
+
+
+def _of_pandas(table: Any) -> Iterator[object]:
+    columns = [str(name) for name in table.columns]
+    for start in range(0, len(table), _TABLE_ROWS):
+        part = table.iloc[start : start + _TABLE_ROWS]
+        filled = part.astype(object).where(part.notna(), None)  # it has nan and others where nothing is
+        for values in filled.itertuples(index=False, name=None):
+            yield _plain(dict(zip(columns, values, strict=True)))
+
+
+def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of a table with times as text, which JSON has none of."""
+    return {
+        name: value.isoformat() if hasattr(value, "isoformat") else value
+        for name, value in row.items()
+        if value is not None
+    }
 
 
 def read_documents(paths: Iterable[str | Path], *, on_bad: OnBad | None = None) -> Iterator[TextDocument]:

@@ -5,10 +5,12 @@ import io
 import json
 import sys
 from collections.abc import Callable, Iterable
-from datetime import date
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
+import pandas
+import pyarrow
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -192,6 +194,28 @@ def test_rows_are_read_one_at_a_time() -> None:
 def test_one_document_is_not_many(one: Any) -> None:
     with pytest.raises(InputError, match="a list or another iterable"):
         documents_of(one)
+
+
+DAY = datetime(2024, 2, 29)
+COLUMNS = {"id": [1, 2, 3], "text": ["one", "two", None], "year": [2020, None, 1], "day": [DAY, None, None]}
+
+
+@pytest.mark.parametrize("kind", ["pandas", "pyarrow"])
+def test_a_table_is_read_by_its_rows(kind: str) -> None:
+    table = pandas.DataFrame(COLUMNS) if kind == "pandas" else pyarrow.table(COLUMNS)
+    bad: list[InputError] = []
+    first, second = documents_of(table, on_bad=bad.append)
+    assert (first.id, first.text, first.metadata) == (
+        "1",
+        "one",
+        {"year": 2020, "day": "2024-02-29T00:00:00"},
+    )
+    assert (second.id, second.text, second.metadata) == ("2", "two", {})
+    assert [str(one) for one in bad] == ["document 3: no 'text'"]
+    texts = [one.text for one in documents_of(pandas.Series(["a", "b"]))]
+    assert texts == ["a", "b"]
+    with pytest.raises(InputError, match="document 1: no 'text'"):
+        list(documents_of(pandas.DataFrame({"body": ["x"]})))
 
 
 def test_rows_of_python_that_cannot_be_used() -> None:

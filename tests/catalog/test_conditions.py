@@ -125,6 +125,24 @@ def test_sql_finds_what_an_evaluator_finds(
     writer.forget([one.row for one in placed])
 
 
+LIKE = [
+    ("Ab", "a_", False), ("Ab", "A_", True), ("Ab", "%B", False), ("a*b", "a*b", True), ("axb", "a*b", False),
+    ("a?b", "a?b", True), ("axb", "a?b", False), ("[ab]", "[ab]", True), ("a", "[ab]", False),
+    ("a%b", "a\\%b", True), ("axb", "a\\%b", False), ("a\\b", "a\\\\b", True), ("日本", "__", True),
+    ("", "%", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "like", "matches"), LIKE)
+def test_like_tells_small_letters_from_capitals_and_takes_nothing_else_for_special(
+    text: str, like: str, matches: bool, catalog: Catalog, writer: CatalogWriter, document: Make
+) -> None:
+    (placed,) = writer.begin([document("a", metadata={"a": text})])
+    writer.publish([placed.row])
+    assert bool(catalog.rows_where(f"a like '{like}'", [placed.group])) == matches
+    assert bool(catalog.rows_where(f"a not like '{like}'", [placed.group])) != matches
+
+
 def test_deep_and_long_conditions_are_answered_or_refused(
     catalog: Catalog, writer: CatalogWriter, document: Make
 ) -> None:

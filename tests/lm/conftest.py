@@ -40,6 +40,7 @@ from knnstore.lm.keys import Joining, key_dim, locate, model_fingerprint, tokeni
 from knnstore.lm.reading import Encoder
 from knnstore.store import EVERYTHING, Identity, Reader
 from knnstore.store.home import Home
+from knnstore.store.reader import Records
 
 VOCABULARY = 101
 SPECIAL = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
@@ -211,6 +212,9 @@ class ExactStore(Reader):
                 ids[row, : len(order)] = self.ids[order]
                 distances[row, : len(order)] = squares[order]
         return Neighbors(ids, distances)
+
+    def records(self, selection=EVERYTHING, *, without=(), batch_size=8192) -> Iterator[Records]:
+        yield Records(self.ids, self.keys, None)
 
     def record_count(self, selection=EVERYTHING) -> int:
         return len(self.ids) if selection == EVERYTHING else 0

@@ -1,13 +1,14 @@
 """Telling one model from another, in whichever precision each is opened."""
 
 import itertools
+import shutil
 
 import pytest
 import torch
 
 import knnstore
-from knnstore.errors import FingerprintMismatchError
-from knnstore.lm import load_model
+from knnstore.errors import ConfigError, FingerprintMismatchError
+from knnstore.lm import KNNSettings, load_model
 from knnstore.lm.keys import model_fingerprint, same_model
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -78,3 +79,64 @@ def test_a_store_is_used_in_another_precision(make_model, tokenizer, tmp_path, m
     other.save_pretrained(tmp_path / "model")
     with pytest.raises(FingerprintMismatchError):
         knnstore.load(home, dtype=used)
+
+
+# -- models that were loaded
+
+
+def test_a_model_object_is_used_as_it_is(make_model, tokenizer, model_path, tmp_path) -> None:
+    base, text = make_model("gpt2"), "w5 w6 w7 w8"
+    with knnstore.create(tmp_path / "given", base.train(), tokenizer=tokenizer) as given:
+        assert given.base is base
+        assert not base.training
+        given.add([text], domain="a")
+        with pytest.raises(ConfigError, match="tokenizer"):
+            knnstore.load(tmp_path / "given", model=base)
+    with knnstore.create(tmp_path / "named", model_path) as named:
+        named.add([text], domain="a")
+        assert (given.keys(text) == named.keys(text)).all()
+    with knnstore.load(tmp_path / "named", model=load_model(model_path).model) as again:
+        assert again.tokenizer.get_vocab() == tokenizer.get_vocab()
+        assert again.store.record_count() == 4
+    for home, wrong in (("named", make_model("llama")), ("given", make_model("opt"))):
+        with pytest.raises(FingerprintMismatchError):
+            knnstore.load(tmp_path / home, model=wrong, tokenizer=tokenizer)
+    for options in ({"dtype": "float16"}, {"device": "cpu"}, {"device_map": "auto"}):
+        with pytest.raises(ConfigError, match=f"load it with {next(iter(options))}"):
+            knnstore.load(tmp_path / "named", model=base, **options)
+    with pytest.raises(ConfigError, match="not int"):
+        knnstore.create(tmp_path / "new", 7)
+
+
+def test_a_model_that_was_moved_is_found_by_its_name(model_path, tmp_path) -> None:
+    moved = shutil.copytree(model_path, tmp_path / "moved")
+    with knnstore.create(tmp_path / "home", str(moved), attn_implementation="eager") as made:
+        assert made.base.config._attn_implementation == "eager"
+    moved.rename(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError):
+        knnstore.load(tmp_path / "home")
+    with knnstore.load(tmp_path / "home", model=tmp_path / "elsewhere", dtype="bfloat16") as lm:
+        assert lm.base.dtype == torch.bfloat16
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_of_peft_are_part_of_the_model(make_model, tokenizer, tmp_path) -> None:
+    peft = pytest.importorskip("peft")
+    text, plain = "w5 w6 w7 w8", make_model("llama")
+    with knnstore.create(tmp_path / "plain", plain, tokenizer=tokenizer) as lm:
+        keys = lm.keys(text)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    torch.manual_seed(3)
+    adapted = peft.get_peft_model(plain, config)
+    with knnstore.create(tmp_path / "adapted", adapted, tokenizer=tokenizer) as lm:
+        lm.add([text], domain="a")
+        assert abs(lm.keys(text) - keys).max() > 1e-3
+        ids = torch.tensor([[0, *tokenizer(text, add_special_tokens=False)["input_ids"]]])
+        base = adapted(ids).logits.log_softmax(-1)
+        assert torch.allclose(lm(ids, knn=KNNSettings(lam=0)).logits.log_softmax(-1), base, atol=1e-5)
+    with pytest.raises(FingerprintMismatchError):
+        knnstore.load(tmp_path / "plain", model=adapted, tokenizer=tokenizer)
+    prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    learned = peft.get_peft_model(make_model("llama"), prompts)
+    with pytest.raises(ConfigError, match="prompts that were learned"):
+        knnstore.create(tmp_path / "learned", learned, tokenizer=tokenizer)

@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from knnstore.errors import ConfigError
+from knnstore.lm import scoring
 from knnstore.lm.calibration import calibrate
 from knnstore.lm.keys import KeyCapture
+from knnstore.lm.model.delegating import of_base
 from knnstore.lm.model.drafting import can_draft, with_drafts
 from knnstore.lm.model.logits import LogitMixer
 from knnstore.lm.model.passes import ForwardPass
@@ -22,8 +24,7 @@ from knnstore.lm.model.saving import read_config, write_config
 from knnstore.lm.model.writing import generate_text
 from knnstore.lm.reading import Encoder, TextReader, add, check_matches, load_model
 from knnstore.lm.retrieval import STATES_KEPT, PointerStates, TextStates, sequence_ids_of, whole_texts
-from knnstore.lm.scoring import evaluate, explain, measure_size_curve, prune
-from knnstore.lm.settings import KNNSettings, default_settings, save_settings, settings_for
+from knnstore.lm.settings import Completing, KNNSettings, default_settings, save_settings, settings_for
 from knnstore.lm.substitute import Heads, train_substitute
 from knnstore.store import KNNStore
 
@@ -38,7 +39,7 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
     Args:
         base: the causal language model.
         store: where to retrieve from; keys are taken at the place that its identity names.
-        knn: the settings of calls that give none; default `KNNSettings()`.
+        knn: the settings of calls that give none; default are those that the store has.
         tokenizer: the model's tokenizer, which only `add`, `evaluate`, `explain` and
             `generate_text` and n-grams need.
 
@@ -62,11 +63,15 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
     # Each is documented, and tested, as the function that it is.
     add = add
     calibrate = calibrate
-    evaluate = evaluate
-    explain = explain
+    evaluate = scoring.evaluate
+    explain = scoring.explain
+    export = scoring.export
+    keys = scoring.keys
+    neighbors = scoring.neighbors
+    p_knn = scoring.p_knn
     generate_text = generate_text
-    measure_size_curve = measure_size_curve
-    prune = prune
+    measure_size_curve = scoring.measure_size_curve
+    prune = scoring.prune
     train_substitute = train_substitute
 
     def __init__(
@@ -84,6 +89,7 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
         self.knn = knn or KNNSettings()
         self.encoder = Encoder.of(base, store)
         self.generation_config = base.generation_config
+        self._completed = Completing(store)
         self._text_states = TextStates(self.encoder)
         self._mixer = LogitMixer(store, Heads(store, base.device), self.encoder)
         self._base_accepts = frozenset(inspect.signature(base.forward).parameters)
@@ -111,7 +117,11 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
             if self.knn == KNNSettings(selection=self.knn.selection):  # else its user chose others
                 self.knn = settings_for(self.store, self.knn.selection)
 
-    # -- making, saving and loading
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.store.close()
 
     @classmethod
     def from_base(
@@ -167,25 +177,10 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
         """
         write_config(Path(save_directory), self.base, self.store, self.knn)
 
-    # -- what transformers asks of a model
-
-    def get_input_embeddings(self) -> nn.Module:
-        """Return the base model's."""
-        embeddings: nn.Module = self.base.get_input_embeddings()
-        return embeddings
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Set the base model's."""
-        self.base.set_input_embeddings(value)
-
-    def get_output_embeddings(self) -> nn.Module | None:
-        """Return the base model's."""
-        embeddings: nn.Module | None = self.base.get_output_embeddings()
-        return embeddings
-
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Set the base model's."""
-        self.base.set_output_embeddings(new_embeddings)
+    get_input_embeddings = of_base("get_input_embeddings")
+    set_input_embeddings = of_base("set_input_embeddings")
+    get_output_embeddings = of_base("get_output_embeddings")
+    set_output_embeddings = of_base("set_output_embeddings")
 
     def generate(self, *args: Any, knn: KNNSettings | None = None, draft: bool = False, **kwargs: Any) -> Any:
         """Write text as `GenerationMixin.generate` does; pointers begin at the end of each prompt.
@@ -197,10 +192,11 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
                 text; what is written stays the same. Done for a single text without beams.
             **kwargs: as there.
         """
-        if (knn or self.knn).pointers is not None:
+        settings = self._completed(knn or self.knn)
+        if settings.pointers is not None:
             kwargs.setdefault("pointer_states", PointerStates(STATES_KEPT))
         if draft and can_draft(self, args, kwargs):
-            kwargs = with_drafts(self.store, knn or self.knn, self.tokenizer, kwargs)
+            kwargs = with_drafts(self.store, settings, self.tokenizer, kwargs)
         return super().generate(*args, knn=knn, **kwargs)  # type: ignore[misc]
 
     def prepare_inputs_for_generation(
@@ -265,7 +261,8 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
             The base model's output with ``logits`` float32 log-probabilities of the mixture,
             shape (b, kept, vocabulary), and ``loss``.
         """
-        each = [knn or self.knn] if isinstance(knn, KNNSettings | None) else knn
+        given = [knn or self.knn] if isinstance(knn, KNNSettings | None) else knn
+        each = [self._completed(one) for one in given]
         loss_options = {
             name: kwargs.pop(name) for name in ("num_items_in_batch", "shift_labels") if name in kwargs
         }

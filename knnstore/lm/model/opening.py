@@ -6,12 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from knnstore.documents import documents_of
 from knnstore.errors import ConfigError
 from knnstore.lm.keys import Joining, described, fit_projection, locate
 from knnstore.lm.model.modeling import KNNLMForCausalLM
-from knnstore.lm.reading import Encoder, TextReader, identify, load_model, sample_keys
+from knnstore.lm.reading import Encoder, TextReader, identify, loaded, name_of, sample_keys
 from knnstore.lm.settings import KNNSettings, default_settings, settings_for, usable_settings_for
 from knnstore.progress import Progress
 from knnstore.store import KNNStore, Mode
@@ -19,8 +20,9 @@ from knnstore.store import KNNStore, Mode
 
 def create(
     home: str | os.PathLike[str],
-    model: str,
+    model: str | PreTrainedModel,
     *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     store: str = "cells",
     location: str | None = None,
     params: Mapping[str, Any] | None = None,
@@ -36,12 +38,14 @@ def create(
     device: str | None = None,
     dtype: str | torch.dtype | None = None,
     progress: Progress | None = None,
+    **options: Any,
 ) -> KNNLMForCausalLM:
     """Make an empty store for a model and open both, the store for writing.
 
     Args:
         home: the folder that the store is known by; new or empty.
-        model: folder or hub id of a causal language model.
+        model: folder or hub id of a causal language model, or one that was loaded.
+        tokenizer: the model's; default is that of its folder or hub id.
         store: the adapter that holds the keys.
         location: where it keeps them: a URL or a folder; default ``HOME/keys``.
         params: the adapter's own parameters.
@@ -58,6 +62,8 @@ def create(
         device: where the model runs; default is the GPU if there is one, else the CPU.
         dtype: of its weights; see `load_model`.
         progress: is told of the sample's keys.
+        **options: passed on to ``AutoModelForCausalLM.from_pretrained`` (revision, device_map,
+            quantization_config, ...). The store remembers none: give `load` the same.
 
     Raises:
         StoreExistsError: there is a store already.
@@ -67,11 +73,10 @@ def create(
     joining = Joining.of(states, discounts)
     if (dim is None) != (sample is None) and (sample is None or states == 1):
         raise ConfigError("dim and sample belong together: the keys are projected as fits those of a sample")
-    base, tokenizer = load_model(model, device=device, dtype=dtype)
-    name = os.path.abspath(model) if os.path.isdir(model) else model
+    base, tokenizer = loaded(model, tokenizer, device=device, dtype=dtype, **options)
     identity = identify(
         base, tokenizer,
-        name=name, key=key, joining=joining, metric=metric, max_length=max_length, stride=stride,
+        name=name_of(model), key=key, joining=joining, metric=metric, max_length=max_length, stride=stride,
     )  # fmt: skip
     projection = None
     if sample is not None:
@@ -94,8 +99,11 @@ def load(
     *,
     params: Mapping[str, Any] | None = None,
     knn: KNNSettings | None = None,
+    model: str | PreTrainedModel | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     device: str | None = None,
     dtype: str | torch.dtype | None = None,
+    **options: Any,
 ) -> KNNLMForCausalLM:
     """Open a store and load the model that it was made for.
 
@@ -104,8 +112,12 @@ def load(
         mode: ``"r"`` to read, beside a writer; ``"a"`` to read and write.
         params: parameters of the adapter in place of the store's own; for reading only.
         knn: settings in place of those that are saved.
+        model: where it is now, or the model itself, e.g. quantized, spread over devices, with adapters of
+            PEFT; default is where it was when the store was made.
+        tokenizer: the model's; default is that of its folder or hub id.
         device: where the model runs; default is the GPU if there is one, else the CPU.
         dtype: of its weights; see `load_model`.
+        **options: passed on to ``AutoModelForCausalLM.from_pretrained``, as in `create`.
 
     Raises:
         StoreNotFoundError: there is no store.
@@ -116,7 +128,8 @@ def load(
     """
     opened = KNNStore.open(home, mode, params=params)
     try:
-        base, tokenizer = load_model(opened.identity.model, device=device, dtype=dtype)
+        place = opened.identity.model if model is None else model
+        base, tokenizer = loaded(place, tokenizer, device=device, dtype=dtype, **options)
         if knn is None and mode == "r":
             knn = settings_for(opened)
         elif knn is None:

@@ -1,6 +1,7 @@
 """Writing text with a model and its store."""
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol, overload
 
 import torch
 from transformers import set_seed
@@ -16,31 +17,60 @@ class Generates(KNNModel, Protocol):
         """Write tokens as `GenerationMixin.generate` does."""
 
 
+@overload
+def generate_text(
+    lm: Generates, prompt: str, max_new_tokens: int = ..., *, knn: KNNSettings | None = ..., **options: Any
+) -> str: ...
+
+
+@overload
 def generate_text(
     lm: Generates,
-    prompt: str,
+    prompt: Sequence[str],
+    max_new_tokens: int = ...,
     *,
+    knn: KNNSettings | None = ...,
+    **options: Any,
+) -> list[str]: ...
+
+
+def generate_text(
+    lm: Generates,
+    prompt: str | Sequence[str],
     max_new_tokens: int = 64,
+    *,
     knn: KNNSettings | None = None,
     seed: int | None = None,
     **options: Any,
-) -> str:
-    """Continue a text.
+) -> str | list[str]:
+    """Continue a text, or several, one after another.
 
     Args:
         lm: the model.
-        prompt: the text.
+        prompt: the text, or a list of texts.
         max_new_tokens: at most so many tokens.
         knn: settings of this call; default ``lm.knn``.
         seed: makes sampling repeatable.
         **options: passed on to `generate` (do_sample, temperature, top_p, num_beams, streamer, ...).
 
     Returns:
-        The continuation alone.
+        The continuation alone; of a list of texts a list.
 
     Raises:
         InputError: prompt and continuation exceed the model's window.
     """
+    if seed is not None:
+        set_seed(seed)
+    if isinstance(prompt, str):
+        return _continued(lm, prompt, max_new_tokens, knn, options)
+    return [_continued(lm, one, max_new_tokens, knn, dict(options)) for one in prompt]
+
+
+def _continued(
+    lm: Generates, prompt: str, max_new_tokens: int, knn: KNNSettings | None, options: dict[str, Any]
+) -> str:
+    if not isinstance(prompt, str):
+        raise InputError(f"a prompt is a string, not {type(prompt).__name__}")
     reader = lm.reader
     tokenizer, window = reader.tokenizer, reader.max_length
     ids = [*([] if reader.prefix is None else [reader.prefix]), *reader.tokens(prompt).tolist()]
@@ -51,8 +81,6 @@ def generate_text(
         )
     if not ids:
         raise InputError("the prompt is empty, and the tokenizer has no token to begin with")
-    if seed is not None:
-        set_seed(seed)
     inputs = torch.tensor([ids], device=reader.encoder.model.device)
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
         options.setdefault("pad_token_id", tokenizer.eos_token_id)

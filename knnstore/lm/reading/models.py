@@ -1,5 +1,6 @@
 """Loading a model and its tokenizer, and telling whether they are the ones a store was made with."""
 
+import os
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +68,56 @@ def load_model(
     except (OSError, ValueError, RuntimeError, AssertionError, ImportError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"the model {name!r} cannot be loaded on {place}: {reason}") from error
+
+
+def loaded(
+    model: str | PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    device: str | None = None,
+    dtype: str | torch.dtype | None = None,
+    **options: Any,
+) -> Loaded:
+    """A model by its name, see `load_model`, or one that was loaded, with its tokenizer.
+
+    Args:
+        model: a folder, a hub id, or a causal language model, e.g. quantized, spread over devices or with
+            adapters of PEFT; it is set to evaluation mode.
+        tokenizer: default is that of the model's folder or hub id.
+        device: of a model by its name.
+        dtype: likewise.
+        **options: likewise.
+
+    Raises:
+        ConfigError: a model that was loaded is given with what only loading can follow; or as `load_model`.
+    """
+    if isinstance(model, str | os.PathLike):
+        found = load_model(os.fspath(model), device=device, dtype=dtype, **options)
+        return found if tokenizer is None else found._replace(tokenizer=tokenizer)
+    asked = {"device": device, "dtype": dtype, **options}
+    given = [name for name, value in asked.items() if value is not None]
+    if given:
+        raise ConfigError(f"the model is loaded already: load it with {given[0]}, or give its name")
+    adapted: Any = model
+    if hasattr(adapted, "get_base_model"):  # PEFT's wrapper; its adapters are inside the model
+        if adapted.active_peft_config.is_prompt_learning:
+            raise ConfigError("prompts that were learned are no part of the model: knnstore cannot use them")
+        model = adapted.get_base_model()
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"a model is a name or a transformers model, not {type(model).__name__}")
+    if tokenizer is None:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name_of(model), trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise ConfigError("the model's folder has no tokenizer: give it as tokenizer=...") from error
+    model.eval()  # type: ignore[no-untyped-call]
+    return Loaded(model, tokenizer)
+
+
+def name_of(model: str | PreTrainedModel) -> str:
+    """The folder, as an absolute path, or the hub id to load a model from again; else empty."""
+    name = os.fspath(model) if isinstance(model, str | os.PathLike) else str(model.config.name_or_path or "")
+    return os.path.abspath(name) if name and os.path.isdir(name) else name
 
 
 def _check_present(device: torch.device) -> None:

@@ -17,7 +17,7 @@ from knnstore.lm.retrieval import mixture_of, visits_cells
 from knnstore.lm.scoring.held_out import HeldOut, score_held_out
 from knnstore.lm.scoring.slices import Slice, TokenLosses, perplexity
 from knnstore.lm.scoring.token_table import TokenTable
-from knnstore.lm.settings import KNNSettings, ReadingModel, Substitute
+from knnstore.lm.settings import KNNSettings, ReadingModel, Substitute, completed
 from knnstore.lm.substitute import Heads
 from knnstore.progress import Progress
 
@@ -101,7 +101,7 @@ def evaluate(
         InputError: there is not one token to predict.
         ConfigError: a substitute was trained on a document that is to be left out.
     """
-    settings, store, reader = knn or lm.knn, lm.store, lm.reader
+    settings, store, reader = completed(lm.store, knn or lm.knn), lm.store, lm.reader
     listed, stored = HeldOut.of(store, reader, documents, settings.selection)
     if leave_out and stored and (substitute or settings.substitute):
         raise ConfigError(

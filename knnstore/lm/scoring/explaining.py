@@ -11,7 +11,7 @@ from knnstore.datastore import record_ids
 from knnstore.lm.reading import TextReader
 from knnstore.lm.retrieval import ReadNGrams, mixture_of
 from knnstore.lm.scoring.held_out import score_texts
-from knnstore.lm.settings import KNNSettings, ReadingModel
+from knnstore.lm.settings import KNNSettings, ReadingModel, completed
 from knnstore.lm.substitute import Heads
 from knnstore.store import Provenance, Reader
 
@@ -97,7 +97,7 @@ def explain_tokens(
     start: int = 0,
 ) -> list[TokenExplanation]:
     """Do what `explain` does for a text given by its tokens, shape (n,), from one of them on."""
-    settings, store, reader = knn or lm.knn, lm.store, lm.reader
+    settings, store, reader = completed(lm.store, knn or lm.knn), lm.store, lm.reader
     explained: dict[int, TokenExplanation] = {}
     heads = Heads(store, reader.encoder.model.device)
     ngrams = ReadNGrams.of(store, [tokens], settings)

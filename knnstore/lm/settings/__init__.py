@@ -1,5 +1,6 @@
 """What a query is made with: values, and how they are saved."""
 
+from knnstore.lm.settings.completing import Completing, completed
 from knnstore.lm.settings.defaults import (
     DEFAULT_PROBES,
     default_settings,
@@ -26,8 +27,9 @@ from knnstore.lm.settings.saved import (
 )
 
 __all__ = [
-    "DEFAULT_PROBES", "CacheSettings", "CalibrationRecord", "KNNModel", "KNNSettings", "NGramSettings",
-    "PointerSettings", "ReadingModel", "ReadingParts", "Substitute", "TrainedSubstitute", "default_settings",
+    "DEFAULT_PROBES", "CacheSettings", "CalibrationRecord", "Completing", "KNNModel", "KNNSettings",
+    "NGramSettings", "PointerSettings", "ReadingModel", "ReadingParts", "Substitute", "TrainedSubstitute",
+    "completed", "default_settings",
     "is_substitute_outdated", "overridden", "own_settings_for", "records_of", "save_settings", "saved_for",
     "settings_for", "settings_from_dict", "settings_to_dict", "trained_for", "usable_settings_for",
     "weights_for", "weights_of",

@@ -1,6 +1,7 @@
 """The settings in force: those saved for a selection, else those of the store, else derived from its keys."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -64,17 +65,22 @@ def settings_for(store: Reader, selection: Selection = EVERYTHING) -> KNNSetting
     if saved is None:
         return replace(default_settings(store), selection=selection)
     try:
-        settings = settings_from_dict(saved.query, weights_for(store))
+        settings = _whole(saved.query, store)
     except CorruptWeightsError:  # or they were replaced between the two
         again = saved_for(store, selection)
         if again is None or again.query == saved.query:
             raise
-        settings = settings_from_dict(again.query, weights_for(store))
+        settings = _whole(again.query, store)
     substitute = settings.substitute
     if substitute and (not substitute.traces.are_within(selection) or substitute.is_outdated(store)):
         alone = replace(settings, substitute=None)
         settings = default_settings(store) if alone.is_model_alone else alone
     return replace(settings, selection=selection)
+
+
+def _whole(values: Mapping[str, Any], store: Reader) -> KNNSettings:
+    """Saved settings; what they do not name, an earlier version did not have."""
+    return replace(settings_from_dict(values, weights_for(store)), unset=frozenset())
 
 
 def own_settings_for(store: Reader, selection: Selection) -> KNNSettings:

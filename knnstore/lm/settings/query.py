@@ -1,7 +1,9 @@
 """The settings of a query, values only: how many neighbors, how far they count, how much λ is."""
 
 import math
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, fields
+from enum import Enum
+from typing import Any
 
 from knnstore.errors import ConfigError
 from knnstore.lm.mixing import FixedLambda, JointGate, Mixer, RelativeConfidence, Skipping
@@ -14,55 +16,83 @@ from knnstore.lm.settings.parts import (
 )
 from knnstore.store import EVERYTHING, Selection
 
-_KHANDELWAL = FixedLambda(0.25)
+
+class _Unset(Enum):
+    UNSET = "unset"
 
 
-@dataclass(frozen=True, slots=True)
+_UNSET: Any = _Unset.UNSET
+_DEFAULTS: dict[str, Any] = {
+    "k": 1024, "temperature": 1.0, "mixer": FixedLambda(0.25), "cache": None, "ngrams": None, "gate": None,
+    "skip": None, "pointers": None, "substitute": None, "probes": None,
+}  # fmt: skip
+"""What stands for an unset field until it is known of which store: the values of Khandelwal et al. 2020."""
+_WITH_MIXER = frozenset({"cache", "ngrams", "gate", "skip", "pointers", "substitute"})
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class KNNSettings:
-    """How a language model uses a store. The defaults are those of Khandelwal et al. 2020.
+    """How a language model uses a store.
+
+    What is not given is `unset`, and means what the store has for the selection: whoever predicts asks
+    `completed`. A mixer or λ that is given is the only one in force: cache, n-grams, gate, skipping, pointers
+    and substitute are none unless they are given too. A cache or n-grams that are given go without a gate. A
+    `k` that is given searches for the k nearest, in a store that has cells too. `dataclasses.replace` leaves
+    unset what is.
 
     Raises:
         ConfigError: a value is out of range.
     """
 
-    k: int = 1024
+    k: int = _UNSET
     """Neighbors of each query, >= 1."""
 
-    temperature: float = 1.0
+    temperature: float = _UNSET
     """T > 0, in the unit of the distances; larger gives far neighbors more weight."""
 
-    mixer: Mixer = _KHANDELWAL
+    mixer: Mixer = _UNSET
     """Chooses λ for each query; some scale T as well."""
 
     selection: Selection = EVERYTHING
     """Which documents are retrieved from."""
 
-    cache: CacheSettings | None = None
+    cache: CacheSettings | None = _UNSET
     """How far the text itself counts that is being read; None is not at all."""
 
-    ngrams: NGramSettings | None = None
+    ngrams: NGramSettings | None = _UNSET
     """How much the n-grams of the selected documents count; None is not at all."""
 
-    gate: JointGate | None = None
+    gate: JointGate | None = _UNSET
     """Chooses the weights of all components for each token, in place of their own; None is each its own."""
 
-    skip: Skipping | None = None
+    skip: Skipping | None = _UNSET
     """For which queries no search is made; None searches for all."""
 
-    pointers: PointerSettings | None = None
+    pointers: PointerSettings | None = _UNSET
     """When what was retrieved for the token before takes the place of a search; None is never."""
 
-    substitute: Substitute | None = None
+    substitute: Substitute | None = _UNSET
     """A trained substitute, mixed with the model before the store is; alone with ``lam=0``."""
 
-    probes: int | None = None
+    probes: int | None = _UNSET
     """Cells that each query visits, >= 1, in a store that has cells: all their records count, and `k` does
     not. None searches for the k nearest there too."""
 
     lam: InitVar[float | None] = None
     """Short for ``mixer=FixedLambda(lam)``; not kept as an attribute."""
 
+    unset: frozenset[str] = frozenset()
+    """Names of the fields that mean what the store has."""
+
     def __post_init__(self, lam: float | None) -> None:
+        unset = {name for name in self.unset if getattr(self, name) == _DEFAULTS[name]}
+        for name, value in _DEFAULTS.items():
+            if getattr(self, name) is _UNSET:
+                unset.add(name)
+                object.__setattr__(self, name, value)
+        if lam is not None:
+            object.__setattr__(self, "mixer", FixedLambda(lam))
+            unset.discard("mixer")
         if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
             raise ConfigError(f"k must be an integer of at least 1, got {self.k!r}")
         if self.probes is not None and not (type(self.probes) is int and self.probes >= 1):
@@ -77,8 +107,6 @@ class KNNSettings:
                 "the selection leaves out documents that the substitute was trained on: train one on the "
                 "domains selected, or use none"
             )
-        if lam is not None:
-            object.__setattr__(self, "mixer", FixedLambda(lam))
         if self.probes is not None and isinstance(self.mixer, RelativeConfidence):
             raise ConfigError(
                 f"the mixer {self.mixer.name!r} goes by the farthest of the k nearest and does not go with "
@@ -95,6 +123,32 @@ class KNNSettings:
                 f"pointers do not go with the mixer {self.mixer.name!r}, which makes searches of its own: "
                 "choose another"
             )
+        object.__setattr__(self, "unset", frozenset(self._still(unset)))
+
+    def _still(self, unset: set[str]) -> set[str]:
+        """Which fields are left unset by what was given."""
+        if "mixer" not in unset:
+            unset -= _WITH_MIXER
+            if isinstance(self.mixer, RelativeConfidence):
+                unset -= {"probes"}
+            if not self.retrieves:
+                return set()
+        if not {"cache", "ngrams"} <= unset:  # the weights that were given are to count
+            unset -= {"gate"}
+        if "k" not in unset:
+            unset -= {"probes"}
+        elif "probes" not in unset and self.probes is not None:
+            unset -= {"k"}
+        return unset
+
+    def __repr__(self) -> str:
+        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "unset"}
+        unlike = [
+            f"{name}={value!r}"
+            for name, value in given.items()
+            if name not in self.unset and value is not None and (name != "selection" or value != EVERYTHING)
+        ]
+        return f"KNNSettings({', '.join(unlike)})"
 
     @property
     def needs_nearest_only(self) -> bool:

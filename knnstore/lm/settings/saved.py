@@ -43,12 +43,16 @@ def settings_to_dict(settings: KNNSettings) -> dict[str, Any]:
         raise ConfigError(
             f"settings with the mixer {mixer.name!r} cannot be saved: call knnstore.lm.register_mixer first"
         )
-    values = _values(settings)
-    return {**values, "mixer": {"name": mixer.name, **values["mixer"]}}
+    values = {
+        name: value for name, value in _values(settings).items() if name not in (*settings.unset, "unset")
+    }
+    if "mixer" in values:
+        values["mixer"] = {"name": mixer.name, **values["mixer"]}
+    return values
 
 
 def settings_from_dict(values: Mapping[str, Any], load: LoadWeights | None = None) -> KNNSettings:
-    """Make settings from what `settings_to_dict` returned; what is absent has its default.
+    """Make settings from what `settings_to_dict` returned; what is absent is unset.
 
     ``lambda`` is short for a fixed mixer.
 
@@ -69,7 +73,7 @@ def settings_from_dict(values: Mapping[str, Any], load: LoadWeights | None = Non
         "pointers": lambda part: part and _made(PointerSettings, part),
         "substitute": lambda part: part and substitute_of(part),
     }
-    known = [*(field.name for field in fields(KNNSettings)), "lambda"]
+    known = [*(field.name for field in fields(KNNSettings) if field.name != "unset"), "lambda"]
     unknown = sorted(set(values) - set(known))
     if unknown:
         raise ConfigError(f"unknown setting {unknown[0]!r}; known: {', '.join(known)}")

@@ -31,13 +31,16 @@ _NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
 _METADATA = "knnstore"  # one entry, since the order of several would not be the same each time
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Weights:
     """Tensors, and what is to be known about them."""
 
     tensors: Mapping[str, NDArray[Any]]
     metadata: Mapping[str, Any]
     """JSON values, e.g. the fingerprint of the model that they were fitted for."""
+
+    def __repr__(self) -> str:
+        return f"Weights({', '.join(f'{name} {tensor.shape}' for name, tensor in self.tensors.items())})"
 
     def encode(self) -> bytes:
         """The content of their file; the same weights give the same bytes."""

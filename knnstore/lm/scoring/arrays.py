@@ -1,0 +1,111 @@
+"""What retrieval finds for a text, as arrays: keys, neighbors, p_kNN."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from knnstore.datastore import Keys
+from knnstore.lm.retrieval import mixture_of
+from knnstore.lm.scoring.held_out import score_texts
+from knnstore.lm.scoring.scores import TokenScores
+from knnstore.lm.settings import KNNSettings, ReadingModel, completed
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class TextNeighbors:
+    """The records that were retrieved for the n tokens of a text, nearest first.
+
+    A text's first token is predicted only where the model's tokenizer has a token to begin with.
+    """
+
+    positions: NDArray[np.int64]
+    """Of each token in the text, shape (n,), ascending."""
+    tokens: NDArray[np.int64]
+    """The text's own, shape (n,)."""
+    ids: NDArray[np.int64]
+    """Record ids, shape (n, m), -1 where fewer were found; `lm.store.provenance` says where they are from."""
+    retrieved: NDArray[np.int64]
+    """The token that each record predicts, shape (n, m), -1 where there is none."""
+    distances: NDArray[np.float32]
+    """Squared for l2, negated inner products for ip, shape (n, m), +inf where there is none."""
+    weights: NDArray[np.float32]
+    """What each has of p_kNN, shape (n, m); they sum to 1 where something was found."""
+
+    def __repr__(self) -> str:
+        return f"TextNeighbors({len(self.tokens)} tokens, up to {self.ids.shape[1]} neighbors)"
+
+
+def keys(lm: ReadingModel, text: str) -> Keys:
+    """The key from which each token of a text is predicted.
+
+    Returns:
+        Float32, shape (n, dim), in the order of the text: what a search among the store's records asks with.
+    """
+    reader = lm.reader
+    tokens = reader.tokens(text)
+    first = 0 if reader.prefix is not None else 1
+    found = np.zeros((max(0, len(tokens) - first), lm.store.identity.dim), np.float32)
+    for batch in reader.batches([tokens]):
+        found[batch.positions - first] = reader.encoder.encode(batch.input_ids, batch.at).keys.cpu().numpy()
+    return found
+
+
+def neighbors(lm: ReadingModel, text: str, knn: KNNSettings | None = None) -> TextNeighbors:
+    """The records that are retrieved for each token of a text, without continuous cache and n-grams.
+
+    Args:
+        lm: the model.
+        text: the text.
+        knn: settings of this call; default ``lm.knn``. With `probes` the records are all those of the cells
+            that are visited.
+    """
+    settings, tokens = store_alone(lm, knn), lm.reader.tokens(text)
+    parts = list(score_texts(lm.store, lm.reader, [tokens], settings, apart=True))
+    count = sum(len(part.gold) for part in parts)
+    shape, first = (count, max((part.ids.shape[1] for part in parts), default=0)), len(tokens) - count
+    found = TextNeighbors(
+        np.arange(first, len(tokens)),
+        tokens[first:].astype(np.int64),
+        np.full(shape, -1),
+        np.full(shape, -1),
+        np.full(shape, np.inf, np.float32),
+        np.zeros(shape, np.float32),
+    )
+    for part in parts:
+        ids, retrieved, distances, weights = weighed(part, settings)
+        at = (part.positions - first)[:, None], np.arange(ids.shape[1])
+        found.ids[at], found.retrieved[at] = ids, retrieved
+        found.distances[at], found.weights[at] = distances, weights
+    return found
+
+
+def p_knn(lm: ReadingModel, text: str, knn: KNNSettings | None = None) -> NDArray[np.float32]:
+    """What the store alone predicts for each token of a text; the arguments are those of `neighbors`.
+
+    Returns:
+        Float32, shape (n, vocabulary); rows sum to 1, or are 0 where nothing was found.
+    """
+    found = neighbors(lm, text, knn)
+    probs = np.zeros((len(found.tokens), lm.store.identity.vocab_size), np.float32)
+    rows, columns = np.nonzero(found.ids >= 0)
+    np.add.at(probs, (rows, found.retrieved[rows, columns]), found.weights[rows, columns])
+    return probs
+
+
+def store_alone(lm: ReadingModel, knn: KNNSettings | None) -> KNNSettings:
+    """Settings without what else is mixed in than the store."""
+    settings = completed(lm.store, knn or lm.knn)
+    return replace(settings, cache=None, ngrams=None, gate=None, substitute=None, unset=frozenset())
+
+
+def weighed(
+    scores: TokenScores, settings: KNNSettings
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:
+    """Record ids, their tokens, distances and weights of some tokens, each of shape (n, m), nearest first."""
+    distances = scores.distances.numpy()
+    weights = mixture_of(settings, scores.retrieved()).weights_in(0).numpy()
+    order = np.argsort(distances, axis=1, kind="stable")
+    columns = scores.ids, scores.tokens.numpy(), distances, weights
+    ids, *others = (np.take_along_axis(column, order, 1) for column in columns)
+    return ids, np.where(ids >= 0, others[0], -1), others[1], np.where(ids >= 0, others[2], 0)
