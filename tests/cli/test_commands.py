@@ -105,6 +105,16 @@ def test_eval_warns_of_stored_documents_and_can_leave_them_out(knnstore, store):
     assert without.json["knn_ppl"] > 2 * inside.json["knn_ppl"]
 
 
+def test_eval_audits_its_figures(knnstore, store):
+    sound = knnstore("eval held-out.jsonl --audit --json")
+    assert (sound.status, sound.json["audit"]["passed"]) == (0, True)
+    assert sound.err.count("passed: ") == len(sound.json["audit"]["checks"]) == 5
+    stored = knnstore("eval news.jsonl --audit")
+    assert stored.status == 1
+    assert "FAILED: no evaluated text in the store" in stored.err
+    assert stored.err.endswith("error: the audit found what makes these figures doubtful, see above\n")
+
+
 def test_eval_tells_what_more_text_would_bring(knnstore, store):
     whole = knnstore("eval held-out.jsonl --json").json
     points = knnstore("eval held-out.jsonl --size-curve --json").json

@@ -13,7 +13,7 @@ from knnstore.cli.output import Bar, json_lines, note, plain, print_result, prin
 from knnstore.cli.output import table as table_of
 from knnstore.cli.query import Query, SelectionOptions
 from knnstore.documents import is_among
-from knnstore.errors import ConfigError
+from knnstore.errors import ConfigError, KnnstoreError
 
 if TYPE_CHECKING:
     from knnstore import KNNStore, Selection
@@ -49,6 +49,15 @@ def evaluate(
             "model: what more text would bring.",
         ),
     ] = False,
+    audited: Annotated[
+        bool,
+        typer.Option(
+            "--audit",
+            help="Also check the figures on a sample: that the mixture sums to 1 and is what was scored, "
+            "that no token saw itself or a later one, that no text is in the store, that both were scored on "
+            "the same tokens. Exit status 1 if a check fails.",
+        ),
+    ] = False,
     params: Annotated[
         list[str] | None,
         typer.Option(
@@ -77,6 +86,7 @@ def evaluate(
       knnstore eval held-out.jsonl --ngrams 7 --ngram-lambda 0.5
       knnstore eval held-out.jsonl --pointers 8 --clusters 1000
       knnstore eval held-out.jsonl --size-curve
+      knnstore eval held-out.jsonl --audit
       knnstore eval held-out.jsonl --domain news --k 64 --temperature 20 --lambda 0.5 --json
     """
     from knnstore.lm import TokenTable, replacing
@@ -85,8 +95,8 @@ def evaluate(
         raise ConfigError(
             f"--per-token would replace {per_token}, which is to be evaluated: name another file"
         )
-    if size_curve and (leave_out or substitute or per_token is not None):
-        raise ConfigError("--size-curve goes with none of --leave-out, --substitute and --per-token")
+    if size_curve and (leave_out or substitute or audited or per_token is not None):
+        raise ConfigError("--size-curve goes with none of --leave-out, --substitute, --audit and --per-token")
     table = None if per_token is None else TokenTable()
     with Bar() as bar, ExitStack() as opened:
         # Opened first: that it cannot be written is to be known before the work.
@@ -94,13 +104,14 @@ def evaluate(
         lm = opened.enter_context(runtime.open_model("r", params=read_params(params)))
         selection = selected.selection()
         settings = query.settings(lm.store, selection)
+        texts = list(documents.read(bar)) if audited else documents.read(bar)
         if size_curve:
-            curve = lm.measure_size_curve(documents.read(bar), settings, progress=bar)
+            curve = lm.measure_size_curve(texts, settings, progress=bar)
             points = [plain(one) for one in curve]
             print_result(points, table_of(points, ["documents", "records", "ppl"]), as_json=as_json)
             return
         found = lm.evaluate(
-            documents.read(bar),
+            texts,
             knn=settings,
             substitute=trained_substitute(lm.store, selection) if substitute else None,
             leave_out=leave_out,
@@ -109,13 +120,21 @@ def evaluate(
         )
         if file is not None and table is not None and per_token is not None and lm.tokenizer is not None:
             table.write(file, lm.tokenizer, as_json=per_token.suffix == ".jsonl")
+        report = lm.audit(texts, settings) if audited else None
     if found.stored and not leave_out:
         note(
             f"warning: {len(found.stored):,} of these documents are among those retrieved from, "
             f"{found.stored[0]!r} for one: what they should predict is looked up; --leave-out prevents it"
         )
     result = {**plain(found), "skipped": documents.skipped}
+    if report is not None:
+        result["audit"] = {"passed": report.passed, **plain(report)}
     print_result(result, json_lines(result), as_json=as_json)
+    if report is not None:
+        for check in report.checks:
+            note(f"{'passed' if check.passed else 'FAILED'}: {check.name} ({check.found})")
+        if not report.passed:
+            raise KnnstoreError("the audit found what makes these figures doubtful, see above")
 
 
 def trained_substitute(store: "KNNStore", selection: "Selection") -> "Substitute":

@@ -40,8 +40,7 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
         base: the causal language model.
         store: where to retrieve from; keys are taken at the place that its identity names.
         knn: the settings of calls that give none; default are those that the store has.
-        tokenizer: the model's tokenizer, which only `add`, `evaluate`, `explain` and
-            `generate_text` and n-grams need.
+        tokenizer: the model's tokenizer, which only methods that take texts, and n-grams, need.
 
     Raises:
         FingerprintMismatchError: model or tokenizer are not those that the store was made with.
@@ -62,6 +61,7 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
 
     # Each is documented, and tested, as the function that it is.
     add = add
+    audit = scoring.audit
     calibrate = calibrate
     evaluate = scoring.evaluate
     explain = scoring.explain

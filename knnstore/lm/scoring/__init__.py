@@ -1,6 +1,7 @@
 """Scoring held-out text: perplexity, a row for each token, and why each is likely."""
 
 from knnstore.lm.scoring.arrays import TextNeighbors, keys, neighbors, p_knn
+from knnstore.lm.scoring.auditing import Audit, Check, audit
 from knnstore.lm.scoring.evaluating import Evaluation, evaluate
 from knnstore.lm.scoring.explaining import Source, TokenExplanation, explain, explain_tokens
 from knnstore.lm.scoring.exporting import export
@@ -11,8 +12,8 @@ from knnstore.lm.scoring.size_curve import SizePoint, measure_size_curve
 from knnstore.lm.scoring.token_table import TokenTable, replacing
 
 __all__ = [
-    "FEWEST", "Evaluation", "HeldOut", "Interval", "PruningCost", "SizePoint", "Source", "TextNeighbors",
-    "TokenExplanation", "TokenTable", "blocks_of", "evaluate", "explain", "explain_tokens", "export",
-    "interval_of", "keys", "measure_size_curve", "neighbors", "p_knn", "prune", "replacing",
-    "score_held_out",
+    "FEWEST", "Audit", "Check", "Evaluation", "HeldOut", "Interval", "PruningCost", "SizePoint", "Source",
+    "TextNeighbors", "TokenExplanation", "TokenTable", "audit", "blocks_of", "evaluate", "explain",
+    "explain_tokens", "export", "interval_of", "keys", "measure_size_curve", "neighbors", "p_knn", "prune",
+    "replacing", "score_held_out",
 ]  # fmt: skip
