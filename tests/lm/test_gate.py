@@ -228,6 +228,7 @@ def test_calibration_tries_the_gate_and_saves_what_is_to_be_skipped(lm) -> None:
     assert found.settings.skip is not None
     names = {candidate.name for candidate in found.comparison.candidates}
     assert names >= {"gate", "gate over all"}
+    assert all(candidate.settings.ngrams is None for candidate in found.comparison.candidates)
     assert (found.settings.gate is not None) == (found.comparison.best.name == "gate over all")
     with pytest.raises(ConfigError, match="above 0 and below 1"):
         lm.calibrate(held_out, skip=1.0)

@@ -168,7 +168,8 @@ def test_a_gate_finds_which_component_is_right(scored) -> None:
 def test_it_is_fitted_on_the_tokens_it_is_given_alone(scored) -> None:
     (evidence,) = gather_evidence(scored, [K])
     half = evidence.only(scored.documents % 2 == 0)
-    one = fit_together(half, scored, gather_cache_evidence(scored.reading), fit_fixed)
+    cache = gather_cache_evidence(scored.reading)
+    one = fit_together(half, scored, scored.ngrams, cache, fit_fixed)
     assert one.gate is not None
     other = ~torch.isin(torch.arange(len(scored)), half.tokens)
     changed = replace(
@@ -177,7 +178,7 @@ def test_it_is_fitted_on_the_tokens_it_is_given_alone(scored) -> None:
         lm_entropy=scored.lm_entropy.where(~other, 7.0),
         ngrams=scored.ngrams._replace(probs=scored.ngrams.probs.where(~other, 1e-6)),
     )
-    assert fit_together(half, changed, gather_cache_evidence(scored.reading), fit_fixed) == one
+    assert fit_together(half, changed, changed.ngrams, cache, fit_fixed) == one
 
 
 def test_saved_and_loaded_it_weighs_the_same_and_goes_with_its_text(lm, scored, gated) -> None:

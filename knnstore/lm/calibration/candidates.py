@@ -141,7 +141,7 @@ def compare(
         candidates += trial.with_ngrams(candidates, evidence, again)
     candidates += trial.with_cache(candidates)
     if networks:
-        candidates += trial.with_gate(candidates, evidence, fit_fixed)
+        candidates += trial.with_gate(candidates, evidence, fit_fixed, ngrams=ngrams)
     before = None
     if current is not None:
         kept, mix = _as_judged(current, scored, wide, domains)

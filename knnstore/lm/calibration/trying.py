@@ -146,14 +146,15 @@ class Trial:
         return self._on_top(candidates, "cache", partial(fit_cache, cache), cache.mix, put)
 
     def with_gate(
-        self, candidates: Sequence[Candidate], evidence: Sequence[Evidence], fit: Fit
+        self, candidates: Sequence[Candidate], evidence: Sequence[Evidence], fit: Fit, *, ngrams: bool
     ) -> list[Candidate]:
-        """One gate over all components, those from the store found by the best of what `fit` has made."""
+        """One gate over all components, with k or probes as of the best that `fit` has made."""
         if self._scored.reading is None:
             return []
         _, at_its_k = self._best_fitted_by({"fixed": fit}, candidates, evidence)
         cache = gather_cache_evidence(self._scored.reading)
-        together = partial(fit_together, scored=self._scored, cache=cache, fit=fit)
+        said = self._scored.ngrams if ngrams else None
+        together = partial(fit_together, scored=self._scored, said=said, cache=cache, fit=fit)
         return [self.fitted("gate over all", together, at_its_k)]
 
     def _on_top(

@@ -9,7 +9,7 @@ from torch import Tensor
 from knnstore.lm.calibration.evidence import Evidence
 from knnstore.lm.calibration.fits.cache import CacheEvidence, fit_cache
 from knnstore.lm.calibration.fits.ngrams import fit_with_ngrams
-from knnstore.lm.calibration.scored_text import ScoredText
+from knnstore.lm.calibration.scored_text import ScoredNGrams, ScoredText
 from knnstore.lm.mixing import LEAST_PROBABILITY, JointGate, fit_network, known, shares_of
 from knnstore.lm.retrieval import experts_of, factors_in_use
 from knnstore.lm.settings import KNNSettings
@@ -21,12 +21,12 @@ _ROUNDS = 50  # of expectation maximization, for where the network begins
 def fit_together(
     evidence: Evidence,
     scored: ScoredText,
+    said: ScoredNGrams | None,
     cache: CacheEvidence,
     fit: Callable[[Evidence], KNNSettings],
 ) -> KNNSettings:
     """Fit every component by `fit` and by itself, in turn, and then one gate over all of them."""
     at = evidence.tokens
-    said = scored.ngrams
     settings = fit(evidence) if said is None else fit_with_ngrams(evidence, scored, said, fit)
     log_probs, wanted = torch.zeros(len(scored)), torch.zeros(len(scored), dtype=torch.bool)
     log_probs[at], wanted[at] = scored.log_probs(settings, at).log_probs, True
