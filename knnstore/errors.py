@@ -18,6 +18,20 @@ class InputError(KnnstoreError, ValueError):
     """A document or a file given by the user cannot be used."""
 
 
+class UnusableDocumentError(InputError):
+    """A document among others cannot be used.
+
+    Attributes:
+        in_folder: whether its file was found in a folder, not named.
+        id: its id, where that is known.
+    """
+
+    def __init__(self, message: str, *, in_folder: bool = False, id: str | None = None) -> None:
+        super().__init__(message)
+        self.in_folder = in_folder
+        self.id = id
+
+
 # -- adapters: finding and loading them
 
 

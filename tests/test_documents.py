@@ -1,8 +1,10 @@
 """Reading documents: what is accepted, what is refused, and in which words."""
 
+import csv
 import gzip
 import io
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable
 from datetime import date, datetime
@@ -15,8 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from knnstore.documents import TextDocument, documents_of, read_documents, size_of
-from knnstore.errors import InputError
+from knnstore.documents import Fields, TextDocument, check_paths, documents_of, read_documents, size_of
+from knnstore.errors import InputError, UnusableDocumentError
 
 texts = st.text(min_size=1, max_size=40).filter(str.strip)
 ids = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=20)
@@ -160,11 +162,127 @@ def test_a_folder_stands_for_its_documents(tmp_path: Path) -> None:
     for name in ("b.md", "deep/a.TXT", "deep/photo.jpg", "deep/.hidden/c.txt", ".d.txt"):
         (tmp_path / name).write_text("text")
     found = [document.id for document in read_documents([tmp_path])]
-    assert found == [f"{tmp_path}/b.md", f"{tmp_path}/deep/a.TXT"]
+    assert found == ["b.md", "deep/a.TXT"]
+    assert [document.id for document in read_documents([tmp_path / "deep", tmp_path / "b.md"])] == [
+        "a.TXT",
+        "b.md",
+    ]
+    ignored: list[Path] = []
+    assert len(list(read_documents([tmp_path], on_ignored=ignored.append))) == 2
+    assert ignored == [tmp_path / "deep/photo.jpg"]
     assert refused([tmp_path / "deep" / ".hidden", tmp_path / "deep"]) == []
     (tmp_path / "bare").mkdir()
     (problem,) = refused([tmp_path / "bare"])
     assert problem.startswith(f"{tmp_path}/bare: no document in this folder")
+
+
+def test_what_a_folder_has_of_bad_files_is_told_from_what_was_named(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "empty.txt").touch()
+    (tmp_path / "rows.jsonl").write_text("oops\n")
+    (tmp_path / "gone.md").symlink_to(tmp_path / "nowhere")
+    found: list[UnusableDocumentError] = []
+    assert list(read_documents([tmp_path, tmp_path / "rows.jsonl"], on_bad=found.append)) == []
+    assert [(error.in_folder, error.id) for error in found] == [
+        (True, "deep/empty.txt"),
+        (True, "gone.md"),
+        (True, None),
+        (False, None),
+    ]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every folder")
+def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "closed").mkdir(mode=0)
+    (problem,) = refused([tmp_path])
+    assert problem == f"{tmp_path}/closed: cannot be read: Permission denied"
+
+
+TABLE = [("a", 'First, "quoted"\ntext.', "1"), ("b", "Second\ttext.", ""), ("c", "x" * 200_000, "3")]
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.tsv", "rows.csv.gz"])
+def test_tables_of_text(tmp_path: Path, name: str) -> None:
+    written = io.StringIO(newline="")
+    table = csv.writer(written, delimiter="\t" if "tsv" in name else ",")
+    table.writerows([("key", "body", "page"), *TABLE])
+    data = written.getvalue().encode("utf-8-sig")
+    file = tmp_path / name
+    file.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    assert list(read_documents([file], fields=Fields("body", "key"))) == [
+        TextDocument(id, text, {"page": page}) for id, text, page in TABLE
+    ]
+    (problem,) = refused([file])
+    assert problem.startswith(f"{file}: no 'text'; there is 'key', 'body', 'page': name the field")
+
+
+@pytest.mark.parametrize(
+    ("data", "problems"),
+    [
+        (b"", ["rows.csv: the file is empty"]),
+        (b"text,id\none,a\ntwo\nthree,c\n", ["rows.csv row 3: 1 cells under 2 names of columns"]),
+        (b'text\n"one\n', ["rows.csv line 2: not a table: unexpected end of data"]),
+        (b"text\n\xe9\n", ["rows.csv line 2: not UTF-8: invalid continuation byte"]),
+        (b"text,id\n ,a\n", ["rows.csv row 2: the text is empty"]),
+    ],
+)
+def test_a_table_that_cannot_be_used(tmp_path: Path, data: bytes, problems: list[str]) -> None:
+    (tmp_path / "rows.csv").write_bytes(data)
+    assert refused([tmp_path / "rows.csv"]) == [f"{tmp_path}/{problem}" for problem in problems]
+
+
+def test_parquet(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [
+        {"id": 7, "text": "one", "day": date(2026, 1, 1), "score": float("nan"), "by": ["x"]},
+        {"id": 8, "text": None, "day": None, "score": 1.5, "by": None},
+    ]
+    file = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    problems: list[UnusableDocumentError] = []
+    assert list(read_documents([tmp_path], on_bad=problems.append)) == [
+        TextDocument("7", "one", {"day": "2026-01-01", "score": None, "by": ["x"]})
+    ]
+    assert str(problems[0]).startswith(f"{file} row 2: no 'text'")
+    file.write_bytes(file.read_bytes()[:-9])
+    assert refused([file])[0].startswith(f"{file}: ")
+    assert size_of([tmp_path]) is None
+
+
+def test_data_sets_come_by_name(tmp_path: Path) -> None:
+    """Of folders, in both their forms: the hub itself is not asked."""
+    datasets = pytest.importorskip("datasets")
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "train.jsonl").write_text('{"id": "a", "text": "one", "n": 1}\n')
+    (tmp_path / "files" / "test.jsonl").write_text('{"id": "b", "text": "two", "n": 2}\n')
+    saved = datasets.Dataset.from_list([{"body": "three"}])
+    saved.save_to_disk(tmp_path / "saved")
+    files = f"hf:{tmp_path}/files"
+    assert list(read_documents([files])) == [TextDocument("a", "one", {"n": 1})]
+    assert list(read_documents([f"{files}::test"])) == [TextDocument("b", "two", {"n": 2})]
+    (three,) = read_documents([f"hf:{tmp_path}/saved"], fields=Fields(text="body"))
+    assert three == TextDocument.from_row("three")
+    for name in ("hf:", "hf:a:b:c:d"):
+        assert refused([name])[0].startswith(f"{name}: a data set is hf:NAME")
+    assert refused([f"{files}::none"])[0].startswith(f"{files}::none: the data set cannot be read")
+    assert size_of([files]) is None
+
+
+def test_what_cannot_be_read_is_refused_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"body": "x"}\n')
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "empty.txt").touch()
+    check_paths(["-", tmp_path / "folder", "hf:nowhere/at-all"])
+    check_paths([tmp_path / "rows.jsonl"], Fields(text="body"))
+    for name, problem in (
+        ("rows.jsonl", "row 1: no 'text'; there is 'body'"),
+        ("doc", "no such file or folder"),
+        ("folder/empty.txt", "the file is empty"),
+    ):
+        with pytest.raises(UnusableDocumentError, match=problem):
+            check_paths([tmp_path / name])
 
 
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])

@@ -5,6 +5,7 @@ from sqlalchemy import URL
 from knnstore.catalog.catalog import Catalog
 from knnstore.catalog.conditions import check_condition
 from knnstore.catalog.connection import parse_url, place, shown, sqlite_url, without_password
+from knnstore.catalog.differing import Difference, change_of, other_ids
 from knnstore.catalog.keys import AccessKey, AccessKeys, Right
 from knnstore.catalog.representatives import DROPPED, PrunedDocument, Representatives
 from knnstore.catalog.schema import upgrade_catalog
@@ -21,8 +22,31 @@ from knnstore.catalog.types import (
 from knnstore.catalog.writer import CatalogWriter
 
 __all__ = [
-    "DROPPED", "URL", "AccessKey", "AccessKeys", "Catalog", "CatalogWriter", "Document", "Domain", "Engine",
-    "Identity", "NewDocument", "PlacedDocument", "PrunedDocument", "Representatives", "Right", "Snapshot",
-    "StoredVersion", "check_condition", "parse_url", "place", "shown", "sqlite_url", "upgrade_catalog",
+    "DROPPED",
+    "URL",
+    "AccessKey",
+    "AccessKeys",
+    "Catalog",
+    "CatalogWriter",
+    "Difference",
+    "Document",
+    "Domain",
+    "Engine",
+    "Identity",
+    "NewDocument",
+    "PlacedDocument",
+    "PrunedDocument",
+    "Representatives",
+    "Right",
+    "Snapshot",
+    "StoredVersion",
+    "change_of",
+    "check_condition",
+    "other_ids",
+    "parse_url",
+    "place",
+    "shown",
+    "sqlite_url",
+    "upgrade_catalog",
     "without_password",
 ]  # fmt: skip

@@ -4,13 +4,15 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from knnstore.cli.output import Bar, one_line
-from knnstore.documents import STDIN, TextDocument, read_documents
-from knnstore.errors import InputError
+from knnstore.cli.logs import LOG
+from knnstore.cli.output import Bar, note, one_line
+from knnstore.documents import FIELDS, STDIN, Fields, TextDocument, check_paths, read_documents
+from knnstore.errors import UnusableDocumentError
 
 ParamsOption = Annotated[
     list[str] | None,
@@ -26,28 +28,88 @@ class Documents:
         list[str],
         typer.Argument(
             metavar="FILE",
-            help=".jsonl (a row a document: id, text, metadata), .txt or .md (one document), a folder of "
-            "such files, or - for standard input; each may be compressed (.gz).",
+            help=".jsonl, .csv, .tsv or .parquet (a row a document: id, text, metadata), .txt or .md (one "
+            "document), a folder of such files, - for standard input, or hf:NAME[:CONFIGURATION[:SPLIT]], a "
+            "data set of the Hugging Face hub; any file but parquet may be compressed (.gz).",
         ),
     ]
+    text_field: Annotated[
+        str, typer.Option(metavar="NAME", help="The field or column of a row that is its text.")
+    ] = FIELDS.text
+    id_field: Annotated[
+        str, typer.Option(metavar="NAME", help="The field or column of a row that is its id.")
+    ] = FIELDS.id
     skip_bad: Annotated[
-        bool, typer.Option("--skip-bad", help="Report documents that cannot be used, and go on without them.")
+        bool,
+        typer.Option(
+            "--skip-bad",
+            help="Report documents that cannot be used, and go on without them. What a folder has of them "
+            "is left out in any case.",
+        ),
     ] = False
     skipped: int = field(default=0, init=False)
-    """How many were left out."""
+    """How many cannot be used and were left out."""
+    ignored: int = field(default=0, init=False)
+    """How many files of folders are of another kind."""
+    unknown: int = field(default=0, init=False)
+    """How many of the skipped have an id that nobody knows."""
+    kept: set[str] = field(default_factory=set, init=False)
+    """The ids of the others of them."""
 
-    def read(self, bar: Bar) -> Iterator[TextDocument]:
-        """Read them; those that are left out are reported above a bar.
+    @property
+    def fields(self) -> Fields:
+        """Which fields of a row are its text and its id."""
+        return Fields(self.text_field, self.id_field)
+
+    def check(self) -> None:
+        """Refuse what cannot be read, before the work begins.
 
         Raises:
-            InputError: on reading, a document cannot be used and is not to be left out.
+            InputError: a file is not there, of no kind that is read, or its first row cannot be used.
+        """
+        if not self.skip_bad:
+            check_paths(self.files, self.fields)
+
+    def read(self, bar: Bar) -> Iterator[TextDocument]:
+        """Read them; those that are left out are counted, and reported above a bar where that is asked for.
+
+        Raises:
+            InputError: on reading, a document that was named cannot be used and is not to be left out.
         """
 
-        def skip(error: InputError) -> None:
+        def skip(error: UnusableDocumentError) -> None:
+            if not (error.in_folder or self.skip_bad):
+                raise error
             self.skipped += 1
-            bar.say(f"skipped {one_line(error)}")
+            if error.id is None:
+                self.unknown += 1
+            else:
+                self.kept.add(error.id)
+            if self.skip_bad or LOG.verbose:
+                bar.say(f"skipped {one_line(error)}")
 
-        return read_documents(self.files, on_bad=skip if self.skip_bad else None)
+        def ignore(file: Path) -> None:
+            self.ignored += 1
+            if LOG.verbose:
+                bar.say(f"ignored {file}: no kind of file that is read")
+
+        return read_documents(self.files, fields=self.fields, on_bad=skip, on_ignored=ignore)
+
+    def report(self) -> None:
+        """Say how much was left out, if anything."""
+        parts = []
+        if self.skipped:
+            parts.append(f"{self.skipped:,} that cannot be used")
+        if self.ignored:
+            parts.append(f"{self.ignored:,} {'file' if self.ignored == 1 else 'files'} of another kind")
+        if parts:
+            named = "" if LOG.verbose else " (-v names them)"
+            note(f"left out {' and '.join(parts)}{named}")
+
+    @property
+    def left_out(self) -> dict[str, int]:
+        """The counts for a result."""
+        return {"skipped": self.skipped, "ignored": self.ignored}
 
 
 def read_text(given: str) -> str:

@@ -1,14 +1,15 @@
 """Loading models, for the commands that need one."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from knnstore.cli.options import DEFAULT_HOME, HomeOption
-from knnstore.cli.output import one_line
+from knnstore.cli.output import one_line, working
 from knnstore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,22 +44,46 @@ class StoreRuntime(Runtime):
 
     @contextmanager
     def open_model(
-        self, mode: Literal["r", "a"], *, params: Mapping[str, Any] | None = None
+        self,
+        mode: Literal["r", "a"],
+        *,
+        params: Mapping[str, Any] | None = None,
+        domains: Sequence[str] | None = None,
     ) -> Iterator["KNNLMForCausalLM"]:
         """Open the store with its model, and close it again; see `knnstore.load`.
 
         Commands that retrieve choose their own settings.
-        """
-        import knnstore
-        from knnstore.store import Home
 
-        Home.open(self.home)  # importing torch takes seconds: say before that there is no store
-        quiet_transformers()
-        lm = knnstore.load(
-            self.home, mode, params=params, knn=knnstore.KNNSettings(), device=self.device, dtype=self.dtype
-        )
-        with lm.store:
+        Args:
+            mode: as of `KNNStore.open`.
+            params: as there.
+            domains: must be there. Importing torch takes seconds: what is wrong is said before.
+        """
+        from knnstore.store import KNNStore, Selection
+
+        with KNNStore.open(self.home, mode, params=params) as store:
+            if domains:
+                store.record_count(Selection(domains=tuple(domains)))
+            name = store.identity.model
+            check_model(name)
+            with working(f"loading {Path(name).name}"):
+                quiet_transformers()
+                from knnstore import KNNLMForCausalLM, KNNSettings
+                from knnstore.lm import load_model
+
+                base, tokenizer = load_model(name, device=self.device, dtype=self.dtype)
+                lm = KNNLMForCausalLM.from_base(base, store, KNNSettings(), tokenizer)
             yield lm
+
+
+def check_model(name: str) -> None:
+    """Refuse the path of a model where none is, before anything takes time."""
+    folder = Path(name)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"the model {name!r} cannot be loaded: this folder has no config.json")
+    elif folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise ConfigError(f"the model {name!r} cannot be loaded: no such folder")
 
 
 def load_tokenizer(model: str) -> Any:

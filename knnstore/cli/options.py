@@ -1,9 +1,13 @@
 """Options that several commands share."""
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from knnstore.cli.output import printable
+from knnstore.errors import ConfigError
 
 HOME_VARIABLE = "KNNSTORE_HOME"
 DEFAULT_HOME = Path(".knnstore")
@@ -51,6 +55,30 @@ InDomainOption = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="The document's domain, where several have its id."),
 ]
+
+
+YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+
+
+def confirm(what: str, yes: bool, *, needed: bool = True) -> None:
+    """Ask at a terminal whether something is to be done.
+
+    Args:
+        what: will happen.
+        yes: it was said already.
+        needed: without a terminal it must have been.
+
+    Raises:
+        ConfigError: it is not to be done.
+    """
+    if yes:
+        return
+    if sys.stdin.isatty() and sys.stderr.isatty():
+        if typer.confirm(f"{printable(what)}. Go on?", err=True):
+            return
+        raise ConfigError("nothing was changed")
+    if needed:
+        raise ConfigError(f"{what}: say --yes if that is meant, --dry-run shows it")
 
 
 def seed_option(help: str) -> Any:

@@ -9,11 +9,15 @@ import logging
 import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, fields
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from knnstore.cli.logs import LOG, as_object, level_of
 from knnstore.progress import Progress
 
 _STEERING = re.compile(
@@ -23,6 +27,10 @@ _STEERING = re.compile(
 )
 _DEEPEST = 100
 """Levels of nesting that are printed."""
+_ERASED = "\r\x1b[K"
+"""What takes a line of a terminal away."""
+SECONDS_BETWEEN_LINES = 15.0
+"""How often progress is said where no bar is shown."""
 
 
 class Verbatim(str):
@@ -120,15 +128,42 @@ def pairs(values: Mapping[str, Any]) -> str:
 
 def note(message: str) -> None:
     """Tell the user something beside the result."""
+    if LOG.as_json:
+        message = as_object(*level_of(message))
     echo(message, to_stderr=True)
 
 
-class Warnings(logging.Handler):
-    """Prints what the library logs as notes."""
+def detail(message: str) -> None:
+    """Tell something that only `--verbose` asks for."""
+    if LOG.verbose:
+        note(message)
+
+
+class Lines(logging.Handler):
+    """Writes what is logged to stderr, as `--log-format` has it.
+
+    Args:
+        timed: lines for people begin with time and level too, as those of a server.
+    """
+
+    def __init__(self, *, timed: bool = False) -> None:
+        super().__init__()
+        self._timed = timed
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one."""
-        note(printable(record.getMessage()))
+        """Write one; where it tells of an error that nobody expected, with the way to it."""
+        way = ""
+        if record.exc_info and record.exc_info[1]:
+            way = "".join(traceback.format_exception(record.exc_info[1]))
+        level, message = record.levelname.lower(), printable(record.getMessage())
+        if LOG.as_json:
+            more = getattr(record, "request", {}) | ({"traceback": way} if way else {})
+            echo(as_object(level, message, **more), to_stderr=True)
+            return
+        if self._timed:
+            moment = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+            message = f"{moment} {level} {message}"
+        echo(message + (f"\n{way.rstrip()}" if way else ""), to_stderr=True)
 
 
 def printable(text: str) -> str:
@@ -156,35 +191,61 @@ def _cell(value: Any) -> str:
     return _json(value)
 
 
+@contextmanager
+def working(title: str) -> Iterator[None]:
+    """Show at a terminal what is being waited for, as long as it takes; elsewhere a detail says how long."""
+    shown = sys.stderr.isatty() and not LOG.as_json
+    began = time.perf_counter()
+    if shown:
+        print(f"{printable(title)} ...", end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        if shown:
+            print(_ERASED, end="", file=sys.stderr, flush=True)
+    detail(f"{title}: {time.perf_counter() - began:.1f} s")
+
+
 class Bar(Progress, AbstractContextManager["Bar"]):
-    """One progress bar on stderr: amount, rate and time left; none where stderr is no terminal."""
+    """Progress on stderr: amount, rate and time left; a bar at a terminal, elsewhere a line now and then."""
 
     def __init__(self) -> None:
         from tqdm import tqdm  # not needed to list domains
 
         self._new = tqdm
         self._bar: Any = tqdm(disable=True)
+        self._title, self._unit = "", ""
+        self._done, self._total = 0, None  # type: int, int | None
+        self._began = self._said = time.monotonic()
 
     def start(self, title: str, *, total: int | None = None, unit: str = "tok") -> None:
         """Show a new bar."""
         self.finish()
+        self._title, self._unit, self._done, self._total = title, unit, 0, total
+        self._began = self._said = time.monotonic()
         self._bar = self._new(
             desc=printable(title),
             total=total,
             unit=unit,
             unit_scale=True,
-            disable=None,
+            disable=LOG.as_json or None,  # None: where stderr is no terminal
             file=sys.stderr,
             leave=False,
         )
 
     def expect(self, total: int) -> None:
         """Correct the end of the bar."""
-        self._bar.total = max(total, self._bar.n)
+        self._total = max(total, self._done)
+        self._bar.total = self._total
 
     def advance(self, amount: int) -> None:
         """Move the bar on."""
+        self._done += amount
         self._bar.update(amount)
+        now = time.monotonic()
+        if self._bar.disable and now - self._said >= SECONDS_BETWEEN_LINES:
+            self._said = now
+            self._say_how_far(now - self._began)
 
     def finish(self) -> None:
         """Take the bar away."""
@@ -194,6 +255,19 @@ class Bar(Progress, AbstractContextManager["Bar"]):
         """Print a line above the bar."""
         self._bar.clear()
         note(printable(message))
+
+    def _say_how_far(self, seconds: float) -> None:
+        done, total, rate = self._done, self._total, self._done / seconds
+        parts = [
+            f"{done:,}{'' if total is None else f' of {total:,}'} {self._unit}",
+            f"{rate:,.0f} {self._unit}/s",
+        ]
+        if total is not None and rate:
+            parts.append(f"{timedelta(seconds=round((total - done) / rate))} left")
+        message = printable(f"{self._title}: {', '.join(parts)}")
+        if LOG.as_json:
+            message = as_object("info", message, done=done, total=total, unit=self._unit)
+        echo(message, to_stderr=True)
 
     def __exit__(self, *_: object) -> None:
         self.finish()

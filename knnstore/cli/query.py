@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from knnstore.lm import CacheSettings, NGramSettings, PointerSettings
 
 
+_TEMPERATURE = "Divides the distances: larger gives far neighbors more weight."
+
+
 @dataclass(frozen=True)
 class SelectionOptions:
     """Which documents are retrieved from."""
@@ -49,8 +52,7 @@ class Query:
         ),
     ] = None
     temperature: Annotated[
-        float | None,
-        typer.Option(metavar="T", help="Divides the distances: larger gives far neighbors more weight."),
+        float | None, typer.Option("--knn-temperature", metavar="T", help=_TEMPERATURE)
     ] = None
     lam: Annotated[
         float | None,
@@ -176,6 +178,15 @@ class Query:
             raise ConfigError("--clusters says where pointers lead to: give --pointers N as well")
         return settings.pointers
 
+    def is_default(self, store: "KNNStore", selection: "Selection") -> bool:
+        """Whether a search is made with settings that nobody chose: nothing was given, nothing calibrated."""
+        from knnstore.lm import CalibrationRecord
+
+        given = any(value is not None for value in vars(self).values())
+        return (
+            not given and CalibrationRecord.of(store, selection) is None and store.record_count(selection) > 0
+        )
+
     def _name_calibration(self, store: "KNNStore", settings: "KNNSettings") -> None:
         from knnstore.lm import CalibrationRecord
 
@@ -197,16 +208,11 @@ class Query:
 
 
 @dataclass(frozen=True)
-class GenerationQuery(Query):
-    """How to retrieve where ``--temperature`` is that of sampling."""
+class ScoringQuery(Query):
+    """How to retrieve where nothing is sampled: ``--temperature``, the older name, can mean nothing else."""
 
     temperature: Annotated[
-        float | None,
-        typer.Option(
-            "--knn-temperature",
-            metavar="T",
-            help="Divides the distances of neighbors, as --temperature of eval.",
-        ),
+        float | None, typer.Option("--knn-temperature", "--temperature", metavar="T", help=_TEMPERATURE)
     ] = None
 
 

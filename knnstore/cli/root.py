@@ -19,13 +19,34 @@ from typer.core import TyperGroup
 import knnstore
 from knnstore.cli.commands import COMMANDS, DATABASE_COMMANDS, KEY_COMMANDS
 from knnstore.cli.interrupts import INTERRUPTED, SAID, interruptible, was_interrupted
+from knnstore.cli.logs import LOG, Form, LogFormatOption, VerboseOption
 from knnstore.cli.options import DEFAULT_HOME, HOME_VARIABLE
-from knnstore.cli.output import Warnings, echo, note, one_line
+from knnstore.cli.output import Lines, echo, note, one_line
 from knnstore.errors import KnnstoreError
+
+_OTHER_WORDS = {
+    **dict.fromkeys(("list", "ls"), "'domains' or 'documents'"),
+    **dict.fromkeys(("delete", "rm", "del"), "'remove'"),
+    **dict.fromkeys(("ingest", "import", "insert", "index", "load", "store"), "'add'"),
+    **dict.fromkeys(("evaluate", "score", "ppl", "perplexity", "test"), "'eval'"),
+    **dict.fromkeys(("query", "find", "grep"), "'search'"),
+    **dict.fromkeys(("create", "new"), "'init'"),
+    **dict.fromkeys(("status", "stats"), "'info'"),
+    **dict.fromkeys(("complete", "write", "run"), "'generate'"),
+    **dict.fromkeys(("tune", "fit", "train"), "'calibrate'"),
+    **dict.fromkeys(("compact", "vacuum"), "'optimize' or 'erase'"),
+    **dict.fromkeys(("check",), "'verify'"),
+}
+"""What other programs call a command, and what it is called here."""
 
 
 class _Commands(TyperGroup):
-    """Turns errors into one line on stderr."""
+    """Turns errors into one line on stderr, and knows what else a command may be called."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] in _OTHER_WORDS and args[0] not in self.commands:
+            ctx.fail(f"No such command {args[0]!r}. It is {_OTHER_WORDS[args[0]]} here.")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         with interruptible():
@@ -42,6 +63,13 @@ class _Commands(TyperGroup):
                     raise
                 note(f"error: {one_line(error)}")
                 raise typer.Exit(1) from error
+
+
+_MESSAGES = [
+    inspect.Parameter("verbose", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=VerboseOption),
+    inspect.Parameter("log_format", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=LogFormatOption),
+]
+"""Options of every command."""
 
 
 def _register(group: typer.Typer, command: Callable[..., None], name: str) -> None:
@@ -64,12 +92,13 @@ def _flattened(command: Callable[..., None]) -> Callable[..., None]:
         for option in options.get(name, {name: parameter}).values()
     ]
 
-    def call(**given: Any) -> None:
+    def call(verbose: bool, log_format: Form | None, **given: Any) -> None:
+        LOG.ask(verbose, log_format)
         for name, group in groups.items():
             given[name] = group(**{option: given.pop(option) for option in options[name]})
         command(**given)
 
-    call.__signature__ = inspect.Signature(spread)  # type: ignore[attr-defined]
+    call.__signature__ = inspect.Signature([*spread, *_MESSAGES])  # type: ignore[attr-defined]
     return call
 
 
@@ -107,12 +136,16 @@ def _root(
     version: Annotated[
         bool, typer.Option("--version", is_eager=True, callback=_version, help="Print the version.")
     ] = False,
+    verbose: VerboseOption = False,
+    log_format: LogFormatOption = None,
 ) -> None:
     """A memory that you can edit, for any Hugging Face language model.
 
     Make a store for a model with `init`, add documents to a domain with `add`; then `eval`,
     `generate` and `explain` use them. Nothing is trained, and what is removed is gone.
     """
+    LOG.begin()
+    LOG.ask(verbose, log_format)
 
 
 def run() -> None:
@@ -120,5 +153,5 @@ def run() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a terminal that cannot show λ still works
-    logging.getLogger("knnstore").addHandler(Warnings(logging.WARNING))
+    logging.getLogger("knnstore").addHandler(Lines())
     app(prog_name="knnstore")

@@ -1,6 +1,15 @@
 """The store: documents in SQL and their keys in a vector engine, kept as one thing."""
 
-from knnstore.catalog import Document, Domain, Engine, Identity, NewDocument, StoredVersion
+from knnstore.catalog import (
+    Difference,
+    Document,
+    Domain,
+    Engine,
+    Identity,
+    NewDocument,
+    StoredVersion,
+    change_of,
+)
 from knnstore.store.current import Mode
 from knnstore.store.erasing import Erased
 from knnstore.store.fitted import Lineage, SavedSettings, Weights, load_weights, save_weights
@@ -29,6 +38,7 @@ __all__ = [
     "LONGEST_NGRAM",
     "Choice",
     "Chooser",
+    "Difference",
     "Document",
     "Domain",
     "DomainRecords",
@@ -54,6 +64,7 @@ __all__ = [
     "Selection",
     "StoredVersion",
     "Weights",
+    "change_of",
     "draft_from",
     "drop_highest",
     "load_weights",

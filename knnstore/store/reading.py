@@ -1,13 +1,14 @@
 """Reading a store: searching, tracing and listing what is live."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from knnstore.catalog import Catalog, Document, Domain, Identity, StoredVersion
+from knnstore.catalog import Catalog, Difference, Document, Domain, Identity, StoredVersion, other_ids
 from knnstore.datastore import Datastore, Ids, Keys, Neighbors, Visits
+from knnstore.documents import TextDocument
 from knnstore.errors import (
     AmbiguousDocumentError,
     DatastoreError,
@@ -197,6 +198,16 @@ class StoreReader:
     def versions(self, domain: str, ids: Iterable[str]) -> dict[str, StoredVersion]:
         """The live versions of documents of a domain, by id; what ingest compares with."""
         return self._catalog.versions(domain, ids)
+
+    def difference(
+        self, domain: str, documents: Iterable[TextDocument], *, tags: Iterable[str] = ()
+    ) -> Difference:
+        """Say what would make a domain, there or not, what some documents are, each with these tags."""
+        return Difference.of(self._catalog, domain, documents, frozenset(tags))
+
+    def other_ids(self, domain: str, ids: Mapping[str, str]) -> dict[str, str]:
+        """Find texts, ids by content hash, that a domain holds under other ids; these by the ones given."""
+        return other_ids(self._catalog, domain, ids)
 
     def stored_content(self, hashes: Iterable[str], selection: Selection = EVERYTHING) -> set[str]:
         """Which of these content hashes belong to a live document of the selection."""

@@ -164,12 +164,16 @@ class KNNStore(StoreReader):
             writing.remove(self.view().rows(selection))
         return gone
 
-    def remove_domain(self, name: str) -> Domain:
-        """Remove a domain with all its documents, and return what it was.
+    def remove_documents(self, documents: Iterable[Document]) -> None:
+        """Remove documents as they were listed, those of a domain together or none of them."""
+        of_domains: dict[str, list[str]] = {}
+        for document in documents:
+            of_domains.setdefault(document.domain, []).append(document.id)
+        for domain, ids in of_domains.items():
+            self.remove_selected(Selection((domain,), documents=tuple(ids)))
 
-        Raises:
-            DomainNotFoundError: there is none.
-        """
+    def remove_domain(self, name: str) -> Domain:
+        """Remove a domain with all its documents, and return what it was, or raise DomainNotFoundError."""
         with self._locked() as writing:
             rows = self.view().rows(Selection((name,)))
             domain = next(domain for domain in self.domains() if domain.name == name)

@@ -40,7 +40,7 @@ def test_a_damaged_store_is_mended_by_removing_and_adding(knnstore, store, how, 
     refused = knnstore("move --store hnswlib")
     assert refused.status == 1
     assert "first.txt" in refused.err
-    assert knnstore("remove --document letters/first.txt").status == 0
+    assert knnstore("remove first.txt").status == 0
     assert knnstore("verify").status == 1
     erased = knnstore("erase")
     assert erased.status == 0

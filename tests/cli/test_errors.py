@@ -47,7 +47,7 @@ def test_skip_bad_reports_each_and_goes_on(knnstore, store):
     for (_, problem), line in zip(BAD.values(), lines, strict=False):
         assert line.startswith(f"skipped {problem}")
     assert lines[-2].startswith("skipped nowhere.txt: cannot be read: No such file or directory")
-    assert lines[-1] == f"skipped {len(BAD) + 1} in all"
+    assert lines[-1] == f"left out {len(BAD) + 1} that cannot be used (-v names them)"
     # The document that stood before its double is kept.
     assert knnstore("show a --json").json["domain"] == "mixed"
 
@@ -75,7 +75,7 @@ def test_very_short_and_very_long_documents(knnstore, store):
     [
         ("show nothing", "no document 'nothing'"),
         ("show n-17 --domain letters", "no document 'n-17' in domain 'letters'"),
-        ("remove --document nothing", "no document 'nothing'"),
+        ("remove nothing", "no document 'nothing'"),
         ("remove --domain nothing", "no domain 'nothing'"),
         ("tag nothing --add t", "no document 'nothing'"),
         ("documents --domain nothing", "no domain 'nothing'"),
@@ -160,7 +160,8 @@ def test_a_store_that_cannot_be_made_leaves_nothing(knnstore, workplace, options
         "generate x --temperature 0.8 --seed 4294967296",
         "prune --method random --seed -1",
         "remove",
-        "remove --document a --domain b",
+        "remove a --tag b",
+        "sync - --domain d",
         "tag n-17",
         "move --store faiss --param nprobe",
     ],

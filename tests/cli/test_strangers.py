@@ -51,7 +51,7 @@ def test_the_code_of_a_models_folder_is_never_run(knnstore, store, tmp_path, par
     else:
         mapped = {"AutoTokenizer": ["odd.Tokenizer", "odd.Tokenizer"]}
         alter(odd / "tokenizer_config.json", tokenizer_class="Odd", auto_map=mapped)
-    lines = [f"--home new init --model {odd}", "--home own show letters/first.txt --text"]
+    lines = [f"--home new init --model {odd}", "--home own show first.txt --text"]
     if part == "model":  # a tokenizer of no other use is read without its class, and all goes on
         lines += [f"probe-keys --model {odd} articles.jsonl", "--home own eval held-out.jsonl"]
     for line in lines:
@@ -173,4 +173,4 @@ def test_metadata_that_is_nested_deep_does_not_lock_a_store(knnstore, store, dep
     assert tagged.status == (0 if depth == 64 else 1)
     assert "Error" not in tagged.err
     assert knnstore("tag n-18 --add t").status == 0
-    assert knnstore("remove --document n-17").status == 0
+    assert knnstore("remove n-17").status == 0

@@ -37,7 +37,7 @@ def test_a_substitute_is_trained_and_measured_and_goes_with_its_documents(knnsto
     assert both["knn_ppl"] != pytest.approx(without["knn_ppl"])
     assert both["substitute_share"] == pytest.approx(without["substitute_share"]), "of the store's gain alone"
     assert knnstore("info --json").json["substitutes"] == ["of news: ready"]
-    knnstore("remove --document n-17")
+    knnstore("remove n-17")
     assert knnstore("info --json").json["substitutes"] == ["of news: outdated, documents of it are gone"]
     assert "was trained on documents" in knnstore("eval held-out.jsonl --substitute --domain news").err
     without = knnstore("explain harbour --domain news --neighbors 0")

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from knnstore.cli.commands.asking import explain, generate
-from knnstore.cli.commands.building import add, init
+from knnstore.cli.commands.building import add, init, sync
 from knnstore.cli.commands.calibrating import calibrate
 from knnstore.cli.commands.demonstrating import demo
 from knnstore.cli.commands.evaluating import evaluate
@@ -20,6 +20,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "init": init,
     "probe-keys": probe_keys,
     "add": add,
+    "sync": sync,
     "eval": evaluate,
     "calibrate": calibrate,
     "substitute": substitute,

@@ -9,7 +9,7 @@ from knnstore.cli.inputs import read_text
 from knnstore.cli.models import StoreRuntime
 from knnstore.cli.options import JsonOption, seed_option
 from knnstore.cli.output import Verbatim, plain, print_result, printable, table
-from knnstore.cli.query import GenerationQuery, Query, SelectionOptions
+from knnstore.cli.query import Query, ScoringQuery, SelectionOptions
 from knnstore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def generate(
             "text. The text stays the same; all that is stored is sorted first.",
         ),
     ] = False,
-    query: GenerationQuery,
+    query: Query,
     explain: Annotated[
         bool, typer.Option("--explain", help="Name the documents that the text came from.")
     ] = False,
@@ -67,7 +67,7 @@ def generate(
     """
     if 0 < sampling_temperature < _LEAST_SAMPLED:
         raise ConfigError(f"--temperature must be 0 or at least {_LEAST_SAMPLED}, got {sampling_temperature}")
-    with runtime.open_model("r") as lm:
+    with runtime.open_model("r", domains=selected.domains) as lm:
         settings = query.settings(lm.store, selected.selection())
         prompt = read_text(prompt)
         continuation = lm.generate_text(
@@ -95,7 +95,7 @@ def explain(
     *,
     neighbors: Annotated[int, typer.Option(min=0, metavar="N", help="Neighbors to name for each token.")] = 3,
     selected: SelectionOptions,
-    query: Query,
+    query: ScoringQuery,
     runtime: StoreRuntime,
     as_json: JsonOption = False,
 ) -> None:
@@ -110,7 +110,7 @@ def explain(
       knnstore explain "The harbour was quiet" --neighbors 2
       knnstore explain "The harbour was quiet" --domain letters --json
     """
-    with runtime.open_model("r") as lm:
+    with runtime.open_model("r", domains=selected.domains) as lm:
         settings = query.settings(lm.store, selected.selection())
         explained = lm.explain(read_text(text), settings, neighbors=neighbors)
     shown = "\n".join(line for token in explained for line in _lines(token))

@@ -1,15 +1,25 @@
 """Commands that make a store and fill it."""
 
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import Annotated
 
 import typer
 
 from knnstore.cli.inputs import Documents, ParamsOption, read_params
-from knnstore.cli.models import Runtime, StoreRuntime, quiet_transformers
-from knnstore.cli.options import DEFAULT_HOME, HomeOption, JsonOption, LocationOption, MaxLengthOption
-from knnstore.cli.output import Bar, note, pairs, print_result
-from knnstore.documents import read_documents, size_of
+from knnstore.cli.logs import LOG
+from knnstore.cli.models import Runtime, StoreRuntime, check_model, quiet_transformers
+from knnstore.cli.options import (
+    DEFAULT_HOME,
+    HomeOption,
+    JsonOption,
+    LocationOption,
+    MaxLengthOption,
+    YesOption,
+    confirm,
+)
+from knnstore.cli.output import Bar, note, pairs, print_result, printable, working
+from knnstore.documents import STDIN, size_of
 from knnstore.errors import InputError
 
 
@@ -106,9 +116,12 @@ def init(
       knnstore --home small.knn init --model examples/tiny-lm --dim 16 --sample articles.jsonl
       knnstore --home joined.knn init --model examples/tiny-lm --states 3 --dim 16 --sample articles.jsonl
     """
-    import knnstore
-
-    quiet_transformers()
+    check_model(model)
+    samples = Documents(sample or [])
+    samples.check()
+    with working("loading transformers"):
+        quiet_transformers()
+        import knnstore
     with (
         Bar() as bar,
         knnstore.create(
@@ -123,7 +136,7 @@ def init(
             discounts=discounts,
             metric=metric,
             dim=dim,
-            sample=read_documents(sample) if sample else None,
+            sample=samples.read(bar) if sample else None,
             max_length=max_length,
             stride=stride,
             device=runtime.device,
@@ -146,6 +159,10 @@ def init(
     print_result(found, pairs(shown), as_json=as_json)
 
 
+_MOST_NAMED = 10
+"""Documents of each kind that `sync` names, where -v does not ask for all."""
+
+
 def add(
     domain: Annotated[str, typer.Option(metavar="NAME", help="The domain; made when it is new.")],
     *,
@@ -166,14 +183,94 @@ def add(
       knnstore add letters news.jsonl --domain letters --tag final
       cat news.jsonl | knnstore add - --domain news --skip-bad
     """
+    documents.check()
     with Bar() as bar, runtime.open_model("a") as lm:
         total_bytes = size_of(documents.files)
         added = lm.add(
             documents.read(bar), domain=domain, tags=tags or (), total_bytes=total_bytes, progress=bar
         )
-    if documents.skipped:
-        note(f"skipped {documents.skipped:,} in all")
-    done = {**asdict(added), "tokens_per_s": added.tokens_per_s, "skipped": documents.skipped}
+    documents.report()
+    done = {**asdict(added), "tokens_per_s": added.tokens_per_s, **documents.left_out}
     print_result(done, pairs(done), as_json=as_json)
     if documents.skipped and not (added.added + added.replaced + added.described + added.unchanged):
         raise InputError("no document could be used")
+
+
+def sync(
+    domain: Annotated[str, typer.Option(metavar="NAME", help="The domain; made when it is new.")],
+    *,
+    tags: Annotated[
+        list[str] | None, typer.Option("--tag", metavar="TAG", help="Tag every document; repeatable.")
+    ] = None,
+    documents: Documents,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
+    yes: YesOption = False,
+    runtime: StoreRuntime,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a domain what a folder is: new and changed documents are stored, what is gone there is removed.
+
+    A document is known by its path in the folder. What cannot be read stays as it is stored. The model is
+    loaded only where there is text to store. Removing more than half of the domain needs a yes.
+
+    Examples:
+      knnstore sync letters --domain letters --dry-run
+      knnstore sync letters --domain letters --yes
+    """
+    if STDIN in documents.files:
+        raise typer.BadParameter("what is to be compared first is read twice: give files or a folder")
+    documents.check()
+    import knnstore
+
+    with Bar() as bar:
+        with knnstore.open(runtime.home) as store:
+            found = store.difference(domain, documents.read(bar), tags=tags or ())
+        documents.report()
+        is_there = found.replaced + found.described + found.unchanged
+        if not found.added + is_there:
+            raise InputError(f"no document could be used: {domain} stays as it is")
+        gone = [] if documents.unknown else [id for id in found.removed if id not in documents.kept]
+        plan = {
+            "added": found.added,
+            "replaced": found.replaced,
+            "described": found.described,
+            "removed": gone,
+        }
+        result = {
+            "domain": domain,
+            **{name: len(ids) for name, ids in plan.items()},
+            "unchanged": len(found.unchanged),
+            **documents.left_out,
+        }
+        if documents.unknown and found.removed:
+            note(
+                f"warning: nothing is removed: {documents.unknown:,} rows cannot be read, and any of "
+                f"{len(found.removed):,} documents may be theirs"
+            )
+        if dry_run:
+            lines = [f"{name} {id}" for name, ids in plan.items() for id in _some(ids)]
+            lines.append(
+                ", ".join(f"{count:,} {name}" for name, count in result.items() if count and name in plan)
+            )
+            print_result(
+                {**result, "dry_run": True, **plan}, "\n".join(map(printable, lines)), as_json=as_json
+            )
+            return
+        if len(gone) > len(is_there):
+            confirm(f"{len(gone):,} of {len(gone) + len(is_there):,} documents of {domain} go", yes)
+        tokens = 0
+        if found.added or found.replaced or found.described:
+            with runtime.open_model("a") as lm:
+                again = replace(documents)
+                tokens = lm.add(again.read(bar), domain=domain, tags=tags or (), progress=bar).tokens
+        if gone:
+            with knnstore.open(runtime.home, "a") as store:
+                there = store.documents(domain=domain)
+                store.remove_documents([one for one in there if one.id in set(gone)])
+    print_result({**result, "tokens": tokens}, pairs({**result, "tokens": tokens}), as_json=as_json)
+
+
+def _some(ids: Sequence[str]) -> list[str]:
+    """As many ids as are shown, and how many more there are."""
+    most = len(ids) if LOG.verbose else _MOST_NAMED
+    return [*ids[:most], *([f"and {len(ids) - most:,} more (-v names them)"] if len(ids) > most else [])]

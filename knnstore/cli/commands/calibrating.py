@@ -69,9 +69,8 @@ def calibrate(
       knnstore calibrate dev.jsonl --domain news --json
       knnstore calibrate dev.jsonl --skip 0.25
     """
-    from knnstore.lm import settings_to_dict
-
-    with Bar() as bar, runtime.open_model("a") as lm:
+    documents.check()
+    with Bar() as bar, runtime.open_model("a", domains=domains) as lm:
         found = lm.calibrate(
             documents.read(bar),
             domains=domains,
@@ -87,6 +86,8 @@ def calibrate(
             f"{found.in_store:,} of the documents are in the store: no network was trained on them, since it "
             "would outlast their removal"
         )
+    from knnstore.lm import settings_to_dict
+
     rows = _rows(found.comparison)
     savings = [
         {"saved": of.share, "ppl": of.ppl, "ratio": of.ratio, "random": of.random} for of in found.savings
@@ -100,7 +101,7 @@ def calibrate(
         "savings": savings,
         "scoring_seconds": found.scoring_seconds,
         "fitting_seconds": found.fitting_seconds,
-        "skipped": documents.skipped,
+        **documents.left_out,
     }
     print_result(result, table_of_fits(rows, ["mixer"]), as_json=as_json)
     if savings and not as_json:

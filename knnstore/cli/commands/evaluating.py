@@ -1,17 +1,19 @@
 """The command that measures perplexity."""
 
+import os
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from knnstore.cli.inputs import Documents, read_params
 from knnstore.cli.models import StoreRuntime
 from knnstore.cli.options import JsonOption, LeaveOutOption
-from knnstore.cli.output import Bar, json_lines, note, plain, print_result, printable
+from knnstore.cli.output import Bar, note, pairs, plain, print_result, printable
 from knnstore.cli.output import table as table_of
-from knnstore.cli.query import Query, SelectionOptions
+from knnstore.cli.query import ScoringQuery, SelectionOptions
 from knnstore.documents import is_among
 from knnstore.errors import ConfigError, KnnstoreError
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 def evaluate(
     *,
     selected: SelectionOptions,
-    query: Query,
+    query: ScoringQuery,
     leave_out: LeaveOutOption = False,
     substitute: Annotated[
         bool,
@@ -66,42 +68,53 @@ def evaluate(
             help="A parameter of the engine in place of the store's, this time; repeatable.",
         ),
     ] = None,
+    details: Annotated[
+        bool,
+        typer.Option(
+            "--details",
+            help="Print also every other figure, and perplexity by how often a token is stored and by how "
+            "near its nearest neighbor is.",
+        ),
+    ] = False,
     runtime: StoreRuntime,
     as_json: JsonOption = False,
 ) -> None:
     """Measure perplexity with and without the store.
 
-    The documents should not be in the store. Prints a JSON object (tokens, base_ppl, knn_ppl, the
-    same for words and bytes, helped: the share of tokens to which retrieval gives more probability
-    than the model, k, temperature, lambda, mixer, tokens_per_s and more), with --json on one line.
-    by_frequency and by_distance divide the tokens by how often they are stored and by how near the
-    nearest neighbor is. With a continuous cache or n-grams store_ppl is that of the mixture without
-    them, cache_ppl that of the model with the cache alone, and ngram_ppl that with n-grams alone.
-    With --size-curve it prints a table of sizes instead.
+    The documents should not be in the store. Perplexity is that of the model alone and of the mixture, for
+    each token, word and byte; "helped" is the share of tokens to which retrieval gives more probability than
+    the model. With a continuous cache or n-grams it is also told what the store, the cache and the n-grams do
+    alone. --json has everything: base_ppl, knn_ppl, store_ppl, cache_ppl, ngram_ppl, by_frequency,
+    by_distance and more. With --size-curve it prints a table of sizes instead.
 
     Examples:
       knnstore eval held-out.jsonl
+      knnstore eval held-out.jsonl --details
       knnstore eval held-out.jsonl --per-token tokens.tsv
       knnstore eval held-out.jsonl --cache 400 --cache-lambda 0.1
       knnstore eval held-out.jsonl --ngrams 7 --ngram-lambda 0.5
       knnstore eval held-out.jsonl --pointers 8 --clusters 1000
       knnstore eval held-out.jsonl --size-curve
       knnstore eval held-out.jsonl --audit
-      knnstore eval held-out.jsonl --domain news --k 64 --temperature 20 --lambda 0.5 --json
+      knnstore eval held-out.jsonl --domain news --k 64 --knn-temperature 20 --lambda 0.5 --json
     """
-    from knnstore.lm import TokenTable, replacing
-
     if per_token is not None and is_among(per_token, documents.files):
         raise ConfigError(
             f"--per-token would replace {per_token}, which is to be evaluated: name another file"
         )
     if size_curve and (leave_out or substitute or audited or per_token is not None):
         raise ConfigError("--size-curve goes with none of --leave-out, --substitute, --audit and --per-token")
-    table = None if per_token is None else TokenTable()
+    documents.check()
+    if per_token is not None:
+        check_writable(per_token)
     with Bar() as bar, ExitStack() as opened:
-        # Opened first: that it cannot be written is to be known before the work.
+        lm = opened.enter_context(
+            runtime.open_model("r", params=read_params(params), domains=selected.domains)
+        )
+        from knnstore.lm import TokenTable, replacing
+
+        table = None if per_token is None else TokenTable()
         file = None if per_token is None else opened.enter_context(replacing(per_token))
-        lm = opened.enter_context(runtime.open_model("r", params=read_params(params)))
         selection = selected.selection()
         settings = query.settings(lm.store, selection)
         texts = list(documents.read(bar)) if audited else documents.read(bar)
@@ -118,6 +131,7 @@ def evaluate(
             table=table,
             progress=bar,
         )
+        is_default = query.is_default(lm.store, selection)
         if file is not None and table is not None and per_token is not None and lm.tokenizer is not None:
             table.write(file, lm.tokenizer, as_json=per_token.suffix == ".jsonl")
         report = lm.audit(texts, settings) if audited else None
@@ -126,15 +140,74 @@ def evaluate(
             f"warning: {len(found.stored):,} of these documents are among those retrieved from, "
             f"{found.stored[0]!r} for one: what they should predict is looked up; --leave-out prevents it"
         )
-    result = {**plain(found), "skipped": documents.skipped}
+    documents.report()
+    result = {**plain(found), **documents.left_out}
     if report is not None:
         result["audit"] = {"passed": report.passed, **plain(report)}
-    print_result(result, json_lines(result), as_json=as_json)
+    shown = [summary(result), *(["\n\n", details_of(result)] if details else [])]
+    print_result(result, shown, as_json=as_json)
+    if is_default and not as_json:
+        note("these are default settings: `knnstore calibrate FILE` fits them to other text of this kind")
     if report is not None:
         for check in report.checks:
             note(f"{'passed' if check.passed else 'FAILED'}: {check.name} ({check.found})")
         if not report.passed:
             raise KnnstoreError("the audit found what makes these figures doubtful, see above")
+
+
+def summary(result: Mapping[str, Any]) -> str:
+    """Write an evaluation in some ten lines."""
+    sides = {"model alone": "base", "with the store": "knn"}
+    perplexities = [
+        {"": name, **{title: result[f"{side}_{unit}ppl"] for title, side in sides.items()}}
+        for name, unit in (("perplexity", ""), ("of a word", "word_"), ("of a byte", "byte_"))
+    ]
+    lam, temperature = result["lambda"], result["temperature"]
+    reach = f"k {result['k']:,}" if result["probes"] is None else f"{result['probes']:,} probes"
+    parts = {"store": "the store", "cache": "the cache", "ngram": "n-grams", "substitute": "the substitute"}
+    alone = {f"{name} alone": result[f"{part}_ppl"] for part, name in parts.items()}
+    rest = {
+        **{name: ppl for name, ppl in alone.items() if ppl is not None},
+        "documents": result["documents"],
+        "tokens": result["tokens"],
+        "helped": f"{result['helped']:.1%}",
+        "settings": f"{result['mixer']}, lambda {lam:.3g}, T {temperature:.4g}, {reach}",
+        "speed": f"{result['tokens_per_s']:,.0f} tokens/s",
+    }
+    return f"{table_of(perplexities, ['', *sides])}\n\n{pairs(rest)}"
+
+
+def details_of(result: Mapping[str, Any]) -> str:
+    """Write what `summary` leaves out, each row of tokens with its perplexities."""
+    plain_values = {
+        name: value
+        for name, value in result.items()
+        if value is not None and not isinstance(value, list | tuple)
+    }
+    slices = {
+        "times stored": result["by_frequency"],
+        "distance to the nearest": result["by_distance"],
+    }
+    return "\n\n".join([pairs(plain_values), *(_sliced(name, rows) for name, rows in slices.items())])
+
+
+def _sliced(name: str, rows: Any) -> str:
+    columns = ["tokens", "base_ppl", "knn_ppl", "helped"]
+    shown = [
+        {**row, name: f"{row['low']:g} - {row['high']:g}", "helped": f"{row['helped']:.1%}"} for row in rows
+    ]
+    return table_of(shown, [name, *columns])
+
+
+def check_writable(file: Path) -> None:
+    """Refuse the name of a file that cannot be made, before the work.
+
+    Raises:
+        ConfigError: its folder is not there, or cannot be written.
+    """
+    folder = file.resolve().parent
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"{file} cannot be written: {folder} is not there, or cannot be written")
 
 
 def trained_substitute(store: "KNNStore", selection: "Selection") -> "Substitute":

@@ -68,7 +68,7 @@ def show(
     """Show a document: domain, tokens, tags, metadata.
 
     Examples:
-      knnstore show letters/first.txt --text
+      knnstore show first.txt --text
       knnstore show n-17 --domain news --json
     """
     with knnstore.open(home) as store:

@@ -6,7 +6,7 @@ import typer
 
 from knnstore.cli.commands.calibrating import figures, table_of_fits
 from knnstore.cli.inputs import Documents
-from knnstore.cli.models import Runtime, quiet_transformers
+from knnstore.cli.models import Runtime, check_model, quiet_transformers
 from knnstore.cli.options import JsonOption, MaxLengthOption
 from knnstore.cli.output import Bar, note, print_result
 from knnstore.errors import ConfigError
@@ -72,10 +72,12 @@ def probe_keys(
       knnstore probe-keys --model examples/tiny-lm articles.jsonl
       knnstore probe-keys --model examples/tiny-lm articles.jsonl --key ffn_input --dim 8 --json
     """
+    documents.check()
+    check_model(model)
+    quiet_transformers()
     from knnstore.lm import load_model
     from knnstore.lm import probe_keys as probe
 
-    quiet_transformers()
     with Bar() as bar:
         base, tokenizer = load_model(model, device=runtime.device, dtype=runtime.dtype)
         found = probe(
@@ -98,8 +100,9 @@ def probe_keys(
         "base": found.base._asdict(),
         "candidates": rows,
         "best": None if found.best is None else _row(found.best),
-        "skipped": documents.skipped,
+        **documents.left_out,
     }
+    documents.report()
     print_result(result, table_of_fits(rows, ["key", "states", "metric", "dim"]), as_json=as_json)
     note(
         f"the model alone: {found.base.ppl:,.2f}; {found.held_out:,} held-out tokens, {found.stored:,} stored"

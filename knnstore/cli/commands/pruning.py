@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import knnstore
-from knnstore.cli.inputs import ParamsOption, read_params
+from knnstore.cli.inputs import Documents, ParamsOption, read_params
 from knnstore.cli.models import StoreRuntime
 from knnstore.cli.options import JsonOption, LeaveOutOption, LocationOption, seed_option
 from knnstore.cli.output import Bar, note, print_result, printable, table
-from knnstore.documents import read_documents
 
 if TYPE_CHECKING:
     from knnstore.lm import PruningCost
@@ -61,13 +60,16 @@ def prune(
         raise typer.BadParameter(f"{method!r} is none of merge, known, random", param_hint="'--method'")
     settings = read_params(params)
     cost: PruningCost | None = None
+    documents = Documents(files or [])
+    documents.check()
     with Bar() as bar:
         if method == "known" or files:
-            with runtime.open_model("a") as lm:
+            with runtime.open_model("a", domains=domains) as lm:
                 done = lm.prune(
-                    keep, method=method, domains=domains or (), held_out=read_documents(files or ()),
+                    keep, method=method, domains=domains or (), held_out=documents.read(bar),
                     leave_out=leave_out, seed=seed, location=location, params=settings, progress=bar,
                 )  # fmt: skip
+            documents.report()
             pruned, cost = done.pruned, done.cost
         else:  # no model is needed
             from knnstore.store import merge_chooser, random_chooser

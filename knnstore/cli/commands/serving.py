@@ -1,9 +1,7 @@
 """Commands that serve a store, and look after the keys of its server."""
 
-import json
 import logging
 import re
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
@@ -15,7 +13,7 @@ import typer
 
 from knnstore.cli.models import StoreRuntime, quiet_transformers
 from knnstore.cli.options import DEFAULT_HOME, HomeOption, JsonOption
-from knnstore.cli.output import note, print_result, printable, table
+from knnstore.cli.output import Lines, note, print_result, printable, table
 from knnstore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -61,9 +59,6 @@ def serve(
     public_metrics: Annotated[
         bool, typer.Option("--public-metrics", help="Show /metrics without a key.")
     ] = False,
-    log_format: Annotated[
-        Literal["text", "json"], typer.Option(help="Lines for people, or an object a line.")
-    ] = "text",
     runtime: StoreRuntime,
 ) -> None:
     """Serve the store: OpenAI's protocol, for whatever speaks it.
@@ -86,7 +81,7 @@ def serve(
     mode: Literal["r", "a"] = "r" if read_only else "a"
     with KNNStore.open(runtime.home, mode) as store:  # before torch is loaded, whatever is wrong with it
         name = model or Path(store.identity.model).name
-    _log(log_format)
+    _log()
     quiet_transformers()
     from knnstore import KNNLMForCausalLM, KNNSettings, load
     from knnstore.server import Config, Limits
@@ -207,32 +202,10 @@ def _row(key: "AccessKey") -> dict[str, Any]:
     }
 
 
-class _Lines(logging.Handler):
-    """Writes what a server logs to stderr: a line each, or an object each."""
-
-    def __init__(self, *, as_json: bool) -> None:
-        super().__init__(logging.INFO)
-        self._as_json = as_json
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write one; where it tells of an error that nobody expected, with the way to it."""
-        way = ""
-        if record.exc_info and record.exc_info[1]:
-            way = "".join(traceback.format_exception(record.exc_info[1]))
-        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        message = printable(record.getMessage())
-        if self._as_json:
-            row = {"time": time, "level": record.levelname.lower(), "message": message}
-            row |= getattr(record, "request", {})
-            note(json.dumps({**row, "traceback": way} if way else row))
-            return
-        note(f"{time} {record.levelname.lower()} {message}" + (f"\n{way.rstrip()}" if way else ""))
-
-
-def _log(form: Literal["text", "json"]) -> None:
+def _log() -> None:
     """Let what the server says of itself be its log."""
     for name in ("knnstore", "uvicorn"):
         logger = logging.getLogger(name)
-        logger.handlers = [_Lines(as_json=form == "json")]
+        logger.handlers = [Lines(timed=True)]
         logger.setLevel(logging.INFO if name == "knnstore" else logging.WARNING)
         logger.propagate = False

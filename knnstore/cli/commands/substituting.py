@@ -44,7 +44,7 @@ def substitute(
       knnstore substitute
       knnstore substitute --domain news --rows 3 --epochs 2 --json
     """
-    with Bar() as bar, runtime.open_model("a") as lm:
+    with Bar() as bar, runtime.open_model("a", domains=domains) as lm:
         trained = lm.train_substitute(
             domains=domains, rows=rows, epochs=epochs, learning_rate=learning_rate, seed=seed, progress=bar
         )

@@ -1,8 +1,9 @@
 """Commands that change what is in a store or look after it; none needs the model."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,9 +16,14 @@ from knnstore.cli.options import (
     JsonOption,
     LocationOption,
     WhereOption,
+    YesOption,
+    confirm,
 )
 from knnstore.cli.output import Bar, note, print_result, printable, row_of
-from knnstore.errors import KnnstoreError
+from knnstore.errors import DocumentNotFoundError, KnnstoreError
+
+if TYPE_CHECKING:
+    from knnstore.store import Document, KNNStore
 
 
 def tag(
@@ -36,7 +42,7 @@ def tag(
     """Change the tags of a document, or of all whose metadata meet a condition.
 
     Examples:
-      knnstore tag letters/first.txt --add draft --remove final
+      knnstore tag first.txt --add draft --remove final
       knnstore tag --where "year < 2020" --domain news --add old
     """
     if not add and not remove:
@@ -57,51 +63,69 @@ def tag(
 
 
 def remove(
-    document: Annotated[str | None, typer.Option(metavar="ID", help="Remove this document.")] = None,
+    ids: Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="Documents to remove.")] = None,
     domain: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Remove this domain, documents and all.")
-    ] = None,
-    within: Annotated[
         str | None,
-        typer.Option("--in", metavar="NAME", help="The document's domain, where several have its id."),
+        typer.Option(metavar="NAME", help="Where they are; without IDs and tag the whole domain is removed."),
     ] = None,
+    tag: Annotated[str | None, typer.Option(metavar="TAG", help="Remove documents with this tag.")] = None,
     where: WhereOption = None,
+    document: Annotated[str | None, typer.Option(hidden=True)] = None,
+    within: Annotated[str | None, typer.Option("--in", hidden=True)] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    yes: YesOption = False,
     erase: Annotated[
-        bool, typer.Option("--erase", help="Erase its bytes too, as `knnstore erase` does.")
+        bool, typer.Option("--erase", help="Erase the bytes too, as `knnstore erase` does.")
     ] = False,
     home: HomeOption = DEFAULT_HOME,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove a document, a domain with all its documents, or documents whose metadata meet a condition.
+    """Remove documents, also all with a tag or whose metadata meet a condition, or a whole domain.
 
     When the command ends, nothing of it is retrieved by any process. Its tokens and keys stay readable in
-    the files of the engine and of the database, for whoever reads these, until `knnstore erase`.
+    the files of the engine and of the database, for whoever reads these, until `knnstore erase`. At a
+    terminal it asks before a whole domain goes.
 
     Examples:
-      knnstore remove --document letters/second.txt
-      knnstore remove --document n-17 --in news
+      knnstore remove second.txt
+      knnstore remove n-17 n-18 --domain news --dry-run
+      knnstore remove --tag final --json
       knnstore remove --where "year < 2020" --domain news
-      knnstore remove --domain news --json
+      knnstore remove --domain news --yes
     """
-    if document is not None and (domain is not None or where is not None):
-        raise typer.BadParameter("--document goes with none of --domain and --where; --in names its domain")
-    if document is None and domain is None and where is None:
-        raise typer.BadParameter("give one of --document ID, --domain NAME and --where CONDITION")
-    chosen = knnstore.Selection(None if domain is None else (domain,), where=where)
-    with knnstore.open(home, "a") as store:
-        if where is not None:
-            several = store.remove_selected(chosen)
-            tokens = sum(one.tokens for one in several)
-            result = {"documents": len(several), "tokens": tokens}
-            sentence = f"removed {len(several):,} documents: {tokens:,} tokens"
-        elif document is not None:
-            gone = store.remove_document(document, domain=within)
-            result, sentence = row_of(gone), f"removed {gone.id} of {gone.domain}: {gone.tokens:,} tokens"
+    ids, domain = [*(ids or ()), *([document] if document else ())], within or domain
+    chosen = tag is not None or where is not None
+    if (ids and chosen) or not (ids or chosen or domain):
+        raise typer.BadParameter("give IDs, --tag TAG, --where CONDITION or --domain NAME")
+    with knnstore.open(home, "r" if dry_run else "a") as store:
+        gone: list[Document] = []
+        if ids or chosen:
+            gone = _documents(store, ids, domain, tag, where)
+            tokens = sum(one.tokens for one in gone)
+            result = {"documents": len(gone), "tokens": tokens, "ids": [one.id for one in gone]}
+            only = gone[0]
+            which = f"{only.id} of {only.domain}" if len(gone) == 1 else f"{len(gone):,} documents"
+            sentence = f"{which}: {tokens:,} tokens"
+            if document and len(gone) == 1:
+                result = row_of(only)
         else:
-            assert domain is not None
-            whole = store.remove_domain(domain)
+            store.record_count(knnstore.Selection(domains=(str(domain),)))
+            whole = next(one for one in store.domains() if one.name == domain)
             result = asdict(whole)
-            sentence = f"removed {whole.name}: {whole.documents:,} documents, {whole.tokens:,} tokens"
+            sentence = f"{whole.name}: {whole.documents:,} documents, {whole.tokens:,} tokens"
+        if dry_run:
+            lines = [
+                *(f"{one.id} of {one.domain}" for one in gone if len(gone) > 1),
+                f"would remove {sentence}",
+            ]
+            print_result({"would_remove": result}, "\n".join(map(printable, lines)), as_json=as_json)
+            return
+        if gone:
+            store.remove_documents(gone)
+        else:
+            confirm(f"removing {sentence}", yes, needed=False)
+            store.remove_domain(str(domain))
+        sentence = f"removed {sentence}"
         try:
             erased = store.erase() if erase else None
         except KnnstoreError:
@@ -111,6 +135,21 @@ def remove(
         note(printable(f"not reached: {line}"))
     found = {"removed": result} if erased is None else {"removed": result, "erased": asdict(erased)}
     print_result(found, printable(sentence) + (", and erased" if erased else ""), as_json=as_json)
+
+
+def _documents(
+    store: "KNNStore", ids: Sequence[str], domain: str | None, tag: str | None, where: str | None
+) -> "list[Document]":
+    """The documents that are named or chosen; that there is none is an error."""
+    if ids:
+        return [store.document(id, domain=domain) for id in dict.fromkeys(ids)]
+    domains, tags = (None if one is None else (one,) for one in (domain, tag))
+    found = store.select(knnstore.Selection(domains, tags=tags, where=where))
+    if not found:
+        conditions = {"domain": domain, "tag": tag, "where": where}
+        given = ", ".join(f"{name} {value!r}" for name, value in conditions.items() if value is not None)
+        raise DocumentNotFoundError(f"no document is chosen by {given}")
+    return found
 
 
 def erase(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:

@@ -11,7 +11,7 @@ from knnstore.errors import DiskFullError
 from knnstore.lm.reading.reader import TextReader, in_chunks
 from knnstore.lm.reading.windows import BATCH_TOKENS
 from knnstore.progress import Progress
-from knnstore.store import KNNStore, NewDocument
+from knnstore.store import KNNStore, NewDocument, change_of
 
 _logger = logging.getLogger(__name__)
 
@@ -106,27 +106,28 @@ def add(
 
     group: list[NewDocument] = []
     waiting = 0  # tokens in it
+    new_ids: dict[str, str] = {}  # of the documents that are added, by content hash
     for ahead in in_chunks(documents_of(documents, on_bad=on_bad)):
         there = store.versions(domain, [document.id for document in ahead])
         fresh: list[TextDocument] = []
         changes: dict[str, tuple[Mapping[str, Any], frozenset[str]]] = {}
         for document in ahead:
             version = there.get(document.id)
-            if version is None or version.content_hash != document.content_hash:
+            change = change_of(document, version, given)
+            counts[change] += 1
+            if version is None or change == "replaced":
                 fresh.append(document)
                 continue
             if total_bytes is not None:
                 total_bytes -= len(document.text.encode())
-            if version.metadata == document.metadata and version.tags >= given:
-                counts["unchanged"] += 1
-            else:
+            if change == "described":
                 changes[document.id] = document.metadata, version.tags | given
-                counts["described"] += 1
         if changes:
             store.describe(domain, changes)
         for document, tokens in zip(fresh, reader.tokenized(fresh), strict=True):
             version = there.get(document.id)
-            counts["added" if version is None else "replaced"] += 1
+            if version is None:
+                new_ids[document.content_hash] = document.id
             kept = version.tags if version else frozenset[str]()
             new = NewDocument(
                 document.id, domain, document.content_hash, tokens, document.metadata, given | kept
@@ -150,5 +151,17 @@ def add(
                 "the documents are there, indexing them is left to `knnstore optimize`: %s", error
             )
         lm.after_adding()
+    _warn_of_other_ids(store, domain, new_ids)
     shown.finish()
     return Added(**counts, seconds=time.perf_counter() - started)
+
+
+def _warn_of_other_ids(store: KNNStore, domain: str, ids: Mapping[str, str]) -> None:
+    """Tell of texts that the domain now holds twice, as of files that were renamed."""
+    twice = store.other_ids(domain, ids) if ids else {}
+    for id, other in list(twice.items())[:1]:
+        _logger.warning(
+            "%s of these texts are in %s under another id too, %r as %r: they count twice; `knnstore sync` "
+            "removes what its folder does not have",
+            f"{len(twice):,}", domain, id, other,
+        )  # fmt: skip

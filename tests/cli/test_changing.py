@@ -1,0 +1,129 @@
+"""What a folder has comes in, what it has no more goes, and nothing goes by accident."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def notes(workplace):
+    """A folder of which the domain notes was made once."""
+    folder = Path("notes")
+    (folder / "deep").mkdir(parents=True)
+    for name, text in {"a.txt": "The harbour.", "b.md": "The winter.", "deep/c.txt": "The storm."}.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def ids(knnstore, domain="notes"):
+    return {row["id"] for row in knnstore(f"documents --domain {domain} --json").json}
+
+
+def test_sync_makes_a_domain_what_the_folder_is(knnstore, store, notes):
+    first = knnstore("sync notes --domain notes --tag t --json").json
+    assert (first["added"], first["removed"]) == (3, 0)
+    (notes / "a.txt").write_text("The harbour is closed.")
+    (notes / "b.md").rename(notes / "deep" / "b.md")
+    planned = knnstore("sync notes --domain notes --dry-run --json").json
+    assert (planned["added"], planned["replaced"], planned["removed"]) == (["deep/b.md"], ["a.txt"], ["b.md"])
+    assert ids(knnstore) == {"a.txt", "b.md", "deep/c.txt"}
+    shown = knnstore("sync notes --domain notes --dry-run").out.splitlines()
+    assert shown == ["added deep/b.md", "replaced a.txt", "removed b.md", "1 added, 1 replaced, 1 removed"]
+    done = knnstore("sync notes --domain notes --json").json
+    assert {name: done[name] for name in ("added", "replaced", "removed", "unchanged")} == {
+        "added": 1, "replaced": 1, "removed": 1, "unchanged": 1,
+    }  # fmt: skip
+    assert ids(knnstore) == {"a.txt", "deep/b.md", "deep/c.txt"}
+    assert ids(knnstore, "letters") == {"first.txt", "second.txt"}
+    shutil.copytree(notes, "elsewhere/notes")
+    again = knnstore("sync elsewhere/notes --domain notes --json").json
+    assert (again["unchanged"], again["tokens"]) == (3, 0)
+
+
+def test_sync_keeps_what_it_cannot_read(knnstore, store, notes):
+    (notes / "rows.jsonl").write_text('{"id": "r", "text": "The boat."}\n')
+    assert knnstore("sync notes --domain notes --json").json["added"] == 4
+    (notes / "b.md").write_bytes(b"\xff")
+    (notes / "a.txt").unlink()
+    done = knnstore("sync notes --domain notes --json -v")
+    assert (done.json["removed"], done.json["skipped"]) == (1, 1)
+    assert "skipped notes/b.md: not UTF-8: byte 0xff at 0" in done.err
+    assert ids(knnstore) == {"b.md", "deep/c.txt", "r"}
+    (notes / "rows.jsonl").write_text("broken\n")
+    (notes / "deep" / "c.txt").unlink()
+    (notes / "new.txt").write_text("The wall.")
+    done = knnstore("sync notes --domain notes --json")
+    assert (done.json["removed"], done.json["added"]) == (0, 1)
+    assert "warning: nothing is removed: 1 rows cannot be read" in done.err
+    assert ids(knnstore) == {"b.md", "deep/c.txt", "r", "new.txt"}
+
+
+def test_sync_empties_no_domain_by_accident(knnstore, store, notes):
+    assert knnstore("sync notes --domain notes").status == 0
+    for name in ("a.txt", "deep/c.txt"):
+        (notes / name).unlink()
+    refused = knnstore("sync notes --domain notes")
+    assert (refused.status, refused.out) == (1, "")
+    assert refused.err.startswith("error: 2 of 3 documents of notes go: say --yes if that is meant")
+    (notes / "b.md").write_text("")
+    for _ in range(2):
+        refused = knnstore("sync notes --domain notes --yes")
+        assert (refused.status, refused.out) == (1, "")
+        assert len(ids(knnstore)) == 3
+        (notes / "b.md").unlink(missing_ok=True)
+    (notes / "b.md").write_text("The winter.")
+    assert knnstore("sync notes --domain notes --yes --json").json["removed"] == 2
+
+
+def test_sync_needs_no_model_where_nothing_is_to_be_stored(knnstore, store, notes):
+    assert knnstore("sync notes --domain notes").status == 0
+    (notes / "a.txt").unlink()
+    assert knnstore("sync notes --domain notes --device nonsense --json").json["removed"] == 1
+    (notes / "b.md").write_text("Another text.")
+    assert knnstore("sync notes --domain notes --device nonsense").status == 1
+
+
+def test_a_folder_with_bad_files_is_added_without_them(knnstore, store, notes):
+    (notes / "empty.txt").touch()
+    (notes / "latin.txt").write_bytes(b"caf\xe9")
+    (notes / "photo.png").write_bytes(b"\x89PNG")
+    done = knnstore("add notes --domain notes --json")
+    assert (done.status, done.json["added"], done.json["skipped"], done.json["ignored"]) == (0, 3, 2, 1)
+    assert done.err == "left out 2 that cannot be used and 1 file of another kind (-v names them)\n"
+    named = knnstore("-v add notes --domain notes").err.splitlines()
+    assert "skipped notes/empty.txt: the file is empty" in named
+    assert "ignored notes/photo.png: no kind of file that is read" in named
+    assert knnstore("eval notes --json").json["skipped"] == 2
+
+
+def test_a_text_that_is_stored_under_another_id_is_told(knnstore, store, notes, caplog):
+    knnstore("add notes --domain notes")
+    knnstore("add notes --domain other")
+    assert caplog.messages == []
+    (notes / "deep" / "c.txt").rename(notes / "deep" / "d.txt")
+    knnstore("add notes --domain notes")
+    (said,) = caplog.messages
+    assert said.startswith("1 of these texts are in notes under another id too, 'deep/d.txt' as 'deep/c.txt'")
+
+
+def test_several_documents_are_removed_or_none(knnstore, store):
+    planned = knnstore("remove n-17 n-18 --dry-run --json").json["would_remove"]
+    assert (planned["ids"], planned["documents"]) == (["n-17", "n-18"], 2)
+    assert knnstore("remove n-17 nothing").status == 1
+    assert knnstore("remove n-17 --domain letters").status == 1
+    assert ids(knnstore, "news") == {"n-17", "n-18", "n-19"}
+    assert knnstore("remove n-17 n-18 --domain news --json").json["removed"] == planned
+    assert ids(knnstore, "news") == {"n-19"}
+
+
+def test_documents_are_removed_by_tag(knnstore, store):
+    knnstore("tag n-18 --add final")
+    refused = knnstore("remove --tag nothing")
+    assert (refused.status, refused.err) == (1, "error: no document has the tag 'nothing'\n")
+    planned = knnstore("remove --tag final --dry-run").out.splitlines()
+    assert planned[:3] == ["first.txt of letters", "second.txt of letters", "n-18 of news"]
+    assert planned[3].startswith("would remove 3 documents: ")
+    assert knnstore("remove --tag final --domain news --json").json["removed"]["ids"] == ["n-18"]
+    assert knnstore("remove --tag final --json").json["removed"]["documents"] == 2
+    assert {row["name"] for row in knnstore("domains --json").json} == {"news"}
