@@ -112,6 +112,16 @@ class Documents:
         return {"skipped": self.skipped, "ignored": self.ignored}
 
 
+@dataclass
+class AnyDocuments(Documents):
+    """The documents of some files, if any are given."""
+
+    files: Annotated[
+        list[str],
+        typer.Argument(metavar="FILE", show_default=False, help="Held-out text; files as of `add`."),
+    ] = ()  # type: ignore[assignment]
+
+
 def read_text(given: str) -> str:
     """A text from the command line, or standard input in place of ``-``."""
     return sys.stdin.read() if given == STDIN else given

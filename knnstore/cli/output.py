@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import re
+import shutil
 import sys
 import time
 import traceback
@@ -27,6 +28,8 @@ _STEERING = re.compile(
 )
 _DEEPEST = 100
 """Levels of nesting that are printed."""
+_NARROWEST = 12
+"""Characters that are left of a column of text."""
 _ERASED = "\r\x1b[K"
 """What takes a line of a terminal away."""
 SECONDS_BETWEEN_LINES = 15.0
@@ -50,12 +53,12 @@ def print_result(result: Any, text: str | Sequence[str], *, as_json: bool) -> No
         echo(*parts)
 
 
-def echo(*parts: str, to_stderr: bool = False) -> None:
-    """Print the parts of a text and a line break, what steers a terminal made visible."""
+def echo(*parts: str, to_stderr: bool = False, end: str = "\n") -> None:
+    """Print the parts of a text and an end, what steers a terminal made visible."""
     stream = sys.stderr if to_stderr else sys.stdout
     exact = not stream.isatty()
     shown = (part if exact and isinstance(part, Verbatim) else visible(part) for part in parts)
-    print(*shown, sep="", file=stream, flush=True)
+    print(*shown, sep="", end=end, file=stream, flush=True)
 
 
 def visible(text: str) -> str:
@@ -109,15 +112,36 @@ def _finite(value: Any, depth: int = 0) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
-    """Write rows under headings, numbers to the right; nothing but headings when there are none."""
-    padded = []
-    for column in columns:
-        cells = [column, *(_cell(row[column]) for row in rows)]
-        numbers = all(isinstance(row[column], int | float) for row in rows)
-        width = max(map(len, cells))
-        padded.append([cell.rjust(width) if numbers else cell.ljust(width) for cell in cells])
+def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], *, width: int | None = None) -> str:
+    """Write rows under headings, numbers to the right; nothing but headings when there are none.
+
+    Args:
+        rows: values by column.
+        columns: in their order.
+        width: characters of a line, to which the widest texts are cut; default is that of the terminal, and
+            no limit where stdout is none.
+    """
+    if width is None and sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+    cells = [[column, *(_cell(row[column]) for row in rows)] for column in columns]
+    numeric = [all(isinstance(row[column], int | float | None) for row in rows) for column in columns]
+    widths = [max(map(len, column)) for column in cells]
+    while width is not None and sum(widths) + 2 * (len(widths) - 1) > width:
+        widest = max(
+            (at for at, numbers in enumerate(numeric) if not numbers), key=widths.__getitem__, default=None
+        )
+        if widest is None or widths[widest] <= _NARROWEST:
+            break
+        widths[widest] -= 1
+    padded = [
+        [cell.rjust(size) if numbers else _cut(cell, size).ljust(size) for cell in column]
+        for column, size, numbers in zip(cells, widths, numeric, strict=True)
+    ]
     return "\n".join("  ".join(line).rstrip() for line in zip(*padded, strict=True))
+
+
+def _cut(text: str, size: int) -> str:
+    return text if len(text) <= size else f"{text[: size - 1]}…"
 
 
 def pairs(values: Mapping[str, Any]) -> str:

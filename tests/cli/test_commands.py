@@ -153,7 +153,7 @@ def test_calibrated_settings_are_used_and_named(knnstore, store):
     assert table.out.splitlines()[0].split() == [
         "mixer",
         "probes",
-        "temperature",
+        "T",
         "lambda",
         "ppl",
         "low",
@@ -161,6 +161,17 @@ def test_calibrated_settings_are_used_and_named(knnstore, store):
         "ratio",
     ]
     assert "\nsaved for the whole store: " in table.err
+    stars = [line.split() for line in table.out.splitlines() if line.startswith("*")]
+    shown = knnstore("calibrate --show --json").json
+    assert len(stars) == 2  # the winner, and what a star means
+    assert " ".join(stars[0][1:]).startswith(shown["calibration"]["mixer"])
+    assert shown["domains"] == []
+    assert knnstore("calibrate --show --domain news --json").json["domains"] == ["news"]
+    assert knnstore("calibrate --reset --domain news --json").json == {"reset": True, "domains": ["news"]}
+    assert knnstore("calibrate --show --domain news --json").json == shown
+    assert knnstore("calibrate --reset").out == "dropped what was saved for the whole store\n"
+    assert knnstore("calibrate --show").out == "nothing is saved: the defaults are used\n"
+    assert knnstore("eval dev.jsonl --json").json["mixer"] == "fixed"
 
 
 def test_calibrate_refuses_what_it_cannot_fit(knnstore, store):
@@ -219,6 +230,25 @@ def test_credit_goes_to_the_very_token_and_not_to_one_that_looks_like_it():
     )
     token = TokenExplanation(0, 8, "�", p_lm=0.1, p_knn=0.5, lam=0.5, p=0.3, neighbors=(wrong, right))
     assert [source["document"] for source in credits_of([token])] == ["right"]
+
+
+def test_search_shows_the_nearest_passages(knnstore, store):
+    for domain, id, text in (
+        ("news", "n-19", "Prices of grain rose again"),
+        ("letters", "first.txt", "The harbour"),
+    ):
+        passages = knnstore("search", text, "--domain", domain, "--json").json
+        assert (passages[0]["domain"], passages[0]["document"]) == (domain, id)
+        assert text.split()[-1] in passages[0]["text"]
+        shares = [passage["share"] for passage in passages]
+        assert shares == sorted(shares, reverse=True)
+        assert sum(shares) <= 1 + 1e-6
+    assert len(knnstore("search boat --limit 2 --json").json) == 2
+    shown = knnstore("search 'Prices of grain' --limit 1").out
+    assert shown.split()[1].startswith("news/n-19:")
+    assert "rose" in shown
+    refused = knnstore("search ''")
+    assert (refused.status, refused.err) == (1, "error: the text is empty\n")
 
 
 def test_explain_names_the_neighbors(knnstore, store):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from knnstore.cli.commands.asking import explain, generate
+from knnstore.cli.commands.asking import explain, generate, search
 from knnstore.cli.commands.building import add, init, sync
 from knnstore.cli.commands.calibrating import calibrate
 from knnstore.cli.commands.demonstrating import demo
@@ -26,6 +26,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "substitute": substitute,
     "generate": generate,
     "explain": explain,
+    "search": search,
     "serve": serve,
     "domains": domains,
     "documents": documents,

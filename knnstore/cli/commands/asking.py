@@ -1,5 +1,6 @@
 """Commands that ask the model with its store: text, and explanations."""
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -8,15 +9,18 @@ import typer
 from knnstore.cli.inputs import read_text
 from knnstore.cli.models import StoreRuntime
 from knnstore.cli.options import JsonOption, seed_option
-from knnstore.cli.output import Verbatim, plain, print_result, printable, table
+from knnstore.cli.output import Verbatim, echo, plain, print_result, printable, row_of, table
 from knnstore.cli.query import Query, ScoringQuery, SelectionOptions
 from knnstore.errors import ConfigError
 
 if TYPE_CHECKING:
-    from knnstore.lm import Source, TokenExplanation
+    from torch import Tensor
+
+    from knnstore.lm import Passage, Source, TextReader, TokenExplanation
 
 _NEIGHBORS_CREDITED = 32  # of each token; further ones hardly weigh and cost time to name
 _SOURCES_SHOWN = 5
+_HALF = "\ufffd"  # what a token ends in that has not all bytes of a character
 _LEAST_SAMPLED = 1e-6  # below it the most probable token's logit has no number
 
 
@@ -70,6 +74,7 @@ def generate(
     with runtime.open_model("r", domains=selected.domains) as lm:
         settings = query.settings(lm.store, selected.selection())
         prompt = read_text(prompt)
+        shown = Written(lm.reader, prompt)
         continuation = lm.generate_text(
             prompt,
             max_new_tokens=max_new_tokens,
@@ -80,14 +85,56 @@ def generate(
             num_beams=beams,
             draft=draft,
             knn=settings,
+            streamer=shown if beams == 1 and not as_json else None,
         )
         result: dict[str, Any] = {"prompt": prompt, "continuation": continuation}
-        shown: list[str] = [Verbatim(prompt + continuation)]
+        if not as_json:
+            shown.finish(continuation)
         if explain:
             explained = lm.explain(continuation, settings, neighbors=_NEIGHBORS_CREDITED, after=prompt)
             result["sources"] = credits_of(explained)
-            shown += ["\n\n", table_of_sources(result["sources"])]
-    print_result(result, shown, as_json=as_json)
+            if not as_json:
+                echo("\n", table_of_sources(result["sources"]))
+    if as_json:
+        print_result(result, "", as_json=True)
+
+
+class Written:
+    """Prints a text while it is written: the prompt, then each piece whose characters are whole.
+
+    What `generate` of transformers takes as a streamer.
+    """
+
+    def __init__(self, reader: "TextReader", prompt: str) -> None:
+        self._reader = reader
+        self._prompt: str | None = prompt
+        self._tokens: list[int] = []
+        self._printed = ""
+
+    def put(self, tokens: "Tensor") -> None:
+        """Take the prompt's tokens, and then those that are written."""
+        if self._prompt is not None:
+            self._begin()
+            return
+        self._tokens += tokens.flatten().tolist()
+        text = str(self._reader.tokenizer.decode(self._tokens, skip_special_tokens=True))
+        if text.startswith(self._printed) and not text.endswith(_HALF):
+            echo(Verbatim(text.removeprefix(self._printed)), end="")
+            self._printed = text
+
+    def end(self) -> None:
+        """Nothing more is written; `finish` knows what was."""
+
+    def finish(self, continuation: str) -> None:
+        """Print what was not printed of the text, and the end of the line."""
+        self._begin()
+        rest = continuation.removeprefix(self._printed)
+        echo(Verbatim(rest if continuation.startswith(self._printed) else f"\n{continuation}"))
+
+    def _begin(self) -> None:
+        if self._prompt is not None:
+            echo(Verbatim(self._prompt), end="")
+            self._prompt = None
 
 
 def explain(
@@ -115,6 +162,38 @@ def explain(
         explained = lm.explain(read_text(text), settings, neighbors=neighbors)
     shown = "\n".join(line for token in explained for line in _lines(token))
     print_result([plain(token) for token in explained], shown, as_json=as_json)
+
+
+def search(
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="The text; - reads it from standard input.")],
+    *,
+    limit: Annotated[int, typer.Option(min=1, metavar="N", help="Passages to show.")] = 5,
+    selected: SelectionOptions,
+    runtime: StoreRuntime,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the stored passages that are nearest to a text, for the model.
+
+    These are what predictions after such text come from: the store is searched at each token of the text and
+    at its end. The share says how much of all that was found lies in a passage.
+
+    Examples:
+      knnstore search "The harbour was quiet"
+      knnstore search "The harbour was quiet" --domain letters --limit 1 --json
+    """
+    with runtime.open_model("r", domains=selected.domains) as lm:
+        from knnstore.lm import settings_for
+
+        passages = lm.search(read_text(text), settings_for(lm.store, selected.selection()), limit=limit)
+    shown = "\n".join(line for passage in passages for line in _lines_of(passage))
+    print_result([row_of(passage) for passage in passages], shown or "nothing is stored", as_json=as_json)
+
+
+def _lines_of(passage: "Passage") -> Iterator[str]:
+    """Where a passage is, and below it its text."""
+    yield f"{passage.share:6.1%}  {printable(f'{passage.domain}/{passage.document}:{passage.position}')}"
+    text = printable(" ".join(passage.text.split()))
+    yield from textwrap.wrap(text, 79, initial_indent=" " * 8, subsequent_indent=" " * 8)
 
 
 def _lines(token: "TokenExplanation") -> Iterator[str]:

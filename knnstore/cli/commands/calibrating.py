@@ -2,18 +2,28 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from knnstore.cli.inputs import Documents
+from knnstore.cli.inputs import AnyDocuments
+from knnstore.cli.logs import LOG
 from knnstore.cli.models import StoreRuntime
 from knnstore.cli.options import DomainsOption, JsonOption, LeaveOutOption
-from knnstore.cli.output import Bar, echo, note, print_result, table
+from knnstore.cli.output import Bar, echo, note, pairs, print_result, printable, table
 from knnstore.errors import ConfigError
 
 if TYPE_CHECKING:
     from knnstore.lm import Comparison, Interval, KNNSettings
+
+_COMPARED = ("model alone", "current")
+_MOST_SHOWN = 8
+_LEGEND = """\
+*       what is saved          k, probes  neighbors, or cells, of each token
+T       divides the distances  lambda     weight of what is retrieved, on average
+ppl     perplexity held out    low, high  its interval of 95 %
+ratio   of ppl to that of the model alone"""
 
 
 def calibrate(
@@ -48,7 +58,13 @@ def calibrate(
             metavar="SHARE", help="Save settings that leave out this share of the searches, as 0.5."
         ),
     ] = None,
-    documents: Documents,
+    show: Annotated[
+        bool, typer.Option("--show", help="Only say what is saved for these domains, or the whole store.")
+    ] = False,
+    reset: Annotated[
+        bool, typer.Option("--reset", help="Only drop what is saved for exactly these domains.")
+    ] = False,
+    documents: AnyDocuments,
     runtime: StoreRuntime,
     as_json: JsonOption = False,
 ) -> None:
@@ -68,7 +84,14 @@ def calibrate(
       knnstore calibrate dev.jsonl
       knnstore calibrate dev.jsonl --domain news --json
       knnstore calibrate dev.jsonl --skip 0.25
+      knnstore calibrate --show
+      knnstore calibrate --domain news --reset
     """
+    if bool(documents.files) + show + reset != 1:
+        raise typer.BadParameter("give FILE, --show or --reset, one of them")
+    if show or reset:
+        (_drop_saved if reset else _show_saved)(runtime.home, domains, as_json)
+        return
     documents.check()
     with Bar() as bar, runtime.open_model("a", domains=domains) as lm:
         found = lm.calibrate(
@@ -88,6 +111,7 @@ def calibrate(
         )
     from knnstore.lm import settings_to_dict
 
+    documents.report()
     rows = _rows(found.comparison)
     savings = [
         {"saved": of.share, "ppl": of.ppl, "ratio": of.ratio, "random": of.random} for of in found.savings
@@ -103,7 +127,7 @@ def calibrate(
         "fitting_seconds": found.fitting_seconds,
         **documents.left_out,
     }
-    print_result(result, table_of_fits(rows, ["mixer"]), as_json=as_json)
+    print_result(result, _shown_candidates(rows, found.settings is not None), as_json=as_json)
     if savings and not as_json:
         note("leaving out the searches expected to help least, and its ratio when chosen at random:")
         shown = [
@@ -134,7 +158,9 @@ def calibrate(
         note(
             f"saved for {where}: {found.record.mixer}, perplexity {found.record.base_ppl:,.2f} -> "
             f"{found.record.knn_ppl:,.2f} on {found.record.tokens:,} held-out tokens "
-            f"({found.scoring_seconds:.0f} s scoring, {found.fitting_seconds:.0f} s fitting)"
+            f"({found.scoring_seconds:.0f} s scoring, {found.fitting_seconds:.0f} s fitting)\n"
+            "eval, generate and explain use it from now on. Next: `knnstore eval FILE` on other text;\n"
+            "`knnstore calibrate --show` says what is saved, --reset takes it back"
         )
 
 
@@ -147,6 +173,74 @@ def _rows(comparison: "Comparison") -> list[dict[str, Any]]:
     return [{"mixer": "model alone", **alone}] + [
         {"mixer": one.name, **figures(one.settings, one.lam, one.held_out, one.change)} for one in shown
     ]
+
+
+def _shown_candidates(rows: Sequence[Mapping[str, Any]], saved: bool) -> str:
+    """Write the best candidates and what they are compared with, a star before the one that is saved."""
+    fixed = [row for row in rows if row["mixer"] in _COMPARED]
+    tried = sorted((row for row in rows if row["mixer"] not in _COMPARED), key=lambda row: float(row["ppl"]))
+    most = len(tried) if LOG.verbose else _MOST_SHOWN
+    star = len(fixed) if saved and tried else -1
+    marked = [
+        {**row, "mixer": f"{'*' if at == star else ' '} {row['mixer']}"}
+        for at, row in enumerate([*fixed, *tried[:most]])
+    ]
+    more = f"\n  and {len(tried) - most:,} more (-v shows them)" if len(tried) > most else ""
+    return f"{table_of_fits(marked, ['mixer'])}{more}\n\n{_LEGEND}"
+
+
+def _show_saved(home: Path, domains: Sequence[str] | None, as_json: bool) -> None:
+    """Print the settings that are saved for these domains, else for the whole store."""
+    import knnstore
+
+    with knnstore.open(home) as store:
+        chosen = tuple(domains or ())
+        store.record_count(knnstore.Selection(domains=chosen or None))  # an unknown domain is an error
+        found = [(scope, store.settings(scope)) for scope in ((chosen, ()) if chosen else ((),))]
+    scope, saved = next(((scope, one) for scope, one in found if one and one.query), ((), None))
+    if saved is None:
+        print_result({"settings": None}, "nothing is saved: the defaults are used", as_json=as_json)
+        return
+    hidden = ("stored", "held_out", "text_hash")
+    how = {name: value for name, value in (saved.calibration or {}).items() if name not in hidden}
+    where = ", ".join(scope) or "the whole store"
+    made = {"calibrated": how["date"][:10]} if how else {"calibrated": "no: the defaults"}
+    settings = {name: value for name, value in saved.query.items() if value is not None}
+    found_by: dict[str, Any] = {
+        name: how[name] for name in ("documents", "tokens", "base_ppl", "knn_ppl") if name in how
+    }
+    shown = pairs(
+        {"for": where, **made, **found_by, **{name: _short(value) for name, value in settings.items()}}
+    )
+    print_result(
+        {"domains": scope, "calibration": how or None, "settings": saved.query}, shown, as_json=as_json
+    )
+
+
+def _drop_saved(home: Path, domains: Sequence[str] | None, as_json: bool) -> None:
+    """Drop the settings that are saved for exactly these domains; a trained substitute stays."""
+    import knnstore
+    from knnstore.store import SavedSettings
+
+    chosen = tuple(domains or ())
+    with knnstore.open(home, "a") as store:
+        saved = store.settings(chosen)
+        is_there = saved is not None and bool(saved.query)
+        if saved is not None:
+            store.save_settings(SavedSettings(trained_substitute=saved.trained_substitute), chosen)
+    where = ", ".join(chosen) or "the whole store"
+    said = f"dropped what was saved for {where}" if is_there else f"nothing is saved for {where}"
+    print_result({"reset": is_there, "domains": chosen}, printable(said), as_json=as_json)
+
+
+def _short(value: Any) -> Any:
+    """A part of settings as it fits a line: its name, or how large it is."""
+    if isinstance(value, Mapping):
+        parts = {"lambda" if name == "lam" else name: part for name, part in value.items()}
+        return ", ".join(f"{name} {_short(part)}" for name, part in parts.items() if part not in (None, []))
+    if isinstance(value, list):
+        return f"{len(value)} values"
+    return f"{value:.4g}" if isinstance(value, float) else value
 
 
 def figures(
@@ -164,6 +258,6 @@ def figures(
 
 def table_of_fits(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
     """Write rows of `figures`, each after what it is named by."""
-    shown = [{**row, "ratio": f"{row['ratio']:.3f}"} for row in rows]
+    shown = [{**row, "T": row["temperature"], "ratio": f"{row['ratio']:.3f}"} for row in rows]
     reach = "probes" if any(row["probes"] for row in rows) else "k"
-    return table(shown, [*names, reach, "temperature", "lambda", "ppl", "low", "high", "ratio"])
+    return table(shown, [*names, reach, "T", "lambda", "ppl", "low", "high", "ratio"])

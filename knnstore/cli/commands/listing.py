@@ -53,7 +53,8 @@ def documents(
             print_result(found, f"{len(lengths):,} documents, {sum(lengths):,} tokens", as_json=as_json)
             return
         rows = [row_of(document) for document in store.select(selection)]
-    print_result(rows, table(rows, ["id", "domain", "tokens", "tags", "added_at"]), as_json=as_json)
+    shown = [{**row, "added": row["added_at"][:16].replace("T", " ")} for row in rows]
+    print_result(rows, table(shown, ["id", "domain", "tokens", "tags", "added"]), as_json=as_json)
 
 
 def show(

@@ -63,7 +63,7 @@ def tag(
 
 
 def remove(
-    ids: Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="Documents to remove.")] = None,
+    ids: Annotated[list[str] | None, typer.Argument(metavar="ID", help="Documents to remove.")] = None,
     domain: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Where they are; without IDs and tag the whole domain is removed."),

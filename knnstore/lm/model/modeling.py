@@ -72,6 +72,7 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
     generate_text = generate_text
     measure_size_curve = scoring.measure_size_curve
     prune = scoring.prune
+    search = scoring.search
     train_substitute = train_substitute
 
     def __init__(

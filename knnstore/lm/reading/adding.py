@@ -16,7 +16,12 @@ from knnstore.store import KNNStore, NewDocument, change_of
 _logger = logging.getLogger(__name__)
 
 COMMIT_TOKENS = 65_536
-"""Documents become live in groups of about so many tokens: what an interrupted run can lose."""
+"""Documents become live in groups of about so many tokens at most: what an interrupted run can lose."""
+COMMIT_SECONDS = 30.0
+"""Groups are so large that the model reads one in about this time; half of a minute, for speeds change."""
+_SLOWEST = 2e10
+"""Operations a second that are expected of any machine before its speed is known; a token takes two for each
+weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,7 @@ def add(
     tags: Iterable[str] = (),
     on_bad: OnBad | None = None,
     commit_tokens: int = COMMIT_TOKENS,
+    commit_seconds: float = COMMIT_SECONDS,
     batch_tokens: int = BATCH_TOKENS,
     total_bytes: int | None = None,
     progress: Progress | None = None,
@@ -79,7 +85,8 @@ def add(
         tags: set on every document, beside the tags it has.
         on_bad: called for each document that cannot be used, which is then left out; None
             raises at the first.
-        commit_tokens: documents become live in groups of about so many tokens.
+        commit_tokens: documents become live in groups of about so many tokens at most.
+        commit_seconds: and in groups that the model reads in about this time; one document is never divided.
         batch_tokens: tokens in one forward pass, padding included.
         total_bytes: UTF-8 bytes of all texts, if known, for the time left.
         progress: is told of each batch.
@@ -91,18 +98,21 @@ def add(
     shown, store = progress or Progress(), lm.store
     reader = replace(lm.reader, batch_tokens=batch_tokens)
     given = frozenset(tags)
+    pace = _Pace(reader, commit_tokens, commit_seconds)
     counts = {"added": 0, "replaced": 0, "described": 0, "unchanged": 0, "tokens": 0}
     started = time.perf_counter()
     tokens_read, bytes_read = 0, 0  # for the time left
     shown.start(f"adding to {domain}")
 
     def encode(group: Sequence[NewDocument]) -> None:
+        began, before = time.perf_counter(), counts["tokens"]
         with store.ingest(group) as ingest:
             for batch in reader.batches([document.tokens for document in group]):
                 keys = reader.encoder.keys(batch.input_ids, batch.at).cpu().numpy()
                 ingest.add(batch.documents, batch.positions, batch.gold, keys)
                 counts["tokens"] += len(batch.at)
                 shown.advance(len(batch.at))
+        pace.took(counts["tokens"] - before, time.perf_counter() - began)
 
     group: list[NewDocument] = []
     waiting = 0  # tokens in it
@@ -138,7 +148,7 @@ def add(
                 shown.expect(round(total_bytes * tokens_read / bytes_read))
             group.append(new)
             waiting += len(tokens)
-            if waiting >= commit_tokens:
+            if waiting >= pace.group_tokens:
                 encode(group)
                 group, waiting = [], 0
     if group:
@@ -154,6 +164,26 @@ def add(
     _warn_of_other_ids(store, domain, new_ids)
     shown.finish()
     return Added(**counts, seconds=time.perf_counter() - started)
+
+
+class _Pace:
+    """How many tokens a group of documents has, so that one is committed in time.
+
+    Args:
+        reader: with the model whose speed is guessed by its size, until it is known.
+        tokens: of a group at most.
+        seconds: that a group is to take.
+    """
+
+    def __init__(self, reader: TextReader, tokens: int, seconds: float) -> None:
+        self._most, self._seconds = tokens, seconds
+        operations = 2 * sum(weights.numel() for weights in reader.encoder.model.parameters())
+        self.took(1, operations / _SLOWEST)
+
+    def took(self, tokens: int, seconds: float) -> None:
+        """Learn how long a group took."""
+        if tokens and seconds:
+            self.group_tokens = max(1, min(self._most, round(tokens * self._seconds / seconds)))
 
 
 def _warn_of_other_ids(store: KNNStore, domain: str, ids: Mapping[str, str]) -> None:

@@ -8,12 +8,13 @@ from knnstore.lm.scoring.exporting import export
 from knnstore.lm.scoring.held_out import HeldOut, score_held_out
 from knnstore.lm.scoring.intervals import FEWEST, Interval, blocks_of, interval_of
 from knnstore.lm.scoring.pruning import PruningCost, prune
+from knnstore.lm.scoring.searching import Passage, search
 from knnstore.lm.scoring.size_curve import SizePoint, measure_size_curve
 from knnstore.lm.scoring.token_table import TokenTable, replacing
 
 __all__ = [
-    "FEWEST", "Audit", "Check", "Evaluation", "HeldOut", "Interval", "PruningCost", "SizePoint", "Source",
-    "TextNeighbors", "TokenExplanation", "TokenTable", "audit", "blocks_of", "evaluate", "explain",
+    "FEWEST", "Audit", "Check", "Evaluation", "HeldOut", "Interval", "Passage", "PruningCost", "SizePoint",
+    "Source", "TextNeighbors", "TokenExplanation", "TokenTable", "audit", "blocks_of", "evaluate", "explain",
     "explain_tokens", "export", "interval_of", "keys", "measure_size_curve", "neighbors", "p_knn", "prune",
-    "replacing", "score_held_out",
+    "replacing", "score_held_out", "search",
 ]  # fmt: skip

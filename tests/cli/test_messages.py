@@ -1,0 +1,134 @@
+"""What is said while a command works, and in which form; what can be refused is refused before torch."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from knnstore.cli.logs import LOG
+from knnstore.cli.output import Bar, table
+
+KNNSTORE = [sys.executable, "-c", "from knnstore.cli import main; main()"]
+
+
+@pytest.fixture(autouse=True)
+def unasked():
+    LOG.begin()
+    yield
+    LOG.begin()
+
+
+def test_messages_are_objects_where_that_is_asked_for(knnstore, store):
+    Path("letters/empty.txt").touch()
+    for line in (
+        "--log-format json -v add letters --domain d",
+        "add letters --domain d --log-format json -v",
+    ):
+        done = knnstore(line)
+        rows = [json.loads(line) for line in done.err.splitlines()]
+        assert all({"time", "level", "message"} == row.keys() for row in rows)
+        assert "skipped letters/empty.txt: the file is empty" in [row["message"] for row in rows]
+        assert any(row["message"].startswith("loading model") for row in rows)
+    refused = knnstore("show nothing --log-format json")
+    (row,) = [json.loads(line) for line in refused.err.splitlines()]
+    assert (refused.status, row["level"], row["message"]) == (1, "error", "no document 'nothing'")
+    warned = knnstore("eval news.jsonl --json --log-format json").err.splitlines()
+    assert [json.loads(line)["level"] for line in warned] == ["warning"]
+    assert knnstore("show nothing").err == "error: no document 'nothing'\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("add doc --domain d", "doc: no such file or folder"),
+        ("add wrong.jsonl --domain d", "wrong.jsonl row 1: no 'text'; there is 'body'"),
+        ("eval nowhere.jsonl", "nowhere.jsonl: cannot be read"),
+        ("eval held-out.jsonl --domain nothing", "no domain 'nothing'"),
+        ("eval held-out.jsonl --per-token missing/t.tsv", "missing/t.tsv cannot be written"),
+        ("calibrate held-out.jsonl --domain nothing", "no domain 'nothing'"),
+        ("generate x --domain nothing", "no domain 'nothing'"),
+        ("search x --home nowhere", "no knnstore at nowhere"),
+        ("init --home new --model no/such/model", "the model 'no/such/model' cannot be loaded"),
+        ("sync letters --domain letters --dry-run", ""),
+    ],
+)
+def test_what_can_be_refused_is_refused_before_torch_is_imported(store, line, problem):
+    Path("wrong.jsonl").write_text('{"body": "x"}\n')
+    program = (
+        "import sys; from typer.testing import CliRunner; from knnstore.cli import app\n"
+        "done = CliRunner().invoke(app, sys.argv[1:])\n"
+        "print(done.exit_code, 'torch' in sys.modules, done.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *line.split()], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.startswith(f"{int(bool(problem))} False {'error: ' * bool(problem)}{problem}"), done
+
+
+def test_progress_is_said_now_and_then_without_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr("knnstore.cli.output.SECONDS_BETWEEN_LINES", 0.05)
+    with Bar() as bar:
+        bar.start("adding to d", total=400)
+        for _ in range(4):
+            time.sleep(0.03)
+            bar.advance(100)
+        LOG.as_json = True
+        bar.start("reading")
+        time.sleep(0.06)
+        bar.advance(7)
+    first, second, last = capsys.readouterr().err.splitlines()
+    assert first.startswith("adding to d: 200 of 400 tok, ")
+    assert first.endswith(" left")
+    assert second.startswith("adding to d: 400 of 400 tok, ")
+    row = json.loads(last)
+    assert (row["done"], row["total"], row["unit"]) == (7, None, "tok")
+
+
+def test_tables_fit_the_terminal():
+    rows = [{"id": "x" * 60, "tokens": 1234567, "domain": "y" * 40, "tags": "short"}] * 2
+    whole = table(rows, ["id", "tokens", "domain", "tags"])
+    assert "x" * 60 in whole
+    fitted = table(rows, ["id", "tokens", "domain", "tags"], width=80).splitlines()
+    assert max(map(len, fitted)) == 80
+    assert all("1,234,567" in line and "short" in line for line in fitted[1:])
+    assert fitted[1].count("…") == 2
+
+
+def test_text_comes_as_it_is_written(knnstore, store):
+    """The prompt is there before the text is done, and together they are what they are without a stream."""
+    line = ["generate", "The harbour", "--max-new-tokens", "24", "--lambda", "0.9"]
+    expected = knnstore(*line, "--json").json
+    with subprocess.Popen([*KNNSTORE, *line], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        pieces = []
+        while piece := os.read(process.stdout.fileno(), 1 << 16):
+            pieces.append(piece)
+    assert process.returncode == 0
+    assert b"".join(pieces).decode() == f"The harbour{expected['continuation']}\n"
+    assert len(pieces) > 3
+
+
+def test_a_domain_is_not_removed_at_a_terminal_without_a_yes(store):
+    def answered(answer: bytes) -> tuple[int, str]:
+        ours, theirs = pty.openpty()
+        with subprocess.Popen(
+            [*KNNSTORE, "remove", "--domain", "news"],
+            stdin=theirs, stdout=subprocess.PIPE, stderr=theirs,
+        ) as process:  # fmt: skip
+            os.write(ours, answer)
+            process.wait(30)
+        os.close(theirs)
+        said = os.read(ours, 1 << 16).decode()
+        os.close(ours)
+        return process.returncode, said
+
+    status, said = answered(b"n\n")
+    assert status == 1
+    assert "removing news: 3 documents" in said
+    assert "error: nothing was changed" in said
+    assert answered(b"y\n")[0] == 0
