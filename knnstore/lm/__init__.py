@@ -17,7 +17,7 @@ from knnstore.lm.mixing import (
     register_mixer,
 )
 from knnstore.lm.model import KNNLMForCausalLM, create, load
-from knnstore.lm.reading import Added, TextReader, load_model
+from knnstore.lm.reading import Added, Synced, TextReader, load_model
 from knnstore.lm.scoring import (
     Audit,
     Check,
@@ -60,9 +60,9 @@ __all__ = [
     "Comparison", "DomainWeights", "Evaluation", "FixedLambda", "GateLambda", "Interval", "JointGate",
     "KNNLMForCausalLM", "KNNSettings", "Mixer", "NGramSettings", "NearnessLambda", "Passage",
     "PointerSettings", "Probe", "Probed", "PruningCost", "RelativeConfidence", "Retrieved", "SimpleMixer",
-    "SizePoint", "Skipping", "Source", "Substitute", "TextNeighbors", "TextReader", "TokenExplanation",
-    "TokenTable", "TrainedSubstitute", "completed", "create", "default_settings", "explain_tokens",
-    "is_substitute_outdated", "load", "load_model", "overridden", "own_settings_for", "probe_keys",
-    "register_mixer", "replacing", "save_settings", "saved_for", "settings_for", "settings_from_dict",
-    "settings_to_dict", "trained_for", "usable_settings_for",
+    "SizePoint", "Skipping", "Source", "Substitute", "Synced", "TextNeighbors", "TextReader",
+    "TokenExplanation", "TokenTable", "TrainedSubstitute", "completed", "create", "default_settings",
+    "explain_tokens", "is_substitute_outdated", "load", "load_model", "overridden", "own_settings_for",
+    "probe_keys", "register_mixer", "replacing", "save_settings", "saved_for", "settings_for",
+    "settings_from_dict", "settings_to_dict", "trained_for", "usable_settings_for",
 ]  # fmt: skip

@@ -1,6 +1,7 @@
 """Adding, evaluating, explaining and writing text, from documents on disk to numbers."""
 
 import math
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -14,6 +15,7 @@ from knnstore.documents import TextDocument
 from knnstore.errors import FingerprintMismatchError, InputError, ReadOnlyError
 from knnstore.lm import CacheSettings, KNNSettings, NGramSettings, PointerSettings
 from knnstore.lm.calibration.scored_text import score_once
+from knnstore.lm.reading import adding
 from knnstore.lm.scoring import held_out as scoring
 from knnstore.store import EVERYTHING, SavedSettings, Selection
 from tests.lm.phrases import words as random_words
@@ -133,6 +135,35 @@ def test_an_interrupted_run_goes_on_where_it_was(lm) -> None:
     assert (again.unchanged, again.added) == (there, 100 - there)
     assert lm.store.verify() == []
     assert lm.store.datastore.count() == 1000
+
+
+def test_documents_are_committed_in_time_however_slow_the_model_is(lm, monkeypatch) -> None:
+    """Ten tokens a document, 1,000 tokens a second, of which 3,000 were expected by the model's size."""
+    keys = lm.encoder.keys
+    monkeypatch.setattr(lm.encoder, "keys", lambda ids, at: time.sleep(len(at) / 1000) or keys(ids, at))
+    weights = sum(one.numel() for one in lm.base.parameters())
+    monkeypatch.setattr(adding, "_SLOWEST", 3000 * 2 * weights)
+    before = lm.store.revision()
+    lm.add([words(10) for _ in range(100)], domain="d", commit_seconds=0.1)
+    assert lm.store.revision() - before >= 1 + 6  # 300 tokens, then at most 100 in each group
+    assert lm.store.datastore.count() == 1000
+
+
+def test_a_domain_becomes_what_is_given(lm) -> None:
+    rows = [{"id": str(i), "text": words(10)} for i in range(5)]
+    lm.add(rows, domain="other")
+    assert lm.sync(rows[:4], domain="d").added.added == 4
+    changed = [rows[0], {**rows[1], "text": words(11)}, rows[4]]
+    done = lm.sync(changed, domain="d")
+    assert (done.added.unchanged, done.added.replaced, done.added.added) == (1, 1, 1)
+    assert done.removed == ("2", "3")
+    assert [one.id for one in lm.store.documents(domain="other")] == ["0", "1", "2", "3", "4"]
+    problems: list[Exception] = []
+    kept = lm.sync([rows[0], {"id": "1"}], domain="d", on_bad=problems.append)
+    assert (kept.removed, len(problems)) == ((), 1)  # nobody knows which document the bad one is
+    with pytest.raises(InputError, match="d stays as it is"):
+        lm.sync([], domain="d")
+    assert {one.id for one in lm.store.documents(domain="d")} == {"0", "1", "4"}
 
 
 def test_only_what_changed_goes_through_the_model(lm) -> None:

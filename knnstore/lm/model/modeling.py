@@ -22,7 +22,7 @@ from knnstore.lm.model.logits import LogitMixer
 from knnstore.lm.model.passes import ForwardPass
 from knnstore.lm.model.saving import read_config, write_config
 from knnstore.lm.model.writing import generate_text
-from knnstore.lm.reading import Encoder, TextReader, add, check_matches, load_model
+from knnstore.lm.reading import Encoder, TextReader, add, check_matches, load_model, sync
 from knnstore.lm.retrieval import STATES_KEPT, PointerStates, TextStates, sequence_ids_of, whole_texts
 from knnstore.lm.settings import Completing, KNNSettings, default_settings, save_settings, settings_for
 from knnstore.lm.substitute import Heads, train_substitute
@@ -73,6 +73,7 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
     measure_size_curve = scoring.measure_size_curve
     prune = scoring.prune
     search = scoring.search
+    sync = sync
     train_substitute = train_substitute
 
     def __init__(

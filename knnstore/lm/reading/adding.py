@@ -2,12 +2,12 @@
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from knnstore.documents import OnBad, TextDocument, documents_of
-from knnstore.errors import DiskFullError
+from knnstore.errors import DiskFullError, InputError, UnusableDocumentError
 from knnstore.lm.reading.reader import TextReader, in_chunks
 from knnstore.lm.reading.windows import BATCH_TOKENS
 from knnstore.progress import Progress
@@ -43,6 +43,15 @@ class Added:
     def tokens_per_s(self) -> float:
         """Tokens stored in a second."""
         return self.tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Synced:
+    """What making a domain the same as some documents did."""
+
+    added: Added
+    removed: tuple[str, ...]
+    """Ids of the documents that are no more; sorted."""
 
 
 class Adds(Protocol):
@@ -164,6 +173,60 @@ def add(
     _warn_of_other_ids(store, domain, new_ids)
     shown.finish()
     return Added(**counts, seconds=time.perf_counter() - started)
+
+
+def sync(
+    lm: Adds,
+    documents: Iterable[object],
+    *,
+    domain: str,
+    tags: Iterable[str] = (),
+    on_bad: OnBad | None = None,
+    progress: Progress | None = None,
+) -> Synced:
+    """Make a domain hold some documents and no others: add what is new or changed, then remove the rest.
+
+    What cannot be used stays as it is stored, by its id; while there is something whose id is not known,
+    nothing is removed.
+
+    Args:
+        lm: the model, its store opened for writing.
+        documents: as of `add`.
+        domain: the domain's name.
+        tags: set on every document, beside the tags it has.
+        on_bad: as of `add`.
+        progress: as of `add`.
+
+    Raises:
+        InputError: there is no document at all, and the domain stays as it is; or as `add`.
+    """
+    seen: set[str] = set()
+    nameless = 0
+
+    def left_out(error: UnusableDocumentError) -> None:
+        nonlocal nameless
+        if on_bad is None:
+            raise error
+        on_bad(error)
+        if error.id is None:
+            nameless += 1
+        else:
+            seen.add(error.id)
+
+    def given() -> Iterator[TextDocument]:
+        found = False
+        for document in documents_of(documents, on_bad=left_out):
+            found = True
+            seen.add(document.id)
+            yield document
+        if not found:
+            raise InputError(f"no document was given: {domain} stays as it is")
+
+    added = add(lm, given(), domain=domain, tags=tags, progress=progress)
+    there = [] if nameless else lm.store.documents(domain=domain)
+    gone = [document for document in there if document.id not in seen]
+    lm.store.remove_documents(gone)
+    return Synced(added, tuple(sorted(document.id for document in gone)))
 
 
 class _Pace:
