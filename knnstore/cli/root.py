@@ -154,4 +154,5 @@ def run() -> None:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a terminal that cannot show λ still works
     logging.getLogger("knnstore").addHandler(Lines())
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # without a network it would tell of each attempt
     app(prog_name="knnstore")

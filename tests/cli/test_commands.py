@@ -407,7 +407,9 @@ def test_a_store_of_cells_visits_them_if_nothing_else_is_said(knnstore, workplac
     made = knnstore(f"{init} --codes pq8")
     assert made.status == 0
     assert "keys are kept as codes (pq8)" in made.err
-    narrow = knnstore(init.replace("cells init", "narrow init"))  # so narrow that codes are not worth it
+    narrow = knnstore(
+        f"{init} --json".replace("cells init", "narrow init")
+    )  # so narrow that codes are not worth it
     assert (narrow.status, narrow.err) == (0, "")
     refused = knnstore(f"{init} --codes pq".replace("cells init", "bad init"))
     assert (refused.status, refused.err.count("\n")) == (1, 1)

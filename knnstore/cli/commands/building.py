@@ -157,6 +157,8 @@ def init(
             note(f"{found['dim']} components keep {kept} of the variance of {of}")
     shown = {name: found[name] for name in ("home", "model", "key", "dim", "metric", "store")}
     print_result(found, pairs(shown), as_json=as_json)
+    if not as_json:
+        note("next: `knnstore add FOLDER --domain NAME` stores text")
 
 
 _MOST_NAMED = 10
@@ -185,6 +187,7 @@ def add(
     """
     documents.check()
     with Bar() as bar, runtime.open_model("a") as lm:
+        is_first = not lm.store.domains()
         total_bytes = size_of(documents.files)
         added = lm.add(
             documents.read(bar), domain=domain, tags=tags or (), total_bytes=total_bytes, progress=bar
@@ -194,6 +197,8 @@ def add(
     print_result(done, pairs(done), as_json=as_json)
     if documents.skipped and not (added.added + added.replaced + added.described + added.unchanged):
         raise InputError("no document could be used")
+    if is_first and not as_json:
+        note("next: `knnstore eval FILE`, of text that is not stored, measures what that is worth")
 
 
 def sync(

@@ -89,7 +89,7 @@ def remove(
     Examples:
       knnstore remove second.txt
       knnstore remove n-17 n-18 --domain news --dry-run
-      knnstore remove --tag final --json
+      knnstore remove --tag draft --dry-run --json
       knnstore remove --where "year < 2020" --domain news
       knnstore remove --domain news --yes
     """
