@@ -2,6 +2,7 @@
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -69,6 +70,18 @@ class Counting:
                     return None
                 counts = NGramCounts(every.among(view.snapshot.rows[chosen]).text, self._vocabulary)
             return _kept(self._counts, selection, counts)
+
+    def latest(self, view: Callable[[], View], selection: Selection, attempts: int) -> NGramCounts | None:
+        """Count as `of` does until nothing of it was removed meanwhile; None after so many attempts."""
+        for _ in range(attempts):
+            seen = view()
+            counts = self.of(seen, selection)
+            if counts is None:
+                continue
+            # Counting takes longer than most commits: what was added meanwhile can wait for the next call.
+            if np.isin(seen.snapshot.rows[seen.chosen(selection)], view().snapshot.rows).all():
+                return counts
+        return None
 
     def _in_order(self, view: View, domains: Domains) -> _Documents | None:
         """All documents of some domains."""

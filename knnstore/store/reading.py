@@ -127,17 +127,10 @@ class StoreReader:
             ConfigError: there is more text than can be counted together.
             StoreUnavailableError: documents were removed again and again meanwhile.
         """
-        for _ in range(_SEARCH_ATTEMPTS):
-            view = self.view()
-            counts = self._counting.of(view, selection)
-            if counts is None:
-                continue
-            if self._catalog.revision() == view.snapshot.revision:
-                return counts
-            # Counting takes longer than most commits: what was added meanwhile can wait for the next call.
-            if np.isin(view.snapshot.rows[view.chosen(selection)], self.view().snapshot.rows).all():
-                return counts
-        raise StoreUnavailableError(_OVERTAKEN)
+        counts = self._counting.latest(self.view, selection, _SEARCH_ATTEMPTS)
+        if counts is None:
+            raise StoreUnavailableError(_OVERTAKEN)
+        return counts
 
     def provenance(self, ids: Ids, *, before: int = 16, after: int = 8) -> list[Provenance | None]:
         """Say where retrieved records come from.
@@ -190,18 +183,14 @@ class StoreReader:
         """
         found = self.document(id, domain=domain)
         for row in self._catalog.rows(id=id, domain=found.domain):
-            tokens = self._catalog.tokens(row)
-            if tokens is not None:
-                return tokens
+            return self.text(row)
         raise DocumentNotFoundError(f"document {id!r} was just removed")
 
     def versions(self, domain: str, ids: Iterable[str]) -> dict[str, StoredVersion]:
         """The live versions of documents of a domain, by id; what ingest compares with."""
         return self._catalog.versions(domain, ids)
 
-    def difference(
-        self, domain: str, documents: Iterable[TextDocument], *, tags: Iterable[str] = ()
-    ) -> Difference:
+    def difference(self, domain: str, documents: Iterable[TextDocument], tags: Iterable[str]) -> Difference:
         """Say what would make a domain, there or not, what some documents are, each with these tags."""
         return Difference.of(self._catalog, domain, documents, frozenset(tags))
 

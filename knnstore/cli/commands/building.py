@@ -229,7 +229,7 @@ def sync(
 
     with Bar() as bar:
         with knnstore.open(runtime.home) as store:
-            found = store.difference(domain, documents.read(bar), tags=tags or ())
+            found = store.difference(domain, documents.read(bar), tags or ())
         documents.report()
         is_there = found.replaced + found.described + found.unchanged
         if not found.added + is_there:

@@ -265,9 +265,7 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
         """
         given = [knn or self.knn] if isinstance(knn, KNNSettings | None) else knn
         each = [self._completed(one) for one in given]
-        loss_options = {
-            name: kwargs.pop(name) for name in ("num_items_in_batch", "shift_labels") if name in kwargs
-        }
+        of_loss = {key: kwargs.pop(key) for key in ("num_items_in_batch", "shift_labels") if key in kwargs}
         inputs: dict[str, Any] = {
             "input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
             "past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "use_cache": use_cache,
@@ -294,6 +292,6 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
             logits = self._mixer.mix(read, each)
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits, labels, vocab_size=logits.shape[-1], **loss_options)
+            loss = self.loss_function(logits, labels, vocab_size=logits.shape[-1], **of_loss)
         mixed: CausalLMOutputWithPast = type(output)(**{**output, "loss": loss, "logits": logits})
         return mixed.to_tuple() if return_dict is False else mixed
