@@ -14,13 +14,17 @@ from knnstore.catalog import Right
 from knnstore.checks import MAX_NAME
 from knnstore.documents import documents_of
 from knnstore.errors import DocumentNotFoundError
+from knnstore.progress import Progress
 from knnstore.server.access import Access, Endpoints, access
+from knnstore.server.engine import Engine
 from knnstore.server.errors import ApiError
 from knnstore.server.protocol import NewDocuments
 from knnstore.server.serving import Serving
 from knnstore.store import Document
 
 _MOST_LISTED = 1000
+_BATCH_TOKENS = 512
+"""Of a document that is added, read at a time; texts go on in between."""
 
 Given = Annotated[str, Query(min_length=1, max_length=MAX_NAME)]
 Wanted = Annotated[str | None, Query(min_length=1, max_length=MAX_NAME)]
@@ -66,8 +70,12 @@ def declare_documents(routes: Endpoints, serving: Serving) -> None:
         _check_domain(access(request), body.domain)
         lm, given = serving.lm, list(documents_of(body.documents))
         counts = {"added": 0, "replaced": 0, "described": 0, "unchanged": 0, "tokens": 0}
-        for document in given:  # one at a time: texts go on between them
-            done = asdict(await serving.call(partial(lm.add, [document], domain=body.domain, tags=body.tags)))
+        for document in given:  # one at a time: other calls have their turn between them
+            work = partial(
+                lm.add, [document], domain=body.domain, tags=body.tags,
+                batch_tokens=_BATCH_TOKENS, progress=_Turns(serving.engine),
+            )  # fmt: skip
+            done = asdict(await serving.call(work))
             counts = {name: count + done[name] for name, count in counts.items()}
         return {"object": "documents.added", "domain": body.domain, **counts}
 
@@ -88,6 +96,17 @@ def declare_documents(routes: Endpoints, serving: Serving) -> None:
         return {
             "object": "domain.deleted", "deleted": True, "domain": gone.name, "documents": gone.documents,
         }  # fmt: skip
+
+
+class _Turns(Progress):
+    """Lets an engine go on with its texts while a call of it adds a document."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def advance(self, amount: int) -> None:
+        """A part of the document was read."""
+        self._engine.go_on()
 
 
 def _check_domain(who: Access, domain: str) -> None:

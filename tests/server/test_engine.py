@@ -22,6 +22,7 @@ from knnstore.server.engine import (
     Task,
     Ticket,
 )
+from knnstore.server.engine.prompts import Reading
 
 ENDS = {0, 264, 271}  # likely ones, so that texts end early
 # All records that are selected count: which is the k-th nearest of fewer may hang on rounding.
@@ -215,3 +216,50 @@ def test_stopping_tells_whoever_waits(lm):
     assert all(isinstance(listener.error, EngineStoppedError) for listener in listeners)
     with pytest.raises(EngineStoppedError):
         late.result(1)
+
+
+@pytest.mark.parametrize("knn", ["cache", "n-grams", "news"])
+def test_a_prompt_read_in_parts_is_that_read_at_once(lm, knn):
+    ids = lm.reader.tokens("The council said the harbour wall was in the storm " * 5).tolist()[:60]
+    whole, parts = Reading(lm, ids, True), Reading(lm, ids, True)
+    assert whole.go_on(SETTINGS[knn], 1000) == 59
+    read = []
+    while parts.left:
+        read.append(parts.go_on(SETTINGS[knn], 7))
+    assert sum(read) == 59 < 7 * len(read)
+    one, other = whole.remembered(), parts.remembered()
+    torch.testing.assert_close(other.log_probs, one.log_probs, atol=1e-5, rtol=1e-5)
+    for layer, again in zip(one.layers, other.layers, strict=True):
+        torch.testing.assert_close(again, layer, atol=1e-5, rtol=1e-5)
+
+
+def test_texts_go_on_beside_work_that_takes_long(lm, engine):
+    prompt = Prompt(tuple(lm.reader.tokens("The").tolist()))
+    tasks = [Task((prompt,), "news", 60, sampling=Sampling(1.0, 1.0, seed)) for seed in range(40)]
+    expected, task = next((text, one) for one in tasks if len(text := write_alone(lm, one, 0)) > 7)
+    listener = Listener(task)
+    seen: list[int] = []
+
+    def work() -> None:
+        engine.submit(listener.ticket)  # comes while it works
+        for _ in range(20):
+            engine.go_on()
+            seen.append(len(listener.pieces))
+
+    engine.call(work).result(60)
+    assert seen == [min(count, len(expected)) for count in range(1, 21)]
+    assert listener.written()[0][0] == expected
+
+
+def test_a_task_of_many_prompts_does_not_hold_up_another(lm, engine):
+    prompt = Prompt(tuple(lm.reader.tokens("The harbour").tolist()))
+    order: list[str] = []
+    tasks = {"many": Task((prompt,) * 40, "news", 2), "one": Task((prompt,), "news", 2)}
+    listeners = {name: Listener(task) for name, task in tasks.items()}
+    for name, listener in listeners.items():
+        told = listener.ticket.tell
+        listener.ticket.tell = lambda piece, name=name, told=told: (order.append(name), told(piece))
+    engine.call(lambda: [engine.submit(listener.ticket) for listener in listeners.values()]).result(60)
+    for listener in listeners.values():
+        listener.written()
+    assert order.index("one") < 4

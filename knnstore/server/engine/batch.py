@@ -5,8 +5,6 @@ old, give the model one token in each step. Shorter ones are padded on the left 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,44 +12,10 @@ from torch.nn.functional import pad
 from transformers.cache_utils import DynamicCache
 
 from knnstore.lm import KNNLMForCausalLM, KNNSettings
+from knnstore.server.engine.prompts import Layers, Remembered, layers_of
 from knnstore.server.engine.rows import Row
 
-Layers = list[tuple[Tensor, Tensor]]
-"""Keys and values of each layer's attention, shape (b, heads, t, width)."""
-
 _PADDING = -1  # in `sequence_ids`
-
-_ALONE = KNNSettings(lam=0.0)
-
-
-@dataclass(frozen=True)
-class Remembered:
-    """What the model remembers of a prompt but for its last token."""
-
-    layers: Layers
-    """Of one row; none where nothing was read."""
-    length: int
-    log_probs: Tensor | None = None
-    """Of the mixture after each of these tokens, float32, shape (length, v); None unless asked for."""
-
-
-def read_prompt(lm: KNNLMForCausalLM, tokens: Sequence[int], settings: KNNSettings | None) -> Remembered:
-    """Let the model read a prompt but for its last token; with settings, predict each next one as well."""
-    if len(tokens) < 2:
-        return Remembered([], 0)
-    read = torch.tensor([tokens[:-1]], device=lm.base.device)
-    cache = DynamicCache()
-    with torch.inference_mode():
-        output = lm(
-            input_ids=read,
-            attention_mask=torch.ones_like(read),
-            past_key_values=cache,
-            use_cache=True,
-            knn=settings or _ALONE,
-            logits_to_keep=0 if settings else 1,
-        )
-        log_probs = None if settings is None else output.logits[0].float().log_softmax(-1)
-    return Remembered(_layers_of(cache), len(tokens) - 1, log_probs)
 
 
 class Batch:
@@ -114,7 +78,7 @@ class Batch:
                 knn=settings,
                 sequence_ids=self._texts(mask),
             )
-            self._mask, self._layers = mask, _layers_of(cache)
+            self._mask, self._layers = mask, layers_of(cache)
             log_probs: Tensor = output.logits[:, -1].float().log_softmax(-1)
             return log_probs
 
@@ -124,10 +88,6 @@ class Batch:
         for text, row in zip(texts, self.rows, strict=True):
             text[-len(row.tokens) :] = torch.tensor(row.tokens, device=texts.device)
         return texts
-
-
-def _layers_of(cache: Any) -> Layers:
-    return [(layer.keys, layer.values) for layer in cache.layers]
 
 
 def _nothing(part: tuple[Tensor, Tensor], rows: int) -> tuple[Tensor, Tensor]:

@@ -15,13 +15,17 @@ from torch import Tensor
 
 from knnstore.errors import ConfigError, KnnstoreError
 from knnstore.lm import KNNLMForCausalLM, KNNSettings
-from knnstore.server.engine.batch import Batch, Remembered, read_prompt
-from knnstore.server.engine.rows import Piece, Row, prompt_scores
+from knnstore.server.engine.batch import Batch
+from knnstore.server.engine.prompts import Reading, Remembered
+from knnstore.server.engine.rows import Piece, Prompt, Row, prompt_scores
 from knnstore.server.engine.tickets import EngineBusyError, EngineStoppedError, Observed, Ticket
 
 _logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 3  # at a step: another process may write to the store meanwhile
+_BESIDE, _ALONE = 128, 512
+"""Tokens of prompts that are read in a turn, beside texts that are being written and where there are none.
+What is read in parts has other rounding, so a prompt is read whole where nobody waits."""
 
 Found = TypeVar("Found")
 SettingsOf = Callable[[Hashable], KNNSettings]
@@ -33,8 +37,13 @@ class _Waiting:
 
     ticket: Ticket
     begun: int = 0
-    remembered: Remembered | None = None
-    """Of the prompt that is next, where copies share it."""
+    reading: Reading | None = None
+    """Of the prompt that is next, which its copies share."""
+
+    @property
+    def prompt(self) -> Prompt:
+        """Which is next."""
+        return self.ticket.task.prompts[self.begun // self.ticket.task.copies]
 
 
 class Engine:
@@ -76,6 +85,7 @@ class Engine:
         self._batch = Batch(lm)
         self._tickets: dict[Row, Ticket] = {}
         self._waiting: deque[_Waiting] = deque()
+        self._calls: deque[Callable[[], None]] = deque()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="knnstore-engine", daemon=True)
 
@@ -122,8 +132,13 @@ class Engine:
                     promised.set_exception(error)
             self._begun()
 
-        self._enter(do)
+        self._enter(lambda: self._calls.append(do))
         return promised
+
+    def go_on(self) -> None:
+        """Let what is being written go on: for work that takes long, in its thread."""
+        if self._receive(wait=False):
+            self._write()
 
     def _enter(self, received: Callable[[], None]) -> None:
         with self._counting:
@@ -146,25 +161,30 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            while self._receive():
-                self._drop_cancelled()
-                self._admit()
-                if self._batch.rows:
-                    self._step()
+            while self._receive(wait=True):
+                if self._calls:
+                    self._calls.popleft()()
+                if not self._stopping:
+                    self._write()
         finally:
             self._refuse()
-            with suppress(queue.Empty):
-                while True:
-                    received = self._inbox.get_nowait()
-                    if received is not None:
-                        received()  # a job, which finds out that it is too late, or a task
+            self._receive(wait=False)
+            for call in self._calls:
+                call()  # which finds out that it is too late
             self._fail(
                 [*self._tickets.values(), *(one.ticket for one in self._waiting)], EngineStoppedError()
             )
 
-    def _receive(self) -> bool:
-        """Take in what came, waiting for something where nothing is to be done; False is the end."""
-        idle = not self._batch.rows and not self._waiting
+    def _write(self) -> None:
+        """Go on with all texts."""
+        self._drop_cancelled()
+        self._admit()
+        if self._batch.rows:
+            self._step()
+
+    def _receive(self, *, wait: bool) -> bool:
+        """Take in what came, or wait for something where nothing is to be done; False is the end."""
+        idle = wait and not (self._batch.rows or self._waiting or self._calls or self._stopping)
         with suppress(queue.Empty):
             while True:
                 received = self._inbox.get() if idle else self._inbox.get_nowait()
@@ -180,17 +200,21 @@ class Engine:
             self._begun()
 
     def _admit(self) -> None:
-        """Begin texts while there is room; of prompts one a turn, so that what is being written goes on."""
-        has_read = False
-        while self._waiting and len(self._batch.rows) < self._max_rows:
+        """Begin texts while there is room, reading so much of prompts that what is being written goes on."""
+        beside = bool(self._batch.rows)
+        left = _BESIDE if beside else _ALONE
+        while self._waiting and len(self._batch.rows) < self._max_rows and left > 0:
             waiting = self._waiting[0]
             task = waiting.ticket.task
-            if waiting.remembered is None:
-                if has_read:
-                    return
-                has_read = True
             try:
-                self._begin(waiting)
+                settings = self._settings_of(task.knn)
+                reading = waiting.reading or Reading(self._lm, waiting.prompt.tokens, task.score_prompt)
+                waiting.reading = reading
+                if reading.left:
+                    left -= reading.go_on(settings, left if beside else reading.left)
+                if reading.left:
+                    return
+                self._begin(waiting, reading.remembered())
             except Exception as error:
                 _logger.exception("a prompt could not be read")
                 self._fail([waiting.ticket], error)
@@ -199,26 +223,23 @@ class Engine:
                 continue
             waiting.begun += 1
             if waiting.begun % task.copies == 0:
-                waiting.remembered = None
+                waiting.reading = None
+                self._waiting.rotate(-1)  # a task of many prompts does not hold up the others
             if waiting.begun == len(task.prompts) * task.copies:
-                self._waiting.popleft()
+                self._waiting.remove(waiting)
                 self._begun()
 
-    def _begin(self, waiting: _Waiting) -> None:
-        """Begin the next text of a task."""
+    def _begin(self, waiting: _Waiting, remembered: Remembered) -> None:
+        """Begin the next text of a task, whose prompt was read."""
         ticket, task = waiting.ticket, waiting.ticket.task
         row = Row(task, waiting.begun, self._lm.tokenizer, self._ends)
-        prompt = task.prompts[waiting.begun // task.copies]
-        if waiting.remembered is None:
-            settings = self._settings_of(task.knn) if task.score_prompt else None
-            waiting.remembered = read_prompt(self._lm, prompt.tokens, settings)
         if task.score_prompt:
-            scores = prompt_scores(self._lm.tokenizer, prompt, waiting.remembered.log_probs, task.top)
+            scores = prompt_scores(self._lm.tokenizer, waiting.prompt, remembered.log_probs, task.top)
             ticket.tell(Piece(row.index, tokens=scores, is_prompt=True))
         if not task.max_tokens:
             ticket.tell(Piece(row.index, finish="length"))
             return
-        self._batch.join(row, waiting.remembered)
+        self._batch.join(row, remembered)
         self._tickets[row] = ticket
 
     def _step(self) -> None:
@@ -245,7 +266,9 @@ class Engine:
         """Do a step, again if the store changed in the middle of it."""
         for attempt in range(_ATTEMPTS):
             try:
-                return self._batch.step([self._settings_of(row.task.knn) for row in self._batch.rows])
+                scopes = [row.task.knn for row in self._batch.rows]
+                settings = {scope: self._settings_of(scope) for scope in set(scopes)}
+                return self._batch.step([settings[scope] for scope in scopes])
             except KnnstoreError:
                 if attempt == _ATTEMPTS - 1:
                     raise

@@ -1,0 +1,377 @@
+"""Load on a server, beside the same work in this process.
+
+    python benchmarks/serving.py HOME --texts FILE.jsonl --domain NAME [--rounds 5] [--minutes 10]
+    python benchmarks/serving.py --smoke            a few seconds, with the demo's model
+
+HOME is a store that nobody else writes to; `knnstore serve` is started over it, and the mixed load adds
+documents to a domain ``load`` and removes them. FILE holds documents that are not stored: their beginnings
+are continued, and those that fit the window are scored as evaluation harnesses do it. Sides take turns;
+ratios are medians of the rounds.
+
+- ``streams``: tokens a second of 8 streams to those of one; of one stream to those of `generate`.
+- ``scoring``: tokens a second of 8 requests with ``echo`` at a time to those of `evaluate`.
+- ``first``: seconds to the first token of a stream, alone and beside 7 others.
+- ``mixed``: with ``--minutes``, requests of all kinds at random times, half as many as the server can answer:
+  errors, and how much its memory grows after the first half.
+
+JSON goes to stdout.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from cells import TINY_LM, smoke_parts
+
+import knnstore
+from knnstore import Selection
+from knnstore.documents import TextDocument, read_documents
+from knnstore.lm import KNNLMForCausalLM, settings_for
+
+PROMPT, NEW = 80, 64
+"""Tokens."""
+MANY = 8
+SERVE = [sys.executable, "-c", "from knnstore.cli import main; main()"]
+
+Body = dict[str, Any]
+
+
+class Load:
+    """Requests to one server.
+
+    Args:
+        url: of the server.
+        key: what it asks for; may be empty.
+        model: the model's name with a domain.
+    """
+
+    def __init__(self, url: str, key: str, model: str) -> None:
+        self.client = httpx.AsyncClient(
+            base_url=url, timeout=120, headers={"Authorization": f"Bearer {key}"} if key else {}
+        )
+        self.model = model
+
+    async def stream(self, prompt: str, **more: Any) -> tuple[float, int]:
+        """Have a text written; seconds to its first token, and how many it has."""
+        started, first, tokens = time.perf_counter(), 0.0, 0
+        body = {"model": self.model, "prompt": prompt, "max_tokens": NEW, "temperature": 0, **more}
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        async with self.client.stream("POST", "/v1/completions", json=body) as answer:
+            answer.raise_for_status()
+            async for line in answer.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line[6:])
+                if "error" in event:
+                    raise RuntimeError(event["error"]["message"])
+                if event["choices"]:
+                    first = first or time.perf_counter() - started
+                else:
+                    tokens = event["usage"]["completion_tokens"]
+        return first, tokens
+
+    async def score(self, tokens: list[int]) -> int:
+        """Score a text as evaluation harnesses do; how many tokens were predicted."""
+        body = {"model": self.model, "prompt": [tokens], "max_tokens": 1, "temperature": 0}
+        answer = await self.client.post("/v1/completions", json={**body, "logprobs": 1, "echo": True})
+        answer.raise_for_status()
+        found = answer.json()["choices"][0]["logprobs"]["token_logprobs"]
+        assert len(found) == len(tokens) + 1, "not every token was scored"
+        return len(tokens) - 1
+
+    async def at_once(self, count: int, works: list[Callable[[], Coroutine[Any, Any, int]]]) -> float:
+        """Do some work, so much of it at a time; what it counts, a second."""
+        left, started = iter(works), time.perf_counter()
+
+        async def worker() -> int:
+            return sum([await work() for work in left])
+
+        counted = await asyncio.gather(*(worker() for _ in range(count)))
+        return sum(counted) / (time.perf_counter() - started)
+
+
+async def streams(load: Load, lm: KNNLMForCausalLM, settings: Any, prompts: list[str], rounds: int) -> Body:
+    """Tokens a second of 8 streams, of one, and of `generate`."""
+
+    def writing(prompt: str) -> Callable[[], Coroutine[Any, Any, int]]:
+        async def work() -> int:
+            return (await load.stream(prompt))[1]
+
+        return work
+
+    def generated(some: list[str]) -> float:
+        started, tokens = time.perf_counter(), 0
+        for prompt in some:
+            ids = lm.reader.tokens(prompt).tolist()
+            given = torch.tensor([ids if lm.reader.prefix is None else [lm.reader.prefix, *ids]])
+            written = lm.generate(
+                given, attention_mask=torch.ones_like(given), max_new_tokens=NEW, do_sample=False,
+                pad_token_id=0, knn=settings,
+            )  # fmt: skip
+            tokens += written.shape[1] - given.shape[1]
+        return tokens / (time.perf_counter() - started)
+
+    rows = []
+    for round in range(rounds + 1):
+        few = random.Random(round).sample(prompts, min(6, len(prompts)))
+        row = {
+            "in_process": generated(few),
+            "one": await load.at_once(1, [writing(prompt) for prompt in few]),
+            "many": await load.at_once(MANY, [writing(prompt) for prompt in few * MANY]),
+        }
+        rows += [row] if round else []  # the first warms up
+    return {
+        **{name: median(row[name] for row in rows) for name in rows[0]},
+        "many_to_one": median(row["many"] / row["one"] for row in rows),
+        "one_to_in_process": median(row["one"] / row["in_process"] for row in rows),
+    }
+
+
+async def scoring(
+    load: Load, lm: KNNLMForCausalLM, settings: Any, texts: list[TextDocument], rounds: int
+) -> Body:
+    """Tokens a second of 8 requests that score, and of `evaluate`."""
+    before = [] if lm.reader.prefix is None else [lm.reader.prefix]
+    ids = [[*before, *lm.reader.tokens(one.text).tolist()] for one in texts]
+    rows = []
+    for round in range(rounds + 1):
+        started = time.perf_counter()
+        evaluation = lm.evaluate(texts, settings)
+        row = {"in_process": evaluation.tokens / (time.perf_counter() - started)}
+        works = [lambda one=one: load.score(one) for one in ids]
+        row["served"] = await load.at_once(MANY, works)  # type: ignore[arg-type]
+        rows += [row] if round else []
+    return {
+        **{name: median(row[name] for row in rows) for name in rows[0]},
+        "to_in_process": median(row["served"] / row["in_process"] for row in rows),
+    }
+
+
+async def first_token(load: Load, prompts: list[str], count: int) -> Body:
+    """Seconds to the first token of a stream, alone and beside 7 others that do not end."""
+
+    async def measured() -> list[float]:
+        return [(await load.stream(prompts[at % len(prompts)], max_tokens=2))[0] for at in range(count)]
+
+    async def endless(seed: int) -> None:
+        for number in range(1_000_000):
+            await load.stream(prompts[(seed + number) % len(prompts)])
+
+    await load.stream(prompts[0], max_tokens=2)
+    alone = await measured()
+    others = [asyncio.ensure_future(endless(seed)) for seed in range(MANY - 1)]
+    await asyncio.sleep(1)
+    beside = await measured()
+    for other in others:
+        other.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    return {
+        "alone_median": median(alone),
+        "alone_p99": quantile(alone, 0.99),
+        "beside_median": median(beside),
+        "beside_p99": quantile(beside, 0.99),
+        "p99_to_alone": round(quantile(beside, 0.99) / statistics.median(alone), 2),
+    }
+
+
+class Mixture:
+    """Requests of all kinds, drawn at random."""
+
+    def __init__(self, load: Load, texts: list[TextDocument], prompts: list[str]) -> None:
+        self.load = load
+        self.outcomes: Counter[str] = Counter()
+        self._texts = texts
+        self._prompts = prompts
+        self._random = random.Random(0)
+        self._number = 0
+
+    async def one(self) -> int:
+        """Send one and count what becomes of it."""
+        drawn, self._number = self._random, self._number + 1
+        kind = drawn.choices(["stream", "whole", "score", "look", "change"], [6, 3, 2, 2, 1])[0]
+        try:
+            await getattr(self, f"_{kind}")(drawn.choice(self._prompts), str(self._number))
+            self.outcomes[kind] += 1
+        except (httpx.HTTPError, RuntimeError, AssertionError) as error:
+            status = (
+                error.response.status_code
+                if isinstance(error, httpx.HTTPStatusError)
+                else type(error).__name__
+            )
+            self.outcomes[f"{kind} failed: {status}"] += 1
+        return 1
+
+    @property
+    def failed(self) -> int:
+        """How many requests failed."""
+        return sum(count for name, count in self.outcomes.items() if "failed" in name)
+
+    async def _stream(self, prompt: str, _: str) -> None:
+        knn = {"lam": self._random.random()} if self._random.random() < 0.5 else {}
+        options = {
+            "temperature": self._random.choice([0, 0.7, 1]),
+            "max_tokens": self._random.randint(1, NEW),
+        }
+        await self.load.stream(prompt, knn=knn, **options)
+
+    async def _whole(self, prompt: str, _: str) -> None:
+        body = {"model": self.load.model, "prompt": prompt, "max_tokens": self._random.randint(1, NEW)}
+        await self._sent("POST", "/v1/completions", json={**body, "n": 2, "logprobs": 2})
+
+    async def _score(self, prompt: str, _: str) -> None:
+        body = {"model": self.load.model, "prompt": self._random.choice(self._texts).text, "max_tokens": 0}
+        await self._sent("POST", "/v1/completions", json={**body, "echo": True, "logprobs": 1})
+
+    async def _look(self, prompt: str, _: str) -> None:
+        await self._sent("GET", "/v1/models")
+        await self._sent("GET", "/v1/documents", params={"limit": 20, "text": True})
+        await self._sent(
+            "POST", "/v1/explain", json={"model": self.load.model, "text": prompt, "neighbors": 2}
+        )
+
+    async def _change(self, prompt: str, name: str) -> None:
+        document = {"id": name, "text": prompt}
+        await self._sent("POST", "/v1/documents", json={"domain": "load", "documents": [document]})
+        await self._sent("DELETE", "/v1/documents", params={"domain": "load", "id": name})
+
+    async def _sent(self, method: str, path: str, **options: Any) -> None:
+        (await self.load.client.request(method, path, **options)).raise_for_status()
+
+
+async def mixed(mixture: Mixture, seconds: float, memory: Callable[[], int]) -> Body:
+    """Half of what the server can do, for some time."""
+    started = time.perf_counter()
+    capacity = await mixture.load.at_once(MANY, [mixture.one for _ in range(max(24, int(seconds)))])
+    arriving, began = random.Random(1), time.perf_counter()
+    mixture.outcomes.clear()
+    running: set[asyncio.Task[int]] = set()
+    sizes: list[tuple[float, int]] = []
+    while (elapsed := time.perf_counter() - began) < seconds:
+        await asyncio.sleep(arriving.expovariate(capacity / 2))
+        task = asyncio.ensure_future(mixture.one())
+        running.add(task)
+        task.add_done_callback(running.discard)
+        if not sizes or elapsed - sizes[-1][0] > seconds / 60:
+            sizes.append((elapsed, memory()))
+    await asyncio.gather(*running)
+    half = [size for at, size in sizes if seconds / 2 <= at <= seconds * 0.6] or [memory()]
+    last = [size for at, size in sizes if at >= seconds * 0.9] or [memory()]
+    return {
+        "seconds": round(time.perf_counter() - started, 1),
+        "requests_a_second_at_most": round(capacity, 2),
+        "requests": sum(mixture.outcomes.values()),
+        "failed": mixture.failed,
+        "outcomes": dict(mixture.outcomes),
+        "mebibytes_after_half": round(statistics.median(half) / 2**20, 1),
+        "growth": round(statistics.median(last) / statistics.median(half) - 1, 4),
+    }
+
+
+@contextmanager
+def served(home: Path, *options: str) -> Iterator[tuple[str, Callable[[], int]]]:
+    """A server over a store: its address, and what tells its memory in bytes."""
+    command = [*SERVE, "--home", str(home), "serve", "--port", "0", "--model", "m", *options]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        said = ""
+        while "ready: " not in said:
+            line = process.stderr.readline()
+            if not line:
+                raise SystemExit(f"the server did not start:\n{said}")
+            said += line
+        found = re.search(r"http://\S+", said)
+        assert found
+        subprocess.Popen(
+            ["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL
+        )  # so that its log never fills up
+        yield found[0], lambda: _resident(process.pid)
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def _resident(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
+
+
+def median(values: Any) -> float:
+    """Rounded to what a measurement can tell."""
+    return float(f"{statistics.median(values):.3g}")
+
+
+def quantile(values: list[float], share: float) -> float:
+    """The smallest value that so many of them do not exceed."""
+    return float(f"{sorted(values)[min(len(values) - 1, int(share * len(values)))]:.3g}")
+
+
+async def measured(home: Path, texts: list[TextDocument], options: argparse.Namespace) -> Body:
+    """All figures of one server."""
+    lm = knnstore.load(home, "r")
+    fitting = [one for one in texts if PROMPT < len(lm.reader.tokens(one.text)) < lm.reader.max_length - 2]
+    prompts = [lm.reader.text(lm.reader.tokens(one.text)[:PROMPT].tolist()) for one in fitting[:64]]
+    settings = settings_for(lm.store, Selection(domains=(options.domain,)))
+    found: Body = {"threads": torch.get_num_threads(), "records": lm.store.record_count()}
+    with served(home, *options.serve) as (url, memory):
+        load = Load(url, "", f"m+{options.domain}")
+        parts = options.only or ["streams", "scoring", "first", "mixed"]
+        if "streams" in parts:
+            found["streams"] = await streams(load, lm, settings, prompts, options.rounds)
+        if "scoring" in parts:
+            found["scoring"] = await scoring(load, lm, settings, fitting[: options.scored], options.rounds)
+        if "first" in parts:
+            found["first"] = await first_token(load, prompts, options.firsts)
+        if "mixed" in parts and options.minutes:
+            found["mixed"] = await mixed(Mixture(load, fitting, prompts), options.minutes * 60, memory)
+        await load.client.aclose()
+    lm.store.close()
+    return found
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("home", type=Path, nargs="?")
+    parser.add_argument("--texts", type=Path)
+    parser.add_argument("--domain")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--scored", type=int, default=48, help="documents a round")
+    parser.add_argument("--firsts", type=int, default=100, help="streams whose first token is timed")
+    parser.add_argument("--minutes", type=float, default=0.0)
+    parser.add_argument("--only", action="append", choices=["streams", "scoring", "first", "mixed"])
+    parser.add_argument("--serve", action="append", default=[], metavar="OPTION", help="of `knnstore serve`")
+    parser.add_argument("--smoke", action="store_true")
+    options = parser.parse_args()
+    if not options.smoke and not (options.home and options.texts and options.domain):
+        parser.error("name a store, --texts and --domain, or --smoke")
+    with tempfile.TemporaryDirectory() as folder:
+        if options.smoke:
+            options.home, options.domain = Path(folder) / "home", "help"
+            options.rounds, options.scored, options.firsts, options.minutes = 1, 2, 3, 0.05
+            parts = smoke_parts()
+            texts = [TextDocument(one.id, one.text[:500]) for one in parts["dev"] + parts["test"]]
+            lm = knnstore.create(options.home, str(TINY_LM))
+            lm.add(parts["store"], domain="help")
+            lm.store.close()
+        else:
+            texts = list(read_documents([options.texts]))[:400]
+        print(json.dumps(asyncio.run(measured(options.home, texts, options)), indent=2))
+
+
+if __name__ == "__main__":
+    main()
