@@ -251,6 +251,7 @@ def test_parquet(tmp_path: Path) -> None:
     assert size_of([tmp_path]) is None
 
 
+@pytest.mark.slow  # importing datasets takes seconds
 def test_data_sets_come_by_name(tmp_path: Path) -> None:
     """Of folders, in both their forms: the hub itself is not asked."""
     datasets = pytest.importorskip("datasets")
