@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 import knnstore
 from knnstore.catalog import Right
 from knnstore.errors import KnnstoreError
-from knnstore.server.access import Endpoints, Gate, check_declared, open_paths
+from knnstore.server.access import Endpoints, Gate, access, check_declared, open_paths
 from knnstore.server.asking import declare_asking
 from knnstore.server.completions import declare_completions
 from knnstore.server.documents import declare_documents
@@ -104,8 +104,10 @@ def _declare_about(
         return {"status": "alive"}
 
     @routes.add("GET", "/metrics", None if options.public_metrics else Right.ADMIN)
-    def counted() -> Response:
-        """What the server counts, for Prometheus."""
+    def counted(request: Request) -> Response:
+        """What the server counts, for Prometheus; it counts for all domains together."""
+        if not options.public_metrics and not access(request).sees_all:
+            raise ApiError(403, "this key is for some domains, the metrics are of all", code="missing_right")
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @routes.add("GET", "/openapi.json", Right.PREDICT)

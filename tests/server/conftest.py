@@ -1,5 +1,6 @@
 """A small random model with a store of two domains, and a real server process over a copy of it."""
 
+import asyncio
 import json
 import os
 import re
@@ -22,6 +23,13 @@ from tokenizers import ByteLevelBPETokenizer
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import knnstore
+from knnstore import KNNSettings
+from knnstore.catalog import AccessKeys, Catalog, Right
+from knnstore.server.access import Gate
+from knnstore.server.app import Options, make_app
+from knnstore.server.metrics import Metrics
+from knnstore.server.serving import Serving
+from knnstore.store import Home
 
 WINDOW = 96
 LETTERS = {
@@ -188,3 +196,48 @@ def make_key() -> Callable[..., str]:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
     return make
+
+
+class Inside:
+    """The application over a store in this process: no socket, no other process."""
+
+    def __init__(self, home: Path, **options: Any) -> None:
+        self._catalog = Catalog.open(Home.open(home).catalog_url)
+        self.keys = AccessKeys(self._catalog)
+        metrics = Metrics()
+        self.serving = Serving("tiny", observe=metrics.observe)
+        gate = Gate(self.keys, required=options.pop("require_keys", True))
+        self.app = make_app(self.serving, gate, metrics, Options(local_only=False, **options))
+        self.serving.begin(knnstore.load(home, "a", knn=KNNSettings(lam=0.0)))
+        self.loop = asyncio.new_event_loop()
+        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+        self.client = httpx.AsyncClient(transport=transport, base_url="http://inside")
+
+    def key(self, *rights: str, domains: list[str] | None = None) -> str:
+        return self.keys.add([Right(right) for right in rights], domains=domains)[1]
+
+    def call(self, method: str, path: str, key: str = "", **options: Any) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        headers |= options.pop("headers", {})
+        return self.loop.run_until_complete(self.client.request(method, path, headers=headers, **options))
+
+    def close(self) -> None:
+        self.loop.run_until_complete(self.client.aclose())
+        self.loop.run_until_complete(self.loop.shutdown_default_executor())
+        self.loop.close()
+        self.serving.end()
+        self._catalog.close()
+
+
+@pytest.fixture(scope="module")
+def inside() -> Iterator[Callable[..., Inside]]:
+    """Starts applications in this process; ended with the module."""
+    started: list[Inside] = []
+
+    def start(home: Path, **options: Any) -> Inside:
+        started.append(Inside(home, **options))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()
