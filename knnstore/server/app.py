@@ -94,9 +94,9 @@ def _declare_about(
 
     @routes.add("GET", "/health", None)
     def health() -> Response:
-        """Whether requests are answered: 200, else 503."""
-        ready = serving.is_ready
-        return JSONResponse({"status": "ready" if ready else "loading"}, 200 if ready else 503)
+        """Whether requests are answered: 200, else 503 with the reason."""
+        status = serving.status()
+        return JSONResponse({"status": status}, 200 if status == "ready" else 503)
 
     @routes.add("GET", "/health/live", None)
     def live() -> dict[str, str]:

@@ -8,6 +8,7 @@ from knnstore.errors import (
     DiskFullError,
     DocumentNotFoundError,
     DomainNotFoundError,
+    FencedError,
     InputError,
     KnnstoreError,
     LockedError,
@@ -73,6 +74,8 @@ def error_of(error: BaseException) -> ApiError:
         return ApiError(403, "this server only reads its store", code="read_only")
     if isinstance(error, DiskFullError):
         return ApiError(507, "the server's disk is full", code="disk_full")
+    if isinstance(error, FencedError):
+        return ApiError(503, "another process has taken the store over", code="store_taken_over")
     if isinstance(error, StoreUnavailableError):
         return ApiError(503, "the store cannot be reached: try again later", code="store_unavailable")
     what = "the store failed" if isinstance(error, KnnstoreError) else "the server failed"

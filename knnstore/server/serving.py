@@ -6,10 +6,11 @@ import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from fastapi import Request
 
+from knnstore.errors import StoreUnavailableError
 from knnstore.lm import KNNLMForCausalLM
 from knnstore.server.engine import Engine, Observed, Piece, Prompt, Task, Ticket, decoded
 from knnstore.server.errors import ApiError, refused
@@ -68,6 +69,16 @@ class Serving:
     def is_ready(self) -> bool:
         """Whether requests are answered."""
         return self._lm is not None and self.engine.is_alive
+
+    def status(self) -> Literal["ready", "loading", "store_unavailable"]:
+        """Whether requests are answered, and if not, why."""
+        if not self.is_ready or self._lm is None:
+            return "loading"
+        try:
+            self._lm.store.revision()
+        except StoreUnavailableError:
+            return "store_unavailable"
+        return "ready"
 
     @property
     def lm(self) -> KNNLMForCausalLM:
