@@ -7,6 +7,7 @@ from io import StringIO
 
 import numpy as np
 import pytest
+import torch
 
 import knnstore
 from knnstore.errors import InputError, ReadOnlyError
@@ -18,6 +19,8 @@ from knnstore.lm import (
     save_settings,
     settings_for,
 )
+from knnstore.lm.calibration.evidence import gather_evidence
+from knnstore.lm.calibration.on_grid import between_points
 from knnstore.lm.calibration.scored_text import score_once
 from knnstore.store import EVERYTHING, Selection
 from tests.lm.phrases import documents, phrases, words
@@ -171,6 +174,32 @@ def test_the_cached_pass_agrees_with_the_evaluation(lm):
         assert float(lam.mean()) == pytest.approx(evaluated.lam, rel=1e-3, abs=1e-6)
 
 
+def test_merged_duplicates_predict_as_each_of_them_did(make_lm):
+    # Equal keys become one record of their number: no probability changes, wherever it is computed.
+    thrice = [replace(one, id=f"{one.id}-{copy}") for one in STORED[:4] for copy in range(3)]
+    once, knn = STORED[4:6], KNNSettings(k=5000, temperature=8.0, lam=0.4)
+    lm = make_lm({"d": [*thrice, *once]}, max_length=32, stride=16)
+    ids = torch.tensor([[0, *lm.reader.tokens(HELD_OUT[0].text)[:20].tolist()]])
+
+    def measured():
+        scored = score_once(
+            lm.store, lm.reader, HELD_OUT[:4], k=lm.store.record_count(), selection=EVERYTHING
+        )
+        mixed = scored.log_probs(replace(knn, k=scored.k)).log_probs
+        (evidence,) = gather_evidence(scored, [scored.k])
+        on_grid = between_points(evidence.knn, evidence.temperatures, 8.0)
+        with torch.no_grad():
+            return lm.evaluate(HELD_OUT[:4], knn).knn_ppl, lm(ids, knn=knn).logits, mixed, on_grid
+
+    before = measured()
+    lm.prune(5.99 / 14, domains=["d"])
+    assert lm.store.record_count() < 0.45 * 14 * 108
+    after = measured()
+    assert after[0] == pytest.approx(before[0], rel=2e-3)
+    for one, other in zip(after[1:], before[1:], strict=True):
+        torch.testing.assert_close(one, other, atol=0.02, rtol=0.02)
+
+
 def test_every_token_has_a_row_that_adds_up(lm):
     texts = [{"id": "b", "text": "w5 w6 w7\tw8"}, {"id": "a", "text": " ".join(["w9 w10"] * 30)}]
     table, knn = TokenTable(), KNNSettings(k=5, temperature=4.0, lam=0.25)
@@ -201,6 +230,21 @@ def test_every_token_has_a_row_that_adds_up(lm):
     assert [json.loads(line) for line in lines.getvalue().splitlines()] == rows
     heading, *cells = (line.split("\t") for line in values.getvalue().splitlines())
     assert [dict(zip(heading, map(json.loads, row), strict=True)) for row in cells] == rows
+
+
+def test_words_and_bytes_share_the_loss_of_tokens_of_the_model_alone_too(lm):
+    # What Python takes for white space and the tokenizer does not: half as many tokens as words.
+    text = " ".join(["w5\x1cw6 w7\x1cw8 w9\x1cé"] * 5)
+    table, knn = TokenTable(), KNNSettings(k=5, temperature=4.0, lam=0.25)
+    found = lm.evaluate([text], knn, table=table)
+    assert (found.tokens, found.words, found.bytes) == (15, 30, len(text.encode()))
+    rows = list(table.rows(lm.tokenizer))
+    base, mixed = (-sum(math.log(row[name]) for row in rows) for name in ("p_lm", "p"))
+    assert found.base_ppl != pytest.approx(found.knn_ppl, rel=1e-2)
+    expected = [math.exp(total / units) for units in (30, found.bytes) for total in (base, mixed)]
+    assert expected == pytest.approx(
+        [found.base_word_ppl, found.knn_word_ppl, found.base_byte_ppl, found.knn_byte_ppl], rel=1e-5
+    )
 
 
 def test_settings_fitted_on_a_text_go_when_it_was_stored_and_is_removed(lm):

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from knnstore.errors import InputError
-from knnstore.lm import BinnedLambda, KNNSettings
+from knnstore.lm import BinnedLambda, KNNSettings, NearnessLambda, RelativeConfidence
 from knnstore.lm.calibration.candidates import compare
 from knnstore.lm.calibration.evidence import gather_evidence
-from knnstore.lm.calibration.fits.mixers import fit_bins, fit_fixed
+from knnstore.lm.calibration.fits.mixers import fit_bins, fit_fixed, fit_nearness, fit_relative
 from knnstore.lm.calibration.judging import MIN_TOKENS
 from knnstore.lm.calibration.on_grid import gold_on_grid
 from knnstore.lm.calibration.scored_text import ScoredText
@@ -123,6 +123,49 @@ def test_tokens_without_neighbors_count_with_the_models_probability():
     assert torch.equal(mixed[::3], scored.lm_log_probs[::3])
     assert not lam[::3].any()
     assert bool(mixed.isfinite().all())
+
+
+def test_formulas_are_fitted_as_well_as_a_grid():
+    scored = made(tokens=2000)
+    (evidence,) = gather_evidence(scored, [16])
+
+    def loss_of(settings):
+        return -float(scored.log_probs(settings).log_probs.double().mean())
+
+    temperatures = np.geomspace(2, float(evidence.temperatures[-1]), 25)
+    by_nearness = [evidence.settings(float(one), NearnessLambda()) for one in temperatures]
+    assert loss_of(fit_nearness(evidence)) < min(map(loss_of, by_nearness)) + 2e-3
+    fitted = fit_relative(evidence)
+    by_ratio = [
+        evidence.settings(fitted.temperature, RelativeConfidence(alpha, tau))
+        for alpha in np.linspace(-0.5, 1.5, 15)
+        for tau in (-0.5, -0.2, -0.1, 0.1, 0.2, 0.5, 2.0)
+    ]
+    assert loss_of(fitted) < min(map(loss_of, by_ratio)) + 1e-3
+    assert loss_of(fitted) < loss_of(replace(fitted, mixer=RelativeConfidence())) - 1e-3
+
+
+def test_bins_are_drawn_to_all_tokens_by_32_of_them():
+    scored = made(tokens=150)
+    (evidence,) = gather_evidence(scored, [16])
+    mixer, overall = fit_bins(evidence, 10).mixer, fit_fixed(evidence).mixer.lam
+    found = fit_bins(evidence, 10)
+    lm = scored.lm_log_probs.double().exp().numpy()
+    knn = knn_probs(scored, 16, found.temperature)
+    bins = bins_of(scored.retrieved(16, torch.arange(150)), mixer.distance_edges, ()).numpy()
+    prior = _likeliest(lm, knn)
+    assert prior == pytest.approx(overall, abs=0.05)
+    for bin, lam in enumerate(mixer.lambdas):
+        drawn, free = (_likeliest(lm[bins == bin], knn[bins == bin], prior, by) for by in (32, 0))
+        assert lam == pytest.approx(drawn, abs=0.03)
+        assert abs(lam - prior) <= abs(free - prior) + 0.03
+
+
+def _likeliest(lm, knn, prior=0.0, strength=0):
+    lams = np.linspace(1e-3, 0.999, 999)[:, None]
+    found = np.log(lm + lams * (knn - lm)).sum(1)
+    found += strength * (prior * np.log(lams) + (1 - prior) * np.log(1 - lams))[:, 0]
+    return float(lams[found.argmax(), 0])
 
 
 def test_each_half_is_judged_by_what_was_fitted_on_the_other():

@@ -15,7 +15,15 @@ from knnstore.lm.calibration.judging import in_halves
 from knnstore.lm.calibration.savings import judge_savings
 from knnstore.lm.calibration.scored_text import ScoredText, score_once
 from knnstore.lm.calibration.trying import Trial
-from knnstore.lm.mixing import GateLambda, Skipping, distinct_tokens, gate_features, skip_features
+from knnstore.lm.mixing import (
+    GateLambda,
+    Retrieved,
+    Skipping,
+    distinct_tokens,
+    fit_network,
+    gate_features,
+    skip_features,
+)
 from knnstore.lm.mixing.network import Network
 from knnstore.lm.retrieval import Reading
 from knnstore.lm.settings import settings_for, settings_from_dict, settings_to_dict, weights_for, weights_of
@@ -73,6 +81,47 @@ def test_a_gate_finds_the_feature_on_which_lambda_depends() -> None:
     bins = fit_bins(evidence, 8, 8, temperatures=True)
     assert float(other.log_probs(bins).log_probs.mean()) < best - 0.3
     assert fit_gate(evidence, fitted) == settings  # the same again
+
+
+def test_a_gate_sees_each_of_its_features_in_its_own_unit() -> None:
+    rng, n = np.random.default_rng(2), 40
+    distances = np.sort(rng.exponential(30, (n, K)).astype(np.float32))
+    distances[:5, 3:] = np.inf
+    keys, distinct = rng.standard_normal((n, 3)).astype(np.float32), rng.integers(1, 9, (n, 4))
+    surest, entropy = -rng.random(n).astype(np.float32), rng.random(n).astype(np.float32)
+    of = torch.from_numpy
+    seen = gate_features(
+        Retrieved(
+            of(distances), of(surest), keys=of(keys), lm_entropy=of(entropy), distinct=of(distinct),
+        ), K, 10.0,
+    )  # fmt: skip
+    last = np.where(np.isfinite(distances), distances, 0).max(1, keepdims=True)
+    near = np.where(np.isfinite(distances), distances, last)[:, [0, 1, 3, 7]]
+    expected = [surest[:, None], entropy[:, None], np.arcsinh(near / 10), np.log1p(distinct), keys]
+    np.testing.assert_allclose(seen, np.concatenate(expected, 1), rtol=1e-5)
+    network = fit_network(seen, lambda out, _: out.square().mean(), torch.arange(n) // 4, [0.0])
+    apart = torch.arange(n) // 4 % 8 == 0
+    torch.testing.assert_close(network.mean, seen[~apart].mean(0))
+    torch.testing.assert_close(network.scale, seen[~apart].std(0))
+
+
+@pytest.mark.parametrize("length", [50, 400])
+def test_when_to_stop_is_decided_by_documents_that_are_not_learned_from(length) -> None:
+    documents = torch.arange(400) // length
+    learned, judged = set[int](), set[int]()
+
+    def loss(outputs, rows):
+        (judged if torch.is_inference_mode_enabled() else learned).update(rows.tolist())
+        return (outputs[:, 0] - 1).square().mean()
+
+    fit_network(torch.randn(400, 3), loss, documents, [0.0])
+    assert learned
+    assert judged
+    assert learned | judged == set(range(400))
+    if length < 400:
+        assert not {at // length for at in learned} & {at // length for at in judged}
+    else:  # of a single document an eighth, in one piece
+        assert judged == set(range(50))
 
 
 def test_what_nothing_depends_on_stays_at_the_best_fixed_lambda() -> None:

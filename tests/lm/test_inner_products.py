@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from knnstore.datastore import tokens_of
+from knnstore.lm import default_settings
 from tests.lm.phrases import documents, phrases
 
 RNG = np.random.default_rng(7)
@@ -35,6 +36,14 @@ def test_the_nearest_have_the_greatest_products(lm) -> None:
     expected = (scores * hits).sum(1) / scores.sum(1)
     explained = [token.p_knn for token in lm.explain(text)]
     np.testing.assert_allclose(explained, expected, rtol=0.02, atol=1e-3)
+
+
+def test_a_product_moves_half_as_far_as_a_squared_distance(lm, make_lm) -> None:
+    # |q|² + |x|² - 2 q·x: for the same keys the default temperature is half of that of squared distances.
+    squares = make_lm({"phrases": STORED}, key="attention_input@1", metric="l2", max_length=32)
+    assert default_settings(lm.store).temperature == pytest.approx(
+        default_settings(squares.store).temperature / 2, rel=1e-4
+    )
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import knnstore
+from knnstore.datastore import positions_of
 from knnstore.errors import (
     ConfigError,
     CorruptWeightsError,
@@ -159,6 +160,25 @@ def test_training_gains_on_documents_held_out_and_is_the_same_each_time(lm, trai
     assert other.substitute.weights != found.substitute.weights
     files = [file.name for file in (lm.store.home.path / "weights").iterdir()]
     assert files == [other.substitute.weights]
+
+
+def test_what_it_is_judged_by_is_no_part_of_what_it_is_trained_on(lm, monkeypatch) -> None:
+    store, judged, trained = lm.store, set[int](), []
+    text, records = type(store).text, type(store).records
+    monkeypatch.setattr(type(store), "text", lambda self, number: judged.add(number) or text(self, number))
+
+    def read(self, *args, **options):
+        for batch in records(self, *args, **options):
+            trained.append(positions_of(batch.ids))
+            yield batch
+
+    monkeypatch.setattr(type(store), "records", read)
+    lm.train_substitute(domains=["phrases"], rows=1, epochs=1)
+    snapshot = store.view().snapshot
+    of_position = snapshot.rows[np.searchsorted(snapshot.starts, np.concatenate(trained), side="right") - 1]
+    assert judged
+    assert judged.isdisjoint(of_position.tolist())
+    assert judged | set(of_position.tolist()) == set(store.lengths(Selection(domains=("phrases",))))
 
 
 def test_what_cannot_be_trained_on_is_refused(lm) -> None:

@@ -55,6 +55,26 @@ def test_search_agrees_with_numpy_over_what_is_selected(store, writer) -> None:
         assert np.isinf(found.distances[0, n:]).all()
 
 
+def test_what_a_commit_removes_during_a_search_is_not_returned(store, writer, monkeypatch) -> None:
+    writer.add("law", "1", "2")
+    search, removed = type(store.view()).search, []
+
+    def overtaken(self, *args):
+        found = search(self, *args)
+        if not removed:
+            removed.append(store.remove_document("1"))
+        return found
+
+    monkeypatch.setattr(type(store.view()), "search", overtaken)
+    found = store.search(writer.keys["law", "1"], 30)
+    assert removed
+    left = [document.id for document in store.documents()]
+    assert left == ["2"]
+    sources = {place.document for row in found.ids for place in store.provenance(row) if place is not None}
+    assert sources == {"2"}
+    assert (found.ids[:, 20:] == -1).all(), "nothing but the twenty records that are left"
+
+
 def test_excluding_by_content_leaves_exactly_that_document_out(store, writer) -> None:
     writer.add("law", "1", "2")
     hashes = {document.id: document.content_hash for document in store.documents()}
