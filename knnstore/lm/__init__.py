@@ -1,6 +1,14 @@
 """The language model: keys, windows, mixing, and a transformers model with a store."""
 
 from knnstore.lm.calibration import Calibration, Comparison, Probe, Probed, probe_keys
+from knnstore.lm.explanation import (
+    DocumentEffect,
+    Explanation,
+    Part,
+    Source,
+    TokenExplanation,
+    explain_tokens,
+)
 from knnstore.lm.mixing import (
     BinnedLambda,
     Chosen,
@@ -17,7 +25,7 @@ from knnstore.lm.mixing import (
     register_mixer,
 )
 from knnstore.lm.model import KNNLMForCausalLM, create, load
-from knnstore.lm.reading import Added, Synced, TextReader, load_model
+from knnstore.lm.reading import Added, Detokenizer, Synced, TextReader, decoded, load_model
 from knnstore.lm.scoring import (
     Audit,
     Check,
@@ -26,11 +34,8 @@ from knnstore.lm.scoring import (
     Passage,
     PruningCost,
     SizePoint,
-    Source,
     TextNeighbors,
-    TokenExplanation,
     TokenTable,
-    explain_tokens,
     replacing,
 )
 from knnstore.lm.settings import (
@@ -57,12 +62,13 @@ from knnstore.lm.settings import (
 
 __all__ = [
     "Added", "Audit", "BinnedLambda", "CacheSettings", "Calibration", "CalibrationRecord", "Check", "Chosen",
-    "Comparison", "DomainWeights", "Evaluation", "FixedLambda", "GateLambda", "Interval", "JointGate",
-    "KNNLMForCausalLM", "KNNSettings", "Mixer", "NGramSettings", "NearnessLambda", "Passage",
-    "PointerSettings", "Probe", "Probed", "PruningCost", "RelativeConfidence", "Retrieved", "SimpleMixer",
-    "SizePoint", "Skipping", "Source", "Substitute", "Synced", "TextNeighbors", "TextReader",
-    "TokenExplanation", "TokenTable", "TrainedSubstitute", "completed", "create", "default_settings",
-    "explain_tokens", "is_substitute_outdated", "load", "load_model", "overridden", "own_settings_for",
-    "probe_keys", "register_mixer", "replacing", "save_settings", "saved_for", "settings_for",
-    "settings_from_dict", "settings_to_dict", "trained_for", "usable_settings_for",
+    "Comparison", "Detokenizer", "DocumentEffect", "DomainWeights", "Evaluation", "Explanation",
+    "FixedLambda", "GateLambda", "Interval", "JointGate", "KNNLMForCausalLM", "KNNSettings", "Mixer",
+    "NGramSettings", "NearnessLambda", "Part", "Passage", "PointerSettings", "Probe", "Probed", "PruningCost",
+    "RelativeConfidence", "Retrieved", "SimpleMixer", "SizePoint", "Skipping", "Source", "Substitute",
+    "Synced", "TextNeighbors", "TextReader", "TokenExplanation", "TokenTable", "TrainedSubstitute",
+    "completed", "create", "decoded", "default_settings", "explain_tokens", "is_substitute_outdated", "load",
+    "load_model", "overridden", "own_settings_for", "probe_keys", "register_mixer", "replacing",
+    "save_settings", "saved_for", "settings_for", "settings_from_dict", "settings_to_dict", "trained_for",
+    "usable_settings_for",
 ]  # fmt: skip

@@ -24,6 +24,7 @@ from knnstore.server.engine import EngineBusyError, EngineStoppedError
 from knnstore.server.errors import ApiError, error_of
 from knnstore.server.frame import Frame
 from knnstore.server.metrics import Metrics
+from knnstore.server.page import declare_page
 from knnstore.server.serving import Serving
 
 _logger = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ def make_endpoints(
     _declare_about(app, routes, serving, metrics, options)
     for declare in (declare_asking, declare_completions, declare_documents):
         declare(routes, serving)
+    declare_page(routes)
     for kind in (ApiError, KnnstoreError, EngineBusyError, EngineStoppedError, Exception):
         app.add_exception_handler(kind, _known)
     app.add_exception_handler(RequestValidationError, _invalid)

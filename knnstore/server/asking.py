@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse, Response
 
 from knnstore.catalog import Right
-from knnstore.lm import TokenExplanation, explain_tokens
+from knnstore.lm import Explanation, FixedLambda, KNNSettings, TokenExplanation, explain_tokens
 from knnstore.server.access import Access, Endpoints, access
 from knnstore.server.engine import Prompt
 from knnstore.server.errors import refused
-from knnstore.server.protocol import DetokenizeRequest, ExplainRequest, TokenizeRequest
+from knnstore.server.protocol import MOST_EXPLAINED, DetokenizeRequest, ExplainRequest, TokenizeRequest
 from knnstore.server.scopes import named
 from knnstore.server.serving import Serving, unless_left
 
@@ -78,28 +79,31 @@ def declare_asking(routes: Endpoints, serving: Serving) -> None:
         }
 
     @routes.add("POST", "/v1/explain", Right.READ)
-    async def explain(request: Request, body: ExplainRequest) -> dict[str, Any]:
+    async def explain(request: Request, body: ExplainRequest) -> Response:
         """Say how probable each token of a text is, and where that comes from."""
         lm = serving.lm
         scope = await run_in_threadpool(serving.scopes.scope, body.model, body.knn, access(request))
         start = len(await run_in_threadpool(serving.tokens, body.after))
         tokens = await run_in_threadpool(serving.tokens, body.after + body.text)
-        if len(tokens) > serving.window:
+        if len(tokens) > MOST_EXPLAINED:
             raise refused(
-                f"the text has {len(tokens)} tokens, this model reads at most {serving.window}", "text"
+                f"the text has {len(tokens):,} tokens, at most {MOST_EXPLAINED:,} are explained at once",
+                "text",
             )
 
-        def work() -> list[TokenExplanation]:
-            return explain_tokens(
-                lm,
-                np.array(tokens, np.uint32),
-                serving.scopes.settings(scope),
-                neighbors=body.neighbors,
-                start=start,
-            )
+        def work() -> tuple[KNNSettings, Explanation]:
+            settings, given = serving.scopes.settings(scope), np.array(tokens, np.uint32)
+            return settings, explain_tokens(lm, given, settings, neighbors=body.neighbors, start=start)
 
-        found = await unless_left(request, serving.call(work))
-        return {"object": "list", "model": body.model, "data": [_shown(one) for one in found]}
+        settings, found = await unless_left(request, serving.call(work))
+        answer = {
+            "object": "list",
+            "model": body.model,
+            "data": [_shown(one) for one in found],
+            "documents": [asdict(one) for one in found.documents],
+            "knn": _in_force(settings),
+        }
+        return JSONResponse(answer)  # at once: it holds numbers and texts alone, and many
 
 
 async def sources_of(
@@ -114,6 +118,18 @@ async def sources_of(
         )
     )
     return [_shown(one) for one in found]
+
+
+def _in_force(settings: KNNSettings) -> dict[str, Any]:
+    """The settings of an answer that a request may change; no λ where a mixer chooses one for each token."""
+    mixer, gate = settings.mixer, settings.gate
+    return {
+        "k": settings.k,
+        "probes": settings.probes,
+        "temperature": settings.temperature,
+        "lam": mixer.lam if gate is None and isinstance(mixer, FixedLambda) else None,
+        "mixer": mixer.name if gate is None else "gate",
+    }
 
 
 def _shown(token: TokenExplanation) -> dict[str, Any]:

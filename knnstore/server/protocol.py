@@ -15,6 +15,8 @@ MOST_TOP = 20
 MOST_STOPS = 16
 MOST_NEIGHBORS = 64
 MOST_NAMES = 64
+MOST_EXPLAINED = 4096
+"""Tokens."""
 
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 Names = Annotated[list[Name], Field(min_length=1, max_length=MOST_NAMES)]

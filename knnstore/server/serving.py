@@ -11,8 +11,8 @@ from typing import Any, Literal, TypeVar
 from fastapi import Request
 
 from knnstore.errors import StoreUnavailableError
-from knnstore.lm import KNNLMForCausalLM
-from knnstore.server.engine import Engine, Observed, Piece, Prompt, Task, Ticket, decoded
+from knnstore.lm import KNNLMForCausalLM, decoded
+from knnstore.server.engine import Engine, Observed, Piece, Prompt, Task, Ticket
 from knnstore.server.errors import ApiError, refused
 from knnstore.server.scopes import Scopes
 

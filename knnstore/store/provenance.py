@@ -1,7 +1,7 @@
 """Where a retrieved token comes from."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from knnstore.catalog import Catalog, Snapshot
 from knnstore.datastore import Ids, positions_of, tokens_of
 
-_DOCUMENTS_KEPT = 256
+_DOCUMENTS_KEPT = 1024
 
 Tokens = NDArray[np.uint32]
 
@@ -41,17 +41,18 @@ class Tracer:
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        self._document = lru_cache(_DOCUMENTS_KEPT)(self._read)
+        self._kept: dict[int, tuple[str, str, Tokens]] = {}
 
     def trace(self, ids: Ids, snapshot: Snapshot, *, before: int, after: int) -> list[Provenance | None]:
         """The place of each record in the documents of a snapshot; see `StoreReader.provenance`."""
         positions = positions_of(ids)
         found = snapshot.documents_at(positions)
+        documents = self._read(np.unique(snapshot.rows[found[found >= 0]]).tolist())
         places: list[Provenance | None] = []
         for position, token, at in zip(
             positions.tolist(), tokens_of(ids).tolist(), found.tolist(), strict=True
         ):
-            document = None if at < 0 else self._document(int(snapshot.rows[at]))
+            document = None if at < 0 else documents.get(int(snapshot.rows[at]))
             if document is None:
                 places.append(None)
                 continue
@@ -69,6 +70,13 @@ class Tracer:
             )
         return places
 
-    def _read(self, row: int) -> tuple[str, str, Tokens] | None:
-        labels, tokens = self._catalog.labels([row]), self._catalog.tokens(row)
-        return None if tokens is None or row not in labels else (*labels[row], tokens)
+    def _read(self, rows: Sequence[int]) -> dict[int, tuple[str, str, Tokens]]:
+        """Ids, domains and tokens of those documents that are still there."""
+        kept = self._kept
+        missing = [row for row in rows if row not in kept]
+        labels, texts = self._catalog.labels(missing), dict(self._catalog.texts(missing))
+        read = {row: (*labels[row], texts[row]) for row in missing if row in labels and row in texts}
+        found = {row: kept.get(row) or read[row] for row in rows if row in kept or row in read}
+        others = {row: document for row, document in kept.items() if row not in found}
+        self._kept = dict(list({**others, **found}.items())[-_DOCUMENTS_KEPT:])
+        return found

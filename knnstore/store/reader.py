@@ -53,6 +53,9 @@ class Reader(Protocol):
     def provenance(self, ids: Ids, *, before: int = 16, after: int = 8) -> list[Provenance | None]:
         """Say where retrieved records come from."""
 
+    def holders(self, ids: Ids) -> NDArray[np.int64]:
+        """The number of the document that each record is of, -1 for none."""
+
     def revision(self) -> int:
         """The number that grows with every change."""
 

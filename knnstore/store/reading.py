@@ -145,6 +145,10 @@ class StoreReader:
         """
         return self._tracer.trace(ids, self.view().snapshot, before=before, after=after)
 
+    def holders(self, ids: Ids) -> NDArray[np.int64]:
+        """The number, see `lengths`, of the document that each record is of; -1 where none is live."""
+        return self.view().holders(ids)
+
     # -- what is in the store
 
     def domains(self) -> list[Domain]:
@@ -263,11 +267,7 @@ class StoreReader:
         return lineage.gone(self.view().snapshot)
 
     def record_count(self, selection: Selection = EVERYTHING) -> int:
-        """How many live records a search among the selected documents can find.
-
-        Raises:
-            DomainNotFoundError, DocumentNotFoundError: as `search`.
-        """
+        """How many live records a search among the selected documents can find; raises as `search`."""
         return self.view().scope(selection).records
 
     def settings(self, domains: Sequence[str] = ()) -> SavedSettings | None:

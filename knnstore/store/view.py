@@ -14,6 +14,7 @@ from knnstore.datastore import (
     Datastore,
     Filter,
     IdRanges,
+    Ids,
     Keys,
     Neighbors,
     SupportsCells,
@@ -61,6 +62,11 @@ class View:
         self._catalog = catalog
         self._scopes: OrderedDict[Selection, Scope] = OrderedDict()
         self._counts: tuple[Selection, NDArray[np.int64]] | None = None
+
+    def holders(self, ids: Ids) -> NDArray[np.int64]:
+        """The number of the document that each record is of, -1 where none is live; of the shape of `ids`."""
+        found = self.snapshot.documents_at(positions_of(ids))
+        return np.where(found >= 0, self.snapshot.rows[found], -1) if len(self.snapshot.rows) else found
 
     def search(self, queries: Keys, k: int, selection: Selection) -> Neighbors:
         """The k nearest live records of each query, among the selected documents; see `StoreReader.search`.

@@ -118,6 +118,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     modules |= {str(path.relative_to(REPOSITORY / "adapters")) for path in REPOSITORY.glob("adapters/*/*.py")}
     assert modules <= names
     assert {"knnstore/py.typed", "knnstore_faiss/py.typed"} <= names
+    page = (REPOSITORY / "knnstore/server/page/static").iterdir()
+    assert {str(path.relative_to(REPOSITORY)) for path in page} <= names
     assert {"knnstore/migrations/env.py", "knnstore/migrations/versions/0001_first_schema.py"} <= names
     roots = {name.partition("/")[0] for name in names}
     assert all(root.startswith("knnstore") for root in roots), roots

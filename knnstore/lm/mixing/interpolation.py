@@ -131,11 +131,6 @@ class Mixture:
             return torch.ones_like(self.lam)
         return self.shares[number] / self.lam.where(self.lam > 0, 1.0)
 
-    def shares_at(self, row: int) -> dict[str, float]:
-        """What the model and each component have of the mixture at one position, by name; they sum to 1."""
-        named = zip((one.name for one in self.components), self.shares, strict=True)
-        return {"model": 1 - float(self.lam[row]), **{name: float(share[row]) for name, share in named}}
-
     def knn_probs(self, gold: Tensor) -> Tensor:
         """Give one token's probability for each position in all components together, float32, shape (n,)."""
         if len(self.components) == 1:  # also where its λ is 0

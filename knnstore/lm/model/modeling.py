@@ -15,6 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from knnstore.errors import ConfigError
 from knnstore.lm import scoring
 from knnstore.lm.calibration import calibrate
+from knnstore.lm.explanation import explain
 from knnstore.lm.keys import KeyCapture
 from knnstore.lm.model.delegating import of_base
 from knnstore.lm.model.drafting import can_draft, with_drafts
@@ -64,7 +65,7 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
     audit = scoring.audit
     calibrate = calibrate
     evaluate = scoring.evaluate
-    explain = scoring.explain
+    explain = explain
     export = scoring.export
     keys = scoring.keys
     neighbors = scoring.neighbors

@@ -1,6 +1,7 @@
 """Reading text with a model: documents become tokens, windows, keys and log-probabilities."""
 
 from knnstore.lm.reading.adding import Added, Synced, add, sync
+from knnstore.lm.reading.detokenizing import Detokenizer, decoded
 from knnstore.lm.reading.encoder import Encoder
 from knnstore.lm.reading.models import check_matches, identify, load_model, loaded, name_of, window_of
 from knnstore.lm.reading.reader import TextReader, in_chunks
@@ -8,7 +9,7 @@ from knnstore.lm.reading.sample import sample_keys, sample_tokens
 from knnstore.lm.reading.windows import BATCH_TOKENS, Batch, Tokens
 
 __all__ = [
-    "BATCH_TOKENS", "Added", "Batch", "Encoder", "Synced", "TextReader", "Tokens", "add", "check_matches",
-    "identify", "in_chunks", "load_model", "loaded", "name_of", "sample_keys", "sample_tokens", "sync",
-    "window_of",
+    "BATCH_TOKENS", "Added", "Batch", "Detokenizer", "Encoder", "Synced", "TextReader", "Tokens", "add",
+    "check_matches", "decoded", "identify", "in_chunks", "load_model", "loaded", "name_of", "sample_keys",
+    "sample_tokens", "sync", "window_of",
 ]  # fmt: skip

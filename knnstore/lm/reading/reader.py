@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from knnstore.documents import TextDocument
+from knnstore.lm.reading.detokenizing import Detokenizer, decoded
 from knnstore.lm.reading.encoder import Encoder
 from knnstore.lm.reading.windows import BATCH_TOKENS, Batch, pack, prefix_of
 
@@ -44,7 +45,13 @@ class TextReader:
 
     def text(self, tokens: Sequence[int]) -> str:
         """The text of some tokens."""
-        return str(self.tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
+        return decoded(self.tokenizer, tokens)
+
+    def pieces(self, tokens: Sequence[int], before: Sequence[int] = ()) -> list[str]:
+        """What each token adds to the text of those before; the last token of a character adds all of it."""
+        detokenizer = Detokenizer(self.tokenizer, before, special=True)
+        pieces = [detokenizer.take(token) for token in tokens]
+        return [*pieces[:-1], pieces[-1] + detokenizer.end()] if pieces else []
 
     def batches(self, texts: Sequence[NDArray[np.integer[Any]]]) -> Iterator[Batch]:
         """Cut texts, given by their tokens, into windows and pack these into batches; see `pack`."""

@@ -3,18 +3,18 @@
 from knnstore.lm.scoring.arrays import TextNeighbors, keys, neighbors, p_knn
 from knnstore.lm.scoring.auditing import Audit, Check, audit
 from knnstore.lm.scoring.evaluating import Evaluation, evaluate
-from knnstore.lm.scoring.explaining import Source, TokenExplanation, explain, explain_tokens
 from knnstore.lm.scoring.exporting import export
-from knnstore.lm.scoring.held_out import HeldOut, score_held_out
+from knnstore.lm.scoring.held_out import HeldOut, score_held_out, score_texts
 from knnstore.lm.scoring.intervals import FEWEST, Interval, blocks_of, interval_of
 from knnstore.lm.scoring.pruning import PruningCost, prune
+from knnstore.lm.scoring.scores import TokenScores
 from knnstore.lm.scoring.searching import Passage, search
 from knnstore.lm.scoring.size_curve import SizePoint, measure_size_curve
 from knnstore.lm.scoring.token_table import TokenTable, replacing
 
 __all__ = [
     "FEWEST", "Audit", "Check", "Evaluation", "HeldOut", "Interval", "Passage", "PruningCost", "SizePoint",
-    "Source", "TextNeighbors", "TokenExplanation", "TokenTable", "audit", "blocks_of", "evaluate", "explain",
-    "explain_tokens", "export", "interval_of", "keys", "measure_size_curve", "neighbors", "p_knn", "prune",
-    "replacing", "score_held_out", "search",
+    "TextNeighbors", "TokenScores", "TokenTable", "audit", "blocks_of", "evaluate", "export", "interval_of",
+    "keys", "measure_size_curve", "neighbors", "p_knn", "prune", "replacing", "score_held_out", "score_texts",
+    "search",
 ]  # fmt: skip

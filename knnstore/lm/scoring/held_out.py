@@ -205,6 +205,10 @@ def _score(
             if found.visited is not None:
                 visited = sum(one.size for one in found.visited)
                 most = max(1, _DISTANCES * len(rows) // max(1, visited))
+            elif apart:
+                most = max(
+                    most, _NEIGHBORS // max(1, found.ids.shape[1])
+                )  # cells are smaller than they may be
 
 
 def search_in_parts(store: Reader, scores: TokenScores, settings: KNNSettings) -> Iterator[TokenScores]:

@@ -2,10 +2,9 @@
 
 from knnstore.server.engine.engine import Engine, SettingsOf
 from knnstore.server.engine.rows import Finish, Piece, Prompt, Sampling, Task, TokenScore
-from knnstore.server.engine.text import decoded
 from knnstore.server.engine.tickets import EngineBusyError, EngineStoppedError, Observed, Ticket
 
 __all__ = [
     "Engine", "EngineBusyError", "EngineStoppedError", "Finish", "Observed", "Piece", "Prompt", "Sampling",
-    "SettingsOf", "Task", "Ticket", "TokenScore", "decoded",
+    "SettingsOf", "Task", "Ticket", "TokenScore",
 ]  # fmt: skip

@@ -9,7 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from knnstore.server.engine.text import Detokenizer, StopStrings
+from knnstore.lm import Detokenizer
+from knnstore.server.engine.text import StopStrings
 
 Finish = Literal["stop", "length"]
 

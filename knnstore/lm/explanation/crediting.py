@@ -1,0 +1,112 @@
+"""What p would be without each document that was retrieved; see `DocumentEffect`."""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from knnstore.datastore import Ids
+from knnstore.lm.explanation.explained import DocumentEffect
+from knnstore.lm.mixing import LEAST_PROBABILITY
+from knnstore.store import Reader
+
+_LEAST_CHANGE = np.log(1.01)
+_NOTHING = 1e-6  # of p_kNN: what is left of a sum of 32-bit numbers
+
+Values = NDArray[np.float64]
+
+
+class Mixed(NamedTuple):
+    """What n tokens are made of."""
+
+    positions: NDArray[np.int64]
+    """In the text, shape (n,)."""
+    ids: Ids
+    """The records retrieved by keys, shape (n, k), -1 for none."""
+    weights: Values
+    """Their parts of p_kNN, shape (n, k)."""
+    hits: NDArray[np.bool_]
+    """Which have the token itself, shape (n, k)."""
+    share: Values
+    """λ of the keys in the whole mixture, shape (n,)."""
+    below: Values
+    """The probability in what has the weight where no record is left, shape (n,)."""
+    p: Values
+    """The mixture, shape (n,)."""
+
+
+class Given(NamedTuple):
+    """What m places of n-grams give to p."""
+
+    rows: NDArray[np.int64]
+    """Of which token, shape (m,)."""
+    ids: Ids
+    p: Values
+
+
+class Credits:
+    """Collects what documents do to the tokens of a text.
+
+    Args:
+        store: where they were retrieved.
+    """
+
+    def __init__(self, store: Reader) -> None:
+        self._store = store
+        self._found: list[tuple[Ids, NDArray[np.int64], NDArray[np.int64], Values, Values]] = []
+
+    def add(self, mixed: Mixed, given: Given) -> None:
+        """Take in some tokens."""
+        holders = self._store.holders(mixed.ids)
+        rows, columns = np.nonzero((holders >= 0) & (mixed.weights > 0))
+        counted = mixed.weights[rows, columns]
+        hits = counted * mixed.hits[rows, columns]
+        there = self._store.holders(given.ids)
+        known = there >= 0
+        nothing = np.zeros(int(known.sum()))
+        numbers = np.concatenate([holders[rows, columns], there[known]])
+        base = int(numbers.max(initial=0)) + 1
+        pairs, first, of = np.unique(
+            np.concatenate([rows, given.rows[known]]) * base + numbers, return_index=True, return_inverse=True
+        )
+        ids = np.concatenate([mixed.ids[rows, columns], given.ids[known]])[first]
+        mass, hit, taken = (
+            np.bincount(of, values, len(pairs))
+            for values in (
+                np.concatenate([counted, nothing]),
+                np.concatenate([hits, nothing]),
+                np.concatenate([np.zeros(len(rows)), given.p[known]]),
+            )
+        )
+        row, number = np.divmod(pairs, base)
+        p = mixed.p[row]
+        own = (mixed.weights * mixed.hits).sum(1)[row]
+        left = mixed.weights.sum(1)[row] - mass
+        others = np.where(left > _NOTHING, (own - hit) / np.maximum(left, _NOTHING), mixed.below[row])
+        without = np.where(mass > 0, p + mixed.share[row] * (np.clip(others, 0, 1) - own), p) - taken
+        without = np.maximum(without, LEAST_PROBABILITY)
+        counts = np.abs(np.log(np.maximum(p, LEAST_PROBABILITY) / without)) > _LEAST_CHANGE
+        self._found.append(
+            (ids[counts], number[counts], mixed.positions[row[counts]], p[counts], without[counts])
+        )
+
+    def documents(self) -> tuple[DocumentEffect, ...]:
+        """What each document did, the one that helped most first."""
+        if not any(len(ids) for ids, *_ in self._found):
+            return ()
+        ids, numbers, positions, p, without = map(np.concatenate, zip(*self._found, strict=True))
+        order = np.lexsort((positions, numbers))
+        starts = np.unique(numbers[order], return_index=True)[1]
+        places = self._store.provenance(ids[order][starts], before=0, after=0)
+        effects = [
+            DocumentEffect(
+                place.document,
+                place.domain,
+                tuple(positions[of].tolist()),
+                tuple(without[of].tolist()),
+                float(np.log(np.maximum(p[of], LEAST_PROBABILITY) / without[of]).sum()),
+            )
+            for place, of in zip(places, np.split(order, starts[1:]), strict=True)
+            if place is not None
+        ]
+        return tuple(sorted(effects, key=lambda one: (-one.gain, one.domain, one.document)))

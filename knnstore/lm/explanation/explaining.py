@@ -1,0 +1,172 @@
+"""Why a token is likely: the two models' probabilities and the places that retrieval found."""
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from knnstore.datastore import record_ids
+from knnstore.lm.explanation.crediting import Credits, Given, Mixed
+from knnstore.lm.explanation.explained import Explanation, Part, TokenExplanation
+from knnstore.lm.explanation.sourcing import Found, Sources, found_by_keys, found_by_ngrams, found_here
+from knnstore.lm.mixing import Mixture
+from knnstore.lm.retrieval import ReadNGrams, mixture_of
+from knnstore.lm.scoring import TokenScores, score_texts
+from knnstore.lm.settings import KNNSettings, ReadingModel, completed
+from knnstore.lm.substitute import Heads
+from knnstore.store import Occurrence
+
+_PLACES = 32
+"""Of n-grams, that are looked at for each length: those that have most of the context."""
+
+
+def explain(
+    lm: ReadingModel, text: str, knn: KNNSettings | None = None, *, neighbors: int = 8, after: str = ""
+) -> Explanation:
+    """Say for each token of a text how likely both models find it, and why.
+
+    Args:
+        lm: the model.
+        text: the text to explain.
+        knn: settings of this call; default ``lm.knn``.
+        neighbors: how many sources to name for each token; with 0 no document is named either.
+        after: a text that comes before and is not explained, e.g. the prompt.
+
+    Returns:
+        An entry for each predicted token, in order, and what each document did. A notebook shows it as the
+        text, colored.
+    """
+    reader = lm.reader
+    start = len(reader.tokens(after))
+    return explain_tokens(lm, reader.tokens(after + text), knn, neighbors=neighbors, start=start)
+
+
+def explain_tokens(
+    lm: ReadingModel,
+    tokens: NDArray[np.uint32],
+    knn: KNNSettings | None = None,
+    *,
+    neighbors: int = 8,
+    start: int = 0,
+) -> Explanation:
+    """Do what `explain` does for a text given by its tokens, shape (n,), from one of them on."""
+    settings, store, reader = completed(lm.store, knn or lm.knn), lm.store, lm.reader
+    explained: dict[int, TokenExplanation] = {}
+    heads = Heads(store, reader.encoder.model.device)
+    ngrams = ReadNGrams.of(store, [tokens], settings)
+    texts = reader.pieces(tokens[start:].tolist(), tokens[:start].tolist())
+    credits, sources = Credits(store), Sources(store, reader)
+    for scores in score_texts(store, reader, [tokens], settings, apart=True):
+        mixture = mixture_of(settings, scores.retrieved())
+        p_knn = mixture.knn_probs(scores.gold).tolist()
+        below = heads.mix_gold(settings.substitute, scores.lm_log_probs, scores.keys, scores.gold)
+        p, p_lm = mixture.gold(below, scores.gold).exp(), scores.lm_log_probs.exp().tolist()
+        p_sub: list[float | None] = [None] * len(p)
+        if settings.substitute is not None:
+            p_sub = heads(settings.substitute).gold_log_probs(scores.keys, scores.gold).exp().tolist()
+        own = [component.probs(scores.gold) for component in mixture.components]
+        rows = np.flatnonzero(scores.positions >= start)
+        found = _occurrences(ngrams, scores, rows, max(neighbors, _PLACES)) if neighbors else {}
+        if neighbors:
+            credits.add(*_to_credit(scores, mixture, rows, below.exp(), p, found))
+        nearest, causes = map(sources.of, _places(scores, mixture, settings, tokens, rows, found, neighbors))
+        for row, near, giving in zip(rows.tolist(), nearest, causes, strict=True):
+            position, lam = int(scores.positions[row]), float(mixture.lam[row])
+            parts = _below(settings, 1 - lam, p_lm[row], p_sub[row])
+            for component, weight, probs in zip(mixture.components, mixture.shares, own, strict=True):
+                parts.append(Part(component.name, float(weight[row]), float(probs[row])))
+            explained[position] = TokenExplanation(
+                position=position,
+                token=int(scores.gold[row]),
+                text=texts[position - start],
+                p_lm=p_lm[row],
+                p_knn=p_knn[row],
+                lam=lam,
+                p=float(p[row]),
+                neighbors=near,
+                p_sub=p_sub[row],
+                parts=tuple(parts),
+                causes=giving,
+            )
+    return Explanation(tuple(explained[position] for position in sorted(explained)), credits.documents())
+
+
+def _places(
+    scores: TokenScores,
+    mixture: Mixture,
+    settings: KNNSettings,
+    tokens: NDArray[np.uint32],
+    rows: NDArray[np.int64],
+    occurrences: dict[int, list[Occurrence]],
+    count: int,
+) -> tuple[list[list[Found]], list[list[Found]]]:
+    """For some tokens the places nearest to each, and those that give most to it."""
+    shares = mixture.weights_in(0)[rows]
+    given = shares * (scores.tokens == scores.gold[:, None])[rows]
+    wanted, of_store = min(count, shares.shape[1]), (scores.ids[rows], scores.distances[rows], shares)
+    nearest = found_by_keys(*of_store, scores.distances[rows].topk(wanted, largest=False).indices)
+    causes = found_by_keys(*of_store, given.topk(wanted).indices)
+    here = mixture.weights_in(len(mixture.components) - 1)
+    for at, row in enumerate(rows.tolist()):
+        position, token = int(scores.positions[row]), int(scores.gold[row])
+        if row in occurrences:
+            more = found_by_ngrams(occurrences[row][:count], token, float(mixture.share_in(1)[row]))
+            nearest[at] += more
+            causes[at] += more
+        if scores.recent is not None:
+            has_token = scores.recent.tokens[row] == token
+            for found, weights in ((nearest, here[row]), (causes, here[row] * has_token)):
+                found[at] += found_here(tokens, position, scores.recent.distances[row], weights, count)
+        if settings.needs_text:
+            nearest[at] = sorted(nearest[at], key=lambda one: -one.share)[:count]
+        giving = (one for one in causes[at] if one.token == token and one.share > 0)
+        causes[at] = sorted(giving, key=lambda one: -one.share)[:count]
+    return nearest, causes
+
+
+def _below(settings: KNNSettings, weight: float, p_lm: float, p_sub: float | None) -> list[Part]:
+    """The parts that have what components leave."""
+    if settings.substitute is None or p_sub is None:
+        return [Part("model", weight, p_lm)]
+    lam = settings.substitute.lam
+    return [Part("model", weight * (1 - lam), p_lm), Part("substitute", weight * lam, p_sub)]
+
+
+def _occurrences(
+    ngrams: ReadNGrams | None, scores: TokenScores, rows: NDArray[np.int64], most: int
+) -> dict[int, list[Occurrence]]:
+    """The places where n-grams that end in some of the tokens were found."""
+    if ngrams is None:
+        return {}
+    return {row: ngrams.occurrences(int(scores.positions[row]), most) for row in rows.tolist()}
+
+
+def _to_credit(
+    scores: TokenScores,
+    mixture: Mixture,
+    rows: NDArray[np.int64],
+    below: Tensor,
+    p: Tensor,
+    found: dict[int, list[Occurrence]],
+) -> tuple[Mixed, Given]:
+    """What some of the tokens are made of, as documents are credited with it."""
+
+    def of(values: Tensor) -> NDArray[np.float64]:
+        return values[rows].double().numpy()
+
+    mixed = Mixed(
+        positions=scores.positions[rows],
+        ids=scores.ids[rows],
+        weights=of(mixture.components[0].weights),
+        hits=(scores.tokens == scores.gold[:, None])[rows].numpy(),
+        share=of(mixture.shares[0]),
+        below=of(below),
+        p=of(p),
+    )
+    places = [
+        (at, one.position, int(scores.gold[row]), float(mixture.shares[1][row]) * one.share)
+        for at, row in enumerate(rows.tolist())
+        for one in found.get(row, ())
+    ]
+    at, positions, tokens, given = zip(*places, strict=True) if places else ((), (), (), ())
+    ids = record_ids(np.array(positions, np.int64), np.array(tokens, np.int64))
+    return mixed, Given(np.array(at, np.int64), ids, np.array(given, np.float64))
