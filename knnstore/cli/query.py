@@ -140,12 +140,22 @@ class Query:
             saved = usable_settings_for(store, selection) or default_settings(store)
             saved = replace(saved, substitute=None, selection=selection)
         settings = overridden(saved, k=self.k, probes=self.probes, temperature=self.temperature, lam=self.lam)
-        settings = replace(settings, cache=self._cache(saved, settings), ngrams=self._ngrams(saved, settings))
-        if (
-            self.cache_lambda is not None or self.ngram_lambda is not None
-        ):  # which would not count with a gate
-            settings = replace(settings, gate=None)
-        return replace(settings, pointers=self._pointers(settings))
+        cache, ngrams = self._cache(saved, settings), self._ngrams(saved, settings)
+        pointers = self._pointers(settings)
+        by_hand = self.cache_lambda is not None or self.ngram_lambda is not None  # not to count with a gate
+        is_asked_for = {
+            "cache": cache is not settings.cache,
+            "n-grams": ngrams is not settings.ngrams,
+            "keys": pointers is not settings.pointers,
+        }
+        return replace(
+            settings,
+            cache=cache,
+            ngrams=ngrams,
+            gate=None if by_hand else settings.gate,
+            pointers=pointers,
+            scoring_only=tuple(name for name in settings.scoring_only if not is_asked_for.get(name)),
+        )
 
     def _cache(self, saved: "KNNSettings", settings: "KNNSettings") -> "CacheSettings | None":
         from knnstore.lm import CacheSettings
@@ -198,6 +208,7 @@ class Query:
         note(
             f"settings calibrated for {of} on {record.date[:10]} with {record.tokens:,} tokens: {mixer}, "
             f"k={settings.k:,}, T={settings.temperature:.4g}"
+            + (f"; in scoring only: {', '.join(settings.scoring_only)}" if settings.scoring_only else "")
         )
         if record.is_stale(store):
             note(

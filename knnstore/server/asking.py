@@ -112,11 +112,12 @@ async def sources_of(
     """Say where each token of a text comes from that was written after a prompt."""
     before = prompt.tokens[1:] if prompt.tokens[0] == serving.prefix else prompt.tokens
     tokens = np.array([*before, *written], np.uint32)
-    found = await serving.call(
-        lambda: explain_tokens(
-            serving.lm, tokens, serving.scopes.settings(scope), neighbors=count, start=len(before)
-        )
-    )
+
+    def work() -> Explanation:
+        settings = serving.scopes.settings(scope).for_writing
+        return explain_tokens(serving.lm, tokens, settings, neighbors=count, start=len(before))
+
+    found = await serving.call(work)
     return [_shown(one) for one in found]
 
 

@@ -1,6 +1,7 @@
 """Each command does what its help says."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -161,6 +162,10 @@ def test_calibrated_settings_are_used_and_named(knnstore, store):
         "ratio",
     ]
     assert "\nsaved for the whole store: " in table.err
+    (writing,) = [
+        line for line in table.err.splitlines() if " in writing too (" in line or "in scoring only: " in line
+    ]
+    assert re.search(r"\(repeated 4-grams of .*: .*\b\d\.\d\d with all, \d\.\d\d the model alone", writing)
     stars = [line.split() for line in table.out.splitlines() if line.startswith("*")]
     shown = knnstore("calibrate --show --json").json
     assert len(stars) == 2  # the winner, and what a star means

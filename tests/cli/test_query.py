@@ -49,6 +49,26 @@ def test_a_weight_by_hand_counts_in_place_of_the_gate(store):
         assert find(ngram_lambda=0.1) is find(cache_lambda=0.1) is find(lam=0.1) is None
 
 
+def test_what_counts_in_scoring_only_counts_in_writing_where_it_is_asked_for(store):
+    with library.open(store, "a") as opened:
+        query = {"temperature": 20.0, "mixer": {"name": "fixed", "lam": 0.5}, "cache": SAVED}
+        ngrams = {"order": 5, "lam": 0.6}
+        saved = {**query, "ngrams": ngrams, "scoring_only": ["cache", "n-grams", "keys"]}
+        opened.save_settings(SavedSettings(saved))
+
+        def written(**given):
+            return Query(**given).settings(opened, Selection()).for_writing.components
+
+        assert written() == ()
+        assert written(cache=100) == written(cache_lambda=0.1) == ("cache",)
+        assert written(ngrams=3) == written(ngram_lambda=0.1) == ("n-grams",)
+        assert (
+            written(k=3) == written(temperature=3.0) == written(pointers=2) == written(lam=0.1) == ("keys",)
+        )
+        assert written(cache=0, ngrams=0, pointers=0) == ()
+        assert Query().settings(opened, Selection()).components == ("cache", "n-grams", "keys")
+
+
 def test_saved_n_grams_are_used_and_changed_by_what_is_given(store):
     with library.open(store, "a") as opened:
 

@@ -35,6 +35,7 @@ SETTINGS = [
     KNNSettings(pointers=PointerSettings(None, 64)),
     KNNSettings(pointers=PointerSettings(3, cluster_size=9)),
     KNNSettings(lam=0.25, selection=PHRASES, substitute=TRAINED),
+    KNNSettings(cache=CacheSettings(), scoring_only=("cache", "keys")),
 ]
 
 
@@ -54,6 +55,7 @@ def test_what_was_not_saved_has_its_default():
         *((KNNSettings, {"k": k}, "k must") for k in (0, 2.5)),
         *((KNNSettings, {"temperature": t}, "temperature") for t in (0.0, math.nan, math.inf)),
         *((KNNSettings, {"lam": lam}, "lambda") for lam in (-0.1, 1.1, math.nan)),
+        (KNNSettings, {"scoring_only": ["cash"]}, "no component 'cash'; known: cache, n-grams, keys"),
         (CacheSettings, {"size": 0}, "the cache's size"),
         (CacheSettings, {"temperature": 0.0}, "the cache's temperature"),
         (CacheSettings, {"lam": 1.5}, "the cache's lambda"),

@@ -4,6 +4,7 @@ import random
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -36,6 +37,8 @@ SETTINGS = {
     ),
     "n-grams": KNNSettings(k=1024, lam=0.5, temperature=30.0, ngrams=NGramSettings(order=4, lam=0.5)),
 }
+SETTINGS["scoring"] = replace(SETTINGS["cache"], scoring_only=("cache",))
+WRITTEN = {**SETTINGS, "scoring": replace(SETTINGS["cache"], cache=None)}
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +100,7 @@ def write_alone(lm, task: Task, index: int) -> list[int]:
     begun, draws = len(tokens), random.Random(f"{task.sampling.seed}:{index}")
     while len(tokens) - begun < task.max_tokens:
         with torch.inference_mode():
-            logits = lm(torch.tensor([tokens]), knn=SETTINGS[task.knn], use_cache=False).logits[0, -1]
+            logits = lm(torch.tensor([tokens]), knn=WRITTEN[task.knn], use_cache=False).logits[0, -1]
         log_p = logits.double().log_softmax(-1).numpy()
         if task.sampling.temperature == 0:
             tokens.append(int(log_p.argmax()))
@@ -159,6 +162,20 @@ def test_greedy_text_is_that_of_generate(lm, engine):
     expected = lm.generate_text("The council", max_new_tokens=30, do_sample=False, knn=SETTINGS["news"])
     tokens, text, finish = listener.written()[0]
     assert text + lm.reader.text(tokens[-1:]) * (finish == "stop") == expected
+
+
+def test_prompts_are_scored_with_what_counts_in_scoring_only(lm, engine):
+    prompt = Prompt(
+        (lm.reader.prefix, *lm.reader.tokens("The harbour, the harbour, the harbour").tolist()), 1
+    )
+    listener = Listener(Task((prompt,), "scoring", 0, score_prompt=True, top=0))
+    engine.submit(listener.ticket)
+    assert listener.done.wait(60)
+    with torch.inference_mode():
+        log_probs = lm(torch.tensor([prompt.tokens]), knn=SETTINGS["cache"]).logits[0].log_softmax(-1)
+    expected = log_probs[:-1].gather(1, torch.tensor(prompt.tokens)[1:, None])[:, 0].tolist()
+    found = [score.log_prob for score in listener.pieces[0].tokens][1:]  # the first is scored by nobody
+    assert found == pytest.approx(expected[-len(found) :], abs=1e-4)
 
 
 def test_a_cancelled_task_makes_room_and_the_others_go_on(lm, engine):

@@ -91,7 +91,9 @@ def generate(
         if not as_json:
             shown.finish(continuation)
         if explain:
-            explained = lm.explain(continuation, settings, neighbors=_NEIGHBORS_CREDITED, after=prompt)
+            explained = lm.explain(
+                continuation, settings.for_writing, neighbors=_NEIGHBORS_CREDITED, after=prompt
+            )
             result["sources"] = credits_of(explained)
             if not as_json:
                 echo("\n", table_of_sources(result["sources"]))

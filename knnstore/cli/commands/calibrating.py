@@ -15,7 +15,7 @@ from knnstore.cli.output import Bar, echo, note, pairs, print_result, printable,
 from knnstore.errors import ConfigError
 
 if TYPE_CHECKING:
-    from knnstore.lm import Comparison, Interval, KNNSettings
+    from knnstore.lm import CalibrationRecord, Comparison, Interval, KNNSettings
 
 _COMPARED = ("model alone", "current")
 _MOST_SHOWN = 8
@@ -77,6 +77,8 @@ def calibrate(
     saved for these domains (or the whole store) and used by eval, generate and explain from then on; nothing
     is saved unless it beats the model alone, and settings chosen before, beyond chance. The lowest of many is
     low by luck too: what is saved with it is what to expect, of each half by the best on the other half.
+    Then beginnings of the documents are continued, and what makes text repeat itself, as a cache may, is left
+    out by generate and by the server.
 
     A second table tells what it costs to leave out those searches that are expected to help least.
 
@@ -162,6 +164,25 @@ def calibrate(
             "eval, generate and explain use it from now on. Next: `knnstore eval FILE` on other text;\n"
             "`knnstore calibrate --show` says what is saved, --reset takes it back"
         )
+        if found.settings is not None:
+            note(said_of_writing(found.record, found.settings))
+
+
+def said_of_writing(record: "CalibrationRecord", settings: "KNNSettings") -> str:
+    """What counts in scoring only, and how much text repeats itself with and without it: one line."""
+    left = ", ".join(settings.scoring_only)
+    what = f"in scoring only: {left}" if left else "everything counts in writing too"
+    shares = {one.of: one.repeated_4grams for one in record.written}
+    if not shares:
+        return f"{what} (too little text to measure how text repeats itself)"
+    names = {
+        f"all but {left}": "without",
+        "all": "with all",
+        "model": "the model alone",
+        "text": "the documents",
+    }
+    said = [f"{shares[of]:.2f} {name}" for of, name in names.items() if of in shares]
+    return f"{what} (repeated 4-grams of text that is written: {', '.join(said)})"
 
 
 def _rows(comparison: "Comparison") -> list[dict[str, Any]]:

@@ -16,13 +16,14 @@ from knnstore.lm.calibration.judging import check_enough, in_halves
 from knnstore.lm.calibration.savings import SHARES, Saving, judge_savings
 from knnstore.lm.calibration.scored_text import score_once
 from knnstore.lm.calibration.searches import FurtherSearches, WideEvidence
+from knnstore.lm.calibration.writing import find_scoring_only
 from knnstore.lm.scoring import HeldOut
 from knnstore.lm.settings import (
     DEFAULT_PROBES,
     CalibrationRecord,
-    KNNModel,
     KNNSettings,
     NGramSettings,
+    WritingModel,
     records_of,
     save_settings,
     saved_for,
@@ -61,7 +62,7 @@ class Calibration:
 
 
 def calibrate(
-    lm: KNNModel,
+    lm: WritingModel,
     documents: Iterable[object],
     *,
     domains: Iterable[str] | None = None,
@@ -77,8 +78,9 @@ def calibrate(
     One pass of the model, with searches for k up to `PASS_K`, for larger k (or visits to more and fewer
     cells) and in each domain; then everything is fitted without either; see `compare`. Nothing is saved
     unless the perplexity is below the model's own, beyond chance, and below that of the settings in force,
-    where these were chosen by anybody and not derived. ``lm.knn`` has the settings from then on if it selects
-    the same domains.
+    where these were chosen by anybody and not derived. Then some documents' beginnings are
+    continued, and what makes text repeat itself counts in scoring only. ``lm.knn`` has the settings from then
+    on if it selects the same domains.
 
     Args:
         lm: the model, its store opened for writing.
@@ -155,7 +157,6 @@ def calibrate(
         shares = sorted({*SHARES, *([] if skip is None else [skip])})
         judged = judge_savings(scored, best, found.expected.ppl, in_halves(scored.documents), shares)
         savings = dict(zip(shares, judged, strict=True))
-    fitted = time.perf_counter()
     record = settings = None
     chosen_before = saved is not None and saved.derived is None and found.current is not None
     kept = chosen_before and skip is None and not (found.beats_base and found.beats_current)
@@ -167,6 +168,10 @@ def calibrate(
         saving = None if skip is None else savings.get(skip)
         if saving is not None:
             settings, knn_ppl = replace(settings, skip=saving.skip), saving.ppl
+        unseen = [document for document in listed if document.content_hash not in reached]
+        selected = replace(settings, selection=selection)
+        scoring_only, written = find_scoring_only(lm, unseen, selected, progress)
+        settings = replace(settings, scoring_only=scoring_only)
         record = CalibrationRecord(
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             mixer=best.name,
@@ -181,10 +186,12 @@ def calibrate(
             skipped=0.0 if saving is None else saving.skipped,
             stored=lineage,
             held_out=tuple(sorted(distinct)),
+            written=written,
         )
         save_settings(store, settings, names, record)
         if set(names) == set(lm.knn.selection.domains or ()):
             lm.knn = settings_for(store, lm.knn.selection)
+    fitted = time.perf_counter()
     return Calibration(
         found, record, between - started, fitted - between, tuple(savings.values()), settings, kept,
         len(stored),

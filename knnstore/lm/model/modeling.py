@@ -190,16 +190,16 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
 
         Args:
             *args: as there.
-            knn: settings of this call; default ``self.knn``.
+            knn: settings of this call, but for what counts in scoring only; default ``self.knn``.
             draft: check several tokens in one pass, which stood after the same words in the store or the
                 text; what is written stays the same. Done for a single text without beams.
             **kwargs: as there.
         """
-        settings = self._completed(knn or self.knn)
-        if settings.pointers is not None:
+        knn = self._completed(knn or self.knn).for_writing
+        if knn.pointers is not None:
             kwargs.setdefault("pointer_states", PointerStates(STATES_KEPT))
         if draft and can_draft(self, args, kwargs):
-            kwargs = with_drafts(self.store, settings, self.tokenizer, kwargs)
+            kwargs = with_drafts(self.store, knn, self.tokenizer, kwargs)
         return super().generate(*args, knn=knn, **kwargs)  # type: ignore[misc]
 
     def prepare_inputs_for_generation(

@@ -1,31 +1,24 @@
 """Writing text with a model and its store."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol, overload
+from typing import Any, overload
 
 import torch
 from transformers import set_seed
 
 from knnstore.errors import InputError
-from knnstore.lm.settings import KNNModel, KNNSettings
-
-
-class Generates(KNNModel, Protocol):
-    """A model that writes: `KNNLMForCausalLM`."""
-
-    def generate(self, *args: Any, knn: KNNSettings | None = None, **kwargs: Any) -> Any:
-        """Write tokens as `GenerationMixin.generate` does."""
+from knnstore.lm.settings import KNNSettings, WritingModel
 
 
 @overload
 def generate_text(
-    lm: Generates, prompt: str, max_new_tokens: int = ..., *, knn: KNNSettings | None = ..., **options: Any
+    lm: WritingModel, prompt: str, max_new_tokens: int = ..., *, knn: KNNSettings | None = ..., **options: Any
 ) -> str: ...
 
 
 @overload
 def generate_text(
-    lm: Generates,
+    lm: WritingModel,
     prompt: Sequence[str],
     max_new_tokens: int = ...,
     *,
@@ -35,7 +28,7 @@ def generate_text(
 
 
 def generate_text(
-    lm: Generates,
+    lm: WritingModel,
     prompt: str | Sequence[str],
     max_new_tokens: int = 64,
     *,
@@ -49,7 +42,7 @@ def generate_text(
         lm: the model.
         prompt: the text, or a list of texts.
         max_new_tokens: at most so many tokens.
-        knn: settings of this call; default ``lm.knn``.
+        knn: settings of this call, but for what counts in scoring only; default ``lm.knn``.
         seed: makes sampling repeatable.
         **options: passed on to `generate` (do_sample, temperature, top_p, num_beams, streamer, ...).
 
@@ -67,7 +60,7 @@ def generate_text(
 
 
 def _continued(
-    lm: Generates, prompt: str, max_new_tokens: int, knn: KNNSettings | None, options: dict[str, Any]
+    lm: WritingModel, prompt: str, max_new_tokens: int, knn: KNNSettings | None, options: dict[str, Any]
 ) -> str:
     if not isinstance(prompt, str):
         raise InputError(f"a prompt is a string, not {type(prompt).__name__}")

@@ -10,9 +10,10 @@ from knnstore.lm.settings.defaults import (
     settings_for,
     usable_settings_for,
 )
-from knnstore.lm.settings.model import KNNModel, ReadingModel, ReadingParts
+from knnstore.lm.settings.model import KNNModel, ReadingModel, ReadingParts, WritingModel
 from knnstore.lm.settings.parts import CacheSettings, NGramSettings, PointerSettings, Substitute
 from knnstore.lm.settings.query import KNNSettings
+from knnstore.lm.settings.repetition import Repetition
 from knnstore.lm.settings.saved import (
     CalibrationRecord,
     TrainedSubstitute,
@@ -28,9 +29,9 @@ from knnstore.lm.settings.saved import (
 
 __all__ = [
     "DEFAULT_PROBES", "CacheSettings", "CalibrationRecord", "Completing", "KNNModel", "KNNSettings",
-    "NGramSettings", "PointerSettings", "ReadingModel", "ReadingParts", "Substitute", "TrainedSubstitute",
-    "completed", "default_settings",
-    "is_substitute_outdated", "overridden", "own_settings_for", "records_of", "save_settings", "saved_for",
-    "settings_for", "settings_from_dict", "settings_to_dict", "trained_for", "usable_settings_for",
-    "weights_for", "weights_of",
+    "NGramSettings", "PointerSettings", "ReadingModel", "ReadingParts", "Repetition", "Substitute",
+    "TrainedSubstitute", "WritingModel", "completed", "default_settings", "is_substitute_outdated",
+    "overridden", "own_settings_for", "records_of", "save_settings", "saved_for", "settings_for",
+    "settings_from_dict", "settings_to_dict", "trained_for", "usable_settings_for", "weights_for",
+    "weights_of",
 ]  # fmt: skip

@@ -106,7 +106,7 @@ def overridden(
     """Put what was given in place of what is saved; None is not given, and 0 probes are none.
 
     A λ that was given is the only one in force, and everywhere: cache, n-grams, gate, substitute and what
-    saves searches go.
+    saves searches go. Whatever is given about keys, they count in writing too.
 
     Raises:
         ConfigError: a value is out of range, or k is given with probes.
@@ -115,6 +115,8 @@ def overridden(
         raise ConfigError("give k or probes, not both: of the cells visited all records count")
     given: dict[str, Any] = {"k": k, "temperature": temperature, "lam": lam}
     given = {name: value for name, value in given.items() if value is not None}
+    if given or probes:
+        given["scoring_only"] = tuple(name for name in settings.scoring_only if name != "keys")
     if lam is not None:
         given |= {"skip": None, "substitute": None, "cache": None, "ngrams": None, "gate": None}
     if probes is not None or k is not None:

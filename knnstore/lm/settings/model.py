@@ -1,7 +1,7 @@
 """What a model with a store is to whoever scores, calibrates or explains with it."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from knnstore.lm.reading import TextReader
 from knnstore.lm.settings.query import KNNSettings
@@ -29,6 +29,13 @@ class KNNModel(ReadingModel, Protocol):
     @property
     def store(self) -> KNNStore:
         """Where it retrieves from, opened for whatever is to be done."""
+
+
+class WritingModel(KNNModel, Protocol):
+    """A model that writes: `KNNLMForCausalLM`."""
+
+    def generate(self, *args: Any, knn: KNNSettings | None = None, **kwargs: Any) -> Any:
+        """Write tokens as `GenerationMixin.generate` does."""
 
 
 @dataclass

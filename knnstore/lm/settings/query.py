@@ -1,7 +1,7 @@
 """The settings of a query, values only: how many neighbors, how far they count, how much λ is."""
 
 import math
-from dataclasses import InitVar, dataclass, fields
+from dataclasses import InitVar, dataclass, fields, replace
 from enum import Enum
 from typing import Any
 
@@ -16,6 +16,14 @@ from knnstore.lm.settings.parts import (
 )
 from knnstore.store import EVERYTHING, Selection
 
+_COMPONENTS: dict[str, dict[str, Any]] = {
+    "cache": {"cache": None},
+    "n-grams": {"ngrams": None},
+    "keys": {"mixer": FixedLambda(0.0), "skip": None, "pointers": None},
+    "substitute": {"substitute": None},
+}
+"""What is mixed with the model, and the settings with which it is not."""
+
 
 class _Unset(Enum):
     UNSET = "unset"
@@ -25,9 +33,10 @@ _UNSET: Any = _Unset.UNSET
 _DEFAULTS: dict[str, Any] = {
     "k": 1024, "temperature": 1.0, "mixer": FixedLambda(0.25), "cache": None, "ngrams": None, "gate": None,
     "skip": None, "pointers": None, "substitute": None, "probes": None,
+    "scoring_only": (),
 }  # fmt: skip
 """What stands for an unset field until it is known of which store: the values of Khandelwal et al. 2020."""
-_WITH_MIXER = frozenset({"cache", "ngrams", "gate", "skip", "pointers", "substitute"})
+_WITH_MIXER = frozenset({"cache", "ngrams", "gate", "skip", "pointers", "substitute", "scoring_only"})
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -78,6 +87,9 @@ class KNNSettings:
     """Cells that each query visits, >= 1, in a store that has cells: all their records count, and `k` does
     not. None searches for the k nearest there too."""
 
+    scoring_only: tuple[str, ...] = _UNSET
+    """Components that count where given text is scored, and not where text is written: see `components`."""
+
     lam: InitVar[float | None] = None
     """Short for ``mixer=FixedLambda(lam)``; not kept as an attribute."""
 
@@ -107,6 +119,10 @@ class KNNSettings:
                 "the selection leaves out documents that the substitute was trained on: train one on the "
                 "domains selected, or use none"
             )
+        object.__setattr__(self, "scoring_only", tuple(self.scoring_only))
+        for name in self.scoring_only:
+            if name not in _COMPONENTS:
+                raise ConfigError(f"no component {name!r}; known: {', '.join(_COMPONENTS)}")
         if self.probes is not None and isinstance(self.mixer, RelativeConfidence):
             raise ConfigError(
                 f"the mixer {self.mixer.name!r} goes by the farthest of the k nearest and does not go with "
@@ -163,10 +179,33 @@ class KNNSettings:
     @property
     def is_model_alone(self) -> bool:
         """Whether nothing at all is mixed with the model."""
-        others = self.cache, self.ngrams, self.substitute
-        return not self.retrieves and all(one is None for one in others)
+        return not self.components
 
     @property
     def needs_text(self) -> bool:
         """Whether it counts which tokens come before: the keys do not tell."""
         return self.cache is not None or self.ngrams is not None
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        """What is mixed with the model: of "cache", "n-grams", "keys" and "substitute", in this order."""
+        in_use = {
+            "cache": self.cache is not None,
+            "n-grams": self.ngrams is not None,
+            "keys": self.retrieves,
+            "substitute": self.substitute is not None,
+        }
+        return tuple(name for name, is_used in in_use.items() if is_used)
+
+    @property
+    def for_writing(self) -> "KNNSettings":
+        """With which text is written: without what counts in scoring only."""
+        return self.without(*self.scoring_only)
+
+    def without(self, *components: str) -> "KNNSettings":
+        """Leave out some `components`; these very settings where none is named."""
+        if not components:
+            return self
+        left = tuple(name for name in self.scoring_only if name not in components)
+        given = {name: value for component in components for name, value in _COMPONENTS[component].items()}
+        return replace(self, **given, scoring_only=left)

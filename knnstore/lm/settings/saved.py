@@ -10,6 +10,7 @@ from knnstore.lm.keys import described
 from knnstore.lm.mixing import JointGate, Skipping, is_registered, mixer_of
 from knnstore.lm.settings.parts import CacheSettings, NGramSettings, PointerSettings, Substitute
 from knnstore.lm.settings.query import KNNSettings
+from knnstore.lm.settings.repetition import Repetition
 from knnstore.store import (
     EVERYTHING,
     KNNStore,
@@ -180,6 +181,9 @@ class CalibrationRecord:
     """The documents that were retrieved from; None in records of earlier versions."""
     held_out: tuple[str, ...] = ()
     """Content hashes of the held-out documents: once one was stored and is removed, the settings go."""
+    written: tuple[Repetition, ...] = ()
+    """How much continuations of the held-out text repeat themselves: by it `KNNSettings.scoring_only` was
+    chosen. Empty where nothing was measured."""
 
     @classmethod
     def of(cls, store: Reader, selection: Selection = EVERYTHING) -> Self | None:
@@ -190,7 +194,8 @@ class CalibrationRecord:
         values = dict(saved.calibration)
         stored = Lineage.from_dict(values["stored"]) if values.get("stored") else None
         several = {name: tuple(values.get(name, ())) for name in ("domains", "held_out")}
-        return cls(**{**values, **several, "stored": stored})
+        written = tuple(Repetition(**one) for one in values.get("written", ()))
+        return cls(**{**values, **several, "stored": stored, "written": written})
 
     def growth(self, store: Reader) -> float:
         """By which factor the records have become more since."""

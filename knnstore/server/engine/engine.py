@@ -53,7 +53,8 @@ class Engine:
         lm: the model; nobody else may use it from now on, but by `call`.
         settings_of: makes the settings of a task's `knn`, in the engine's thread. Equal ones must be the same
             object, for texts that share one are searched for together. It is asked before each step, so it
-            sees each change of the store.
+            sees each change of the store. Prompts are scored with all their components, and texts written
+            without those that count in scoring only.
         max_rows: texts that are written at once at most.
         max_waiting: tasks and jobs that may wait.
         observe: told of each step, in the engine's thread.
@@ -267,8 +268,9 @@ class Engine:
         for attempt in range(_ATTEMPTS):
             try:
                 scopes = [row.task.knn for row in self._batch.rows]
-                settings = {scope: self._settings_of(scope) for scope in set(scopes)}
-                return self._batch.step([settings[scope] for scope in scopes])
+                found = {scope: self._settings_of(scope) for scope in set(scopes)}
+                shared = {id(settings): settings.for_writing for settings in found.values()}
+                return self._batch.step([shared[id(found[scope])] for scope in scopes])
             except KnnstoreError:
                 if attempt == _ATTEMPTS - 1:
                     raise
