@@ -132,6 +132,22 @@ def test_what_nothing_depends_on_stays_at_the_best_fixed_lambda() -> None:
     assert float(scored.log_probs(fit_gate(evidence, scored)).log_probs.mean() - fixed) > -0.01
 
 
+def test_what_never_varied_and_what_is_far_off_do_not_throw_a_network_off() -> None:
+    torch.manual_seed(0)
+    features = torch.cat(
+        [torch.randn(4000, 1), torch.full((4000, 1), 7.3)], 1
+    )  # the second is the same always
+
+    def loss(outputs, rows):
+        return (outputs[:, 0] - features[rows, 0]).square().mean()
+
+    network = fit_network(features, loss, torch.arange(4000) // 100, [0.0])
+    seen = torch.tensor([[1.0, 7.3], [1.0, 0.0], [1.0, -900.0]])
+    assert network(seen)[:, 0].tolist() == pytest.approx([1.0] * 3, abs=0.2)
+    far, farther = network(torch.tensor([[50.0, 7.3], [1e6, 7.3]]))
+    assert far == farther
+
+
 def test_searches_that_help_nobody_are_left_out_at_no_loss() -> None:
     scored, right = synthetic(3000, 3)
     (evidence,) = gather_evidence(scored, [K])

@@ -16,6 +16,10 @@ _PATIENCE = 0.25  # of all epochs
 _BATCH = 512
 _RATE = 2e-3
 _DECAY = 1e-2
+_FARTHEST = 8.0
+"""Standard deviations from the mean: beyond, where nothing was seen, a feature says no more than there."""
+_LEAST_SPREAD = 1e-5
+"""A feature that hardly varied, by so much of its size, says nothing."""
 _APART = 8  # every eighth document decides when to stop
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -53,7 +57,8 @@ class Network(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Return the outputs, float32, shape (n, o), of features of shape (n, f)."""
-        outputs: Tensor = self.layers((features - self.mean) / self.scale)
+        standardized = ((features - self.mean) / self.scale).clamp(-_FARTHEST, _FARTHEST)
+        outputs: Tensor = self.layers(standardized)
         return outputs
 
     def weights(self, metadata: Mapping[str, Any]) -> Weights:
@@ -92,7 +97,8 @@ def fit_network(features: Tensor, loss: Loss, documents: Tensor, start: Sequence
     scale, mean = torch.std_mean(features[inner], 0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        network = Network(mean, scale.clamp(min=1e-6), start)
+        varied = scale > _LEAST_SPREAD * (1 + mean.abs())
+        network = Network(mean, scale.where(varied, torch.inf), start)
         optimizer = torch.optim.AdamW(network.parameters(), lr=_RATE, weight_decay=_DECAY)
         batches = -(-len(inner) // _BATCH)
         epochs = max(_EPOCHS, -(-_STEPS // batches))
