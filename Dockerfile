@@ -5,7 +5,7 @@
 FROM python:3.11-slim-trixie AS build
 
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-ARG EXTRAS=faiss,qdrant,postgres
+ARG EXTRAS=faiss,qdrant,postgres,server
 
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python -m venv /opt/knnstore

@@ -195,3 +195,4 @@ def test_the_cluster_is_three_nodes_that_know_each_other(compose: Compose) -> No
         assert environment["QDRANT_URI"] == f"http://{name}:6335"
         assert environment.get("QDRANT_BOOTSTRAP") == (None if name == "qdrant" else "http://qdrant:6335")
         assert name in services["knnstore"]["depends_on"]
+        assert name in services["server"]["depends_on"]

@@ -47,7 +47,7 @@ def test_the_services_and_volumes_that_are_named_exist(compose: dict[str, Any]) 
     assert named <= set(compose["volumes"])
     for first, *rest in commands("docker compose"):
         if first in ("build", "exec", "run"):
-            assert {"knnstore", "postgres"} & set(rest)
+            assert {"knnstore", "postgres", "server"} & set(rest)
 
 
 def test_the_options_of_docker_compose_exist(docker_compose: list[str]) -> None:

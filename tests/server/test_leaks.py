@@ -45,6 +45,7 @@ class Pair:
     key: str
     alone: Any
     key_alone: str
+    writes: bool
 
     def differ(self, method: str, path: str, options: dict[str, Any]) -> str:
         """How the two answers differ, empty if in nothing; what is another each time does not count."""
@@ -57,7 +58,20 @@ class Pair:
         )
         assert one[0] < 500, one
         self.status = one[0]
-        return "" if one == other else f"{method} {path} {options}\n{one}\n{other}"
+        alike = one == other or (self.writes and one[0] == other[0] and nearly_equal(one[2], other[2]))
+        return "" if alike else f"{method} {path} {options}\n{one}\n{other}"
+
+
+def nearly_equal(one: bytes, other: bytes) -> bool:
+    """Whether two answers are equal but for what comes of the order of sums.
+
+    Segments of a domain that is written to are merged earlier where a store has many others.
+    """
+    parts = [re.split(rb"(-?\d+\.\d+(?:e-\d+)?)", body) for body in (one, other)]  # odd ones are numbers
+    if parts[0][::2] != parts[1][::2]:
+        return False
+    numbers = zip(*(part[1::2] for part in parts), strict=True)
+    return all(abs(float(number) - float(another)) < 1e-4 for number, another in numbers)
 
 
 def seen_headers(answer) -> dict[str, str]:
@@ -81,7 +95,7 @@ def pairs(inside, model_path, tmp_path_factory) -> list[Pair]:
     for number, (rights, domains) in enumerate(KEYS):
         alone = server(f"alone{number}", [one for one in DOMAINS if one in domains])
         keys = (one.key(*rights, domains=domains) for one in (whole, alone))
-        found.append(Pair(whole, next(keys), alone, next(keys)))
+        found.append(Pair(whole, next(keys), alone, next(keys), "write" in rights))
     return found
 
 
