@@ -41,6 +41,10 @@ __all__ = [
 ]  # fmt: skip
 
 
+def __dir__() -> list[str]:
+    return sorted({*__all__, "__version__"})
+
+
 def __getattr__(name: str) -> Any:
     if name == "open":
         return import_module("knnstore.store").KNNStore.open

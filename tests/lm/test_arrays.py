@@ -115,7 +115,8 @@ def test_what_settings_leave_open_is_the_stores_for_the_selection(make_lm) -> No
     assert settings_for(lm.store).unset == frozenset()
 
 
-def test_settings_say_what_was_given() -> None:
+def test_settings_say_what_was_given_and_the_package_what_it_has() -> None:
+    assert set(dir(knnstore)) == {*knnstore.__all__, "__version__"}
     assert repr(KNNSettings(k=5)) == "KNNSettings(k=5)"
     assert repr(KNNSettings(k=5, lam=0.5)) == "KNNSettings(k=5, mixer=FixedLambda(lam=0.5))"
 

@@ -13,10 +13,11 @@ import knnstore
 from knnstore.datastore import tokens_of
 from knnstore.documents import TextDocument
 from knnstore.errors import FingerprintMismatchError, InputError, ReadOnlyError
-from knnstore.lm import CacheSettings, KNNSettings, NGramSettings, PointerSettings
+from knnstore.lm import CacheSettings, KNNSettings, NGramSettings, PointerSettings, TokenTable
 from knnstore.lm.calibration.scored_text import score_once
 from knnstore.lm.reading import adding
 from knnstore.lm.scoring import held_out as scoring
+from knnstore.lm.scoring import interval_of
 from knnstore.store import EVERYTHING, SavedSettings, Selection
 from tests.lm.phrases import words as random_words
 
@@ -301,6 +302,39 @@ def test_a_condition_is_as_good_as_a_store_of_the_documents_that_meet_it(make_lm
         for one, knn in ((whole, chosen), (part, everything))
     ]
     assert written[0] == written[1]
+
+
+def test_documents_are_told_apart_and_intervals_are_over_them(lm) -> None:
+    lm.add([words(60)], domain="a")
+    held_out = [
+        {"id": f"{at}", "text": words(12 + at), "domain": "x" if at % 3 else "y", "n": at} for at in range(9)
+    ]
+    settings = KNNSettings(k=8, temperature=5.0, lam=0.4)
+    found = lm.evaluate([*held_out, {"id": "none", "text": "w9 w9"}], settings)
+    alone = [lm.evaluate([one], settings) for one in held_out]
+    for one, by_itself in zip(found.by_document, alone, strict=False):
+        assert one.tokens == by_itself.tokens
+        assert (one.base_ppl, one.knn_ppl) == pytest.approx((by_itself.base_ppl, by_itself.knn_ppl), rel=1e-5)
+    assert [one.id for one in found.by_document] == [*(str(at) for at in range(9)), "none"]
+    assert found.intervals.knn.ppl == pytest.approx(found.knn_ppl)
+    assert found.intervals.change.ppl == pytest.approx(found.knn_ppl / found.base_ppl)
+    losses = [(one.tokens, one.tokens * math.log(one.knn_ppl / one.base_ppl)) for one in found.by_document]
+    lengths, sums = (np.array(column) for column in zip(*losses, strict=True))
+    assert found.intervals.change == pytest.approx(tuple(interval_of(sums, lengths)), rel=1e-5)
+    groups = found.by("domain")
+    assert {value: group.documents for value, group in groups.items()} == {"x": 6, "y": 3, None: 1}
+    of_y = lm.evaluate([one for one in held_out if one["domain"] == "y"], settings)
+    assert groups["y"].knn.ppl == pytest.approx(of_y.knn_ppl, rel=1e-5)
+    assert groups["y"].change.ppl == pytest.approx(of_y.knn_ppl / of_y.base_ppl, rel=1e-5)
+    assert groups["y"].knn.low < of_y.knn_ppl < groups["y"].knn.high
+    frame = found.to_pandas()
+    assert frame["tokens"].sum() == found.tokens
+    assert frame["n"].tolist()[:9] == list(range(9))
+    table = TokenTable()
+    lm.evaluate(held_out, settings, table=table)
+    assert len(table.to_pandas(lm.tokenizer)) == sum(12 + at for at in range(9))
+    pairs = lm.neighbors(words(4), settings).to_pandas()
+    assert (len(pairs), pairs["weights"].sum()) == (4 * 8, pytest.approx(4))
 
 
 def test_half_precision_gives_nearly_the_same_keys(make_lm) -> None:

@@ -19,7 +19,7 @@ from knnstore.errors import ConfigError, KnnstoreError
 
 if TYPE_CHECKING:
     from knnstore import KNNStore, Selection
-    from knnstore.lm import Substitute
+    from knnstore.lm import Evaluation, Substitute
 
 
 def evaluate(
@@ -141,7 +141,8 @@ def evaluate(
             f"{found.stored[0]!r} for one: what they should predict is looked up; --leave-out prevents it"
         )
     documents.report()
-    result = {**plain(found), **documents.left_out}
+    result = {**plain(found), **documents.left_out, "intervals": intervals_of(found)}
+    del result["by_document"]
     if report is not None:
         result["audit"] = {"passed": report.passed, **plain(report)}
     shown = [summary(result), *(["\n\n", details_of(result)] if details else [])]
@@ -182,7 +183,7 @@ def details_of(result: Mapping[str, Any]) -> str:
     plain_values = {
         name: value
         for name, value in result.items()
-        if value is not None and not isinstance(value, list | tuple)
+        if value is not None and not isinstance(value, list | tuple | dict)
     }
     slices = {
         "times stored": result["by_frequency"],
@@ -208,6 +209,11 @@ def check_writable(file: Path) -> None:
     folder = file.resolve().parent
     if not os.access(folder, os.W_OK):
         raise ConfigError(f"{file} cannot be written: {folder} is not there, or cannot be written")
+
+
+def intervals_of(found: "Evaluation") -> dict[str, dict[str, float]]:
+    """The intervals of an evaluation by name, as objects."""
+    return {name: interval._asdict() for name, interval in found.intervals._asdict().items()}
 
 
 def trained_substitute(store: "KNNStore", selection: "Selection") -> "Substitute":

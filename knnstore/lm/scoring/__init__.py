@@ -2,6 +2,7 @@
 
 from knnstore.lm.scoring.arrays import TextNeighbors, keys, neighbors, p_knn
 from knnstore.lm.scoring.auditing import Audit, Check, audit
+from knnstore.lm.scoring.by_document import DocumentScore, GroupScore, Intervals
 from knnstore.lm.scoring.evaluating import Evaluation, evaluate
 from knnstore.lm.scoring.exporting import export
 from knnstore.lm.scoring.held_out import HeldOut, score_held_out, score_texts
@@ -13,8 +14,8 @@ from knnstore.lm.scoring.size_curve import SizePoint, measure_size_curve
 from knnstore.lm.scoring.token_table import TokenTable, replacing
 
 __all__ = [
-    "FEWEST", "Audit", "Check", "Evaluation", "HeldOut", "Interval", "Passage", "PruningCost", "SizePoint",
-    "TextNeighbors", "TokenScores", "TokenTable", "audit", "blocks_of", "evaluate", "export", "interval_of",
-    "keys", "measure_size_curve", "neighbors", "p_knn", "prune", "replacing", "score_held_out", "score_texts",
-    "search",
+    "FEWEST", "Audit", "Check", "DocumentScore", "Evaluation", "GroupScore", "HeldOut", "Interval",
+    "Intervals", "Passage", "PruningCost", "SizePoint", "TextNeighbors", "TokenScores", "TokenTable", "audit",
+    "blocks_of", "evaluate", "export", "interval_of", "keys", "measure_size_curve", "neighbors", "p_knn",
+    "prune", "replacing", "score_held_out", "score_texts", "search",
 ]  # fmt: skip

@@ -1,6 +1,7 @@
 """What retrieval finds for a text, as arrays: keys, neighbors, p_kNN."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,6 +10,7 @@ from knnstore.datastore import Keys
 from knnstore.lm.retrieval import mixture_of
 from knnstore.lm.scoring.held_out import score_texts
 from knnstore.lm.scoring.scores import TokenScores
+from knnstore.lm.scoring.token_table import table_of
 from knnstore.lm.settings import KNNSettings, ReadingModel, completed
 
 
@@ -31,6 +33,14 @@ class TextNeighbors:
     """Squared for l2, negated inner products for ip, shape (n, m), +inf where there is none."""
     weights: NDArray[np.float32]
     """What each has of p_kNN, shape (n, m); they sum to 1 where something was found."""
+
+    def to_pandas(self) -> Any:
+        """A DataFrame of pandas with a row for each record of each token."""
+        rows, ranks = np.nonzero(self.ids >= 0)
+        columns = {"position": self.positions[rows], "token": self.tokens[rows], "rank": ranks}
+        for name in ("ids", "retrieved", "distances", "weights"):
+            columns[name] = getattr(self, name)[rows, ranks]
+        return table_of([dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
 
     def __repr__(self) -> str:
         return f"TextNeighbors({len(self.tokens)} tokens, up to {self.ids.shape[1]} neighbors)"

@@ -7,16 +7,18 @@ token counts once, whatever document it is in; and the same total over words and
 import time
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 
 from knnstore.errors import ConfigError, InputError
 from knnstore.lm.mixing import FixedLambda
 from knnstore.lm.retrieval import mixture_of, visits_cells
+from knnstore.lm.scoring.by_document import DocumentLosses, DocumentScore, GroupScore, Intervals, grouped
 from knnstore.lm.scoring.held_out import HeldOut, score_held_out
 from knnstore.lm.scoring.slices import Slice, TokenLosses, perplexity
-from knnstore.lm.scoring.token_table import TokenTable
+from knnstore.lm.scoring.token_table import TokenTable, table_of
 from knnstore.lm.settings import KNNSettings, ReadingModel, Substitute, completed
 from knnstore.lm.substitute import Heads
 from knnstore.progress import Progress
@@ -73,6 +75,22 @@ class Evaluation:
     substitute_share: float | None
     """What part the substitute has of the gain of the store, without cache and substitute: of the difference
     of the logarithms."""
+    intervals: Intervals
+    """Of `base_ppl`, of `knn_ppl` and of the second divided by the first, 95 % over documents."""
+    by_document: tuple[DocumentScore, ...] = field(repr=False)
+    """In the order given."""
+
+    def by(self, field: str) -> dict[Any, GroupScore]:
+        """Divide the documents by a field of their metadata, e.g. ``domain``; None is those without it."""
+        return grouped(self.by_document, field)
+
+    def to_pandas(self) -> Any:
+        """The documents as a DataFrame of pandas: id, metadata, tokens, base_ppl and knn_ppl."""
+        return table_of([{**one.metadata, **_numbers(one)} for one in self.by_document])
+
+
+def _numbers(score: DocumentScore) -> dict[str, Any]:
+    return {one.name: getattr(score, one.name) for one in fields(score) if one.name != "metadata"}
 
 
 def evaluate(
@@ -122,7 +140,7 @@ def evaluate(
         variants["cache"] = replace(settings, mixer=FixedLambda(0.0), ngrams=None)
     if settings.ngrams is not None:
         variants["ngrams"] = replace(settings, mixer=FixedLambda(0.0), cache=None)
-    totals, losses = defaultdict[str, float](float), TokenLosses()
+    totals, losses, of_documents = defaultdict[str, float](float), TokenLosses(), DocumentLosses()
     left_out = stored if leave_out else {}
     for scores in score_held_out(store, reader, listed, settings, left_out=left_out, progress=progress):
         retrieved, gold, lm_log_probs = scores.retrieved(), scores.gold, scores.lm_log_probs
@@ -147,6 +165,7 @@ def evaluate(
         for name, column in columns.items():
             totals[name] += float(column.double().sum())
         losses.add(gold, lm_log_probs, log_probs["knn"], better, scores.distances.amin(1))
+        of_documents.add(scores, log_probs["knn"])
         if table is not None:
             table.add(scores, knn_probs, mixture.lam, log_probs["knn"])
     seconds = time.perf_counter() - started
@@ -188,4 +207,6 @@ def evaluate(
         by_distance=losses.by_distance(),
         substitute_ppl=perplexity(totals["substitute"], tokens) if substitute else None,
         substitute_share=(totals["substitute"] - base) / gain if substitute and gain > 0 else None,
+        intervals=of_documents.intervals(),
+        by_document=of_documents.scores(listed),
     )

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from knnstore.documents import TextDocument
+from knnstore.errors import ConfigError
 from knnstore.lm.scoring.scores import TokenScores
 
 COLUMNS = (
@@ -53,6 +54,10 @@ class TokenTable:
             values = (name, position, token, text, *numbers, frequency)
             yield dict(zip(COLUMNS, values, strict=True))
 
+    def to_pandas(self, tokenizer: PreTrainedTokenizerBase) -> Any:
+        """All rows as a DataFrame of pandas, with the columns `COLUMNS`."""
+        return table_of(list(self.rows(tokenizer)))
+
     def write(self, file: TextIO, tokenizer: PreTrainedTokenizerBase, *, as_json: bool) -> None:
         """Write all rows.
 
@@ -66,6 +71,19 @@ class TokenTable:
         for row in self.rows(tokenizer):
             values = [row] if as_json else row.values()
             file.write("\t".join(json.dumps(value, ensure_ascii=False) for value in values) + "\n")
+
+
+def table_of(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """Rows as a DataFrame.
+
+    Raises:
+        ConfigError: pandas is not installed.
+    """
+    try:
+        import pandas  # of whoever asks for it
+    except ImportError as error:
+        raise ConfigError("to_pandas needs pandas. Install it with: pip install pandas") from error
+    return pandas.DataFrame.from_records(rows)
 
 
 @contextmanager
