@@ -1,10 +1,12 @@
 """The model with a store in the hands of others: streamers, pipelines, the Trainer, lm-eval."""
 
 import threading
+from logging import WARNING
 
 import pytest
 import torch
-from transformers import TextIteratorStreamer, Trainer, TrainingArguments, pipeline
+from transformers import AutoModelForCausalLM, TextIteratorStreamer, Trainer, TrainingArguments, pipeline
+from transformers.utils import logging
 
 from knnstore.lm import KNNLMForCausalLM, KNNSettings
 from knnstore.store import Selection
@@ -112,3 +114,34 @@ def test_a_saved_model_opens_its_store_again(make_lm, tmp_path):
         predicted = loaded(torch.tensor([SEQUENCE[:7]])).logits[0].argmax(-1)
     assert loaded.knn == lm.knn
     assert predicted.tolist() == SEQUENCE[1:8]
+
+
+def test_a_saved_folder_is_taken_by_its_name(make_lm, tmp_path, caplog):
+    """By the `Auto` classes, a pipeline and lm-eval, without a warning and with the very same numbers."""
+    from lm_eval.models.huggingface import HFLM
+
+    words = " ".join(f"w{token}" for token in SEQUENCE[1:])
+    lm = make_lm({"stories": [words]}, max_length=8, stride=4)
+    lm.knn = KNNSettings(k=4, temperature=0.01, lam=0.9)
+    lm.save_pretrained(tmp_path / "saved")
+    lm.store.close()
+    folder, ids = str(tmp_path / "saved"), torch.tensor([SEQUENCE[:7]])
+    logging.enable_propagation()
+    try:
+        auto = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+        writes = pipeline("text-generation", model=folder)
+        harness = HFLM(pretrained=folder, batch_size=1, max_length=64, device="cpu")
+    finally:
+        logging.disable_propagation()
+    assert not [one.message for one in caplog.records if one.levelno >= WARNING]
+    assert isinstance(auto, KNNLMForCausalLM)
+    with torch.no_grad():
+        expected = auto(ids).logits
+        assert torch.equal(harness.model(ids).logits, expected)
+        assert torch.equal(writes.model(ids).logits, expected)
+        assert not torch.equal(auto.base(ids).logits, expected)
+    assert expected[0].argmax(-1).tolist() == SEQUENCE[1:8]
+    text = writes("w40 w41 w42", max_new_tokens=4, do_sample=False, return_full_text=False)
+    assert len(text[0]["generated_text"].split()) == 4
+    for model in (auto, writes.model, harness.model):
+        model.store.close()

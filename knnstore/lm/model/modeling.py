@@ -21,6 +21,7 @@ from knnstore.lm.model.delegating import of_base
 from knnstore.lm.model.drafting import can_draft, with_drafts
 from knnstore.lm.model.logits import LogitMixer
 from knnstore.lm.model.passes import ForwardPass
+from knnstore.lm.model.registering import KNNLMConfig, of_base_model, write_type
 from knnstore.lm.model.saving import read_config, write_config
 from knnstore.lm.model.writing import generate_text
 from knnstore.lm.reading import Encoder, TextReader, add, check_matches, load_model, sync
@@ -51,6 +52,7 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
         >>> model.generate(ids, knn=KNNSettings(k=64, lam=0.5))  # doctest: +SKIP
     """
 
+    config_class = KNNLMConfig
     base_model_prefix = "base"
     # The base model has made sure of its own attention; here nothing is to be refused.
     _supports_sdpa = True
@@ -102,11 +104,7 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
 
     @property
     def reader(self) -> TextReader:
-        """The base model as it reads text, in the store's windows.
-
-        Raises:
-            ConfigError: the model has no tokenizer.
-        """
+        """The base model as it reads text, in the store's windows; a `ConfigError` without a tokenizer."""
         if self.tokenizer is None:
             raise ConfigError("the model has no tokenizer: give one to from_base, or use knnstore.load")
         identity = self.store.identity
@@ -163,7 +161,8 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
             StoreNotFoundError: the store is not where it was.
         """
         name, revision, store, knn = read_config(Path(directory), store, knn)
-        base, tokenizer = load_model(name, device=device, dtype=dtype, **{"revision": revision, **options})
+        given = {"revision": revision, "dtype": dtype, **of_base_model(options)}
+        base, tokenizer = load_model(name, device=device, **given)
         return cls(base, store, knn, tokenizer)
 
     def save_pretrained(  # type: ignore[override]
@@ -179,6 +178,7 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
             ConfigError: the base model was never saved, so nothing could load it again.
         """
         write_config(Path(save_directory), self.base, self.store, self.knn)
+        write_type(save_directory, self.base.config, self.tokenizer)
 
     get_input_embeddings = of_base("get_input_embeddings")
     set_input_embeddings = of_base("set_input_embeddings")
