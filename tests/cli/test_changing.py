@@ -120,7 +120,7 @@ def test_several_documents_are_removed_or_none(knnstore, store):
 def test_documents_are_removed_by_tag(knnstore, store):
     knnstore("tag n-18 --add final")
     refused = knnstore("remove --tag nothing")
-    assert (refused.status, refused.err) == (1, "error: no document has the tag 'nothing'\n")
+    assert (refused.status, refused.err) == (1, "error: no document is chosen by tag 'nothing'\n")
     planned = knnstore("remove --tag final --dry-run").out.splitlines()
     assert planned[:3] == ["first.txt of letters", "second.txt of letters", "n-18 of news"]
     assert planned[3].startswith("would remove 3 documents: ")

@@ -199,6 +199,7 @@ def test_a_missing_network_is_refused_and_locks_nothing(knnstore, store):
         library.load(store)
     library.load(store, "a").store.close()
     assert knnstore("add letters/first.txt --domain more").status == 0
-    assert knnstore("calibrate dev.jsonl --max-k 16").status == 0
+    again = knnstore("calibrate dev.jsonl --max-k 16")
+    assert again.status == 0, again.err
     assert knnstore("eval held-out.jsonl").err.startswith("settings calibrated for the whole store")
     assert re.search(r"^calibrated +for the whole store: ", knnstore("info").out, re.MULTILINE)
