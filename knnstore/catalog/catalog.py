@@ -263,13 +263,6 @@ class Catalog:
         with reading(self.sql) as current:
             return read_rows_by_content(current, hashes)
 
-    def contents(self, domain: str) -> dict[str, str]:
-        """The content hashes of the live documents of a domain, by external id."""
-        columns = DocumentRow.external_id, DocumentRow.content_hash
-        with reading(self.sql) as current:
-            chosen = live_documents(select(*columns).join(DomainRow), domain=domain)
-            return dict(current.execute(chosen).all())
-
     def domains(self) -> list[Domain]:
         """Every domain that has a live document, by name."""
         with reading(self.sql) as current:

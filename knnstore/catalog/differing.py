@@ -34,7 +34,7 @@ class Difference:
     ) -> "Difference":
         """Compare documents with a domain; see `StoreReader.difference`."""
         found: dict[Change, list[str]] = {"added": [], "replaced": [], "described": [], "unchanged": []}
-        left = set(catalog.contents(domain))
+        left = {id for id, _ in catalog.labels(catalog.rows(domain=domain)).values()}
         for some in _groups(documents):
             stored = catalog.versions(domain, [document.id for document in some])
             for document in some:

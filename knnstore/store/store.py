@@ -164,13 +164,11 @@ class KNNStore(StoreReader):
             writing.remove(self.view().rows(selection))
         return gone
 
-    def remove_documents(self, documents: Iterable[Document]) -> None:
+    def remove_documents(self, documents: Sequence[Document]) -> None:
         """Remove documents as they were listed, those of a domain together or none of them."""
-        of_domains: dict[str, list[str]] = {}
-        for document in documents:
-            of_domains.setdefault(document.domain, []).append(document.id)
-        for domain, ids in of_domains.items():
-            self.remove_selected(Selection((domain,), documents=tuple(ids)))
+        for domain in dict.fromkeys(document.domain for document in documents):
+            ids = tuple(document.id for document in documents if document.domain == domain)
+            self.remove_selected(Selection((domain,), documents=ids))
 
     def remove_domain(self, name: str) -> Domain:
         """Remove a domain with all its documents, and return what it was, or raise DomainNotFoundError."""

@@ -114,11 +114,9 @@ def remove(
             result = asdict(whole)
             sentence = f"{whole.name}: {whole.documents:,} documents, {whole.tokens:,} tokens"
         if dry_run:
-            lines = [
-                *(f"{one.id} of {one.domain}" for one in gone if len(gone) > 1),
-                f"would remove {sentence}",
-            ]
-            print_result({"would_remove": result}, "\n".join(map(printable, lines)), as_json=as_json)
+            lines = [f"{one.id} of {one.domain}" for one in gone if len(gone) > 1]
+            text = "\n".join(map(printable, [*lines, f"would remove {sentence}"]))
+            print_result({"would_remove": result}, text, as_json=as_json)
             return
         if gone:
             store.remove_documents(gone)
