@@ -1,16 +1,20 @@
-# make demo | make test | make check, in an environment of its own that is made when missing.
+# make demo | make test | make test-slow | make check, in an environment of its own that is made when missing.
 
 PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
 
-.PHONY: demo test check
+.PHONY: demo test test-slow check
 
 demo: $(VENV)/installed-base
 	$(VENV)/bin/knnstore demo
 
 test: $(VENV)/installed-dev
-	$(VENV)/bin/pytest -n $(WORKERS) --dist worksteal -q
+	$(VENV)/bin/pytest -n $(WORKERS) --dist worksteal -q -m "not slow"
+
+# Kills, power losses, outages, thousands of generated requests, and what installs packages.
+test-slow: $(VENV)/installed-dev
+	$(VENV)/bin/pytest -n $(WORKERS) --dist worksteal -q -m slow
 
 check: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check
