@@ -23,6 +23,7 @@ K = 8
 RNG = np.random.default_rng(5)
 PHRASES = phrases(RNG, 20)
 TEXTS = documents(RNG, PHRASES, "t", 30, of=5)
+FACTORS = (0.5, 1.0, 2.0)
 ALL = KNNSettings(K, 4.0, FixedLambda(0.2), ngrams=NGramSettings(3, 0.3), cache=CacheSettings(20, 8.0, 0.4))
 
 
@@ -39,7 +40,9 @@ def scored(lm):
 @pytest.fixture(scope="module")
 def gated(scored) -> KNNSettings:
     """A gate that was not fitted, and weighs each token differently."""
-    factors, every = factors_in_use(ALL), torch.arange(len(scored))
+    every = torch.arange(len(scored))
+    factors = {"keys": FACTORS, "n-grams": (1.0,), "cache": FACTORS}
+    assert factors.keys() == factors_in_use(ALL).keys()
     features = experts_of(ALL, scored.retrieved_for(ALL, every)[0], factors, 2.0).features.nan_to_num()
     torch.manual_seed(0)
     network = Network(features.mean(0), features.std(0).clamp(min=1e-6), [0.0] * 8).eval()
@@ -61,13 +64,13 @@ def definition(scored, settings) -> np.ndarray:
     near, hits = retrieved.distances.double().numpy(), retrieved.hits.numpy()
     recent = retrieved.recent.distances.double().numpy() if settings.cache else None
     probs, there = [scored.lm_log_probs.double().exp().numpy()], [np.ones(len(gold), bool)]
-    for factor in (0.5, 1, 2):
+    for factor in FACTORS:
         weights = np.exp((near[:, :1] - near) / (4.0 * factor))
         probs.append((weights * hits).sum(1) / weights.sum(1))
         there.append(np.full(len(gold), settings.retrieves))
     probs.append(scored.ngrams.probs.double().numpy())
     there.append(np.full(len(gold), settings.ngrams is not None))
-    for factor in (0.5, 1, 2):
+    for factor in FACTORS:
         if recent is None:
             probs.append(probs[0])
             there.append(np.zeros(len(gold), bool))
