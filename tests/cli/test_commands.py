@@ -167,6 +167,7 @@ def test_calibrated_settings_are_used_and_named(knnstore, store):
     ]
     assert re.search(r"\(repeated 4-grams of .*: .*\b\d\.\d\d with all, \d\.\d\d the model alone", writing)
     stars = [line.split() for line in table.out.splitlines() if line.startswith("*")]
+    assert writing in " ".join(knnstore("calibrate --show").out.split())
     shown = knnstore("calibrate --show --json").json
     assert len(stars) == 2  # the winner, and what a star means
     assert " ".join(stars[0][1:]).startswith(shown["calibration"]["mixer"])

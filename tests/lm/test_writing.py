@@ -15,6 +15,9 @@ from knnstore.lm import (
     FixedLambda,
     KNNSettings,
     NGramSettings,
+    completed,
+    overridden,
+    save_settings,
     settings_for,
 )
 from knnstore.lm.calibration.writing import Beginnings, Repeated, find_scoring_only
@@ -166,11 +169,16 @@ def test_calibrating_saves_it_with_its_figures(make_lm) -> None:
     assert [one.of for one in record.written] == ["text", "model", "all", "all but cache"]
 
 
-def test_keys_can_be_left_out_and_are_back_where_they_are_asked_for() -> None:
-    from knnstore.lm import overridden
-
+def test_what_is_given_counts_in_writing_too(make_lm) -> None:
     settings = replace(PLAIN, cache=CACHE, scoring_only=("cache", "keys"))
     assert settings.for_writing == replace(PLAIN, mixer=FixedLambda(0.0))
     assert overridden(settings, k=9).for_writing == replace(PLAIN, k=9)
     assert overridden(settings, lam=0.25).for_writing == replace(PLAIN, mixer=FixedLambda(0.25))
     assert overridden(settings) == settings
+    store = make_lm({"phrases": STORED[:1]}).store
+    save_settings(store, settings)
+    assert completed(store, KNNSettings()) == replace(settings, ngrams=None)
+    assert completed(store, KNNSettings(k=9)).scoring_only == ("cache",)
+    assert completed(store, KNNSettings(cache=CACHE)).scoring_only == ("keys",)
+    assert completed(store, KNNSettings(lam=0.25)).scoring_only == ()
+    assert completed(store, KNNSettings(scoring_only=())).for_writing.components == ("cache", "keys")

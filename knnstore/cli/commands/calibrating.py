@@ -15,7 +15,7 @@ from knnstore.cli.output import Bar, echo, note, pairs, print_result, printable,
 from knnstore.errors import ConfigError
 
 if TYPE_CHECKING:
-    from knnstore.lm import CalibrationRecord, Comparison, Interval, KNNSettings
+    from knnstore.lm import Comparison, Interval, KNNSettings
 
 _COMPARED = ("model alone", "current")
 _MOST_SHOWN = 8
@@ -165,14 +165,15 @@ def calibrate(
             "`knnstore calibrate --show` says what is saved, --reset takes it back"
         )
         if found.settings is not None:
-            note(said_of_writing(found.record, found.settings))
+            written = [asdict(one) for one in found.record.written]
+            note(_of_writing(found.settings.scoring_only, written))
 
 
-def said_of_writing(record: "CalibrationRecord", settings: "KNNSettings") -> str:
+def _of_writing(scoring_only: Sequence[str], written: Sequence[Mapping[str, Any]]) -> str:
     """What counts in scoring only, and how much text repeats itself with and without it: one line."""
-    left = ", ".join(settings.scoring_only)
+    left = ", ".join(scoring_only)
     what = f"in scoring only: {left}" if left else "everything counts in writing too"
-    shares = {one.of: one.repeated_4grams for one in record.written}
+    shares = {one["of"]: one["repeated_4grams"] for one in written}
     if not shares:
         return f"{what} (too little text to measure how text repeats itself)"
     names = {
@@ -226,7 +227,9 @@ def _show_saved(home: Path, domains: Sequence[str] | None, as_json: bool) -> Non
     how = {name: value for name, value in (saved.calibration or {}).items() if name not in hidden}
     where = ", ".join(scope) or "the whole store"
     made = {"calibrated": how["date"][:10]} if how else {"calibrated": "no: the defaults"}
-    settings = {name: value for name, value in saved.query.items() if value is not None}
+    if how:
+        made["writing"] = _of_writing(saved.query.get("scoring_only") or (), how.get("written") or ())
+    settings = {name: value for name, value in saved.query.items() if value not in (None, [])}
     found_by: dict[str, Any] = {
         name: how[name] for name in ("documents", "tokens", "base_ppl", "knn_ppl") if name in how
     }

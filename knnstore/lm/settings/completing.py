@@ -8,6 +8,13 @@ from knnstore.lm.settings.query import KNNSettings
 from knnstore.store import Reader
 
 _KEPT = 64
+_GIVEN_BY = {
+    "cache": {"cache"},
+    "n-grams": {"ngrams"},
+    "keys": {"mixer", "k", "temperature"},
+    "substitute": {"substitute"},
+}
+"""What counts in scoring only in the store counts in writing too where one of these is given."""
 
 
 def completed(store: Reader, settings: KNNSettings) -> KNNSettings:
@@ -24,6 +31,10 @@ def completed(store: Reader, settings: KNNSettings) -> KNNSettings:
     else:  # a network that is missing is not needed
         saved = usable_settings_for(store, settings.selection) or default_settings(store)
     taken = {name: getattr(saved, name) for name in settings.unset}
+    if "scoring_only" in taken:
+        taken["scoring_only"] = tuple(
+            name for name in saved.scoring_only if _GIVEN_BY[name] <= settings.unset
+        )
     return replace(settings, **taken, unset=frozenset())
 
 

@@ -32,8 +32,7 @@ class _Unset(Enum):
 _UNSET: Any = _Unset.UNSET
 _DEFAULTS: dict[str, Any] = {
     "k": 1024, "temperature": 1.0, "mixer": FixedLambda(0.25), "cache": None, "ngrams": None, "gate": None,
-    "skip": None, "pointers": None, "substitute": None, "probes": None,
-    "scoring_only": (),
+    "skip": None, "pointers": None, "substitute": None, "probes": None, "scoring_only": (),
 }  # fmt: skip
 """What stands for an unset field until it is known of which store: the values of Khandelwal et al. 2020."""
 _WITH_MIXER = frozenset({"cache", "ngrams", "gate", "skip", "pointers", "substitute", "scoring_only"})
@@ -162,7 +161,9 @@ class KNNSettings:
         unlike = [
             f"{name}={value!r}"
             for name, value in given.items()
-            if name not in self.unset and value is not None and (name != "selection" or value != EVERYTHING)
+            if name not in self.unset
+            and value not in (None, ())
+            and (name != "selection" or value != EVERYTHING)
         ]
         return f"KNNSettings({', '.join(unlike)})"
 
