@@ -1,5 +1,6 @@
 """What clients send, as OpenAI's protocol has it, and what is allowed of it."""
 
+import json
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, StrictBool, StrictInt, model_validator
@@ -28,6 +29,18 @@ class Body(BaseModel):
     """The body of a request: what it does not know it refuses, rather than do something else."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_text(cls, given: Any) -> Any:
+        """Refuse what JSON can escape and no text can hold, wherever it stands, also in names of fields."""
+        try:
+            json.dumps(given, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError("half of a character (a lone surrogate) is no text") from error
+        except RecursionError as error:
+            raise ValueError("the body is nested too deeply") from error
+        return given
 
 
 class Retrieval(Body):

@@ -144,6 +144,7 @@ class Requests:
         return {
             **self._maybe(0.4, domains=[self._name() for _ in range(draw.randint(1, 2))]),
             **self._maybe(0.3, tags=draw.sample(TAGS, draw.randint(1, 2))),
+            **self._maybe(0.3, where=draw.choice(["n > 1", "n = 0", "n < 99", "m = 1", "n >", "id = 'd1'"])),
             **self._maybe(0.4, lam=draw.random()),
             **self._maybe(0.3, k=draw.choice([1, 2, 9, 1000])),
             **self._maybe(0.4, sources=draw.randint(0, 3)),
