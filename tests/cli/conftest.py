@@ -32,9 +32,18 @@ HELD_OUT = {
     "h-2": "The council said the boats were lost.",
 }
 
+
+def _rearranged(sentences: tuple[str, ...]) -> str:
+    """The first halves of some sentences, then the second ones: no long run of them stays."""
+    words = [sentence.split() for sentence in sentences]
+    return " ".join(
+        " ".join(some[part * len(some) // 2 :][: len(some) // 2]) for part in (0, 1) for some in words
+    )
+
+
 _ORDERS = list(permutations([*LETTERS.values(), *NEWS.values()]))[::12]
-DEV = {f"dev-{at}": " ".join(sentences) for at, sentences in enumerate(_ORDERS)}
-"""Enough to calibrate on; rearranged, so that nothing of it is a stored document."""
+DEV = {f"dev-{at}": _rearranged(sentences) for at, sentences in enumerate(_ORDERS)}
+"""Enough to calibrate on, and nothing of it is stored text."""
 _MORE = list(permutations([*LETTERS.values(), *NEWS.values()]))[5::4]
 ARTICLES = {f"a-{at}": " ".join(sentences) for at, sentences in enumerate(_MORE)}
 """Enough to probe on."""
