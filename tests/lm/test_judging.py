@@ -48,7 +48,9 @@ def scored() -> ScoredText:
         distinct=distinct_tokens(torch.from_numpy(rng.integers(0, 5, (TOKENS, K))), distances),
         fitted_for={},
         substitute=ScoredSubstitute(substitute, torch.from_numpy(known(0.2)).log()),
-        ngrams=ScoredNGrams(4, torch.from_numpy(known(0.2)), torch.from_numpy(rng.integers(0, 4, TOKENS))),
+        ngrams=ScoredNGrams(
+            4, torch.from_numpy(known(0.2)), torch.from_numpy(rng.integers(0, 4, (TOKENS, 3)))
+        ),
     )
 
 
@@ -74,6 +76,7 @@ def without_the_text_of(scored: ScoredText, tokens: torch.Tensor) -> ScoredText:
     )
 
 
+@pytest.mark.slow
 def test_no_token_is_judged_by_what_was_fitted_on_its_half(scored, found) -> None:
     first = in_halves(scored.documents)
     assert len(first.unique()) == 2
@@ -131,6 +134,7 @@ def test_what_is_better_by_chance_does_not_beat_the_model(scored) -> None:
     assert not compared.beats_base
 
 
+@pytest.mark.slow
 def test_searches_are_left_out_by_what_was_fitted_on_the_other_half(scored, found) -> None:
     first = in_halves(scored.documents)
     best = max(found.candidates, key=lambda one: len(one.name))

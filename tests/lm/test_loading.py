@@ -140,3 +140,33 @@ def test_adapters_of_peft_are_part_of_the_model(make_model, tokenizer, tmp_path)
     learned = peft.get_peft_model(make_model("llama"), prompts)
     with pytest.raises(ConfigError, match="prompts that were learned"):
         knnstore.create(tmp_path / "learned", learned, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("hidden_act", "gelu"),
+        ("rms_norm_eps", 1e-3),
+        ("rope_parameters", {"rope_theta": 5e4}),
+        ("head_dim", 16),
+    ],
+)
+def test_another_configuration_with_the_same_weights_is_another_model(make_model, field, value) -> None:
+    model = make_model("llama")
+    known = model_fingerprint(model)
+    setattr(model.config, field, value)
+    assert not same_model(known, model_fingerprint(model))
+    assert same_model(known.rpartition(":")[0], model_fingerprint(model)), (
+        "of before there were configurations"
+    )
+
+
+def test_what_a_configuration_says_of_names_training_and_running_is_no_matter(make_model) -> None:
+    model = make_model("gpt2")
+    known = model_fingerprint(model)
+    for field, value in (
+        ("_name_or_path", "elsewhere"), ("attn_pdrop", 0.9), ("use_cache", False), ("dtype", "float16"),
+        ("transformers_version", "9.9"), ("a_field_of_tomorrow", 1), ("initializer_range", 3.0),
+    ):  # fmt: skip
+        setattr(model.config, field, value)
+    assert same_model(known, model_fingerprint(model))

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from knnstore.datastore import Metric
 from knnstore.errors import InputError
 from knnstore.lm.calibration.evidence import evidence_of_cells, gather_evidence
 from knnstore.lm.calibration.fits import (
@@ -25,7 +26,7 @@ from knnstore.lm.calibration.fits import (
 from knnstore.lm.calibration.scored_text import ScoredText
 from knnstore.lm.calibration.searches import WideEvidence
 from knnstore.lm.calibration.trying import Candidate, Fit, Mix, Trial, best_of
-from knnstore.lm.mixing import RelativeConfidence
+from knnstore.lm.mixing import NearnessLambda, RelativeConfidence
 from knnstore.lm.scoring import Interval
 from knnstore.lm.settings import KNNSettings
 
@@ -119,8 +120,10 @@ def compare(
     fixed = [trial.fitted("fixed", fit_fixed, of) for of in evidence]
     enough = best_of(fixed).held_out.ppl * (_WORTH_PROBES if scored.visited else 1)
     at_best_k = next(of for one, of in zip(fixed, evidence, strict=True) if one.held_out.ppl <= enough)
-    if scored.visited:
-        fits = {name: fit for name, fit in fits.items() if name != RelativeConfidence.name}
+    unfit = {RelativeConfidence.name} if scored.visited else set()
+    if scored.reading is not None and scored.reading.metric == Metric.IP:
+        unfit.add(NearnessLambda.name)  # which is near 1 wherever a distance is negative
+    fits = {name: fit for name, fit in fits.items() if name not in unfit}
     others = [trial.fitted(name, fit, at_best_k) for name, fit in fits.items()]
     if networks:
         others.append(trial.fitted("gate", partial(fit_gate, scored=scored), at_best_k))

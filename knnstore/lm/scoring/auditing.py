@@ -18,7 +18,7 @@ from knnstore.documents import documents_of
 from knnstore.errors import InputError
 from knnstore.lm.retrieval import mixture_of
 from knnstore.lm.scoring.held_out import KNOWN, score_texts
-from knnstore.lm.settings import KNNSettings, ReadingModel
+from knnstore.lm.settings import KNNSettings, ReadingModel, completed
 from knnstore.lm.substitute import Heads
 
 _DOCUMENTS = 8
@@ -91,7 +91,7 @@ def audit(
     Raises:
         InputError: no document has two tokens to predict.
     """
-    settings, reader = knn or lm.knn, lm.reader
+    settings, reader = completed(lm.store, knn or lm.knn), lm.reader
     listed, rng = list(documents_of(documents)), np.random.default_rng(seed)
     texts = reader.tokenized(listed)
     long_enough = [number for number, tokens in enumerate(texts) if len(tokens) > 2]
