@@ -330,7 +330,8 @@ def test_a_table_is_read_by_its_rows(kind: str) -> None:
         {"year": 2020, "day": "2024-02-29T00:00:00"},
     )
     assert (second.id, second.text, second.metadata) == ("2", "two", {})
-    assert [str(one) for one in bad] == ["document 3: no 'text'"]
+    (told,) = bad
+    assert str(told).startswith("document 3: no 'text'")
     texts = [one.text for one in documents_of(pandas.Series(["a", "b"]))]
     assert texts == ["a", "b"]
     with pytest.raises(InputError, match="document 1: no 'text'"):

@@ -161,9 +161,7 @@ class KNNSettings:
         unlike = [
             f"{name}={value!r}"
             for name, value in given.items()
-            if name not in self.unset
-            and value not in (None, ())
-            and (name != "selection" or value != EVERYTHING)
+            if name not in self.unset and value not in (None, (), EVERYTHING)
         ]
         return f"KNNSettings({', '.join(unlike)})"
 
