@@ -13,7 +13,7 @@ class Keys:
     """Neighbors from the store."""
 
     name = "keys"
-    factors = (0.5, 1.0, 2.0)
+    factors = (0.25, 0.5, 1.0, 2.0, 4.0)
     width = 2 * len(powers_up_to(_LOOKED_AT))
 
     def in_use(self, settings: KNNSettings) -> bool:

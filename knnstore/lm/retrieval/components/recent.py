@@ -11,7 +11,7 @@ class RecentText:
     """The continuous cache."""
 
     name = "cache"
-    factors = (0.5, 1.0, 2.0)
+    factors = (0.25, 0.5, 1.0, 2.0, 4.0)
     width = 2
 
     def in_use(self, settings: KNNSettings) -> bool:
