@@ -16,8 +16,8 @@ from knnstore.errors import FingerprintMismatchError, InputError, ReadOnlyError
 from knnstore.lm import CacheSettings, KNNSettings, NGramSettings, PointerSettings, TokenTable
 from knnstore.lm.calibration.scored_text import score_once
 from knnstore.lm.reading import adding
+from knnstore.lm.scoring import blocks_of, interval_of
 from knnstore.lm.scoring import held_out as scoring
-from knnstore.lm.scoring import interval_of
 from knnstore.store import EVERYTHING, SavedSettings, Selection
 from tests.lm.phrases import words as random_words
 
@@ -311,7 +311,7 @@ def test_documents_are_told_apart_and_intervals_are_over_them(lm) -> None:
     ]
     settings = KNNSettings(k=8, temperature=5.0, lam=0.4)
     found = lm.evaluate([*held_out, {"id": "none", "text": "w9 w9"}], settings)
-    alone = [lm.evaluate([one], settings) for one in held_out]
+    alone = [lm.evaluate([one], settings) for one in held_out[:2]]
     for one, by_itself in zip(found.by_document, alone, strict=False):
         assert one.tokens == by_itself.tokens
         assert (one.base_ppl, one.knn_ppl) == pytest.approx((by_itself.base_ppl, by_itself.knn_ppl), rel=1e-5)
@@ -333,6 +333,11 @@ def test_documents_are_told_apart_and_intervals_are_over_them(lm) -> None:
     table = TokenTable()
     lm.evaluate(held_out, settings, table=table)
     assert len(table.to_pandas(lm.tokenizer)) == sum(12 + at for at in range(9))
+    table = TokenTable()
+    two = lm.evaluate([words(260), words(300)], settings, table=table)  # their blocks count
+    blocks = blocks_of(np.repeat([0, 1], [260, 300]))
+    losses = -np.bincount(blocks, np.log(table.to_pandas(lm.tokenizer)["p"]))
+    assert two.intervals.knn == pytest.approx(tuple(interval_of(losses, np.bincount(blocks))), rel=1e-4)
     pairs = lm.neighbors(words(4), settings).to_pandas()
     assert (len(pairs), pairs["weights"].sum()) == (4 * 8, pytest.approx(4))
 
