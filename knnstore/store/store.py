@@ -164,12 +164,6 @@ class KNNStore(StoreReader):
             writing.remove(self.view().rows(selection))
         return gone
 
-    def remove_documents(self, documents: Sequence[Document]) -> None:
-        """Remove documents as they were listed, those of a domain together or none of them."""
-        for domain in dict.fromkeys(document.domain for document in documents):
-            ids = tuple(document.id for document in documents if document.domain == domain)
-            self.remove_selected(Selection((domain,), documents=ids))
-
     def remove_domain(self, name: str) -> Domain:
         """Remove a domain with all its documents, and return what it was, or raise DomainNotFoundError."""
         with self._locked() as writing:

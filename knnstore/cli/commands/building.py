@@ -270,8 +270,7 @@ def sync(
                 tokens = lm.add(again.read(bar), domain=domain, tags=tags or (), progress=bar).tokens
         if gone:
             with knnstore.open(runtime.home, "a") as store:
-                there = store.documents(domain=domain)
-                store.remove_documents([one for one in there if one.id in set(gone)])
+                store.remove_selected(knnstore.Selection((domain,), documents=tuple(gone)))
     print_result({**result, "tokens": tokens}, pairs({**result, "tokens": tokens}), as_json=as_json)
 
 

@@ -129,7 +129,7 @@ def calibrate(
         "fitting_seconds": found.fitting_seconds,
         **documents.left_out,
     }
-    print_result(result, _shown_candidates(rows, found.settings is not None), as_json=as_json)
+    print_result(result, _shown_candidates(rows, found.record is not None, found.kept), as_json=as_json)
     if savings and not as_json:
         note("leaving out the searches expected to help least, and its ratio when chosen at random:")
         shown = [
@@ -197,12 +197,12 @@ def _rows(comparison: "Comparison") -> list[dict[str, Any]]:
     ]
 
 
-def _shown_candidates(rows: Sequence[Mapping[str, Any]], saved: bool) -> str:
-    """Write the best candidates and what they are compared with, a star before the one that is saved."""
+def _shown_candidates(rows: Sequence[Mapping[str, Any]], saved: bool, kept: bool) -> str:
+    """Write the best candidates and what they are compared with, a star before what is saved now."""
     fixed = [row for row in rows if row["mixer"] in _COMPARED]
     tried = sorted((row for row in rows if row["mixer"] not in _COMPARED), key=lambda row: float(row["ppl"]))
     most = len(tried) if LOG.verbose else _MOST_SHOWN
-    star = len(fixed) if saved and tried else -1
+    star = len(fixed) - kept if saved or kept else -1  # below the settings until now, or these
     marked = [
         {**row, "mixer": f"{'*' if at == star else ' '} {row['mixer']}"}
         for at, row in enumerate([*fixed, *tried[:most]])

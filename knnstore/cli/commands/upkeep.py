@@ -23,7 +23,7 @@ from knnstore.cli.output import Bar, note, print_result, printable, row_of
 from knnstore.errors import DocumentNotFoundError, KnnstoreError
 
 if TYPE_CHECKING:
-    from knnstore.store import Document, KNNStore
+    from knnstore import KNNStore, Selection
 
 
 def tag(
@@ -94,22 +94,20 @@ def remove(
       knnstore remove --domain news --yes
     """
     ids, domain = [*(ids or ()), *([document] if document else ())], within or domain
-    chosen = tag is not None or where is not None
-    if (ids and chosen) or not (ids or chosen or domain):
+    by_kind = tag is not None or where is not None
+    if (ids and by_kind) or not (ids or by_kind or domain):
         raise typer.BadParameter("give IDs, --tag TAG, --where CONDITION or --domain NAME")
     with knnstore.open(home, "r" if dry_run else "a") as store:
-        gone: list[Document] = []
-        if ids or chosen:
-            gone = _documents(store, ids, domain, tag, where)
+        chosen = _chosen(store, ids, domain, tag, where)
+        gone = store.select(chosen) if ids or by_kind else []
+        if ids or by_kind:
             tokens = sum(one.tokens for one in gone)
             result = {"documents": len(gone), "tokens": tokens, "ids": [one.id for one in gone]}
-            only = gone[0]
-            which = f"{only.id} of {only.domain}" if len(gone) == 1 else f"{len(gone):,} documents"
+            which = f"{gone[0].id} of {gone[0].domain}" if len(gone) == 1 else f"{len(gone):,} documents"
             sentence = f"{which}: {tokens:,} tokens"
             if document and len(gone) == 1:
-                result = row_of(only)
+                result = row_of(gone[0])
         else:
-            store.record_count(knnstore.Selection(domains=(str(domain),)))
             whole = next(one for one in store.domains() if one.name == domain)
             result = asdict(whole)
             sentence = f"{whole.name}: {whole.documents:,} documents, {whole.tokens:,} tokens"
@@ -118,8 +116,8 @@ def remove(
             text = "\n".join(map(printable, [*lines, f"would remove {sentence}"]))
             print_result({"would_remove": result}, text, as_json=as_json)
             return
-        if gone:
-            store.remove_documents(gone)
+        if ids or by_kind:
+            store.remove_selected(chosen)
         else:
             confirm(f"removing {sentence}", yes, needed=False)
             store.remove_domain(str(domain))
@@ -135,19 +133,19 @@ def remove(
     print_result(found, printable(sentence) + (", and erased" if erased else ""), as_json=as_json)
 
 
-def _documents(
+def _chosen(
     store: "KNNStore", ids: Sequence[str], domain: str | None, tag: str | None, where: str | None
-) -> "list[Document]":
-    """The documents that are named or chosen; that there is none is an error."""
+) -> "Selection":
+    """What is to be removed; that an id, a tag or a domain is not there is an error."""
     if ids:
-        return [store.document(id, domain=domain) for id in dict.fromkeys(ids)]
+        found = [store.document(id, domain=domain) for id in ids]
+        return knnstore.Selection(tuple({one.domain for one in found}), documents=tuple(ids))
     domains, tags = (None if one is None else (one,) for one in (domain, tag))
-    found = store.select(knnstore.Selection(domains, tags=tags, where=where))
-    if not found:
-        conditions = {"domain": domain, "tag": tag, "where": where}
-        given = ", ".join(f"{name} {value!r}" for name, value in conditions.items() if value is not None)
+    chosen = knnstore.Selection(domains, tags=tags, where=where)
+    if not store.lengths(chosen) and where is None:  # a condition may come from a clock, and find nothing
+        given = f"tag {tag!r}" if domain is None else f"domain {domain!r}, tag {tag!r}"
         raise DocumentNotFoundError(f"no document is chosen by {given}")
-    return found
+    return chosen
 
 
 def erase(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:

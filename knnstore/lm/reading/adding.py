@@ -11,7 +11,7 @@ from knnstore.errors import DiskFullError, InputError, UnusableDocumentError
 from knnstore.lm.reading.reader import TextReader, in_chunks
 from knnstore.lm.reading.windows import BATCH_TOKENS
 from knnstore.progress import Progress
-from knnstore.store import KNNStore, NewDocument, change_of
+from knnstore.store import KNNStore, NewDocument, Selection, change_of
 
 _logger = logging.getLogger(__name__)
 
@@ -224,9 +224,10 @@ def sync(
 
     added = add(lm, given(), domain=domain, tags=tags, progress=progress)
     there = [] if nameless else lm.store.documents(domain=domain)
-    gone = [document for document in there if document.id not in seen]
-    lm.store.remove_documents(gone)
-    return Synced(added, tuple(sorted(document.id for document in gone)))
+    gone = tuple(sorted(document.id for document in there if document.id not in seen))
+    if gone:
+        lm.store.remove_selected(Selection((domain,), documents=gone))
+    return Synced(added, gone)
 
 
 class _Pace:
