@@ -280,3 +280,38 @@ def test_a_task_of_many_prompts_does_not_hold_up_another(lm, engine):
     for listener in listeners.values():
         listener.written()
     assert order.index("one") < 4
+
+
+def test_a_store_that_fails_for_some_texts_fails_no_others(lm):
+    broken = threading.Event()
+
+    def settings_of(name):
+        if name == "letters" and broken.is_set():
+            raise RuntimeError("the domain is damaged")
+        return SETTINGS[name]
+
+    prompt = Prompt(tuple(lm.reader.tokens("The").tolist()))
+    good, bad = (
+        next(one for one in tasks if len(write_alone(lm, one, 0)) > 7)
+        for tasks in (
+            [Task((prompt,), knn, 40, sampling=Sampling(1.0, 1.0, seed)) for seed in range(40)]
+            for knn in ("news", "letters")
+        )
+    )
+    engine = Engine(lm, settings_of)
+    engine.start()
+    listeners = [Listener(task) for task in (good, bad, good)]
+
+    def work() -> None:
+        for listener in listeners:
+            engine.submit(listener.ticket)
+        for step in range(4):
+            broken.set() if step == 2 else None
+            engine.go_on()
+
+    engine.call(work).result(60)
+    assert listeners[1].done.wait(60)
+    for listener in (listeners[0], listeners[2]):
+        assert listener.written()[0][0] == write_alone(lm, good, 0)
+    engine.stop()
+    assert (len(listeners[1].pieces), str(listeners[1].error)) == (2, "the domain is damaged")

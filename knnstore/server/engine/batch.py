@@ -57,11 +57,12 @@ class Batch:
         if not self._mask.numel():
             self._layers = []
 
-    def step(self, settings: Sequence[KNNSettings]) -> Tensor:
+    def step(self, settings: Sequence[KNNSettings], *, keep: bool = True) -> Tensor:
         """Let the model read the last token of each row; after an error it may be called again.
 
         Args:
             settings: of each row.
+            keep: whether these tokens are read from now on; else the same step is still to come.
 
         Returns:
             log p of the next token, float32, shape (b, v).
@@ -78,7 +79,8 @@ class Batch:
                 knn=settings,
                 sequence_ids=self._texts(mask),
             )
-            self._mask, self._layers = mask, layers_of(cache)
+            if keep:
+                self._mask, self._layers = mask, layers_of(cache)
             log_probs: Tensor = output.logits[:, -1].float().log_softmax(-1)
             return log_probs
 

@@ -8,16 +8,15 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
 from knnstore.errors import ConfigError, KnnstoreError
 from knnstore.lm import KNNLMForCausalLM, KNNSettings
 from knnstore.server.engine.batch import Batch
-from knnstore.server.engine.prompts import Reading, Remembered
-from knnstore.server.engine.rows import Piece, Prompt, Row, prompt_scores
+from knnstore.server.engine.prompts import Reading, Remembered, Waiting
+from knnstore.server.engine.rows import Piece, Row, ends_of, prompt_scores
 from knnstore.server.engine.tickets import EngineBusyError, EngineStoppedError, Observed, Ticket
 
 _logger = logging.getLogger(__name__)
@@ -27,23 +26,10 @@ _BESIDE, _ALONE = 128, 512
 """Tokens of prompts that are read in a turn, beside texts that are being written and where there are none.
 What is read in parts has other rounding, so a prompt is read whole where nobody waits."""
 
+_NOTHING = KNNSettings(lam=0.0)
+
 Found = TypeVar("Found")
 SettingsOf = Callable[[Hashable], KNNSettings]
-
-
-@dataclass
-class _Waiting:
-    """A task of which texts have not begun."""
-
-    ticket: Ticket
-    begun: int = 0
-    reading: Reading | None = None
-    """Of the prompt that is next, which its copies share."""
-
-    @property
-    def prompt(self) -> Prompt:
-        """Which is next."""
-        return self.ticket.task.prompts[self.begun // self.ticket.task.copies]
 
 
 class Engine:
@@ -79,13 +65,13 @@ class Engine:
         self._max_rows = max_rows
         self._max_waiting = max_waiting
         self._observe = observe
-        self._ends = _ends_of(lm)
+        self._ends = ends_of(lm.generation_config, lm.tokenizer)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._jobs = 0
         self._counting = threading.Lock()
         self._batch = Batch(lm)
         self._tickets: dict[Row, Ticket] = {}
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: deque[Waiting] = deque()
         self._calls: deque[Callable[[], None]] = deque()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="knnstore-engine", daemon=True)
@@ -113,7 +99,7 @@ class Engine:
             EngineBusyError: too much is waiting.
             EngineStoppedError: the engine takes nothing any more.
         """
-        self._enter(lambda: self._waiting.append(_Waiting(ticket)))
+        self._enter(lambda: self._waiting.append(Waiting(ticket)))
 
     def call(self, work: Callable[[], Found]) -> "Future[Found]":
         """Do some work in the engine's thread, between two steps.
@@ -230,7 +216,7 @@ class Engine:
                 self._waiting.remove(waiting)
                 self._begun()
 
-    def _begin(self, waiting: _Waiting, remembered: Remembered) -> None:
+    def _begin(self, waiting: Waiting, remembered: Remembered) -> None:
         """Begin the next text of a task, whose prompt was read."""
         ticket, task = waiting.ticket, waiting.ticket.task
         row = Row(task, waiting.begun, self._lm.tokenizer, self._ends)
@@ -249,19 +235,33 @@ class Engine:
         done: list[Row] = []
         try:
             log_probs = self._predict()
-            for row, of_row in zip(rows, log_probs, strict=True):
-                piece = row.take(of_row)
-                if piece.finish:
-                    done.append(row)
-                self._tickets[row].tell(piece)
         except Exception as error:
             _logger.exception("a step failed")
-            done = self._batch.rows
+            failing = {scope for scope in {row.task.knn for row in rows} if self._fails(scope)}
+            done = [row for row in rows if row.task.knn in failing] or rows
             self._fail([self._tickets[row] for row in done], error)
+        else:
+            done = self._take(rows, log_probs)
         with self._counting:
             observed = Observed(len(rows), self._jobs, time.perf_counter() - started)
         self._leave(done)
         self._observe(observed)
+
+    def _take(self, rows: Sequence[Row], log_probs: Tensor) -> list[Row]:
+        """Give each text its next token; those that end."""
+        done = []
+        for row, of_row in zip(rows, log_probs, strict=True):
+            try:
+                piece = row.take(of_row)
+            except Exception as error:
+                _logger.exception("a token could not be chosen")
+                self._fail([self._tickets[row]], error)
+                done.append(row)
+                continue
+            if piece.finish:
+                done.append(row)
+            self._tickets[row].tell(piece)
+        return done
 
     def _predict(self) -> Tensor:
         """Do a step, again if the store changed in the middle of it."""
@@ -276,6 +276,16 @@ class Engine:
                     raise
         raise AssertionError
 
+    def _fails(self, scope: Hashable) -> bool:
+        """Whether a step fails with the settings of one scope, all other texts being without a store."""
+        try:
+            one = self._settings_of(scope)
+            each = [one if row.task.knn == scope else _NOTHING for row in self._batch.rows]
+            self._batch.step(each, keep=False)
+        except Exception:
+            return True
+        return False
+
     def _leave(self, rows: Sequence[Row]) -> None:
         self._batch.leave(rows)
         for row in rows:
@@ -287,11 +297,3 @@ class Engine:
             if not ticket.cancelled:
                 ticket.cancelled = True  # the rest of its texts as well
                 ticket.tell(error)
-
-
-def _ends_of(lm: KNNLMForCausalLM) -> frozenset[int]:
-    """The tokens that end a text."""
-    named: Any = lm.generation_config.eos_token_id
-    listed = named if isinstance(named, list) else [named]
-    assert lm.tokenizer is not None
-    return frozenset(token for token in (*listed, lm.tokenizer.eos_token_id) if token is not None)

@@ -9,6 +9,8 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from knnstore.lm import KNNLMForCausalLM, KNNSettings
+from knnstore.server.engine.rows import Prompt
+from knnstore.server.engine.tickets import Ticket
 
 Layers = list[tuple[Tensor, Tensor]]
 """Keys and values of each layer's attention, shape (b, heads, t, width)."""
@@ -80,3 +82,18 @@ class Reading:
 def layers_of(cache: Any) -> Layers:
     """What a cache holds."""
     return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+@dataclass
+class Waiting:
+    """A task of which texts have not begun."""
+
+    ticket: Ticket
+    begun: int = 0
+    reading: Reading | None = None
+    """Of the prompt that is next, which its copies share."""
+
+    @property
+    def prompt(self) -> Prompt:
+        """Which is next."""
+        return self.ticket.task.prompts[self.begun // self.ticket.task.copies]

@@ -191,3 +191,10 @@ def prompt_scores(
 def _finite(log_prob: float) -> float:
     """JSON has no -inf; this is what others write."""
     return log_prob if math.isfinite(log_prob) else -9999.0
+
+
+def ends_of(config: Any, tokenizer: Any) -> frozenset[int]:
+    """The tokens that end a text, of a generation configuration and a tokenizer."""
+    named = config.eos_token_id
+    listed = named if isinstance(named, list) else [named]
+    return frozenset(token for token in (*listed, tokenizer.eos_token_id) if token is not None)
