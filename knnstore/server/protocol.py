@@ -34,6 +34,8 @@ class Body(BaseModel):
     @classmethod
     def _check_text(cls, given: Any) -> Any:
         """Refuse what JSON can escape and no text can hold, wherever it stands, also in names of fields."""
+        if not isinstance(given, dict):  # which is refused for what it is
+            return given
         try:
             json.dumps(given, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:

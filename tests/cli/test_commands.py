@@ -87,7 +87,7 @@ def test_eval_agrees_with_the_store(knnstore, store):
     shown = knnstore(line)
     assert shown.err == ""
     lines = shown.out.splitlines()
-    assert len(lines) == 11
+    assert len(lines) == 10
     whole = found.json
     assert lines[1].split() == ["perplexity", f"{whole['base_ppl']:,.2f}", f"{whole['knn_ppl']:,.2f}"]
     assert lines[-3].split() == ["helped", f"{whole['helped']:.1%}"]

@@ -40,12 +40,13 @@ def interval_of(losses: NDArray[np.float64], lengths: NDArray[np.int64]) -> Inte
         lengths: tokens of each document, >= 1, shape (n,).
 
     Returns:
-        exp(all losses / all tokens); from 0 to infinity where there is a single document.
+        exp(all losses / all tokens); from 0 to infinity where there is a single document, or a token of
+        probability 0.
     """
     total = lengths.sum()
     mean = losses.sum() / total
     share = lengths / total
-    if len(lengths) == 1:
+    if len(lengths) == 1 or not math.isfinite(mean):
         return Interval(_exp(mean), 0.0, math.inf)
     left_out = (losses - mean * lengths) / total / (1 - share)  # by how much the mean falls without each
     error = math.sqrt((len(lengths) - 1) / len(lengths) * float(np.square(left_out).sum()))
