@@ -18,7 +18,7 @@ import platform
 import sys
 import tempfile
 import time
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -65,7 +65,7 @@ def run(lab: Lab, out: Path, chosen: list[ModuleType]) -> int:
             "title": experiment.TITLE,
             "claim": experiment.CLAIM,
             "rule": experiment.RULE,
-            **asdict(replace(found, by_document=())),
+            **asdict(found),
             "seconds": time.perf_counter() - started,
             "inputs": inputs_of(lab, experiment),
         }
