@@ -1,4 +1,4 @@
-"""What the catalog accepts from a user: the same on every database."""
+"""What is accepted of a user, the same on every database, and how it is shown again."""
 
 import json
 from collections.abc import Mapping
@@ -62,3 +62,8 @@ def _is_unicode(text: str) -> bool:
     except UnicodeEncodeError:  # half a surrogate pair, as in arguments that are not UTF-8
         return False
     return True
+
+
+def printable(text: str) -> str:
+    """Write line breaks and control characters visibly: a text is one line and cannot steer a terminal."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from knnstore.cli.output import printable
+from knnstore.checks import printable
 from knnstore.errors import ConfigError
 
 HOME_VARIABLE = "KNNSTORE_HOME"

@@ -18,6 +18,7 @@ from dataclasses import asdict, fields
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from knnstore.checks import printable
 from knnstore.cli.logs import LOG, as_object, level_of
 from knnstore.progress import Progress
 
@@ -188,11 +189,6 @@ class Lines(logging.Handler):
             moment = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
             message = f"{moment} {level} {message}"
         echo(message + (f"\n{way.rstrip()}" if way else ""), to_stderr=True)
-
-
-def printable(text: str) -> str:
-    """Write line breaks and control characters visibly, so that a text cannot steer a terminal."""
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def one_line(error: BaseException) -> str:

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from knnstore.checks import printable
 from knnstore.cli.options import DomainsOption, WhereOption
-from knnstore.cli.output import note, printable
+from knnstore.cli.output import note
 from knnstore.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from knnstore.checks import printable
 from knnstore.errors import (
     AmbiguousDocumentError,
     ConfigError,
@@ -39,6 +40,7 @@ class ApiError(Exception):
         param: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
+        message = printable(message)  # it may name what was sent
         super().__init__(message)
         self.status = status
         self.headers = headers or {}

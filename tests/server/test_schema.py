@@ -83,6 +83,12 @@ def test_requests_to_some_endpoints(described):
     assert statuses["POST /v1/documents", 200]
 
 
+def test_an_error_is_one_line_whatever_was_sent(described):
+    answer = described[0].call("POST", "/tokenize", json={"prompt": "a", "two\nlines\u202e": 1})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "two\\nlines\\u202e: this server does not know it"
+
+
 @pytest.mark.slow
 def test_five_thousand_requests_to_all_endpoints(described):
     statuses = ask(described, 270)

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from knnstore.checks import printable
 from knnstore.cli.inputs import read_text
 from knnstore.cli.models import StoreRuntime
 from knnstore.cli.options import JsonOption, seed_option
-from knnstore.cli.output import Verbatim, echo, plain, print_result, printable, row_of, table
+from knnstore.cli.output import Verbatim, echo, plain, print_result, row_of, table
 from knnstore.cli.query import Query, ScoringQuery, SelectionOptions
 from knnstore.errors import ConfigError
 

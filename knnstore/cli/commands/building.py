@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from knnstore.checks import printable
 from knnstore.cli.inputs import Documents, ParamsOption, read_params
 from knnstore.cli.logs import LOG
 from knnstore.cli.models import Runtime, StoreRuntime, check_model, quiet_transformers
@@ -18,7 +19,7 @@ from knnstore.cli.options import (
     YesOption,
     confirm,
 )
-from knnstore.cli.output import Bar, note, pairs, print_result, printable, working
+from knnstore.cli.output import Bar, note, pairs, print_result, working
 from knnstore.documents import STDIN, size_of
 from knnstore.errors import InputError
 

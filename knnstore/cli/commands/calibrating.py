@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from knnstore.checks import printable
 from knnstore.cli.inputs import AnyDocuments
 from knnstore.cli.logs import LOG
 from knnstore.cli.models import StoreRuntime
 from knnstore.cli.options import DomainsOption, JsonOption, LeaveOutOption
-from knnstore.cli.output import Bar, echo, note, pairs, print_result, printable, table
+from knnstore.cli.output import Bar, echo, note, pairs, print_result, table
 from knnstore.errors import ConfigError
 
 if TYPE_CHECKING:

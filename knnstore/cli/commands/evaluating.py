@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from knnstore.checks import printable
 from knnstore.cli.inputs import Documents, read_params
 from knnstore.cli.models import StoreRuntime
 from knnstore.cli.options import JsonOption, LeaveOutOption
-from knnstore.cli.output import Bar, note, pairs, plain, print_result, printable
+from knnstore.cli.output import Bar, note, pairs, plain, print_result
 from knnstore.cli.output import table as table_of
 from knnstore.cli.query import ScoringQuery, SelectionOptions
 from knnstore.documents import is_among

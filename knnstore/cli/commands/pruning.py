@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import knnstore
+from knnstore.checks import printable
 from knnstore.cli.inputs import Documents, ParamsOption, read_params
 from knnstore.cli.models import StoreRuntime
 from knnstore.cli.options import JsonOption, LeaveOutOption, LocationOption, seed_option
-from knnstore.cli.output import Bar, note, print_result, printable, table
+from knnstore.cli.output import Bar, note, print_result, table
 
 if TYPE_CHECKING:
     from knnstore.lm import PruningCost

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from knnstore.checks import printable
 from knnstore.cli.models import StoreRuntime, quiet_transformers
 from knnstore.cli.options import DEFAULT_HOME, HomeOption, JsonOption
-from knnstore.cli.output import Lines, note, print_result, printable, table
+from knnstore.cli.output import Lines, note, print_result, table
 from knnstore.errors import ConfigError
 
 if TYPE_CHECKING:

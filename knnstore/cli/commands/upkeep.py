@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import knnstore
+from knnstore.checks import printable
 from knnstore.cli.inputs import ParamsOption, read_params
 from knnstore.cli.options import (
     DEFAULT_HOME,
@@ -19,7 +20,7 @@ from knnstore.cli.options import (
     YesOption,
     confirm,
 )
-from knnstore.cli.output import Bar, note, print_result, printable, row_of
+from knnstore.cli.output import Bar, note, print_result, row_of
 from knnstore.errors import DocumentNotFoundError, KnnstoreError
 
 if TYPE_CHECKING:
