@@ -115,6 +115,11 @@ def test_p_knn_on_a_grid_is_what_it_is_at_each_temperature() -> None:
         ),
     ]  # fmt: skip
     found = Visited(cells, gold)
+    near, tokens = found.near(3)
+    of_two = torch.cat([cells[0].distances[0, 1], cells[1].distances[0, 0]])  # of query 2, in both cells
+    least = of_two.sort()
+    assert torch.equal(near[2], least.values[:3])
+    assert tokens[2].tolist() == torch.tensor([1, 1, 3, 2, 3, 2])[least.indices[:3]].tolist()
     for count in (1, 7):
         temperatures = 0.5 * 2 ** (0.5 * torch.arange(count))
         expected = torch.stack([found.weights(float(one))[:, 0] for one in temperatures], 1)
