@@ -206,9 +206,10 @@ class Query:
             return
         of = printable(", ".join(record.domains)) or "the whole store"
         mixer = record.mixer if self.lam is None else f"lambda={self.lam:g}, without what else was found"
+        reach = f"k={settings.k:,}" if settings.probes is None else f"{settings.probes:,} probes"
         note(
             f"settings calibrated for {of} on {record.date[:10]} with {record.tokens:,} tokens: {mixer}, "
-            f"k={settings.k:,}, T={settings.temperature:.4g}"
+            f"{reach}, T={settings.temperature:.4g}"
             + (f"; in scoring only: {', '.join(settings.scoring_only)}" if settings.scoring_only else "")
         )
         if record.is_stale(store):

@@ -139,9 +139,9 @@ def test_calibrated_settings_are_used_and_named(knnstore, store):
     assert found["candidates"][0]["ppl"] == pytest.approx(before["base_ppl"], rel=1e-5)
     after = knnstore("eval dev.jsonl --domain news --json")
     assert after.err.startswith("settings calibrated for news on 20")
-    assert (after.json["mixer"], after.json["k"]) == (
-        found["settings"]["mixer"]["name"],
-        found["settings"]["k"],
+    assert (after.json["mixer"], after.json["probes"]) == (
+        "gate over all" if found["settings"]["gate"] else found["settings"]["mixer"]["name"],
+        found["settings"]["probes"],
     )
     assert after.json["knn_ppl"] < before["knn_ppl"]
     for line in ("generate 'The harbour' --max-new-tokens 2", "explain 'The harbour'"):

@@ -173,7 +173,7 @@ def calibrate(
 def _of_writing(scoring_only: Sequence[str], written: Sequence[Mapping[str, Any]]) -> str:
     """What counts in scoring only, and how much text repeats itself with and without it: one line."""
     left = ", ".join(scoring_only)
-    what = f"in scoring only: {left}" if left else "everything counts in writing too"
+    what = f"counts in scoring only: {left}" if left else "everything counts in writing too"
     shares = {one["of"]: one["repeated_4grams"] for one in written}
     if not shares:
         return f"{what} (too little text to measure how text repeats itself)"
@@ -184,7 +184,7 @@ def _of_writing(scoring_only: Sequence[str], written: Sequence[Mapping[str, Any]
         "text": "the documents",
     }
     said = [f"{shares[of]:.2f} {name}" for of, name in names.items() if of in shares]
-    return f"{what} (repeated 4-grams of text that is written: {', '.join(said)})"
+    return f"{what} (repeated 4-grams of written text: {', '.join(said)})"
 
 
 def _rows(comparison: "Comparison") -> list[dict[str, Any]]:
@@ -230,7 +230,11 @@ def _show_saved(home: Path, domains: Sequence[str] | None, as_json: bool) -> Non
     made = {"calibrated": how["date"][:10]} if how else {"calibrated": "no: the defaults"}
     if how:
         made["writing"] = _of_writing(saved.query.get("scoring_only") or (), how.get("written") or ())
-    settings = {name: value for name, value in saved.query.items() if value not in (None, [])}
+    told = {"k"} if saved.query.get("probes") else set()  # cells are visited, no nearest chosen
+    told |= {"mixer"} if saved.query.get("gate") else set()  # which only weighs where the gate does not
+    settings = {
+        name: value for name, value in saved.query.items() if value not in (None, []) and name not in told
+    }
     found_by: dict[str, Any] = {
         name: how[name] for name in ("documents", "tokens", "base_ppl", "knn_ppl") if name in how
     }
@@ -264,7 +268,7 @@ def _short(value: Any) -> Any:
         parts = {"lambda" if name == "lam" else name: part for name, part in value.items()}
         return ", ".join(f"{name} {_short(part)}" for name, part in parts.items() if part not in (None, []))
     if isinstance(value, list):
-        return f"{len(value)} values"
+        return ", ".join(value) if all(isinstance(one, str) for one in value) else f"{len(value)} values"
     return f"{value:.4g}" if isinstance(value, float) else value
 
 

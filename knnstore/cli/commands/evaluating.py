@@ -181,10 +181,13 @@ def summary(result: Mapping[str, Any]) -> str:
 
 def details_of(result: Mapping[str, Any]) -> str:
     """Write what `summary` leaves out, each row of tokens with its perplexities."""
+    said = {"documents", "tokens", "tokens_per_s", "k", "probes", "temperature", "lambda", "mixer", "helped"}
     plain_values = {
         name: value
         for name, value in result.items()
-        if value is not None and not isinstance(value, list | tuple | dict)
+        if not (
+            value is None or isinstance(value, list | tuple | dict) or name in said or name.endswith("ppl")
+        )
     }
     slices = {
         "times stored": result["by_frequency"],

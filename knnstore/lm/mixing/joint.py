@@ -30,6 +30,11 @@ class JointGate:
         object.__setattr__(self, "_network", Network.of(self.weights))
 
     @property
+    def name(self) -> str:
+        """What it is called beside the mixers."""
+        return "gate over all"
+
+    @property
     def factors(self) -> Mapping[str, Sequence[float]]:
         """By which the temperature of each component is multiplied, for each of its experts, in order."""
         return dict(self.weights.metadata["experts"])

@@ -199,7 +199,7 @@ def evaluate(
         probes=settings.probes if visits_cells(store, settings) else None,
         temperature=totals["temperature"] / tokens,
         lam=totals["lam"] / tokens,
-        mixer=settings.mixer.name,
+        mixer=settings.mixer.name if settings.gate is None else settings.gate.name,
         searched=totals["searched"] / tokens,
         tokens_per_s=tokens / seconds,
         stored=tuple(document.id for document in listed if document.content_hash in stored),
