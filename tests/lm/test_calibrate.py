@@ -85,7 +85,8 @@ def test_settings_that_were_chosen_stay_until_they_are_beaten_beyond_chance(lm):
     assert again.settings == first.settings == settings_for(lm.store) == lm.knn
     renewed = CalibrationRecord.of(lm.store)
     assert not renewed.is_stale(lm.store), "they were compared on what is stored now"
-    assert replace(renewed, records=0, stored=None) == replace(first.record, records=0, stored=None)
+    changed = {"records": 0, "stored": None, "written": ()}
+    assert replace(renewed, **changed) == replace(first.record, **changed)
     worse = KNNSettings(k=4, temperature=0.1, lam=0.1)
     save_settings(lm.store, worse)
     beaten = lm.calibrate(HELD_OUT, max_k=16)

@@ -169,6 +169,28 @@ def test_calibrating_saves_it_with_its_figures(make_lm) -> None:
     assert [one.of for one in record.written] == ["text", "model", "all", "all but cache"]
 
 
+def test_what_was_fitted_is_saved_before_writing_is_measured_and_measured_again_when_it_stays(
+    make_lm, monkeypatch
+) -> None:
+    lm = make_lm({"phrases": STORED}, max_length=32, stride=16)
+    repetitive = [" ".join([phrase] * 7) for phrase in phrases(RNG, 16, 60, 100)]
+    with monkeypatch.context() as broken:
+        broken.setattr(Beginnings, "continued", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            lm.calibrate(repetitive, networks=False, ngrams=False)
+    settings, record = settings_for(lm.store), CalibrationRecord.of(lm.store)
+    assert settings == lm.knn
+    assert record is not None
+    assert (settings.cache is not None, settings.scoring_only, record.written) == (True, ("cache",), ())
+    save_settings(lm.store, replace(settings, scoring_only=()), (), record)  # as of an earlier version
+    found = lm.calibrate(repetitive, networks=False, ngrams=False)
+    assert found.kept
+    assert found.settings == lm.knn == settings_for(lm.store) == settings
+    assert [one.of for one in CalibrationRecord.of(lm.store).written] == [
+        "text", "model", "all", "all but cache",
+    ]  # fmt: skip
+
+
 def test_what_is_given_counts_in_writing_too(make_lm) -> None:
     settings = replace(PLAIN, cache=CACHE, scoring_only=("cache", "keys"))
     assert settings.for_writing == replace(PLAIN, mixer=FixedLambda(0.0))

@@ -2,13 +2,13 @@
 
 import hashlib
 import time
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 
 import numpy as np
 
-from knnstore.documents import documents_of
+from knnstore.documents import TextDocument, documents_of
 from knnstore.errors import ConfigError, InputError, ReadOnlyError
 from knnstore.lm.calibration.candidates import Comparison, compare, ks_up_to
 from knnstore.lm.calibration.fits import MOST_DOMAINS, score_substitute
@@ -79,8 +79,8 @@ def calibrate(
     cells) and in each domain; then everything is fitted without either; see `compare`. Nothing is saved
     unless the perplexity is below the model's own, beyond chance, and below that of the settings in force,
     where these were chosen by anybody and not derived. Then some documents' beginnings are
-    continued, and what makes text repeat itself counts in scoring only. ``lm.knn`` has the settings from then
-    on if it selects the same domains.
+    continued, and what makes text repeat itself counts in scoring only: of calibrated settings that stay too.
+    ``lm.knn`` has the settings from then on if it selects the same domains.
 
     Args:
         lm: the model, its store opened for writing.
@@ -162,16 +162,15 @@ def calibrate(
     kept = chosen_before and skip is None and not (found.beats_base and found.beats_current)
     if kept:
         settings = current
-        _renew(store, selection, records, lineage)
+        if current is not None and _renew(store, selection, records, lineage):
+            settings = replace(current, scoring_only=_measure_writing(lm, current, listed, reached, progress))
     elif found.beats_base:
         settings, knn_ppl = best.settings, found.expected.ppl
         saving = None if skip is None else savings.get(skip)
         if saving is not None:
             settings, knn_ppl = replace(settings, skip=saving.skip), saving.ppl
-        unseen = [document for document in listed if document.content_hash not in reached]
-        selected = replace(settings, selection=selection)
-        scoring_only, written = find_scoring_only(lm, unseen, selected, progress)
-        settings = replace(settings, scoring_only=scoring_only)
+        # Until it is measured what a cache does to writing: it takes long, and an error there loses no fit.
+        settings = replace(settings, scoring_only=("cache",) if settings.cache else ())
         record = CalibrationRecord(
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             mixer=best.name,
@@ -186,11 +185,14 @@ def calibrate(
             skipped=0.0 if saving is None else saving.skipped,
             stored=lineage,
             held_out=tuple(sorted(distinct)),
-            written=written,
         )
         save_settings(store, settings, names, record)
-        if set(names) == set(lm.knn.selection.domains or ()):
-            lm.knn = settings_for(store, lm.knn.selection)
+        _use_saved(lm, names)
+        selected = replace(settings, selection=selection)
+        settings = replace(settings, scoring_only=_measure_writing(lm, selected, listed, reached, progress))
+        record = CalibrationRecord.of(store, selection)
+    if settings is not None:
+        _use_saved(lm, names)
     fitted = time.perf_counter()
     return Calibration(
         found, record, between - started, fitted - between, tuple(savings.values()), settings, kept,
@@ -198,10 +200,40 @@ def calibrate(
     )  # fmt: skip
 
 
-def _renew(store: KNNStore, selection: Selection, records: int, lineage: Lineage) -> None:
-    """Settings that were compared again and stay are not stale."""
+def _renew(store: KNNStore, selection: Selection, records: int, lineage: Lineage) -> bool:
+    """Settings that were compared again and stay are not stale; returns whether these were calibrated."""
     domains = selection.domains or ()
     saved, record = store.settings(domains), CalibrationRecord.of(store, selection)
-    if saved is not None and saved.calibration is not None and record is not None:
-        renewed = asdict(replace(record, records=records, stored=lineage))
-        store.save_settings(replace(saved, calibration=renewed), domains)
+    if saved is None or saved.calibration is None or record is None:
+        return False
+    renewed = asdict(replace(record, records=records, stored=lineage))
+    store.save_settings(replace(saved, calibration=renewed), domains)
+    return True
+
+
+def _measure_writing(
+    lm: WritingModel,
+    settings: KNNSettings,
+    documents: Sequence[TextDocument],
+    reached: Container[str],
+    progress: Progress | None,
+) -> tuple[str, ...]:
+    """Find what counts in scoring only of calibrated settings, and save it beside them.
+
+    Documents whose content hash is in `reached` are not continued: they would retrieve from themselves.
+    """
+    unseen = [document for document in documents if document.content_hash not in reached]
+    scoring_only, written = find_scoring_only(lm, unseen, settings, progress)
+    domains = settings.selection.domains or ()
+    saved = lm.store.settings(domains)
+    if saved is not None and saved.calibration is not None:
+        query = {**saved.query, "scoring_only": scoring_only}
+        record = {**saved.calibration, "written": [asdict(one) for one in written]}
+        lm.store.save_settings(replace(saved, query=query, calibration=record), domains)
+    return scoring_only
+
+
+def _use_saved(lm: WritingModel, domains: Sequence[str]) -> None:
+    """Let the model use what is saved, if it selects these domains."""
+    if set(domains) == set(lm.knn.selection.domains or ()):
+        lm.knn = settings_for(lm.store, lm.knn.selection)
