@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import report

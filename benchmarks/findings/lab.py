@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 import torch
-from finetuning import fine_tune
 from memory import Make, Memory, write_json
 from texts import FRACTIONS, SPLITS, Limits, leveled, reader_of
+from training import fine_tune, saved
 
 import knnstore
 from knnstore.documents import TextDocument
@@ -25,6 +25,8 @@ from knnstore.lm.calibration.scored_text import ScoredText
 from knnstore.lm.keys import model_fingerprint
 from knnstore.lm.reading import in_chunks
 from knnstore.store import Selection
+
+LEARNING_RATE = 1e-3
 
 
 class Tuned(NamedTuple):
@@ -177,7 +179,9 @@ class Lab:
             documents = self.part(domain, fraction)
             tokens = sum(map(len, self.reader.tokenized(documents)))
             self.say(f"{domain}: fine-tuning on {tokens:,} tokens, {epochs} times")
-            seconds = fine_tune(self.model, documents, epochs, folder)
+            reader = reader_of(self.model)
+            seconds = fine_tune(reader, documents, epochs, LEARNING_RATE)
+            saved(reader, folder)
             write_json(record, {"tokens": tokens, "seconds": seconds})
         values = json.loads(record.read_text())
         return Tuned(str(folder), values["tokens"], epochs, values["seconds"])

@@ -40,9 +40,9 @@ class Limits:
     prompts: int = 32
 
 
-def reader_of(model: str) -> TextReader:
-    """A model from its folder, as a store of it would read text."""
-    lm, tokenizer = load_model(model, device="cpu")
+def reader_of(model: str, device: str | None = "cpu") -> TextReader:
+    """A model from its folder, as a store of it would read text, in single precision."""
+    lm, tokenizer = load_model(model, device=device, dtype="float32")
     window = window_of(lm)
     return TextReader(Encoder(lm, locate(lm)), tokenizer, window, max(1, window // 2))
 

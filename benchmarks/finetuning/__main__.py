@@ -1,0 +1,162 @@
+"""A store beside fine-tuning on the same text: perplexities, ratios with intervals, and all seconds.
+
+    python benchmarks/finetuning DATA --model DIR --out DIR [--domain NAME ...] [--fractions 1 .5 .1]
+    python benchmarks/finetuning --smoke       a minute, with the demo's model
+
+DATA holds a folder for each domain with ``store.jsonl``, ``dev.jsonl`` and ``test.jsonl``, split by
+document. Everything is chosen on dev (fine-tuning: AdamW, learning rate and epochs, with a schedule of its
+own for each number of epochs; a store: by `calibrate`) and reported on test. The store has joined keys as
+codes, n-grams of its text and one gate over all; each side stands with and without its document's cache,
+weighed by a gate likewise. Seconds of a store are of the projection, of adding, of counting n-grams and of
+calibration; those of fine-tuning are of the one run that was chosen. Each step is kept in OUT, and a run that
+was stopped goes on after the last; models and stores go to ``--work``. Markdown goes to stdout and OUT.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
+
+from sides import NGRAMS, STORE, Workshop
+from steps import step
+from table import BASE, ON_TUNED, THRICE, TUNED, summary, table
+from texts import Limits, domains_in, leveled, read
+from tuning import Tuning, lowest_of, thrice_of
+
+from knnstore.documents import TextDocument
+
+TINY_LM = Path(__file__).parents[2] / "examples" / "tiny-lm"
+Documents = dict[str, list[TextDocument]]
+
+
+def say(message: str) -> None:
+    """Tell what is going on, on standard error."""
+    print(f"{time.strftime('%H:%M:%S')} {message}", file=sys.stderr, flush=True)
+
+
+def measure(name: str, parts: Documents, fraction: float, options: argparse.Namespace) -> str:
+    """The table of a fraction of a domain."""
+    place = Path(name) / f"{fraction:g}"
+    results, work = options.out / place, options.work / place
+    tuning = Tuning(
+        options.model, parts["store"], parts["dev"], results, work / "tuned", options.device,
+        lambda message: say(f"{place}: {message}"),
+    )  # fmt: skip
+    shop = Workshop(**parts, folder=work, device=options.device, codes=options.codes, states=options.states)
+    runs = tuning.grid(options.rates, options.epochs)
+    best, thrice = lowest_of(runs), thrice_of(runs)
+
+    def made(of: str, make: Any) -> Any:
+        say(f"{place}: {of}")
+        return step(results, of, make)
+
+    base = made("base", lambda: shop.alone(options.model, BASE))
+    store = made("store", lambda: shop.with_store(options.model, ""))
+    tuned = made("tuned", lambda: shop.alone(tuning.model(best), TUNED))
+    three = made("three", lambda: shop.alone(tuning.model(thrice), THRICE))
+    on_tuned = made("tuned-store", lambda: shop.with_store(tuning.model(best), ON_TUNED))
+    classic = made("classic", lambda: shop.classic(options.model))
+    found = {
+        key: of for one in (classic, on_tuned, three, tuned, store, base) for key, of in one.log_probs.items()
+    }
+    seconds = {
+        TUNED: best["seconds"],
+        THRICE: thrice["seconds"],
+        "classic": total(classic.values),
+        STORE: total(store.values),
+        NGRAMS: store.values["storing"]["counting"],
+        f"{ON_TUNED}{STORE}": best["seconds"] + total(on_tuned.values),
+    }
+    values = {
+        "best": best, "thrice": thrice, "runs": len(runs), "search": sum(one["seconds"] for one in runs),
+        "tokens": store.values["tokens"], "saved": store.values["saved"],
+        "device": device_name(options.device),
+        "test_tokens": len(found[BASE]), "documents": len(set(found["documents"].tolist())),
+    }  # fmt: skip
+    return table(f"{name}, {fraction:g} of the text", found, seconds, summary(values))
+
+
+def total(values: dict[str, Any]) -> float:
+    """Seconds of a store: storing and fitting."""
+    storing = sum(of for name, of in values["storing"].items() if name != "tokens")
+    return float(storing + values.get("scoring", 0.0) + values.get("calibrating", values["fitting"]))
+
+
+def device_name(device: str | None) -> str:
+    """What ran it, in words."""
+    on_gpu = torch.cuda.is_available() and device != "cpu"
+    return torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"
+
+
+def part(documents: list[TextDocument], fraction: float) -> list[TextDocument]:
+    """A fraction of the text, the same documents in every larger one."""
+    smaller = round(1 / fraction)
+    return [one for one, level in leveled(documents, (1, smaller)) if level == smaller]
+
+
+def main() -> None:
+    """Measure and print."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("data", type=Path, nargs="?")
+    parser.add_argument("--model", default=str(TINY_LM))
+    parser.add_argument("--out", type=Path, help="folder for what is found")
+    parser.add_argument("--work", type=Path, help="folder for models and stores; default OUT/work")
+    parser.add_argument("--domain", action="append", default=[], help="default all")
+    parser.add_argument(
+        "--fractions", type=float, nargs="+", default=[1, 0.5, 0.1], help="of the text stored"
+    )
+    parser.add_argument("--rates", type=float, nargs="+", default=[3e-4, 1e-3, 3e-3])
+    parser.add_argument("--epochs", type=int, default=4, help="at most")
+    parser.add_argument("--records", type=int, default=272_000, help="tokens of the store")
+    parser.add_argument("--held-out", type=int, default=20_000, help="tokens of dev and of test")
+    parser.add_argument("--codes", default="pq32", help="what keys are kept as")
+    parser.add_argument("--states", type=int, default=3, help="of a key")
+    parser.add_argument("--device", help="default is the GPU if there is one")
+    parser.add_argument("--smoke", action="store_true")
+    options = parser.parse_args()
+    if options.smoke:
+        with tempfile.TemporaryDirectory() as folder:
+            smoke(Path(folder), options)
+        return
+    if not (options.data and options.out):
+        parser.error("name the folder of the data and --out, or --smoke")
+    options.work = options.work or options.out / "work"
+    limits = Limits(store_tokens=options.records, held_out_tokens=options.held_out)
+    for name in options.domain or domains_in(options.data):
+        texts = read(options.data, [name], options.model, limits)[name]
+        for fraction in options.fractions:
+            report(name, {**texts, "store": part(texts["store"], fraction)}, fraction, options)
+
+
+def smoke(folder: Path, options: argparse.Namespace) -> None:
+    """Topics of Python's help, cut short."""
+    from pydoc_data.topics import topics
+
+    long = [(name, " ".join(text.split())) for name, text in sorted(topics.items()) if len(text) > 900]
+    rows = [TextDocument(name, text[:900]) for name, text in long]
+    options.out = options.work = folder
+    options.rates, options.epochs, options.codes, options.states = [1e-3], 2, "pq8", 2
+    report("help", {"store": rows[24:], "dev": rows[:12], "test": rows[12:24]}, 1, options)
+
+
+def report(name: str, parts: Documents, fraction: float, options: argparse.Namespace) -> None:
+    """Measure, print and keep."""
+    text = measure(name, parts, fraction, options)
+    (options.out / f"{name}-{fraction:g}.md").write_text(text, encoding="utf-8")
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""The two sides, each fitted on dev: a model with or without its document's cache, and with a store."""
+
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from steps import Floats, Step
+from torch import Tensor
+
+import knnstore
+from knnstore.documents import TextDocument
+from knnstore.lm import KNNLMForCausalLM, KNNSettings, NGramSettings
+from knnstore.lm.calibration.candidates import Candidate
+from knnstore.lm.calibration.evidence import evidence_of_cells
+from knnstore.lm.calibration.fits import fit_cache, fit_fixed, fit_joint, fit_ngrams, gather_cache_evidence
+from knnstore.lm.calibration.scored_text import ScoredText, score_once
+from knnstore.lm.calibration.searches import FurtherSearches
+from knnstore.store import EVERYTHING
+
+CACHED = " + cache"
+ALONE = KNNSettings(k=1, lam=0.0)
+PROBES = (8, 16, 32)
+"""Cells that a classic kNN-LM tries."""
+FIXED, KEYS, NGRAMS, STORE, CHOSEN = "keys, fixed", "keys, calibrated", "n-grams", "store", "as saved"
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """One part of one domain, and how its stores are made."""
+
+    store: Sequence[TextDocument]
+    dev: Sequence[TextDocument]
+    test: Sequence[TextDocument]
+    folder: Path
+    """For stores."""
+    device: str | None
+    codes: str
+    states: int
+
+    def classic(self, model: str) -> Step:
+        """A classic kNN-LM: keys of one state, one λ and one T."""
+        lm, seconds = self._stored(model, "classic", codes="none", states=1)
+        fitting = time.perf_counter()
+        dev = self._scored(lm, self.dev, PROBES)
+        tries = [fit_fixed(of) for of in evidence_of_cells(dev)]
+        best = max(tries, key=lambda one: float(dev.log_probs(one).log_probs.double().sum()))
+        sides = Fitted(dev, self._scored(lm, self.test, PROBES))
+        fitting = time.perf_counter() - fitting
+        self._close(lm)
+        found = {"classic": sides.at(best), f"classic{CACHED}": sides.at(sides.cached(best))}
+        return Step({"storing": seconds, "fitting": fitting, "settings": repr(best)}, found)
+
+    def alone(self, model: str, name: str) -> Step:
+        """A model with no store, and with the cache, of the same keys as a store's."""
+        lm, _ = self._stored(model, "alone", codes="none", states=self.states, only=1)
+        fitting = time.perf_counter()
+        sides = Fitted(self._scored(lm, self.dev), self._scored(lm, self.test))
+        self._close(lm)
+        cached = sides.gated(sides.cached(ALONE))
+        fitting = time.perf_counter() - fitting
+        found = {name: sides.at(ALONE), f"{name}{CACHED}": sides.at(cached)}
+        documents = sides.test.documents.numpy()
+        return Step({"fitting": fitting}, {**found, "documents": documents})
+
+    def with_store(self, model: str, name: str) -> Step:
+        """A model with a store as it is calibrated, and the parts of that."""
+        lm, seconds = self._stored(model, "store", codes=self.codes, states=self.states)
+        found = lm.calibrate(self.dev)
+        candidates = found.comparison.candidates
+        gate = next(one.settings for one in candidates if one.name == "gate over all")
+        fixed = best(candidates, lambda one: one.name == "fixed")
+        keys = best(candidates, lambda one: not one.settings.needs_text and one.settings.retrieves)
+        chosen = found.settings or ALONE
+        probes = sorted({one.probes for one in (gate, fixed, keys, chosen) if one.probes})
+        sides = Fitted(self._scored(lm, self.dev, probes), self._scored(lm, self.test, probes))
+        self._close(lm)
+        fitting = time.perf_counter()
+        without = sides.gated(replace(gate, cache=None))
+        fitting = time.perf_counter() - fitting
+        ngrams = sides.with_ngrams()
+        settings = {
+            FIXED: fixed, KEYS: keys, STORE: without, f"{STORE}{CACHED}": gate, CHOSEN: chosen,
+            NGRAMS: sides.gated(ngrams), f"{NGRAMS}{CACHED}": sides.gated(sides.cached(ngrams)),
+        }  # fmt: skip
+        values: dict[str, Any] = {
+            "tokens": seconds["tokens"],
+            "storing": seconds,
+            "scoring": found.scoring_seconds,
+            "calibrating": found.fitting_seconds,
+            "fitting": fitting,
+            "saved": found.record and found.record.mixer,
+            "fixed": repr(fixed),
+        }
+        return Step(values, {f"{name}{side}": sides.at(one) for side, one in settings.items()})
+
+    def _stored(
+        self, model: str, name: str, *, codes: str, states: int, only: int | None = None
+    ) -> tuple[KNNLMForCausalLM, dict[str, float]]:
+        """A new store of the text, or of its first documents alone; and the seconds that it took."""
+        home = self.folder / name
+        shutil.rmtree(home, ignore_errors=True)
+        started = time.perf_counter()
+        joined = {} if states == 1 else {"states": states, "sample": self.store}
+        lm = knnstore.create(
+            home, model, params={"codes": codes}, device=self.device, dtype="float32", **joined
+        )
+        made = time.perf_counter()
+        added = lm.add(list(self.store)[:only], domain="d")
+        stored = time.perf_counter()
+        lm.store.ngrams()
+        ended = time.perf_counter()
+        return lm, {
+            "tokens": added.tokens, "projection": made - started, "adding": stored - made,
+            "counting": ended - stored,
+        }  # fmt: skip
+
+    def _scored(
+        self, lm: KNNLMForCausalLM, texts: Sequence[TextDocument], probes: Sequence[int] = ()
+    ) -> ScoredText:
+        """A text after one pass of the model and visits to so many cells; without any nothing is counted."""
+        scored = score_once(
+            lm.store, lm.reader, texts,
+            k=1, selection=EVERYTHING, probes=max(probes, default=None),
+            ngrams=NGramSettings() if probes else None,
+        )  # fmt: skip
+        if not probes:
+            return scored
+        further = FurtherSearches(lm.store, scored, texts, EVERYTHING)
+        return replace(scored, visited=further.with_probes(probes))
+
+    def _close(self, lm: KNNLMForCausalLM) -> None:
+        home = lm.store.home.path
+        lm.store.close()
+        shutil.rmtree(home)
+
+
+class Fitted:
+    """Fits on dev what is then read on test."""
+
+    def __init__(self, dev: ScoredText, test: ScoredText) -> None:
+        self.dev, self.test = dev, test
+        self._every = torch.arange(len(dev))
+
+    @cached_property
+    def _recent(self) -> Any:
+        assert self.dev.reading is not None
+        return gather_cache_evidence(self.dev.reading)
+
+    def at(self, settings: KNNSettings) -> Floats:
+        """Log p of each test token."""
+        return self.test.log_probs(settings).log_probs.double().numpy()
+
+    def cached(self, settings: KNNSettings) -> KNNSettings:
+        """With the cache on top that is the likeliest."""
+        below = self.dev.log_probs(settings).log_probs
+        return replace(settings, cache=fit_cache(self._recent, below, self._wanted))
+
+    def gated(self, settings: KNNSettings) -> KNNSettings:
+        """With one gate over all components."""
+        settings = replace(settings, gate=None)
+        return replace(settings, gate=fit_joint(self.dev, settings, self._every))
+
+    def with_ngrams(self) -> KNNSettings:
+        """The model and n-grams alone."""
+        assert self.dev.ngrams is not None
+        return replace(ALONE, ngrams=fit_ngrams(self.dev.ngrams, self.dev.lm_log_probs, self._wanted))
+
+    @property
+    def _wanted(self) -> Tensor:
+        return torch.ones(len(self.dev), dtype=torch.bool)
+
+
+def best(candidates: Sequence[Candidate], wanted: Callable[[Candidate], bool]) -> KNNSettings:
+    """Of the candidates that are wanted, the settings with the lowest perplexity on dev."""
+    return min(filter(wanted, candidates), key=lambda one: one.held_out.ppl).settings

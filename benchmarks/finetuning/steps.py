@@ -1,0 +1,34 @@
+"""What is kept between runs: of each step its values as JSON, and log p of each test token beside them."""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+
+class Step(NamedTuple):
+    """What a step found."""
+
+    values: dict[str, Any]
+    log_probs: Mapping[str, Floats]
+    """By the name of a side: of each test token, shape (n,)."""
+
+
+def step(folder: Path, name: str, make: Callable[[], Step]) -> Step:
+    """A step that is made once."""
+    known, arrays = folder / f"{name}.json", folder / f"{name}.npz"
+    if not known.is_file():
+        made = make()
+        folder.mkdir(parents=True, exist_ok=True)
+        np.savez_compressed(arrays, **made.log_probs)
+        part = known.with_suffix(".part")
+        part.write_text(json.dumps(made.values, indent=1) + "\n", encoding="utf-8")
+        os.replace(part, known)
+    with np.load(arrays) as opened:
+        return Step(json.loads(known.read_text(encoding="utf-8")), dict(opened))

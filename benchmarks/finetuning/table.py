@@ -1,0 +1,88 @@
+"""The figures as Markdown: perplexities of test, and their ratios with intervals by document."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from sides import CACHED, CHOSEN, FIXED, KEYS, NGRAMS, STORE
+from steps import Floats
+
+from knnstore.lm import Interval
+from knnstore.lm.scoring import blocks_of, interval_of
+
+BASE, TUNED, THRICE = "base", "fine-tuned", "three epochs"
+ON_TUNED = f"{TUNED}, "
+SIDES = {
+    "the model": BASE,
+    "with n-grams": NGRAMS,
+    "a classic kNN-LM": "classic",
+    "keys of the store, one λ and T": FIXED,
+    "keys of the store, calibrated": KEYS,
+    "the store": STORE,
+    "fine-tuned": TUNED,
+    "fine-tuned, three epochs": THRICE,
+    "fine-tuned, with the store": f"{ON_TUNED}{STORE}",
+}
+"""The rows, and the name of each side."""
+RATIOS = {
+    "store ÷ three epochs": (STORE, THRICE),
+    "store ÷ three epochs, both with the cache": (STORE + CACHED, THRICE + CACHED),
+    "store ÷ best fine-tuned": (STORE, TUNED),
+    "store ÷ best fine-tuned, both with the cache": (STORE + CACHED, TUNED + CACHED),
+    "fine-tuned with the store ÷ fine-tuned": (f"{ON_TUNED}{STORE}", TUNED),
+    "the same, both with the cache": (f"{ON_TUNED}{STORE}{CACHED}", TUNED + CACHED),
+    "n-grams ÷ classic kNN-LM": (NGRAMS, "classic"),
+    "keys calibrated ÷ best fixed λ, T, cells": (KEYS, FIXED),
+    "store calibrated ÷ best fixed λ, T, cells of its keys": (STORE, FIXED),
+    "saved by calibrate, cache included ÷ the same": (CHOSEN, FIXED),
+}
+
+
+def table(title: str, found: Mapping[str, Floats], seconds: Mapping[str, float], notes: Sequence[str]) -> str:
+    """One part of one domain."""
+    blocks = blocks_of(found["documents"].astype(np.int64))
+    lengths = np.bincount(blocks)
+
+    def ratio(one: str, other: str | None = None) -> Interval | None:
+        """A perplexity, or with another its quotient."""
+        if one not in found or (other is not None and other not in found):
+            return None
+        gap = found[one] if other is None else found[one] - found[other]
+        return interval_of(-np.bincount(blocks, gap), lengths)
+
+    lines = [
+        f"### {title}",
+        "",
+        "| | perplexity | ÷ fine-tuned | with the cache | ÷ fine-tuned with it | s |",
+    ]
+    lines.append("|---|---|---|---|---|---|")
+    for row, side in SIDES.items():
+        both = (ratio(side), ratio(side, TUNED), ratio(side + CACHED), ratio(side + CACHED, TUNED + CACHED))
+        plain = [shown(one, bounds=bool(at % 2)) for at, one in enumerate(both)]
+        took = seconds.get(side)
+        lines.append(f"| {row} | {' | '.join(plain)} | {'–' if took is None else f'{took:,.0f}'} |")
+    lines += ["", "| | ratio (95 % by document) |", "|---|---|"]
+    lines += [f"| {row} | {shown(ratio(*sides))} |" for row, sides in RATIOS.items()]
+    if THRICE in seconds and STORE in seconds:
+        lines.append(
+            f"| seconds of store and calibration ÷ three epochs | {seconds[STORE] / seconds[THRICE]:.2f} |"
+        )
+    return "\n".join([*lines, "", *notes, ""])
+
+
+def shown(of: Interval | None, *, bounds: bool = True) -> str:
+    """A perplexity, or a ratio with its bounds."""
+    if of is None:
+        return "–"
+    return f"{of.ppl:.3f} ({of.low:.3f} – {of.high:.3f})" if bounds else f"{of.ppl:.2f}"
+
+
+def summary(values: Mapping[str, Any]) -> list[str]:
+    """What a reader must know beside the table."""
+    best, thrice = values["best"], values["thrice"]
+    return [
+        f"{values['tokens']:,} tokens stored, {values['test_tokens']:,} of test in {values['documents']:,} "
+        f"documents. Fine-tuned: learning rate {best['rate']:g}, {best['epochs']} epochs, the best of "
+        f"{values['runs']} on dev in {values['search']:,.0f} s; of three epochs {thrice['rate']:g}. "
+        f"`calibrate` chose {values['saved']}. Device: {values['device']}."
+    ]

@@ -1,0 +1,98 @@
+"""Fine-tuning a model on a store's text: a plain loop, what a store is compared with."""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from knnstore.documents import TextDocument
+from knnstore.lm import TextReader
+
+WARMUP = 0.05
+"""Share of the steps in which the learning rate rises; then it falls linearly to 0."""
+BATCH_TOKENS = 2_048
+
+
+def fine_tune(reader: TextReader, documents: Sequence[TextDocument], epochs: int, rate: float) -> float:
+    """Train all weights on some documents with AdamW.
+
+    Every token is predicted once an epoch, from the window that it falls in; windows do not overlap, as is
+    usual in training, which makes this up to twice as fast as storing's windows would be.
+
+    Args:
+        reader: whose model is trained where it is.
+        documents: the text.
+        epochs: how many times it is read.
+        rate: the highest learning rate.
+
+    Returns:
+        Seconds of training.
+
+    Raises:
+        RuntimeError: it diverged.
+    """
+    torch.manual_seed(0)
+    order = np.random.default_rng(0)
+    lm = reader.encoder.model
+    started = time.perf_counter()
+    apart = replace(reader, stride=reader.max_length - 1, batch_tokens=BATCH_TOKENS)
+    batches = list(apart.batches(apart.tokenized(documents)))
+    weights = list(lm.parameters())
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [weight for weight in weights if weight.ndim >= 2], "weight_decay": 0.1},
+            {"params": [weight for weight in weights if weight.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=rate,
+        betas=(0.9, 0.95),
+    )
+    steps = epochs * len(batches)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / max(1.0, WARMUP * steps), 1 - step / steps)
+    )
+    lm.train()
+    for _ in range(epochs):
+        for at in order.permutation(len(batches)).tolist():
+            loss = _losses(lm, batches[at]).mean()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(weights, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        if not math.isfinite(loss.item()):
+            raise RuntimeError(f"fine-tuning diverged at a learning rate of {rate}")
+    lm.eval()
+    return time.perf_counter() - started
+
+
+def perplexity(reader: TextReader, documents: Sequence[TextDocument]) -> float:
+    """Of the model alone, each token predicted once with the context that a store would give it."""
+    with torch.inference_mode():
+        losses = [loss.sum().double() for loss in _scored(reader, documents)]
+    return math.exp(float(torch.stack(losses).sum()) / reader.count_predicted(documents))
+
+
+def saved(reader: TextReader, folder: Path) -> Path:
+    """The folder, with the model and its tokenizer in it."""
+    reader.encoder.model.save_pretrained(folder)
+    reader.tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _scored(reader: TextReader, documents: Sequence[TextDocument]) -> Iterator[Tensor]:
+    for batch in reader.batches(reader.tokenized(documents)):
+        yield _losses(reader.encoder.model, batch)
+
+
+def _losses(lm, batch) -> Tensor:
+    """Of each token that a batch predicts, shape (n,)."""
+    place = lm.device
+    logits = lm(torch.from_numpy(batch.input_ids).to(place), use_cache=False).logits.flatten(0, 1)
+    at, gold = (torch.from_numpy(one).to(place) for one in (batch.at, batch.gold))
+    return cross_entropy(logits[at].float(), gold, reduction="none")
