@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from sides import NGRAMS, STORE, Workshop
 from steps import step
 from table import BASE, ON_TUNED, THRICE, TUNED, summary, table
-from texts import Limits, domains_in, leveled, read
+from texts import Limits, leveled, read
 from tuning import Tuning, lowest_of, thrice_of
 
 from knnstore.documents import TextDocument
@@ -54,11 +54,11 @@ def measure(name: str, parts: Documents, fraction: float, options: argparse.Name
     runs = tuning.grid(options.rates, options.epochs)
     best, thrice = lowest_of(runs), thrice_of(runs)
 
-    def made(of: str, make: Any) -> Any:
+    def made(of: str, make: Any, folder: Path = results) -> Any:
         say(f"{place}: {of}")
-        return step(results, of, make)
+        return step(folder, of, make)
 
-    base = made("base", lambda: shop.alone(options.model, BASE))
+    base = made("base", lambda: shop.alone(options.model, BASE), results.parent)
     store = made("store", lambda: shop.with_store(options.model, ""))
     tuned = made("tuned", lambda: shop.alone(tuning.model(best), TUNED))
     three = made("three", lambda: shop.alone(tuning.model(thrice), THRICE))
@@ -134,10 +134,10 @@ def main() -> None:
         parser.error("name the folder of the data and --out, or --smoke")
     options.work = options.work or options.out / "work"
     limits = Limits(store_tokens=options.records, held_out_tokens=options.held_out)
-    for name in options.domain or domains_in(options.data):
-        texts = read(options.data, [name], options.model, limits)[name]
-        for fraction in options.fractions:
-            report(name, {**texts, "store": part(texts["store"], fraction)}, fraction, options)
+    texts = read(options.data, options.domain, options.model, limits)
+    for fraction in options.fractions:
+        for name, parts in texts.items():
+            report(name, {**parts, "store": part(parts["store"], fraction)}, fraction, options)
 
 
 def smoke(folder: Path, options: argparse.Namespace) -> None:
