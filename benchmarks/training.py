@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
 
 from knnstore.documents import TextDocument
-from knnstore.lm import TextReader
+from knnstore.lm.reading import Batch, TextReader, in_chunks
 
 WARMUP = 0.05
 """Share of the steps in which the learning rate rises; then it falls linearly to 0."""
@@ -59,7 +60,7 @@ def fine_tune(reader: TextReader, documents: Sequence[TextDocument], epochs: int
     lm.train()
     for _ in range(epochs):
         for at in order.permutation(len(batches)).tolist():
-            loss = _losses(lm, batches[at]).mean()
+            loss = cross_entropy(*_predicted(lm, batches[at]))
             loss.backward()
             torch.nn.utils.clip_grad_norm_(weights, 1.0)
             optimizer.step()
@@ -73,8 +74,7 @@ def fine_tune(reader: TextReader, documents: Sequence[TextDocument], epochs: int
 
 def perplexity(reader: TextReader, documents: Sequence[TextDocument]) -> float:
     """Of the model alone, each token predicted once with the context that a store would give it."""
-    with torch.inference_mode():
-        losses = [loss.sum().double() for loss in _scored(reader, documents)]
+    losses = [cross_entropy(*batch, reduction="sum").double() for batch in predictions(reader, documents)]
     return math.exp(float(torch.stack(losses).sum()) / reader.count_predicted(documents))
 
 
@@ -85,14 +85,15 @@ def saved(reader: TextReader, folder: Path) -> Path:
     return folder
 
 
-def _scored(reader: TextReader, documents: Sequence[TextDocument]) -> Iterator[Tensor]:
-    for batch in reader.batches(reader.tokenized(documents)):
-        yield _losses(reader.encoder.model, batch)
+def predictions(reader: TextReader, documents: Sequence[TextDocument]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Logits, shape (n, vocabulary), and the tokens that came, shape (n,), in the order of scoring."""
+    with torch.inference_mode():
+        for ahead in in_chunks(documents):
+            for batch in reader.batches(reader.tokenized(ahead)):
+                yield _predicted(reader.encoder.model, batch)
 
 
-def _losses(lm, batch) -> Tensor:
-    """Of each token that a batch predicts, shape (n,)."""
-    place = lm.device
-    logits = lm(torch.from_numpy(batch.input_ids).to(place), use_cache=False).logits.flatten(0, 1)
-    at, gold = (torch.from_numpy(one).to(place) for one in (batch.at, batch.gold))
-    return cross_entropy(logits[at].float(), gold, reduction="none")
+def _predicted(lm: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
+    logits = lm(torch.from_numpy(batch.input_ids).to(lm.device), use_cache=False).logits.flatten(0, 1)
+    at, gold = (torch.from_numpy(one).to(lm.device) for one in (batch.at, batch.gold))
+    return logits[at].float(), gold

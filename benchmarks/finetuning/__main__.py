@@ -13,24 +13,30 @@ was stopped goes on after the last; models and stores go to ``--work``. Markdown
 """
 
 import argparse
+import hashlib
+import json
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from sides import NGRAMS, STORE, Workshop
-from steps import step
+from controls import controls
+from sides import STORE, Workshop
+from steps import Step, step
 from table import BASE, ON_TUNED, THRICE, TUNED, summary, table
 from texts import Limits, leveled, read
 from tuning import Tuning, lowest_of, thrice_of
 
+import knnstore
 from knnstore.documents import TextDocument
 
 TINY_LM = Path(__file__).parents[2] / "examples" / "tiny-lm"
@@ -45,43 +51,50 @@ def say(message: str) -> None:
 def measure(name: str, parts: Documents, fraction: float, options: argparse.Namespace) -> str:
     """The table of a fraction of a domain."""
     place = Path(name) / f"{fraction:g}"
-    results, work = options.out / place, options.work / place
-    tuning = Tuning(
-        options.model, parts["store"], parts["dev"], results, work / "tuned", options.device,
-        lambda message: say(f"{place}: {message}"),
-    )  # fmt: skip
-    shop = Workshop(**parts, folder=work, device=options.device, codes=options.codes, states=options.states)
+    inputs = "of-" + inputs_of(parts, options)
+    results, work = options.out / place / inputs, options.work / place / inputs
+
+    def made(of: str, make: Callable[[], Step]) -> Step:
+        say(f"{place}: {of}")
+        return step(results, of, make)
+
+    model, train, device = options.model, parts["store"], options.device
+    tuning = Tuning(model, train, parts["dev"], results, work / "tuned", device, say)
+    shop = Workshop(**parts, folder=work, device=device, codes=options.codes, states=options.states)
     runs = tuning.grid(options.rates, options.epochs)
     best, thrice = lowest_of(runs), thrice_of(runs)
-
-    def made(of: str, make: Any, folder: Path = results) -> Any:
-        say(f"{place}: {of}")
-        return step(folder, of, make)
-
-    base = made("base", lambda: shop.alone(options.model, BASE), results.parent)
-    store = made("store", lambda: shop.with_store(options.model, ""))
+    base = made("base", lambda: shop.alone(model, BASE))
+    store = made("store", lambda: shop.with_store(model, ""))
     tuned = made("tuned", lambda: shop.alone(tuning.model(best), TUNED))
     three = made("three", lambda: shop.alone(tuning.model(thrice), THRICE))
     on_tuned = made("tuned-store", lambda: shop.with_store(tuning.model(best), ON_TUNED))
-    classic = made("classic", lambda: shop.classic(options.model))
-    found = {
-        key: of for one in (classic, on_tuned, three, tuned, store, base) for key, of in one.log_probs.items()
-    }
+    classic = made("classic", lambda: shop.classic(model))
+    steps = [classic, on_tuned, three, tuned, store, base]
+    if fraction == 1:
+        rate = thrice["rate"]
+        steps.append(made("controls", lambda: controls(model, **parts, rate=rate, device=device)))
     seconds = {
         TUNED: best["seconds"],
         THRICE: thrice["seconds"],
         "classic": total(classic.values),
         STORE: total(store.values),
-        NGRAMS: store.values["storing"]["counting"],
         f"{ON_TUNED}{STORE}": best["seconds"] + total(on_tuned.values),
     }
+    found = {name: log_probs for one in steps for name, log_probs in one.log_probs.items()}
     values = {
         "best": best, "thrice": thrice, "runs": len(runs), "search": sum(one["seconds"] for one in runs),
-        "tokens": store.values["tokens"], "saved": store.values["saved"],
-        "device": device_name(options.device),
-        "test_tokens": len(found[BASE]), "documents": len(set(found["documents"].tolist())),
+        "tokens": store.values["tokens"], "saved": store.values["saved"], "device": device_name(device),
+        "test_tokens": len(found[BASE]), "documents": len(np.unique(found["documents"])),
     }  # fmt: skip
     return table(f"{name}, {fraction:g} of the text", found, seconds, summary(values))
+
+
+def inputs_of(parts: Documents, options: argparse.Namespace) -> str:
+    """A name for all that results depend on: another version, text or option begins anew."""
+    hashes = {split: [one.content_hash for one in documents] for split, documents in parts.items()}
+    chosen = {name: getattr(options, name) for name in ("model", "rates", "epochs", "codes", "states")}
+    said = {**hashes, **chosen, "device": device_name(options.device), "version": knnstore.__version__}
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:12]
 
 
 def total(values: dict[str, Any]) -> float:

@@ -20,6 +20,8 @@ from knnstore.lm.calibration.evidence import evidence_of_cells
 from knnstore.lm.calibration.fits import fit_cache, fit_fixed, fit_joint, fit_ngrams, gather_cache_evidence
 from knnstore.lm.calibration.scored_text import ScoredText, score_once
 from knnstore.lm.calibration.searches import FurtherSearches
+from knnstore.lm.mixing import mix_gold
+from knnstore.lm.scoring import score_held_out
 from knnstore.store import EVERYTHING
 
 CACHED = " + cache"
@@ -27,6 +29,9 @@ ALONE = KNNSettings(k=1, lam=0.0)
 PROBES = (8, 16, 32)
 """Cells that a classic kNN-LM tries."""
 FIXED, KEYS, NGRAMS, STORE, CHOSEN = "keys, fixed", "keys, calibrated", "n-grams", "store", "as saved"
+UNFITTED = "keys, unfitted"
+_PUBLISHED = KNNSettings(probes=16, temperature=1.0, lam=0.25)
+"""The λ of Khandelwal et al. 2020 in a model's own domain, and their T, which is none."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,7 @@ class Workshop:
         chosen = found.settings or ALONE
         probes = sorted({one.probes for one in (gate, fixed, keys, chosen) if one.probes})
         sides = Fitted(self._scored(lm, self.dev, probes), self._scored(lm, self.test, probes))
+        unfitted = self._unfitted(lm)
         self._close(lm)
         fitting = time.perf_counter()
         without = sides.gated(replace(gate, cache=None))
@@ -96,7 +102,8 @@ class Workshop:
             "saved": found.record and found.record.mixer,
             "fixed": repr(fixed),
         }
-        return Step(values, {f"{name}{side}": sides.at(one) for side, one in settings.items()})
+        judged = {side: sides.at(one) for side, one in settings.items()} | {UNFITTED: unfitted}
+        return Step(values, {f"{name}{side}": of for side, of in judged.items()})
 
     def _stored(
         self, model: str, name: str, *, codes: str, states: int, only: int | None = None
@@ -132,6 +139,15 @@ class Workshop:
             return scored
         further = FurtherSearches(lm.store, scored, texts, EVERYTHING)
         return replace(scored, visited=further.with_probes(probes))
+
+    def _unfitted(self, lm: KNNLMForCausalLM) -> Floats:
+        """Log p of each test token with T = 1, which lies outside of what is tried."""
+        parts = []
+        for part in score_held_out(lm.store, lm.reader, self.test, _PUBLISHED):
+            assert part.visited is not None
+            knn = part.visited[0].weights(_PUBLISHED.temperature)[:, 0].clamp(max=1.0)
+            parts.append(mix_gold(part.lm_log_probs, knn, 0.25))
+        return torch.cat(parts).double().numpy()
 
     def _close(self, lm: KNNLMForCausalLM) -> None:
         home = lm.store.home.path

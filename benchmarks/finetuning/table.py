@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from sides import CACHED, CHOSEN, FIXED, KEYS, NGRAMS, STORE
+from controls import CUT, MIXED, OVERFITTED
+from sides import CACHED, CHOSEN, FIXED, KEYS, NGRAMS, STORE, UNFITTED
 from steps import Floats
 
 from knnstore.lm import Interval
@@ -35,6 +36,13 @@ RATIOS = {
     "keys calibrated ÷ best fixed λ, T, cells": (KEYS, FIXED),
     "store calibrated ÷ best fixed λ, T, cells of its keys": (STORE, FIXED),
     "saved by calibrate, cache included ÷ the same": (CHOSEN, FIXED),
+    "keys of the store, one λ and T ÷ the model": (FIXED, BASE),
+    "the model and its likeliest tokens, one λ ÷ the model": (CUT, BASE),
+    "overfitted ÷ the model": (OVERFITTED, BASE),
+    "the model and the overfitted, one λ ÷ the model": (MIXED, BASE),
+    "keys of the store at λ = .25, T = 1 ÷ the model": (UNFITTED, BASE),
+    "fine-tuned, its keys at λ = .25, T = 1 ÷ fine-tuned": (f"{ON_TUNED}{UNFITTED}", TUNED),
+    "fine-tuned, its keys calibrated ÷ fine-tuned": (f"{ON_TUNED}{KEYS}", TUNED),
 }
 
 
