@@ -12,7 +12,7 @@ from torch import Tensor
 from training import fine_tune, predictions
 
 from knnstore.documents import TextDocument
-from knnstore.lm.mixing import fit_weight, mix_gold
+from knnstore.lm.mixing import fit_weight, mix_log_probs
 from knnstore.lm.reading import TextReader
 
 CUTS = (1, 4, 16, 64, 256, 1024)
@@ -71,4 +71,4 @@ def log_probs(reader: TextReader, documents: Sequence[TextDocument]) -> list[Ten
 
 def mixed(base: Tensor, other: Tensor, lam: float) -> Tensor:
     """Log p of a mixture of two by their log p: float64, shape (n,)."""
-    return mix_gold(base, other.exp(), lam).double()
+    return mix_log_probs(base, other, lam).double()

@@ -20,7 +20,7 @@ from knnstore.lm.calibration.evidence import evidence_of_cells
 from knnstore.lm.calibration.fits import fit_cache, fit_fixed, fit_joint, fit_ngrams, gather_cache_evidence
 from knnstore.lm.calibration.scored_text import ScoredText, score_once
 from knnstore.lm.calibration.searches import FurtherSearches
-from knnstore.lm.mixing import mix_gold
+from knnstore.lm.mixing import mix_log_probs
 from knnstore.lm.scoring import score_held_out
 from knnstore.store import EVERYTHING
 
@@ -30,7 +30,8 @@ PROBES = (8, 16, 32)
 """Cells that a classic kNN-LM tries."""
 FIXED, KEYS, NGRAMS, STORE, CHOSEN = "keys, fixed", "keys, calibrated", "n-grams", "store", "as saved"
 UNFITTED = "keys, unfitted"
-_PUBLISHED = KNNSettings(probes=16, temperature=1.0, lam=0.25)
+_LAM = 0.25
+_PUBLISHED = KNNSettings(probes=16, temperature=1.0, lam=_LAM)
 """The λ of Khandelwal et al. 2020 in a model's own domain, and their T, which is none."""
 
 
@@ -146,7 +147,7 @@ class Workshop:
         for part in score_held_out(lm.store, lm.reader, self.test, _PUBLISHED):
             assert part.visited is not None
             knn = part.visited[0].weights(_PUBLISHED.temperature)[:, 0].clamp(max=1.0)
-            parts.append(mix_gold(part.lm_log_probs, knn, 0.25))
+            parts.append(mix_log_probs(part.lm_log_probs, knn.log(), _LAM))
         return torch.cat(parts).double().numpy()
 
     def _close(self, lm: KNNLMForCausalLM) -> None:
