@@ -195,6 +195,13 @@ def test_generating_saves_searches_and_a_call_knows_nothing_of_another(lm, phras
     assert 7 - sum(searched) == saved
 
 
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_without_a_cache_it_is_said_that_no_pointer_is_followed(lm, phrases, caplog, use_cache) -> None:
+    prompt = torch.tensor([phrases[0]])
+    lm.generate(prompt, knn=KNN, use_cache=use_cache, max_new_tokens=2, do_sample=False, pad_token_id=0)
+    assert ("no pointer is followed" in caplog.text) is not use_cache
+
+
 def test_a_forward_pass_is_the_definition(lm, phrases) -> None:
     """All positions of a batch that is padded on the left."""
     rows = [phrases[0] + phrases[1][1:], [2] * 4 + phrases[2] + [40]]

@@ -21,11 +21,12 @@ from knnstore.lm.model.delegating import of_base
 from knnstore.lm.model.drafting import can_draft, with_drafts
 from knnstore.lm.model.logits import LogitMixer
 from knnstore.lm.model.passes import ForwardPass
+from knnstore.lm.model.pointing import with_pointers
 from knnstore.lm.model.registering import KNNLMConfig, of_base_model, write_type
 from knnstore.lm.model.saving import read_config, write_config
 from knnstore.lm.model.writing import generate_text
 from knnstore.lm.reading import Encoder, TextReader, add, check_matches, load_model, sync
-from knnstore.lm.retrieval import STATES_KEPT, PointerStates, TextStates, sequence_ids_of, whole_texts
+from knnstore.lm.retrieval import PointerStates, TextStates, sequence_ids_of, whole_texts
 from knnstore.lm.settings import Completing, KNNSettings, default_settings, save_settings, settings_for
 from knnstore.lm.substitute import Heads, train_substitute
 from knnstore.store import KNNStore
@@ -197,7 +198,7 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
         """
         knn = self._completed(knn or self.knn).for_writing
         if knn.pointers is not None:
-            kwargs.setdefault("pointer_states", PointerStates(STATES_KEPT))
+            kwargs = with_pointers(self, kwargs)
         if draft and can_draft(self, args, kwargs):
             kwargs = with_drafts(self.store, knn, self.tokenizer, kwargs)
         return super().generate(*args, knn=knn, **kwargs)  # type: ignore[misc]
