@@ -1,10 +1,10 @@
-# make demo | make test | make test-slow | make check, in an environment of its own that is made when missing.
+# make demo | make test | make test-slow | make check | make site, in an environment of its own that is made when missing.
 
 PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
 
-.PHONY: demo test test-slow check
+.PHONY: demo test test-slow check site
 
 demo: $(VENV)/installed-base
 	$(VENV)/bin/knnstore demo
@@ -21,6 +21,10 @@ check: $(VENV)/installed-dev
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+
+# The pages as a site in build/site; a link or an anchor that leads nowhere is an error.
+site: $(VENV)/installed-dev
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
 
 # The stamps of what is installed, without extras and with those of `dev`: pip is asked again only when what it reads has changed.
 $(VENV)/installed-base: EXTRAS =

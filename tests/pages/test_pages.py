@@ -1,0 +1,63 @@
+"""The pages are true: their Python and their commands run and their links lead somewhere."""
+
+import re
+import shutil
+
+import pytest
+
+from tests.pages.transcripts import ROOT, differences, run, steps
+
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/python.md"])
+def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    shutil.copytree(ROOT / "examples" / "tiny-lm", tmp_path / "examples" / "tiny-lm")
+    monkeypatch.chdir(tmp_path)
+    exec(compile("\n".join(blocks), page, "exec"), {})
+    assert list(tmp_path.glob("*.knn"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["README.md", "docs/tutorial.md"])
+def test_the_commands_of_a_page_print_what_it_says(page, tmp_path):
+    found = steps((ROOT / page).read_text())
+    assert found
+    for step, got in zip(found, run([step.command for step in found], tmp_path), strict=True):
+        assert not differences(step.printed, got), f"{step.command}\n" + "\n".join(got)
+
+
+def slugs(page):
+    """Names of a page's headings in links, as GitHub makes them."""
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)", prose, re.MULTILINE)
+    plain = [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading).strip().lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
+
+
+def test_the_links_of_the_pages_lead_somewhere():
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            if not link.startswith("https://"):
+                name, _, anchor = link.partition("#")
+                target = page.parent / name if name else page
+                assert target.exists(), f"{page.name}: {link}"
+                assert not anchor or anchor in slugs(target), f"{page.name}: {link}"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "got", "wrong"),
+    [
+        (["a 1.00", "b"], ["a 1.01", "b"], []),
+        (["a 1.00", "b"], ["a 1.10", "b"], ["a 1.00"]),
+        (["a 10"], ["a 11"], ["a 10"]),
+        (["a", "..."], ["a", "b"], []),
+        (["a", "...", "c"], ["a", "b", "c"], []),
+        (["a", "...", "d"], ["a", "b", "c"], ["d"]),
+        (["a"], ["a", "b"], ["(not on the page) b"]),
+        (["speed  10 tokens/s"], ["speed      99 tokens/s"], []),
+    ],
+)
+def test_what_counts_as_printed(wanted, got, wrong):
+    assert [line for line in differences(wanted, got) if line in wrong or not wrong] == wrong
