@@ -10,6 +10,7 @@ from knnstore.catalog.keys import AccessKey, AccessKeys, Right
 from knnstore.catalog.representatives import DROPPED, PrunedDocument, Representatives
 from knnstore.catalog.schema import upgrade_catalog
 from knnstore.catalog.types import (
+    KEYLESS,
     Document,
     Domain,
     Engine,
@@ -23,6 +24,7 @@ from knnstore.catalog.writer import CatalogWriter
 
 __all__ = [
     "DROPPED",
+    "KEYLESS",
     "URL",
     "AccessKey",
     "AccessKeys",

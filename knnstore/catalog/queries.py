@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import chain
 from operator import attrgetter
@@ -147,8 +148,10 @@ def read_domains(current: Session, *, has_prefix: bool) -> list[Domain]:
         .group_by(DomainRow.name)
     )
     rows = current.execute(chosen).all()
-    # Sorted here: databases order text differently.
-    return sorted((Domain(name, *map(int, sums)) for name, *sums in rows), key=attrgetter("name"))
+    domains = [Domain(name, *map(int, sums)) for name, *sums in rows]
+    if read_engine(current).is_keyless:
+        domains = [replace(domain, records=0) for domain in domains]
+    return sorted(domains, key=attrgetter("name"))  # here: databases order text differently
 
 
 def read_engine(current: Session) -> Engine:
@@ -200,6 +203,8 @@ def read_snapshot(current: Session, *, has_prefix: bool) -> Snapshot:
     representatives = Representatives.of(pruned) if pruned else None
     rows, groups, starts, stops, counts = table
     engine, names = read_engine(current), dict(current.execute(domains).all())
+    if engine.is_keyless:
+        counts = np.zeros_like(counts)
     return Snapshot(revision, engine, rows, groups, starts, stops, counts, representatives, names)
 
 

@@ -34,14 +34,24 @@ class Identity:
     """File of the weights that project the keys to `dim` components; None keeps them as they are."""
 
 
+KEYLESS = "none"
+"""Stands in the place of an adapter's name where a store keeps no keys."""
+
+
 @dataclass(frozen=True, slots=True)
 class Engine:
     """Which adapter holds the keys, and where."""
 
     adapter: str
+    """Its name, or `KEYLESS`."""
     location: str
     """A URL, or a directory; a relative one is inside the store's home."""
     params: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_keyless(self) -> bool:
+        """Whether no keys are kept: documents have no records."""
+        return self.adapter == KEYLESS
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +100,7 @@ class Domain:
     documents: int
     tokens: int
     records: int
-    """How many records are stored for them: fewer than tokens once the domain was pruned."""
+    """How many are stored for them: fewer than tokens once the domain was pruned, none without keys."""
 
 
 @dataclass(frozen=True, slots=True)

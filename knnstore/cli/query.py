@@ -122,7 +122,7 @@ class Query:
             )
         if None in (self.k, self.temperature, self.lam):
             self._name_calibration(store, settings)
-        if settings.retrieves and not store.record_count(settings.selection):
+        if not _reached(store, settings):
             tags = ", ".join(map(repr, settings.selection.tags or ()))
             why = f"no document selected has the tag {tags}" if tags else "no document is stored"
             if settings.selection.where is not None:
@@ -141,6 +141,11 @@ class Query:
             saved = usable_settings_for(store, selection) or default_settings(store)
             saved = replace(saved, substitute=None, selection=selection)
         settings = overridden(saved, k=self.k, probes=self.probes, temperature=self.temperature, lam=self.lam)
+        if self.cache and saved.cache is None and self.cache_temperature is None and store.is_keyless:
+            raise ConfigError(
+                "where no keys are stored the temperature of a cache is not known: give --cache-temperature, "
+                "or run knnstore calibrate"
+            )
         cache, ngrams = self._cache(saved, settings), self._ngrams(saved, settings)
         pointers = self._pointers(settings)
         by_hand = self.cache_lambda is not None or self.ngram_lambda is not None  # not to count with a gate
@@ -227,6 +232,13 @@ class ScoringQuery(Query):
     temperature: Annotated[
         float | None, typer.Option("--knn-temperature", "--temperature", metavar="T", help=_TEMPERATURE)
     ] = None
+
+
+def _reached(store: "KNNStore", settings: "KNNSettings") -> int:
+    """How many records or, where these do not count, tokens of n-grams there are; 1 where neither counts."""
+    if settings.retrieves and not store.is_keyless:
+        return store.record_count(settings.selection)
+    return sum(store.lengths(settings.selection).values()) if settings.ngrams else 1
 
 
 def _given(**options: Any) -> dict[str, Any]:

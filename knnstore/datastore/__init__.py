@@ -38,6 +38,7 @@ from knnstore.datastore.embedded import (
     stored_keys,
     write_owner,
 )
+from knnstore.datastore.keyless import KeylessDatastore
 from knnstore.datastore.memory import MemoryDatastore
 from knnstore.datastore.neighbors import Neighbors
 from knnstore.datastore.optional import (
@@ -83,13 +84,14 @@ from knnstore.space import allocate, check_space, free_space, medium_errors
 __all__ = [
     "BATCH_SIZE", "BLOCK", "BLOCK_VALUES", "ID_LIMIT", "OWNER_FILES", "POSITION_LIMIT", "TOKEN_LIMIT",
     "Capabilities", "Codec", "CodecFile", "Coding", "DamagedPart", "Datastore", "Distances",
-    "EmbeddedDatastore", "Filter", "GroupSearch", "Groups", "IdRanges", "Ids", "KeySegments", "Keys",
-    "MappedColumns", "MappedFile", "MemoryDatastore", "Metric", "Mode", "Neighbors", "NoFileError",
-    "ProductCodec", "RoundedCodec", "Segment", "StoredFile", "StoredKeys", "SupportsBeside", "SupportsCells",
-    "SupportsDamage", "SupportsErase", "SupportsGet", "SupportsOptimize", "SupportsOwner", "SupportsSize",
-    "SupportsVacuum", "SupportsVerify", "Visit", "Visits", "WriterLock", "allocate", "apart", "check_space",
-    "checked_k", "checked_keys", "checked_kind", "checked_params", "checked_records", "code_size",
-    "compare_rows", "free_space", "medium_errors", "nearest_rows", "open_file", "paired", "pairwise",
-    "positions_of", "publish", "ranges_of", "read_file", "read_keys", "read_owner", "record_ids", "registry",
-    "remove", "remove_folder", "stored_keys", "sync_directory", "tokens_of", "whole_positions", "write_owner",
+    "EmbeddedDatastore", "Filter", "GroupSearch", "Groups", "IdRanges", "Ids", "KeySegments",
+    "KeylessDatastore", "Keys", "MappedColumns", "MappedFile", "MemoryDatastore", "Metric", "Mode",
+    "Neighbors", "NoFileError", "ProductCodec", "RoundedCodec", "Segment", "StoredFile", "StoredKeys",
+    "SupportsBeside", "SupportsCells", "SupportsDamage", "SupportsErase", "SupportsGet", "SupportsOptimize",
+    "SupportsOwner", "SupportsSize", "SupportsVacuum", "SupportsVerify", "Visit", "Visits", "WriterLock",
+    "allocate", "apart", "check_space", "checked_k", "checked_keys", "checked_kind", "checked_params",
+    "checked_records", "code_size", "compare_rows", "free_space", "medium_errors", "nearest_rows",
+    "open_file", "paired", "pairwise", "positions_of", "publish", "ranges_of", "read_file", "read_keys",
+    "read_owner", "record_ids", "registry", "remove", "remove_folder", "stored_keys", "sync_directory",
+    "tokens_of", "whole_positions", "write_owner",
 ]  # fmt: skip

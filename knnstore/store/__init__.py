@@ -1,6 +1,7 @@
 """The store: documents in SQL and their keys in a vector engine, kept as one thing."""
 
 from knnstore.catalog import (
+    KEYLESS,
     Difference,
     Document,
     Domain,
@@ -35,6 +36,7 @@ from knnstore.store.store import KNNStore
 
 __all__ = [
     "EVERYTHING",
+    "KEYLESS",
     "LONGEST_NGRAM",
     "Choice",
     "Chooser",

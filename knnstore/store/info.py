@@ -24,6 +24,7 @@ def info_of(home: Home, catalog: Catalog, view: View, move_target: Engine | None
         "codes": view.datastore.capabilities.codes,
         "unfinished_move": move_target.location if move_target else None,
         **{name: getattr(identity, name) for name in Identity.__slots__},
+        **({"key": None, "dim": None, "metric": None} if engine.is_keyless else {}),
         "model_fingerprint": identity.model_fingerprint.partition(":")[0],
         "domains": len(domains),
         "documents": sum(domain.documents for domain in domains),

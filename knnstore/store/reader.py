@@ -36,6 +36,10 @@ class Reader(Protocol):
         """Find the k nearest live records of each query."""
 
     @property
+    def is_keyless(self) -> bool:
+        """Whether no keys are kept: the stored text is known by its n-grams alone."""
+
+    @property
     def has_cells(self) -> bool:
         """Whether `visit` works."""
 

@@ -58,7 +58,10 @@ class StoreReader:
         """The datastore itself; after a move another one."""
         return self.view().datastore
 
-    # -- searching
+    @property
+    def is_keyless(self) -> bool:
+        """Whether no keys are kept: the stored text is known by its n-grams alone."""
+        return self.view().snapshot.engine.is_keyless
 
     def search(self, queries: Keys, k: int, selection: Selection = EVERYTHING) -> Neighbors:
         """Find the k nearest live records of each query.
@@ -93,12 +96,7 @@ class StoreReader:
         return self._at_one_revision(lambda view: view.visit(queries, probes, selection))
 
     def follow(
-        self,
-        queries: Keys,
-        ids: Ids,
-        selection: Selection = EVERYTHING,
-        *,
-        cluster_size: int | None = None,
+        self, queries: Keys, ids: Ids, selection: Selection = EVERYTHING, *, cluster_size: int | None = None
     ) -> Neighbors:
         """Measure queries against the records that come after some of others in their documents.
 
@@ -148,8 +146,6 @@ class StoreReader:
     def holders(self, ids: Ids) -> NDArray[np.int64]:
         """The number, see `lengths`, of the document that each record is of; -1 where none is live."""
         return self.view().holders(ids)
-
-    # -- what is in the store
 
     def domains(self) -> list[Domain]:
         """Every domain with its documents and tokens, by name."""

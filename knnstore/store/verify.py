@@ -83,6 +83,8 @@ def _compare(catalog: Catalog, datastore: Datastore, unsettled: list[PlacedDocum
         tokens = np.concatenate([_NO_TOKENS, *read])
         there[there] = tokens[(origins[which] + offsets)[there]] == tokens_of(ids[there])
         wrong[at[~there]] = True
+    if snapshot.engine.is_keyless:
+        wrong |= np.array([_is_damaged(catalog, snapshot, document) for document in range(len(wrong))], bool)
     wrong |= records != snapshot.records
     names = catalog.labels(snapshot.rows[wrong].tolist())  # not of what was removed meanwhile
     problems = [
@@ -103,6 +105,12 @@ def _compare(catalog: Catalog, datastore: Datastore, unsettled: list[PlacedDocum
     if len(orphans):
         problems.append(f"{len(orphans)} records belong to no document: run `knnstore repair`")
     return problems
+
+
+def _is_damaged(catalog: Catalog, snapshot: Snapshot, document: int) -> bool:
+    """Whether the tokens of a document cannot be what was stored; without records nothing else tells."""
+    text = _texts(catalog, snapshot, [document]).get(document)
+    return text is None or int(text.max(initial=0)) >= catalog.identity.vocab_size
 
 
 def _texts(catalog: Catalog, snapshot: Snapshot, documents: list[int]) -> dict[int, Tokens]:

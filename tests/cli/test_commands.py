@@ -471,3 +471,25 @@ def test_probing_tells_what_further_states_are_worth(knnstore, workplace):
     assert ("--states 2 --sample FILE" in probed.err) == (best["states"] == 2)
     none = knnstore("probe-keys --model examples/tiny-lm articles.jsonl --key ffn_input --states 1 --json")
     assert {one["states"] for one in none.json["candidates"]} == {1}
+
+
+def test_a_store_without_keys_knows_its_text_by_n_grams(knnstore, workplace):
+    made = knnstore("--home words init --model examples/tiny-lm --key none")
+    assert made.status == 0
+    assert "no keys are kept" in made.err
+    empty = knnstore("--home words eval held-out.jsonl")
+    assert "warning: nothing is retrieved, the model is alone: no document is stored" in empty.err
+    assert knnstore("--home words add letters --domain letters --json").json["tokens"] > 0
+    info = knnstore("--home words info --json").json
+    assert (info["store"], info["key"], info["records"], info["documents"]) == ("none", None, 0, 2)
+    found = knnstore("--home words eval held-out.jsonl --json").json
+    assert found["ngram_ppl"] == found["knn_ppl"] < found["store_ppl"] == found["base_ppl"]
+    text = Path("letters/first.txt").read_text().split(".")[0]
+    assert knnstore("--home", "words", "search", text, "--json").json[0]["document"] == "first.txt"
+    assert knnstore("--home words verify").status == 0
+    for line in ("move --store faiss", "prune --keep 0.5", "substitute", "eval held-out.jsonl --lambda 0.5"):
+        refused = knnstore(f"--home words {line}")
+        assert (refused.status, refused.out) == (1, "")
+        assert refused.err.splitlines()[-1].startswith("error: ")
+        assert "keys" in refused.err.splitlines()[-1]
+    assert "--cache-temperature" in knnstore("--home words generate hello --cache 9").err

@@ -23,6 +23,8 @@ from knnstore.cli.output import Bar, note, pairs, print_result, working
 from knnstore.documents import STDIN, size_of
 from knnstore.errors import InputError
 
+_NO_KEYS = "none"
+
 
 def init(
     model: Annotated[
@@ -45,7 +47,8 @@ def init(
         typer.Option(
             metavar="PLACE",
             help="Where the keys are taken: ffn_input or attention_input of the last layer (@2: of layer 2), "
-            "final_hidden, each also with _before_norm behind the name; or a module's path.",
+            "final_hidden, each also with _before_norm behind the name; or a module's path. none keeps no "
+            "keys: adding takes no pass of the model, and n-grams are all that is retrieved.",
         ),
     ] = "ffn_input",
     states: Annotated[
@@ -116,6 +119,7 @@ def init(
       knnstore --home other.knn init --model examples/tiny-lm --store hnswlib
       knnstore --home small.knn init --model examples/tiny-lm --dim 16 --sample articles.jsonl
       knnstore --home joined.knn init --model examples/tiny-lm --states 3 --dim 16 --sample articles.jsonl
+      knnstore --home ngrams.knn init --model examples/tiny-lm --key none
     """
     check_model(model)
     samples = Documents(sample or [])
@@ -132,7 +136,7 @@ def init(
             location=location,
             params=read_params(params) | ({} if codes is None else {"codes": codes}),
             catalog=catalog,
-            key=key,
+            key=None if key == _NO_KEYS else key,
             states=states,
             discounts=discounts,
             metric=metric,
@@ -146,6 +150,8 @@ def init(
         ).store as made,
     ):
         found = made.info()
+        if made.is_keyless:
+            note("no keys are kept: of the text that is added its n-grams are all that is retrieved")
         kept_as = made.datastore.capabilities.codes
         if kept_as is not None:
             note(

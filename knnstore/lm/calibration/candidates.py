@@ -10,10 +10,16 @@ one document are not independent.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 from knnstore.datastore import Metric
 from knnstore.errors import InputError
-from knnstore.lm.calibration.evidence import evidence_of_cells, gather_evidence
+from knnstore.lm.calibration.evidence import (
+    Evidence,
+    evidence_of_cells,
+    evidence_without_keys,
+    gather_evidence,
+)
 from knnstore.lm.calibration.fits import (
     DomainEvidence,
     fit_bins,
@@ -59,9 +65,9 @@ class Comparison:
     base: Interval
     """The model alone."""
     candidates: tuple[Candidate, ...]
-    """A fixed λ with each k, then the other mixers; then a substitute without the store, and below the
-    best of some of these; then n-grams without the keys, and on top of the best of these; then a continuous
-    cache without the store, and on top of the best of all; then one gate over all of them."""
+    """Where there are keys a fixed λ with each k, then the other mixers, then a substitute without the store,
+    and below the best of some of these; then n-grams without the keys, and on top of the best of these; then
+    a continuous cache without the store, and on top of the best of all; then one gate over all of them."""
     current: Candidate | None
     """The settings in force until now, with at most the k of the pass if theirs was not searched; nothing
     was fitted here. None where there are none, or none that can be judged."""
@@ -114,8 +120,53 @@ def compare(
         InputError: there is too little text, or nothing was found.
     """
     trial = Trial(scored)
-    if not len(scored.found):
+    if not scored.is_anything_found:
         raise InputError("nothing can be fitted: the search found no neighbor of any token")
+    if len(scored.found):
+        of_keys = _of_keys(trial, scored, fits, wide, networks=networks)
+    else:
+        of_keys = _OfKeys([], [evidence_without_keys(scored)], evidence_without_keys(scored), {})
+    candidates, evidence, at_best_k, again = of_keys
+    if domains is not None:
+        candidates.append(trial.fitted("domains", fit_domains, domains, domains.log_probs))
+    candidates += trial.with_substitute(candidates, evidence, again)
+    if ngrams:
+        candidates += trial.with_ngrams(candidates, evidence, again)
+    candidates += trial.with_cache(candidates)
+    if networks:
+        candidates += trial.with_gate(candidates, evidence, fit_fixed, ngrams=ngrams)
+    before = None
+    if current is not None:
+        kept, mix = _as_judged(current, scored, wide, domains)
+        before = trial.fitted("current", lambda _: kept, at_best_k, mix) if kept else None
+    nested = trial.nested(candidates)
+    expected, change = trial.judge(nested)
+    gain = None if before is None else trial.judge.ratio(nested, before.log_probs)
+    return Comparison(
+        trial.documents, len(scored), trial.judge.base, tuple(candidates), before, expected, change, gain
+    )
+
+
+class _OfKeys(NamedTuple):
+    """What was fitted of the keys alone."""
+
+    candidates: list[Candidate]
+    evidence: list[Evidence]
+    """With each k, or number of probes."""
+    at_best_k: Evidence
+    fits: Mapping[str, Fit]
+    """What was tried, by name."""
+
+
+def _of_keys(
+    trial: Trial,
+    scored: ScoredText,
+    fits: Mapping[str, Fit],
+    wide: Sequence[WideEvidence],
+    *,
+    networks: bool,
+) -> _OfKeys:
+    """Fit a fixed λ with each k, and the other mixers; see `compare`."""
     evidence = evidence_of_cells(scored) if scored.visited else gather_evidence(scored, ks_up_to(scored.k))
     fixed = [trial.fitted("fixed", fit_fixed, of) for of in evidence]
     enough = best_of(fixed).held_out.ppl * (_WORTH_PROBES if scored.visited else 1)
@@ -135,26 +186,7 @@ def compare(
                 trial.fitted(name, fit, widest.evidence, widest.log_probs) for name, fit in BIN_FITS.items()
             ]
         fixed += with_k
-    candidates = [*fixed, *others]
-    if domains is not None:
-        candidates.append(trial.fitted("domains", fit_domains, domains, domains.log_probs))
-    again = {"fixed": fit_fixed, **fits}
-    candidates += trial.with_substitute(candidates, evidence, again)
-    if ngrams:
-        candidates += trial.with_ngrams(candidates, evidence, again)
-    candidates += trial.with_cache(candidates)
-    if networks:
-        candidates += trial.with_gate(candidates, evidence, fit_fixed, ngrams=ngrams)
-    before = None
-    if current is not None:
-        kept, mix = _as_judged(current, scored, wide, domains)
-        before = trial.fitted("current", lambda _: kept, at_best_k, mix) if kept else None
-    nested = trial.nested(candidates)
-    expected, change = trial.judge(nested)
-    gain = None if before is None else trial.judge.ratio(nested, before.log_probs)
-    return Comparison(
-        trial.documents, len(scored), trial.judge.base, tuple(candidates), before, expected, change, gain
-    )
+    return _OfKeys([*fixed, *others], evidence, at_best_k, {"fixed": fit_fixed, **fits})
 
 
 def _as_judged(

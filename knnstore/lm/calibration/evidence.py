@@ -63,6 +63,13 @@ def evidence_of_cells(scored: ScoredText) -> list[Evidence]:
     ]
 
 
+def evidence_without_keys(scored: ScoredText) -> Evidence:
+    """What the tokens of a text say where no neighbor was found: of no temperature anything."""
+    tokens = torch.arange(len(scored))
+    lm, nothing = scored.lm_log_probs.exp().clamp(min=LEAST_PROBABILITY)[:, None], torch.zeros(len(scored), 0)
+    return Evidence(1, nothing[0], nothing, lm, scored.retrieved(1, tokens), torch.zeros(len(scored)), tokens)
+
+
 def gather_evidence(scored: ScoredText, ks: Sequence[int]) -> list[Evidence]:
     """What the tokens of a text say about each k, ascending and at most ``scored.k``, without a search."""
     k = ks[-1]

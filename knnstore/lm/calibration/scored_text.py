@@ -14,6 +14,7 @@ from knnstore.lm.keys import described
 from knnstore.lm.mixing import (
     DISTINCT_AMONG,
     Continuation,
+    FixedLambda,
     NearnessLambda,
     Retrieved,
     distinct_tokens,
@@ -122,8 +123,14 @@ class ScoredText:
         return self.chunks(max(k, settings.cache.size if settings.cache else 1), tokens)
 
     @property
+    def is_anything_found(self) -> bool:
+        """Whether neighbors or n-grams say something of some token."""
+        said = self.ngrams is not None and bool(self.ngrams.probs.isfinite().any())
+        return said or bool(len(self.found))
+
+    @property
     def found(self) -> Tensor:
-        """Indices of the tokens for which something was found, int64."""
+        """Indices of the tokens for which a neighbor was found, int64."""
         return self.distances[:, 0].isfinite().nonzero()[:, 0]
 
     def retrieved(self, k: int, tokens: Tensor, probes: int | None = None) -> Retrieved:
@@ -200,7 +207,8 @@ def score_once(
     distinct = torch.empty((total, len(powers_up_to(min(k, DISTINCT_AMONG)))), dtype=torch.int16)
     log_weights = None
     done = 0
-    settings = KNNSettings(k=k, mixer=_SEES_NEIGHBORS, selection=selection, probes=probes, ngrams=ngrams)
+    mixer = FixedLambda(0.0) if store.is_keyless else _SEES_NEIGHBORS
+    settings = KNNSettings(k=k, mixer=mixer, selection=selection, probes=probes, ngrams=ngrams)
     for part in score_held_out(
         store, reader, documents, settings, left_out=left_out, progress=shown,
     ):  # fmt: skip

@@ -109,7 +109,7 @@ class Trial:
     ) -> list[Candidate]:
         """N-grams without the keys, and on top of the best candidate, and of the best that fits make anew.
 
-        None if the text was scored without n-grams.
+        No candidate if the text was scored without n-grams; the first alone if there is nothing below them.
         """
         said = self._scored.ngrams
         if said is None:
@@ -120,6 +120,8 @@ class Trial:
 
         fit, mix = partial(fit_ngrams, said), partial(mix_ngrams, said)
         on_top = self._on_top(candidates, "n-grams", fit, mix, put)
+        if not candidates:
+            return on_top
         best, at_its_k = self._best_fitted_by(fits, candidates, evidence)
         again = partial(fit_with_ngrams, scored=self._scored, said=said, fit=fits[best.name])
         if best is best_of(candidates):
@@ -151,7 +153,9 @@ class Trial:
         """One gate over all components, with k or probes as of the best that `fit` has made."""
         if self._scored.reading is None:
             return []
-        _, at_its_k = self._best_fitted_by({"fixed": fit}, candidates, evidence)
+        at_its_k = evidence[0]
+        if len(evidence) > 1:
+            _, at_its_k = self._best_fitted_by({"fixed": fit}, candidates, evidence)
         cache = gather_cache_evidence(self._scored.reading)
         said = self._scored.ngrams if ngrams else None
         together = partial(fit_together, scored=self._scored, said=said, cache=cache, fit=fit)
@@ -165,7 +169,7 @@ class Trial:
         mix: Callable[[Tensor, P], Tensor],
         put: Callable[[KNNSettings, P], KNNSettings],
     ) -> list[Candidate]:
-        """A part of settings without the store, and on top of the best candidate.
+        """A part of settings without the store, and on top of the best candidate, if there is one.
 
         Args:
             candidates: those so far.
@@ -192,5 +196,8 @@ class Trial:
             one, other = (put(*both) for both in zip(by_half, parts, strict=True))
             return Candidate(name, put(settings, found), held_out, lam, change, log_probs, (one, other))
 
+        alone = over(name, None)
+        if not candidates:
+            return [alone]
         best = best_of(candidates)
-        return [over(name, None), over(f"{best.name} + {name}", best)]
+        return [alone, over(f"{best.name} + {name}", best)]

@@ -15,7 +15,9 @@ from knnstore.lm.model.modeling import KNNLMForCausalLM
 from knnstore.lm.reading import Encoder, TextReader, identify, loaded, name_of, sample_keys
 from knnstore.lm.settings import KNNSettings, default_settings, settings_for, usable_settings_for
 from knnstore.progress import Progress
-from knnstore.store import KNNStore, Mode
+from knnstore.store import KEYLESS, KNNStore, Mode
+
+_ENGINE, _KEY = "cells", "ffn_input"
 
 
 def create(
@@ -23,11 +25,11 @@ def create(
     model: str | PreTrainedModel,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    store: str = "cells",
+    store: str = _ENGINE,
     location: str | None = None,
     params: Mapping[str, Any] | None = None,
     catalog: str | None = None,
-    key: str = "ffn_input",
+    key: str | None = _KEY,
     states: int = 1,
     discounts: Sequence[float] | None = None,
     metric: str = "l2",
@@ -50,7 +52,8 @@ def create(
         location: where it keeps them: a URL or a folder; default ``HOME/keys``.
         params: the adapter's own parameters.
         catalog: SQLAlchemy URL of the catalog; default is SQLite in the home.
-        key: where in the model the keys are taken: ``ffn_input`` or another place; see `locate`.
+        key: where in the model the keys are taken: ``ffn_input`` or another place; see `locate`. None keeps
+            no keys: the model reads nothing that is added, and n-grams are all that is retrieved.
         states: how many states make a key: that of its token there, and those of the tokens before.
         discounts: of the state before, of the one before that, and so on; default 0.5, 0.35, ...
         metric: ``l2`` or ``ip``.
@@ -70,6 +73,10 @@ def create(
         ConfigError: something given cannot be used.
         InputError: a document of the sample cannot be used.
     """
+    if key is None:  # keys of the text that is being read, for a cache, are made all the same
+        if store != _ENGINE or location is not None:
+            raise ConfigError("a store that keeps no keys has no engine and no location for them")
+        store, key = KEYLESS, _KEY
     joining = Joining.of(states, discounts)
     if (dim is None) != (sample is None) and (sample is None or states == 1):
         raise ConfigError("dim and sample belong together: the keys are projected as fits those of a sample")

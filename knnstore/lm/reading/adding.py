@@ -6,12 +6,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from knnstore.documents import OnBad, TextDocument, documents_of
 from knnstore.errors import DiskFullError, InputError, UnusableDocumentError
 from knnstore.lm.reading.reader import TextReader, in_chunks
 from knnstore.lm.reading.windows import BATCH_TOKENS
 from knnstore.progress import Progress
-from knnstore.store import KNNStore, NewDocument, Selection, change_of
+from knnstore.store import Ingest, KNNStore, NewDocument, Selection, change_of
 
 _logger = logging.getLogger(__name__)
 
@@ -36,7 +39,7 @@ class Added:
     """Documents with the same text but new metadata or tags."""
     unchanged: int
     tokens: int
-    """Tokens that went through the model."""
+    """Tokens that were stored: went through the model, where the store keeps keys."""
     seconds: float
 
     @property
@@ -113,14 +116,13 @@ def add(
     tokens_read, bytes_read = 0, 0  # for the time left
     shown.start(f"adding to {domain}")
 
-    def encode(group: Sequence[NewDocument]) -> None:
+    def put(group: Sequence[NewDocument]) -> None:
         began, before = time.perf_counter(), counts["tokens"]
         with store.ingest(group) as ingest:
-            for batch in reader.batches([document.tokens for document in group]):
-                keys = reader.encoder.keys(batch.input_ids, batch.at).cpu().numpy()
-                ingest.add(batch.documents, batch.positions, batch.gold, keys)
-                counts["tokens"] += len(batch.at)
-                shown.advance(len(batch.at))
+            texts = [document.tokens for document in group]
+            for count in map(len, texts) if store.is_keyless else _encode(reader, texts, ingest):
+                counts["tokens"] += count
+                shown.advance(count)
         pace.took(counts["tokens"] - before, time.perf_counter() - began)
 
     group: list[NewDocument] = []
@@ -158,10 +160,10 @@ def add(
             group.append(new)
             waiting += len(tokens)
             if waiting >= pace.group_tokens:
-                encode(group)
+                put(group)
                 group, waiting = [], 0
     if group:
-        encode(group)
+        put(group)
     if any(counts.values()):  # also what an interrupted run left undone after its last commit
         try:
             store.optimize()
@@ -228,6 +230,16 @@ def sync(
     if gone:
         lm.store.remove_selected(Selection((domain,), documents=gone))
     return Synced(added, gone)
+
+
+def _encode(
+    reader: TextReader, texts: Sequence[NDArray[np.unsignedinteger[Any]]], ingest: Ingest
+) -> Iterator[int]:
+    """Make and store the keys of some texts; yields how many, a batch at a time."""
+    for batch in reader.batches(texts):
+        keys = reader.encoder.keys(batch.input_ids, batch.at).cpu().numpy()
+        ingest.add(batch.documents, batch.positions, batch.gold, keys)
+        yield len(batch.at)
 
 
 class _Pace:

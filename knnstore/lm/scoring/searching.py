@@ -1,5 +1,7 @@
 """Stored passages that are near a text, as the model sees both."""
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
@@ -7,9 +9,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from knnstore.datastore import Keys, record_ids
 from knnstore.errors import InputError
 from knnstore.lm.settings import KNNSettings, ReadingModel
-from knnstore.store import Provenance
+from knnstore.store import LONGEST_NGRAM, Matches, Provenance, Reader, Selection
 
 _NEIGHBORS = 32  # of each token of the text
 _NEAR = 16  # tokens between two records of one passage, at most
@@ -40,7 +43,9 @@ def search(lm: ReadingModel, text: str, knn: KNNSettings | None = None, *, limit
     """Find the stored passages that are nearest to a text.
 
     The store is searched with the model's state at each token of the text and at its end. Each search gives
-    one share, divided among its neighbors as p_kNN is; a passage has the shares of all its records.
+    one share, divided among its neighbors as p_kNN is; a passage has the shares of all its records. A store
+    without keys is searched for the same words: each token but the first has one share, divided among the
+    places where most of the words before it stand before it too.
 
     Args:
         lm: the model.
@@ -59,14 +64,12 @@ def search(lm: ReadingModel, text: str, knn: KNNSettings | None = None, *, limit
     tokens = reader.tokens(text).tolist()[-(reader.max_length - len(prefix)) :]
     if not tokens:
         raise InputError("the text is empty")
-    row = np.array([[*prefix, *tokens]], np.int64)
-    keys = reader.encoder.keys(row, np.arange(len(prefix), row.size)).cpu().numpy()
-    found = store.search(keys, _NEIGHBORS, settings.selection)
-    shares = _shares(found.distances, settings.temperature)
-    totals: dict[int, float] = {}
-    for id, share in zip(found.ids.ravel().tolist(), shares.ravel().tolist(), strict=True):
-        if id >= 0:
-            totals[id] = totals.get(id, 0.0) + share / len(keys)
+    if store.is_keyless:
+        totals = _by_words(store, tokens, settings.selection)
+    else:
+        row = np.array([[*prefix, *tokens]], np.int64)
+        keys = reader.encoder.keys(row, np.arange(len(prefix), row.size)).cpu().numpy()
+        totals = _by_keys(store, keys, settings)
     places = store.provenance(np.array(list(totals), np.int64), before=0, after=0)
     hits = [
         _Hit(place, id, share) for place, (id, share) in zip(places, totals.items(), strict=True) if place
@@ -85,6 +88,28 @@ def search(lm: ReadingModel, text: str, knn: KNNSettings | None = None, *, limit
         for group, place in zip(groups, around, strict=True)
         if place is not None
     ]
+
+
+def _by_keys(store: Reader, keys: Keys, settings: KNNSettings) -> dict[int, float]:
+    """The share of each record that is near one of some keys, shape (n, d)."""
+    found, totals = store.search(keys, _NEIGHBORS, settings.selection), defaultdict[int, float](float)
+    shares = _shares(found.distances, settings.temperature)
+    for id, share in zip(found.ids.ravel().tolist(), shares.ravel().tolist(), strict=True):
+        if id >= 0:
+            totals[id] += share / len(keys)
+    return totals
+
+
+def _by_words(store: Reader, tokens: Sequence[int], selection: Selection) -> dict[int, float]:
+    """The share of each stored token that is one of these, with the longest run of them before it."""
+    matches, totals = Matches.of(store.ngrams(selection), [np.array(tokens)], [False]), dict[int, float]()
+    for before, token in enumerate(tokens[1:]):
+        found = matches.occurrences(before, LONGEST_NGRAM, _NEIGHBORS)
+        longest = [one for one in found if one.matched == found[0].matched]
+        positions = np.array([one.position for one in longest], np.int64)
+        for id in record_ids(positions, np.full(len(longest), token)).tolist():
+            totals[id] = 1 / len(longest) / (len(tokens) - 1)
+    return totals
 
 
 def _shares(distances: NDArray[np.float32], temperature: float) -> NDArray[np.float64]:

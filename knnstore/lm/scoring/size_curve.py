@@ -81,7 +81,10 @@ def measure_size_curve(
         progress.finish()
     if not tokens:
         raise InputError("nothing to evaluate: the documents hold no token to predict")
-    sizes = [(0, 0), *((count, store.record_count(part)) for part, count in parts)]
+    sizes = [(0, 0)]
+    for part, count in parts:
+        tokens_there = sum(store.lengths(part).values()) if store.is_keyless else store.record_count(part)
+        sizes.append((count, tokens_there))
     return [SizePoint(*size, perplexity(total, tokens)) for size, total in zip(sizes, totals, strict=True)]
 
 

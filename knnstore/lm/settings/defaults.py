@@ -7,6 +7,7 @@ from typing import Any
 
 from knnstore.datastore import Metric
 from knnstore.errors import ConfigError, CorruptWeightsError, FingerprintMismatchError
+from knnstore.lm.settings.parts import NGramSettings
 from knnstore.lm.settings.query import KNNSettings
 from knnstore.lm.settings.saved import (
     saved_for,
@@ -34,8 +35,10 @@ def default_settings(store: Reader, selection: Selection = EVERYTHING) -> KNNSet
     The best temperature grows with the scale of the distances, which differs between models by
     orders of magnitude. Twice the keys' variance is the mean squared distance between two of
     them; a tenth of the variance is near the optimum in the domains of docs/benchmarks.md, T=1 far
-    from it. Fitting on held-out text is better still.
+    from it. Fitting on held-out text is better still. A store without keys has its n-grams.
     """
+    if store.is_keyless:
+        return KNNSettings(k=1, lam=0.0, ngrams=NGramSettings())
     sample = next(store.records(selection, batch_size=_SAMPLE), None)
     variance = float(sample.keys.var(axis=0).sum()) if sample else 0.0
     probes = DEFAULT_PROBES if store.has_cells else None

@@ -260,8 +260,9 @@ def substitute_of(values: Mapping[str, Any]) -> Substitute:
 
 
 def records_of(store: Reader, domains: Sequence[str]) -> int:
-    """Records stored under these domains, or under all when none is named."""
-    return sum(domain.records for domain in store.domains() if not domains or domain.name in domains)
+    """Records stored under these domains, or under all when none is named; tokens where no keys are kept."""
+    chosen = [domain for domain in store.domains() if not domains or domain.name in domains]
+    return sum(domain.tokens if store.is_keyless else domain.records for domain in chosen)
 
 
 def _values(part: Any) -> Any:

@@ -60,6 +60,8 @@ def train_substitute(
     store, reader = lm.store, lm.reader
     if store.mode != "a":
         raise ReadOnlyError('a substitute is saved in the store: open it for writing, mode "a"')
+    if store.is_keyless:
+        raise ConfigError("a substitute is trained on keys, and this store keeps none")
     if rows < 1 or epochs < 1 or not 0 < learning_rate < math.inf:
         raise ConfigError("rows and epochs must be at least 1 and the learning rate above 0")
     started, shown = time.perf_counter(), progress or Progress()

@@ -7,6 +7,7 @@ from pathlib import Path
 from knnstore.catalog import Engine, Identity
 from knnstore.datastore import (
     Datastore,
+    KeylessDatastore,
     Metric,
     Mode,
     SupportsErase,
@@ -54,7 +55,7 @@ class Place:
     @property
     def remembers(self) -> bool:
         """Whether the adapter remembers whose keys it keeps."""
-        return issubclass(registry.load(self.engine.adapter), SupportsOwner)
+        return issubclass(self._adapter, SupportsOwner)
 
     def whose(self) -> Whose:
         """Whose keys are there."""
@@ -74,7 +75,7 @@ class Place:
         Raises:
             NotOwnerError: see `check_ours`; somebody may have claimed them before they were opened.
         """
-        adapter, found = registry.load(self.engine.adapter), self._found()
+        adapter, found = self._adapter, self._found()
         self._check(found, copied)
         if issubclass(adapter, SupportsOwner) and found != self._us:
             adapter.claim(self.location, str(self._us), **self.engine.params)
@@ -95,6 +96,10 @@ class Place:
         return whose
 
     @property
+    def _adapter(self) -> type[Datastore]:
+        return KeylessDatastore if self.engine.is_keyless else registry.load(self.engine.adapter)
+
+    @property
     def _us(self) -> Owner:
         folder = self.folder
         inside = folder is not None and folder.is_relative_to(self.home.path.resolve())
@@ -102,7 +107,7 @@ class Place:
 
     def _found(self) -> Owner | None:
         """Who claimed the keys there."""
-        adapter = registry.load(self.engine.adapter)
+        adapter = self._adapter
         if not issubclass(adapter, SupportsOwner):
             return None
         text = adapter.owner(self.location, **self.engine.params)
@@ -115,7 +120,7 @@ class Place:
             ConfigError: the adapter keeps nothing after the process ends, or the folder leads elsewhere.
         """
         self._check_folder()
-        opened = registry.load(self.engine.adapter).open(
+        opened = self._adapter.open(
             self.location,
             dim=self.identity.dim,
             metric=Metric(self.identity.metric),
@@ -151,7 +156,7 @@ class Place:
             DiskFullError: there is too little space.
         """
         if self.folder is not None:
-            adapter: type = registry.load(self.engine.adapter)
+            adapter: type = self._adapter
             size = 4 * self.identity.dim + 64  # where an engine does not say
             if issubclass(adapter, SupportsSize):
                 size = adapter.record_size(self.identity.dim, **self.engine.params)
@@ -179,7 +184,7 @@ class Place:
 
         Where nobody claimed it, the caller knows that it is.
         """
-        adapter = registry.load(self.engine.adapter)
+        adapter = self._adapter
         whose = self.whose()
         if whose in (Whose.ANOTHERS, Whose.A_COPYS):
             return f"the keys there are not this home's; {self} stays as it is"

@@ -113,6 +113,8 @@ class Relocation:
     def move(self, writer: CatalogWriter, target: Engine, progress: Progress) -> Moved:
         """Move the keys to another engine; see `KNNStore.move`."""
         started = time.perf_counter()
+        for engine in (self._current.engine, target):
+            _check_keys(engine)
         target = replace(target, params=_as_json(target.params))
         self._current.view()  # follows a move whose answer was lost
         before = self._current.engine
@@ -133,6 +135,7 @@ class Relocation:
     ) -> Pruned:
         """Let only some records of each domain stay; see `KNNStore.prune`."""
         started, differing = time.perf_counter(), _as_json(params or {})
+        _check_keys(self._current.engine)
         check_undamaged(self._catalog, self._current.datastore, _UNDONE)
         view, before = self._current.view(), self._current.engine
         view.scope(Selection(domains=tuple(domains)) if domains else EVERYTHING)
@@ -270,6 +273,14 @@ class Relocation:
     def _plan(self) -> Plan | None:
         """The move that is unfinished, if any."""
         return Plan.read(self._home, self._catalog.store_id)
+
+
+def _check_keys(engine: Engine) -> None:
+    """Refuse to move or to prune keys where none are kept."""
+    if engine.is_keyless:
+        raise ConfigError(
+            "a store keeps keys or none from its beginning on: make another one and add the documents to it"
+        )
 
 
 def _lines(place: Place, left: str | None) -> list[str]:

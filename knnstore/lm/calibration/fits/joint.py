@@ -42,7 +42,8 @@ def fit_joint(scored: ScoredText, settings: KNNSettings, tokens: Tensor) -> Join
         settings: what is in use, each component with a temperature of its own.
         tokens: indices of those to fit on, int64, shape (n,).
     """
-    unit = float(scored.distances[tokens, 0].abs().median().clamp(min=1e-6))
+    nearest = scored.distances[tokens, 0].abs()
+    unit = float(nearest.median().clamp(min=1e-6)) if nearest.isfinite().any() else 1.0
     factors = factors_in_use(settings)
     features, found, probs = [], [], []
     for chunk in scored.chunks_for(settings, tokens):

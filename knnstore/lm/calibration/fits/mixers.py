@@ -27,7 +27,9 @@ PRIOR_TOKENS = 32.0
 
 
 def fit_fixed(evidence: Evidence) -> KNNSettings:
-    """Fit one T and one λ."""
+    """Fit one T and one λ; 0 where no neighbor was found."""
+    if not len(evidence.temperatures):
+        return KNNSettings(k=1, lam=0.0)
     temperature, lam = best_fixed(evidence)
     return evidence.settings(temperature, FixedLambda(lam))
 
