@@ -38,6 +38,8 @@ class Limits:
     generated: int = 128
     """Tokens of each continuation."""
     prompts: int = 32
+    codes: str = "pq32"
+    """What keys are kept as where they are coded."""
 
 
 def reader_of(model: str, device: str | None = "cpu") -> TextReader:

@@ -6,8 +6,8 @@
 DIR holds a folder for each domain with ``store.jsonl``, ``dev.jsonl`` and ``test.jsonl``, rows
 ``{"id", "text"}``, split by document. Every experiment says whether a finding was reproduced, by a rule that
 stands beside it. The run may be killed and started again at any time: what is done is not done again, unless
-the data, the model, the limits or the experiment have changed. Writes ``results.json``, ``findings.md``
-and its plots.
+the data, the model, the limits, the library or the experiment have changed. Writes ``results.json``,
+``findings.md`` with its plots, and ``summary.md``, the page of the documentation.
 """
 
 import argparse
@@ -34,6 +34,7 @@ from experiments import EXPERIMENTS
 from lab import Lab
 from memory import write_json
 from smoke import SMOKE_LIMITS, TINY_LM, smoke_texts
+from summary import page
 from texts import Limits, read
 
 from knnstore.errors import KnnstoreError
@@ -99,6 +100,8 @@ def write(lab: Lab, out: Path) -> None:
     """Write all results that there are with these inputs, as JSON, Markdown and plots."""
     known = {experiment: result_of(lab, out, experiment) for experiment in EXPERIMENTS}
     results = [found for found in known.values() if found is not None]
+    on_gpu = lab.base.lm.device.type == "cuda"
+    place = torch.cuda.get_device_name() if on_gpu else platform.machine()
     weights = sum(weight.numel() for weight in lab.base.lm.base.parameters())
     about = {
         "command": "python benchmarks/findings --data DATA --model MODEL --out OUT",
@@ -106,11 +109,12 @@ def write(lab: Lab, out: Path) -> None:
         "limits": asdict(lab.limits),
         "domains": {domain: described(lab, domain) for domain in lab.domains},
         "not_run": [experiment.TITLE for experiment, found in known.items() if found is None],
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
+        "machine": f"{place}, {torch.get_num_threads()} threads, torch {torch.__version__}",
     }
     write_json(out / "results.json", {**about, "findings": results})
     report.draw(results, out / "findings")
     (out / "findings.md").write_text(report.markdown(results, about, "findings"), encoding="utf-8")
+    (out / "summary.md").write_text(page(results, about), encoding="utf-8")
 
 
 def described(lab: Lab, domain: str) -> dict[str, int]:
@@ -132,7 +136,7 @@ def smoke(chosen: list[ModuleType]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
         for expected in (len(chosen), 0):
-            with Lab(str(TINY_LM), smoke_texts(), SMOKE_LIMITS, out, say) as lab:
+            with Lab(str(TINY_LM), smoke_texts(), SMOKE_LIMITS, out, "cpu", say) as lab:
                 done = run(lab, out, chosen)
                 assert done == expected, done
                 write(lab, out)
@@ -157,8 +161,13 @@ def main() -> None:
     for field in fields(Limits):
         option = f"--{field.name.replace('_', '-')}"
         parser.add_argument(
-            option, type=int, default=field.default, metavar="N", help=f"default {field.default}"
+            option,
+            type=str if field.name == "codes" else int,
+            default=field.default,
+            metavar="N",
+            help=f"default {field.default}",
         )
+    parser.add_argument("--device", help="default is the GPU if there is one")
     parser.add_argument("--smoke", action="store_true", help="about a minute, to see that it runs")
     options = parser.parse_args()
     chosen = [names[name] for name in options.only] if options.only else EXPERIMENTS
@@ -172,7 +181,7 @@ def main() -> None:
         texts = read(options.data, options.domains, options.model, limits)
     except KnnstoreError as error:
         parser.error(str(error))
-    with Lab(options.model, texts, limits, options.out, say) as lab:
+    with Lab(options.model, texts, limits, options.out, options.device, say) as lab:
         try:
             run(lab, options.out, chosen)
         finally:

@@ -72,3 +72,8 @@ def every(holds: Sequence[bool | None]) -> bool | None:
 def count(holds: Sequence[bool | None]) -> str:
     """``3 of 4 domains``."""
     return f"{sum(held is True for held in holds)} of {len(holds)} domain{'s' * (len(holds) != 1)}"
+
+
+def each(ratios: Sequence[Interval]) -> str:
+    """What was found in each domain: ``0.95, 0.85``."""
+    return ", ".join(f"{one.ppl:.2f}" for one in ratios)

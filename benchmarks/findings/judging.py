@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knnstore.lm import Interval, KNNSettings
-from knnstore.lm.calibration.evidence import gather_evidence
+from knnstore.lm.calibration.evidence import evidence_of_cells, gather_evidence
 from knnstore.lm.calibration.fits.cache import fit_cache, gather_cache_evidence
 from knnstore.lm.calibration.fits.mixers import fit_fixed
 from knnstore.lm.calibration.judging import Judge
@@ -103,6 +103,11 @@ def best_lambda(scored: ScoredText, k: int, temperature: float) -> float:
 def best_fixed(scored: ScoredText, k: int | None = None) -> KNNSettings:
     """The likeliest T and λ at one k; default that of the pass."""
     return fit_fixed(gather_evidence(scored, [k or scored.k])[0])
+
+
+def best_cells(scored: ScoredText) -> KNNSettings:
+    """The likeliest T and λ of a sum over the cells that were visited."""
+    return fit_fixed(evidence_of_cells(scored)[0])
 
 
 def lambda_interval(scored: ScoredText, k: int, temperature: float) -> Interval:

@@ -7,10 +7,10 @@ inputs never meet it.
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from memory import Make, Memory, write_json
@@ -27,6 +27,8 @@ from knnstore.lm.reading import in_chunks
 from knnstore.store import Selection
 
 LEARNING_RATE = 1e-3
+EXACT: Mapping[str, Any] = {"cells": 1, "codes": "none"}
+"""Of the cells engine: every record is compared with."""
 
 
 class Tuned(NamedTuple):
@@ -46,6 +48,7 @@ class Lab:
         texts: of each domain, its documents by split; see `read`.
         limits: how they were cut, and the sizes of experiments.
         out: what is kept goes below it.
+        device: where models run; None is the GPU if there is one.
         say: hears what is being made.
     """
 
@@ -55,11 +58,12 @@ class Lab:
         texts: dict[str, dict[str, list[TextDocument]]],
         limits: Limits,
         out: Path,
+        device: str | None,
         say: Callable[[str], None],
     ) -> None:
-        self.model, self.texts, self.limits, self.say = model, texts, limits, say
+        self.model, self.texts, self.limits, self.device, self.say = model, texts, limits, device, say
         self.domains, self.fractions = list(texts), FRACTIONS[: limits.fractions]
-        self.reader = reader_of(model)
+        self.reader = reader_of(model, device)
         self.inputs = self._hash()
         self.folder = out / "shared" / self.inputs[:12]
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -68,6 +72,8 @@ class Lab:
 
     def _hash(self) -> str:
         digest = hashlib.sha256(model_fingerprint(self.reader.encoder.model).encode())
+        for file in sorted(Path(knnstore.__file__).parent.rglob("*.py")):
+            digest.update(file.read_bytes())  # no report is of two versions of the library
         digest.update(json.dumps(asdict(self.limits)).encode())
         for domain, splits in self.texts.items():
             for split in SPLITS:
@@ -87,19 +93,39 @@ class Lab:
         """The base model with a store of every domain, searched exactly."""
         return self.memory(self.model, "base")
 
-    def memory(self, model: str, name: str, index: str = "exact") -> Memory:
+    def memory(
+        self, model: str, name: str, store: str = "cells", params: Mapping[str, Any] = EXACT, **options: Any
+    ) -> Memory:
         """A model with a store, which is filled when a domain is first asked for.
 
         Args:
             model: folder of the model.
-            name: of the store, the same for the same model and index.
-            index: of the FAISS adapter.
+            name: of the store, the same for the same model and engine.
+            store: the engine; default one cell, all of whose records are compared.
+            params: of the engine.
+            **options: of `knnstore.create`.
         """
-        return self._memory(
-            name,
-            model,
-            lambda home: knnstore.create(home, model, store="faiss", device="cpu", params={"index": index}),
-        )
+        options |= {"store": store, "params": params, "device": self.device, "dtype": "float32"}
+        return self._memory(name, model, lambda home: knnstore.create(home, model, **options))
+
+    def in_cells(self, domain: str, states: int = 1, codes: str = "none") -> Memory:
+        """The base model with cells of its own for a domain, whose keys are of so many states.
+
+        Args:
+            domain: on whose text keys of several states are projected to the width of one.
+            states: of each key.
+            codes: what they are kept as.
+        """
+        joined = {} if states == 1 else {"states": states, "sample": self.texts[domain]["store"]}
+        if self.limits.documents is not None:  # a trial: too little to project by
+            joined.pop("sample", None)
+        name = f"{domain}-{states}-{codes}"
+        return self.memory(self.model, name, params={"codes": codes, "coded_from": 1}, **joined)
+
+    def inside(self, domain: str) -> Memory:
+        """The model fine-tuned on a domain's store, three epochs, with a store that it made of that."""
+        fraction = self.train_fraction(domain)
+        return self.memory(self.tuned(domain, 3, fraction).model, f"{domain}-3-{fraction}")
 
     def pruned(self, keep: float, method: str) -> Memory:
         """A copy of the base model's store, in which only some records stay."""
@@ -112,11 +138,15 @@ class Lab:
             for record in self.base.folder.glob("stored-*.json"):
                 shutil.copy(record, home.parent)
             self.say(f"pruning, {method}, to {keep:.0%}")
-            lm = knnstore.load(home, "a", device="cpu")
+            lm = self.load(home)
             lm.prune(keep, method=method)
             return lm
 
         return self._memory(f"{method}-{keep}", self.model, make)
+
+    def load(self, home: Path) -> KNNLMForCausalLM:
+        """Open a store for writing."""
+        return knnstore.load(home, "a", device=self.device, dtype="float32")
 
     def _memory(self, name: str, model: str, make: Make) -> Memory:
         if name not in self._memories:
@@ -179,7 +209,7 @@ class Lab:
             documents = self.part(domain, fraction)
             tokens = sum(map(len, self.reader.tokenized(documents)))
             self.say(f"{domain}: fine-tuning on {tokens:,} tokens, {epochs} times")
-            reader = reader_of(self.model)
+            reader = reader_of(self.model, self.device)
             seconds = fine_tune(reader, documents, epochs, LEARNING_RATE)
             saved(reader, folder)
             write_json(record, {"tokens": tokens, "seconds": seconds})
@@ -188,13 +218,13 @@ class Lab:
 
     def alone(self, model: str, domain: str, split: str) -> ScoredText:
         """Held-out text as another model reads it; the neighbors are still those of the base model."""
-        reader = reader_of(model)
+        reader = reader_of(model, self.device)
         log_probs, keys, gold = [], [], []
         for ahead in in_chunks(self.texts[domain][split]):  # as it was scored
             for batch in reader.batches(reader.tokenized(ahead)):
                 encoded = reader.encoder.encode(batch.input_ids, batch.at)
-                log_probs.append(reader.encoder.gold_log_probs(encoded.states, batch.gold))
-                keys.append(encoded.keys)
+                log_probs.append(reader.encoder.gold_log_probs(encoded.states, batch.gold).cpu())
+                keys.append(encoded.keys.cpu())
                 gold.append(torch.from_numpy(batch.gold))
         scored = self.base.scored(domain, split)
         assert torch.equal(torch.cat(gold), scored.reading.gold), "in another order"

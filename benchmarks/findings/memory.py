@@ -15,10 +15,11 @@ from safetensors.torch import save_file
 from texts import leveled
 from torch import Tensor
 
-import knnstore
 from knnstore.datastore import tokens_of
-from knnstore.lm import KNNLMForCausalLM
-from knnstore.lm.calibration.scored_text import ScoredText, score_once
+from knnstore.lm import KNNLMForCausalLM, NGramSettings
+from knnstore.lm.calibration.on_grid import GoldOnGrid
+from knnstore.lm.calibration.scored_text import ScoredNGrams, ScoredText, score_once
+from knnstore.lm.calibration.searches import FurtherSearches
 from knnstore.lm.mixing import distinct_tokens
 from knnstore.lm.retrieval import Reading
 from knnstore.store import KNNStore, Selection
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from lab import Lab
 
 
+PROBES = 16
+"""Cells that are visited, where there are some."""
+_VISITED = "visited."
 _NEIGHBOURS = 1 << 22
 """Of all queries that are searched for at once."""
 
@@ -61,7 +65,7 @@ class Memory:
         """The model with its store, opened for writing."""
         home, made = self.folder / "home", self.folder / "made"
         if made.is_file():
-            return knnstore.load(home, "a", device="cpu")
+            return self._lab.load(home)
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         lm = self._make(home)
@@ -133,6 +137,21 @@ class Memory:
             save_scored(file, scored)
         return load_scored(file)
 
+    def visited(self, domain: str, split: str) -> ScoredText:
+        """Held-out text after visits to `PROBES` cells, with what n-grams of the domain say."""
+        self.stored(domain)
+        file = self.folder / "passes" / f"{domain}-{split}-cells.safetensors"
+        if not file.is_file():
+            self._lab.say(f"{domain}: scoring {split}, {self.folder.name}")
+            texts, selection = self._lab.texts[domain][split], Selection(domains=(domain,))
+            scored = score_once(
+                self.lm.store, self.lm.reader, texts, k=1, selection=selection, probes=PROBES,
+                ngrams=NGramSettings(),
+            )  # fmt: skip
+            further = FurtherSearches(self.lm.store, scored, texts, selection)
+            save_scored(file, replace(scored, visited=further.with_probes([PROBES])))
+        return load_scored(file)
+
 
 def search_again(scored: ScoredText, store: KNNStore, k: int, selection: Selection) -> ScoredText:
     """Another search for a text that was scored with the same model, which need not run again."""
@@ -154,13 +173,18 @@ def search_again(scored: ScoredText, store: KNNStore, k: int, selection: Selecti
 def save_scored(file: Path, scored: ScoredText) -> None:
     """Write a pass whole or not at all."""
     values = {field.name: getattr(scored, field.name) for field in fields(scored)}
-    reading = values.pop("reading")
+    reading, said, visited = (values.pop(name) for name in ("reading", "ngrams", "visited"))
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     rest = {name: value for name, value in values.items() if name not in tensors}
     tensors |= {"reading.keys": reading.keys, "reading.gold": reading.gold}
+    metadata = {"rest": json.dumps(rest), "metric": str(reading.metric)}
+    if said is not None:
+        tensors |= {"ngrams.probs": said.probs, "ngrams.suffixes": said.suffixes}
+        metadata["order"] = str(said.order)
+    for probes, found in visited.items():
+        tensors |= {f"{_VISITED}{probes}.{name}": value for name, value in vars_of(found).items()}
     file.parent.mkdir(exist_ok=True)
     part = file.with_suffix(".part")
-    metadata = {"rest": json.dumps(rest), "metric": str(reading.metric)}
     save_file({name: value.contiguous() for name, value in tensors.items()}, part, metadata)
     os.replace(part, file)
 
@@ -172,7 +196,22 @@ def load_scored(file: Path) -> ScoredText:
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     keys, gold = tensors.pop("reading.keys"), tensors.pop("reading.gold")
     reading = Reading(keys, gold, tensors["documents"], metadata["metric"])
-    return ScoredText(**tensors, **json.loads(metadata["rest"]), reading=reading)
+    said, grids = None, dict[int, dict[str, Tensor]]()
+    if "order" in metadata:
+        parts = tensors.pop("ngrams.probs"), tensors.pop("ngrams.suffixes")
+        said = ScoredNGrams(int(metadata["order"]), *parts)
+    for name in [name for name in tensors if name.startswith(_VISITED)]:
+        probes, _, of = name.removeprefix(_VISITED).partition(".")
+        grids.setdefault(int(probes), {})[of] = tensors.pop(name)
+    visited = {probes: GoldOnGrid(**grid) for probes, grid in grids.items()}
+    return ScoredText(
+        **tensors, **json.loads(metadata["rest"]), reading=reading, ngrams=said, visited=visited
+    )
+
+
+def vars_of(found: GoldOnGrid) -> dict[str, Tensor]:
+    """Its fields, by their names."""
+    return {field.name: getattr(found, field.name) for field in fields(found)}
 
 
 def write_json(file: Path, values: Any) -> None:

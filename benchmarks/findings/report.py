@@ -74,6 +74,7 @@ def markdown(results: Sequence[Mapping[str, Any]], about: Mapping[str, Any], plo
         for plot in of["plots"]:
             lines += ["", f"![{plot['title']}]({plots}/{plot['name']}.svg)"]
         lines += ["", f"{of['seconds']:,.0f} s."]
+    lines += ["", f"All together {sum(of['seconds'] for of in results):,.0f} s on {about['machine']}."]
     return "\n".join(lines) + "\n"
 
 

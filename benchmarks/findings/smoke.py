@@ -8,7 +8,9 @@ from texts import Limits
 from knnstore.documents import TextDocument
 
 TINY_LM = Path(__file__).parent.parent.parent / "examples" / "tiny-lm"
-SMOKE_LIMITS = Limits(documents=24, k=32, fractions=3, train_tokens=1_000, generated=8, prompts=4)
+SMOKE_LIMITS = Limits(
+    documents=24, k=32, fractions=3, train_tokens=1_000, generated=8, prompts=4, codes="pq8"
+)
 
 
 def smoke_texts() -> dict[str, dict[str, list[TextDocument]]]:

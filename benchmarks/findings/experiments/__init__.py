@@ -5,16 +5,20 @@
 
 from experiments import (
     adaptation,
+    cells,
+    codes,
     components,
     drift,
     exactness,
     harm,
+    joined,
     key_locations,
     lambdas,
     larger_store,
     many_neighbors,
     mixers,
     neighbors,
+    ngrams,
     pruning,
     rare,
     retomaton,
@@ -43,5 +47,9 @@ EXPERIMENTS = [
     harm,
     rare,
     drift,
+    cells,
+    codes,
+    joined,
+    ngrams,
 ]
 """In the order of the report."""

@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from finding import Finding, Table, below, count, every, settle
+from finding import Finding, Table, below, count, each, every, settle
 from judging import interval, ratio, with_cache
 from lab import Lab
 
@@ -20,7 +20,7 @@ MINUTES = 35.0
 
 def run(lab: Lab) -> Finding:
     """Fit all four on dev and compare them on test."""
-    rows, holds, both_lower = [], [], []
+    rows, holds, both_lower, whole = [], [], [], []
     for domain in lab.domains:
         dev, test = lab.dev(domain), lab.test(domain)
         store = lab.calibrated(domain)
@@ -29,12 +29,15 @@ def run(lab: Lab) -> Finding:
         log_probs = [test.lm_log_probs] + [test.log_probs(of).log_probs for of in (cache, store, both)]
         steps = [ratio(test, after, before) for before, after in pairwise(log_probs)]
         holds.append(every([below(step) for step in steps]))
+        whole.append(ratio(test, log_probs[-1], log_probs[0]))
         both_lower.append(below(steps[-1]))
         rows.append([domain, *(interval(test, of) for of in log_probs), steps[-1], both.cache.lam])
     head = ["domain", "the model alone", "cache", "store", "both", "both ÷ store", "λ of the cache then"]
     return Finding(
         settle(holds),
-        f"Every step lowered perplexity beyond chance in {count(holds)}; the cache added to the store in "
+        f"Every step lowered perplexity beyond chance in {count(holds)}; both ÷ the model "
+        f"alone: {each(whole)}. "
+        f"The cache added to the store in "
         f"{count(both_lower)}.",
         [Table(head, rows)],
     )

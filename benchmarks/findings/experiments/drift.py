@@ -83,11 +83,12 @@ def split(lab: Lab, domain: str) -> tuple[Tensor, Tensor]:
 def generate(lab: Lab, prompts: Tensor, length: int, settings: KNNSettings) -> Tensor:
     """Sample continuations."""
     torch.manual_seed(0)
+    prompts = prompts.to(lab.base.lm.device)
     written = lab.base.lm.generate(
         prompts, attention_mask=torch.ones_like(prompts), knn=settings, do_sample=True, top_k=0,
         max_new_tokens=length, min_new_tokens=length, pad_token_id=lab.reader.tokenizer.eos_token_id,
     )  # fmt: skip
-    return written[:, prompts.shape[1] :]
+    return written[:, prompts.shape[1] :].cpu()
 
 
 class Seen(NamedTuple):

@@ -1,6 +1,6 @@
 """λ in the model's own domain and out of it."""
 
-from finding import Finding, Plot, Table, count, settle
+from finding import Finding, Plot, Table, count, each, settle
 from judging import best_fixed, knn_probs, lambda_interval, ppl
 from lab import Lab
 
@@ -17,12 +17,11 @@ MINUTES = 45.0
 
 def run(lab: Lab) -> Finding:
     """Compare the base model with the one that was fine-tuned, each with its own store of the same text."""
-    rows, holds, lines = [], [], {}
+    rows, holds, inner, outer, lines = [], [], [], [], {}
     for domain in lab.domains:
         fraction = lab.train_fraction(domain)
-        inside = lab.memory(lab.tuned(domain, 3, fraction).model, f"{domain}-3-{fraction}")
         found = []
-        for name, memory in (("out of domain", lab.base), ("in domain", inside)):
+        for name, memory in (("out of domain", lab.base), ("in domain", lab.inside(domain))):
             dev, test = (memory.scored(domain, split, fraction=fraction) for split in ("dev", "test"))
             settings = best_fixed(dev)
             found.append(lambda_interval(dev, dev.k, settings.temperature))
@@ -30,11 +29,14 @@ def run(lab: Lab) -> Finding:
             rows.append([domain, name, found[-1], settings.temperature, ppl(test.lm_log_probs), ppl(mixed)])
             lines[f"{domain}, {name}"] = curve(test, settings)
         out, within = found
+        outer.append(out)
+        inner.append(within)
         holds.append(True if within.high < out.low else False if within.low > out.high else None)
     head = ["domain", "the model is", "best λ on dev", "T", "the model alone", "with the store"]
     return Finding(
         settle(holds),
-        f"The best λ was smaller in domain, beyond chance, in {count(holds)}.",
+        f"The best λ was smaller in domain, beyond chance, in {count(holds)}: {each(inner)} in "
+        f"domain, {each(outer)} out of it.",
         [Table(head, rows)],
         [Plot("lambdas", "Perplexity of test by λ, divided by the model's own", "λ", "ratio", lines)],
     )

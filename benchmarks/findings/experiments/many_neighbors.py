@@ -1,7 +1,7 @@
 """Far more neighbors than the papers use."""
 
 import torch
-from finding import Finding, Table, below, count, settle
+from finding import Finding, Table, below, count, each, settle
 from judging import best_fixed, interval, ratio
 from lab import Lab
 
@@ -21,7 +21,7 @@ KS = (4096, 16384)
 
 def run(lab: Lab) -> Finding:
     """Search again with larger k."""
-    rows, holds = [], []
+    rows, taken = [], []
     for domain in lab.domains:
         dev, test = lab.dev(domain), lab.test(domain)
         tokens = lab.base.stored(domain).tokens["1/1"]
@@ -43,10 +43,11 @@ def run(lab: Lab) -> Finding:
                 [domain, settings.k, interval(test, log_probs), changes[-1], settings.temperature,
                  settings.mixer.lam]
             )  # fmt: skip
-        holds.append(below(changes[losses.index(min(losses))]))
+        taken.append(changes[losses.index(min(losses))])
+    holds = [below(change) for change in taken]
     return Finding(
         settle(holds),
-        f"A larger k was better beyond chance in {count(holds)}.",
+        f"A larger k was better beyond chance in {count(holds)}; ratios: {each(taken)}.",
         [Table(["domain", "k", "perplexity", f"÷ k = {lab.limits.k:,}", "T", "λ"], rows)],
     )
 

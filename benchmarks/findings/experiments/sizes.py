@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from finding import Finding, Plot, Table, below, count, every, settle
+from finding import Finding, Plot, Table, below, count, each, every, settle
 from judging import best_fixed, interval, lambda_interval, ratio
 from lab import Lab
 
@@ -20,7 +20,7 @@ MINUTES = 40.0
 
 def run(lab: Lab) -> Finding:
     """Score every nested part of every store, T and λ fitted on dev for each."""
-    rows, holds, losses, weights = [], [], {}, {}
+    rows, holds, wholes, losses, weights = [], [], [], {}, {}
     for domain in lab.domains:
         seen, test = [], {}
         for fraction in different_parts(lab, domain):
@@ -32,6 +32,7 @@ def run(lab: Lab) -> Finding:
             tokens = lab.base.stored(domain).tokens[f"1/{fraction}"]
             seen.append((tokens, interval(held_out, test[fraction]), lam, settings.temperature))
         whole = ratio(held_out, test[1], test[max(test)])
+        wholes.append(whole)
         perplexities = [of.ppl for _, of, _, _ in seen]  # the largest store first
         falls = all(large < small for large, small in pairwise(perplexities))
         first, last = seen[-1][2], seen[0][2]
@@ -42,7 +43,8 @@ def run(lab: Lab) -> Finding:
         weights[domain] = [(float(tokens), lam.ppl) for tokens, _, lam, _ in seen]
     return Finding(
         settle(holds),
-        f"Perplexity fell with every larger part, and the best λ rose, in {count(holds)}.",
+        f"Perplexity fell with every larger part, and the best λ rose, in {count(holds)}; whole ÷ "
+        f"smallest part: {each(wholes)}.",
         [Table(["domain", "stored tokens", "perplexity", "best λ", "T"], rows)],
         [
             Plot(

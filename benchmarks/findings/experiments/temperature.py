@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from finding import Finding, Plot, Table, below, count, settle
+from finding import Finding, Plot, Table, below, count, each, settle
 from judging import best_fixed, best_lambda, interval, ppl, ratio
 from lab import Lab
 
@@ -20,14 +20,14 @@ OCTAVES = range(-6, 6)
 
 def run(lab: Lab) -> Finding:
     """Fit λ at each T of a grid around the best one, and at T = 1."""
-    rows, holds, lines = [], [], {}
+    rows, changes, lines = [], [], {}
     for domain in lab.domains:
         dev, test = lab.dev(domain), lab.test(domain)
         tuned = best_fixed(dev)
         one = KNNSettings(tuned.k, 1.0, lam=best_lambda(dev, tuned.k, 1.0))
         best, plain = test.log_probs(tuned).log_probs, test.log_probs(one).log_probs
         change = ratio(test, best, plain)
-        holds.append(below(change))
+        changes.append(change)
         rows.append(
             [domain, ppl(test.lm_log_probs), interval(test, plain), one.mixer.lam,
              interval(test, best), tuned.temperature, tuned.mixer.lam, change]
@@ -37,10 +37,11 @@ def run(lab: Lab) -> Finding:
             temperature = tuned.temperature * 2.0**octave
             settings = replace(one, temperature=temperature, lam=best_lambda(dev, tuned.k, temperature))
             lines[domain].append((temperature, ppl(test.log_probs(settings).log_probs)))
+    holds = [below(change) for change in changes]
     head = ["domain", "the model alone", "T = 1", "its λ", "T fitted", "T", "its λ", "ratio"]
     return Finding(
         settle(holds),
-        f"T fitted on dev was better than 1 beyond chance in {count(holds)}.",
+        f"T fitted on dev was better than 1 beyond chance in {count(holds)}; ratios: {each(changes)}.",
         [Table(head, rows)],
         [
             Plot(
