@@ -7,18 +7,18 @@ from report import table
 
 PAGE = """# Findings of the papers, on real text
 
-What papers on nearest-neighbor language models report, and what `knnstore` adds, tried on four kinds of text by
-one command, which writes this page and beside it a report with all figures, intervals and plots:
+What papers on nearest-neighbor language models report, and what `knnstore` adds, tried on four kinds of text
+by one command, which writes this page and beside it a report with all figures, intervals and plots:
 
     {command}
 
 {model}. {amounts} Settings are chosen on `dev`; what is said is of `test`, on which nothing was chosen. Each
-verdict follows a rule that stands in the report, with intervals of 95 % by document: *reproduced* where it held in
-three of four texts, *not reproduced* where the contrary held in half of them. Rules that were mended when figures
-were known say so there.
+verdict follows a rule that stands in the report, with intervals of 95 % by document: *reproduced* where it
+held in three of four texts, *not reproduced* where the contrary held in half of them. Rules that were mended
+when figures were known say so there.
 
-Read it for what it is: one small model, small stores, a few kinds of text. What is found again here need not hold
-for large models; what is not found refutes no paper that had a thousand times more data.
+Read it for what it is: one small model, small stores, a few kinds of text. What is found again here need not
+hold for large models; what is not found refutes no paper that had a thousand times more data.
 
 {table}
 {not_run}
@@ -26,10 +26,10 @@ All together took {seconds:,.0f} s on {machine}.
 
 ## The texts
 
-A folder for each domain with `store.jsonl`, `dev.jsonl` and `test.jsonl`, rows `{{"id", "text"}}`, split by document;
-`scripts/make-data FOLDER TEXT...` makes one of any text. Here: {texts}. Of each split the first documents, up to
-{store:,} tokens to store and {held_out:,} of `dev` and `test`; there at least 12 documents, and of each the first
-{characters:,} characters.
+A folder for each domain with `store.jsonl`, `dev.jsonl` and `test.jsonl`, rows `{{"id", "text"}}`, split by
+document; `scripts/make-data FOLDER TEXT...` makes one of any text. Here: {texts}. Of each split the first
+documents, up to {store:,} tokens to store and {held_out:,} of `dev` and `test`; there at least 12 documents,
+and of each the first {characters:,} characters.
 """
 
 
