@@ -37,7 +37,7 @@ from smoke import SMOKE_LIMITS, TINY_LM, smoke_texts
 from summary import page
 from texts import Limits, read
 
-from knnstore.errors import KnnstoreError
+from knnstore.errors import ConfigError, KnnstoreError
 
 
 def say(message: str) -> None:
@@ -61,7 +61,11 @@ def run(lab: Lab, out: Path, chosen: list[ModuleType]) -> int:
         ahead = sum(later.MINUTES for later in waiting[left:])
         say(f"{name_of(experiment)}; about {ahead * pace(lab, out, chosen):.0f} minutes to go")
         started = time.perf_counter()
-        found = experiment.run(lab)
+        try:
+            found = experiment.run(lab)
+        except ConfigError as error:  # an engine that it needs is not installed
+            say(f"{name_of(experiment)} is not run: {error}")
+            continue
         values = {
             "name": name_of(experiment),
             "title": experiment.TITLE,
