@@ -56,6 +56,7 @@ def run(lab: Lab, out: Path, chosen: list[ModuleType]) -> int:
     Returns:
         How many were run.
     """
+    done = 0
     waiting = [experiment for experiment in chosen if result_of(lab, out, experiment) is None]
     for left, experiment in enumerate(waiting):
         ahead = sum(later.MINUTES for later in waiting[left:])
@@ -77,7 +78,8 @@ def run(lab: Lab, out: Path, chosen: list[ModuleType]) -> int:
         }
         write_json(out / "results" / f"{name_of(experiment)}.json", values)
         say(f"{name_of(experiment)}: {found.verdict}. {found.summary}")
-    return len(waiting)
+        done += 1
+    return done
 
 
 def inputs_of(lab: Lab, experiment: ModuleType) -> str:
