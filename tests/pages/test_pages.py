@@ -56,6 +56,7 @@ def test_the_links_of_the_pages_lead_somewhere():
         (["a", "...", "c"], ["a", "b", "c"], []),
         (["a", "...", "d"], ["a", "b", "c"], ["d"]),
         (["a"], ["a", "b"], ["(not on the page) b"]),
+        (["b"], ["a", "b"], ["b"]),
         (["speed  10 tokens/s"], ["speed      99 tokens/s"], []),
     ],
 )
