@@ -9,6 +9,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -27,8 +28,10 @@ from knnstore.lm.reading import in_chunks
 from knnstore.store import Selection
 
 LEARNING_RATE = 1e-3
-EXACT: Mapping[str, Any] = {"cells": 1, "codes": "none"}
-"""Of the cells engine: every record is compared with."""
+EXACT: tuple[str, Mapping[str, Any]] = (
+    ("faiss", {"index": "exact"}) if find_spec("faiss") else ("cells", {"cells": 1, "codes": "none"})
+)
+"""The engine and its parameters with which every record is compared, the fastest that is installed."""
 
 
 class Tuned(NamedTuple):
@@ -94,14 +97,19 @@ class Lab:
         return self.memory(self.model, "base")
 
     def memory(
-        self, model: str, name: str, store: str = "cells", params: Mapping[str, Any] = EXACT, **options: Any
+        self,
+        model: str,
+        name: str,
+        store: str = EXACT[0],
+        params: Mapping[str, Any] = EXACT[1],
+        **options: Any,
     ) -> Memory:
         """A model with a store, which is filled when a domain is first asked for.
 
         Args:
             model: folder of the model.
             name: of the store, the same for the same model and engine.
-            store: the engine; default one cell, all of whose records are compared.
+            store: the engine; by default all records are compared.
             params: of the engine.
             **options: of `knnstore.create`.
         """
@@ -120,7 +128,7 @@ class Lab:
         if self.limits.documents is not None:  # a trial: too little to project by
             joined.pop("sample", None)
         name = f"{domain}-{states}-{codes}"
-        return self.memory(self.model, name, params={"codes": codes, "coded_from": 1}, **joined)
+        return self.memory(self.model, name, "cells", {"codes": codes, "coded_from": 1}, **joined)
 
     def inside(self, domain: str) -> Memory:
         """The model fine-tuned on a domain's store, three epochs, with a store that it made of that."""
