@@ -8,12 +8,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from knnstore.datastore import CodecFile, IdRanges, Keys, Metric, Neighbors, Segment, StoredFile, Visits
+from knnstore.datastore import (
+    CodecFile,
+    IdRanges,
+    Keys,
+    Metric,
+    Neighbors,
+    ProductCodec,
+    Segment,
+    StoredFile,
+    Visits,
+)
 from knnstore_cells.device import DeviceKeys, Visitors
 from knnstore_cells.index import SegmentCells
 from knnstore_cells.kept import Cell, KeptCells
 from knnstore_cells.partition import arranged, fit_centers
 from knnstore_cells.policy import Policy
+from knnstore_cells.scanning import CodedCell, CodeScanner, can_scan
 from knnstore_cells.visiting import DISTANCES_AT_ONCE, Cells, visit
 
 _SMALL = 4096  # records; where no more match, all are compared
@@ -65,6 +76,7 @@ class CellGroup:
         self._with_records: tuple[NDArray[np.int64], Cells] | None = None
         self._codec_file: CodecFile | None = None
         self._rotation: Tensor | None = None
+        self._scanner: tuple[object, CodeScanner | None] = (None, None)
         self.rows = 0
         """How many are live."""
         self.centers = torch.empty(0, dim)
@@ -134,6 +146,19 @@ class CellGroup:
         """The live records of a cell."""
         return self._kept.get(self._version, number, self._read)
 
+    def scanner(self) -> CodeScanner | None:
+        """What measures few queries; None where not all keys are codes of one kind that it reads."""
+        version, scanner = self._scanner
+        if version is not self._version:
+            file, scanner = self._codec_file, None
+            all_coded = all(part.segment.columns.codec_file is file for part in self._parts)
+            if file and all_coded and self.device is None and can_scan():
+                codec, cells, size = file.codec, len(self.centers), self._policy.memory << 20
+                if isinstance(codec, ProductCodec):
+                    scanner = CodeScanner(codec, cells, self.metric, size, self._read_codes)
+            self._scanner = self._version, scanner
+        return scanner
+
     def visit_on_device(self, visitors: Visitors, queries: Tensor, ids: IdRanges | None) -> Iterator[Visits]:
         """Let queries visit cells; see `DeviceKeys.visit`."""
         turned = self.turned(queries)
@@ -195,17 +220,32 @@ class CellGroup:
     def _read(self, number: int) -> Cell:
         """Read a cell from its segments."""
         ids, keys = [], []
+        for segment, rows in self._rows_of(number):
+            ids.append(segment.columns.ids_at(rows))
+            keys.append(self._keys_of(segment, rows))
+        read = torch.cat([self.origins[:0], *keys])
+        if self.metric is Metric.L2:
+            read -= self.origins[number]
+        return Cell(np.concatenate([np.empty(0, np.int64), *ids]), read, (read * read).sum(1))
+
+    def _read_codes(self, number: int) -> CodedCell:
+        """Read a cell of keys that are all coded alike."""
+        file = self._codec_file
+        assert file is not None
+        ids, codes = [np.empty(0, np.int64)], [np.empty((0, file.codec.size), np.uint8)]
+        for segment, rows in self._rows_of(number):
+            ids.append(segment.columns.ids_at(rows))
+            codes.append(segment.columns.codes_at(rows, file))
+        return CodedCell(np.concatenate(ids), np.concatenate(codes))
+
+    def _rows_of(self, number: int) -> Iterator[tuple[Segment, NDArray[np.int64]]]:
+        """The live rows of a cell in each segment that has some."""
         for segment, cells, alive, _ in self._parts:
             rows = cells.rows[cells.starts[number] : cells.starts[number + 1]].astype(np.int64)
             if alive is not None:
                 rows = rows[alive[rows]]
             if len(rows):
-                ids.append(segment.columns.ids_at(rows))
-                keys.append(self._keys_of(segment, rows))
-        read = torch.cat([self.origins[:0], *keys])
-        if self.metric is Metric.L2:
-            read -= self.origins[number]
-        return Cell(np.concatenate([np.empty(0, np.int64), *ids]), read, (read * read).sum(1))
+                yield segment, rows
 
     def _keys_of(self, segment: Segment, rows: NDArray[np.int64]) -> Tensor:
         """The keys of some rows, turned."""

@@ -13,9 +13,11 @@ from torch.nn.functional import pad
 from knnstore.datastore import IdRanges, Keys, Metric, Visit, Visits
 from knnstore_cells.device import Visitors
 from knnstore_cells.kept import Cell
+from knnstore_cells.scanning import CodeScanner, Scanned
 
 DISTANCES_AT_ONCE = 1 << 24
 """In memory, as float32."""
+_FEW = 64  # queries; more than so many share enough of their cells
 
 
 class Cells(NamedTuple):
@@ -65,6 +67,9 @@ class Visitable(Protocol):
     def cell(self, number: int) -> Cell:
         """The live records of a cell."""
 
+    def scanner(self) -> CodeScanner | None:
+        """What measures few queries without decoding keys; None where nothing can."""
+
     def visit_on_device(self, visitors: Visitors, queries: Tensor, ids: IdRanges | None) -> Iterator[Visits]:
         """Let queries visit cells where the device is."""
 
@@ -83,6 +88,15 @@ def visit(groups: Sequence[Visitable], queries: Keys, probes: int, ids: IdRanges
     owners = np.repeat(np.arange(len(groups)), [len(of.numbers) for of in there])
     nearest = _nearest_cells(asked, cells, min(probes, len(owners)), metric)
     turned = cache(lambda owner: groups[owner].turned(asked))
+    scanners = [group.scanner() for group in groups] if len(queries) <= _FEW else [None]
+    if all(scanners):
+        at = nearest.numpy()
+        numbers = np.where(owners[at] == np.arange(len(groups))[:, None, None], cells.numbers[at], -1)
+        return [
+            _padded(scanner.scan(turned(owner).numpy(), numbers[owner]), ids)
+            for owner, scanner in enumerate(scanners)
+            if scanner and (numbers[owner] >= 0).any()
+        ]
     if len(queries) == 1 and groups[0].device is None:
         rows = nearest[0].tolist()
         visited = [(groups[owners[row]], turned(owners[row]), int(cells.numbers[row])) for row in rows]
@@ -92,11 +106,11 @@ def visit(groups: Sequence[Visitable], queries: Keys, probes: int, ids: IdRanges
     rows, counts = torch.unique_consecutive(nearest.flatten()[order], return_counts=True)
     if groups[0].device is not None:
         visits, ends = list[Visits](), pad(counts.cumsum(0), (1, 0))
-        numbers = torch.from_numpy(cells.numbers).to(rows.device)[rows]
+        numbers_met = torch.from_numpy(cells.numbers).to(rows.device)[rows]
         firsts = torch.from_numpy(owners.searchsorted(range(len(groups) + 1))).to(rows.device)
         shares = torch.searchsorted(rows, firsts).tolist()
         for group, first, last in zip(groups, shares, shares[1:], strict=False):
-            of_group = Visitors(numbers[first:last], visitors, ends[first : last + 1])
+            of_group = Visitors(numbers_met[first:last], visitors, ends[first : last + 1])
             visits += group.visit_on_device(of_group, asked, ids)
         return visits
     visits = []
@@ -106,6 +120,22 @@ def visit(groups: Sequence[Visitable], queries: Keys, probes: int, ids: IdRanges
         distances = _measure(turned(owners[row])[of_cell], keys, norms, group.origins[number], metric)
         visits.append(Visits.of(Visit(of_cell.numpy(), found, distances.numpy())))
     return visits
+
+
+def _padded(scanned: Scanned, ids: IdRanges | None) -> Visits:
+    """Each query's records side by side, those that have some ids, as a visit of its own."""
+    counts, found, distances = scanned
+    numbers = np.arange(len(counts))
+    if ids is not None:
+        chosen = ids.contains(found)
+        counts = np.bincount(np.repeat(numbers, counts)[chosen], minlength=len(counts))
+        found, distances = found[chosen], distances[chosen]
+    if len(counts) == 1:
+        return Visits(numbers[None], found[None], distances[None, None])
+    there = np.arange(counts.max()) < counts[:, None]
+    rows = Visits(numbers[:, None], np.full(there.shape, -1), np.full(there.shape, np.inf, np.float32))
+    rows.ids[there], rows.distances[there] = found, distances
+    return rows._replace(distances=rows.distances[:, None])
 
 
 def _visit_alone(visited: Sequence[tuple[Visitable, Tensor, int]], ids: IdRanges | None) -> Visit:

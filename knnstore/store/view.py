@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +59,8 @@ class View:
     def __init__(self, snapshot: Snapshot, datastore: Datastore, catalog: Catalog) -> None:
         self.snapshot = snapshot
         self.datastore = datastore
+        self.has_cells = isinstance(datastore, SupportsCells)
+        """Whether records can be visited cell by cell."""
         self._catalog = catalog
         self._scopes: OrderedDict[Selection, Scope] = OrderedDict()
         self._counts: tuple[Selection, NDArray[np.int64]] | None = None
@@ -88,11 +90,6 @@ class View:
         if orphans.any():
             found = found.without(orphans).nearest(k)
         return replace(found, log_weights=self.snapshot.log_weights_at(positions_of(found.ids)))
-
-    @property
-    def has_cells(self) -> bool:
-        """Whether records can be visited cell by cell."""
-        return isinstance(self.datastore, SupportsCells)
 
     def visit(self, queries: Keys, probes: int, selection: Selection) -> list[Visits]:
         """All live records of the cells nearest to each query; see `StoreReader.visit`.
@@ -184,9 +181,9 @@ class View:
 
     def _visits(self, queries: Keys, probes: int, live: IdRanges, where: Filter | None) -> list[Visits]:
         """The records that are live, with log weights as `search` gives them."""
-        assert isinstance(self.datastore, SupportsCells)
         visits = []
-        for found in self.datastore.visit(queries, probes, where=where):
+        datastore: Any = self.datastore  # to ask again whether it has cells takes longer than all this
+        for found in datastore.visit(queries, probes, where=where):
             gone = ~live.contains(found.ids) & (found.ids >= 0)
             left = found.only(~gone) if gone.any() else found
             log_weights = self.snapshot.log_weights_at(positions_of(left.ids))

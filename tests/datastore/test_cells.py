@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from knnstore_cells import CellsDatastore, group, partition
+from knnstore_cells.scanning import CodeScanner
 
 from knnstore.datastore import Filter, IdRanges, Keys, Metric, Neighbors, Visits, apart
 from knnstore.testing import DatastoreTests
@@ -261,3 +262,56 @@ def test_a_query_alone_meets_what_it_meets_among_others(tmp_path: Path, metric: 
             assert nearest.distances[0, 0] == alone.distances.min()
             assert sorted(nearest.ids[0]) == sorted(alone.ids)
             assert found[int(nearest.ids[0, 0])] == nearest.distances[0, 0]
+
+
+@pytest.mark.parametrize("memory", [0, 256])
+@pytest.mark.parametrize("metric", list(Metric))
+def test_few_queries_meet_by_tables_what_decoded_keys_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metric: Metric, memory: int
+) -> None:
+    """Codes of two groups, by the protocol's own decoding: far from zero, filtered, deleted, added to."""
+    pytest.importorskip("faiss")
+    keys, queries = clustered(3000) + 30, clustered(6, seed=1) + 30
+    params: dict[str, Any] = {"cells": 8, "codes": "pq4", "coded_from": 500, "memory": memory}
+    with CellsDatastore.open(tmp_path / "store", dim=DIM, metric=metric, **params) as store:
+        put(store, np.arange(1500), keys)
+        put(store, np.arange(1500, 2500), keys, group=1)
+        store.optimize()
+        scans = list[int]()
+        monkeypatch.setattr(
+            CodeScanner,
+            "_products",
+            lambda *given, true=CodeScanner._products: scans.append(1) or true(*given),
+        )
+        for change in (
+            lambda: None,
+            lambda: store.delete(IdRanges([(300, 900)])),
+            lambda: (put(store, np.arange(2500, 3000), keys), store.optimize()),
+        ):
+            change()
+            decoded = {
+                int(id): key.astype(np.float64)
+                for ids, rows, _ in store.iterate()
+                for id, key in zip(ids, rows, strict=True)
+            }
+            for where in (
+                None,
+                Filter(IdRanges([(0, 9000)]), frozenset([1])),
+                Filter(IdRanges([(600, 5000)])),
+            ):
+                every = store.visit(np.repeat(queries, 20, axis=0), 3, where=where)  # too many for tables
+                expected = Neighbors.visited(every, 120).rows(np.arange(0, 120, 20))
+                assert not scans
+                for count in (1, 6):
+                    found = Neighbors.visited(store.visit(queries[:count], 3, where=where), count)
+                    for query, row, distances, others in zip(
+                        queries, found.ids, found.distances, expected.ids, strict=False
+                    ):
+                        assert sorted(row[row >= 0]) == sorted(others[others >= 0])
+                        met = np.array([decoded[id] for id in row[row >= 0].tolist()])
+                        products = met @ query.astype(np.float64)
+                        truth = ((met - query) ** 2).sum(1) if metric is Metric.L2 else -products
+                        np.testing.assert_allclose(distances[row >= 0], truth, rtol=1e-4, atol=2e-3)
+                        assert np.isinf(distances[row < 0]).all()
+                assert scans
+                scans.clear()
