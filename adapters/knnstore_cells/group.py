@@ -155,9 +155,19 @@ class CellGroup:
             if file and all_coded and self.device is None and can_scan():
                 codec, cells, size = file.codec, len(self.centers), self._policy.memory << 20
                 if isinstance(codec, ProductCodec):
-                    scanner = CodeScanner(codec, cells, self.metric, size, self._read_codes)
+                    scanner = CodeScanner(codec, cells, self.metric, size)
             self._scanner = self._version, scanner
         return scanner
+
+    def codes(self, number: int) -> CodedCell:
+        """The live records of a cell where all keys are codes of one kind."""
+        file = self._codec_file
+        assert file is not None
+        ids, codes = [np.empty(0, np.int64)], [np.empty((0, file.codec.size), np.uint8)]
+        for segment, rows in self._rows_of(number):
+            ids.append(segment.columns.ids_at(rows))
+            codes.append(segment.columns.codes_at(rows, file))
+        return CodedCell(np.concatenate(ids), np.concatenate(codes))
 
     def visit_on_device(self, visitors: Visitors, queries: Tensor, ids: IdRanges | None) -> Iterator[Visits]:
         """Let queries visit cells; see `DeviceKeys.visit`."""
@@ -227,16 +237,6 @@ class CellGroup:
         if self.metric is Metric.L2:
             read -= self.origins[number]
         return Cell(np.concatenate([np.empty(0, np.int64), *ids]), read, (read * read).sum(1))
-
-    def _read_codes(self, number: int) -> CodedCell:
-        """Read a cell of keys that are all coded alike."""
-        file = self._codec_file
-        assert file is not None
-        ids, codes = [np.empty(0, np.int64)], [np.empty((0, file.codec.size), np.uint8)]
-        for segment, rows in self._rows_of(number):
-            ids.append(segment.columns.ids_at(rows))
-            codes.append(segment.columns.codes_at(rows, file))
-        return CodedCell(np.concatenate(ids), np.concatenate(codes))
 
     def _rows_of(self, number: int) -> Iterator[tuple[Segment, NDArray[np.int64]]]:
         """The live rows of a cell in each segment that has some."""

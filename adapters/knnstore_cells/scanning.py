@@ -56,16 +56,13 @@ class CodeScanner:
         cells: how many there are.
         metric: how distances are measured.
         size: bytes to keep at most; where it is reached all are forgotten.
-        read: gives a cell.
     """
 
-    def __init__(
-        self, codec: ProductCodec, cells: int, metric: Metric, size: int, read: Callable[[int], CodedCell]
-    ) -> None:
+    def __init__(self, codec: ProductCodec, cells: int, metric: Metric, size: int) -> None:
         import faiss
 
         parts, width = len(codec.books), codec.centers.shape[1]
-        self._codec, self._metric, self._size, self._read = codec, metric, size, read
+        self._codec, self._metric, self._size = codec, metric, size
         # Distances are the same around any point; those around the middle of all keys lose no digits.
         self._middle = codec.centers.mean(0) if metric is Metric.L2 else np.zeros(width, np.float32)
         self._centers = np.ascontiguousarray((codec.centers - self._middle).T)
@@ -81,18 +78,19 @@ class CodeScanner:
         self._beside: dict[int, _Beside] = {}
         self._lock = Lock()
 
-    def scan(self, queries: Keys, cells: NDArray[np.int64]) -> Scanned:
+    def scan(self, queries: Keys, cells: NDArray[np.int64], read: Callable[[int], CodedCell]) -> Scanned:
         """Measure each query against all records of some cells.
 
         Args:
             queries: turned as the codec turns keys, float32, shape (q, width).
             cells: numbers of those of each, shape (q, p); -1 where one has fewer.
+            read: gives a cell.
         """
         queries = np.ascontiguousarray(queries - self._middle)
         asked = [np.ascontiguousarray(of[of != _NONE], np.int64) for of in cells]
         order = np.concatenate(asked).tolist()
         with self._lock:
-            self._keep(order)
+            self._keep(order, read)
             beside = [self._beside[number] for number in order]
             # One by one: all at once FAISS has threads do them, which would wait beside those of torch.
             parts = [self._products(query, of) for query, of in zip(queries, asked, strict=True)]
@@ -108,7 +106,7 @@ class CodeScanner:
         products += np.repeat((queries * queries).sum(1), counts)
         return Scanned(counts, ids, np.maximum(products, 0, out=products))
 
-    def _keep(self, cells: Sequence[int]) -> None:
+    def _keep(self, cells: Sequence[int], read: Callable[[int], CodedCell]) -> None:
         """Have these cells ready."""
         if self._held > self._size:
             self._index.reset()
@@ -117,7 +115,7 @@ class CodeScanner:
         for number in cells:
             if number in self._beside:
                 continue
-            ids, codes = self._read(number)
+            ids, codes = read(number)
             away = self._codec.turned(codes) - self._middle
             parts, pointer = np.ascontiguousarray(codes[:, 1:]), self._faiss.swig_ptr
             if len(ids):

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from knnstore.datastore import IdRanges, Keys, Metric, Visit, Visits
 from knnstore_cells.device import Visitors
 from knnstore_cells.kept import Cell
-from knnstore_cells.scanning import CodeScanner, Scanned
+from knnstore_cells.scanning import CodedCell, CodeScanner, Scanned
 
 DISTANCES_AT_ONCE = 1 << 24
 """In memory, as float32."""
@@ -70,6 +70,9 @@ class Visitable(Protocol):
     def scanner(self) -> CodeScanner | None:
         """What measures few queries without decoding keys; None where nothing can."""
 
+    def codes(self, number: int) -> CodedCell:
+        """The live records of a cell, as the scanner reads them."""
+
     def visit_on_device(self, visitors: Visitors, queries: Tensor, ids: IdRanges | None) -> Iterator[Visits]:
         """Let queries visit cells where the device is."""
 
@@ -93,7 +96,7 @@ def visit(groups: Sequence[Visitable], queries: Keys, probes: int, ids: IdRanges
         at = nearest.numpy()
         numbers = np.where(owners[at] == np.arange(len(groups))[:, None, None], cells.numbers[at], -1)
         return [
-            _padded(scanner.scan(turned(owner).numpy(), numbers[owner]), ids)
+            _padded(scanner.scan(turned(owner).numpy(), numbers[owner], groups[owner].codes), ids)
             for owner, scanner in enumerate(scanners)
             if scanner and (numbers[owner] >= 0).any()
         ]

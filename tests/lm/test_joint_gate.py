@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from transformers.generation.streamers import BaseStreamer
 
 from knnstore.errors import ConfigError
 from knnstore.lm import DomainWeights, JointGate, KNNSettings, NGramSettings, TokenTable, save_settings
@@ -13,7 +14,7 @@ from knnstore.lm.calibration.fits import fit_fixed, fit_joint, fit_together, gat
 from knnstore.lm.calibration.scored_text import score_once
 from knnstore.lm.mixing import Component, FixedLambda, shares_of
 from knnstore.lm.mixing.network import Network
-from knnstore.lm.retrieval import experts_of, factors_in_use
+from knnstore.lm.retrieval import Drafts, experts_of, factors_in_use
 from knnstore.lm.retrieval.components import mixture
 from knnstore.lm.settings import CacheSettings, CalibrationRecord, settings_for
 from knnstore.store import EVERYTHING, KNNStore
@@ -129,6 +130,34 @@ def test_forward_generation_and_explain_use_it_as_scoring_does(lm, scored, gated
     rows = torch.cat([torch.nn.functional.pad(ids[:, :7], (2, 0), value=2), prompts])
     together = lm.generate(rows, attention_mask=(rows != 2).long(), knn=gated, **options)
     assert together[1].tolist() == alone[0].tolist()
+
+
+@pytest.mark.parametrize(("probes", "sample"), [(None, {}), (4, {"do_sample": True, "temperature": 0.5})])
+def test_drafts_and_a_stream_say_what_is_written_without(lm, gated, monkeypatch, probes, sample) -> None:
+    class Heard(BaseStreamer):
+        def put(self, value) -> None:
+            told.append(value.flatten().tolist())
+
+        def end(self) -> None:
+            told.append(None)
+
+    made = []
+    learn = Drafts.learn
+    monkeypatch.setattr(Drafts, "learn", lambda *given: made.append(given[1:]) or learn(*given))
+    prompt = lm.reader.tokens(TEXTS[3].text)[:9].tolist()
+    written = []
+    for draft in (False, True):
+        told = []
+        torch.manual_seed(1)
+        ids = lm.generate(
+            torch.tensor([[0, *prompt]]), max_new_tokens=24, pad_token_id=2, draft=draft,
+            knn=replace(gated, probes=probes), streamer=Heard(), **sample,
+        )[0].tolist()  # fmt: skip
+        assert told == [[0, *prompt], *([token] for token in ids[10:]), None]
+        written.append(ids)
+    assert written[0] == written[1]
+    drafted, accepted = np.sum(made, axis=0)
+    assert 0 < accepted < drafted  # some were right and some wrong
 
 
 def test_every_row_has_settings_of_its_own(lm, gated) -> None:
