@@ -98,9 +98,10 @@ def test_what_is_removed_and_replaced_counts_no_more(lm):
     store = lm.store
     assert store.verify() == []
     with contextlib.closing(sqlite3.connect(store.home.path / "catalog.db")) as catalog, catalog:
-        (row, tokens), *_ = catalog.execute("SELECT document_id, tokens FROM knnstore_document_tokens").fetchall()
+        stored = "knnstore_document_tokens"
+        (row, tokens), *_ = catalog.execute(f"SELECT document_id, tokens FROM {stored}").fetchall()
         for damaged in (tokens[:-4], tokens[:8] + b"\xff\xff\xff\xff" + tokens[12:], tokens):
-            catalog.execute("UPDATE knnstore_document_tokens SET tokens = ? WHERE document_id = ?", (damaged, row))
+            catalog.execute(f"UPDATE {stored} SET tokens = ? WHERE document_id = ?", (damaged, row))
             catalog.commit()
             assert len(store.verify()) == (damaged is not tokens)
     store.remove_domain("noise")
