@@ -69,8 +69,6 @@ def measure(lm: KNNLMForCausalLM, parts: Parts, options: argparse.Namespace) -> 
     started = time.perf_counter()
     counts = lm.store.ngrams()
     seconds = time.perf_counter() - started
-    arrays = [counts.text.symbols, counts.text.order]
-    bits = [array for ranked in (*counts.new, *counts.continued) for array in vars(ranked).values()]
     tokens = lm.store.record_count()
     settings = replace(lm.knn, ngrams=NGramSettings(options.order))
     if options.probes:
@@ -84,7 +82,7 @@ def measure(lm: KNNLMForCausalLM, parts: Parts, options: argparse.Namespace) -> 
         "tokens": tokens,
         "test_tokens": len(test[best]),
         "count_seconds": round(seconds, 3),
-        "bytes_a_token": round(sum(array.nbytes for array in arrays + bits) / tokens, 1),
+        "bytes_a_token": round(counts.nbytes / tokens, 1),
     }
     for name, components in SIDES.items():
         weights = weights_of(dev[best][:, list(components)])

@@ -14,7 +14,7 @@ from knnstore.store.selection import Selection
 from knnstore.store.view import View
 
 _KEPT = 4
-"""Selections, and sets of domains, of which each takes 11 bytes a token at most."""
+"""Selections, and sets of domains, of which each takes 10 bytes a token at most."""
 
 Domains = tuple[str, ...] | None
 

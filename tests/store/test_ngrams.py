@@ -63,9 +63,20 @@ def test_counts_of_some_documents_are_those_of_dictionaries(texts, asked, order,
 
 
 @settings(max_examples=50, deadline=None)
-@given(texts=TEXTS, asked=st.lists(st.integers(0, 4), max_size=12), order=st.integers(2, DEPTH))
-def test_the_longest_suffix_is_told_with_its_count_and_successors(texts, asked, order):
-    counts = NGramCounts(SortedText.of([np.array(text, int) for text in texts], np.arange(len(texts)), 6), 5)
+@given(
+    texts=TEXTS,
+    asked=st.lists(st.integers(0, 4), max_size=12),
+    order=st.integers(2, DEPTH),
+    vocabulary=st.sampled_from([5, 65_532, 65_533]),  # symbols of two bytes, and of four
+)
+def test_the_longest_suffix_is_told_with_its_count_and_successors(texts, asked, order, vocabulary):
+    first = vocabulary - 5  # the texts are of the last tokens
+    texts, asked = [[first + token for token in text] for text in texts], [first + one for one in asked]
+    sorted_text = SortedText.of(
+        [np.array(text, int) for text in texts], np.arange(len(texts)), vocabulary + 1
+    )
+    assert sorted_text.symbols.itemsize == (2 if vocabulary < 65_533 else 4)
+    counts = NGramCounts(sorted_text, vocabulary)
     matches = Matches.of(counts, [np.array(asked, int)])
     found = matches.suffixes(matches.firsts[0] - 1 + np.arange(len(asked) + 1), order)
     whole = [[-1, *text] for text in texts]

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,24 +34,37 @@ class NGramCounts:
         self.text = text
         self.start = vocabulary + 1
         """The symbol before a document's first token, see `laid_out`."""
-        self.new: list[RankedBits] = []
-        """For each length from 1 on, where in the order an n-gram comes first."""
-        self.continued: list[RankedBits] = []
-        """Where it comes first with the symbol before it; nowhere for the length `DEPTH`."""
-        self.discounts: list[Discounts] = []
-        short: list[Places] = []
-        for flags in _flags(text, self.start):
-            runs = np.flatnonzero(flags.new)
-            self.new.append(RankedBits(flags.new))
-            self.continued.append(RankedBits(flags.continued))
-            self.discounts.append(Discounts(_discount(flags.continued, runs), _discount(flags.whole, runs)))
+        self.new: dict[int, RankedBits] = {}
+        """For each length from 2 on, where in the order an n-gram comes first."""
+        self.continued: dict[int, RankedBits] = {}
+        """For each length between these, where it comes first with the symbol before it."""
+        self.discounts: dict[int, Discounts] = {}
+        """For each length from 2 on."""
+        singles, short = np.zeros(0, bool), list[Places]()
+        for length, flags in enumerate(_flags(text, self.start), 1):
             short.append(np.flatnonzero(~flags.whole))
+            if length == 1:
+                singles = flags.continued
+                continue
+            runs = np.flatnonzero(flags.new)
+            self.new[length] = RankedBits(flags.new)
+            if length < DEPTH:
+                self.continued[length] = RankedBits(flags.continued)
+            self.discounts[length] = Discounts(_discount(flags.continued, runs), _discount(flags.whole, runs))
         self._last = [np.setdiff1d(after, before, assume_unique=True) for before, after in pairwise(short)]
         first = text.symbols[text.order]
         self._bounds = np.searchsorted(first, np.arange(self.start + 3, dtype=first.dtype)).astype(np.int64)
-        counts = self.continued[0].count(self._bounds[1 : self.start], self._bounds[2 : self.start + 1])
+        before = np.concatenate([[0], np.cumsum(singles)])
+        counts = before[self._bounds[2 : self.start + 1]] - before[self._bounds[1 : self.start]]
         self.unigrams = (counts / max(1, counts.sum())).astype(np.float32)
         """What all is interpolated with, over the vocabulary, shape (v,): all 0 where no token is counted."""
+
+    @property
+    def nbytes(self) -> int:
+        """What all of it takes in memory, the tokens included."""
+        bits = sum(one.nbytes for one in (*self.new.values(), *self.continued.values()))
+        arrays: list[NDArray[Any]] = [*self._last, self._bounds, self.unigrams]
+        return self.text.nbytes + bits + sum(one.nbytes for one in arrays)
 
     def ranges(self, symbols: Symbols) -> tuple[Places, Places]:
         """Where in the order each symbol is: its start and its stop."""

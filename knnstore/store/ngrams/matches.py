@@ -128,7 +128,7 @@ class Matches:
             if not level.there.any():
                 continue
             stops = np.where(level.there, level.stops, level.starts)
-            rows, places = self._counts.new[length].ones(level.starts, stops)
+            rows, places = self._counts.new[length + 1].ones(level.starts, stops)
             is_last = np.diff(rows, append=-1) != 0
             ends = np.where(is_last, stops[rows], np.roll(places, -1))
             seen = self._count(length + 1, places, ends, order)
@@ -149,7 +149,7 @@ class Matches:
             there, starts, stops, *_ = self._level(at, length, order)
             lengths[there] = length
             counts[there] = self._counts.followed(length, starts[there], stops[there])
-            successors[there] = self._counts.new[length].count(starts[there], stops[there])
+            successors[there] = self._counts.new[length + 1].count(starts[there], stops[there])
         return Suffixes(lengths, counts, successors)
 
     def occurrences(self, at: int, order: int, most: int) -> list[Occurrence]:
@@ -179,15 +179,15 @@ class Matches:
         counts = self._counts
         starts, stops = self._at(at, length, length)
         if length + 1 == order:
-            total, discount = counts.followed(length, starts, stops), counts.discounts[length].raw
+            total, discount = counts.followed(length, starts, stops), counts.discounts[length + 1].raw
         else:
             total, discount = (
-                counts.continued[length].count(starts, stops),
-                counts.discounts[length].continued,
+                counts.continued[length + 1].count(starts, stops),
+                counts.discounts[length + 1].continued,
             )
         there = (at >= length - 1) & (total > 0)
         total = np.where(there, total, 1)
-        left = np.where(there, discount * counts.new[length].count(starts, stops) / total, 1.0)
+        left = np.where(there, discount * counts.new[length + 1].count(starts, stops) / total, 1.0)
         return _Level(there, starts, stops, total, discount, left)
 
     def _at(self, at: Places, context: int, length: int) -> tuple[Places, Places]:
@@ -197,7 +197,7 @@ class Matches:
 
     def _count(self, length: int, starts: Places, stops: Places, order: int) -> Places:
         """The counts of n-grams of a length."""
-        return stops - starts if length == order else self._counts.continued[length - 1].count(starts, stops)
+        return stops - starts if length == order else self._counts.continued[length].count(starts, stops)
 
     def _find(self, at: Places) -> None:
         """Find what begins at some places, a symbol longer each time, as long as there is any."""

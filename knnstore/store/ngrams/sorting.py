@@ -54,7 +54,7 @@ def laid_out(
 class SortedText:
     """Some documents, and the order of their positions."""
 
-    symbols: Symbols
+    symbols: NDArray[np.uint16 | np.uint32]
     """Of all documents, see `laid_out`, shape (s,)."""
 
     firsts: Places
@@ -76,7 +76,14 @@ class SortedText:
             start: the largest symbol.
         """
         symbols, firsts = laid_out(texts, start)
-        return cls(symbols, firsts, positions, _sorted(symbols, firsts, start.bit_length()))
+        order = _sorted(symbols, firsts, start.bit_length())
+        narrow = np.uint16 if start < np.iinfo(np.uint16).max - 1 else np.uint32
+        return cls(symbols.astype(narrow, copy=False), firsts, positions, order)
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes in memory."""
+        return sum(one.nbytes for one in (self.symbols, self.firsts, self.positions, self.order))
 
     def position_of(self, place: int) -> int:
         """The position in the store of the token at a place."""
