@@ -316,6 +316,17 @@ def test_a_store_may_keep_joined_keys_as_wide_as_they_are(make_lm):
     assert made.evaluate([SAMPLE[0]]).knn_ppl > 1
 
 
+def test_where_a_sample_is_given_alone_a_key_is_of_three_states_and_no_wider_than_one(make_lm):
+    place = "transformer.h.1.mlp:input"
+    for options, joined, dim in (
+        ({"sample": SAMPLE}, " [1, 0.5, 0.35]", 32),
+        ({"sample": SAMPLE, "dim": 8}, "", 8),
+        ({}, "", 32),
+    ):
+        identity = make_lm(**options).store.identity
+        assert (identity.key, identity.dim) == (place + joined, dim)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

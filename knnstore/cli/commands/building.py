@@ -52,14 +52,15 @@ def init(
         ),
     ] = "ffn_input",
     states: Annotated[
-        int,
+        int | None,
         typer.Option(
             min=1,
             metavar="N",
+            show_default="3 with --sample and no --dim, else 1",
             help="Make a key of N states: that of its token, and those of the N-1 tokens before it. With "
             "--sample it is no wider than one.",
         ),
-    ] = 1,
+    ] = None,
     discounts: Annotated[
         list[float] | None,
         typer.Option(
@@ -78,7 +79,7 @@ def init(
         typer.Option(
             min=1,
             metavar="N",
-            show_default="all, or with --states and --sample as many as one state has",
+            show_default="all, or with --sample as many as one state has",
             help="Project the keys to so many components, the principal ones of a sample's keys (PCA).",
         ),
     ] = None,

@@ -18,6 +18,8 @@ from knnstore.progress import Progress
 from knnstore.store import KEYLESS, KNNStore, Mode
 
 _ENGINE, _KEY = "cells", "ffn_input"
+_STATES = 3
+"""That make a key where a sample says how to bring them to the width of one: see docs/benchmarks.md."""
 
 
 def create(
@@ -30,7 +32,7 @@ def create(
     params: Mapping[str, Any] | None = None,
     catalog: str | None = None,
     key: str | None = _KEY,
-    states: int = 1,
+    states: int | None = None,
     discounts: Sequence[float] | None = None,
     metric: str = "l2",
     dim: int | None = None,
@@ -54,7 +56,8 @@ def create(
         catalog: SQLAlchemy URL of the catalog; default is SQLite in the home.
         key: where in the model the keys are taken: ``ffn_input`` or another place; see `locate`. None keeps
             no keys: the model reads nothing that is added, and n-grams are all that is retrieved.
-        states: how many states make a key: that of its token there, and those of the tokens before.
+        states: how many states make a key: that of its token there, and those of the tokens before. Default
+            is 3 where a `sample` is given alone, so that a key is no wider than one state; else 1.
         discounts: of the state before, of the one before that, and so on; default 0.5, 0.35, ...
         metric: ``l2`` or ``ip``.
         dim: to how many components the keys are projected (PCA); default is as many as they have, and with
@@ -77,6 +80,8 @@ def create(
         if store != _ENGINE or location is not None:
             raise ConfigError("a store that keeps no keys has no engine and no location for them")
         store, key = KEYLESS, _KEY
+    if states is None:
+        states = _STATES if sample is not None and dim is None else 1
     joining = Joining.of(states, discounts)
     if (dim is None) != (sample is None) and (sample is None or states == 1):
         raise ConfigError("dim and sample belong together: the keys are projected as fits those of a sample")
