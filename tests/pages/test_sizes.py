@@ -57,4 +57,4 @@ def test_a_large_model():
     )
     assert [number(size) for size in keys] == pytest.approx([wide / 10, short / 10, plain / 10], rel=0.01)
     assert {number(size) for size in catalog} == {0.4}
-    assert {number(size) for size in ngrams} == {1.1}
+    assert {number(size) for size in ngrams} == {1.0}
