@@ -1,4 +1,4 @@
-"""The pages are true: their Python and their commands run, their links lead somewhere, and they stay short."""
+"""The pages are true and short: their Python and commands run, their links lead somewhere."""
 
 import re
 import shutil

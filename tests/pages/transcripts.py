@@ -23,6 +23,7 @@ _END = "-- the end of a command --"
 _VOLATILE = re.compile(
     r"^(seconds|tokens_per_s|speed) .*|\d{4}-\d\d-\d\d( \d\d:\d\d)?|\b\d+ s (?=scoring|fitting)"
 )
+_PROGRESS = re.compile(r"^.*: [\d,]+(?: of [\d,]+)? tok, .*\n", re.MULTILINE)  # on a slow machine
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 
 
@@ -57,7 +58,7 @@ def run(commands: list[str], folder: Path) -> list[list[str]]:
         ["bash", "-s"], input=script, cwd=folder, env=environment | {"PATH": path, "COLUMNS": "110"},
         text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False, timeout=900,
     )  # fmt: skip
-    printed = done.stdout.replace(str(folder.resolve()), "/home/you/knnstore")
+    printed = _PROGRESS.sub("", done.stdout).replace(str(folder.resolve()), "/home/you/knnstore")
     return [part.strip("\n").splitlines() for part in printed.split(f"\n{_END}\n")[:-1]]
 
 
