@@ -58,11 +58,9 @@ class Neighbors:
     @classmethod
     def visited(cls, found: Sequence[Visits], queries: int) -> "Neighbors":
         """All records that each query was measured against, in any order, as wide as the widest needs."""
+        if found and all(some.is_by_row(queries) for some in found):
+            return cls.joined([cls(some.ids, some.distances[:, 0], some.log_weights) for some in found])
         visits = apart(found)
-        if len(visits) == queries == 1:
-            (visit,) = visits
-            log_weights = None if visit.log_weights is None else visit.log_weights[None]
-            return cls(visit.ids[None], visit.distances, log_weights)
         counts = np.zeros(queries, np.int64)
         for visit in visits:
             counts[visit.queries] += len(visit.ids)

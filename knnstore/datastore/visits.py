@@ -63,6 +63,11 @@ class Visits(NamedTuple):
             if visit.distances.size:
                 yield visit
 
+    def is_by_row(self, queries: int) -> bool:
+        """Whether these are a visit of each of so many queries, in their order, in the processor's memory."""
+        in_order = self.queries.shape == (queries, 1) and bool((self.queries[:, 0] == range(queries)).all())
+        return in_order and self.ids.shape[1] > 0 and isinstance(self.distances, np.ndarray)
+
     def only(self, records: NDArray[np.bool_]) -> "Visits":
         """The same with some of the records, given by a mask of shape (b, r); the others are missing."""
         distances = self.distances
