@@ -1,7 +1,6 @@
 """Drafts of the next tokens: what stood after the same words in the store, or in the text itself."""
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from knnstore.lm.settings import KNNSettings
@@ -73,10 +72,13 @@ class Drafts:
 
 def _draft_from_itself(text: NDArray[np.int64], least: int) -> Draft | None:
     """What stood last after the end of a text in the text itself; None where too little is equal."""
-    for length in range(min(len(text) - 1, _MANY), least - 1, -1):
-        windows = sliding_window_view(text[:-1], length)
-        equal = np.flatnonzero((windows == text[-length:]).all(1))
-        if len(equal):
-            after = int(equal[-1]) + length
-            return Draft(length, text[after : after + _MOST])
-    return None
+    ends = np.flatnonzero(text[:-1] == text[-1])
+    length, longer = 0, ends
+    while len(longer) and length < _MANY:
+        ends, length = longer, length + 1
+        longer = ends[ends >= length]
+        longer = longer[text[longer - length] == text[-1 - length]]
+    if length < least:
+        return None
+    after = int(ends[-1]) + 1
+    return Draft(length, text[after : after + _MOST])
