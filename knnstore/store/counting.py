@@ -79,7 +79,8 @@ class Counting:
             if counts is None:
                 continue
             # Counting takes longer than most commits: what was added meanwhile can wait for the next call.
-            if np.isin(seen.snapshot.rows[seen.chosen(selection)], view().snapshot.rows).all():
+            now = view()
+            if now is seen or np.isin(seen.snapshot.rows[seen.chosen(selection)], now.snapshot.rows).all():
                 return counts
         return None
 

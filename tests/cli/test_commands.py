@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from knnstore.cli.commands.asking import credits_of
-from knnstore.lm import Source, TokenExplanation
+from knnstore.lm import KNNLMForCausalLM, Source, TokenExplanation
 
 
 def test_domains_and_documents(knnstore, store):
@@ -226,6 +226,23 @@ def test_generate_and_its_sources(knnstore, store):
     assert knnstore(sampled).out == knnstore(sampled).out
     piped = knnstore("generate - --max-new-tokens 2", stdin=b"The boat")
     assert piped.out.startswith("The boat")
+
+
+def test_generate_drafts_where_n_grams_are_in_use(knnstore, store, monkeypatch):
+    asked = []
+    generate = KNNLMForCausalLM.generate
+
+    def noted(*args, draft, **options):
+        asked.append(draft)
+        return generate(*args, draft=draft, **options)
+
+    monkeypatch.setattr(KNNLMForCausalLM, "generate", noted)
+    line = "generate 'The harbour' --max-new-tokens 12"
+    options = ("", "--draft", "--ngrams 4", "--ngrams 4 --no-draft")
+    written = [knnstore(f"{line} {given}").out for given in options]
+    assert asked == [False, True, True, False]
+    assert written[0] == written[1]
+    assert written[2] == written[3]
 
 
 def test_credit_goes_to_the_very_token_and_not_to_one_that_looks_like_it():

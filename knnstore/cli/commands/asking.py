@@ -50,13 +50,15 @@ def generate(
     seed: Annotated[int | None, seed_option("Makes sampling repeatable.")] = None,
     beams: Annotated[int, typer.Option(min=1, metavar="N", help="Beams to search with.")] = 1,
     draft: Annotated[
-        bool,
+        bool | None,
         typer.Option(
-            "--draft",
+            "--draft/--no-draft",
             help="Check several tokens in one pass, which stood after the same words in the store or the "
-            "text. The text stays the same; all that is stored is sorted first.",
+            "text. The text stays the same; all that is stored is sorted first, as n-grams need it too: by "
+            "default where these are in use.",
+            show_default=False,
         ),
-    ] = False,
+    ] = None,
     query: Query,
     explain: Annotated[
         bool, typer.Option("--explain", help="Name the documents that the text came from.")
@@ -84,7 +86,7 @@ def generate(
             top_p=top_p,
             seed=seed,
             num_beams=beams,
-            draft=draft,
+            draft=settings.for_writing.ngrams is not None if draft is None else draft,
             knn=settings,
             streamer=shown if beams == 1 and not as_json else None,
         )

@@ -10,7 +10,7 @@ _MOST = 16
 """Tokens of a draft."""
 _LEAST_END, _MANY = 2, 16
 """Tokens that must have stood before a draft; more than so many are taken for as many."""
-_WORTH = 0.3
+_WORTH = 0.25
 """A token is drafted where it and all before it are as probable: what a position costs beside a pass."""
 _TRUST, _FORGETTING = 4.0, 0.97
 """How many tokens outweigh what is expected at first, and what stays of them a pass later."""
