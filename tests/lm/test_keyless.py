@@ -49,7 +49,8 @@ def test_text_is_predicted_by_its_n_grams_alone(lm):
     with torch.no_grad():
         mixed, alone = lm(ids, knn=chosen).logits[0].exp(), lm.base(ids).logits[0].softmax(-1)
     said = np.array([counted.probs([-1, *text[:at]], V) for at in range(len(text) + 1)])
-    lam = chosen.ngrams.lam
+    longest = [min(counted.longest([-1, *text[:at]]), 6) for at in range(len(text) + 1)]
+    lam = np.array(chosen.ngrams.by_length)[longest][:, None]
     np.testing.assert_allclose(mixed.numpy(), lam * said + (1 - lam) * alone.numpy(), atol=1e-5)
     found = lm.evaluate(HELD_OUT, chosen)
     assert found.ngram_ppl == found.knn_ppl < 0.5 * found.base_ppl == pytest.approx(0.5 * found.store_ppl)
@@ -112,7 +113,8 @@ def test_what_is_removed_and_replaced_counts_no_more(lm):
     with torch.no_grad():
         row = lm(torch.tensor([[0, *ids]])).logits[0, -1].exp().numpy()
         alone = lm.base(torch.tensor([[0, *ids]])).logits[0, -1].softmax(-1).numpy()
-    np.testing.assert_allclose(row, 0.25 * counted.probs([-1, *ids], V) + 0.75 * alone, atol=1e-5)
+    lam = lm.knn.ngrams.by_length[min(counted.longest([-1, *ids]), 6)]
+    np.testing.assert_allclose(row, lam * counted.probs([-1, *ids], V) + (1 - lam) * alone, atol=1e-5)
     gone = lm.reader.tokens(STORED[9].text).astype("<u4").tobytes()[40:80]
     assert store.erase().unreached == ()
     assert not [path for path in store.home.path.rglob("*") if path.is_file() and gone in path.read_bytes()]

@@ -22,6 +22,9 @@ DEFAULT_PROBES = 16
 """In a store that has cells."""
 DEFAULT_LAMBDA = 0.5
 """Between the best values published in the model's own domain (0.25) and far from it (0.65 and more)."""
+DEFAULT_NGRAMS = NGramSettings(lam=0.5, by_length=(0.05, 0.3, 0.5, 0.65, 0.7, 0.75, 0.75))
+"""In a store without keys. In four domains perplexity was 0.70 to 0.87 of that with 0.25 throughout, and text
+of each of the others was not predicted worse than by the model alone."""
 
 _logger = logging.getLogger(__name__)
 
@@ -38,7 +41,7 @@ def default_settings(store: Reader, selection: Selection = EVERYTHING) -> KNNSet
     from it. Fitting on held-out text is better still. A store without keys has its n-grams.
     """
     if store.is_keyless:
-        return KNNSettings(k=1, lam=0.0, ngrams=NGramSettings())
+        return KNNSettings(k=1, lam=0.0, ngrams=DEFAULT_NGRAMS)
     sample = next(store.records(selection, batch_size=_SAMPLE), None)
     variance = float(sample.keys.var(axis=0).sum()) if sample else 0.0
     probes = DEFAULT_PROBES if store.has_cells else None
