@@ -16,7 +16,7 @@ from knnstore.lm.calibration.fits.cache import fit_cache, gather_cache_evidence
 from knnstore.lm.calibration.scored_text import ScoredText
 from knnstore.lm.explanation.explained import THIS_TEXT
 from knnstore.lm.retrieval.cache import Reading, look_back
-from knnstore.lm.scoring import evaluate
+from knnstore.lm.scoring import evaluate, held_out
 from knnstore.lm.settings import CacheSettings, KNNSettings, ReadingParts
 from tests.lm.phrases import words
 
@@ -195,7 +195,9 @@ def lm(make_lm):
     return make_lm({"stored": ["w5 w6 w7 w8 w9 w10"]}, max_length=12, stride=6)
 
 
-def test_documents_longer_than_the_window_match_an_oracle_that_has_all_keys(lm):
+@pytest.mark.parametrize("weighed_at_once", [1 << 23, 50])
+def test_documents_longer_than_the_window_match_an_oracle_that_has_all_keys(lm, weighed_at_once, monkeypatch):
+    monkeypatch.setattr(held_out, "_RECENT", weighed_at_once)
     rng = np.random.default_rng(1)
     texts = [words(rng, size, 4, 9) for size in (50, 7, 64, 1, 30)]
     cache = CacheSettings(size=20, temperature=15.0, lam=0.3)
@@ -246,6 +248,14 @@ def test_sources_in_the_text_itself_are_named(lm):
 
 
 # -- the fit
+
+
+@pytest.mark.parametrize(("length", "sizes"), [(90, 1), (102, 2), (1601, 3), (1602, 4)])
+def test_no_reach_is_tried_that_no_document_has_use_for(length, sizes):
+    reading = Reading(
+        torch.zeros(length, 1), torch.arange(length), torch.zeros(length, dtype=torch.long), "l2"
+    )
+    assert gather_cache_evidence(reading).sizes == (100, 400, 1600, 6400)[:sizes]
 
 
 def test_the_fit_finds_how_a_text_repeats_itself():

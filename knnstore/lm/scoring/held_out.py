@@ -32,6 +32,8 @@ _NEIGHBORS = BATCH_TOKENS << 10
 """Of all tokens that are searched for at once: fewer with a larger k, so that memory does not grow."""
 _DISTANCES = 1 << 25
 """To records of cells, that are in memory at once: 128 MiB."""
+_RECENT = 1 << 23
+"""Tokens before others, that are weighed at once for a cache: 32 MiB for each temperature."""
 _TOKENS = 1 << 15
 """Of documents that advance together: what is known of each is in memory at once."""
 
@@ -195,8 +197,9 @@ def _score(
     """Search for so many tokens at a time; for more where the cells that they visit turn out to be small."""
     for batch in batches:
         start, count = 0, len(batch.gold)
+        reach = 1 if batch.recent is None else batch.recent.tokens.shape[1]
         while start < count:
-            rows = np.arange(start, min(start + most, count))
+            rows = np.arange(start, min(start + min(most, max(1, _RECENT // reach)), count))
             found = search_for(
                 store, batch if len(rows) == count else batch.rows(rows), settings, apart=apart
             )

@@ -10,7 +10,7 @@ from knnstore.lm.mixing import LEAST_PROBABILITY, fit_lambdas, mix_gold
 from knnstore.lm.retrieval import Reading
 from knnstore.lm.settings import CacheSettings
 
-SIZES = (100, 400, 1600)
+SIZES = (100, 400, 1600, 6400)
 """How far back the cache may reach; no more are tried than the longest document has use for."""
 
 _OCTAVES = torch.arange(-6.0, 3.0, 0.5)
