@@ -12,6 +12,7 @@ import knnstore
 from knnstore.errors import ConfigError
 from knnstore.lm import CacheSettings, KNNSettings, settings_for
 from knnstore.lm.reading import Encoder
+from knnstore.lm.scoring.searching import _by_words
 from knnstore.store import Selection
 from tests.kneser_ney import KneserNey
 from tests.lm.phrases import documents, phrases, words
@@ -84,7 +85,25 @@ def test_places_are_found_by_their_words(lm):
     passages = lm.search(lm.reader.text(tokens[40:52].tolist()))
     assert (passages[0].document, passages[0].domain) == (STORED[3].id, "phrases")
     assert 40 < passages[0].position < 52
-    assert sum(one.share for one in passages) <= 1 + 1e-6
+    expected, asked = {}, tokens[40:52].tolist()
+    stored = {one.id: lm.reader.tokens(one.text).tolist() for one in STORED}
+    for at in range(1, len(asked)):
+        runs = {}
+        for id, text in stored.items():
+            for place in (place for place, token in enumerate(text) if token == asked[at]):
+                same = [a == b for a, b in zip(reversed(asked[:at]), reversed(text[:place]), strict=False)][
+                    :7
+                ]
+                runs[id, place] = [*same, False].index(False)
+        longest = [place for place, run in runs.items() if run == max(runs.values()) > 0]
+        for place in longest:
+            expected[place] = expected.get(place, 0) + 1 / len(longest) / (len(asked) - 1)
+    shares = _by_words(lm.store, asked, CHOSEN)
+    places = lm.store.provenance(np.array(list(shares), np.int64))
+    found = {
+        (place.document, place.position): share for place, share in zip(places, shares.values(), strict=True)
+    }
+    assert found == pytest.approx(expected)
     assert lm.search(NOISE[1], limit=1)[0].domain == "noise"
     assert lm.search(NOISE[1], KNNSettings(selection=CHOSEN)) == []
     assert lm.search("w50") == []
