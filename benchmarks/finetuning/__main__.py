@@ -1,6 +1,7 @@
 """A store beside fine-tuning on the same text: perplexities, ratios with intervals, and all seconds.
 
     python benchmarks/finetuning DATA --model DIR --out DIR [--domain NAME ...] [--fractions 1 .5 .1]
+    python benchmarks/finetuning DATA --model DIR --out OUT --seconds --device cpu
     python benchmarks/finetuning --smoke       a minute, with the demo's model
 
 DATA holds a folder for each domain with ``store.jsonl``, ``dev.jsonl`` and ``test.jsonl``, split by
@@ -34,7 +35,7 @@ from sides import STORE, Workshop
 from steps import Step, step
 from table import BASE, ON_TUNED, THRICE, TUNED, summary, table
 from texts import Limits, leveled, read
-from tuning import Tuning, lowest_of, thrice_of
+from tuning import AT_LEAST, Tuning, lowest_of, thrice_of
 
 import knnstore
 from knnstore.documents import TextDocument
@@ -61,6 +62,13 @@ def measure(name: str, parts: Documents, fraction: float, options: argparse.Name
     model, train, device = options.model, parts["store"], options.device
     tuning = Tuning(model, train, parts["dev"], results, work / "tuned", device, say)
     shop = Workshop(**parts, folder=work, device=device, codes=options.codes, states=options.states)
+    if options.seconds:
+        thrice, store = tuning.run(1e-3, AT_LEAST), made("store", lambda: shop.with_store(model, ""))
+        took, trained = total(store.values), thrice["seconds"]
+        return (
+            f"{name}, {device_name(device)}: a store with its calibration {took:,.0f} s, three epochs "
+            f"{trained:,.0f} s, ratio {took / trained:.2f}\n"
+        )
     runs = tuning.grid(options.rates, options.epochs)
     best, thrice = lowest_of(runs), thrice_of(runs)
     base = made("base", lambda: shop.alone(model, BASE))
@@ -137,6 +145,11 @@ def main() -> None:
     parser.add_argument("--codes", default="pq32", help="what keys are kept as")
     parser.add_argument("--states", type=int, default=3, help="of a key")
     parser.add_argument("--device", help="default is the GPU if there is one")
+    parser.add_argument(
+        "--seconds",
+        action="store_true",
+        help="only those of three epochs and of a store, calibration included",
+    )
     parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()
     if options.smoke:
@@ -167,7 +180,8 @@ def smoke(folder: Path, options: argparse.Namespace) -> None:
 def report(name: str, parts: Documents, fraction: float, options: argparse.Namespace) -> None:
     """Measure, print and keep."""
     text = measure(name, parts, fraction, options)
-    (options.out / f"{name}-{fraction:g}.md").write_text(text, encoding="utf-8")
+    kind = "-seconds" if options.seconds else ""
+    (options.out / f"{name}-{fraction:g}{kind}.md").write_text(text, encoding="utf-8")
     print(text, flush=True)
 
 

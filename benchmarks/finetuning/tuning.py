@@ -47,7 +47,7 @@ class Tuning:
         for rate in rates:
             lowest = float("inf")
             for epochs in range(1, most + 1):
-                runs.append(self._run(rate, epochs))
+                runs.append(self.run(rate, epochs))
                 if runs[-1]["dev"] > lowest and epochs >= AT_LEAST:
                     break
                 lowest = min(lowest, runs[-1]["dev"])
@@ -64,7 +64,8 @@ class Tuning:
             self._train(run["rate"], run["epochs"])
         return str(folder)
 
-    def _run(self, rate: float, epochs: int) -> dict[str, Any]:
+    def run(self, rate: float, epochs: int) -> dict[str, Any]:
+        """One run: its perplexity on dev, and its seconds."""
         name = f"tuned-{rate:g}-{epochs}"
         return step(self._results, name, lambda: Step(self._train(rate, epochs), {})).values
 
