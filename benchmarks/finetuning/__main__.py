@@ -1,7 +1,7 @@
 """A store beside fine-tuning on the same text: perplexities, ratios with intervals, and all seconds.
 
     python benchmarks/finetuning DATA --model DIR --out DIR [--domain NAME ...] [--fractions 1 .5 .1]
-    python benchmarks/finetuning DATA --model DIR --out OUT --seconds --device cpu
+    python benchmarks/finetuning DATA --model DIR --out OUT --seconds | --controls
     python benchmarks/finetuning --smoke       a minute, with the demo's model
 
 DATA holds a folder for each domain with ``store.jsonl``, ``dev.jsonl`` and ``test.jsonl``, split by
@@ -30,7 +30,7 @@ from transformers.utils import logging
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from controls import controls
+from controls import AGAIN, controls
 from sides import STORE, Workshop
 from steps import Step, step
 from table import BASE, ON_TUNED, THRICE, TUNED, summary, table
@@ -69,6 +69,16 @@ def measure(name: str, parts: Documents, fraction: float, options: argparse.Name
             f"{name}, {device_name(device)}: a store with its calibration {took:,.0f} s, three epochs "
             f"{trained:,.0f} s, ratio {took / trained:.2f}\n"
         )
+    if options.controls:
+        run = tuning.run(1e-3, AT_LEAST)
+        steps = [
+            made("unfitted", lambda: shop.unfitted(model, BASE, "")),
+            made("unfitted-tuned", lambda: shop.unfitted(tuning.model(run), TUNED, ON_TUNED)),
+            made("controls", lambda: controls(model, **parts, rate=1e-3, device=device)),
+        ]
+        found = {name: log_probs for one in steps for name, log_probs in one.log_probs.items()}
+        assert np.allclose(found[BASE], found[AGAIN], atol=0.01), "in another order"
+        return table(f"{name}, controls", found, {}, [])
     runs = tuning.grid(options.rates, options.epochs)
     best, thrice = lowest_of(runs), thrice_of(runs)
     base = made("base", lambda: shop.alone(model, BASE))
@@ -145,6 +155,7 @@ def main() -> None:
     parser.add_argument("--codes", default="pq32", help="what keys are kept as")
     parser.add_argument("--states", type=int, default=3, help="of a key")
     parser.add_argument("--device", help="default is the GPU if there is one")
+    parser.add_argument("--controls", action="store_true", help="only what else might do what a store does")
     parser.add_argument(
         "--seconds",
         action="store_true",
@@ -180,7 +191,7 @@ def smoke(folder: Path, options: argparse.Namespace) -> None:
 def report(name: str, parts: Documents, fraction: float, options: argparse.Namespace) -> None:
     """Measure, print and keep."""
     text = measure(name, parts, fraction, options)
-    kind = "-seconds" if options.seconds else ""
+    kind = "-seconds" if options.seconds else "-controls" if options.controls else ""
     (options.out / f"{name}-{fraction:g}{kind}.md").write_text(text, encoding="utf-8")
     print(text, flush=True)
 

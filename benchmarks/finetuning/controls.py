@@ -19,6 +19,8 @@ CUTS = (1, 4, 16, 64, 256, 1024)
 """Tokens that p_LM is cut to, as sparse as p_kNN is: what they gain is taken from its tail."""
 EPOCHS = 12
 CUT, OVERFITTED, MIXED = "cut", "overfitted", "with an overfitted model"
+AGAIN = "the model, read again"
+"""To see that all are of the same tokens."""
 
 
 def controls(
@@ -47,6 +49,7 @@ def controls(
     known, over = log_probs(reader, dev)[0], log_probs(reader, test)[0]
     weight = fit_weight(base[0], known)
     found = {
+        AGAIN: judged[0].double(),
         CUT: mixed(judged[0], judged[at], lam),
         OVERFITTED: over.double(),
         MIXED: mixed(judged[0], over, weight),

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from steps import Floats, Step
 from torch import Tensor
@@ -84,7 +85,7 @@ class Workshop:
         chosen = found.settings or ALONE
         probes = sorted({one.probes for one in (gate, fixed, keys, chosen) if one.probes})
         sides = Fitted(self._scored(lm, self.dev, probes), self._scored(lm, self.test, probes))
-        unfitted = self._unfitted(lm)
+        _, unfitted, _ = self._unfitted(lm)
         self._close(lm)
         fitting = time.perf_counter()
         without = sides.gated(replace(gate, cache=None))
@@ -105,6 +106,14 @@ class Workshop:
         }
         judged = {side: sides.at(one) for side, one in settings.items()} | {UNFITTED: unfitted}
         return Step(values, {f"{name}{side}": of for side, of in judged.items()})
+
+    def unfitted(self, model: str, name: str, prefix: str) -> Step:
+        """A model with a store as it is published: nothing is calibrated."""
+        lm, seconds = self._stored(model, "unfitted", codes=self.codes, states=self.states)
+        alone, mixed, documents = self._unfitted(lm)
+        self._close(lm)
+        found = {name: alone, f"{prefix}{UNFITTED}": mixed, "documents": documents}
+        return Step({"storing": seconds}, found)
 
     def _stored(
         self, model: str, name: str, *, codes: str, states: int, only: int | None = None
@@ -141,14 +150,17 @@ class Workshop:
         further = FurtherSearches(lm.store, scored, texts, EVERYTHING)
         return replace(scored, visited=further.with_probes(probes))
 
-    def _unfitted(self, lm: KNNLMForCausalLM) -> Floats:
-        """Log p of each test token with T = 1, which lies outside of what is tried."""
-        parts = []
+    def _unfitted(self, lm: KNNLMForCausalLM) -> tuple[Floats, Floats, Floats]:
+        """Log p of each test token by the model and with T = 1, outside of what is tried; its document."""
+        parts, documents = [], []
         for part in score_held_out(lm.store, lm.reader, self.test, _PUBLISHED):
             assert part.visited is not None
-            knn = part.visited[0].weights(_PUBLISHED.temperature)[:, 0].clamp(max=1.0)
-            parts.append(mix_log_probs(part.lm_log_probs, knn.log(), _LAM))
-        return torch.cat(parts).double().numpy()
+            knn = part.visited[0].weights(_PUBLISHED.temperature)[:, 0]
+            mixed = mix_log_probs(part.lm_log_probs, knn.log(), _LAM)
+            parts.append(torch.stack([part.lm_log_probs, mixed]))
+            documents.append(part.documents)
+        alone, mixed = torch.cat(parts, 1).double().numpy()
+        return alone, mixed, np.concatenate(documents)
 
     def _close(self, lm: KNNLMForCausalLM) -> None:
         home = lm.store.home.path

@@ -66,11 +66,14 @@ def table(title: str, found: Mapping[str, Floats], seconds: Mapping[str, float],
     lines.append("|---|---|---|---|---|---|")
     for row, side in SIDES.items():
         both = (ratio(side), ratio(side, TUNED), ratio(side + CACHED), ratio(side + CACHED, TUNED + CACHED))
+        if both[0] is None:
+            continue
         plain = [shown(one, bounds=bool(at % 2)) for at, one in enumerate(both)]
         took = seconds.get(side)
         lines.append(f"| {row} | {' | '.join(plain)} | {'–' if took is None else f'{took:,.0f}'} |")
     lines += ["", "| | ratio (95 % by document) |", "|---|---|"]
-    lines += [f"| {row} | {shown(ratio(*sides))} |" for row, sides in RATIOS.items()]
+    quotients = {row: ratio(*sides) for row, sides in RATIOS.items()}
+    lines += [f"| {row} | {shown(of)} |" for row, of in quotients.items() if of is not None]
     if THRICE in seconds and STORE in seconds:
         lines.append(
             f"| seconds of store and calibration ÷ three epochs | {seconds[STORE] / seconds[THRICE]:.2f} |"
