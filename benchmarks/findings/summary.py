@@ -7,7 +7,7 @@ from report import table
 
 PAGE = """# Findings of the papers, on real text
 
-What papers on nearest-neighbor language models report, and what `knnstore` adds, tried on four kinds of text
+What papers on nearest-neighbor language models report, and what `knnstore` adds, tried on {kinds} kinds of text
 by one command, which writes this page and beside it a report with all figures, intervals and plots:
 
     {command}
@@ -47,6 +47,7 @@ def page(results: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> str:
         not_run=f"\nNot run here: {'; '.join(about['not_run'])}.\n" if about["not_run"] else "",
         seconds=sum(of["seconds"] for of in results),
         machine=about["machine"],
+        kinds=len(texts),
         texts=", ".join(f"{name} ({of['test_documents']} documents of test)" for name, of in texts.items()),
         store=limits["store_tokens"],
         held_out=limits["held_out_tokens"],
