@@ -222,9 +222,9 @@ class CellGroup:
         for part in self._parts:
             chosen = rows(part)
             if chosen is None:
-                counts += np.diff(part.cells.starts)
+                counts += part.cells.counts
             else:
-                counts += np.bincount(part.cells.cell_of_rows()[chosen], minlength=len(counts))
+                counts += np.bincount(part.cells.owners[chosen], minlength=len(counts))
         return counts
 
     def _read(self, number: int) -> Cell:
@@ -241,7 +241,7 @@ class CellGroup:
     def _rows_of(self, number: int) -> Iterator[tuple[Segment, NDArray[np.int64]]]:
         """The live rows of a cell in each segment that has some."""
         for segment, cells, alive, _ in self._parts:
-            rows = cells.rows[cells.starts[number] : cells.starts[number + 1]].astype(np.int64)
+            rows = cells.rows_in(number)
             if alive is not None:
                 rows = rows[alive[rows]]
             if len(rows):

@@ -1,6 +1,6 @@
 """The index of a segment: which of its rows are in which cell."""
 
-from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Self
 
@@ -10,30 +10,45 @@ from numpy.typing import NDArray
 from knnstore.datastore import Keys, MappedFile, RoundedCodec, Segment
 from knnstore.errors import CorruptDatastoreError
 
+_FEW = 32  # cells; to find the rows of so many takes less time than to sort all
 
-@dataclass(frozen=True, slots=True, eq=False)
+
 class SegmentCells:
     """The rows of a segment by cell.
 
     A file of it holds the centers, a byte for each component (see `RoundedCodec`), and the cell of each row
     (uint16, shape (rows,)).
+
+    Args:
+        centers: shape (cells, dim), as the file holds them.
+        owners: the cell of each row, dead or not, shape (rows,).
     """
 
-    centers: Keys
-    """Shape (cells, dim), as the file holds them."""
+    def __init__(self, centers: Keys, owners: NDArray[np.uint16]) -> None:
+        self.centers, self.owners = centers, owners
+        self._asked = 0
 
-    rows: NDArray[np.int32]
-    """Row numbers by cell, ascending within it, shape (rows,)."""
+    @cached_property
+    def counts(self) -> NDArray[np.int64]:
+        """Rows of each cell, shape (cells,)."""
+        return np.bincount(self.owners, minlength=len(self.centers))
 
-    starts: NDArray[np.int64]
-    """Where each cell begins in `rows`, and where the last one ends, shape (cells + 1,)."""
+    @cached_property
+    def starts(self) -> NDArray[np.int64]:
+        """Where each cell begins in `rows`, and where the last one ends, shape (cells + 1,)."""
+        return np.concatenate([[0], np.cumsum(self.counts, dtype=np.int64)])
 
-    @classmethod
-    def of(cls, centers: Keys, owners: NDArray[np.uint16]) -> Self:
-        """Arrange rows, dead or not, whose cells are these, shape (rows,)."""
-        rows = np.argsort(owners, kind="stable").astype(np.int32)
-        counts = np.bincount(owners, minlength=len(centers))
-        return cls(centers, rows, np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]))
+    @cached_property
+    def rows(self) -> NDArray[np.int32]:
+        """Row numbers by cell, ascending within it, shape (rows,)."""
+        return np.argsort(self.owners, kind="stable").astype(np.int32)
+
+    def rows_in(self, cell: int) -> NDArray[np.int64]:
+        """Row numbers of a cell, ascending."""
+        self._asked += 1
+        if self._asked <= _FEW and "rows" not in self.__dict__:  # a first query waits for no order of all
+            return np.flatnonzero(self.owners == cell)
+        return self.rows[self.starts[cell] : self.starts[cell + 1]].astype(np.int64)
 
     @classmethod
     def read(cls, root: Path, segment: Segment, dim: int, cells: int) -> Self:
@@ -52,16 +67,10 @@ class SegmentCells:
         owners = np.frombuffer(rest.tobytes(), np.uint16)
         if owners.max(initial=0) >= cells:
             raise CorruptDatastoreError(f"{file.path} belongs to other keys")
-        return cls.of(codec.turned(codes.reshape(cells, -1)), owners)
+        return cls(codec.turned(codes.reshape(cells, -1)), owners)
 
     def write(self, path: Path) -> None:
         """Write it to a file."""
         with path.open("wb") as file:
             file.write(RoundedCodec(self.centers.shape[1]).encode(self.centers).data)
-            file.write(self.cell_of_rows().astype(np.uint16).data)
-
-    def cell_of_rows(self) -> NDArray[np.int32]:
-        """The cell of each row, shape (rows,)."""
-        owners = np.empty(len(self.rows), np.int32)
-        owners[self.rows] = np.repeat(np.arange(len(self.centers), dtype=np.int32), np.diff(self.starts))
-        return owners
+            file.write(self.owners.data)

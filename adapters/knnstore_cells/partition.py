@@ -135,7 +135,7 @@ def arranged(segment: Segment, centers: Keys) -> SegmentCells:
         nearest = NearestCenter(torch.from_numpy(centers))
         for rows, keys in _chunks(segment):
             owners[rows] = nearest(torch.from_numpy(keys)).numpy()
-    return SegmentCells.of(centers, owners)
+    return SegmentCells(centers, owners)
 
 
 def _chunks(segment: Segment) -> Iterator[tuple[slice, Keys]]:

@@ -10,9 +10,11 @@ Nothing is imported before `load` is called for that very name, so a broken plug
 
 import difflib
 import logging
+import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, distributions
 from importlib.metadata import version as version_of
 from pathlib import Path
@@ -162,6 +164,19 @@ def _version(distribution: str) -> str | None:
 
 
 def _offers() -> list[_Offer]:
+    """All offers; what is installed is read again where a folder of Python's path has changed."""
+    return _offers_in(tuple((folder, _time_of(folder)) for folder in sys.path))
+
+
+def _time_of(folder: str) -> int:
+    try:
+        return Path(folder or ".").stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+@lru_cache(maxsize=1)
+def _offers_in(folders: tuple[tuple[str, int], ...]) -> list[_Offer]:  # only to be told apart
     """All offers; of a distribution that is installed twice, those of the copy that Python imports."""
     found: list[_Offer] = []
     seen: set[str] = set()

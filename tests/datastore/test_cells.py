@@ -238,6 +238,31 @@ def test_a_device_measures_as_the_processor_does(tmp_path: Path, metric: Metric,
         store.close()
 
 
+@pytest.mark.parametrize(
+    ("params", "sizes"),
+    [({"codes": "none"}, (6000, 5000)), ({"cells": 8, "codes": "pq4", "coded_from": 1200}, (1000, 2000))],
+    ids=["one cell becomes many", "codes beside keys"],
+)
+def test_a_device_follows_a_group_that_has_grown(
+    tmp_path: Path, params: dict[str, Any], sizes: tuple[int, int]
+) -> None:
+    """The segment that it holds stays, and is in other cells then, or in the space of a codec."""
+    (first, more), keys = sizes, clustered(sum(sizes))
+    with CellsDatastore.open(tmp_path / "store", dim=DIM, **params, device="none") as store:
+        put(store, np.arange(first), keys)
+        store.flush()
+        with CellsDatastore.open(tmp_path / "store", dim=DIM, mode="r", **params, device="cpu") as reader:
+            for one in (store, reader):
+                one.visit(keys[:2], 1)
+            put(store, np.arange(first, first + more), keys)
+            store.flush()
+            asked = clustered(50, seed=1)
+            visited = [Neighbors.visited(one.visit(asked, 3), 50) for one in (store, reader)]
+    found = [each.nearest(each.ids.shape[1]) for each in visited]
+    assert [set(ids) for ids in found[1].ids] == [set(ids) for ids in found[0].ids]
+    np.testing.assert_allclose(found[1].distances, found[0].distances, rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.parametrize("metric", list(Metric))
 def test_a_query_alone_meets_what_it_meets_among_others(tmp_path: Path, metric: Metric) -> None:
     """In several groups, one of which has codes and so a space of its own, and with a filter of ids."""
