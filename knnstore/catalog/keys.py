@@ -51,6 +51,10 @@ class AccessKey:
     created_at: str
     """ISO 8601, UTC."""
     expires_at: str | None
+    requests: int | None = None
+    """That it may have at once; None is any number."""
+    tokens: int | None = None
+    """That it may have read and written in a minute; None is any number."""
 
     @property
     def has_expired(self) -> bool:
@@ -75,6 +79,8 @@ class AccessKeys:
         name: str = "",
         domains: Iterable[str] | None = None,
         expires_at: datetime | None = None,
+        requests: int | None = None,
+        tokens: int | None = None,
     ) -> tuple[AccessKey, str]:
         """Make a key.
 
@@ -83,12 +89,14 @@ class AccessKeys:
             name: whatever it is to be known by.
             domains: the only ones that it is for, also such as are not there yet; None is all.
             expires_at: when it ends, with a time zone; None is never.
+            requests: at once, >= 1; None is any number.
+            tokens: a minute, read and written, >= 1; None is any number.
 
         Returns:
             What is known of it, and the key itself, which nobody can read again.
 
         Raises:
-            ConfigError: no right or no domain is given, or it would have ended already.
+            ConfigError: no right or no domain is given, a limit is below 1, or it would have ended already.
             InputError: a name cannot be stored.
         """
         given, named = sorted(set(rights)), None if domains is None else sorted(set(domains))
@@ -98,6 +106,9 @@ class AccessKeys:
             raise ConfigError("a key for no domain is of no use: name one, or give none for all")
         if expires_at is not None and expires_at <= datetime.now(UTC):
             raise ConfigError("the key would have expired already")
+        for limit in (requests, tokens):
+            if limit is not None and not 1 <= limit < 2**31:
+                raise ConfigError(f"a limit of a key is at least 1 and below 2**31, got {limit}")
         for domain in named or ():
             check_name(domain, "the domain")
         if name:
@@ -111,6 +122,8 @@ class AccessKeys:
                 rights=[right.value for right in given],
                 domains=named,
                 expires_at=expires_at,
+                requests=requests,
+                tokens=tokens,
             )
             current.add(row)
             current.flush()
@@ -165,4 +178,6 @@ def _read(row: KeyRow) -> AccessKey:
         domains=None if row.domains is None else tuple(row.domains),
         created_at=utc(row.created_at).isoformat(),
         expires_at=None if row.expires_at is None else utc(row.expires_at).isoformat(),
+        requests=row.requests,
+        tokens=row.tokens,
     )

@@ -223,3 +223,7 @@ class KeyRow(Base):
     """None is all."""
     created_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), default=_now)
     expires_at: Mapped[datetime | None] = mapped_column(DateTime(timezone=True))
+    requests: Mapped[int | None]
+    """At once; None is any number."""
+    tokens: Mapped[int | None]
+    """A minute; None is any number."""

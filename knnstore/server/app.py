@@ -60,6 +60,7 @@ def make_app(
         gate,
         open_paths(app),
         serving.limits.body_bytes,
+        serving.limits.body_seconds,
         local_only=options.local_only,
         count=metrics.count,
     )

@@ -91,6 +91,8 @@ def declare_asking(routes: Endpoints, serving: Serving) -> None:
                 "text",
             )
 
+        access(request).quota.spend(len(tokens))
+
         def work() -> tuple[KNNSettings, Explanation]:
             settings, given = serving.scopes.settings(scope), np.array(tokens, np.uint32)
             return settings, explain_tokens(lm, given, settings, neighbors=body.neighbors, start=start)

@@ -13,7 +13,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from knnstore.catalog import Right
-from knnstore.server.access import Access, Endpoints, access
+from knnstore.server.access import Access, Endpoints, Quota, access
 from knnstore.server.asking import sources_of
 from knnstore.server.engine import Piece, Prompt, Task, TokenScore
 from knnstore.server.errors import error_of, refused
@@ -55,14 +55,17 @@ def _of_texts(serving: Serving, body: CompletionRequest) -> _Plan:
     echoed = [one if isinstance(one, str) else serving.text(one) for one in body.prompts] if body.echo else []
     for prompt in prompts:
         serving.check_window(prompt, max_tokens)
+    is_scored = bool(body.echo) and body.logprobs is not None
+    if is_scored:
+        prompts = tuple(map(serving.scored, prompts))
     shape = Texts(
-        lambda token: serving.text([token]),
+        serving.text_of,
         body.logprobs is not None,
         echoed,
         body.n or 1,
         bool(body.return_tokens_as_token_ids),
     )
-    return _Plan(prompts, max_tokens, shape, body.logprobs, bool(body.echo) and body.logprobs is not None)
+    return _Plan(prompts, max_tokens, shape, body.logprobs, is_scored)
 
 
 def _of_messages(serving: Serving, body: ChatRequest) -> _Plan:
@@ -70,7 +73,7 @@ def _of_messages(serving: Serving, body: ChatRequest) -> _Plan:
     room = serving.window - len(prompt.tokens) + 1
     max_tokens = body.max_completion_tokens or body.max_tokens or max(1, room)
     serving.check_window(prompt, max_tokens, "messages")
-    shape = Messages(lambda token: serving.text([token]), bool(body.logprobs))
+    shape = Messages(serving.text_of, bool(body.logprobs))
     return _Plan((prompt,), max_tokens, shape, (body.top_logprobs or 0) if body.logprobs else None)
 
 
@@ -100,15 +103,15 @@ def _conversation(serving: Serving, body: ChatRequest) -> list[int]:
 class _Answer:
     """The answer to one request."""
 
-    def __init__(
-        self, serving: Serving, body: Writing, plan: _Plan, task: Task, pieces: AsyncIterator[Piece]
-    ) -> None:
+    def __init__(self, serving: Serving, body: Writing, plan: _Plan, task: Task, quota: Quota) -> None:
         self._serving = serving
         self._body = body
         self._shape = plan.shape
         self._task = task
-        self._pieces = pieces
+        self._quota = quota
         self._prompt_tokens = sum(len(prompt.tokens) - prompt.hidden for prompt in plan.prompts)
+        quota.spend(self._prompt_tokens)
+        self._pieces = serving.write(task)
         self._written: defaultdict[int, list[int]] = defaultdict(list)
         self._head = {
             "id": f"{plan.shape.id}{uuid.uuid4().hex}",
@@ -129,7 +132,7 @@ class _Answer:
 
         serving.lm  # noqa: B018  is it there?
         plan, task = await run_in_threadpool(planned)
-        answer = cls(serving, body, plan, task, serving.write(task))
+        answer = cls(serving, body, plan, task, who.quota)
         if body.stream:
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
             return StreamingResponse(answer.events(), media_type="text/event-stream", headers=headers)
@@ -182,6 +185,7 @@ class _Answer:
     def _noted(self, piece: Piece) -> Piece:
         if not piece.is_prompt:
             self._written[piece.index].extend(score.token for score in piece.tokens)
+            self._quota.take(len(piece.tokens))
         return piece
 
     def _usage(self) -> dict[str, int]:

@@ -63,7 +63,8 @@ def declare_documents(routes: Endpoints, serving: Serving) -> None:
     async def add(request: Request, body: NewDocuments) -> dict[str, Any]:
         """Add documents to a domain; one of the same id is replaced, unless its text is the same."""
         _check_seen(access(request), body.domain)
-        lm, given = serving.lm, list(documents_of(body.documents))
+        lm, given, quota = serving.lm, list(documents_of(body.documents)), access(request).quota
+        quota.spend(0)
         counts = {"added": 0, "replaced": 0, "described": 0, "unchanged": 0, "tokens": 0}
         for document in given:  # one at a time: other calls have their turn between them
             work = partial(
@@ -72,6 +73,7 @@ def declare_documents(routes: Endpoints, serving: Serving) -> None:
             )  # fmt: skip
             done = asdict(await serving.call(work))
             counts = {name: count + done[name] for name, count in counts.items()}
+            quota.take(done["tokens"])
         return {"object": "documents.added", "domain": body.domain, **counts}
 
     @routes.add("DELETE", "/v1/documents", Right.WRITE)

@@ -1,10 +1,12 @@
 """What is done with every request, whatever it asks: its id, its key, its size, its line in the log."""
 
+import asyncio
 import logging
 import re
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -32,6 +34,7 @@ class Frame:
         gate: tells what a request may do.
         open_paths: those that need no key.
         body_bytes: of a request at most.
+        body_seconds: after which its body must be there.
         local_only: only requests to a name of this machine are answered. A page of anybody's in a browser
             here could reach the server by a name of its own.
         count: told of each request.
@@ -43,6 +46,7 @@ class Frame:
         gate: Gate,
         open_paths: frozenset[str],
         body_bytes: int,
+        body_seconds: float,
         *,
         local_only: bool,
         count: Count,
@@ -51,6 +55,7 @@ class Frame:
         self._gate = gate
         self._open = open_paths
         self._body_bytes = body_bytes
+        self._body_seconds = body_seconds
         self._local_only = local_only
         self._count = count
 
@@ -76,7 +81,9 @@ class Frame:
             who = await self._checked(scope, headers)
             scope.setdefault("state", {})["access"] = who
             seen["key"] = who.key if who else ""
-            await self._app(scope, self._limited(headers, receive), answer)
+            limited = self._limited(headers, receive)
+            with who.quota.running() if who else nullcontext():
+                await self._app(scope, limited, answer)
         except ApiError as error:
             await _error(error)(scope, receive, answer)
         except Exception as error:
@@ -106,11 +113,17 @@ class Frame:
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > self._body_bytes:
             raise self._too_large()
-        taken = 0
+        taken, is_whole, until = 0, False, asyncio.get_running_loop().time() + self._body_seconds
 
         async def limited() -> Message:
-            nonlocal taken
-            message = await receive()
+            nonlocal taken, is_whole
+            try:
+                async with asyncio.timeout_at(None if is_whole else until):
+                    message = await receive()
+            except TimeoutError as error:
+                said = f"the request has not come within {self._body_seconds:g} seconds"
+                raise HTTPException(408, said) from error
+            is_whole = not message.get("more_body", False)
             taken += len(message.get("body", b""))
             if taken > self._body_bytes:
                 raise HTTPException(413, str(self._too_large()))

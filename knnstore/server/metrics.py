@@ -49,10 +49,11 @@ class Metrics:
         )
 
     def observe(self, step: Observed) -> None:
-        """Count a step of the engine."""
-        self._steps.observe(step.seconds)
-        self._rows.observe(step.rows)
-        self._tokens.inc(step.rows)
+        """Count a turn of the engine."""
+        if step.rows:
+            self._steps.observe(step.seconds)
+            self._rows.observe(step.rows)
+        self._tokens.inc(step.tokens)
         self._waiting.set(step.waiting)
 
     def count(self, endpoint: str, status: int, seconds: float, first: float | None) -> None:

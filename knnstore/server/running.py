@@ -19,6 +19,7 @@ from knnstore.errors import ConfigError
 from knnstore.lm import KNNLMForCausalLM
 from knnstore.server.access import Gate
 from knnstore.server.app import Options, make_app
+from knnstore.server.connections import connections
 from knnstore.server.metrics import Metrics
 from knnstore.server.serving import Limits, Serving
 from knnstore.store import Home
@@ -111,6 +112,7 @@ def _serve(config: Config, load: Callable[[], KNNLMForCausalLM], gate: Gate) -> 
     options = Options(local_only=not config.needs_keys, public_metrics=config.public_metrics)
     running = uvicorn.Config(
         make_app(serving, gate, metrics, options, lifespan),
+        http=connections(config.limits.head_seconds),
         host=config.host,
         port=config.port,
         log_config=None,
@@ -132,12 +134,40 @@ def _serve(config: Config, load: Callable[[], KNNLMForCausalLM], gate: Gate) -> 
     host = f"[{address[0]}]" if ":" in address[0] else address[0]
     _logger.info("listening at http://%s:%d", host, address[1])
     try:
-        with _ending_well():
+        with _ending_well(), _reloading(serving, gate):
             server.run(sockets=[listening])
     finally:
         listening.close()
     for failure in failed:
         raise failure
+
+
+@contextmanager
+def _reloading(serving: Serving, gate: Gate) -> Iterator[None]:
+    """Let SIGHUP be no end, but a new start of what is remembered; requests go on."""
+
+    def reload() -> None:
+        if not serving.is_ready:
+            return
+        try:
+            gate.forget()
+            serving.reload()
+        except Exception:
+            _logger.exception("could not reload")
+            return
+        _logger.info(
+            "reloaded: settings of all domains, counts of n-grams, what keys have used of their limits"
+        )
+
+    def begin(*_: object) -> None:
+        threading.Thread(target=reload, name="knnstore-reloading", daemon=True).start()
+
+    before = signal.signal(signal.SIGHUP, begin) if hasattr(signal, "SIGHUP") else None
+    try:
+        yield
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGHUP, before)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from knnstore.server.protocol import Retrieval
 from knnstore.store import KNNStore, Selection
 
 _KEPT = 256
+_MOST_FIRST = 8
 
 _ALONE = KNNSettings(lam=0.0)
 
@@ -52,6 +53,16 @@ class Scopes:
         self.model = model
         self._store = store
         self._settings: OrderedDict[tuple[int, Scope], KNNSettings] = OrderedDict()
+
+    def first(self) -> list[Scope]:
+        """The scopes that requests are likely to have: each domain, and all of them."""
+        domains = tuple(sorted(domain.name for domain in self._store.domains()))
+        each = [Scope((domain,)) for domain in domains[:_MOST_FIRST]]
+        return [*each, Scope(domains)] if 1 < len(domains) <= _MOST_FIRST else each
+
+    def forget(self) -> None:
+        """Make all settings anew when they are asked for. To be called in the engine's thread alone."""
+        self._settings.clear()
 
     def scope(self, name: str, knn: Retrieval | None, access: Access) -> Scope:
         """Read a model's name and a field `knn`.

@@ -2,19 +2,28 @@
 
 import asyncio
 import copy
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, Literal, TypeVar
 
+import numpy as np
+import torch
 from fastapi import Request
 
-from knnstore.errors import StoreUnavailableError
-from knnstore.lm import KNNLMForCausalLM, decoded
-from knnstore.server.engine import Engine, Observed, Piece, Prompt, Task, Ticket
+from knnstore.errors import KnnstoreError, StoreUnavailableError
+from knnstore.lm import Detokenizer, KNNLMForCausalLM, decoded, explain_tokens
+from knnstore.server.engine import Engine, EngineBusyError, Observed, Piece, Prompt, Task, Ticket
 from knnstore.server.errors import ApiError, refused
-from knnstore.server.scopes import Scopes
+from knnstore.server.scopes import Scope, Scopes
+
+_logger = logging.getLogger(__name__)
+
+_WARMING = 64
+"""Tokens of a text that is explained, and written on, once."""
 
 Found = TypeVar("Found")
 
@@ -29,6 +38,10 @@ class Limits:
     """Requests that wait."""
     body_bytes: int = 4 << 20
     """Of a request."""
+    head_seconds: float = 20.0
+    """In which the head of a request must come, from its connection's beginning or its first byte."""
+    body_seconds: float = 60.0
+    """In which its body must come, from there."""
 
 
 @dataclass
@@ -48,9 +61,10 @@ class Serving:
     def __post_init__(self) -> None:
         self._lm: KNNLMForCausalLM | None = None
         self._tokenizing = threading.Lock()
+        self._texts: dict[int, str] = {}
 
     def begin(self, lm: KNNLMForCausalLM) -> None:
-        """Take in the model, and be ready."""
+        """Take in the model, warm up, and be ready."""
         self._tokenizer: Any = copy.deepcopy(lm.tokenizer)  # one for each thread: they may not be shared
         self.window = lm.reader.max_length
         self.prefix = lm.reader.prefix
@@ -63,7 +77,34 @@ class Serving:
             observe=self.observe,
         )
         self.engine.start()
+        for scope in self.scopes.first():
+            self._warm_up(lm, scope)
         self._lm = lm
+
+    def reload(self) -> None:
+        """Forget what is remembered of the store's settings, and warm up again while texts are written.
+
+        Documents, domains, keys and settings that change are seen without.
+        """
+        lm = self.lm
+        self.engine.call(self.scopes.forget).result()
+        for scope in self.scopes.first():
+            self._warm_up(lm, scope)
+
+    def _warm_up(self, lm: KNNLMForCausalLM, scope: Scope) -> None:
+        """Do once what a first request would wait for: n-grams are counted, cells are read."""
+        tokens = np.arange(_WARMING, dtype=np.uint32) % lm.store.identity.vocab_size
+
+        def work() -> None:
+            settings = self.scopes.settings(scope)
+            explain_tokens(lm, tokens, settings, neighbors=1)
+            with torch.inference_mode():
+                lm(torch.from_numpy(tokens[None].astype(np.int64)), knn=settings.for_writing)
+
+        try:
+            self.engine.call(work).result()
+        except (KnnstoreError, EngineBusyError) as error:  # which requests may meet, or not
+            _logger.warning("could not warm up: %s", error)
 
     @property
     def is_ready(self) -> bool:
@@ -105,6 +146,22 @@ class Serving:
         return self.tokenizer(
             lambda one: list(one(text, add_special_tokens=special, verbose=False)["input_ids"])
         )
+
+    def text_of(self, token: int) -> str:
+        """The text of one token, which is remembered."""
+        found = self._texts.get(token)
+        if found is None:
+            found = self._texts[token] = self.text([token])
+        return found
+
+    def scored(self, prompt: Prompt) -> Prompt:
+        """A prompt with what is told of its tokens when they are scored: where each begins."""
+        before, shown = prompt.tokens[: prompt.hidden], prompt.tokens[prompt.hidden :]
+        texts = [self.text_of(token) for token in shown]
+        if "".join(texts) != self.text(shown) or any("\ufffd" in text for text in texts):
+            # Characters of several tokens, or spaces that depend on others.
+            texts = self.tokenizer(lambda one: _pieces(Detokenizer(one, before, special=True), shown))
+        return replace(prompt, offsets=(0, *accumulate(map(len, texts[:-1]))))
 
     def text(self, tokens: Sequence[int]) -> str:
         """The text of some tokens, special ones included."""
@@ -167,6 +224,10 @@ class Serving:
     async def call(self, work: Callable[[], Found]) -> Found:
         """Do some work with the model, in the engine's thread."""
         return await asyncio.wrap_future(self.engine.call(work))
+
+
+def _pieces(detokenizer: Detokenizer, tokens: Sequence[int]) -> list[str]:
+    return [detokenizer.take(token) for token in tokens]
 
 
 async def unless_left(request: Request, work: Coroutine[Any, Any, Found]) -> Found:

@@ -1,7 +1,9 @@
 """Keys see a store without what is forbidden: generated requests to both, compared byte for byte."""
 
+import math
 import random
 import re
+import shutil
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +11,8 @@ import pytest
 import sqlalchemy
 
 import knnstore
+from knnstore import KNNSettings, Selection
+from knnstore.lm import CacheSettings, save_settings
 
 WORDS = ["harbour", "council", "storm", "wall", "grain", "boat", "winter", "prices", "morning", "quiet"]
 DOMAINS = ["letters", "news", "law", "own"]
@@ -282,3 +286,27 @@ def test_what_is_forbidden_takes_the_work_of_what_is_not_there(pairs):
     finally:
         sqlalchemy.event.remove(sqlalchemy.Engine, "before_cursor_execute", executed)
         pair.whole.serving.engine.call = called
+
+
+def test_named_sources_are_of_what_writes(inside, prepared, tmp_path_factory):
+    """Settings that count in scoring alone give no token of a written text, and are no source of one."""
+    home = shutil.copytree(prepared, tmp_path_factory.mktemp("sources") / "home")
+    lm = knnstore.load(home, "a")
+    selection = Selection(domains=("news",))
+    with lm.store:
+        settings = KNNSettings(
+            k=8, lam=0.5, temperature=30.0, selection=selection, scoring_only=("cache",),
+            cache=CacheSettings(size=20, temperature=20.0, lam=0.9),
+        )  # fmt: skip
+        save_settings(lm.store, settings)
+    server = inside(home)
+    key = server.key("predict", "read")
+    asked = {"model": "tiny+news", "prompt": "The boats, the boats", "max_tokens": 5, "temperature": 0}
+    asked |= {"logprobs": 0, "knn": {"sources": 3}}
+    choice = server.call("POST", "/v1/completions", key, json=asked).json()["choices"][0]
+    named = choice["knn"]["sources"]
+    written = [math.exp(one) for one in choice["logprobs"]["token_logprobs"]]
+    assert [one["p"] for one in named] == pytest.approx(written, abs=1e-5)
+    body = {"model": "tiny+news", "after": asked["prompt"], "text": choice["text"], "neighbors": 3}
+    scored = server.call("POST", "/v1/explain", key, json=body).json()["data"]
+    assert max(abs(one["p"] - other["p"]) for one, other in zip(named, scored, strict=True)) > 0.01

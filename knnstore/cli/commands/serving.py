@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
-_COLUMNS = ["id", "name", "rights", "domains", "created", "expires"]
+_COLUMNS = ["id", "name", "rights", "domains", "created", "expires", "requests", "tokens"]
 
 
 def serve(
@@ -117,6 +117,13 @@ def key_add(
     expires: Annotated[
         str | None, typer.Option(metavar="TIME", help="30m, 12h, 90d or 4w from now; default is never.")
     ] = None,
+    requests: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Requests at once; default is any number.")
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Tokens a minute, read and written; default is any number."),
+    ] = None,
     home: HomeOption = DEFAULT_HOME,
     as_json: JsonOption = False,
 ) -> None:
@@ -124,10 +131,12 @@ def key_add(
 
     predict lets a client have text written and scored, read see documents and where predictions come from,
     write add and remove documents, admin all of that and the metrics. With --domain nothing else of the store
-    is there for it. A server that runs knows the key at once.
+    is there for it. A server that runs knows the key at once. Whoever asks for more than --requests and
+    --tokens is told when to come back; each server counts for itself.
 
     Examples:
       knnstore key add --right predict --domain letters --expires 90d
+      knnstore key add --right predict --requests 4 --tokens 60000
     """
     from knnstore.catalog import Right
 
@@ -137,7 +146,9 @@ def key_add(
         raise typer.BadParameter(f"a right is one of {', '.join(Right)}", param_hint="'--right'") from error
     ends = None if expires is None else datetime.now(UTC) + _duration(expires)
     with _keys(home) as keys:
-        made, secret = keys.add(given, name=name, domains=domains, expires_at=ends)
+        made, secret = keys.add(
+            given, name=name, domains=domains, expires_at=ends, requests=requests, tokens=tokens
+        )
     note("the key is printed only now; whoever has it has its rights")
     print_result({**_row(made), "key": secret}, secret, as_json=as_json)
 
@@ -200,6 +211,8 @@ def _row(key: "AccessKey") -> dict[str, Any]:
         "domains": "all" if key.domains is None else list(key.domains),
         "created": key.created_at[:19],
         "expires": "expired" if key.has_expired else (key.expires_at or "never")[:19],
+        "requests": key.requests or "any",
+        "tokens": key.tokens or "any",
     }
 
 

@@ -104,6 +104,8 @@ class GoldOnGrid:
     found: Tensor
     """Whether anything was found, bool, shape (n,)."""
 
+    hits = (True, False)
+
     @classmethod
     def nothing(cls, count: int, temperatures: Tensor) -> "GoldOnGrid":
         """Of so many tokens, for none of which anything is found."""
@@ -114,6 +116,6 @@ class GoldOnGrid:
         return GoldOnGrid(self.temperatures, self.knn[tokens], self.found[tokens])
 
     def weights(self, temperature: PerQuery) -> Tensor:
-        """What p_kNN gives to the token that came, and to all others; see `GoldShares`."""
+        """What p_kNN gives to the token that came, and to all others; see `Shares`."""
         gold = between_points(self.knn, self.temperatures, temperature)
         return torch.stack([gold, 1 - gold], 1) * self.found[:, None]

@@ -16,6 +16,7 @@ from knnstore.lm.mixing.gate import (
 from knnstore.lm.mixing.interpolation import (
     LEAST_PROBABILITY,
     Component,
+    Likelihoods,
     Mixture,
     PerQuery,
     mix_gold,
@@ -29,14 +30,15 @@ from knnstore.lm.mixing.mixer import MAX_LAMBDA, Chosen, Continuation, Mixer, Re
 from knnstore.lm.mixing.network import fit_network
 from knnstore.lm.mixing.registry import is_registered, mixer_of, register_mixer
 from knnstore.lm.mixing.skipping import Skipping, entropy_of, skip_features
-from knnstore.lm.mixing.visited import Visited, VisitedCells
+from knnstore.lm.mixing.visited import Visited, VisitedCells, VisitedTokens, nearest_of
 
 __all__ = [
     "DISTINCT_AMONG", "LEAST_PROBABILITY", "MAX_LAMBDA", "BinnedLambda", "Chosen", "Component",
-    "Continuation", "DomainWeights", "FixedLambda", "GateLambda", "JointGate", "Mixer", "Mixture",
-    "NearnessLambda", "PerQuery", "Recent", "RelativeConfidence", "Retrieved", "SimpleMixer", "Skipping",
-    "Visited", "VisitedCells", "bins_of", "chosen_by", "distinct_tokens", "entropy_of", "fit_lambdas",
-    "fit_network", "fit_weight", "gate_features", "is_registered", "known", "mix_gold", "mix_log_probs",
-    "mix_probs", "mixer_of", "neighbor_features", "neighbor_weights", "powers_up_to", "register_mixer",
-    "relative_distance", "shares_of", "skip_features", "start_of",
+    "Continuation", "DomainWeights", "FixedLambda", "GateLambda", "JointGate", "Likelihoods", "Mixer",
+    "Mixture", "NearnessLambda", "PerQuery", "Recent", "RelativeConfidence", "Retrieved", "SimpleMixer",
+    "Skipping", "Visited", "VisitedCells", "VisitedTokens", "bins_of", "chosen_by", "distinct_tokens",
+    "entropy_of", "fit_lambdas", "fit_network", "fit_weight", "gate_features", "is_registered", "known",
+    "mix_gold", "mix_log_probs", "mix_probs", "mixer_of", "nearest_of", "neighbor_features",
+    "neighbor_weights", "powers_up_to", "register_mixer", "relative_distance", "shares_of",
+    "skip_features", "start_of",
 ]  # fmt: skip

@@ -61,7 +61,8 @@ class Component(NamedTuple):
     """At the places, int64, shape (n, k); anything where the weight is zero."""
 
     hits: Tensor | None = None
-    """Whether each place has the token that came, bool, shape (n, k), where `tokens` are not known."""
+    """Whether each place has the token that came, bool, shape (n, k), where `tokens` are not known. Where
+    neither is, there is a place for each token, v of them or v for each search."""
 
     rest: Tensor | None = None
     """How much of each row is spread over the whole vocabulary, float32, shape (n,); None is nothing."""
@@ -91,6 +92,25 @@ class Component(NamedTuple):
         if self.rest is not None and self.base is not None:
             probs = probs + self.rest * self.base[gold]
         return probs.clamp_(max=1.0)
+
+
+class Likelihoods(NamedTuple):
+    """What a mixture says at n positions of one token, and of the likeliest ones."""
+
+    gold: Tensor
+    """log p of the token, float32, shape (n,)."""
+
+    best: Tensor
+    """log p of the likeliest ones, likeliest first, float32, shape (n, m)."""
+
+    tokens: Tensor
+    """Which these are, int64, shape (n, m)."""
+
+    @classmethod
+    def of(cls, log_probs: Tensor, gold: Tensor, count: int) -> "Likelihoods":
+        """Of a distribution, log p of shape (n, v)."""
+        best, tokens = log_probs.topk(count)
+        return cls(log_probs.gather(1, gold[:, None])[:, 0], best, tokens)
 
 
 class Mixture:
@@ -179,6 +199,35 @@ class Mixture:
         # each of its places, and the order in which duplicates are written is no matter.
         mixed_tokens = _over(lm_log_probs.gather(1, tokens), mixed_in.gather(1, tokens), lam)
         return (lm_log_probs + torch.log1p(-lam)).scatter_(1, tokens, mixed_tokens)
+
+    def likelihoods(self, lm_log_probs: Tensor, gold: Tensor, count: int) -> Likelihoods:
+        """Mix the probability of one token, and those of the likeliest ones.
+
+        Args:
+            lm_log_probs: log p_LM, float32, shape (n, v).
+            gold: the token, int64, shape (n,).
+            count: of the likeliest ones, m.
+
+        Returns:
+            What `distribution` says of them, without the logarithms of all others.
+        """
+        mixed_in = torch.zeros_like(lm_log_probs)
+        for share, one in zip(self.shares, self.components, strict=True):
+            weights = share[:, None] * one.weights
+            if one.tokens is not None:
+                mixed_in.scatter_add_(1, one.tokens.where(weights > 0, 0), weights)
+            else:
+                mixed_in += weights.reshape(len(weights), -1, mixed_in.shape[1]).sum(1)
+            if one.rest is not None:
+                assert one.base is not None
+                mixed_in.addcmul_((share * one.rest)[:, None], one.base[None])
+        asked = gold[:, None]
+        if count:
+            probs = lm_log_probs.exp().mul_((1 - self.lam)[:, None]).add_(mixed_in)
+            likeliest = probs.argmax(1, keepdim=True) if count == 1 else probs.topk(count).indices
+            asked = torch.cat([asked, likeliest], 1)
+        log_probs = _over(lm_log_probs.gather(1, asked), mixed_in.gather(1, asked), self.lam[:, None])
+        return Likelihoods(log_probs[:, 0], log_probs[:, 1:], asked[:, 1:])
 
 
 def mix_gold(lm_log_probs: Tensor, probs: Tensor, lam: Tensor) -> Tensor:

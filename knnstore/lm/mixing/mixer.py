@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from knnstore.lm.mixing.interpolation import PerQuery, neighbor_weights
 from knnstore.store import Selection
@@ -31,6 +32,16 @@ class Recent(NamedTuple):
     def to(self, device: torch.device) -> "Recent":
         """The same on a device."""
         return Recent(self.distances.to(device), self.tokens.to(device))
+
+    @classmethod
+    def joined(cls, parts: Sequence["Recent"]) -> "Recent":
+        """What several groups of queries find, one after another; shorter texts begin later."""
+        width = max(part.tokens.shape[1] for part in parts)
+        short = [(part, (width - part.tokens.shape[1], 0)) for part in parts]
+        return cls(
+            torch.cat([pad(part.distances, before, value=torch.inf) for part, before in short]),
+            torch.cat([pad(part.tokens, before) for part, before in short]),
+        )
 
 
 class Continuation(NamedTuple):
@@ -68,6 +79,25 @@ class Continuation(NamedTuple):
         return cls(weights, weights.long())
 
     @classmethod
+    def joined(cls, parts: Sequence["Continuation"]) -> "Continuation":
+        """What is said in several groups of contexts by the same counts, one after another."""
+
+        def rows(columns: Sequence[Tensor | None]) -> Tensor | None:
+            there = [column for column in columns if column is not None]
+            return torch.cat(there) if there else None
+
+        if len(parts) == 1:
+            return parts[0]
+        width = max(part.weights.shape[1] for part in parts)
+        short = [(part, (0, width - part.weights.shape[1])) for part in parts]
+        return parts[0]._replace(
+            weights=torch.cat([pad(part.weights, after) for part, after in short]),
+            tokens=rows([None if part.tokens is None else pad(part.tokens, after) for part, after in short]),
+            rest=rows([one.rest for one in parts]),
+            suffixes=rows([one.suffixes for one in parts]),
+        )
+
+    @classmethod
     def of_gold(cls, probs: Tensor, suffixes: Tensor | None) -> "Continuation":
         """Of the n tokens that came alone, by their probabilities, which are nan where nothing is counted."""
         known = probs.isfinite()
@@ -75,17 +105,22 @@ class Continuation(NamedTuple):
         return cls(weights, hits=torch.tensor([[True, False]]).expand(len(probs), -1), suffixes=suffixes)
 
 
-class GoldShares(Protocol):
+class Shares(Protocol):
     """What n queries met, as far as it can be said without the records."""
 
+    @property
+    def hits(self) -> tuple[bool, ...] | None:
+        """Whether each place has the token that came; None where there is a place for each token."""
+        ...
+
     def weights(self, temperature: PerQuery) -> Tensor:
-        """What p_kNN gives to the records with the token that came, and to all others.
+        """What p_kNN gives to each place: the records with the token that came and all others, or each token.
 
         Args:
             temperature: T > 0, for all or of shape (n,).
 
         Returns:
-            Float32, shape (n, 2). Rows sum to 1, or to 0 when nothing was met.
+            Float32, shape (n, places). Rows sum to 1, or to 0 when nothing was met.
         """
         ...
 
@@ -125,7 +160,7 @@ class Retrieved:
     hits: Tensor | None = None
     """Whether each neighbor carries the token that came, bool, shape (n, k), if `tokens` are not known."""
 
-    visited: Sequence[GoldShares] | None = None
+    visited: Sequence[Shares] | None = None
     """All records of the cells visited, for each search: these count, and `distances` and `tokens` are only
     of the nearest of them."""
 
@@ -133,8 +168,8 @@ class Retrieved:
         """What p_kNN gives to each place, in each of s searches at a temperature of its own.
 
         Returns:
-            Float32, shape (n, s, places): the neighbors of each search, or of the records visited those with
-            the token that came and the others. Rows sum to 1, or to 0 when nothing was found.
+            Float32, shape (n, s, places): the neighbors of each search, or the places of what was visited.
+            Rows sum to 1, or to 0 when nothing was found.
         """
         if self.visited is not None:
             found = zip(self.visited, temperatures, strict=True)
@@ -152,7 +187,10 @@ class Retrieved:
         """Whether each place has the token that came, bool, (n, places of all searches), if that is known."""
         if self.visited is None:
             return self.hits
-        return torch.tensor([[True, False] * len(self.visited)]).expand(len(self.distances), -1)
+        hits = self.visited[0].hits if self.visited else ()
+        if hits is None:
+            return None
+        return torch.tensor([[*hits] * len(self.visited)]).expand(len(self.distances), -1)
 
 
 class Chosen(NamedTuple):

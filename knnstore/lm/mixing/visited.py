@@ -38,6 +38,8 @@ class Visited:
         gold: the token that came after each query, int64, shape (n,).
     """
 
+    hits = (True, False)
+
     def __init__(self, cells: Sequence[VisitedCells], gold: Tensor) -> None:
         device = cells[0].distances.device if cells else gold.device
         # A query more, which is met in place of those that are missing.
@@ -85,6 +87,29 @@ class Visited:
         least = near.flatten(1).topk(k, largest=False)
         return least.values.cpu(), met.flatten(1).gather(1, least.indices).cpu()
 
+    def by_token(self, temperature: PerQuery, vocabulary: int) -> Tensor:
+        """What p_kNN gives to each token.
+
+        Args:
+            temperature: T > 0, for all or of shape (n,).
+            vocabulary: tokens, v; more than any record's.
+
+        Returns:
+            Float32, shape (n, v). Rows sum to 1, or to 0 when nothing was visited.
+        """
+        temperatures = torch.as_tensor(temperature, dtype=torch.float32).expand(len(self.nearest))
+        temperatures = pad(temperatures, (0, 1), value=1.0).to(self._zero.device)
+        shares = self._zero.new_zeros(len(self._zero), vocabulary)
+        for queries, tokens, distances, log_weights in self._cells:
+            of_each = (self._zero[queries, None] - distances).div_(temperatures[queries, None]).exp_()
+            if log_weights is not None:
+                of_each *= log_weights.exp()[:, None]
+            # What is missing weighs nothing, whatever its token.
+            at = (queries * vocabulary)[..., None] + tokens.clamp(max=vocabulary - 1)[:, None]
+            shares.view(-1).index_add_(0, at.flatten(), of_each.flatten())
+        shares = shares[:-1]
+        return shares.div_(shares.sum(1, keepdim=True).clamp_(min=LEAST_PROBABILITY)).cpu()
+
     def gold_on_grid(self, temperatures: Tensor) -> Tensor:
         """What p_kNN gives to the token that came, at each temperature.
 
@@ -113,7 +138,7 @@ class Visited:
         return shares.flip(0).T[:-1].contiguous().cpu()
 
     def weights(self, temperature: PerQuery) -> Tensor:
-        """What p_kNN gives to the records with the token that came, and to all others; see `GoldShares`."""
+        """What p_kNN gives to the records with the token that came, and to all others; see `Shares`."""
         temperatures = torch.as_tensor(temperature, dtype=torch.float32).expand(len(self.nearest))
         temperatures = pad(temperatures, (0, 1), value=1.0).to(self._zero.device)
         total, gold = self._zero.new_zeros(2, len(self._zero))
@@ -128,6 +153,37 @@ class Visited:
         total, gold = total[:-1].cpu(), gold[:-1].cpu()
         share = (gold / total.clamp(min=LEAST_PROBABILITY)).clamp_(max=1.0)
         return torch.stack([share, (total > 0).float() - share], 1)
+
+
+def nearest_of(visited: Sequence[Visited], count: int) -> tuple[Tensor, Tensor]:
+    """Distances and tokens of so many nearest records of each search, side by side, shape (n, s * count).
+
+    With 0 of them the distance to the nearest record of each search, shape (n, s), and no token.
+    """
+    if not count:
+        distances = torch.stack([one.nearest for one in visited], 1)
+        return distances, torch.empty((len(distances), 0), dtype=torch.int64)
+    near = [one.near(count) for one in visited]
+    return torch.cat([found for found, _ in near], 1), torch.cat([found for _, found in near], 1)
+
+
+class VisitedTokens:
+    """What was visited, with a place for each token of the vocabulary; see `Shares`.
+
+    Args:
+        visited: by n queries.
+        vocabulary: tokens, v; more than any record's.
+        device: where the shares are to be.
+    """
+
+    hits = None
+
+    def __init__(self, visited: Visited, vocabulary: int, device: torch.device) -> None:
+        self._visited, self._vocabulary, self._device = visited, vocabulary, device
+
+    def weights(self, temperature: PerQuery) -> Tensor:
+        """What p_kNN gives to each token, float32, shape (n, v)."""
+        return self._visited.by_token(temperature, self._vocabulary).to(self._device)
 
 
 def _there(cells: VisitedCells, device: torch.device, count: int) -> VisitedCells:

@@ -11,7 +11,16 @@ from torch import Tensor
 
 from knnstore.datastore import Keys, Neighbors, tokens_of
 from knnstore.errors import ConfigError
-from knnstore.lm.mixing import Continuation, Retrieved, entropy_of
+from knnstore.lm.mixing import (
+    DISTINCT_AMONG,
+    Continuation,
+    Likelihoods,
+    Recent,
+    Retrieved,
+    VisitedTokens,
+    entropy_of,
+    nearest_of,
+)
 from knnstore.lm.model.passes import ForwardPass, Positions
 from knnstore.lm.reading import Encoder
 from knnstore.lm.retrieval import (
@@ -23,6 +32,8 @@ from knnstore.lm.retrieval import (
     retrieve,
     retrieve_for_pass,
     sequence_ids_of,
+    visit,
+    visits_cells,
 )
 from knnstore.lm.settings import KNNSettings
 from knnstore.lm.substitute import Heads
@@ -74,6 +85,51 @@ class LogitMixer:
             return read.logits
         positions = self._positions(read, settings)
         return mix_logits(self._store, self._heads, read.logits, positions, settings)
+
+    def likelihoods(
+        self, parts: Sequence[ForwardPass], gold: Tensor, settings: KNNSettings, count: int
+    ) -> Likelihoods:
+        """Say what the mixture gives to one token, and to the likeliest, at all positions of some texts.
+
+        Args:
+            parts: of one text each, with logits at all positions, t_i of them.
+            gold: the token, int64, shape (sum of t_i,).
+            settings: of all; without pointers.
+            count: of the likeliest tokens, at most the whole vocabulary.
+        """
+        count = min(count, parts[0].logits.shape[-1])
+        log_probs = torch.cat([part.logits[0].float().log_softmax(-1) for part in parts])
+        if settings.is_model_alone:
+            return Likelihoods.of(log_probs, gold, count)
+        keys = torch.cat([part.keys[0] for part in parts]).to(log_probs.device).float()
+        at = [self._positions(part, settings) for part in parts]
+        lm_max = log_probs.amax(-1)
+        entropy = None if settings.needs_nearest_only and settings.skip is None else entropy_of(log_probs)
+        searched = torch.full_like(lm_max, settings.retrieves, dtype=torch.bool)
+        if settings.skip is not None:
+            assert entropy is not None
+            searched &= settings.skip.searched(keys, lm_max, entropy)
+        said = [
+            _continued(one.ngrams, slice(None), part.logits[0], settings)
+            for one, part in zip(at, parts, strict=True)
+        ]
+        recent = [one.recent for one in at if one.recent is not None]
+        following = [one for one in said if one is not None]
+        retrieved = Retrieved(
+            **_looked_up(self._store, keys, gold, searched, settings, log_probs),
+            lm_max=lm_max,
+            keys=keys,
+            lm_entropy=entropy,
+            continuation=Continuation.joined(following) if following else None,
+            recent=Recent.joined(recent).to(keys.device) if recent else None,
+        )
+        below = self._heads.mix(settings.substitute, log_probs, keys)
+        return mixture_of(settings, retrieved).likelihoods(below, gold, count)
+
+    def keep_keys(self, part: ForwardPass, settings: KNNSettings) -> None:
+        """Let the keys of a part of a text be found by what comes after it, where settings ask for them."""
+        if settings.cache is not None:
+            self._positions(part, replace(settings, ngrams=None))
 
     def _positions(self, read: ForwardPass, settings: KNNSettings) -> Positions:
         """What the positions of a pass are mixed by."""
@@ -132,6 +188,24 @@ def mix_logits(
         below = heads.mix(settings.substitute, log_probs, flat_keys[at].float())
         parts.append(mixture_of(settings, retrieved).distribution(below))
     return torch.cat(parts).reshape(logits.shape)
+
+
+def _looked_up(
+    store: Reader, keys: Tensor, gold: Tensor, searched: Tensor, settings: KNNSettings, log_probs: Tensor
+) -> dict[str, Any]:
+    """What is found for queries, as fields of `Retrieved`; whole cells are not taken apart."""
+    rows, device, vocabulary = searched.cpu().numpy(), keys.device, log_probs.shape[1]
+    queries = keys.cpu().numpy()
+    if not (rows.any() and visits_cells(store, settings)):
+        k = reachable(store, settings)
+        found = retrieve(store, queries, settings if k == settings.k else replace(settings, k=k), rows)
+        distances, tokens, log_weights = _spread(found, torch.ones_like(searched), vocabulary)
+        return {"distances": distances, "tokens": tokens, "log_weights": log_weights}
+    asked = visit(store, queries[rows], gold[searched].cpu(), settings)
+    visited = [one.spread(rows, gold.cpu()) for one in asked]
+    distances, tokens = nearest_of(visited, DISTINCT_AMONG if not settings.needs_nearest_only else 0)
+    by_token = [VisitedTokens(one, vocabulary, device) for one in visited]
+    return {"distances": distances.to(device), "tokens": tokens.to(device), "visited": by_token}
 
 
 def _continued(

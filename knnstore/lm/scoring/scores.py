@@ -8,10 +8,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import pad
 
 from knnstore.datastore import Ids, Neighbors, tokens_of
-from knnstore.lm.mixing import DISTINCT_AMONG, Continuation, Recent, Retrieved, Visited
+from knnstore.lm.mixing import DISTINCT_AMONG, Continuation, Recent, Retrieved, Visited, nearest_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +100,8 @@ class TokenScores:
             visited: for each search.
             nearest_only: the mixer looks at the nearest distance alone.
         """
-        near = [one.near(DISTINCT_AMONG) for one in visited] if not nearest_only else []
-        distances = [found for found, _ in near] or [one.nearest[:, None] for one in visited]
-        tokens = [found for _, found in near] or [torch.empty((len(self.gold), 0), dtype=torch.int64)]
-        return replace(self, distances=torch.cat(distances, 1), tokens=torch.cat(tokens, 1), visited=visited)
+        distances, tokens = nearest_of(visited, 0 if nearest_only else DISTINCT_AMONG)
+        return replace(self, distances=distances, tokens=tokens, visited=visited)
 
 
 def together(parts: Sequence[TokenScores]) -> TokenScores:
@@ -112,21 +109,11 @@ def together(parts: Sequence[TokenScores]) -> TokenScores:
 
     def joined(columns: list[Any]) -> Any:
         if isinstance(columns[0], Recent):
-            return _joined(columns)
+            return Recent.joined(columns)
         if isinstance(columns[0], Tensor):
             return torch.cat(columns)
         return None if columns[0] is None else np.concatenate(columns)
 
     return TokenScores(
         **{one.name: joined([getattr(part, one.name) for part in parts]) for one in fields(parts[0])}
-    )
-
-
-def _joined(recents: Sequence[Recent]) -> Recent:
-    """Rows of different lengths one after another; the shorter ones begin later."""
-    width = max(recent.tokens.shape[1] for recent in recents)
-    short = [(recent, (width - recent.tokens.shape[1], 0)) for recent in recents]
-    return Recent(
-        torch.cat([pad(recent.distances, before, value=torch.inf) for recent, before in short]),
-        torch.cat([pad(recent.tokens, before) for recent, before in short]),
     )

@@ -1,6 +1,6 @@
 """The texts that are being written, as one left-padded batch: each step adds a token to every one.
 
-A text joins with what the model remembers of its prompt but for the last token, so that all texts, new and
+A text joins with what the model remembers of its prompt and with its first token, so that all texts, new and
 old, give the model one token in each step. Shorter ones are padded on the left and masked there.
 """
 

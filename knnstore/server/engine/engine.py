@@ -14,17 +14,15 @@ from torch import Tensor
 
 from knnstore.errors import ConfigError, KnnstoreError
 from knnstore.lm import KNNLMForCausalLM, KNNSettings
+from knnstore.server.engine.admission import Admission
 from knnstore.server.engine.batch import Batch
-from knnstore.server.engine.prompts import Reading, Remembered, Waiting
+from knnstore.server.engine.prompts import Remembered
 from knnstore.server.engine.rows import Piece, Row, ends_of, prompt_scores
 from knnstore.server.engine.tickets import EngineBusyError, EngineStoppedError, Observed, Ticket
 
 _logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 3  # at a step: another process may write to the store meanwhile
-_BESIDE, _ALONE = 128, 512
-"""Tokens of prompts that are read in a turn, beside texts that are being written and where there are none.
-What is read in parts has other rounding, so a prompt is read whole where nobody waits."""
 
 _NOTHING = KNNSettings(lam=0.0)
 
@@ -71,8 +69,9 @@ class Engine:
         self._counting = threading.Lock()
         self._batch = Batch(lm)
         self._tickets: dict[Row, Ticket] = {}
-        self._waiting: deque[Waiting] = deque()
+        self._waiting = Admission(lm, settings_of, self._begin, self._give_up, self._begun)
         self._calls: deque[Callable[[], None]] = deque()
+        self._firsts = 0
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="knnstore-engine", daemon=True)
 
@@ -99,7 +98,7 @@ class Engine:
             EngineBusyError: too much is waiting.
             EngineStoppedError: the engine takes nothing any more.
         """
-        self._enter(lambda: self._waiting.append(Waiting(ticket)))
+        self._enter(lambda: self._waiting.add(ticket))
 
     def call(self, work: Callable[[], Found]) -> "Future[Found]":
         """Do some work in the engine's thread, between two steps.
@@ -158,16 +157,18 @@ class Engine:
             self._receive(wait=False)
             for call in self._calls:
                 call()  # which finds out that it is too late
-            self._fail(
-                [*self._tickets.values(), *(one.ticket for one in self._waiting)], EngineStoppedError()
-            )
+            self._fail([*self._tickets.values(), *self._waiting.tickets], EngineStoppedError())
 
     def _write(self) -> None:
         """Go on with all texts."""
         self._drop_cancelled()
-        self._admit()
+        rows = len(self._batch.rows)
+        self._waiting.go_on(self._max_rows - rows, beside=rows > 0)
         if self._batch.rows:
             self._step()
+        elif self._firsts:
+            self._observe(Observed(0, self._firsts, self._jobs, 0.0))
+        self._firsts = 0
 
     def _receive(self, *, wait: bool) -> bool:
         """Take in what came, or wait for something where nothing is to be done; False is the end."""
@@ -182,52 +183,32 @@ class Engine:
 
     def _drop_cancelled(self) -> None:
         self._leave([row for row in self._batch.rows if self._tickets[row].cancelled])
-        for waiting in [one for one in self._waiting if one.ticket.cancelled]:
-            self._waiting.remove(waiting)
-            self._begun()
+        self._waiting.drop_cancelled()
 
-    def _admit(self) -> None:
-        """Begin texts while there is room, reading so much of prompts that what is being written goes on."""
-        beside = bool(self._batch.rows)
-        left = _BESIDE if beside else _ALONE
-        while self._waiting and len(self._batch.rows) < self._max_rows and left > 0:
-            waiting = self._waiting[0]
-            task = waiting.ticket.task
-            try:
-                settings = self._settings_of(task.knn)
-                reading = waiting.reading or Reading(self._lm, waiting.prompt.tokens, task.score_prompt)
-                waiting.reading = reading
-                if reading.left:
-                    left -= reading.go_on(settings, left if beside else reading.left)
-                if reading.left:
-                    return
-                self._begin(waiting, reading.remembered())
-            except Exception as error:
-                _logger.exception("a prompt could not be read")
-                self._fail([waiting.ticket], error)
-                self._waiting.popleft()
-                self._begun()
-                continue
-            waiting.begun += 1
-            if waiting.begun % task.copies == 0:
-                waiting.reading = None
-                self._waiting.rotate(-1)  # a task of many prompts does not hold up the others
-            if waiting.begun == len(task.prompts) * task.copies:
-                self._waiting.remove(waiting)
-                self._begun()
-
-    def _begin(self, waiting: Waiting, remembered: Remembered) -> None:
-        """Begin the next text of a task, whose prompt was read."""
-        ticket, task = waiting.ticket, waiting.ticket.task
-        row = Row(task, waiting.begun, self._lm.tokenizer, self._ends)
+    def _begin(self, ticket: Ticket, index: int, remembered: Remembered) -> None:
+        """Begin a text of a task, whose prompt was read, by its first token."""
+        task = ticket.task
+        prompt = task.prompts[index // task.copies]
         if task.score_prompt:
-            scores = prompt_scores(self._lm.tokenizer, waiting.prompt, remembered.log_probs, task.top)
-            ticket.tell(Piece(row.index, tokens=scores, is_prompt=True))
+            ticket.tell(
+                Piece(index, tokens=prompt_scores(prompt, remembered.scores, task.top), is_prompt=True)
+            )
         if not task.max_tokens:
-            ticket.tell(Piece(row.index, finish="length"))
+            ticket.tell(Piece(index, finish="length"))
+            return
+        assert remembered.next is not None
+        row = Row(task, index, self._lm.tokenizer, self._ends)
+        piece = row.take(remembered.next)  # at once: it need not wait for a step
+        self._firsts += 1
+        ticket.tell(piece)
+        if piece.finish:
             return
         self._batch.join(row, remembered)
         self._tickets[row] = ticket
+
+    def _give_up(self, ticket: Ticket, error: Exception) -> None:
+        _logger.error("a prompt could not be read", exc_info=error)
+        self._fail([ticket], error)
 
     def _step(self) -> None:
         started = time.perf_counter()
@@ -243,7 +224,8 @@ class Engine:
         else:
             done = self._take(rows, log_probs)
         with self._counting:
-            observed = Observed(len(rows), self._jobs, time.perf_counter() - started)
+            tokens = len(rows) + self._firsts
+            observed = Observed(len(rows), tokens, self._jobs, time.perf_counter() - started)
         self._leave(done)
         self._observe(observed)
 

@@ -6,94 +6,95 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.cache_utils import DynamicCache
 
-from knnstore.lm import KNNLMForCausalLM, KNNSettings
-from knnstore.server.engine.rows import Prompt
-from knnstore.server.engine.tickets import Ticket
+from knnstore.lm import (
+    ForwardPass,
+    KNNLMForCausalLM,
+    KNNSettings,
+    Likelihoods,
+    following,
+    keep_keys,
+    read_part,
+)
 
 Layers = list[tuple[Tensor, Tensor]]
 """Keys and values of each layer's attention, shape (b, heads, t, width)."""
 
+_VALUES = 1 << 25
+"""Log-probabilities of a part that is scored, in memory at once: 128 MiB."""
+
 
 @dataclass(frozen=True)
 class Remembered:
-    """What the model remembers of a prompt but for its last token."""
+    """What the model remembers of a prompt."""
 
     layers: Layers
     """Of one row; none where nothing was read."""
     length: int
-    log_probs: Tensor | None = None
-    """Of the mixture after each of these tokens, float32, shape (length, v); None unless asked for."""
+    scores: tuple[Likelihoods, ...] = ()
+    """What the mixture says of its tokens after the first, part by part; none unless asked for."""
+    next: Tensor | None = None
+    """log p of what comes after it, float32, shape (v,); None unless it is continued."""
 
 
 class Reading:
-    """A prompt that the model reads, but for its last token.
+    """A prompt that the model reads.
 
     Args:
         lm: the model.
         tokens: of the prompt.
-        is_scored: whether each next one is predicted as well.
+        is_scored: whether each of its tokens is predicted.
+        is_continued: whether the one after it is.
     """
 
-    def __init__(self, lm: KNNLMForCausalLM, tokens: Sequence[int], is_scored: bool) -> None:
+    def __init__(
+        self, lm: KNNLMForCausalLM, tokens: Sequence[int], *, is_scored: bool, is_continued: bool
+    ) -> None:
         self._lm = lm
-        self._tokens = torch.tensor([tokens[:-1]], device=lm.base.device)
-        self._is_scored = is_scored
+        self._length = len(tokens) if is_continued else len(tokens) - 1
+        self._is_continued = is_continued
+        self._next: Tensor | None = None
+        self._tokens = torch.tensor([tokens], device=lm.base.device)
+        self.is_scored = is_scored
         self._layers: Layers = []
-        self._log_probs: list[Tensor] = []
         self._read = 0
+        self.scores: list[Likelihoods] = []
+        """Of what was read, added by whoever scores it."""
 
     @property
     def left(self) -> int:
         """How many tokens are still to be read."""
-        return self._tokens.shape[1] - self._read
+        return self._length - self._read
 
-    def go_on(self, settings: KNNSettings, most: int) -> int:
+    def go_on(self, settings: KNNSettings, most: int) -> tuple[ForwardPass, Tensor]:
         """Read at most so many tokens, >= 1; after an error it may be called again.
 
         Returns:
-            How many were read.
+            What was read, and what came after each of its tokens, int64, shape (t,); 0 after the prompt.
         """
+        if self.is_scored:
+            most = min(most, max(1, _VALUES // self._lm.store.identity.vocab_size))
         end = self._read + min(most, self.left)
-        so_far = self._tokens[:, :end]
+        writing = settings.for_writing
+        settings = settings if self.is_scored else writing
         cache = DynamicCache(self._layers) if self._layers else DynamicCache()
-        with torch.inference_mode():
-            output = self._lm(
-                input_ids=so_far[:, self._read :],
-                attention_mask=torch.ones_like(so_far),
-                past_key_values=cache,
-                use_cache=True,
-                knn=settings,  # also where nothing is scored: keys of this text are joined and cached
-                sequence_ids=so_far,
-                logits_to_keep=0 if self._is_scored else 1,
-            )
-            if self._is_scored:
-                self._log_probs.append(output.logits[0].float().log_softmax(-1))
-        count = end - self._read
+        keep = 0 if self.is_scored else 1
+        part = read_part(self._lm, self._tokens[:, :end], cache, settings, logits_to_keep=keep)
+        if end == self._length and self._is_continued:
+            self._next = following(self._lm, part, writing)
+        elif not self.is_scored:
+            keep_keys(self._lm, part, settings)
+        came = pad(self._tokens[0, self._read + 1 : end + 1], (0, 1))[: end - self._read]
         self._layers, self._read = layers_of(cache), end
-        return count
+        return part, came
 
     def remembered(self) -> Remembered:
         """What it has come to."""
-        return Remembered(self._layers, self._read, torch.cat(self._log_probs) if self._log_probs else None)
+        return Remembered(self._layers, self._read, tuple(self.scores), self._next)
 
 
 def layers_of(cache: Any) -> Layers:
     """What a cache holds."""
     return [(layer.keys, layer.values) for layer in cache.layers]
-
-
-@dataclass
-class Waiting:
-    """A task of which texts have not begun."""
-
-    ticket: Ticket
-    begun: int = 0
-    reading: Reading | None = None
-    """Of the prompt that is next, which its copies share."""
-
-    @property
-    def prompt(self) -> Prompt:
-        """Which is next."""
-        return self.ticket.task.prompts[self.begun // self.ticket.task.copies]

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from knnstore.lm import Detokenizer
+from knnstore.lm import Detokenizer, Likelihoods
 from knnstore.server.engine.text import StopStrings
 
 Finish = Literal["stop", "length"]
@@ -35,6 +35,8 @@ class Prompt:
     """At least one."""
     hidden: int = 0
     """How many of the first ones are not part of the text that was given."""
+    offsets: tuple[int, ...] = ()
+    """Where each of the others begins in that text, in characters, if it is scored; none is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,9 @@ class Row:
         """Choose the next token from log p of all, float32, shape (v,)."""
         token = chosen(log_probs, self.task.sampling, self._random.random)
         self.tokens.append(token)
-        scores = next(scored(log_probs[None], [token], [self._length], self.task.top))
+        top = self.task.top
+        found = Likelihoods.of(log_probs[None], torch.tensor([token], device=log_probs.device), top or 0)
+        scores = next(scored(found, [token], [self._length], top))
         if token in self._ends:
             return self._end("stop", scores)
         new = self._detokenizer.take(token)
@@ -150,42 +154,44 @@ def chosen(log_probs: Tensor, sampling: Sampling, draw: Any) -> int:
 
 
 def scored(
-    log_probs: Tensor, tokens: Sequence[int], offsets: Sequence[int], top: int | None
+    found: Likelihoods, tokens: Sequence[int], offsets: Sequence[int], top: int | None
 ) -> Iterator[TokenScore]:
-    """Say what the mixture says of some tokens, of each log p of all, shape (n, v)."""
+    """Say what the mixture says of some tokens.
+
+    Args:
+        found: of each of them, with at least `top` of the likeliest.
+        tokens: which they are.
+        offsets: where they begin.
+        top: as of `Task`.
+    """
     if top is None:
         yield from (TokenScore(*one) for one in zip(tokens, offsets, strict=True))
         return
-    wanted = min(top, log_probs.shape[1])
-    values, best = (found.tolist() for found in log_probs.topk(wanted, dim=-1))
-    gold = log_probs.gather(1, torch.tensor(tokens, device=log_probs.device)[:, None])[:, 0].tolist()
-    for at, (token, offset) in enumerate(zip(tokens, offsets, strict=True)):
-        listed = [(one, _finite(value)) for one, value in zip(best[at], values[at], strict=True)]
-        if token not in best[at]:
-            listed.append((token, _finite(gold[at])))
-        yield TokenScore(token, offset, _finite(gold[at]), tuple(listed) if top else ())
+    gold, best, which = found.gold.tolist(), found.best[:, :top].tolist(), found.tokens[:, :top].tolist()
+    for token, offset, log_prob, values, likeliest in zip(tokens, offsets, gold, best, which, strict=True):
+        listed = [(one, _finite(value)) for one, value in zip(likeliest, values, strict=True)]
+        if top and token not in likeliest:
+            listed.append((token, _finite(log_prob)))
+        yield TokenScore(token, offset, _finite(log_prob), tuple(listed))
 
 
-def prompt_scores(
-    tokenizer: Any, prompt: Prompt, log_probs: Tensor | None, top: int | None
-) -> tuple[TokenScore, ...]:
+def prompt_scores(prompt: Prompt, parts: Sequence[Likelihoods], top: int | None) -> tuple[TokenScore, ...]:
     """Say what the mixture says of a prompt's tokens; the first has no log-probability.
 
     Args:
-        tokenizer: the model's.
         prompt: the prompt.
-        log_probs: after each of its tokens but the last, of all tokens, shape (n - 1, v); None where n is 1.
-        top: as `scored`.
+        parts: of each of its tokens but the first, in parts; none where it has but one.
+        top: as of `Task`.
     """
     shown = prompt.tokens[prompt.hidden :]
-    detokenizer = Detokenizer(tokenizer, prompt.tokens[: prompt.hidden], special=True)
-    offsets = [0]
-    for token in shown[:-1]:
-        offsets.append(offsets[-1] + len(detokenizer.take(token)))
+    offsets = prompt.offsets or (0,) * len(shown)
     first = tuple(TokenScore(token, 0) for token in shown[:1])
-    if log_probs is None:
+    if len(prompt.tokens) == 1:
         return first
-    return first + tuple(scored(log_probs[prompt.hidden :], shown[1:], offsets[1:], top))
+    whole = Likelihoods(
+        *(torch.cat(column)[prompt.hidden : len(prompt.tokens) - 1] for column in zip(*parts, strict=True))
+    )
+    return first + tuple(scored(whole, shown[1:], offsets[1:], top))
 
 
 def _finite(log_prob: float) -> float:

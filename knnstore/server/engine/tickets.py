@@ -19,7 +19,9 @@ class Observed:
     """What happened in one turn of the engine."""
 
     rows: int
-    """Texts that were written on."""
+    """Texts that were written on in a step; 0 where there was none."""
+    tokens: int
+    """That were written, first ones included."""
     waiting: int
     """Tasks and jobs that had not begun."""
     seconds: float

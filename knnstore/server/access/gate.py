@@ -8,6 +8,7 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.routing import APIRoute
 
 from knnstore.catalog import AccessKey, AccessKeys, Right
+from knnstore.server.access.quotas import UNLIMITED, Quota
 from knnstore.server.errors import ApiError
 
 _PREFIX = "Bearer "
@@ -23,6 +24,8 @@ class Access:
     """The domains that there are for it; None is all, those included that are still to come."""
     key: str = ""
     """The key's public name, for the log."""
+    quota: Quota = UNLIMITED
+    """How much of it."""
 
     @property
     def sees_all(self) -> bool:
@@ -62,6 +65,7 @@ class Gate:
     def __init__(self, keys: AccessKeys, *, required: bool) -> None:
         self._keys = keys
         self._required = required
+        self._quotas: dict[str, Quota] = {}
 
     def access_of(self, authorization: str) -> Access:
         """What the header ``Authorization`` allows.
@@ -80,12 +84,19 @@ class Gate:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        return _access_of(key)
+        rights = frozenset(Right) if Right.ADMIN in key.rights else key.rights
+        domains = None if key.domains is None else frozenset(key.domains)
+        return Access(rights, domains, key.id, self._quota_of(key))
 
+    def forget(self) -> None:
+        """Count anew what each key has used of its limits."""
+        self._quotas.clear()
 
-def _access_of(key: AccessKey) -> Access:
-    rights = frozenset(Right) if Right.ADMIN in key.rights else key.rights
-    return Access(rights, None if key.domains is None else frozenset(key.domains), key.id)
+    def _quota_of(self, key: AccessKey) -> Quota:
+        """What is left to a key, counted since its first request here."""
+        if key.requests is None and key.tokens is None:
+            return UNLIMITED
+        return self._quotas.setdefault(key.id, Quota(key.requests, key.tokens))
 
 
 class Endpoints:

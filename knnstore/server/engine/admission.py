@@ -1,0 +1,195 @@
+"""Tasks whose texts have not all begun: prompts are read in turns; what a turn reads is scored at once."""
+
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+from knnstore.lm import ForwardPass, KNNLMForCausalLM, KNNSettings, likelihoods
+from knnstore.server.engine.prompts import Reading, Remembered
+from knnstore.server.engine.rows import Task
+from knnstore.server.engine.tickets import Ticket
+
+_BESIDE, _ALONE = 128, 1024
+"""Tokens of prompts that are read in a turn, beside texts that are being written and where there are none.
+What is read in parts has other rounding, so a prompt is read whole where nobody waits."""
+
+
+@dataclass(eq=False)
+class _Prompt:
+    """A prompt that is being read, or whose texts have not all begun."""
+
+    number: int
+    reading: Reading
+    begun: int = 0
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A task, and those of its prompts of which reading has begun."""
+
+    ticket: Ticket
+    opened: int = 0
+    prompts: deque[_Prompt] = field(default_factory=deque)
+
+    @property
+    def task(self) -> Task:
+        return self.ticket.task
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all its texts have begun."""
+        return self.opened == len(self.task.prompts) and not self.prompts
+
+    def to_read(self, lm: KNNLMForCausalLM) -> _Prompt | None:
+        """The prompt that is to be read on; None where all were read."""
+        if self.prompts and self.prompts[-1].reading.left:
+            return self.prompts[-1]
+        if self.opened == len(self.task.prompts):
+            return None
+        reading = Reading(
+            lm, self.task.prompts[self.opened].tokens,
+            is_scored=self.task.score_prompt, is_continued=self.task.max_tokens > 0,
+        )  # fmt: skip
+        self.prompts.append(_Prompt(self.opened, reading))
+        self.opened += 1
+        return self.prompts[-1]
+
+
+class _Part(NamedTuple):
+    """What was read of a prompt in this turn, and is to be scored."""
+
+    waiting: _Waiting
+    reading: Reading
+    read: ForwardPass
+    came: Tensor
+
+
+class Admission:
+    """Reads prompts and has their texts begun.
+
+    Args:
+        lm: the model.
+        settings_of: makes the settings of a task's `knn`; equal ones are the same object.
+        begin: begins a text of a task by its number, after its prompt.
+        fail: told of a task of which a prompt could not be read, or a text not begun.
+        admitted: told of each task that does not wait any more, whatever became of it.
+    """
+
+    def __init__(
+        self,
+        lm: KNNLMForCausalLM,
+        settings_of: Callable[[Hashable], KNNSettings],
+        begin: Callable[[Ticket, int, Remembered], None],
+        fail: Callable[[Ticket, Exception], None],
+        admitted: Callable[[], None],
+    ) -> None:
+        self._lm = lm
+        self._settings_of = settings_of
+        self._begin, self._fail, self._admitted = begin, fail, admitted
+        self._waiting: deque[_Waiting] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def tickets(self) -> list[Ticket]:
+        """Of all tasks that wait."""
+        return [one.ticket for one in self._waiting]
+
+    def add(self, ticket: Ticket) -> None:
+        """Let a task wait."""
+        self._waiting.append(_Waiting(ticket))
+
+    def drop_cancelled(self) -> None:
+        """Forget the tasks of which nobody wants anything any more."""
+        for waiting in [one for one in self._waiting if one.ticket.cancelled]:
+            self._leave(waiting)
+
+    def go_on(self, room: int, *, beside: bool) -> None:
+        """Read a little, and begin texts.
+
+        Args:
+            room: how many texts more may be written.
+            beside: whether others are being written, which are not to wait long.
+        """
+        room = self._begin_texts(room)
+        for settings, parts in self._read(room, beside=beside):
+            self._score(parts, settings)
+        self._begin_texts(room)
+
+    def _read(self, room: int, *, beside: bool) -> list[tuple[KNNSettings, list[_Part]]]:
+        """Read prompts in turn; what is to be scored, by settings."""
+        left, idle = _BESIDE if beside else _ALONE, 0
+        by_settings: dict[int, tuple[KNNSettings, list[_Part]]] = {}
+        while left > 0 and idle < len(self._waiting):
+            waiting = self._waiting[0]
+            try:
+                needs = waiting.task.copies if waiting.task.max_tokens else 0
+                settings = self._settings_of(waiting.task.knn)
+                prompt = waiting.to_read(self._lm) if room > 0 or not needs else None
+                if prompt is None:
+                    idle += 1
+                    self._waiting.rotate(-1)
+                    continue
+                reading, idle = prompt.reading, 0
+                while reading.left and left > 0:
+                    read, came = reading.go_on(settings, left if beside else reading.left)
+                    left -= len(came)
+                    if reading.is_scored:
+                        parts = by_settings.setdefault(id(settings), (settings, []))[1]
+                        parts.append(_Part(waiting, reading, read, came))
+            except Exception as error:
+                self._give_up(waiting, error)
+                continue
+            if not reading.left:
+                room -= needs
+                self._waiting.rotate(-1)  # a task of many prompts does not hold up the others
+        return list(by_settings.values())
+
+    def _score(self, parts: Sequence[_Part], settings: KNNSettings) -> None:
+        """Score parts of prompts; what fails fails alone."""
+        count = max(part.waiting.task.top or 0 for part in parts)
+        try:
+            came = [part.came for part in parts]
+            found = likelihoods(self._lm, [part.read for part in parts], came, settings, count)
+        except Exception as error:
+            if len(parts) == 1:
+                self._give_up(parts[0].waiting, error)
+            for part in parts if len(parts) > 1 else ():
+                self._score([part], settings)
+            return
+        for part, scores in zip(parts, found, strict=True):
+            part.reading.scores.append(scores)
+
+    def _begin_texts(self, room: int) -> int:
+        """Begin texts whose prompts were read, as many as there is room for; how much is left."""
+        for waiting in list(self._waiting):
+            task = waiting.task
+            try:
+                while waiting.prompts and not waiting.prompts[0].reading.left:
+                    prompt = waiting.prompts[0]
+                    remembered = prompt.reading.remembered()
+                    while prompt.begun < task.copies and (room > 0 or not task.max_tokens):
+                        self._begin(waiting.ticket, prompt.number * task.copies + prompt.begun, remembered)
+                        prompt.begun += 1
+                        room -= bool(task.max_tokens)
+                    if prompt.begun < task.copies:
+                        break
+                    waiting.prompts.popleft()
+            except Exception as error:
+                self._give_up(waiting, error)
+            if waiting.is_done:
+                self._leave(waiting)
+        return room
+
+    def _give_up(self, waiting: _Waiting, error: Exception) -> None:
+        self._fail(waiting.ticket, error)
+        self._leave(waiting)
+
+    def _leave(self, waiting: _Waiting) -> None:
+        if waiting in self._waiting:
+            self._waiting.remove(waiting)
+            self._admitted()

@@ -1,0 +1,131 @@
+"""Clients that send too slowly, too much, or do not read: they end, and nobody else waits for them."""
+
+import contextlib
+import json
+import re
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import uvicorn
+
+from knnstore.server.app import Options, make_app
+from knnstore.server.connections import connections
+from knnstore.server.metrics import Metrics
+
+PROMPT = {"model": "tiny+news", "prompt": "The", "max_tokens": 3, "temperature": 0}
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+LARGE = 100 << 20
+
+
+@pytest.fixture(scope="module")
+def impatient(inside, prepared):
+    """The address of a server in this process that waits half a second."""
+    one = inside(prepared, require_keys=False)
+    one.serving.limits = type(one.serving.limits)(head_seconds=0.5, body_seconds=0.5)
+    app = make_app(one.serving, one.gate, Metrics(), Options(local_only=False))
+    config = uvicorn.Config(app, port=0, http=connections(0.5), log_config=None, lifespan="off")
+    listening, server = config.bind_socket(), uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield listening.getsockname()
+    server.should_exit = True
+    thread.join()
+    listening.close()
+
+
+def heard(connection: socket.socket) -> bytes:
+    """All that is answered until the other side ends the connection."""
+    connection.settimeout(10)
+    said = b""
+    with contextlib.suppress(ConnectionResetError):
+        while part := connection.recv(1 << 16):
+            said += part
+    return said
+
+
+@pytest.mark.parametrize("answered", [False, True])
+@pytest.mark.parametrize("begun", [b"", b"GET /health HT", HEAD])
+def test_a_head_that_does_not_come_ends_the_connection(impatient, answered, begun):
+    with socket.create_connection(impatient) as slow:
+        if answered and begun:  # a connection that has been answered and is silent ends by itself
+            slow.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            while not slow.recv(1000).endswith(b"}"):
+                pass
+        slow.sendall(begun)
+        started = time.monotonic()
+        assert heard(slow) == b""
+    assert 0.3 < time.monotonic() - started < 4
+
+
+def test_a_head_that_drips_ends_too(impatient):
+    with (
+        socket.create_connection(impatient) as slow,
+        contextlib.suppress(BrokenPipeError, ConnectionResetError),
+    ):
+        started = time.monotonic()
+        for byte in HEAD * 50:
+            slow.sendall(bytes([byte]))
+            time.sleep(0.02)
+            assert time.monotonic() - started < 5
+
+
+def test_a_body_that_does_not_come_is_refused(impatient):
+    with socket.create_connection(impatient) as slow:
+        slow.sendall(HEAD + b"Content-Length: 100\r\n\r\n{")
+        said = heard(slow)
+    assert said.startswith(b"HTTP/1.1 408 ")
+    assert b'"message":"the request has not come within 0.5 seconds"' in said
+
+
+def test_an_answer_that_takes_longer_than_a_body_may_is_given(impatient):
+    body = json.dumps({**PROMPT, "max_tokens": 90, "n": 16}).encode()
+    with socket.create_connection(impatient) as patient:
+        patient.sendall(HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        started = time.monotonic()
+        assert heard(patient).startswith(b"HTTP/1.1 200 ")
+    assert time.monotonic() - started > 0.6
+
+
+def resident(server) -> int:
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    return int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) << 10
+
+
+def address(server) -> tuple[str, int]:
+    return "127.0.0.1", int(server.url.rpartition(":")[2])
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_of_a_hundred_megabytes_takes_no_memory(server, chunked):
+    assert server.call("POST", "/v1/completions", json=PROMPT).status_code == 200
+    before, sent = resident(server), 0
+    with socket.create_connection(address(server)) as large:
+        large.settimeout(10)
+        length = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: %d" % LARGE
+        large.sendall(HEAD + length + b"\r\n\r\n")
+        part = b"10000\r\n" + b" " * 65_536 + b"\r\n" if chunked else b" " * 65_536
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            while sent < LARGE:
+                large.sendall(part)
+                sent += 65_536
+        with contextlib.suppress(ConnectionResetError):
+            assert b" 413 " in large.recv(100)
+    assert resident(server) - before < 16 << 20
+    assert server.call("POST", "/v1/completions", json=PROMPT).status_code == 200
+
+
+def test_who_does_not_read_holds_nobody_up(server):
+    asked = {**PROMPT, "prompt": ["The"] * 8, "n": 16, "max_tokens": 90, "logprobs": 20, "stream": True}
+    body = json.dumps(asked).encode()
+    with socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect(address(server))
+        deaf.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        assert deaf.recv(10)
+        for _ in range(3):
+            assert server.call("POST", "/v1/completions", json=PROMPT).status_code == 200
