@@ -8,13 +8,16 @@ documents to a domain ``load`` and removes them. FILE holds documents that are n
 are continued, and those that fit the window are scored as evaluation harnesses do it. Sides take turns;
 ratios are medians of the rounds.
 
+- ``start``: seconds from the start of the process to ready, and then of the page's files and a first explanation
+  of 200 tokens, and of a second one.
 - ``streams``: tokens a second of 8 streams to those of one; of one stream to those of `generate`.
 - ``scoring``: tokens a second of 8 requests with ``echo`` at a time to those of `evaluate`.
 - ``first``: seconds to the first token of a stream, alone and beside 7 others.
 - ``mixed``: with ``--minutes``, requests of all kinds at random times, half as many as the server can answer:
-  errors, and how much its memory grows after the first half.
+  errors, and how much its memory grows after the first five minutes, or the first half.
 
-JSON goes to stdout.
+JSON goes to stdout, with all ratios once more in ``summary``. With ``--minutes 2`` it takes some 7 minutes on two
+idle cores.
 """
 
 import argparse
@@ -40,6 +43,19 @@ import knnstore
 from knnstore import Selection
 from knnstore.documents import TextDocument, read_documents
 from knnstore.lm import KNNLMForCausalLM, settings_for
+
+EXPLAINED = 200
+"""Tokens."""
+PARTS = ["start", "streams", "scoring", "first", "mixed"]
+SUMMARY = {
+    "seconds_from_page_to_explanation": ("start", "explained"),
+    "streams_8_to_1": ("streams", "many_to_one"),
+    "stream_to_generate": ("streams", "one_to_in_process"),
+    "scoring_to_evaluate": ("scoring", "to_in_process"),
+    "first_token_p99_to_alone": ("first", "p99_to_alone"),
+    "failed": ("mixed", "failed"),
+    "memory_growth": ("mixed", "growth"),
+}
 
 SERVE = [sys.executable, "-c", "from knnstore.cli import main; main()"]
 
@@ -98,6 +114,21 @@ async def scoring(
     return {
         **{name: median(row[name] for row in rows) for name in rows[0]},
         "to_in_process": median(row["served"] / row["in_process"] for row in rows),
+    }
+
+
+async def start(load: Load, started: float, text: str) -> Body:
+    """Seconds to ready, to the page with a first explanation, and to another."""
+    ready, seconds = time.perf_counter(), []
+    for _ in range(2):
+        before = time.perf_counter()
+        await load.explain(text)
+        seconds.append(time.perf_counter() - before)
+    first, again = seconds
+    return {
+        "ready": median([ready - started]),
+        "explained": median([first]),
+        "explained_again": median([again]),
     }
 
 
@@ -173,10 +204,15 @@ async def measured(home: Path, texts: list[TextDocument], options: argparse.Name
     fitting = [one for one in texts if PROMPT < len(lm.reader.tokens(one.text)) < lm.reader.max_length - 2]
     prompts = [lm.reader.text(lm.reader.tokens(one.text)[:PROMPT].tolist()) for one in fitting[:64]]
     settings = settings_for(lm.store, Selection(domains=(options.domain,)))
+    long = next(one for one in texts if len(lm.reader.tokens(one.text)) >= EXPLAINED or options.smoke)
+    explained = lm.reader.text(lm.reader.tokens(long.text)[:EXPLAINED].tolist())
     found: Body = {"threads": torch.get_num_threads(), "records": lm.store.record_count()}
+    started = time.perf_counter()
     with served(home, *options.serve) as (url, memory):
         load = Load(url, "", f"m+{options.domain}")
-        parts = options.only or ["streams", "scoring", "first", "mixed"]
+        parts = options.only or PARTS
+        if "start" in parts:
+            found["start"] = await start(load, started, explained)
         if "streams" in parts:
             found["streams"] = await streams(load, lm, settings, prompts, options.rounds)
         if "scoring" in parts:
@@ -187,7 +223,10 @@ async def measured(home: Path, texts: list[TextDocument], options: argparse.Name
             found["mixed"] = await mixed(Mixture(load, fitting, prompts), options.minutes * 60, memory)
         await load.client.aclose()
     lm.store.close()
-    return found
+    return {
+        "summary": {name: found[part][of] for name, (part, of) in SUMMARY.items() if part in found},
+        **found,
+    }
 
 
 def main() -> None:
@@ -200,7 +239,7 @@ def main() -> None:
     parser.add_argument("--scored", type=int, default=48, help="documents a round")
     parser.add_argument("--firsts", type=int, default=100, help="streams whose first token is timed")
     parser.add_argument("--minutes", type=float, default=0.0)
-    parser.add_argument("--only", action="append", choices=["streams", "scoring", "first", "mixed"])
+    parser.add_argument("--only", action="append", choices=PARTS)
     parser.add_argument("--serve", action="append", default=[], metavar="OPTION", help="of `knnstore serve`")
     parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()
