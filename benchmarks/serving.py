@@ -8,16 +8,15 @@ documents to a domain ``load`` and removes them. FILE holds documents that are n
 are continued, and those that fit the window are scored as evaluation harnesses do it. Sides take turns;
 ratios are medians of the rounds.
 
-- ``start``: seconds from the start of the process to ready, and then of the page's files and a first explanation
-  of 200 tokens, and of a second one.
+- ``start``: seconds from the start of the process to ready, and then of the page's files with a first
+  explanation of 200 tokens, and with a second one.
 - ``streams``: tokens a second of 8 streams to those of one; of one stream to those of `generate`.
 - ``scoring``: tokens a second of 8 requests with ``echo`` at a time to those of `evaluate`.
 - ``first``: seconds to the first token of a stream, alone and beside 7 others.
 - ``mixed``: with ``--minutes``, requests of all kinds at random times, half as many as the server can answer:
   errors, and how much its memory grows after the first five minutes, or the first half.
 
-JSON goes to stdout, with all ratios once more in ``summary``. With ``--minutes 2`` it takes some 7 minutes on two
-idle cores.
+JSON goes to stdout, with all ratios once more in ``summary``.
 """
 
 import argparse
@@ -124,12 +123,8 @@ async def start(load: Load, started: float, text: str) -> Body:
         before = time.perf_counter()
         await load.explain(text)
         seconds.append(time.perf_counter() - before)
-    first, again = seconds
-    return {
-        "ready": median([ready - started]),
-        "explained": median([first]),
-        "explained_again": median([again]),
-    }
+    took = {"ready": ready - started, "explained": seconds[0], "explained_again": seconds[1]}
+    return {name: median([one]) for name, one in took.items()}
 
 
 async def first_token(load: Load, prompts: list[str], count: int) -> Body:
@@ -223,10 +218,8 @@ async def measured(home: Path, texts: list[TextDocument], options: argparse.Name
             found["mixed"] = await mixed(Mixture(load, fitting, prompts), options.minutes * 60, memory)
         await load.client.aclose()
     lm.store.close()
-    return {
-        "summary": {name: found[part][of] for name, (part, of) in SUMMARY.items() if part in found},
-        **found,
-    }
+    summary = {name: found[part][of] for name, (part, of) in SUMMARY.items() if part in found}
+    return {"summary": summary, **found}
 
 
 def main() -> None:
