@@ -133,3 +133,36 @@ def test_a_port_that_is_taken_is_said_in_one_line(serve, home):
     )  # fmt: skip
     assert second.returncode == 1
     assert f"port {port} cannot be listened to" in second.stderr.splitlines()[-1]
+
+
+def test_sighup_ends_nothing(serve):
+    server = serve().ready()
+    texts, begun = [], threading.Event()
+
+    def read() -> None:
+        for event in server.client().completions.create(**LONG, n=16, seed=1, stream=True):
+            begun.set()
+            texts.append(event.choices[0].finish_reason)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert begun.wait(30)
+    server.process.send_signal(signal.SIGHUP)
+    server.wait_for("reloaded: ")
+    reader.join(30)
+    assert sum(1 for finish in texts if finish) == 16
+    assert server.call("GET", "/health").json() == {"status": "ready"}
+    assert server.end() == 0
+
+
+def test_it_is_warm_before_it_is_ready(inside, prepared):
+    server = inside(prepared, require_keys=False)
+    made: list[object] = []
+    make = server.serving.scopes._made
+    server.serving.scopes._made = lambda scope: (made.append(scope), make(scope))[1]
+    for model in ("tiny+news", "tiny+letters", "tiny+letters+news"):
+        body = {"model": model, "prompt": "The council", "max_tokens": 1}
+        assert server.call("POST", "/v1/completions", json=body).status_code == 200
+    assert not made, "the settings of a first request were not there"
+    server.serving.reload()
+    assert {scope.domains for scope in made} == {("letters",), ("news",), ("letters", "news")}
