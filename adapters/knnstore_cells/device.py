@@ -55,7 +55,7 @@ class DeviceKeys:
         cells: which of its rows are in which cell.
         codec_file: by what the group's keys are coded; those of another codec are held decoded.
         turned: turns what is not coded; see `Visitable.turned`.
-        origins: of the cells, on the device; see `Visitable.origins`.
+        origins: the centers of its cells, turned, on the device.
     """
 
     def __init__(

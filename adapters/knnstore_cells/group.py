@@ -83,6 +83,8 @@ class CellGroup:
         """Of the cells, float32, shape (cells, dim)."""
         self.origins = self.centers
         """The centers, turned."""
+        self.middle = self._middle()
+        """Of the keys, turned: distances are the same around any point, and around it lose no digits."""
         self.counts = np.zeros(0, np.int64)
         """Live records of each cell, shape (cells,)."""
 
@@ -106,6 +108,7 @@ class CellGroup:
         self._set_rotation(segments)
         self.centers = torch.from_numpy(centers).to(self.device)
         self.origins = self.turned(self.centers)
+        self.middle = self._middle()
         self._parts = []
         for segment, cells, part in zip(segments, found, former, strict=True):
             fits = cells is not None and np.array_equal(cells.centers, centers)
@@ -124,6 +127,10 @@ class CellGroup:
     def turned(self, vectors: Tensor) -> Tensor:
         """Vectors, shape (n, dim), in the space of the cells' keys: distances are the same there."""
         return vectors if self._rotation is None else vectors @ self._rotation
+
+    def _middle(self) -> Tensor:
+        some = self.metric is Metric.L2 and len(self.origins)
+        return self.origins.mean(0) if some else self.origins.new_zeros(self.origins.shape[1])
 
     def matching(self, ids: IdRanges | None) -> NDArray[np.int64]:
         """How many live records of each cell have some ids, shape (cells,)."""
@@ -233,10 +240,10 @@ class CellGroup:
         for segment, rows in self._rows_of(number):
             ids.append(segment.columns.ids_at(rows))
             keys.append(self._keys_of(segment, rows))
-        read = torch.cat([self.origins[:0], *keys])
-        if self.metric is Metric.L2:
-            read -= self.origins[number]
-        return Cell(np.concatenate([np.empty(0, np.int64), *ids]), read, (read * read).sum(1))
+        read = torch.cat([self.origins[:0], *keys]) - self.middle
+        # Component by component: few queries are multiplied with such keys in two thirds of the time.
+        in_columns = read.T.contiguous().T
+        return Cell(np.concatenate([np.empty(0, np.int64), *ids]), in_columns, (read * read).sum(1))
 
     def _rows_of(self, number: int) -> Iterator[tuple[Segment, NDArray[np.int64]]]:
         """The live rows of a cell in each segment that has some."""

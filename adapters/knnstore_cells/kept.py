@@ -17,7 +17,7 @@ class Cell(NamedTuple):
     ids: Ids
     """Shape (r,)."""
     keys: "Tensor"
-    """Float32, shape (r, dim); relative to the cell's center where distances are squared differences."""
+    """Float32, shape (r, dim); relative to the middle of its group but for inner products."""
     norms: "Tensor"
     """|key|² of each, shape (r,)."""
 

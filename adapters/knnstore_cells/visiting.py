@@ -55,8 +55,8 @@ class Visitable(Protocol):
     device: torch.device | None
     """That holds all keys; None where cells are read one by one."""
 
-    origins: Tensor
-    """The centers of its cells, turned, float32, shape (cells, width)."""
+    middle: Tensor
+    """What the keys of its cells are relative to, turned, float32, shape (width,)."""
 
     def cells_with(self, ids: IdRanges | None) -> Cells:
         """The cells that have records with some ids."""
@@ -90,16 +90,19 @@ def visit(groups: Sequence[Visitable], queries: Keys, probes: int, ids: IdRanges
     metric = groups[0].metric
     owners = np.repeat(np.arange(len(groups)), [len(of.numbers) for of in there])
     nearest = _nearest_cells(asked, cells, min(probes, len(owners)), metric)
-    turned = cache(lambda owner: groups[owner].turned(asked))
     scanners = [group.scanner() for group in groups] if len(queries) <= _FEW else [None]
     if all(scanners):
         at = nearest.numpy()
         numbers = np.where(owners[at] == np.arange(len(groups))[:, None, None], cells.numbers[at], -1)
         return [
-            _padded(scanner.scan(turned(owner).numpy(), numbers[owner], groups[owner].codes), ids)
+            _padded(
+                scanner.scan(groups[owner].turned(asked).numpy(), numbers[owner], groups[owner].codes), ids
+            )
             for owner, scanner in enumerate(scanners)
             if scanner and (numbers[owner] >= 0).any()
         ]
+    turned = cache(lambda owner: groups[owner].turned(asked) - groups[owner].middle)
+    squares = cache(lambda owner: (turned(owner) * turned(owner)).sum(1))
     if len(queries) == 1 and groups[0].device is None:
         rows = nearest[0].tolist()
         visited = [(groups[owners[row]], turned(owners[row]), int(cells.numbers[row])) for row in rows]
@@ -120,7 +123,13 @@ def visit(groups: Sequence[Visitable], queries: Keys, probes: int, ids: IdRanges
     for row, of_cell in zip(rows.tolist(), torch.split(visitors, counts.tolist()), strict=True):
         group, number = groups[owners[row]], int(cells.numbers[row])
         found, keys, norms = _matching(group.cell(number), ids)
-        distances = _measure(turned(owners[row])[of_cell], keys, norms, group.origins[number], metric)
+        met = turned(owners[row])[of_cell]
+        if metric is Metric.IP:
+            distances = -(met @ keys.T)
+        else:
+            distances = torch.addmm(norms, met, keys.T, alpha=-2)
+            distances += squares(owners[row])[of_cell, None]
+            distances.clamp_(min=0)
         visits.append(Visits.of(Visit(of_cell.numpy(), found, distances.numpy())))
     return visits
 
@@ -153,10 +162,9 @@ def _visit_alone(visited: Sequence[tuple[Visitable, Tensor, int]], ids: IdRanges
             torch.mv(cell.keys, query[0], out=part)
         distances.neg_()
     else:
-        away = [query[0] - group.origins[number] for group, query, number in visited]
-        for cell, part, one in zip(cells, parts, away, strict=True):
-            torch.addmv(cell.norms, cell.keys, one, alpha=-2, out=part)
-        squares = [float(one.dot(one)) for one in away]
+        for (_, query, _), cell, part in zip(visited, cells, parts, strict=True):
+            torch.addmv(cell.norms, cell.keys, query[0], alpha=-2, out=part)
+        squares = [float(query[0].dot(query[0])) for _, query, _ in visited]
         distances += torch.from_numpy(np.repeat(np.array(squares, np.float32), lengths))
         distances.clamp_(min=0)
     return Visit(np.zeros(1, np.int64), found, distances.numpy()[None])
@@ -184,13 +192,3 @@ def _nearest_cells(queries: Tensor, cells: Cells, probes: int, metric: Metric) -
         for some in torch.split(queries, step)
     ]
     return torch.cat(parts)
-
-
-def _measure(queries: Tensor, keys: Tensor, norms: Tensor, center: Tensor, metric: Metric) -> Tensor:
-    """Measure each query against each key of a cell, shape (m, r)."""
-    if metric is Metric.IP:
-        return -(queries @ keys.T)
-    queries = queries - center
-    distances = torch.addmm(norms, queries, keys.T, alpha=-2)
-    distances += (queries * queries).sum(1)[:, None]
-    return distances.clamp_(min=0)

@@ -7,8 +7,8 @@ from report import table
 
 PAGE = """# Findings of the papers, on real text
 
-What papers on nearest-neighbor language models report, and what `knnstore` adds, tried on {kinds} kinds of text
-by one command, which writes this page and beside it a report with all figures, intervals and plots:
+What papers on nearest-neighbor language models report, and what `knnstore` adds, tried on {kinds} kinds of
+text by one command, which writes this page and beside it a report with all figures, intervals and plots:
 
     {command}
 

@@ -99,9 +99,11 @@ class View:
         """
         live, where, records = self.scope(selection)
         visits = self._visits(queries, probes, live, where)
-        if not _all_meet(visits, len(queries)):  # what is not live yet, or no more, took all places
+        all_meet = _all_meet(visits, len(queries))
+        if not all_meet:  # what is not live yet, or no more, took all places
             visits = self._visits(queries, probes, live, Filter(live))
-        if records and not _all_meet(visits, len(queries)):
+            all_meet = _all_meet(visits, len(queries))
+        if records and not all_meet:
             raise CorruptDatastoreError(_LOST)
         return visits
 

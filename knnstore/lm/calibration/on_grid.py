@@ -115,6 +115,9 @@ class GoldOnGrid:
         """Of some of the tokens."""
         return GoldOnGrid(self.temperatures, self.knn[tokens], self.found[tokens])
 
+    def prepare(self, temperatures: Sequence[float]) -> None:
+        """Nothing is to be done."""
+
     def weights(self, temperature: PerQuery) -> Tensor:
         """What p_kNN gives to the token that came, and to all others; see `Shares`."""
         gold = between_points(self.knn, self.temperatures, temperature)

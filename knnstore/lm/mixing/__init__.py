@@ -26,11 +26,12 @@ from knnstore.lm.mixing.interpolation import (
 )
 from knnstore.lm.mixing.joint import JointGate, known, shares_of
 from knnstore.lm.mixing.likelihood import fit_lambdas, fit_weight
+from knnstore.lm.mixing.meetings import VisitedCells
 from knnstore.lm.mixing.mixer import MAX_LAMBDA, Chosen, Continuation, Mixer, Recent, Retrieved, SimpleMixer
 from knnstore.lm.mixing.network import fit_network
 from knnstore.lm.mixing.registry import is_registered, mixer_of, register_mixer
 from knnstore.lm.mixing.skipping import Skipping, entropy_of, skip_features
-from knnstore.lm.mixing.visited import Visited, VisitedCells, VisitedTokens, nearest_of
+from knnstore.lm.mixing.visited import Visited, VisitedTokens, nearest_of
 
 __all__ = [
     "DISTINCT_AMONG", "LEAST_PROBABILITY", "MAX_LAMBDA", "BinnedLambda", "Chosen", "Component",

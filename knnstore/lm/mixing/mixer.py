@@ -113,6 +113,9 @@ class Shares(Protocol):
         """Whether each place has the token that came; None where there is a place for each token."""
         ...
 
+    def prepare(self, temperatures: Sequence[float]) -> None:
+        """Hear for which temperatures, among others, there will be asked for `weights`."""
+
     def weights(self, temperature: PerQuery) -> Tensor:
         """What p_kNN gives to each place: the records with the token that came and all others, or each token.
 

@@ -34,6 +34,8 @@ _DISTANCES = 1 << 25
 """To records of cells, that are in memory at once: 128 MiB."""
 _RECENT = 1 << 23
 """Tokens before others, that are weighed at once for a cache: 32 MiB for each temperature."""
+_QUERIES = 2 * BATCH_TOKENS
+"""That visit cells together, unless their caches are large: the more meet in a cell, the less each costs."""
 _TOKENS = 1 << 15
 """Of documents that advance together: what is known of each is in memory at once."""
 
@@ -148,7 +150,10 @@ def score_texts(
         )
         parts: Iterator[TokenScores]
         if settings.pointers is None:
-            parts = _score(store, batches, settings, most, apart=apart)
+            size = 1 if settings.cache is None else settings.cache.size
+            in_cells = visits_cells(store, settings) and not apart
+            joined = _joined(batches, min(_QUERIES, _NEIGHBORS // size) if in_cells else 1)
+            parts = _score(store, joined, settings, most, apart=apart)
         else:
             parts = _score_in_step(store, list(batches), settings)
         for scores in parts:
@@ -199,7 +204,8 @@ def _score(
         start, count = 0, len(batch.gold)
         reach = 1 if batch.recent is None else batch.recent.tokens.shape[1]
         while start < count:
-            rows = np.arange(start, min(start + min(most, max(1, _RECENT // reach)), count))
+            parts = -(-(count - start) // min(most, max(1, _RECENT // reach)))
+            rows = np.arange(start, start - (start - count) // parts)
             found = search_for(
                 store, batch if len(rows) == count else batch.rows(rows), settings, apart=apart
             )
@@ -212,6 +218,18 @@ def _score(
                 most = max(
                     most, _NEIGHBORS // max(1, found.ids.shape[1])
                 )  # cells are smaller than they may be
+
+
+def _joined(batches: Iterable[TokenScores], wanted: int) -> Iterator[TokenScores]:
+    """Put batches together until they have so many tokens."""
+    held: list[TokenScores] = []
+    for batch in batches:
+        held.append(batch)
+        if sum(len(one.gold) for one in held) >= wanted:
+            yield held[0] if len(held) == 1 else together(held)
+            held = []
+    if held:
+        yield together(held)
 
 
 def search_in_parts(store: Reader, scores: TokenScores, settings: KNNSettings) -> Iterator[TokenScores]:

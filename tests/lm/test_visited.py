@@ -1,0 +1,80 @@
+"""Sums over the cells that queries visit, against sums over all pairs one by one."""
+
+import numpy as np
+import pytest
+import torch
+
+from knnstore.lm.mixing import Visited, VisitedCells
+
+RNG = np.random.default_rng(9)
+QUERIES, TOKENS = 12, 5
+
+
+def cells(count: int, *, weighted: bool) -> list[VisitedCells]:
+    """Some alone, some beside each other, where queries and records may be missing."""
+    made = []
+    for number in range(count):
+        beside, m, r = 1 + number % 2, RNG.integers(1, 7), RNG.integers(2, 90)
+        queries = np.stack([RNG.permutation(QUERIES)[:m] for _ in range(beside)])
+        distances = RNG.random((beside, m, r)) * 60
+        if beside > 1:
+            queries[1, -1], distances[1, -1], distances[0, :, 0] = -1, np.inf, np.inf
+        tokens = torch.from_numpy(RNG.integers(0, TOKENS, (beside, r)))
+        log_weights = torch.from_numpy(RNG.normal(size=(beside, r)).astype(np.float32))
+        asked, away = torch.from_numpy(queries), torch.from_numpy(distances.astype(np.float32))
+        made.append(VisitedCells(asked, tokens, away, log_weights if weighted else None))
+    return made
+
+
+def met_by(query: int, some: list[VisitedCells]) -> np.ndarray:
+    """Distance, token and weight of all that one query met, shape (3, r)."""
+    rows = [
+        (float(away), int(token), float(log_weight.exp()))
+        for one in some
+        for at in range(len(one.queries))
+        for row in (one.queries[at] == query).nonzero()[:, 0].tolist()
+        for away, token, log_weight in zip(
+            one.distances[at, row],
+            one.tokens[at],
+            torch.zeros(one.tokens.shape[1]) if one.log_weights is None else one.log_weights[at],
+            strict=True,
+        )
+        if away.isfinite()
+    ]
+    return np.array(rows, np.float64).reshape(-1, 3).T
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_squares_are_what_separate_exponentials_are(weighted: bool) -> None:
+    """A gate's temperatures, each twice the one before it: all from the exponential of the largest."""
+    some, gold = cells(30, weighted=weighted), torch.from_numpy(RNG.integers(0, TOKENS, QUERIES))
+    temperatures = [7.3 * factor for factor in (0.25, 0.5, 1.0, 2.0, 4.0)]
+    visited = Visited(some, gold)
+    visited.prepare(temperatures)
+    each = torch.linspace(3, 30, QUERIES)
+    for at, of in [(one, visited.weights(one)) for one in temperatures] + [(each, visited.weights(each))]:
+        wanted = np.zeros((QUERIES, 2))
+        for query in range(QUERIES):
+            distances, tokens, counts = met_by(query, some)
+            powers = np.exp(-distances / float(torch.as_tensor(at).expand(QUERIES)[query])) * counts
+            share = powers[tokens == int(gold[query])].sum() / powers.sum()
+            wanted[query] = share, 1 - share
+        assert of.numpy() == pytest.approx(wanted, abs=1e-6)
+    alone = torch.stack([Visited(some, gold).weights(one) for one in temperatures])
+    assert torch.stack([visited.weights(one) for one in temperatures]).numpy() == pytest.approx(
+        alone.numpy(), abs=1e-6
+    )
+    assert torch.equal(visited.gold_on_grid(torch.tensor([7.3 * 4]))[:, 0], visited.weights(7.3 * 4)[:, 0])
+
+
+@pytest.mark.parametrize("k", [1, 8, 64, 500])
+def test_the_nearest_are_the_nearest_of_all_cells(k: int) -> None:
+    """Also where a query met fewer than k, or none."""
+    some, gold = cells(9, weighted=False), torch.zeros(QUERIES + 1, dtype=torch.int64)
+    distances, tokens = Visited(some, gold).near(k)
+    for query in range(QUERIES + 1):
+        away, of_each, _ = met_by(query, some)
+        order = np.argsort(away)[:k]
+        assert distances[query, : len(order)].numpy() == pytest.approx(away[order], abs=0)
+        assert tokens[query, : len(order)].tolist() == of_each[order].tolist()
+        assert distances[query, len(order) :].isinf().all()
