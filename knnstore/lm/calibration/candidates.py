@@ -5,10 +5,14 @@ that each token is judged by settings that never saw its document; the one with 
 fitted on all of them. The lowest of many is low by luck too, so what is expected of it is judged once more:
 each half by the candidate that is the best one on the other. Intervals are over documents, since tokens of
 one document are not independent.
+
+How many cells are visited is chosen first: with each number a fixed λ is fitted, and n-grams and a continuous
+cache on top. The fewest are taken with which the perplexity of all that is at most `WORTH_PROBES` times the
+lowest; all candidates visit these.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -37,7 +41,7 @@ from knnstore.lm.scoring import Interval
 from knnstore.lm.settings import KNNSettings
 
 _K_STEP = 4
-_WORTH_PROBES = 1.002
+WORTH_PROBES = 1.005
 """Every cell costs time: the fewest are taken with which perplexity is at most so many times the lowest."""
 
 BIN_FITS: dict[str, Fit] = {
@@ -77,11 +81,18 @@ class Comparison:
     """That perplexity divided by that of the model alone."""
     gain: Interval | None
     """And divided by that of the settings in force until now."""
+    probes: Mapping[int, float] = field(default_factory=dict)
+    """The perplexity with each number of probes, by which one was chosen; see the module's text."""
 
     @property
     def best(self) -> Candidate:
         """The one with the lowest held-out perplexity, which flatters it: see `expected`."""
         return best_of(self.candidates)
+
+    @property
+    def chosen_probes(self) -> int | None:
+        """How many cells all candidates visit; None without cells."""
+        return fewest_enough(self.probes) if self.probes else None
 
     @property
     def beats_base(self) -> bool:
@@ -123,10 +134,10 @@ def compare(
     if not scored.is_anything_found:
         raise InputError("nothing can be fitted: the search found no neighbor of any token")
     if len(scored.found):
-        of_keys = _of_keys(trial, scored, fits, wide, networks=networks)
+        of_keys = _of_keys(trial, scored, fits, wide, networks=networks, ngrams=ngrams)
     else:
-        of_keys = _OfKeys([], [evidence_without_keys(scored)], evidence_without_keys(scored), {})
-    candidates, evidence, at_best_k, again = of_keys
+        of_keys = _OfKeys([], [evidence_without_keys(scored)], evidence_without_keys(scored), {}, {})
+    candidates, evidence, at_best_k, again, by_probes = of_keys
     if domains is not None:
         candidates.append(trial.fitted("domains", fit_domains, domains, domains.log_probs))
     candidates += trial.with_substitute(candidates, evidence, again)
@@ -143,8 +154,9 @@ def compare(
     expected, change = trial.judge(nested)
     gain = None if before is None else trial.judge.ratio(nested, before.log_probs)
     return Comparison(
-        trial.documents, len(scored), trial.judge.base, tuple(candidates), before, expected, change, gain
-    )
+        trial.documents, len(scored), trial.judge.base, tuple(candidates), before, expected, change, gain,
+        by_probes,
+    )  # fmt: skip
 
 
 class _OfKeys(NamedTuple):
@@ -156,6 +168,8 @@ class _OfKeys(NamedTuple):
     at_best_k: Evidence
     fits: Mapping[str, Fit]
     """What was tried, by name."""
+    by_probes: Mapping[int, float]
+    """See `Comparison.probes`."""
 
 
 def _of_keys(
@@ -165,12 +179,19 @@ def _of_keys(
     wide: Sequence[WideEvidence],
     *,
     networks: bool,
+    ngrams: bool,
 ) -> _OfKeys:
     """Fit a fixed λ with each k, and the other mixers; see `compare`."""
-    evidence = evidence_of_cells(scored) if scored.visited else gather_evidence(scored, ks_up_to(scored.k))
+    by_probes: dict[int, float] = {}
+    if scored.visited:
+        every = {of.probes: of for of in evidence_of_cells(scored) if of.probes}
+        for probes, of in every.items():
+            by_probes[probes] = trial.with_all(fit_fixed, of, ngrams=ngrams).ppl
+        evidence = [every[fewest_enough(by_probes)]]
+    else:
+        evidence = gather_evidence(scored, ks_up_to(scored.k))
     fixed = [trial.fitted("fixed", fit_fixed, of) for of in evidence]
-    enough = best_of(fixed).held_out.ppl * (_WORTH_PROBES if scored.visited else 1)
-    at_best_k = next(of for one, of in zip(fixed, evidence, strict=True) if one.held_out.ppl <= enough)
+    at_best_k = evidence[fixed.index(best_of(fixed))]
     unfit = {RelativeConfidence.name} if scored.visited else set()
     if scored.reading is not None and scored.reading.metric == Metric.IP:
         unfit.add(NearnessLambda.name)  # which is near 1 wherever a distance is negative
@@ -186,7 +207,13 @@ def _of_keys(
                 trial.fitted(name, fit, widest.evidence, widest.log_probs) for name, fit in BIN_FITS.items()
             ]
         fixed += with_k
-    return _OfKeys([*fixed, *others], evidence, at_best_k, {"fixed": fit_fixed, **fits})
+    return _OfKeys([*fixed, *others], evidence, at_best_k, {"fixed": fit_fixed, **fits}, by_probes)
+
+
+def fewest_enough(perplexities: Mapping[int, float]) -> int:
+    """The fewest probes with which perplexity is at most `WORTH_PROBES` times the lowest."""
+    enough = min(perplexities.values()) * WORTH_PROBES
+    return min(probes for probes, ppl in perplexities.items() if ppl <= enough)
 
 
 def _as_judged(

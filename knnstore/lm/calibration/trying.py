@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TypeVar
 
 import numpy as np
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from knnstore.lm.calibration.evidence import Evidence
 from knnstore.lm.calibration.fits import (
+    CacheEvidence,
     DomainEvidence,
     fit_alone,
     fit_beside,
@@ -78,6 +79,23 @@ class Trial:
         held_out, change = self.judge(log_probs)
         return Candidate(name, fit(evidence), held_out, float(lam.mean()), change, log_probs, by_half)
 
+    def with_all(self, fit: Fit, evidence: Evidence, *, ngrams: bool) -> Interval:
+        """The perplexity of what a fit makes of the keys, with n-grams and a cache on top."""
+        said = self._scored.ngrams if ngrams else None
+        if said is not None:
+            fit = partial(fit_with_ngrams, scored=self._scored, said=said, fit=fit)
+        below = self.fitted("keys", fit, evidence).log_probs
+        log_probs = below.clone()
+        if self._scored.reading is not None:
+            for half in (self.first_half, ~self.first_half):
+                log_probs[~half] = self._cache.mix(below, fit_cache(self._cache, below, half))[~half]
+        return self.judge(log_probs)[0]
+
+    @cached_property
+    def _cache(self) -> CacheEvidence:
+        assert self._scored.reading is not None
+        return gather_cache_evidence(self._scored.reading)
+
     def nested(self, candidates: Sequence[Candidate]) -> Tensor:
         """Log p of every token, by the candidate that is the best one on the other half; float32, shape (n,).
 
@@ -140,12 +158,11 @@ class Trial:
         """A continuous cache without the store, and on top of the best candidate, if there are keys."""
         if self._scored.reading is None:
             return []
-        cache = gather_cache_evidence(self._scored.reading)
 
         def put(settings: KNNSettings, found: CacheSettings) -> KNNSettings:
             return replace(settings, cache=found)
 
-        return self._on_top(candidates, "cache", partial(fit_cache, cache), cache.mix, put)
+        return self._on_top(candidates, "cache", partial(fit_cache, self._cache), self._cache.mix, put)
 
     def with_gate(
         self, candidates: Sequence[Candidate], evidence: Sequence[Evidence], fit: Fit, *, ngrams: bool
@@ -156,9 +173,8 @@ class Trial:
         at_its_k = evidence[0]
         if len(evidence) > 1:
             _, at_its_k = self._best_fitted_by({"fixed": fit}, candidates, evidence)
-        cache = gather_cache_evidence(self._scored.reading)
         said = self._scored.ngrams if ngrams else None
-        together = partial(fit_together, scored=self._scored, said=said, cache=cache, fit=fit)
+        together = partial(fit_together, scored=self._scored, said=said, cache=self._cache, fit=fit)
         return [self.fitted("gate over all", together, at_its_k)]
 
     def _on_top(
