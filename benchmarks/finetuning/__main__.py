@@ -181,6 +181,7 @@ def smoke(folder: Path, options: argparse.Namespace) -> None:
     """Topics of Python's help, cut short."""
     from pydoc_data.topics import topics
 
+    torch.set_num_threads(1)  # with so little to do, waiting for another thread takes longer than the work
     long = [(name, " ".join(text.split())) for name, text in sorted(topics.items()) if len(text) > 900]
     rows = [TextDocument(name, text[:900]) for name, text in long]
     options.out = options.work = folder
