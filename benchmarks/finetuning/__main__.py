@@ -74,7 +74,9 @@ def measure(name: str, parts: Documents, fraction: float, options: argparse.Name
         steps = [
             made("unfitted", lambda: shop.unfitted(model, BASE, "")),
             made("unfitted-tuned", lambda: shop.unfitted(tuning.model(run), TUNED, ON_TUNED)),
-            made("controls", lambda: controls(model, **parts, rate=1e-3, device=device)),
+            made(
+                "controls", lambda: controls(model, **parts, rate=1e-3, device=device, epochs=options.overfit)
+            ),
         ]
         found = {name: log_probs for one in steps for name, log_probs in one.log_probs.items()}
         assert np.allclose(found[BASE], found[AGAIN], atol=0.01), "in another order"
@@ -90,7 +92,10 @@ def measure(name: str, parts: Documents, fraction: float, options: argparse.Name
     steps = [classic, on_tuned, three, tuned, store, base]
     if fraction == 1:
         rate = thrice["rate"]
-        steps.append(made("controls", lambda: controls(model, **parts, rate=rate, device=device)))
+        overfit = options.overfit
+        steps.append(
+            made("controls", lambda: controls(model, **parts, rate=rate, device=device, epochs=overfit))
+        )
     seconds = {
         TUNED: best["seconds"],
         THRICE: thrice["seconds"],
@@ -150,6 +155,7 @@ def main() -> None:
     )
     parser.add_argument("--rates", type=float, nargs="+", default=[3e-4, 1e-3, 3e-3])
     parser.add_argument("--epochs", type=int, default=4, help="at most")
+    parser.add_argument("--overfit", type=int, default=12, help="epochs of the overfitted model")
     parser.add_argument("--records", type=int, default=272_000, help="tokens of the store")
     parser.add_argument("--held-out", type=int, default=20_000, help="tokens of dev and of test")
     parser.add_argument("--codes", default="pq32", help="what keys are kept as")
@@ -183,10 +189,12 @@ def smoke(folder: Path, options: argparse.Namespace) -> None:
 
     torch.set_num_threads(1)  # with so little to do, waiting for another thread takes longer than the work
     long = [(name, " ".join(text.split())) for name, text in sorted(topics.items()) if len(text) > 900]
-    rows = [TextDocument(name, text[:900]) for name, text in long]
+    store = [TextDocument(name, text[:900]) for name, text in long[24:]]
+    held_out = [TextDocument(name, text[:300]) for name, text in long[:24]]
     options.out = options.work = folder
-    options.rates, options.epochs, options.codes, options.states = [1e-3], 2, "pq8", 2
-    report("help", {"store": rows[24:], "dev": rows[:12], "test": rows[12:24]}, 1, options)
+    options.overfit = 1
+    options.rates, options.epochs, options.codes, options.states = [1e-3], 1, "pq8", 2
+    report("help", {"store": store, "dev": held_out[:12], "test": held_out[12:]}, 1, options)
 
 
 def report(name: str, parts: Documents, fraction: float, options: argparse.Namespace) -> None:

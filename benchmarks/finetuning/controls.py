@@ -17,7 +17,6 @@ from knnstore.lm.reading import TextReader
 
 CUTS = (1, 4, 16, 64, 256, 1024)
 """Tokens that p_LM is cut to, as sparse as p_kNN is: what they gain is taken from its tail."""
-EPOCHS = 12
 CUT, OVERFITTED, MIXED = "cut", "overfitted", "with an overfitted model"
 AGAIN = "the model, read again"
 """To see that all are of the same tokens."""
@@ -30,6 +29,7 @@ def controls(
     test: Sequence[TextDocument],
     rate: float,
     device: str | None,
+    epochs: int,
 ) -> Step:
     """Log p of each test token by the model cut and by the model with an overfitted one.
 
@@ -40,12 +40,13 @@ def controls(
         test: judged.
         rate: of learning.
         device: to run on.
+        epochs: until it is overfitted.
     """
     reader = reader_of(model, device)
     base, judged = log_probs(reader, dev), log_probs(reader, test)
     tries = [(fit_weight(base[0], column), at) for at, column in enumerate(base)][1:]
     lam, at = max(tries, key=lambda one: float(mixed(base[0], base[one[1]], one[0]).sum()))
-    seconds = fine_tune(reader, store, EPOCHS, rate)
+    seconds = fine_tune(reader, store, epochs, rate)
     known, over = log_probs(reader, dev)[0], log_probs(reader, test)[0]
     weight = fit_weight(base[0], known)
     found = {
