@@ -135,7 +135,7 @@ def test_calibrated_settings_are_used_and_named(knnstore, store):
     found = knnstore("calibrate dev.jsonl --domain news --max-k 16 --json").json
     assert found["saved"]["domains"] == ["news"]
     names = [row["mixer"] for row in found["candidates"]]
-    assert names[:4] == ["model alone", "current", "fixed", "fixed"]
+    assert names[:3] == ["model alone", "current", "fixed"]
     assert found["candidates"][0]["ppl"] == pytest.approx(before["base_ppl"], rel=1e-5)
     after = knnstore("eval dev.jsonl --domain news --json")
     assert after.err.startswith("settings calibrated for news on 20")
