@@ -78,3 +78,16 @@ def test_the_nearest_are_the_nearest_of_all_cells(k: int) -> None:
         assert distances[query, : len(order)].numpy() == pytest.approx(away[order], abs=0)
         assert tokens[query, : len(order)].tolist() == of_each[order].tolist()
         assert distances[query, len(order) :].isinf().all()
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_each_token_has_what_its_records_weigh(weighted: bool) -> None:
+    """Each query at a temperature of its own; one that met nothing gives nothing to any token."""
+    some, gold = cells(9, weighted=weighted), torch.zeros(QUERIES + 1, dtype=torch.int64)
+    temperatures = torch.linspace(3, 30, QUERIES + 1)
+    found = Visited(some, gold).by_token(temperatures, TOKENS + 2)
+    for query in range(QUERIES + 1):
+        distances, tokens, counts = met_by(query, some)
+        powers = np.exp(-distances / float(temperatures[query])) * counts
+        wanted = np.bincount(tokens.astype(int), powers, TOKENS + 2)
+        assert found[query].numpy() == pytest.approx(wanted / max(powers.sum(), 1e-30), abs=1e-6)
