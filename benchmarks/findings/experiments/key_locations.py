@@ -2,6 +2,7 @@
 
 from finding import Finding, Table, settle
 from lab import Lab
+from texts import SPLITS
 
 from knnstore.lm import Probed, probe_keys
 
@@ -12,7 +13,8 @@ and 17.07. Xu et al. 2023: inner products do about as well as distances."""
 RULE = """in a domain it holds if `ffn_input` with distances has the lowest perplexity of all places of
 the table, of the last layer and behind it; the contrary if the interval of its ratio to the model
 alone is above, as a whole, that of the best place. `knnstore probe-keys` measures it on a sample of the
-store's text: T and λ are fitted on one half of the held-out documents and judged on the other."""
+domain's documents, of all splits, of which it holds out a third: T and λ are fitted on one half of those and
+judged on the other."""
 MINUTES = 8.0
 WANTED = "ffn_input"
 KEYS = [
@@ -26,9 +28,8 @@ def run(lab: Lab) -> Finding:
     base = lab.base.lm.base
     for domain in lab.domains:
         lab.say(f"{domain}: probing keys")
-        found = probe_keys(
-            base, lab.reader.tokenizer, lab.texts[domain]["store"], keys=KEYS, metrics=["l2", "ip"]
-        )
+        texts = [document for split in SPLITS for document in lab.texts[domain][split]]
+        found = probe_keys(base, lab.reader.tokenizer, texts, keys=KEYS, metrics=["l2", "ip"], states=())
         by_place = {(one.key, one.metric): one for one in found.candidates}
         distances = [one for one in found.candidates if one.metric == "l2"]
         best, wanted = distances[0], by_place[WANTED, "l2"]
