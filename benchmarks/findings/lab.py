@@ -17,6 +17,7 @@ import torch
 from memory import Make, Memory, write_json
 from texts import FRACTIONS, SPLITS, Limits, leveled, reader_of
 from training import fine_tune, saved
+from versions import source_hash
 
 import knnstore
 from knnstore.documents import TextDocument
@@ -75,8 +76,7 @@ class Lab:
 
     def _hash(self) -> str:
         digest = hashlib.sha256(model_fingerprint(self.reader.encoder.model).encode())
-        for file in sorted(Path(knnstore.__file__).parent.rglob("*.py")):
-            digest.update(file.read_bytes())  # no report is of two versions of the library
+        digest.update(source_hash().encode())
         digest.update(json.dumps(asdict(self.limits)).encode())
         for domain, splits in self.texts.items():
             for split in SPLITS:

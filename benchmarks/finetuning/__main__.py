@@ -1,16 +1,17 @@
 """A store beside fine-tuning on the same text: perplexities, ratios with intervals, and all seconds.
 
     python benchmarks/finetuning DATA --model DIR --out DIR [--domain NAME ...] [--fractions 1 .5 .1]
-    python benchmarks/finetuning DATA --model DIR --out OUT --seconds | --controls
+    python benchmarks/finetuning DATA --model DIR --out OUT --seconds | --controls | --side store | tuned
     python benchmarks/finetuning --smoke       a minute, with the demo's model
 
 DATA holds a folder for each domain with ``store.jsonl``, ``dev.jsonl`` and ``test.jsonl``, split by
 document. Everything is chosen on dev (fine-tuning: AdamW, learning rate and epochs, with a schedule of its
 own for each number of epochs; a store: by `calibrate`) and reported on test. The store has joined keys as
 codes, n-grams of its text and one gate over all; each side stands with and without its document's cache,
-weighed by a gate likewise. Seconds of a store are of the projection, of adding, of counting n-grams and of
-calibration; those of fine-tuning are of the one run that was chosen. Each step is kept in OUT, and a run that
-was stopped goes on after the last; models and stores go to ``--work``. Markdown goes to stdout and OUT.
+weighed by a gate likewise. ``--seconds`` measures what a store (projection, adding, counting, calibration)
+and three epochs at a rate of 0.001 take, one after the other: let nothing run beside it. Each step is kept
+in OUT, and a run that was stopped goes on after the last; models and stores go to ``--work``. The sides may
+be made beside each other, by ``--side``, before the table. Markdown goes to stdout and OUT.
 """
 
 import argparse
@@ -21,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -31,13 +31,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from controls import AGAIN, controls
-from sides import STORE, Workshop
+from sides import Workshop
 from steps import Step, step
 from table import BASE, ON_TUNED, THRICE, TUNED, summary, table
 from texts import Limits, leveled, read
 from tuning import AT_LEAST, Tuning, lowest_of, thrice_of
+from versions import source_hash
 
-import knnstore
 from knnstore.documents import TextDocument
 
 TINY_LM = Path(__file__).parents[2] / "examples" / "tiny-lm"
@@ -63,11 +63,20 @@ def measure(name: str, parts: Documents, fraction: float, options: argparse.Name
     tuning = Tuning(model, train, parts["dev"], results, work / "tuned", device, say)
     shop = Workshop(**parts, folder=work, device=device, codes=options.codes, states=options.states)
     if options.seconds:
-        thrice, store = tuning.run(1e-3, AT_LEAST), made("store", lambda: shop.with_store(model, ""))
-        took, trained = total(store.values), thrice["seconds"]
+        if options.side != "tuned":
+            timed = made("timed", lambda: shop.timed(model)).values
+        if options.side != "store":
+            thrice = tuning.run(1e-3, AT_LEAST)
+        if options.side:
+            return ""
+        spent = {**timed["storing"], "calibrating": timed["calibrating"]}
+        tokens = spent.pop("tokens")
+        took, trained = sum(spent.values()), thrice["seconds"]
+        listed = ", ".join(f"{of} {seconds:,.1f}" for of, seconds in spent.items())
         return (
-            f"{name}, {device_name(device)}: a store with its calibration {took:,.0f} s, three epochs "
-            f"{trained:,.0f} s, ratio {took / trained:.2f}\n"
+            f"{name}, {device_name(device)}: {tokens:,} tokens, a store {took:,.1f} s ({listed}), "
+            f"three epochs {trained:,.1f} s, ratio {took / trained:.2f}; dev {timed['dev']:.2f} and "
+            f"{thrice['dev']:.2f}\n"
         )
     if options.controls:
         run = tuning.run(1e-3, AT_LEAST)
@@ -80,50 +89,37 @@ def measure(name: str, parts: Documents, fraction: float, options: argparse.Name
         ]
         found = {name: log_probs for one in steps for name, log_probs in one.log_probs.items()}
         assert np.allclose(found[BASE], found[AGAIN], atol=0.01), "in another order"
-        return table(f"{name}, controls", found, {}, [])
-    runs = tuning.grid(options.rates, options.epochs)
-    best, thrice = lowest_of(runs), thrice_of(runs)
-    base = made("base", lambda: shop.alone(model, BASE))
-    store = made("store", lambda: shop.with_store(model, ""))
-    tuned = made("tuned", lambda: shop.alone(tuning.model(best), TUNED))
-    three = made("three", lambda: shop.alone(tuning.model(thrice), THRICE))
-    on_tuned = made("tuned-store", lambda: shop.with_store(tuning.model(best), ON_TUNED))
-    classic = made("classic", lambda: shop.classic(model))
-    steps = [classic, on_tuned, three, tuned, store, base]
-    if fraction == 1:
-        rate = thrice["rate"]
-        overfit = options.overfit
-        steps.append(
-            made("controls", lambda: controls(model, **parts, rate=rate, device=device, epochs=overfit))
-        )
-    seconds = {
-        TUNED: best["seconds"],
-        THRICE: thrice["seconds"],
-        "classic": total(classic.values),
-        STORE: total(store.values),
-        f"{ON_TUNED}{STORE}": best["seconds"] + total(on_tuned.values),
-    }
+        return table(f"{name}, controls", found, [])
+    steps = []
+    if options.side != "tuned":
+        store = made("store", lambda: shop.with_store(model, ""))
+        classic = made("classic", lambda: shop.classic(model))
+        steps += [classic, store, made("base", lambda: shop.alone(model, BASE))]
+    if options.side != "store":
+        runs = tuning.grid(options.rates, options.epochs)
+        best, thrice = lowest_of(runs), thrice_of(runs)
+        steps += [
+            made("tuned-store", lambda: shop.with_store(tuning.model(best), ON_TUNED)),
+            made("three", lambda: shop.alone(tuning.model(thrice), THRICE)),
+            made("tuned", lambda: shop.alone(tuning.model(best), TUNED)),
+        ]
+    if options.side:
+        return ""
     found = {name: log_probs for one in steps for name, log_probs in one.log_probs.items()}
     values = {
-        "best": best, "thrice": thrice, "runs": len(runs), "search": sum(one["seconds"] for one in runs),
+        "best": best, "thrice": thrice, "runs": len(runs),
         "tokens": store.values["tokens"], "saved": store.values["saved"], "device": device_name(device),
         "test_tokens": len(found[BASE]), "documents": len(np.unique(found["documents"])),
     }  # fmt: skip
-    return table(f"{name}, {fraction:g} of the text", found, seconds, summary(values))
+    return table(f"{name}, {fraction:g} of the text", found, summary(values))
 
 
 def inputs_of(parts: Documents, options: argparse.Namespace) -> str:
     """A name for all that results depend on: another version, text or option begins anew."""
     hashes = {split: [one.content_hash for one in documents] for split, documents in parts.items()}
     chosen = {name: getattr(options, name) for name in ("model", "rates", "epochs", "codes", "states")}
-    said = {**hashes, **chosen, "device": device_name(options.device), "version": knnstore.__version__}
+    said = {**hashes, **chosen, "device": device_name(options.device), "version": source_hash()}
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:12]
-
-
-def total(values: dict[str, Any]) -> float:
-    """Seconds of a store: storing and fitting."""
-    storing = sum(of for name, of in values["storing"].items() if name != "tokens")
-    return float(storing + values.get("scoring", 0.0) + values.get("calibrating", values["fitting"]))
 
 
 def device_name(device: str | None) -> str:
@@ -153,8 +149,8 @@ def main() -> None:
     parser.add_argument(
         "--fractions", type=float, nargs="+", default=[1, 0.5, 0.1], help="of the text stored"
     )
-    parser.add_argument("--rates", type=float, nargs="+", default=[3e-4, 1e-3, 3e-3])
-    parser.add_argument("--epochs", type=int, default=4, help="at most")
+    parser.add_argument("--rates", type=float, nargs="+", default=[5e-4, 1e-3, 2e-3])
+    parser.add_argument("--epochs", type=int, default=6, help="at most")
     parser.add_argument("--overfit", type=int, default=12, help="epochs of the overfitted model")
     parser.add_argument("--records", type=int, default=272_000, help="tokens of the store")
     parser.add_argument("--held-out", type=int, default=20_000, help="tokens of dev and of test")
@@ -167,6 +163,7 @@ def main() -> None:
         action="store_true",
         help="only those of three epochs and of a store, calibration included",
     )
+    parser.add_argument("--side", choices=["store", "tuned"], help="only the steps of a side, and no table")
     parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()
     if options.smoke:
@@ -200,6 +197,8 @@ def smoke(folder: Path, options: argparse.Namespace) -> None:
 def report(name: str, parts: Documents, fraction: float, options: argparse.Namespace) -> None:
     """Measure, print and keep."""
     text = measure(name, parts, fraction, options)
+    if options.side:
+        return
     kind = "-seconds" if options.seconds else "-controls" if options.controls else ""
     (options.out / f"{name}-{fraction:g}{kind}.md").write_text(text, encoding="utf-8")
     print(text, flush=True)

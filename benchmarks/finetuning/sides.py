@@ -18,10 +18,17 @@ from knnstore.documents import TextDocument
 from knnstore.lm import KNNLMForCausalLM, KNNSettings, NGramSettings
 from knnstore.lm.calibration.candidates import Candidate
 from knnstore.lm.calibration.evidence import evidence_of_cells
-from knnstore.lm.calibration.fits import fit_cache, fit_fixed, fit_joint, fit_ngrams, gather_cache_evidence
+from knnstore.lm.calibration.fits import (
+    fit_cache,
+    fit_fixed,
+    fit_joint,
+    fit_ngrams,
+    gather_cache_evidence,
+    score_substitute,
+)
 from knnstore.lm.calibration.scored_text import ScoredText, score_once
 from knnstore.lm.calibration.searches import FurtherSearches
-from knnstore.lm.mixing import mix_log_probs
+from knnstore.lm.mixing import fit_weight, mix_log_probs
 from knnstore.lm.scoring import score_held_out
 from knnstore.store import EVERYTHING
 
@@ -31,6 +38,7 @@ PROBES = (8, 16, 32)
 """Cells that a classic kNN-LM tries."""
 FIXED, KEYS, NGRAMS, STORE, CHOSEN = "keys, fixed", "keys, calibrated", "n-grams", "store", "as saved"
 UNFITTED = "keys, unfitted"
+ROWS, BOTH = "trained rows", "store, trained rows"
 _LAM = 0.25
 _PUBLISHED = KNNSettings(probes=16, temperature=1.0, lam=_LAM)
 """The λ of Khandelwal et al. 2020 in a model's own domain, and their T, which is none."""
@@ -64,7 +72,7 @@ class Workshop:
 
     def alone(self, model: str, name: str) -> Step:
         """A model with no store, and with the cache, of the same keys as a store's."""
-        lm, _ = self._stored(model, "alone", codes="none", states=self.states, only=1)
+        lm, _ = self._stored(model, f"alone, {name}", codes="none", states=self.states, only=1)
         fitting = time.perf_counter()
         sides = Fitted(self._scored(lm, self.dev), self._scored(lm, self.test))
         self._close(lm)
@@ -76,7 +84,7 @@ class Workshop:
 
     def with_store(self, model: str, name: str) -> Step:
         """A model with a store as it is calibrated, and the parts of that."""
-        lm, seconds = self._stored(model, "store", codes=self.codes, states=self.states)
+        lm, seconds = self._stored(model, f"{name}store", codes=self.codes, states=self.states)
         found = lm.calibrate(self.dev)
         candidates = found.comparison.candidates
         gate = next(one.settings for one in candidates if one.name == "gate over all")
@@ -84,16 +92,24 @@ class Workshop:
         keys = best(candidates, lambda one: not one.settings.needs_text and one.settings.retrieves)
         chosen = found.settings or ALONE
         probes = sorted({one.probes for one in (gate, fixed, keys, chosen) if one.probes})
-        sides = Fitted(self._scored(lm, self.dev, probes), self._scored(lm, self.test, probes))
+        trained = lm.train_substitute()
+        dev, test = (
+            score_substitute(self._scored(lm, text, probes), lm.store, EVERYTHING, lm.device)
+            for text in (self.dev, self.test)
+        )
+        sides = Fitted(dev, test)
         _, unfitted, _ = self._unfitted(lm)
         self._close(lm)
         fitting = time.perf_counter()
         without = sides.gated(replace(gate, cache=None))
         fitting = time.perf_counter() - fitting
-        ngrams = sides.with_ngrams()
+        ngrams, rows = sides.with_ngrams(), sides.with_rows()
         settings = {
             FIXED: fixed, KEYS: keys, STORE: without, f"{STORE}{CACHED}": gate, CHOSEN: chosen,
             NGRAMS: sides.gated(ngrams), f"{NGRAMS}{CACHED}": sides.gated(sides.cached(ngrams)),
+            ROWS: rows, f"{ROWS}{CACHED}": sides.gated(sides.cached(rows)),
+            BOTH: sides.gated(replace(without, substitute=rows.substitute)),
+            f"{BOTH}{CACHED}": sides.gated(replace(gate, substitute=rows.substitute)),
         }  # fmt: skip
         values: dict[str, Any] = {
             "tokens": seconds["tokens"],
@@ -103,9 +119,20 @@ class Workshop:
             "fitting": fitting,
             "saved": found.record and found.record.mixer,
             "fixed": repr(fixed),
+            "rows": trained.seconds,
         }
         judged = {side: sides.at(one) for side, one in settings.items()} | {UNFITTED: unfitted}
         return Step(values, {f"{name}{side}": of for side, of in judged.items()})
+
+    def timed(self, model: str) -> Step:
+        """What it takes to have a store, and nothing else."""
+        lm, seconds = self._stored(model, "timed", codes=self.codes, states=self.states)
+        found = lm.calibrate(self.dev)
+        self._close(lm)
+        calibrating = found.scoring_seconds + found.fitting_seconds
+        return Step(
+            {"storing": seconds, "calibrating": calibrating, "dev": found.comparison.expected.ppl}, {}
+        )
 
     def unfitted(self, model: str, name: str, prefix: str) -> Step:
         """A model with a store as it is published: nothing is calibrated."""
@@ -190,9 +217,19 @@ class Fitted:
         return replace(settings, cache=fit_cache(self._recent, below, self._wanted))
 
     def gated(self, settings: KNNSettings) -> KNNSettings:
-        """With one gate over all components."""
-        settings = replace(settings, gate=None)
-        return replace(settings, gate=fit_joint(self.dev, settings, self._every))
+        """With one gate over all components, the model with its trained rows being one of them."""
+        settings, dev, predicted = replace(settings, gate=None), self.dev, self.dev.substitute
+        if settings.substitute is not None and predicted is not None:
+            mixed = mix_log_probs(dev.lm_log_probs, predicted.log_probs, settings.substitute.lam)
+            dev = replace(dev, lm_log_probs=mixed)
+        return replace(settings, gate=fit_joint(dev, settings, self._every))
+
+    def with_rows(self) -> KNNSettings:
+        """The model with trained rows for each token, and no store."""
+        predicted = self.dev.substitute
+        assert predicted is not None
+        lam = fit_weight(self.dev.lm_log_probs, predicted.log_probs)
+        return replace(ALONE, substitute=replace(predicted.substitute, lam=lam))
 
     def with_ngrams(self) -> KNNSettings:
         """The model and n-grams alone."""

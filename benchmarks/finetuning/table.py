@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 from controls import CUT, MIXED, OVERFITTED
-from sides import CACHED, CHOSEN, FIXED, KEYS, NGRAMS, STORE, UNFITTED
+from sides import BOTH, CACHED, CHOSEN, FIXED, KEYS, NGRAMS, ROWS, STORE, UNFITTED
 from steps import Floats
 
 from knnstore.lm import Interval
@@ -20,6 +20,8 @@ SIDES = {
     "keys of the store, one λ and T": FIXED,
     "keys of the store, calibrated": KEYS,
     "the store": STORE,
+    "trained rows for each token, no store": ROWS,
+    "the store and trained rows": BOTH,
     "fine-tuned": TUNED,
     "fine-tuned, three epochs": THRICE,
     "fine-tuned, with the store": f"{ON_TUNED}{STORE}",
@@ -33,6 +35,8 @@ RATIOS = {
     "fine-tuned with the store ÷ fine-tuned": (f"{ON_TUNED}{STORE}", TUNED),
     "the same, both with the cache": (f"{ON_TUNED}{STORE}{CACHED}", TUNED + CACHED),
     "n-grams ÷ classic kNN-LM": (NGRAMS, "classic"),
+    "the store and trained rows ÷ the store": (BOTH, STORE),
+    "the store and trained rows ÷ the store, both with the cache": (BOTH + CACHED, STORE + CACHED),
     "keys calibrated ÷ best fixed λ, T, cells": (KEYS, FIXED),
     "store calibrated ÷ best fixed λ, T, cells of its keys": (STORE, FIXED),
     "saved by calibrate, cache included ÷ the same": (CHOSEN, FIXED),
@@ -46,7 +50,7 @@ RATIOS = {
 }
 
 
-def table(title: str, found: Mapping[str, Floats], seconds: Mapping[str, float], notes: Sequence[str]) -> str:
+def table(title: str, found: Mapping[str, Floats], notes: Sequence[str]) -> str:
     """One part of one domain."""
     blocks = blocks_of(found["documents"].astype(np.int64))
     lengths = np.bincount(blocks)
@@ -61,23 +65,18 @@ def table(title: str, found: Mapping[str, Floats], seconds: Mapping[str, float],
     lines = [
         f"### {title}",
         "",
-        "| | perplexity | ÷ fine-tuned | with the cache | ÷ fine-tuned with it | s |",
+        "| | perplexity | ÷ fine-tuned | with the cache | ÷ fine-tuned with it |",
+        "|---|---|---|---|---|",
     ]
-    lines.append("|---|---|---|---|---|---|")
     for row, side in SIDES.items():
         both = (ratio(side), ratio(side, TUNED), ratio(side + CACHED), ratio(side + CACHED, TUNED + CACHED))
         if both[0] is None:
             continue
         plain = [shown(one, bounds=bool(at % 2)) for at, one in enumerate(both)]
-        took = seconds.get(side)
-        lines.append(f"| {row} | {' | '.join(plain)} | {'–' if took is None else f'{took:,.0f}'} |")
+        lines.append(f"| {row} | {' | '.join(plain)} |")
     lines += ["", "| | ratio (95 % by document) |", "|---|---|"]
     quotients = {row: ratio(*sides) for row, sides in RATIOS.items()}
     lines += [f"| {row} | {shown(of)} |" for row, of in quotients.items() if of is not None]
-    if THRICE in seconds and STORE in seconds:
-        lines.append(
-            f"| seconds of store and calibration ÷ three epochs | {seconds[STORE] / seconds[THRICE]:.2f} |"
-        )
     return "\n".join([*lines, "", *notes, ""])
 
 
@@ -94,6 +93,6 @@ def summary(values: Mapping[str, Any]) -> list[str]:
     return [
         f"{values['tokens']:,} tokens stored, {values['test_tokens']:,} of test in {values['documents']:,} "
         f"documents. Fine-tuned: learning rate {best['rate']:g}, {best['epochs']} epochs, the best of "
-        f"{values['runs']} on dev in {values['search']:,.0f} s; of three epochs {thrice['rate']:g}. "
+        f"{values['runs']} on dev; of three epochs {thrice['rate']:g}. "
         f"`calibrate` chose {values['saved']}. Device: {values['device']}."
     ]

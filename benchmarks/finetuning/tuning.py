@@ -11,6 +11,8 @@ from training import fine_tune, perplexity, saved
 
 from knnstore.documents import TextDocument
 
+FIRST = 2
+"""Epochs: one was never the best."""
 AT_LEAST = 3
 """Epochs that are tried also where fewer are better: what a store is compared with, beside the best."""
 
@@ -46,7 +48,7 @@ class Tuning:
         runs: list[dict[str, Any]] = []
         for rate in rates:
             lowest = float("inf")
-            for epochs in range(1, most + 1):
+            for epochs in range(min(FIRST, most), most + 1):
                 runs.append(self.run(rate, epochs))
                 if runs[-1]["dev"] > lowest and epochs >= AT_LEAST:
                     break
