@@ -11,6 +11,7 @@ import typer
 from knnstore.cli.options import DEFAULT_HOME, HomeOption
 from knnstore.cli.output import one_line, working
 from knnstore.errors import ConfigError
+from knnstore.model_names import check_model
 
 if TYPE_CHECKING:
     from knnstore import KNNLMForCausalLM
@@ -76,23 +77,14 @@ class StoreRuntime(Runtime):
             yield lm
 
 
-def check_model(name: str) -> None:
-    """Refuse the path of a model where none is, before anything takes time."""
-    folder = Path(name)
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ConfigError(f"the model {name!r} cannot be loaded: this folder has no config.json")
-    elif folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise ConfigError(f"the model {name!r} cannot be loaded: no such folder")
-
-
 def load_tokenizer(model: str) -> Any:
     """Load a model's tokenizer alone; that it is not there is an error."""
+    is_cached = check_model(model)
     quiet_transformers()
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(model, trust_remote_code=False, local_files_only=is_cached)
     except (OSError, ValueError) as error:
         raise ConfigError(f"the tokenizer of {model!r} cannot be loaded: {one_line(error)}") from error
 

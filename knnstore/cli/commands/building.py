@@ -9,7 +9,7 @@ import typer
 from knnstore.checks import printable
 from knnstore.cli.inputs import Documents, ParamsOption, read_params
 from knnstore.cli.logs import LOG
-from knnstore.cli.models import Runtime, StoreRuntime, check_model, quiet_transformers
+from knnstore.cli.models import Runtime, StoreRuntime, quiet_transformers
 from knnstore.cli.options import (
     DEFAULT_HOME,
     HomeOption,
@@ -22,6 +22,7 @@ from knnstore.cli.options import (
 from knnstore.cli.output import Bar, note, pairs, print_result, working
 from knnstore.documents import STDIN, size_of
 from knnstore.errors import InputError
+from knnstore.model_names import check_model
 
 _NO_KEYS = "none"
 

@@ -6,10 +6,11 @@ import typer
 
 from knnstore.cli.commands.calibrating import figures, table_of_fits
 from knnstore.cli.inputs import Documents
-from knnstore.cli.models import Runtime, check_model, quiet_transformers
+from knnstore.cli.models import Runtime, quiet_transformers
 from knnstore.cli.options import JsonOption, MaxLengthOption
 from knnstore.cli.output import Bar, note, print_result
 from knnstore.errors import ConfigError
+from knnstore.model_names import check_model
 
 if TYPE_CHECKING:
     from knnstore.lm import Probed

@@ -16,6 +16,7 @@ from knnstore.datastore import Metric
 from knnstore.errors import ConfigError, FingerprintMismatchError
 from knnstore.lm.keys import Joining, key_dim, locate, model_fingerprint, same_model, tokenizer_fingerprint
 from knnstore.lm.reading.windows import check_window, max_length_of, prefix_of
+from knnstore.model_names import check_model
 from knnstore.store import Identity
 
 _NO_CODE = "knnstore runs no code that comes with a model"
@@ -51,15 +52,20 @@ def load_model(
         raise ConfigError(f"dtype {wanted!r} is none of float32, bfloat16, float16")
     try:
         _check_present(torch.device(place))
-        # Without these words transformers would ask on the terminal whether to run the folder's code.
-        safe = {**options, "trust_remote_code": False}
-        pinned = {"revision": options.get("revision", "main"), "trust_remote_code": False}
+        # Without this transformers would ask on the terminal whether to run the folder's code.
+        safe: dict[str, Any] = {"trust_remote_code": False}
+        if check_model(name, options.get("revision")):
+            safe["local_files_only"] = True
+        options |= safe
+        pinned = {"revision": options.get("revision", "main"), **safe}
         config = AutoConfig.from_pretrained(name, **pinned)
         tokenizer = AutoTokenizer.from_pretrained(name, **pinned)
         wanted_attention = options.get("attn_implementation") or config._attn_implementation
         if "/" in str(wanted_attention):  # a repository whose code transformers would fetch and run
             raise ConfigError(f"the model {name!r} wants code from {wanted_attention!r}: {_NO_CODE}")
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=wanted, use_safetensors=True, **safe)
+        model = AutoModelForCausalLM.from_pretrained(
+            name, dtype=wanted, use_safetensors=True, **options | safe
+        )
         placed = model if "device_map" in options else model.to(place)  # type: ignore[arg-type]
         return Loaded(placed.eval(), tokenizer)
     except ConfigError:
