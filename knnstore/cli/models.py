@@ -15,6 +15,8 @@ from knnstore.model_names import check_model
 
 if TYPE_CHECKING:
     from knnstore import KNNLMForCausalLM
+    from knnstore.lm import KeylessText
+    from knnstore.store import KNNStore
 
 
 @dataclass(frozen=True)
@@ -65,16 +67,33 @@ class StoreRuntime(Runtime):
         with KNNStore.open(self.home, mode, params=params) as store:
             if domains:
                 store.record_count(Selection(domains=tuple(domains)))
-            name = store.identity.model
-            check_model(name)
-            with working(f"loading {Path(name).name}"):
-                quiet_transformers()
-                from knnstore import KNNLMForCausalLM, KNNSettings
-                from knnstore.lm import load_model
+            yield self._loaded(store)
 
-                base, tokenizer = load_model(name, device=self.device, dtype=self.dtype)
-                lm = KNNLMForCausalLM.from_base(base, store, KNNSettings(), tokenizer)
-            yield lm
+    @contextmanager
+    def open_for_adding(self) -> Iterator["KNNLMForCausalLM | KeylessText"]:
+        """Open the store for writing with what reads text: its model, without keys the tokenizer alone."""
+        from knnstore.store import KNNStore
+
+        with KNNStore.open(self.home, "a") as store:
+            if not store.is_keyless:
+                yield self._loaded(store)
+                return
+            with working("loading the tokenizer"):
+                tokenizer = load_tokenizer(store.identity.model)
+                from knnstore.lm import KeylessText
+
+            yield KeylessText(store, tokenizer)
+
+    def _loaded(self, store: "KNNStore") -> "KNNLMForCausalLM":
+        name = store.identity.model
+        check_model(name)
+        with working(f"loading {Path(name).name}"):
+            quiet_transformers()
+            from knnstore import KNNLMForCausalLM, KNNSettings
+            from knnstore.lm import load_model
+
+            base, tokenizer = load_model(name, device=self.device, dtype=self.dtype)
+            return KNNLMForCausalLM.from_base(base, store, KNNSettings(), tokenizer)
 
 
 def load_tokenizer(model: str) -> Any:

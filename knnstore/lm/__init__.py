@@ -27,6 +27,7 @@ from knnstore.lm.mixing import (
 )
 from knnstore.lm.model import (
     ForwardPass,
+    KeylessText,
     KNNLMForCausalLM,
     create,
     following,
@@ -97,6 +98,7 @@ __all__ = [
     "JointGate",
     "KNNLMForCausalLM",
     "KNNSettings",
+    "KeylessText",
     "Likelihoods",
     "Mixer",
     "NGramSettings",

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -488,6 +489,24 @@ def test_probing_tells_what_further_states_are_worth(knnstore, workplace):
     assert ("--states 2 --sample FILE" in probed.err) == (best["states"] == 2)
     none = knnstore("probe-keys --model examples/tiny-lm articles.jsonl --key ffn_input --states 1 --json")
     assert {one["states"] for one in none.json["candidates"]} == {1}
+
+
+def test_without_keys_text_is_added_by_the_tokenizer_alone(knnstore, workplace):
+    shutil.copytree("examples/tiny-lm", "lm")
+    for home, key in (("words", "none"), ("keys", "ffn_input")):
+        assert knnstore(f"--home {home} init --model lm --key {key}").status == 0
+    Path("lm/model.safetensors").rename("kept")
+    assert knnstore("--home words add letters --domain letters --json").json["added"] == 2
+    Path("letters/first.txt").write_text("A new letter.")
+    assert knnstore("--home words sync letters --domain letters --json").json["replaced"] == 1
+    assert "cannot be loaded" in knnstore("--home keys add letters --domain letters").err
+    Path("kept").rename("lm/model.safetensors")
+    assert "n-grams" in knnstore("--home words eval held-out.jsonl").out
+    tokenizer = json.loads(Path("lm/tokenizer.json").read_text())
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 8192, "content": "<new>"})
+    Path("lm/tokenizer.json").write_text(json.dumps(tokenizer))
+    refused = knnstore("--home words add letters --domain others")
+    assert "the store was made with the tokenizer of" in refused.err
 
 
 def test_a_store_without_keys_knows_its_text_by_n_grams(knnstore, workplace):

@@ -195,7 +195,7 @@ def add(
       cat news.jsonl | knnstore add - --domain news --skip-bad
     """
     documents.check()
-    with Bar() as bar, runtime.open_model("a") as lm:
+    with Bar() as bar, runtime.open_for_adding() as lm:
         is_first = not lm.store.domains()
         total_bytes = size_of(documents.files)
         added = lm.add(
@@ -274,7 +274,7 @@ def sync(
             confirm(f"{len(gone):,} of {len(gone) + len(is_there):,} documents of {domain} go", yes)
         tokens = 0
         if found.added or found.replaced or found.described:
-            with runtime.open_model("a") as lm:
+            with runtime.open_for_adding() as lm:
                 again = replace(documents)
                 tokens = lm.add(again.read(bar), domain=domain, tags=tags or (), progress=bar).tokens
         if gone:

@@ -27,7 +27,7 @@ from knnstore.lm.model.saving import read_config, write_config
 from knnstore.lm.model.writing import generate_text
 from knnstore.lm.reading import Encoder, TextReader, add, check_matches, load_model, sync
 from knnstore.lm.retrieval import PointerStates, TextStates, sequence_ids_of, whole_texts
-from knnstore.lm.settings import Completing, KNNSettings, default_settings, save_settings, settings_for
+from knnstore.lm.settings import Completing, KNNSettings, keep_defaults, settings_for
 from knnstore.lm.substitute import Heads, train_substitute
 from knnstore.store import KNNStore
 
@@ -113,11 +113,9 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
 
     def after_adding(self) -> None:
         """Keep the default settings of these documents, so that later ones do not change them."""
-        saved = self.store.settings()
-        if saved is None or not saved.query:
-            save_settings(self.store, default_settings(self.store), derived=self.store.lineage())
-            if self.knn == KNNSettings(selection=self.knn.selection):  # else its user chose others
-                self.knn = settings_for(self.store, self.knn.selection)
+        is_unchosen = self.knn == KNNSettings(selection=self.knn.selection)
+        if keep_defaults(self.store) and is_unchosen:
+            self.knn = settings_for(self.store, self.knn.selection)
 
     def __enter__(self) -> Self:
         return self

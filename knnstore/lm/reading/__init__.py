@@ -3,13 +3,21 @@
 from knnstore.lm.reading.adding import Added, Synced, add, sync
 from knnstore.lm.reading.detokenizing import Detokenizer, decoded
 from knnstore.lm.reading.encoder import Encoder
-from knnstore.lm.reading.models import check_matches, identify, load_model, loaded, name_of, window_of
+from knnstore.lm.reading.models import (
+    check_matches,
+    check_tokenizer,
+    identify,
+    load_model,
+    loaded,
+    name_of,
+    window_of,
+)
 from knnstore.lm.reading.reader import TextReader, in_chunks
 from knnstore.lm.reading.sample import sample_keys, sample_tokens
 from knnstore.lm.reading.windows import BATCH_TOKENS, Batch, Tokens
 
 __all__ = [
     "BATCH_TOKENS", "Added", "Batch", "Detokenizer", "Encoder", "Synced", "TextReader", "Tokens", "add",
-    "check_matches", "decoded", "identify", "in_chunks", "load_model", "loaded", "name_of", "sample_keys",
-    "sample_tokens", "sync", "window_of",
+    "check_matches", "check_tokenizer", "decoded", "identify", "in_chunks", "load_model", "loaded",
+    "name_of", "sample_keys", "sample_tokens", "sync", "window_of",
 ]  # fmt: skip

@@ -8,10 +8,11 @@ from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
 
 from knnstore.documents import OnBad, TextDocument, documents_of
 from knnstore.errors import DiskFullError, InputError, UnusableDocumentError
-from knnstore.lm.reading.reader import TextReader, in_chunks
+from knnstore.lm.reading.reader import TextReader, in_chunks, tokenized
 from knnstore.lm.reading.windows import BATCH_TOKENS
 from knnstore.progress import Progress
 from knnstore.store import Ingest, KNNStore, NewDocument, Selection, change_of
@@ -58,13 +59,14 @@ class Synced:
 
 
 class Adds(Protocol):
-    """A model with a store that documents can be added to: `KNNLMForCausalLM`."""
+    """A store that documents can be added to, with what reads them: `KNNLMForCausalLM`, `KeylessText`."""
 
     store: KNNStore
+    tokenizer: PreTrainedTokenizerBase | None
 
     @property
     def reader(self) -> TextReader:
-        """Makes their keys."""
+        """Makes their keys, where the store keeps any."""
 
     def after_adding(self) -> None:
         """Hear that documents are live, new ones or not."""
@@ -108,7 +110,8 @@ def add(
         ReadOnlyError: the store was opened for reading.
     """
     shown, store = progress or Progress(), lm.store
-    reader = replace(lm.reader, batch_tokens=batch_tokens)
+    reader = None if store.is_keyless else replace(lm.reader, batch_tokens=batch_tokens)
+    tokenizer = lm.tokenizer or lm.reader.tokenizer  # or the error that there is none
     given = frozenset(tags)
     pace = _Pace(reader, commit_tokens, commit_seconds)
     counts = {"added": 0, "replaced": 0, "described": 0, "unchanged": 0, "tokens": 0}
@@ -120,7 +123,7 @@ def add(
         began, before = time.perf_counter(), counts["tokens"]
         with store.ingest(group) as ingest:
             texts = [document.tokens for document in group]
-            for count in map(len, texts) if store.is_keyless else _encode(reader, texts, ingest):
+            for count in map(len, texts) if reader is None else _encode(reader, texts, ingest):
                 counts["tokens"] += count
                 shown.advance(count)
         pace.took(counts["tokens"] - before, time.perf_counter() - began)
@@ -145,7 +148,8 @@ def add(
                 changes[document.id] = document.metadata, version.tags | given
         if changes:
             store.describe(domain, changes)
-        for document, tokens in zip(fresh, reader.tokenized(fresh), strict=True):
+        texts = tokenized(tokenizer, [document.text for document in fresh])
+        for document, tokens in zip(fresh, texts, strict=True):
             version = there.get(document.id)
             if version is None:
                 new_ids[document.content_hash] = document.id
@@ -246,15 +250,17 @@ class _Pace:
     """How many tokens a group of documents has, so that one is committed in time.
 
     Args:
-        reader: with the model whose speed is guessed by its size, until it is known.
+        reader: with the model whose speed is guessed by its size, until it is known; None has none.
         tokens: of a group at most.
         seconds: that a group is to take.
     """
 
-    def __init__(self, reader: TextReader, tokens: int, seconds: float) -> None:
-        self._most, self._seconds = tokens, seconds
-        operations = 2 * sum(weights.numel() for weights in reader.encoder.model.parameters())
-        self.took(1, operations / _SLOWEST)
+    def __init__(self, reader: TextReader | None, tokens: int, seconds: float) -> None:
+        self._most = self.group_tokens = tokens
+        self._seconds = seconds
+        if reader is not None:
+            operations = 2 * sum(weights.numel() for weights in reader.encoder.model.parameters())
+            self.took(1, operations / _SLOWEST)
 
     def took(self, tokens: int, seconds: float) -> None:
         """Learn how long a group took."""

@@ -212,8 +212,16 @@ def check_matches(
             f"this is {model.config.name_or_path or type(model).__name__} ({found[:12]}): "
             "load that one, or make a store for this one"
         )
-    if tokenizer is None:
-        return
+    if tokenizer is not None:
+        check_tokenizer(tokenizer, identity)
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, identity: Identity) -> None:
+    """Refuse a tokenizer that is not the one the store was made with.
+
+    Raises:
+        FingerprintMismatchError: it differs; both are named.
+    """
     found = tokenizer_fingerprint(tokenizer)
     if found != identity.tokenizer_fingerprint:
         raise FingerprintMismatchError(

@@ -37,11 +37,11 @@ class TextReader:
 
     def tokens(self, text: str) -> NDArray[np.uint32]:
         """The token ids of a text, without special tokens, shape (length,)."""
-        return self._tokenized([text])[0]
+        return tokenized(self.tokenizer, [text])[0]
 
     def tokenized(self, documents: Sequence[TextDocument]) -> list[NDArray[np.uint32]]:
         """The token ids of each document, without special tokens, shapes (length,)."""
-        return self._tokenized([document.text for document in documents]) if documents else []
+        return tokenized(self.tokenizer, [document.text for document in documents])
 
     def text(self, tokens: Sequence[int]) -> str:
         """The text of some tokens."""
@@ -70,9 +70,11 @@ class TextReader:
             max(0, len(ids) - context) for ahead in in_chunks(documents) for ids in self.tokenized(ahead)
         )
 
-    def _tokenized(self, texts: list[str]) -> list[NDArray[np.uint32]]:
-        encoded = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-        return [np.array(tokens, np.uint32) for tokens in encoded]
+
+def tokenized(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[NDArray[np.uint32]]:
+    """The token ids of each text, without special tokens, shapes (length,)."""
+    encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+    return [np.array(tokens, np.uint32) for tokens in encoded]
 
 
 def in_chunks(documents: Iterable[TextDocument], size: int = _AHEAD) -> Iterator[list[TextDocument]]:

@@ -5,6 +5,7 @@ from knnstore.lm.settings.defaults import (
     DEFAULT_PROBES,
     default_settings,
     is_substitute_outdated,
+    keep_defaults,
     overridden,
     own_settings_for,
     settings_for,
@@ -31,7 +32,7 @@ __all__ = [
     "DEFAULT_PROBES", "CacheSettings", "CalibrationRecord", "Completing", "KNNModel", "KNNSettings",
     "NGramSettings", "PointerSettings", "ReadingModel", "ReadingParts", "Repetition", "Substitute",
     "TrainedSubstitute", "WritingModel", "completed", "default_settings", "is_substitute_outdated",
-    "overridden", "own_settings_for", "records_of", "save_settings", "saved_for", "settings_for",
-    "settings_from_dict", "settings_to_dict", "trained_for", "usable_settings_for", "weights_for",
-    "weights_of",
+    "keep_defaults", "overridden", "own_settings_for", "records_of", "save_settings", "saved_for",
+    "settings_for", "settings_from_dict", "settings_to_dict", "trained_for", "usable_settings_for",
+    "weights_for", "weights_of",
 ]  # fmt: skip

@@ -10,12 +10,13 @@ from knnstore.errors import ConfigError, CorruptWeightsError, FingerprintMismatc
 from knnstore.lm.settings.parts import NGramSettings
 from knnstore.lm.settings.query import KNNSettings
 from knnstore.lm.settings.saved import (
+    save_settings,
     saved_for,
     settings_from_dict,
     substitute_of,
     weights_for,
 )
-from knnstore.store import EVERYTHING, Reader, Selection
+from knnstore.store import EVERYTHING, KNNStore, Reader, Selection
 
 DEFAULT_K = 1024
 DEFAULT_PROBES = 16
@@ -51,6 +52,19 @@ def default_settings(store: Reader, selection: Selection = EVERYTHING) -> KNNSet
     scale = variance if store.identity.metric == Metric.L2 else variance / 2
     temperature = _TEMPERATURE_SHARE * scale
     return KNNSettings(k=DEFAULT_K, temperature=temperature, lam=DEFAULT_LAMBDA, probes=probes)
+
+
+def keep_defaults(store: KNNStore) -> bool:
+    """Save the default settings of the documents there, so that later ones do not change them.
+
+    Returns:
+        Whether they were; not where any are saved.
+    """
+    saved = store.settings()
+    if saved is not None and saved.query:
+        return False
+    save_settings(store, default_settings(store), derived=store.lineage())
+    return True
 
 
 def settings_for(store: Reader, selection: Selection = EVERYTHING) -> KNNSettings:
