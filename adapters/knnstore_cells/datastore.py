@@ -1,7 +1,8 @@
 """The cells adapter: durable key segments whose rows lie in cells, which are summed over whole."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
@@ -24,7 +25,7 @@ from knnstore.datastore import (
     code_size,
 )
 from knnstore.errors import CorruptDatastoreError
-from knnstore_cells.index import SegmentCells
+from knnstore_cells.index import ArrangedSegment, SegmentCells
 from knnstore_cells.kept import KeptCells
 from knnstore_cells.policy import Policy
 
@@ -49,6 +50,7 @@ class CellsDatastore(EmbeddedDatastore):
         self._policy = policy
         self._kept = KeptCells(policy.memory << 20)
         self._missing: set[StoredFile] = set()
+        self._former: dict[int, list[ArrangedSegment]] | None = None
         self._centers: dict[int, Keys] = {}
         self._device: Any = _NOT_CHOSEN
 
@@ -99,13 +101,15 @@ class CellsDatastore(EmbeddedDatastore):
     def optimize(self) -> None:
         """Merge segments, reclaim the space of deleted records, and arrange what is new in cells.
 
-        A group's cells stay where they are until it has grown or shrunk by about a half.
+        A group's cells stay where they are until it has grown or shrunk by about a half, and records in them.
         """
-        self._centers = self._centers_of_groups()
-        try:
+        with self._remembering():
             super().optimize()
-        finally:
-            self._centers = {}
+
+    def vacuum(self) -> None:
+        """Rewrite what holds deleted records; see `SupportsVacuum.vacuum`. The others stay in their cells."""
+        with self._remembering():
+            super().vacuum()
 
     def _new_group(self) -> GroupSearch:
         # With torch: what only lists or removes need not wait for it.
@@ -130,25 +134,33 @@ class CellsDatastore(EmbeddedDatastore):
         from knnstore_cells.partition import arranged, fit_centers
 
         cells, group = parameters["centers"], segment.group
+        former = (self._former or {}).get(group, [])
         centers = self._centers.get(group)
+        if centers is None:
+            centers = next((one.cells.centers for one in former if len(one.cells.centers) == cells), None)
         if centers is None or len(centers) != cells:
             centers = fit_centers(list(self._segments.by_group()[group]), cells)
-            self._centers[group] = centers
-        arranged(segment, centers).write(path)
+        self._centers[group] = centers
+        arranged(segment, centers, former).write(path)
 
     def _open_index(self, segment: Segment, parameters: dict[str, Any]) -> None:
         """Open none: the segments of a group are searched together."""
 
-    def _centers_of_groups(self) -> dict[int, Keys]:
-        """The centers of each group that has some, so that merging its segments leaves its cells alone."""
-        centers = {}
+    @contextmanager
+    def _remembering(self) -> Iterator[None]:
+        """Know which records were in which cell while segments are rewritten."""
+        if self._former is not None:
+            yield
+            return
+        self._former = {}
         for group, segments in self._segments.by_group().items():
-            for segment in sorted(segments, key=lambda one: one.rows, reverse=True):
-                cells = self._opened(segment, quietly=True)
-                if cells is not None:
-                    centers[group] = cells.centers
-                    break
-        return centers
+            found = [(one, self._opened(one, quietly=True)) for one in segments]
+            there = [ArrangedSegment(one, cells) for one, cells in found if cells is not None]
+            self._former[group] = sorted(there, key=lambda one: one.segment.rows, reverse=True)
+        try:
+            yield
+        finally:
+            self._former, self._centers = None, {}
 
     def _opened(self, segment: Segment, *, quietly: bool = False) -> SegmentCells | None:
         """The index of a segment, if it has one that can be used.

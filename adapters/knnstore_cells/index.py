@@ -2,12 +2,12 @@
 
 from functools import cached_property
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from knnstore.datastore import Keys, MappedFile, RoundedCodec, Segment
+from knnstore.datastore import Ids, Keys, MappedFile, RoundedCodec, Segment
 from knnstore.errors import CorruptDatastoreError
 
 _FEW = 32  # cells; to find the rows of so many takes less time than to sort all
@@ -74,3 +74,23 @@ class SegmentCells:
         with path.open("wb") as file:
             file.write(RoundedCodec(self.centers.shape[1]).encode(self.centers).data)
             file.write(self.owners.data)
+
+
+class ArrangedSegment(NamedTuple):
+    """A segment with its cells, perhaps before it was rewritten."""
+
+    segment: Segment
+    cells: SegmentCells
+
+    def has(self, centers: Keys) -> bool:
+        """Whether these are the centers of its cells."""
+        return np.array_equal(self.cells.centers, centers)
+
+    def owners_of(self, ids: Ids) -> NDArray[np.int64]:
+        """The cells of the live records with some ids, shape (n,); -1 where there is none."""
+        mine = self.segment.columns.ids
+        at = np.minimum(np.searchsorted(mine, ids), len(mine) - 1)
+        there = mine[at] == ids
+        if self.segment.dead:
+            there &= ~self.segment.dead.contains(at)
+        return np.where(there, self.cells.owners[at].astype(np.int64), -1)

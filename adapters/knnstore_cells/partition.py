@@ -1,14 +1,16 @@
 """Where cells are: centers that are fitted to keys, and the cell of each key."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from knnstore.datastore import Keys, RoundedCodec, Segment, StoredKeys
-from knnstore_cells.index import SegmentCells
+from knnstore.datastore import Keys, RoundedCodec, Segment
+from knnstore.errors import CorruptDatastoreError
+from knnstore_cells.index import ArrangedSegment, SegmentCells
 
 CHUNK = 1 << 14
 """Rows that are read and compared at a time."""
@@ -128,21 +130,29 @@ def _shared(counts: Tensor, cells: int) -> list[int]:
     return shares
 
 
-def arranged(segment: Segment, centers: Keys) -> SegmentCells:
-    """Put each row of a segment, dead or not, into the cell with the nearest center."""
+def arranged(segment: Segment, centers: Keys, former: Sequence[ArrangedSegment] = ()) -> SegmentCells:
+    """Put each row of a segment, dead or not, into the cell with the nearest center.
+
+    Args:
+        segment: new or rewritten.
+        centers: of the cells.
+        former: what was in which cell before; what was in cells with these centers stays there.
+    """
     owners = np.zeros(segment.rows, np.uint16)
     if len(centers) > 1:
-        nearest = NearestCenter(torch.from_numpy(centers))
-        for rows, keys in _chunks(segment):
-            owners[rows] = nearest(torch.from_numpy(keys)).numpy()
+        left, there = np.ones(segment.rows, bool), [one for one in former if one.has(centers)]
+        ids = segment.columns.ids if there else np.empty(0, np.int64)
+        for one in there:
+            with suppress(CorruptDatastoreError):  # of a segment that was damaged before
+                known = one.owners_of(ids)
+                left &= known < 0
+                np.copyto(owners, known, "unsafe", where=known >= 0)
+        nearest, rows = NearestCenter(torch.from_numpy(centers)), np.flatnonzero(left)
+        for start in range(0, len(rows), CHUNK):
+            some = rows[start : start + CHUNK]
+            keys: Keys = segment.columns.keys_at(some).astype(np.float32)
+            owners[some] = nearest(torch.from_numpy(keys)).numpy()
     return SegmentCells(centers, owners)
-
-
-def _chunks(segment: Segment) -> Iterator[tuple[slice, Keys]]:
-    for start in range(0, segment.rows, CHUNK):
-        rows = slice(start, min(start + CHUNK, segment.rows))
-        keys: StoredKeys = segment.columns.keys_at(np.arange(rows.start, rows.stop))
-        yield rows, keys.astype(np.float32)
 
 
 def _sample(segments: list[Segment], count: int) -> Keys:

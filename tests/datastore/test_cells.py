@@ -130,6 +130,47 @@ def test_cells_stay_where_they_are_until_the_group_has_grown(tmp_path: Path) -> 
     assert all(np.array_equal(centers, grown[0]) for centers in grown)
 
 
+def test_what_is_rewritten_stays_in_its_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Erasing compares no key with a center, merging those alone that are new or have a new key."""
+    keys, compared = clustered(6000), list[int]()
+    with CellsDatastore.open(tmp_path / "store", dim=DIM, cells=16) as store:
+        put(store, np.arange(4000), keys)
+        put(store, np.arange(4000, 4500), keys, group=1)
+        store.optimize()
+
+        def cells() -> dict[int, int]:
+            found = [(one, store._opened(one)) for one in store._segments.snapshot() if one.group == 0]
+            return {
+                int(id): int(cell)
+                for segment, of_it in found
+                for id, cell in zip(segment.columns.ids, of_it.owners, strict=True)
+            }
+
+        before, kept = cells(), centers_on_disk(store)
+        look = partition.NearestCenter.__call__
+        monkeypatch.setattr(
+            partition.NearestCenter,
+            "__call__",
+            lambda self, rows: (compared.append(len(rows)), look(self, rows))[1],
+        )
+        store.delete(IdRanges([(300, 900), (13_000, 13_100)]))
+        store.vacuum()
+        assert compared == []
+        left = {id: cell for id, cell in before.items() if not 300 <= id < 900}
+        assert cells() == left
+        moved = keys.copy()
+        moved[:100] = keys[-100:]
+        put(store, np.r_[:100, 4500:6000], moved)
+        store.optimize()
+        assert len([one for one in store._segments.snapshot() if one.group == 0]) == 1
+        assert sum(compared) == 1600
+        assert all(np.array_equal(*pair) for pair in zip(kept, centers_on_disk(store), strict=True))
+        after = cells()
+        truth = torch.cdist(torch.from_numpy(moved), torch.from_numpy(kept[0])).argmin(1).tolist()
+        assert after == {row * 3: truth[row] for row in range(6000) if row * 3 in after}
+        assert len(after) == 4000 - 200 + 1500
+
+
 def test_a_damaged_index_costs_time_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It is said once; what is found is the same up to where cells end, and optimize makes it anew."""
     keys, queries = clustered(4000), clustered(20, seed=1)
