@@ -199,5 +199,6 @@ def test_probabilities_do_not_depend_on_the_chunk(make_model, monkeypatch):
     encoder = Encoder(model, locate(model))
     states = encoder.encode(IDS, torch.arange(12)).states
     whole = encoder.gold_log_probs(states, torch.arange(12))
-    monkeypatch.setattr("knnstore.lm.reading.encoder._CHUNK_VALUES", 5 * model.config.vocab_size)
+    monkeypatch.setattr("knnstore.lm.reading.encoder._CHUNK_VALUES_CPU", 1)
+    monkeypatch.setattr("knnstore.lm.reading.encoder._LEAST_ROWS", 5)
     torch.testing.assert_close(encoder.gold_log_probs(states, torch.arange(12)), whole)

@@ -22,6 +22,9 @@ from knnstore.store import Reader
 
 _CHUNK_VALUES = 1 << 24
 """How many logits are in memory at once: 64 MiB of float32."""
+_CHUNK_VALUES_CPU = 1 << 21
+"""On a CPU: what stays in its cache."""
+_LEAST_ROWS = 64  # of a chunk: for each the whole head is read
 
 _SINGLE = Joining()
 
@@ -135,15 +138,21 @@ class Encoder:
         """
         tokens = torch.as_tensor(gold, device=states.device)[:, None]
         found = LogProbs(*(torch.empty(len(states), device=states.device) for _ in LogProbs._fields))
-        rows = max(1, _CHUNK_VALUES // self.model.config.get_text_config().vocab_size)
+        values = _CHUNK_VALUES_CPU if states.device.type == "cpu" else _CHUNK_VALUES
+        rows = max(_LEAST_ROWS, values // self.model.config.get_text_config().vocab_size)
         with torch.inference_mode():
             for start in range(0, len(states), rows):
                 part = slice(start, start + rows)
                 logits = (self.head(states[part]) if self._head_suffices else states[part]).float()
-                total = logits.logsumexp(1)
+                probs = logits.softmax(1)
+                best = probs.amax(1).log()
+                total = logits.amax(1) - best
                 found.gold[part] = logits.gather(1, tokens[part])[:, 0] - total
-                found.best[part] = logits.amax(1) - total
-                found.entropy[part] = total - (logits.softmax(1) * logits.clamp(min=_LOWEST)).sum(1)
+                found.best[part] = best
+                expected = probs.mul_(logits).sum(1)
+                if expected.isnan().any():  # 0 times -inf
+                    expected = (logits.softmax(1) * logits.clamp(min=_LOWEST)).sum(1)
+                found.entropy[part] = total - expected
         return found
 
     def projected(self, keys: Tensor) -> Tensor:
