@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from knnstore.datastore import Ids, Keys, Metric, ProductCodec
+from knnstore.datastore import Distances, Ids, Keys, Metric, ProductCodec, Visits
+from knnstore.errors import InvalidVectorError
 
-_BYTES_BESIDE = 13  # of a record: its id, |key|², and the first byte of its code
+_BYTES_BESIDE = 20  # of a record: its id, |key|², and the first byte of its code, as an index
 _NONE = -1
 
 
@@ -28,22 +29,11 @@ class CodedCell(NamedTuple):
     """Shape (r, size)."""
 
 
-class Scanned(NamedTuple):
-    """What queries met, one query's records after another's."""
-
-    counts: NDArray[np.int64]
-    """How many each met, shape (q,)."""
-    ids: Ids
-    """Shape (n,)."""
-    distances: NDArray[np.float32]
-    """Shape (n,)."""
-
-
 class _Beside(NamedTuple):
     """What is kept of a cell beside the codes."""
 
     norms: NDArray[np.float32]
-    firsts: NDArray[np.uint8]
+    firsts: NDArray[np.intp]
 
 
 class CodeScanner:
@@ -78,8 +68,8 @@ class CodeScanner:
         self._beside: dict[int, _Beside] = {}
         self._lock = Lock()
 
-    def scan(self, queries: Keys, cells: NDArray[np.int64], read: Callable[[int], CodedCell]) -> Scanned:
-        """Measure each query against all records of some cells.
+    def scan(self, queries: Keys, cells: NDArray[np.int64], read: Callable[[int], CodedCell]) -> Visits:
+        """Measure each query against all records of some cells: a visit of each, in their order.
 
         Args:
             queries: turned as the codec turns keys, float32, shape (q, width).
@@ -88,30 +78,33 @@ class CodeScanner:
         """
         queries = np.ascontiguousarray(queries - self._middle)
         asked = [np.ascontiguousarray(of[of != _NONE], np.int64) for of in cells]
-        order = np.concatenate(asked).tolist()
+        of_centers, squares = queries @ self._centers, (queries * queries).sum(1).tolist()
         with self._lock:
-            self._keep(order, read)
-            beside = [self._beside[number] for number in order]
-            # One by one: all at once FAISS has threads do them, which would wait beside those of torch.
-            parts = [self._products(query, of) for query, of in zip(queries, asked, strict=True)]
-        counts = np.array([len(ids) for ids, _ in parts])
-        ids, products = (np.concatenate(of) for of in zip(*parts, strict=True))
-        firsts = np.concatenate([cell.firsts for cell in beside] or [np.empty(0, np.uint8)])
-        of_centers, rows = queries @ self._centers, np.arange(len(queries)) * self._centers.shape[1]
-        products += of_centers.take(firsts + np.repeat(rows, counts))
-        if self._metric is Metric.IP:
-            return Scanned(counts, ids, np.negative(products, out=products))
-        products *= -2
-        products += np.concatenate([cell.norms for cell in beside] or [np.empty(0, np.float32)])
-        products += np.repeat((queries * queries).sum(1), counts)
-        return Scanned(counts, ids, np.maximum(products, 0, out=products))
+            if self._held > self._size:
+                self._index.reset()
+                self._beside.clear()
+                self._held = 0
+            beside = [self._kept(of.tolist(), read) for of in asked]
+            counts = [sum(len(cell.norms) for cell in of) for of in beside]
+            shape = len(queries), max(counts)
+            ids, distances = np.full(shape, -1), np.full(shape, np.inf, np.float32)
+            for row, (of, count) in enumerate(zip(beside, counts, strict=True)):
+                if count:
+                    # One by one: all at once FAISS has threads do them, which would wait beside torch's.
+                    measured = distances[row, :count]
+                    self._products(queries[row], asked[row], ids[row, :count], measured)
+                    measured += of_centers[row].take(np.concatenate([cell.firsts for cell in of]))
+                    if self._metric is Metric.IP:
+                        np.negative(measured, out=measured)
+                        continue
+                    measured *= -2
+                    measured += np.concatenate([cell.norms for cell in of])
+                    measured += squares[row]
+                    np.maximum(measured, 0, out=measured)
+        return Visits(np.arange(len(queries))[:, None], ids, distances[:, None])
 
-    def _keep(self, cells: Sequence[int], read: Callable[[int], CodedCell]) -> None:
+    def _kept(self, cells: Sequence[int], read: Callable[[int], CodedCell]) -> list[_Beside]:
         """Have these cells ready."""
-        if self._held > self._size:
-            self._index.reset()
-            self._beside.clear()
-            self._held = 0
         for number in cells:
             if number in self._beside:
                 continue
@@ -121,22 +114,22 @@ class CodeScanner:
             if len(ids):
                 self._index.invlists.add_entries(number, len(ids), pointer(ids), pointer(parts))
             norms = np.einsum("ij,ij->i", away, away)
-            self._beside[number] = _Beside(norms, np.ascontiguousarray(codes[:, 0]))
+            self._beside[number] = _Beside(norms, codes[:, 0].astype(np.intp))
             self._held += len(ids) * (parts.shape[1] + _BYTES_BESIDE)
+        return [self._beside[number] for number in cells]
 
-    def _products(self, query: Keys, cells: NDArray[np.int64]) -> tuple[Ids, NDArray[np.float32]]:
+    def _products(self, query: Keys, cells: NDArray[np.int64], ids: Ids, products: Distances) -> None:
         """A query's inner products with the keys of cells less their centers, and the ids, cell by cell."""
         pointer, found = self._faiss.swig_ptr, self._faiss.RangeSearchResult(1)
         self._index.nprobe = len(cells)
-        distances = np.zeros(len(cells), np.float32)  # to centers of its own, which it adds
+        to_centers = np.zeros(len(cells), np.float32)  # of its own, which it adds
         self._index.range_search_preassigned_c(
-            1, pointer(query), -np.inf, pointer(cells), pointer(distances), found
+            1, pointer(query), -np.inf, pointer(cells), pointer(to_centers), found
         )
-        total = int(self._faiss.rev_swig_ptr(found.lims, 2)[1])
-        if not total:
-            return np.empty(0, np.int64), np.empty(0, np.float32)
-        ids, products = (self._faiss.rev_swig_ptr(of, total) for of in (found.labels, found.distances))
-        return ids.copy(), products.copy()
+        if int(self._faiss.rev_swig_ptr(found.lims, 2)[1]) != len(ids):
+            raise InvalidVectorError("a query is too large to be measured: a product is not a finite number")
+        ids[:] = self._faiss.rev_swig_ptr(found.labels, len(ids))
+        products[:] = self._faiss.rev_swig_ptr(found.distances, len(ids))
 
 
 def can_scan() -> bool:

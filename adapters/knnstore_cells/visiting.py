@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from knnstore.datastore import IdRanges, Keys, Metric, Visit, Visits
 from knnstore_cells.device import Visitors
 from knnstore_cells.kept import Cell
-from knnstore_cells.scanning import CodedCell, CodeScanner, Scanned
+from knnstore_cells.scanning import CodedCell, CodeScanner
 
 DISTANCES_AT_ONCE = 1 << 24
 """In memory, as float32."""
@@ -88,19 +88,18 @@ def visit(groups: Sequence[Visitable], queries: Keys, probes: int, ids: IdRanges
     asked = torch.from_numpy(np.require(queries, requirements="W"))  # torch warns of what it may not write
     asked = asked.to(cells.centers.device)
     metric = groups[0].metric
-    owners = np.repeat(np.arange(len(groups)), [len(of.numbers) for of in there])
-    nearest = _nearest_cells(asked, cells, min(probes, len(owners)), metric)
-    scanners = [group.scanner() for group in groups] if len(queries) <= _FEW else [None]
-    if all(scanners):
-        at = nearest.numpy()
-        numbers = np.where(owners[at] == np.arange(len(groups))[:, None, None], cells.numbers[at], -1)
-        return [
-            _padded(
-                scanner.scan(groups[owner].turned(asked).numpy(), numbers[owner], groups[owner].codes), ids
-            )
-            for owner, scanner in enumerate(scanners)
-            if scanner and (numbers[owner] >= 0).any()
+    nearest = _nearest_cells(asked, cells, min(probes, len(cells.numbers)), metric)
+    scanners = [group.scanner() for group in groups] if len(queries) <= _FEW else []
+    able = [scanner for scanner in scanners if scanner is not None]
+    if len(able) == len(groups):
+        of_each = _by_group(nearest.numpy(), [of.numbers for of in there])
+        scanned = [
+            scanner.scan(group.turned(asked).numpy(), numbers, group.codes)
+            for group, scanner, numbers in zip(groups, able, of_each, strict=True)
+            if len(groups) == 1 or (numbers >= 0).any()
         ]
+        return scanned if ids is None else [some.only(ids.contains(some.ids)) for some in scanned]
+    owners = np.repeat(np.arange(len(groups)), [len(of.numbers) for of in there])
     turned = cache(lambda owner: groups[owner].turned(asked) - groups[owner].middle)
     squares = cache(lambda owner: (turned(owner) * turned(owner)).sum(1))
     if len(queries) == 1 and groups[0].device is None:
@@ -134,20 +133,18 @@ def visit(groups: Sequence[Visitable], queries: Keys, probes: int, ids: IdRanges
     return visits
 
 
-def _padded(scanned: Scanned, ids: IdRanges | None) -> Visits:
-    """Each query's records side by side, those that have some ids, as a visit of its own."""
-    counts, found, distances = scanned
-    numbers = np.arange(len(counts))
-    if ids is not None:
-        chosen = ids.contains(found)
-        counts = np.bincount(np.repeat(numbers, counts)[chosen], minlength=len(counts))
-        found, distances = found[chosen], distances[chosen]
-    if len(counts) == 1:
-        return Visits(numbers[None], found[None], distances[None, None])
-    there = np.arange(counts.max()) < counts[:, None]
-    rows = Visits(numbers[:, None], np.full(there.shape, -1), np.full(there.shape, np.inf, np.float32))
-    rows.ids[there], rows.distances[there] = found, distances
-    return rows._replace(distances=rows.distances[:, None])
+def _by_group(
+    nearest: NDArray[np.int64], numbers: Sequence[NDArray[np.int64]]
+) -> Iterator[NDArray[np.int64]]:
+    """The numbers of the cells of each group that queries visit, shape (q, probes); -1 for another group's."""
+    if len(numbers) == 1:
+        yield numbers[0][nearest]
+        return
+    first = 0
+    for own in numbers:
+        at = nearest - first
+        yield np.where((at >= 0) & (at < len(own)), np.append(own, -1)[at.clip(0, len(own))], -1)
+        first += len(own)
 
 
 def _visit_alone(visited: Sequence[tuple[Visitable, Tensor, int]], ids: IdRanges | None) -> Visit:

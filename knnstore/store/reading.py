@@ -11,8 +11,8 @@ from knnstore.datastore import Datastore, Ids, Keys, Neighbors, Visits
 from knnstore.documents import TextDocument
 from knnstore.errors import (
     AmbiguousDocumentError,
-    DatastoreError,
     DocumentNotFoundError,
+    KnnstoreError,
     StoreUnavailableError,
 )
 from knnstore.store.counting import Counting
@@ -39,6 +39,7 @@ class StoreReader:
         self.identity: Identity = catalog.identity
         self._catalog = catalog
         self._current_view = view
+        self._latest: View | None = None
         self._tracer = Tracer(catalog)
         self._clusters: dict[int, Clusters] = {}
         self._counting = Counting(self.identity.vocab_size)
@@ -51,7 +52,8 @@ class StoreReader:
 
     def view(self) -> View:
         """What is live at the latest revision."""
-        return self._current_view()
+        self._latest = view = self._current_view()
+        return view
 
     @property
     def datastore(self) -> Datastore:
@@ -281,16 +283,17 @@ class StoreReader:
         return load_weights(self.home.weights, name)
 
     def _at_one_revision(self, look: Callable[[View], Found]) -> Found:
-        """Look at the keys and the catalog together, again if a commit came between."""
+        """Look at the keys and the catalog together, again if a commit came before the end."""
+        view = self._latest or self.view()  # asked once, afterwards, whether it is the latest
         for _ in range(_SEARCH_ATTEMPTS):
-            view = self.view()
             try:
                 found = look(view)
-            except DatastoreError:
+            except KnnstoreError:
                 if self._catalog.revision() == view.snapshot.revision:
                     raise
-                continue  # the keys were moved to another engine meanwhile
-            # A commit between the two may have removed what the view still counts on.
-            if self._catalog.revision() == view.snapshot.revision:
-                return found
+            else:
+                # A commit may have removed what the view still counts on.
+                if self._catalog.revision() == view.snapshot.revision:
+                    return found
+            view = self.view()
         raise StoreUnavailableError(_OVERTAKEN)

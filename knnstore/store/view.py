@@ -186,10 +186,12 @@ class View:
         visits = []
         datastore: Any = self.datastore  # to ask again whether it has cells takes longer than all this
         for found in datastore.visit(queries, probes, where=where):
-            gone = ~live.contains(found.ids) & (found.ids >= 0)
-            left = found.only(~gone) if gone.any() else found
-            log_weights = self.snapshot.log_weights_at(positions_of(left.ids))
-            visits.append(left._replace(log_weights=log_weights))
+            alive = live.contains(found.ids)
+            if not alive.all() and (found.ids[~alive] >= 0).any():
+                found = found.only(alive)
+            if self.snapshot.representatives is not None:
+                found = found._replace(log_weights=self.snapshot.log_weights_at(positions_of(found.ids)))
+            visits.append(found)
         return visits
 
     def _resolve(self, selection: Selection) -> Scope:
