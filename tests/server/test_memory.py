@@ -1,0 +1,49 @@
+"""What is remembered of a batch: each row is what it would be alone, wherever it lies."""
+
+import random
+
+import torch
+
+from knnstore.server.engine.memory import PADDING, Memory
+
+HEADS, WIDTH, LAYERS = 2, 3, 2
+
+
+def test_rows_come_and_go_and_each_keeps_its_own():
+    drawn, memory = random.Random(0), Memory(torch.device("cpu"))
+    rows: list[tuple[list[int], torch.Tensor]] = []  # tokens; shape (layers, 2, heads, t, width)
+
+    def values(count: int) -> torch.Tensor:
+        made = torch.tensor([drawn.random() for _ in range(LAYERS * 2 * HEADS * count * WIDTH)])
+        return made.reshape(LAYERS, 2, HEADS, count, WIDTH)
+
+    for number in range(600):
+        while rows and drawn.random() < (0.3 if number % 200 > 150 else 0.02):
+            at = drawn.randrange(len(rows))
+            memory.leave(at)
+            rows[at] = rows[-1]
+            rows.pop()
+        if not rows or (drawn.random() < 0.1 and len(rows) < 5):
+            tokens = [drawn.randrange(100) for _ in range(drawn.choice([1, 7, 90]))]
+            rows.append((tokens, values(len(tokens))))
+            layers = [(keys[None], others[None]) for keys, others in rows[-1][1].unbind(0)]
+            memory.join(tokens, layers)
+        new = [drawn.randrange(100) for _ in rows]
+        texts, cache = memory.step(new)
+        width, steps = 1 + max(len(tokens) for tokens, _ in rows), values(len(rows))
+        assert cache.get_seq_length() == width - 1
+        for layer, step in enumerate(steps):  # a step that is tried again writes the same column
+            cache.update(*(one.transpose(0, 1)[:, :, None] for one in step), layer)
+        for at, (tokens, known) in enumerate(rows):
+            padding = width - len(tokens) - 1
+            assert texts[at].tolist() == [PADDING] * padding + tokens + [new[at]]
+            whole = torch.cat(
+                [known.new_zeros(LAYERS, 2, HEADS, padding, WIDTH), known, steps[..., at : at + 1, :]], 3
+            )
+            for layer, (keys, others) in enumerate(whole):
+                assert torch.equal(cache.layers[layer].keys[at], keys)
+                assert torch.equal(cache.layers[layer].values[at], others)
+            if number % 10:
+                rows[at] = [*tokens, new[at]], whole[..., padding:, :]
+        if number % 10:
+            memory.keep()
