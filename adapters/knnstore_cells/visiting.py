@@ -136,7 +136,7 @@ def visit(groups: Sequence[Visitable], queries: Keys, probes: int, ids: IdRanges
 def _by_group(
     nearest: NDArray[np.int64], numbers: Sequence[NDArray[np.int64]]
 ) -> Iterator[NDArray[np.int64]]:
-    """The numbers of the cells of each group that queries visit, shape (q, probes); -1 for another group's."""
+    """The cells of each group that queries visit, shape (q, probes); -1 for another group's."""
     if len(numbers) == 1:
         yield numbers[0][nearest]
         return

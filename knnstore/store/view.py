@@ -187,11 +187,11 @@ class View:
         datastore: Any = self.datastore  # to ask again whether it has cells takes longer than all this
         for found in datastore.visit(queries, probes, where=where):
             alive = live.contains(found.ids)
-            if not alive.all() and (found.ids[~alive] >= 0).any():
-                found = found.only(alive)
+            gone = not alive.all() and (found.ids[~alive] >= 0).any()
+            left = found.only(alive) if gone else found
             if self.snapshot.representatives is not None:
-                found = found._replace(log_weights=self.snapshot.log_weights_at(positions_of(found.ids)))
-            visits.append(found)
+                left = left._replace(log_weights=self.snapshot.log_weights_at(positions_of(left.ids)))
+            visits.append(left)
         return visits
 
     def _resolve(self, selection: Selection) -> Scope:
