@@ -25,7 +25,8 @@ RNG = np.random.default_rng(5)
 PHRASES = phrases(RNG, 20)
 TEXTS = documents(RNG, PHRASES, "t", 30, of=5)
 FACTORS = (0.5, 1.0, 2.0)
-ALL = KNNSettings(K, 4.0, FixedLambda(0.2), ngrams=NGramSettings(3, 0.3), cache=CacheSettings(20, 8.0, 0.4))
+CACHE = CacheSettings(20, 8.0, 0.4, NGramSettings(5, 0.3))
+ALL = KNNSettings(K, 4.0, FixedLambda(0.2), ngrams=NGramSettings(3, 0.3), cache=CACHE)
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +43,11 @@ def scored(lm):
 def gated(scored) -> KNNSettings:
     """A gate that was not fitted, and weighs each token differently."""
     every = torch.arange(len(scored))
-    factors = {"keys": FACTORS, "n-grams": (1.0,), "cache": FACTORS}
+    factors = {"keys": FACTORS, "n-grams": (1.0,), "cache": FACTORS, "own n-grams": (1.0,)}
     assert factors.keys() == factors_in_use(ALL).keys()
     features = experts_of(ALL, scored.retrieved_for(ALL, every)[0], factors, 2.0).features.nan_to_num()
     torch.manual_seed(0)
-    network = Network(features.mean(0), features.std(0).clamp(min=1e-6), [0.0] * 8).eval()
+    network = Network(features.mean(0), features.std(0).clamp(min=1e-6), [0.0] * 9).eval()
     torch.nn.init.normal_(network.layers[-1].weight)
     network.requires_grad_(requires_grad=False)
     listed = [[name, list(of)] for name, of in factors.items()]
@@ -56,7 +57,7 @@ def gated(scored) -> KNNSettings:
 
 
 def definition(scored, settings) -> np.ndarray:
-    """p of every token: softmax over those of the model and the seven experts that say something."""
+    """p of every token: softmax over those of the model and the eight experts that say something."""
     retrieved, gold = scored.retrieved_for(settings, torch.arange(len(scored)))
     gate = settings.gate
     features = experts_of(settings, retrieved, gate.factors, gate.unit).features
@@ -83,6 +84,9 @@ def definition(scored, settings) -> np.ndarray:
             / np.maximum(weights.sum(1), 1e-300)
         )
         there.append(found.any(1))
+    own = scored.own_ngrams.probs.double().numpy()
+    there.append(np.isfinite(own) & (settings.cache is not None))
+    probs.append(np.nan_to_num(own))
     shares = np.exp(logits) * np.stack(there, 1)
     shares = 0.999 * shares / shares.sum(1, keepdims=True)
     shares[:, 0] += 0.001
@@ -120,10 +124,11 @@ def test_forward_generation_and_explain_use_it_as_scoring_does(lm, scored, gated
     explained = lm.explain(TEXTS[10].text, gated)
     np.testing.assert_allclose([one.p for one in explained], expected, rtol=5e-3, atol=1e-5)
     for one in explained[1:]:
-        assert list(one.shares) == ["model", "keys", "n-grams", "cache"]
+        assert list(one.shares) == ["model", "keys", "n-grams", "cache", "own n-grams"]
         assert sum(one.shares.values()) == pytest.approx(1, abs=1e-5)
         assert one.lam == pytest.approx(1 - one.shares["model"], abs=1e-6)
-    assert np.std([one.shares["cache"] for one in explained]) > 0.01
+    for name in ("cache", "own n-grams"):
+        assert np.std([one.shares[name] for one in explained]) > 0.01
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 2, "num_beams": 2}
     prompts = ids[:, :9]
     alone = lm.generate(prompts, attention_mask=torch.ones_like(prompts), knn=gated, **options)
@@ -200,7 +205,7 @@ def test_a_gate_finds_which_component_is_right(scored) -> None:
 def test_it_is_fitted_on_the_tokens_it_is_given_alone(scored) -> None:
     (evidence,) = gather_evidence(scored, [K])
     half = evidence.only(scored.documents % 2 == 0)
-    cache = gather_cache_evidence(scored.reading)
+    cache = gather_cache_evidence(scored.reading, scored.own_ngrams)
     one = fit_together(half, scored, scored.ngrams, cache, fit_fixed)
     assert one.gate is not None
     other = ~torch.isin(torch.arange(len(scored)), half.tokens)
@@ -256,7 +261,7 @@ def test_another_component_is_a_module_and_a_line(lm, scored, gated, monkeypatch
     mixed = scored.log_probs(gated).log_probs.exp()  # the gate does not know it: its own weight counts
     torch.testing.assert_close(mixed, 0.5 * hit + 0.5 * before.exp(), atol=1e-6, rtol=1e-5)
     refitted = replace(gated, gate=fit_joint(scored, gated, torch.arange(len(scored))))
-    assert list(refitted.gate.factors) == ["keys", "n-grams", "cache", "always"]
+    assert list(refitted.gate.factors) == ["keys", "n-grams", "cache", "own n-grams", "always"]
     shares = lm.explain(TEXTS[10].text, refitted)[3].shares
     assert 0 < shares["always"] < 0.2  # it is nearly never right
     monkeypatch.undo()

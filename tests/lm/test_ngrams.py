@@ -22,7 +22,7 @@ from knnstore.lm import (
 from knnstore.lm.calibration.evidence import gather_evidence
 from knnstore.lm.calibration.fits import fit_fixed, fit_ngrams, fit_with_ngrams
 from knnstore.lm.calibration.scored_text import score_once
-from knnstore.lm.retrieval import WrittenNGrams
+from knnstore.lm.retrieval import WrittenNGrams, WrittenTexts
 from knnstore.lm.settings import CacheSettings, ReadingParts
 from knnstore.store import EVERYTHING, Selection
 from tests.kneser_ney import KneserNey
@@ -112,7 +112,8 @@ def test_in_an_empty_store_the_model_is_alone(make_lm):
 
 def test_without_a_prefix_every_text_is_the_beginning_of_a_document(lm):
     def after(ids, prefix):
-        said = WrittenNGrams.of(lm.store, ALONE, torch.tensor([ids]), 1, torch.tensor([0]), prefix)
+        written = WrittenTexts.of(torch.tensor([ids]), 1, prefix)
+        said = WrittenNGrams.of(lm.store, ALONE, written, torch.tensor([0]))
         found = said.rows(slice(0, 1), V, torch.device("cpu"))
         rows = found.rest[:, None] * found.unigrams
         return rows.scatter_add_(1, found.tokens, found.weights)

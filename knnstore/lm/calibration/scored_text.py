@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from knnstore.lm.mixing import (
     powers_up_to,
 )
 from knnstore.lm.reading import TextReader
-from knnstore.lm.retrieval import Reading, mixture_of
+from knnstore.lm.retrieval import Reading, ReadOwnNGrams, mixture_of
 from knnstore.lm.scoring import score_held_out
 from knnstore.lm.settings import KNNSettings, NGramSettings, Substitute
 from knnstore.progress import Progress
@@ -30,6 +30,8 @@ from knnstore.store import Reader, Selection
 
 _SEES_NEIGHBORS = NearnessLambda()
 _NGRAMS = NGramSettings()
+OWN_ORDER = 5
+"""Tokens of the longest own n-grams of a text."""
 
 
 class Mixed(NamedTuple):
@@ -58,6 +60,11 @@ class ScoredNGrams(NamedTuple):
     """What they give to each token, float32, shape (n,), nan where there are none."""
     suffixes: Tensor
     """The longest end of what comes before it, see `Continuation`, int64, shape (n, 3)."""
+
+    @classmethod
+    def empty(cls, order: int, count: int) -> Self:
+        """To be filled, with what is said of so many tokens."""
+        return cls(order, torch.full((count,), torch.nan), torch.zeros((count, 3), dtype=torch.long))
 
     @property
     def lengths(self) -> Tensor:
@@ -101,6 +108,8 @@ class ScoredText:
     """What a substitute predicts; None where the text was not scored with one."""
     ngrams: ScoredNGrams | None = None
     """What n-grams say; None where the text was scored without them."""
+    own_ngrams: ScoredNGrams | None = None
+    """What the own n-grams of each document say."""
     visited: Mapping[int, GoldOnGrid] = field(default_factory=dict)
     """p_kNN over the cells visited, by how many these were; then only the nearest are among the neighbors."""
 
@@ -143,6 +152,7 @@ class ScoredText:
             distinct=None if self.distinct is None else self.distinct[tokens],
             log_weights=None if self.log_weights is None else self.log_weights[tokens, :k],
             continuation=None if self.ngrams is None else self.ngrams.of(tokens),
+            own=None if self.own_ngrams is None else self.own_ngrams.of(tokens),
             hits=self.hits[tokens, :k],
             visited=None if probes is None else [self.visited[probes].rows(tokens)],
         )
@@ -201,9 +211,8 @@ def score_once(
     )  # fmt: skip
     keys, gold = torch.empty(total, store.identity.dim), torch.empty(total, dtype=torch.int64)
     lm_entropy = torch.empty(total)
-    said = ScoredNGrams(
-        (ngrams or _NGRAMS).order, torch.full((total,), torch.nan), torch.zeros((total, 3), dtype=torch.long)
-    )
+    said, own = (ScoredNGrams.empty(order, total) for order in ((ngrams or _NGRAMS).order, OWN_ORDER))
+    read = ReadOwnNGrams(reader.tokenized(documents), OWN_ORDER)
     distinct = torch.empty((total, len(powers_up_to(min(k, DISTINCT_AMONG)))), dtype=torch.int16)
     log_weights = None
     done = 0
@@ -223,6 +232,7 @@ def score_once(
         lm_entropy[rows] = part.lm_entropy
         if part.ngram_probs is not None and part.ngram_suffixes is not None:
             said.probs[rows], said.suffixes[rows] = part.ngram_probs, part.ngram_suffixes
+        own.probs[rows], own.suffixes[rows] = read.gold(part.documents, part.positions)
         distinct[rows] = distinct_tokens(part.tokens, part.distances)
         if part.log_weights is not None:
             log_weights = torch.zeros(total, k) if log_weights is None else log_weights
@@ -236,5 +246,6 @@ def score_once(
         lm_entropy=lm_entropy,
         distinct=distinct,
         ngrams=None if ngrams is None else said,
+        own_ngrams=own,
         fitted_for=described(store.identity),
     )

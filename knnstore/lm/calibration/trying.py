@@ -94,7 +94,7 @@ class Trial:
     @cached_property
     def _cache(self) -> CacheEvidence:
         assert self._scored.reading is not None
-        return gather_cache_evidence(self._scored.reading)
+        return gather_cache_evidence(self._scored.reading, self._scored.own_ngrams)
 
     def nested(self, candidates: Sequence[Candidate]) -> Tensor:
         """Log p of every token, by the candidate that is the best one on the other half; float32, shape (n,).

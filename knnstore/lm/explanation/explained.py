@@ -9,6 +9,8 @@ from knnstore.lm.explanation.rendering import Shown, html_of
 THIS_TEXT = "(this text)"
 """Stands for a document where a token was found in the explained text itself."""
 
+_NOT_OF_STORE = ("model", "cache", "own n-grams")
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -23,7 +25,7 @@ class Source:
     """Squared for l2, the negated inner product for ip; None where an n-gram was found, by its tokens."""
     document: str
     domain: str
-    """`THIS_TEXT` and empty where the explained text itself is the source, by the continuous cache."""
+    """`THIS_TEXT` and empty where the explained text itself is the source."""
     position: int
     """Index of the token in the document."""
     context: str
@@ -33,7 +35,7 @@ class Source:
     matched: int = 0
     """Tokens of the context that an n-gram has before it there; the beginning of a document is one."""
     part: str = "keys"
-    """The part of the mixture that found it: ``keys``, ``n-grams`` or ``cache``."""
+    """The part of the mixture that found it: ``keys``, ``n-grams``, ``cache`` or ``own n-grams``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ class TokenExplanation:
     @property
     def store_share(self) -> float:
         """The share of p that is from the store, between 0 and 1: what neither model nor cache gives."""
-        given = sum(part.weight * part.p for part in self.parts if part.name not in ("model", "cache"))
+        given = sum(part.weight * part.p for part in self.parts if part.name not in _NOT_OF_STORE)
         return min(given / self.p, 1.0) if self.p > 0 else 0.0
 
 

@@ -7,9 +7,16 @@ from torch import Tensor
 from knnstore.datastore import record_ids
 from knnstore.lm.explanation.crediting import Credits, Given, Mixed
 from knnstore.lm.explanation.explained import Explanation, Part, TokenExplanation
-from knnstore.lm.explanation.sourcing import Found, Sources, found_by_keys, found_by_ngrams, found_here
+from knnstore.lm.explanation.sourcing import (
+    Found,
+    Sources,
+    found_by_keys,
+    found_by_ngrams,
+    found_by_own_ngrams,
+    found_here,
+)
 from knnstore.lm.mixing import Mixture
-from knnstore.lm.retrieval import ReadNGrams, mixture_of
+from knnstore.lm.retrieval import ReadNGrams, ReadOwnNGrams, mixture_of
 from knnstore.lm.scoring import TokenScores, score_texts
 from knnstore.lm.settings import KNNSettings, ReadingModel, completed
 from knnstore.lm.substitute import Heads
@@ -52,7 +59,7 @@ def explain_tokens(
     settings, store, reader = completed(lm.store, knn or lm.knn), lm.store, lm.reader
     explained: dict[int, TokenExplanation] = {}
     heads = Heads(store, reader.encoder.model.device)
-    ngrams = ReadNGrams.of(store, [tokens], settings)
+    ngrams, own_ngrams = ReadNGrams.of(store, [tokens], settings), ReadOwnNGrams.of([tokens], settings)
     texts = reader.pieces(tokens[start:].tolist(), tokens[:start].tolist())
     credits, sources = Credits(store), Sources(store, reader)
     for scores in score_texts(store, reader, [tokens], settings, apart=True):
@@ -68,7 +75,9 @@ def explain_tokens(
         found = _occurrences(ngrams, scores, rows, max(neighbors, _PLACES)) if neighbors else {}
         if neighbors:
             credits.add(*_to_credit(scores, mixture, rows, below.exp(), p, found))
-        nearest, causes = map(sources.of, _places(scores, mixture, settings, tokens, rows, found, neighbors))
+        nearest, causes = map(
+            sources.of, _places(scores, mixture, settings, tokens, rows, found, own_ngrams, neighbors)
+        )
         for row, near, giving in zip(rows.tolist(), nearest, causes, strict=True):
             position, lam = int(scores.positions[row]), float(mixture.lam[row])
             parts = _below(settings, 1 - lam, p_lm[row], p_sub[row])
@@ -97,6 +106,7 @@ def _places(
     tokens: NDArray[np.uint32],
     rows: NDArray[np.int64],
     occurrences: dict[int, list[Occurrence]],
+    own_ngrams: ReadOwnNGrams | None,
     count: int,
 ) -> tuple[list[list[Found]], list[list[Found]]]:
     """For some tokens the places nearest to each, and those that give most to it."""
@@ -105,11 +115,19 @@ def _places(
     wanted, of_store = min(count, shares.shape[1]), (scores.ids[rows], scores.distances[rows], shares)
     nearest = found_by_keys(*of_store, scores.distances[rows].topk(wanted, largest=False).indices)
     causes = found_by_keys(*of_store, given.topk(wanted).indices)
-    here = mixture.weights_in(len(mixture.components) - 1)
+    numbers = {component.name: number for number, component in enumerate(mixture.components)}
+    here = mixture.weights_in(numbers.get("cache", 0))
     for at, row in enumerate(rows.tolist()):
         position, token = int(scores.positions[row]), int(scores.gold[row])
         if row in occurrences:
-            more = found_by_ngrams(occurrences[row][:count], token, float(mixture.share_in(1)[row]))
+            more = found_by_ngrams(
+                occurrences[row][:count], token, float(mixture.share_in(numbers["n-grams"])[row])
+            )
+            nearest[at] += more
+            causes[at] += more
+        if own_ngrams is not None:
+            share = float(mixture.share_in(numbers["own n-grams"])[row])
+            more = found_by_own_ngrams(tokens, position, own_ngrams.occurrences(position), share)
             nearest[at] += more
             causes[at] += more
         if scores.recent is not None:

@@ -121,9 +121,23 @@ def found_here(
     Distances and shares are of the places before it, shape (m,), the last is its neighbor.
     """
     for column in shares.sort(descending=True, stable=True).indices[:count].tolist():
-        at = position - len(shares) + column
         if distances[column].isfinite():
-            before = tokens[max(0, at - _BEFORE) : at]
-            behind = tokens[at + 1 : min(at + 1 + _AFTER, position)]
-            place = Provenance(THIS_TEXT, "", at, int(tokens[at]), before, behind)
+            place = _place_here(tokens, position - len(shares) + column, position)
             yield Found(place.token, float(shares[column]), "cache", float(distances[column]), place=place)
+
+
+def found_by_own_ngrams(
+    tokens: NDArray[np.uint32], position: int, found: Sequence[Occurrence], share: float
+) -> list[Found]:
+    """The places of the text itself where its own n-grams that end in one token stood before."""
+    return [
+        Found(place.token, share * one.share, "own n-grams", None, matched=one.matched, place=place)
+        for one in found
+        for place in [_place_here(tokens, one.position, position)]
+    ]
+
+
+def _place_here(tokens: NDArray[np.uint32], at: int, before: int) -> Provenance:
+    """A place of the text itself, and what stands around it before another one."""
+    behind = tokens[at + 1 : min(at + 1 + _AFTER, before)]
+    return Provenance(THIS_TEXT, "", at, int(tokens[at]), tokens[max(0, at - _BEFORE) : at], behind)

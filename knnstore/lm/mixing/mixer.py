@@ -160,6 +160,9 @@ class Retrieved:
     continuation: Continuation | None = None
     """What n-grams say; None where they are not in use."""
 
+    own: Continuation | None = None
+    """What the own n-grams of each text say; None where they are not in use."""
+
     hits: Tensor | None = None
     """Whether each neighbor carries the token that came, bool, shape (n, k), if `tokens` are not known."""
 

@@ -27,6 +27,8 @@ from knnstore.lm.retrieval import (
     TextKeys,
     TextPass,
     WrittenNGrams,
+    WrittenOwnNGrams,
+    WrittenTexts,
     mixture_of,
     reachable,
     retrieve,
@@ -113,6 +115,7 @@ class LogitMixer:
             _continued(one.ngrams, slice(None), part.logits[0], settings)
             for one, part in zip(at, parts, strict=True)
         ]
+        own = [one.own_ngrams.rows(slice(None), keys.device) for one in at if one.own_ngrams is not None]
         recent = [one.recent for one in at if one.recent is not None]
         following = [one for one in said if one is not None]
         retrieved = Retrieved(
@@ -121,6 +124,7 @@ class LogitMixer:
             keys=keys,
             lm_entropy=entropy,
             continuation=Continuation.joined(following) if following else None,
+            own=Continuation.joined(own) if own else None,
             recent=Recent.joined(recent).to(keys.device) if recent else None,
         )
         below = self._heads.mix(settings.substitute, log_probs, keys)
@@ -129,7 +133,8 @@ class LogitMixer:
     def keep_keys(self, part: ForwardPass, settings: KNNSettings) -> None:
         """Let the keys of a part of a text be found by what comes after it, where settings ask for them."""
         if settings.cache is not None:
-            self._positions(part, replace(settings, ngrams=None))
+            cache = replace(settings.cache, ngrams=None)
+            self._positions(part, replace(settings, ngrams=None, cache=cache))
 
     def _positions(self, read: ForwardPass, settings: KNNSettings) -> Positions:
         """What the positions of a pass are mixed by."""
@@ -142,8 +147,10 @@ class LogitMixer:
         if settings.cache is not None and texts is not None:
             size = settings.cache.size
             found.recent = self._text_keys.look_back(texts, read.keys, kept, size, goes_on=read.goes_on)
-        if settings.ngrams is not None and texts is not None:
-            found.ngrams = WrittenNGrams.of(self._store, settings, texts, length, kept, read.prefix)
+        if texts is not None and (settings.ngrams or settings.own_ngrams):
+            written = WrittenTexts.of(texts, length, read.prefix)
+            found.ngrams = WrittenNGrams.of(self._store, settings, written, kept)
+            found.own_ngrams = WrittenOwnNGrams.of(settings, written, kept)
         if settings.pointers is not None:
             states = read.pointer_states
             if texts is None:  # no pass before this one is known: pointers begin here
@@ -183,6 +190,7 @@ def mix_logits(
             lm_entropy=None if settings.needs_nearest_only else entropy_of(log_probs),
             log_weights=None if log_weights is None else log_weights[at],
             continuation=_continued(positions.ngrams, at, log_probs, settings),
+            own=None if positions.own_ngrams is None else positions.own_ngrams.rows(at, log_probs.device),
             recent=None if recent is None else recent.rows(at).to(logits.device),
         )
         below = heads.mix(settings.substitute, log_probs, flat_keys[at].float())

@@ -284,7 +284,7 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
             assert tokens is not None
             states, goes_on = capture.keys(*tokens.shape[:2]), use_cache is not False
             keys = self._text_states.keys(states, attention_mask, sequence_ids, goes_on=goes_on)
-            prefix = self.reader.prefix if any(one.ngrams for one in each) else None
+            prefix = self.reader.prefix if any(one.ngrams or one.own_ngrams for one in each) else None
             read = ForwardPass(
                 logits, keys, input_ids, attention_mask, sequence_ids, logits_to_keep, pointer_states,
                 prefix, goes_on,

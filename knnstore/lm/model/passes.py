@@ -9,7 +9,7 @@ from torch import Tensor
 
 from knnstore.lm.keys import keep_positions
 from knnstore.lm.mixing import Recent
-from knnstore.lm.retrieval import PointerStates, TextPass, WrittenNGrams
+from knnstore.lm.retrieval import PointerStates, TextPass, WrittenNGrams, WrittenOwnNGrams
 
 
 @dataclass
@@ -30,6 +30,8 @@ class Positions:
     """What each finds in its own text; None without a cache."""
     ngrams: WrittenNGrams | None = None
     """What n-grams are before each; None where none count."""
+    own_ngrams: WrittenOwnNGrams | None = None
+    """What their own n-grams are before each; None where these do not count."""
     text_pass: TextPass | None = None
     """What pointers go by; None without them."""
 

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from knnstore.lm.mixing import Continuation
 from knnstore.lm.reading import Tokens
-from knnstore.lm.retrieval.prefix_states import PADDING, unpadded
+from knnstore.lm.retrieval.prefix_states import WrittenTexts
 from knnstore.lm.settings import KNNSettings
 from knnstore.store import Matches, NGramCounts, Occurrence, Reader
 
@@ -74,39 +74,27 @@ class WrittenNGrams:
         cls,
         store: Reader,
         settings: KNNSettings,
-        sequence_ids: Tensor,
-        new: int,
+        written: WrittenTexts,
         kept: Tensor,
-        prefix: int | None,
     ) -> Self | None:
         """Look up the ends of texts; None where no n-grams are counted, or there are none.
 
         Args:
             store: where they are counted.
             settings: in force.
-            sequence_ids: the texts, shape (b, past + t), see `knnstore.lm.retrieval.prefix_states`.
-            new: t.
-            kept: indices into the last b * t positions, int64, shape (n,), in any order.
-            prefix: the token that comes before every document; None where none does.
+            written: the texts.
+            kept: indices into the positions of the pass, int64, shape (n,), in any order.
         """
         if settings.ngrams is None:
             return None
         counts = store.ngrams(settings.selection)
         if not counts.unigrams.any():
             return None
-        fresh = (sequence_ids[:, -new:] != PADDING).cpu().numpy()
-        texts, begins, ends = [], [], []
-        for whole, row in zip(unpadded(sequence_ids), fresh, strict=True):
-            is_headed = len(whole) > 0 and whole[0] == prefix
-            text = whole[1:] if is_headed else whole
-            before = len(text) - int(row.sum())  # -1 where the prefix is new
-            cut = max(0, before - settings.ngrams.order)
-            texts.append(text[cut:])
-            begins.append(cut == 0 and (is_headed or prefix is None))
-            ends.append(before - cut)
+        cuts = [max(0, behind - settings.ngrams.order) for behind in written.behind]
+        texts = [text[cut:] for text, cut in zip(written.tokens, cuts, strict=True)]
+        begins = [whole and not cut for whole, cut in zip(written.is_whole, cuts, strict=True)]
         matches = Matches.of(counts, texts, begins)
-        places = (matches.firsts + np.array(ends, np.int64))[:, None] + fresh.cumsum(1) - 1
-        at = np.where(fresh, places, -1).flatten()[kept.cpu().numpy()]
+        at = written.places(matches.firsts - cuts, kept)
         return cls(matches, at, counts, settings.ngrams.order)
 
     def rows(self, rows: slice, vocabulary: int, device: torch.device) -> Continuation:
@@ -114,24 +102,31 @@ class WrittenNGrams:
         at = self._at[rows]
         asked = np.flatnonzero(at >= 0)
         found = self._matches.distribution(at[asked], self._order)
-        per_row = np.bincount(found.rows, minlength=len(asked))
-        column = np.arange(len(found.rows)) - np.repeat(np.cumsum(per_row) - per_row, per_row)
-        shape = len(at), max(1, int(per_row.max(initial=0)))
-        tokens, weights = np.zeros(shape, np.int64), np.zeros(shape, np.float32)
-        tokens[asked[found.rows], column] = found.tokens
-        weights[asked[found.rows], column] = found.probs
+        weights, tokens = in_columns(asked[found.rows], found.probs, found.tokens, len(at))
         rest = np.zeros(len(at), np.float32)
         rest[asked] = found.rest
         suffixes = torch.zeros((len(at), 3), dtype=torch.int64)
         suffixes[asked] = _suffixes(self._matches, at[asked], self._order)
         unigrams = torch.from_numpy(self._counts.unigrams)
         return Continuation(
-            torch.from_numpy(weights).to(device),
-            torch.from_numpy(tokens).to(device),
+            weights.to(device),
+            tokens.to(device),
             rest=torch.from_numpy(rest).to(device),
             unigrams=pad(unigrams, (0, vocabulary - len(unigrams))).to(device),
             suffixes=suffixes.to(device),
         )
+
+
+def in_columns(
+    rows: NDArray[np.int64], probs: NDArray[np.float32], tokens: NDArray[np.int64], count: int
+) -> tuple[Tensor, Tensor]:
+    """Entries of so many rows, given by row, ascending, side by side: probabilities and tokens."""
+    per_row = np.bincount(rows, minlength=count)
+    column = np.arange(len(rows)) - np.repeat(np.cumsum(per_row) - per_row, per_row)
+    shape = count, max(1, int(per_row.max(initial=0)))
+    weights, spread = np.zeros(shape, np.float32), np.zeros(shape, np.int64)
+    weights[rows, column], spread[rows, column] = probs, tokens
+    return torch.from_numpy(weights), torch.from_numpy(spread)
 
 
 def _suffixes(matches: Matches, at: NDArray[np.int64], order: int) -> Tensor:

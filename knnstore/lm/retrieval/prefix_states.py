@@ -25,9 +25,10 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers.cache_utils import Cache
 
@@ -77,6 +78,48 @@ def whole_texts(
 def unpadded(sequence_ids: Tensor) -> list[Tokens]:
     """The tokens of each row without its padding: int64, shapes (n_i,)."""
     return [row[row != PADDING] for row in sequence_ids.cpu().numpy()]
+
+
+class WrittenTexts(NamedTuple):
+    """The b texts that a forward pass of t positions goes on with."""
+
+    tokens: list[Tokens]
+    """As far as they were read, without the token before every document, int64, shapes (n_i,)."""
+    is_whole: list[bool]
+    """Which of them are the beginning of a document."""
+    behind: list[int]
+    """How many of the tokens were read before this pass; -1 where the token before all is new."""
+    fresh: NDArray[np.bool_]
+    """Which positions of the pass are no padding, shape (b, t)."""
+
+    @classmethod
+    def of(cls, sequence_ids: Tensor, new: int, prefix: int | None) -> Self:
+        """Take texts apart.
+
+        Args:
+            sequence_ids: shape (b, past + t).
+            new: t.
+            prefix: the token that comes before every document; None where none does.
+        """
+        fresh = (sequence_ids[:, -new:] != PADDING).cpu().numpy()
+        found = cls([], [], [], fresh)
+        for whole, count in zip(unpadded(sequence_ids), fresh.sum(1).tolist(), strict=True):
+            is_headed = len(whole) > 0 and whole[0] == prefix
+            found.tokens.append(whole[1:] if is_headed else whole)
+            found.is_whole.append(is_headed or prefix is None)
+            found.behind.append(len(found.tokens[-1]) - count)
+        return found
+
+    def places(self, firsts: NDArray[np.int64], kept: Tensor) -> NDArray[np.int64]:
+        """Where some positions of the pass stand when the texts are laid out in one row; -1 is padding.
+
+        Args:
+            firsts: the place of each text's first token, shape (b,).
+            kept: indices into the b * t positions, int64, shape (n,), in any order.
+        """
+        places = (firsts + np.array(self.behind, np.int64))[:, None] + self.fresh.cumsum(1) - 1
+        found: NDArray[np.int64] = np.where(self.fresh, places, -1).flatten()[kept.cpu().numpy()]
+        return found
 
 
 def prefix_names(tokens: Tokens, first: int = 0) -> list[bytes]:

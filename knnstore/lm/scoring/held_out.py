@@ -15,6 +15,7 @@ from knnstore.errors import InputError
 from knnstore.lm.reading import BATCH_TOKENS, Batch, TextReader, in_chunks
 from knnstore.lm.retrieval import (
     ReadNGrams,
+    ReadOwnNGrams,
     ReadText,
     columns_of,
     reachable,
@@ -143,10 +144,11 @@ def score_texts(
     most = max(1, _NEIGHBORS // columns_of(store, settings))
     for members in [range(len(texts))] if settings.pointers is None else _few_tokens(texts, most):
         read = None if settings.cache is None else ReadText(settings.cache.size, store.identity.metric)
-        ngrams = ReadNGrams.of(store, [texts[at] for at in members], settings)
+        some = [texts[at] for at in members]
+        ngrams, own = ReadNGrams.of(store, some, settings), ReadOwnNGrams.of(some, settings)
         batches = (
-            with_ngrams(read_batch(reader, batch, settings, read), ngrams)
-            for batch in reader.batches([texts[at] for at in members])
+            with_ngrams(read_batch(reader, batch, settings, read), ngrams, own)
+            for batch in reader.batches(some)
         )
         parts: Iterator[TokenScores]
         if settings.pointers is None:
@@ -188,12 +190,18 @@ def read_batch(
     )
 
 
-def with_ngrams(scores: TokenScores, ngrams: ReadNGrams | None) -> TokenScores:
-    """The same tokens of some texts with what n-grams of these say; None is none."""
-    if ngrams is None:
-        return scores
-    probs, suffixes = ngrams.gold(scores.documents, scores.positions)
-    return replace(scores, ngram_probs=probs, ngram_suffixes=suffixes)
+def with_ngrams(
+    scores: TokenScores, ngrams: ReadNGrams | None, own: ReadOwnNGrams | None = None
+) -> TokenScores:
+    """The same tokens of some texts with what n-grams of these say, and their own; None is none."""
+    at = scores.documents, scores.positions
+    if ngrams is not None:
+        probs, suffixes = ngrams.gold(*at)
+        scores = replace(scores, ngram_probs=probs, ngram_suffixes=suffixes)
+    if own is not None:
+        probs, suffixes = own.gold(*at)
+        scores = replace(scores, own_probs=probs, own_suffixes=suffixes)
+    return scores
 
 
 def _score(

@@ -49,15 +49,22 @@ class TokenScores:
     ngram_suffixes: Tensor | None = None
     """The longest end of what comes before each, see `Continuation`, int64, shape (n, 3); None where they are
     not in use."""
+    own_probs: Tensor | None = None
+    """What the own n-grams of its text give to each token, as above; None where they are not in use."""
+    own_suffixes: Tensor | None = None
     visited: Sequence[Visited] | None = None
     """What was visited, for each search, where records were not kept apart: see `Retrieved`; `ids` has no
     column then."""
 
     def retrieved(self) -> Retrieved:
         """What a mixer chooses from."""
-        continuation = None
-        if self.ngram_probs is not None:
-            continuation = Continuation.of_gold(self.ngram_probs, self.ngram_suffixes)
+        said, own = [
+            None if probs is None else Continuation.of_gold(probs, suffixes)
+            for probs, suffixes in (
+                (self.ngram_probs, self.ngram_suffixes),
+                (self.own_probs, self.own_suffixes),
+            )
+        ]
         return Retrieved(
             self.distances,
             self.lm_max,
@@ -66,7 +73,8 @@ class TokenScores:
             lm_entropy=self.lm_entropy,
             log_weights=self.log_weights,
             recent=self.recent,
-            continuation=continuation,
+            continuation=said,
+            own=own,
             visited=self.visited,
         )
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from knnstore.errors import InputError
 from knnstore.lm.reading import in_chunks
-from knnstore.lm.retrieval import ReadNGrams, ReadText, mixture_of
+from knnstore.lm.retrieval import ReadNGrams, ReadOwnNGrams, ReadText, mixture_of
 from knnstore.lm.scoring.held_out import HeldOut, read_batch, search_in_parts, with_ngrams
 from knnstore.lm.scoring.slices import perplexity
 from knnstore.lm.settings import KNNModel, KNNSettings, completed
@@ -67,12 +67,13 @@ def measure_size_curve(
         texts = reader.tokenized(ahead)
         smaller = [replace(settings, selection=part) for part, _ in parts]
         ngrams = [ReadNGrams.of(store, texts, one) for one in smaller]
+        own = ReadOwnNGrams.of(texts, settings)
         for batch in reader.batches(texts):
             scores = read_batch(reader, batch, settings, read)
             tokens += len(scores.gold)
             totals[0] += float(scores.lm_log_probs.double().sum())
             for number, (one, counted) in enumerate(zip(smaller, ngrams, strict=True), 1):
-                for found in search_in_parts(store, with_ngrams(scores, counted), one):
+                for found in search_in_parts(store, with_ngrams(scores, counted, own), one):
                     mixture = mixture_of(one, found.retrieved())
                     totals[number] += float(mixture.gold(found.lm_log_probs, found.gold).double().sum())
             if progress is not None:

@@ -11,37 +11,8 @@ LEAST_TEMPERATURE = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
-class CacheSettings:
-    """How much the text that is being read counts; it is mixed with all the rest.
-
-    Raises:
-        ConfigError: a value is out of range.
-    """
-
-    size: int = 500
-    """M >= 1: how many tokens back it reaches; published values are between 100 and 2,000."""
-
-    temperature: float = 1.0
-    """T > 0, in the unit of the distances."""
-
-    lam: float = 0.1
-    """λ, between 0 and 1: the weight of the cache against the mixture of model and store."""
-
-    def __post_init__(self) -> None:
-        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
-            raise ConfigError(f"the cache's size must be an integer of at least 1, got {self.size!r}")
-        if not (self.temperature >= LEAST_TEMPERATURE and math.isfinite(self.temperature)):
-            raise ConfigError(
-                f"the cache's temperature must be above 0 (at least {LEAST_TEMPERATURE}) and finite, "
-                f"got {self.temperature}"
-            )
-        if not 0 <= self.lam <= 1:
-            raise ConfigError(f"the cache's lambda must be between 0 and 1, got {self.lam}")
-
-
-@dataclass(frozen=True, slots=True)
 class NGramSettings:
-    """How much counts of the n-grams of the selected documents weigh; see `knnstore.store.ngrams`.
+    """How much counts of n-grams weigh; of the selected documents: see `knnstore.store.ngrams`.
 
     Raises:
         ConfigError: a value is out of range.
@@ -67,6 +38,41 @@ class NGramSettings:
         for lam in (self.lam, *(self.by_length or ())):
             if not 0 <= lam <= 1:
                 raise ConfigError(f"lambda of n-grams must be between 0 and 1, got {lam}")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSettings:
+    """How much the text that is being read counts; it is mixed with all the rest.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    size: int = 500
+    """M >= 1: how many tokens back it reaches; published values are between 100 and 2,000."""
+
+    temperature: float = 1.0
+    """T > 0, in the unit of the distances."""
+
+    lam: float = 0.1
+    """λ, between 0 and 1: the weight of the cache against the mixture of model and store."""
+
+    ngrams: NGramSettings | None = None
+    """How much the own n-grams of the text count, of all that was read of it, against all the rest; None is
+    not at all."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.ngrams, dict):  # as it is saved
+            object.__setattr__(self, "ngrams", NGramSettings(**self.ngrams))
+        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
+            raise ConfigError(f"the cache's size must be an integer of at least 1, got {self.size!r}")
+        if not (self.temperature >= LEAST_TEMPERATURE and math.isfinite(self.temperature)):
+            raise ConfigError(
+                f"the cache's temperature must be above 0 (at least {LEAST_TEMPERATURE}) and finite, "
+                f"got {self.temperature}"
+            )
+        if not 0 <= self.lam <= 1:
+            raise ConfigError(f"the cache's lambda must be between 0 and 1, got {self.lam}")
 
 
 @dataclass(frozen=True, slots=True)

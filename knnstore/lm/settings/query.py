@@ -181,6 +181,11 @@ class KNNSettings:
         return not self.components
 
     @property
+    def own_ngrams(self) -> NGramSettings | None:
+        """How much the own n-grams of the text count, which go with the cache; None is not at all."""
+        return None if self.cache is None else self.cache.ngrams
+
+    @property
     def needs_text(self) -> bool:
         """Whether it counts which tokens come before: the keys do not tell."""
         return self.cache is not None or self.ngrams is not None

@@ -1,11 +1,13 @@
 """Fitting the continuous cache on top of what predicts already, on text that was scored once."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from knnstore.lm.calibration.fits.ngrams import fit_ngrams, mix_ngrams
 from knnstore.lm.calibration.on_grid import CHUNK_VALUES, gold_on_grid
+from knnstore.lm.calibration.scored_text import ScoredNGrams
 from knnstore.lm.mixing import LEAST_PROBABILITY, fit_lambdas, mix_gold
 from knnstore.lm.retrieval import Reading
 from knnstore.lm.settings import CacheSettings
@@ -30,15 +32,29 @@ class CacheEvidence:
     found: Tensor
     """Which tokens have any before them, bool, shape (n,)."""
 
+    own: ScoredNGrams | None = None
+    """What the own n-grams of each document say, which are fitted on top; None is nothing."""
+
     def mix(self, log_probs: Tensor, cache: CacheSettings) -> Tensor:
         """Mix a cache with a size and T from these grids into log p of each token, shape (n,)."""
+        log_probs = self._mixed(log_probs, cache)
+        if self.own is None or cache.ngrams is None:
+            return log_probs
+        return mix_ngrams(self.own, log_probs, cache.ngrams)
+
+    def _mixed(self, log_probs: Tensor, cache: CacheSettings) -> Tensor:
         column = int((self.temperatures - cache.temperature).abs().argmin())
         probs = self.probs[:, self.sizes.index(cache.size), column]
         return mix_gold(log_probs, probs, cache.lam * self.found)
 
 
-def gather_cache_evidence(reading: Reading) -> CacheEvidence:
-    """Compute p_cache of every token at each size and each temperature of a grid."""
+def gather_cache_evidence(reading: Reading, own: ScoredNGrams | None = None) -> CacheEvidence:
+    """Compute p_cache of every token at each size and each temperature of a grid.
+
+    Args:
+        reading: whole documents.
+        own: what their own n-grams say, if these go with a cache.
+    """
     longest = int(torch.unique_consecutive(reading.documents, return_counts=True)[1].max())
     sizes = tuple(size for at, size in enumerate(SIZES) if at == 0 or SIZES[at - 1] < longest - 1)
     every = torch.arange(len(reading.documents))
@@ -52,11 +68,11 @@ def gather_cache_evidence(reading: Reading) -> CacheEvidence:
         hits = recent.tokens.flip(1) == reading.gold[chunk, None]
         found[chunk] = distances.isfinite().any(1)
         probs[:, chunk] = gold_on_grid(distances, hits, sizes, temperatures)
-    return CacheEvidence(sizes, temperatures, probs.transpose(0, 1), found)
+    return CacheEvidence(sizes, temperatures, probs.transpose(0, 1), found, own)
 
 
 def fit_cache(evidence: CacheEvidence, log_probs: Tensor, wanted: Tensor) -> CacheSettings:
-    """Find the likeliest size, T and λ of a cache that is mixed with what predicts already.
+    """Find the likeliest size, T and λ of a cache over what predicts already, then λ of own n-grams over it.
 
     `log_probs` is log p of each token without a cache, float32, shape (n,); `wanted` says which to fit on.
     """
@@ -68,7 +84,10 @@ def fit_cache(evidence: CacheEvidence, log_probs: Tensor, wanted: Tensor) -> Cac
     lam, loss = fit_lambdas(probs, evidence.probs[rows].flatten(1), bins, 1)
     best = int(loss.argmin())
     size, column = divmod(best, len(evidence.temperatures))
-    return CacheSettings(evidence.sizes[size], evidence.temperatures[column].item(), lam[0, best].item())
+    cache = CacheSettings(evidence.sizes[size], evidence.temperatures[column].item(), lam[0, best].item())
+    if evidence.own is None:
+        return cache
+    return replace(cache, ngrams=fit_ngrams(evidence.own, evidence.mix(log_probs, cache), wanted))
 
 
 def _spread(distances: Tensor) -> float:

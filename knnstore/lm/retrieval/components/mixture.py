@@ -14,7 +14,12 @@ from knnstore.lm.retrieval.components.part import Part
 from knnstore.lm.retrieval.components.recent import RecentText
 from knnstore.lm.settings import KNNSettings
 
-_PARTS: Sequence[Part] = (Keys(), NGrams(), RecentText())
+_PARTS: Sequence[Part] = (
+    Keys(),
+    NGrams("n-grams", lambda settings: settings.ngrams, lambda retrieved: retrieved.continuation),
+    RecentText(),
+    NGrams("own n-grams", lambda settings: settings.own_ngrams, lambda retrieved: retrieved.own),
+)
 """By their own weights each lies over those before it; a gate knows them by name."""
 
 Factors = Mapping[str, Sequence[float]]
