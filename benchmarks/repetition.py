@@ -4,7 +4,7 @@
     python benchmarks/repetition.py --smoke         a few seconds, with the demo's model
 
 DATA holds a folder for each domain with ``store.jsonl``, ``dev.jsonl`` and ``test.jsonl``. Settings are
-calibrated on the beginnings of documents of ``dev``, and up to 32 beginnings of documents of ``test`` are
+calibrated on the beginnings of documents of ``dev``, and up to 64 beginnings of documents of ``test`` are
 continued by 96 tokens. Each side is what was calibrated, without the components that it does not name;
 ``writing`` is what is used for writing, ``text`` how the documents go on themselves. Of each: the share of
 distinct bigrams; that of 4-grams that stood earlier in the continuation; and by how much both are worse than
@@ -33,6 +33,7 @@ from knnstore.lm.calibration.writing import Beginnings, Repeated
 
 WITHOUT: dict[str, tuple[str, ...]] = {
     "keys": ("cache", "n-grams"),
+    "n-grams": ("cache", "keys"),
     "keys + n-grams": ("cache",),
     "keys + cache": ("n-grams",),
     "all": (),
@@ -47,8 +48,12 @@ def measure(lm: KNNLMForCausalLM, parts: Parts, settings: KNNSettings) -> dict[s
     begun = Beginnings.of(lm.reader, parts["test"])
     everything = replace(settings, scoring_only=())
     sides = {name: everything.without(*left) for name, left in WITHOUT.items()}
-    of_writing = next((name for name, left in WITHOUT.items() if left == settings.scoring_only), "writing")
-    sides.setdefault(of_writing, settings.for_writing)
+    left_out = set(settings.scoring_only)
+    of_writing = next((name for name, left in WITHOUT.items() if set(left) == left_out), "writing")
+    if settings.writes_alone:
+        of_writing = "model"
+    else:
+        sides.setdefault(of_writing, settings.for_writing)
     written = {"model": Repeated.of(begun.continued(lm, KNNSettings(k=1, lam=0.0)))}
     seconds = {}
     for name, side in sides.items():

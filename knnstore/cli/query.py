@@ -216,6 +216,7 @@ class Query:
             f"settings calibrated for {of} on {record.date[:10]} with {record.tokens:,} tokens: {mixer}, "
             f"{reach}, T={settings.temperature:.4g}"
             + (f"; in scoring only: {', '.join(settings.scoring_only)}" if settings.scoring_only else "")
+            + ("; so text is written by the model alone" if settings.writes_alone else "")
         )
         if record.is_stale(store):
             note(

@@ -49,6 +49,7 @@ def _calibrated(saved: list[SavedSettings]) -> list[str]:
         f"for {', '.join(found['domains']) or 'the whole store'}: {found['mixer']}, perplexity "
         f"{found['base_ppl']:,.2f} -> {found['knn_ppl']:,.2f} on {found['tokens']:,} tokens (SHA-256 "
         f"{found['text_hash'][:12]}), {found['date'][:10]}, revision {found['revision']}"
-        for found in (one.calibration for one in saved)
+        + (f"; in scoring only: {', '.join(left)}" if left else "")
+        for found, left in ((one.calibration, one.query.get("scoring_only")) for one in saved)
         if found
     ]

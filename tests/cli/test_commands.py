@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from knnstore.cli.commands.asking import credits_of
+from knnstore.cli.commands.calibrating import _of_writing
 from knnstore.lm import KNNLMForCausalLM, Source, TokenExplanation
 
 
@@ -179,6 +180,15 @@ def test_calibrated_settings_are_used_and_named(knnstore, store):
     assert knnstore("calibrate --reset").out == "dropped what was saved for the whole store\n"
     assert knnstore("calibrate --show").out == "nothing is saved: the defaults are used\n"
     assert knnstore("eval dev.jsonl --json").json["mixer"] == "fixed"
+
+
+def test_it_is_said_what_text_is_written_with():
+    rows = [{"of": of, "repeated_4grams": 0.5} for of in ("model", "all", "all but cache")]
+    assert _of_writing((), rows).startswith("everything counts in writing too (repeated 4-grams of ")
+    assert _of_writing(("cache",), rows).startswith("counts in scoring only: cache (repeated")
+    every = _of_writing(("cache", "keys"), rows)
+    assert every.startswith("the model writes alone, counts in scoring only: cache, keys (repeated")
+    assert "writes alone" not in _of_writing(("cache",), ())
 
 
 def test_calibrate_refuses_what_it_cannot_fit(knnstore, store):

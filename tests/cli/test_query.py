@@ -49,7 +49,7 @@ def test_a_weight_by_hand_counts_in_place_of_the_gate(store):
         assert find(ngram_lambda=0.1) is find(cache_lambda=0.1) is find(lam=0.1) is None
 
 
-def test_what_counts_in_scoring_only_counts_in_writing_where_it_is_asked_for(store):
+def test_what_counts_in_scoring_only_counts_in_writing_where_it_is_asked_for(store, knnstore):
     with library.open(store, "a") as opened:
         query = {"temperature": 20.0, "mixer": {"name": "fixed", "lam": 0.5}, "cache": SAVED}
         ngrams = {"order": 5, "lam": 0.6}
@@ -60,6 +60,9 @@ def test_what_counts_in_scoring_only_counts_in_writing_where_it_is_asked_for(sto
             return Query(**given).settings(opened, Selection()).for_writing.components
 
         assert written() == ()
+        alone = "warning: the model writes alone, because with the store text repeats itself more"
+        assert alone in knnstore("generate The --max-new-tokens 1").err
+        assert alone not in knnstore("generate The --max-new-tokens 1 --lambda 0.5").err
         assert written(cache=100) == written(cache_lambda=0.1) == ("cache",)
         assert written(ngrams=3) == written(ngram_lambda=0.1) == ("n-grams",)
         assert (

@@ -10,7 +10,7 @@ from knnstore.checks import printable
 from knnstore.cli.inputs import read_text
 from knnstore.cli.models import StoreRuntime
 from knnstore.cli.options import JsonOption, seed_option
-from knnstore.cli.output import Verbatim, echo, plain, print_result, row_of, table
+from knnstore.cli.output import Verbatim, echo, note, plain, print_result, row_of, table
 from knnstore.cli.query import Query, ScoringQuery, SelectionOptions
 from knnstore.errors import ConfigError
 
@@ -77,6 +77,11 @@ def generate(
     with runtime.open_model("r", domains=selected.domains) as lm:
         settings = query.settings(lm.store, selected.selection())
         prompt = read_text(prompt)
+        if settings.writes_alone:
+            note(
+                "warning: the model writes alone, because with the store text repeats itself more "
+                "(knnstore calibrate --show); --lambda 0.5 lets the store count"
+            )
         shown = Written(lm.reader, prompt)
         continuation = lm.generate_text(
             prompt,

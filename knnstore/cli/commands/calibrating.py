@@ -182,6 +182,8 @@ def _of_writing(scoring_only: Sequence[str], written: Sequence[Mapping[str, Any]
     left = ", ".join(scoring_only)
     what = f"counts in scoring only: {left}" if left else "everything counts in writing too"
     shares = {one["of"]: one["repeated_4grams"] for one in written}
+    if left and shares and f"all but {left}" not in shares:
+        what = f"the model writes alone, {what}"
     if not shares:
         return f"{what} (too little text to measure how text repeats itself)"
     names = {

@@ -206,6 +206,11 @@ class KNNSettings:
         """With which text is written: without what counts in scoring only."""
         return self.without(*self.scoring_only)
 
+    @property
+    def writes_alone(self) -> bool:
+        """Whether text is written by the model alone, though something is mixed with it in scoring."""
+        return bool(self.components) and self.for_writing.is_model_alone
+
     def without(self, *components: str) -> "KNNSettings":
         """Leave out some `components`; these very settings where none is named."""
         if not components:
