@@ -105,6 +105,7 @@ class MappedFile:
             if digest != self._digests[block * 32 : block * 32 + 32]:
                 raise self._damaged("does not match its SHA-256")
         self._checked_blocks[blocks] = True
+        self.checked = bool(self._checked_blocks.all())
 
     def _hash(self, blocks: NDArray[np.int64]) -> list[bytes]:
         def digest(block: int) -> bytes:

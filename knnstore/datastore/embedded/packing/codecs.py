@@ -138,8 +138,9 @@ class ProductCodec(Codec):
 
     def turned(self, codes: Codes) -> Keys:
         """The sums of centers and entries."""
-        entries: Keys = self._entries[codes[:, 1:] + self._offsets].reshape(len(codes), -1)
-        entries += self.centers[codes[:, 0]]
+        # `take` copies rows three times as fast as an index does.
+        entries: Keys = self._entries.take(codes[:, 1:] + self._offsets, axis=0).reshape(len(codes), -1)
+        entries += self.centers.take(codes[:, 0], axis=0)
         return entries
 
     def to_bytes(self) -> bytes:
