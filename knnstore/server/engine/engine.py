@@ -198,7 +198,8 @@ class Engine:
             return
         assert remembered.next is not None
         row = Row(task, index, self._lm.tokenizer, self._ends)
-        piece = row.take(remembered.next)  # at once: it need not wait for a step
+        # At once: it need not wait for a step.
+        piece = row.take(remembered.next, int(remembered.next.argmax()))
         self._firsts += 1
         ticket.tell(piece)
         if piece.finish:
@@ -232,9 +233,9 @@ class Engine:
     def _take(self, rows: Sequence[Row], log_probs: Tensor) -> list[Row]:
         """Give each text its next token; those that end."""
         done = []
-        for row, of_row in zip(rows, log_probs, strict=True):
+        for row, of_row, likeliest in zip(rows, log_probs, log_probs.argmax(1).tolist(), strict=True):
             try:
-                piece = row.take(of_row)
+                piece = row.take(of_row, likeliest)
             except Exception as error:
                 _logger.exception("a token could not be chosen")
                 self._fail([self._tickets[row]], error)

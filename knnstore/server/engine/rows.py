@@ -104,44 +104,44 @@ class Row:
         seed = task.sampling.seed
         self._random = random.Random(None if seed is None else f"{seed}:{index}")  # noqa: S311
 
-    @property
-    def written(self) -> Sequence[int]:
-        """The tokens after the prompt."""
-        return self.tokens[self._first :]
+    def take(self, log_probs: Tensor, likeliest: int) -> Piece:
+        """Choose the next token.
 
-    def take(self, log_probs: Tensor) -> Piece:
-        """Choose the next token from log p of all, float32, shape (v,)."""
-        token = chosen(log_probs, self.task.sampling, self._random.random)
+        Args:
+            log_probs: log p of all, float32, shape (v,).
+            likeliest: the most probable one.
+        """
+        sampling, top = self.task.sampling, self.task.top
+        token = likeliest if sampling.temperature == 0 else drawn(log_probs, sampling, self._random.random)
         self.tokens.append(token)
-        top = self.task.top
-        found = Likelihoods.of(log_probs[None], torch.tensor([token], device=log_probs.device), top or 0)
-        scores = next(scored(found, [token], [self._length], top))
+        score = TokenScore(token, self._length)
+        if top is not None:
+            found = Likelihoods.of(log_probs[None], torch.tensor([token], device=log_probs.device), top)
+            score = next(scored(found, [token], [self._length], top))
         if token in self._ends:
-            return self._end("stop", scores)
+            return self._end("stop", score)
         new = self._detokenizer.take(token)
         self._length += len(new)
         text, stopped = self._stops.take(new)
         if stopped:
-            return Piece(self.index, text, (scores,), "stop")
-        if len(self.written) == self.task.max_tokens:
-            return self._end("length", scores, text)
-        return Piece(self.index, text, (scores,))
+            return Piece(self.index, text, (score,), "stop")
+        if len(self.tokens) - self._first == self.task.max_tokens:
+            return self._end("length", score, text)
+        return Piece(self.index, text, (score,))
 
-    def _end(self, finish: Finish, scores: TokenScore, text: str = "") -> Piece:
+    def _end(self, finish: Finish, score: TokenScore, text: str = "") -> Piece:
         last, stopped = self._stops.take(self._detokenizer.end())
-        return Piece(self.index, text + last + self._stops.end(), (scores,), "stop" if stopped else finish)
+        return Piece(self.index, text + last + self._stops.end(), (score,), "stop" if stopped else finish)
 
 
-def chosen(log_probs: Tensor, sampling: Sampling, draw: Any) -> int:
-    """Choose a token.
+def drawn(log_probs: Tensor, sampling: Sampling, draw: Any) -> int:
+    """Draw a token.
 
     Args:
         log_probs: of all tokens, shape (v,).
-        sampling: how.
-        draw: gives a number in [0, 1); asked once, unless the most probable token is taken.
+        sampling: how; its temperature is not 0.
+        draw: gives a number in [0, 1); asked once.
     """
-    if sampling.temperature == 0:
-        return int(log_probs.argmax())
     probs = (log_probs.double() / sampling.temperature).softmax(-1).cpu()
     if sampling.top_p < 1:
         ranked, order = probs.sort(descending=True, stable=True)
