@@ -80,7 +80,7 @@ class CellsDatastore(EmbeddedDatastore):
         coding = self._policy.coding_for(self._dim)
         return Capabilities(
             exact_search=False, exact_keys=False, persistent=True, shared_writers=False, checks_keys=True,
-            codes=coding.kind if coding else None,
+            codes=coding.kind if coding else None, coded_from=coding.least if coding else None,
         )  # fmt: skip
 
     def visit(self, queries: Keys, probes: int, *, where: Filter | None = None) -> list[Visits]:

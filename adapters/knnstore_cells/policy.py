@@ -16,6 +16,9 @@ _PER_NEIGHBOR = 8  # records to visit for each neighbor wanted
 _LEAST_PROBES = 8
 _CODES = (16, "none"), (512, "pq32"), (2048, "pq64")  # up to so many components
 _LARGE = "pq128"
+# Keys in half precision before a group is coded: bytes, and records.
+_WAITING_SIZE, _LEAST_CODED, _MOST_WAITING = 1 << 26, 1 << 13, 1 << 17
+_ROOM = 4  # times as many wait until `optimize`
 _LEAST_SHARE = 16  # a segment has an index from this fraction of the rows on from which its group has cells
 
 
@@ -29,7 +32,7 @@ class Policy:
         memory: MiB of keys that are kept ready between searches.
         codes: what a large group is kept as: ``none`` (half precision), ``int8``, or ``pq32`` and its like;
             ``auto`` chooses by the number of components.
-        coded_from: records from which on a group is large.
+        coded_from: records from which on a group is large; 0 chooses by the number of components.
         device: of torch, whose memory holds all keys while searching, as they are stored; ``none`` leaves
             them in their files, of which the processor reads what it needs; ``auto`` takes the GPU where
             there is one with room.
@@ -39,7 +42,7 @@ class Policy:
     probes: int = 0
     memory: int = 512
     codes: str = "auto"
-    coded_from: int = 1 << 13
+    coded_from: int = 0
     device: str = "auto"
 
     @classmethod
@@ -68,7 +71,8 @@ class Policy:
         kind = self.codes
         if kind == "auto":
             kind = next((kind for most, kind in _CODES if dim <= most), _LARGE)
-        return None if kind == "none" else Coding(kind, self.coded_from)
+        least = self.coded_from or max(_LEAST_CODED, min(_MOST_WAITING, _WAITING_SIZE // (2 * dim)))
+        return None if kind == "none" else Coding(kind, least, _ROOM * least)
 
     def cells_for(self, group_rows: int) -> int:
         """How many cells a group of so many live records has."""

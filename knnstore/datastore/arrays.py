@@ -66,6 +66,9 @@ class Capabilities:
     """What keys are kept as where there are many, as ``pq32``: they come back near what was given, and no
     more is said. None where `exact_keys` says all."""
 
+    coded_from: int | None = None
+    """Records from which on a group is so many."""
+
 
 @dataclass(frozen=True, slots=True)
 class DamagedPart:

@@ -22,6 +22,7 @@ def info_of(home: Home, catalog: Catalog, view: View, move_target: Engine | None
         "location": engine.location,
         "params": dict(engine.params),
         "codes": view.datastore.capabilities.codes,
+        "coded_from": view.datastore.capabilities.coded_from,
         "unfinished_move": move_target.location if move_target else None,
         **{name: getattr(identity, name) for name in Identity.__slots__},
         **({"key": None, "dim": None, "metric": None} if engine.is_keyless else {}),

@@ -208,6 +208,66 @@ def test_what_was_kept_in_half_precision_is_coded_with_the_rest(tmp_path: Path) 
         assert key_files(tmp_path / "store") == 3200 * 7
 
 
+def test_keys_wait_for_a_codec_of_all_of_them(tmp_path: Path) -> None:
+    """It knows the last as it knows the first, and codes each once; until then all are met as they are."""
+    root, keys = tmp_path / "store", np.concatenate([clustered(900), clustered(900, seed=1) * 2 + 40])
+    ids = record_ids(np.arange(1800), np.zeros(1800, np.int64))
+    with closing(coded(root)) as store, closing(coded(root, "r")) as reader:
+        for rows in np.split(np.arange(1800), 6):
+            store.add(ids[rows], keys[rows], np.zeros(300, np.int32))
+            store.flush()
+        assert key_files(root) == 1800 * 2 * DIM
+        assert met(reader) == set(range(1800))
+        store.optimize()
+        assert key_files(root) == 1800 * 7
+        (segment,) = store._segments.snapshot()
+        half = keys.astype(np.float16).astype(np.float32)
+        codes = segment.columns.codec.encode(half)
+        np.testing.assert_array_equal(
+            segment.columns.codes_at(np.arange(1800), segment.columns.codec_file), codes
+        )
+        for part in (slice(0, 900), slice(900, 1800)):
+            assert lost(half[part], segment.columns.keys[part]) < 0.2
+        assert met(reader) == set(range(1800))
+
+
+def test_not_too_many_keys_wait(tmp_path: Path) -> None:
+    """A text that is so large is coded as it comes, from some key on; what is before is coded afterwards."""
+    root = tmp_path / "store"
+    with closing(coded(root)) as store, closing(coded(root, "r")) as reader:
+        for start, stop, size in ((0, 1900, 1900 * 2 * DIM), (1900, 2300, 1900 * 2 * DIM + 400 * 7)):
+            put(store, np.arange(start, stop))
+            store.flush()
+            assert key_files(root) == size
+            assert met(reader) == set(range(stop))
+        before = held(store)
+        store.optimize()
+        assert key_files(root) == 2300 * 7
+        after = held(store)
+        assert [before[id] == after[id] for id in before] == [False] * 1900 + [True] * 400
+        assert (
+            lost(KEYS[:1900], np.stack([np.frombuffer(key, np.float32) for key in after.values()])[:1900])
+            < 0.2
+        )
+
+
+def test_damage_among_keys_that_wait_costs_what_is_damaged(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    with closing(coded(root)) as store:
+        for start in range(0, 1500, 500):
+            put(store, np.arange(start, start + 500))
+            store.flush()
+        first = store._segments.snapshot()[0].entry.keys.name
+    content = bytearray((root / first).read_bytes())
+    content[100] ^= 1
+    (root / first).write_bytes(content)
+    with closing(coded(root)) as store:
+        store.optimize()
+        assert set(held(store)) == set(record_ids(np.arange(500, 1500), np.arange(500, 1500)).tolist())
+        assert key_files(root) == 500 * 2 * DIM + 1000 * 7
+        assert len(store.verify()) == 1
+
+
 @pytest.mark.parametrize("damage", ["missing", "cut", "flipped"])
 def test_a_damaged_codec_costs_its_group(tmp_path: Path, damage: str) -> None:
     """It is named, the other groups are read, and what is added then is coded anew."""
@@ -266,7 +326,7 @@ def test_kinds_are_checked(tmp_path: Path) -> None:
 
 @pytest.fixture
 def segments(tmp_path: Path) -> Iterator[KeySegments]:
-    with closing(KeySegments(tmp_path / "store", DIM, Metric.L2, "a", Coding("pq6", 100))) as opened:
+    with closing(KeySegments(tmp_path / "store", DIM, Metric.L2, "a", Coding("pq6", 100, 100))) as opened:
         yield opened
 
 

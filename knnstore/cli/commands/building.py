@@ -97,8 +97,8 @@ def init(
         typer.Option(
             metavar="KIND",
             show_default="by the model's width",
-            help="With cells: what the keys of domains with 8,192 tokens are kept as: pq32 or "
-            "pq64 (about so many bytes a token), int8, or none (half precision).",
+            help="With cells: what the keys of large domains are kept as: pq32 or pq64 (about so many "
+            "bytes a token), int8, or none (half precision).",
         ),
     ] = None,
     max_length: MaxLengthOption = None,
@@ -154,11 +154,10 @@ def init(
         found = made.info()
         if made.is_keyless:
             note("no keys are kept: of the text that is added its n-grams are all that is retrieved")
-        kept_as = made.datastore.capabilities.codes
-        if kept_as is not None:
+        if found["codes"] is not None:
             note(
-                f"keys are kept as codes ({kept_as}) in domains of 8,192 tokens; --codes none keeps "
-                "them in half precision"
+                f"keys are kept as codes ({found['codes']}) in domains of {found['coded_from']:,} tokens; "
+                "--codes none keeps them in half precision"
             )
         if made.identity.projection is not None:
             fitted = made.load_weights(made.identity.projection).metadata

@@ -1,5 +1,6 @@
 """The files of a directory as its one writer makes, names and removes them."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -79,16 +80,18 @@ class SegmentFiles:
     ) -> Segment:
         """Write the live rows of some segments of a group as a new one; see `merging.write_segment`.
 
-        They are coded as others in the group are, `among` which they are, or where they are enough to fit a
-        codec to.
+        They are coded as others in the group are, `among` which they are, or where a codec is due.
         """
         codec = codec_among(among)
-        coding = self._coding
-        if codec is None and coding is not None and sum(one.live for one in segments) >= coding.least:
-            codec = self._fit_codec(coding.kind, segments, dim)
+        if codec is None and self._is_due(among, rewriting=all(one.entry for one in segments)):
+            codec = self._fit_codec(among, dim)
         name = self._number()
         self._made(*file_names(name))  # should this fail, the next success removes them
         return write_segment(self._root, name, segments, dim, aside, codec)
+
+    def are_coded(self, group: Sequence[Segment]) -> bool:
+        """Whether the segments of a group are to be coded when they are rewritten."""
+        return codec_among(group) is not None or self._is_due(group, rewriting=True)
 
     def write_index(self, write: Callable[[Path], None]) -> StoredFile:
         """Make the file of an index durable, which `write` creates at the path that it is given."""
@@ -130,10 +133,22 @@ class SegmentFiles:
         self.on_disk.update(names)
         self._unnamed.update(names)
 
-    def _fit_codec(self, kind: str, segments: Sequence[Segment], dim: int) -> CodecFile:
-        """Write a codec that is fitted to some of the rows of segments."""
+    def _is_due(self, group: Sequence[Segment], *, rewriting: bool) -> bool:
+        """Whether a codec is to be fitted to a group that has none."""
+        coding = self._coding
+        least = math.inf if coding is None else coding.least if rewriting else coding.most
+        return sum(one.live for one in group) >= least
+
+    def _fit_codec(self, segments: Sequence[Segment], dim: int) -> CodecFile | None:
+        """Write a codec that is fitted to rows from all over some segments; None if none can be read."""
+        assert self._coding is not None
+        kind, keys = self._coding.kind, []
         step = -(-sum(one.live for one in segments) // min(_SAMPLE, _SAMPLE_VALUES // dim))
-        keys = [one.columns.keys_at(one.live_rows().ids()[::step]).astype(np.float32) for one in segments]
+        for one in segments:
+            with suppress(CorruptDatastoreError):  # it is set aside
+                keys.append(one.columns.keys_at(one.live_rows().ids()[::step]).astype(np.float32))
+        if not keys:
+            return None
         codec = fit_codec(kind, np.concatenate(keys))
         name = f"segments/{self._number()}.codec"
         self._made(name)
@@ -159,11 +174,6 @@ def codec_among(segments: Iterable[Segment]) -> CodecFile | None:
             if codec.codec:
                 return codec
     return None
-
-
-def lacks_codes(segment: Segment, among: Iterable[Segment]) -> bool:
-    """Whether a segment is to be coded as others of its group are."""
-    return segment.columns.codec_file is None and codec_among(among) is not None
 
 
 def write_digests(root: Path, segment: Segment) -> None:

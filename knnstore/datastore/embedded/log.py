@@ -14,7 +14,7 @@ import numpy as np
 
 from knnstore.datastore.arrays import DamagedPart, Groups, Ids, Keys, Metric
 from knnstore.datastore.embedded.erasing import FOLDERS
-from knnstore.datastore.embedded.files import SegmentFiles, lacks_codes, write_digests, writing
+from knnstore.datastore.embedded.files import SegmentFiles, write_digests, writing
 from knnstore.datastore.embedded.manifest import IndexEntry, Manifest
 from knnstore.datastore.embedded.merging import (
     merge_plan,
@@ -149,13 +149,16 @@ class KeySegments(SegmentReader):
     def compact(self, *, ratio: int) -> None:
         """Reclaim the space of dead rows and merge each group's segments.
 
-        Afterwards each segment of a group has at least `ratio` times the rows of the next.
+        Afterwards each segment of a group has at least `ratio` times the rows of the next, and a group that
+        is large enough is coded.
         """
         self.flush()
         with self._mutex:
             for group, found in self.by_group().items():
+                coded = self._files.are_coded(found)
                 for segment in found:
-                    if segment.rows - segment.live > _SPARSE * segment.rows or lacks_codes(segment, found):
+                    lacks_codes = coded and segment.columns.codec_file is None
+                    if lacks_codes or segment.rows - segment.live > _SPARSE * segment.rows:
                         self._replace([segment])
                 self._merge(group, ratio=ratio, indexed=True)
 

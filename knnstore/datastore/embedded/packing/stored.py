@@ -16,7 +16,11 @@ class Coding(NamedTuple):
     """See `checked_kind`."""
 
     least: int
-    """Records from which on a group is coded."""
+    """Records from which on a group is coded when some of it is rewritten. Until then it waits, for its codec
+    is fitted once, and the better the more of it there is."""
+
+    most: int
+    """Records from which on a group is coded as it grows: for so many there is room."""
 
 
 @dataclass(frozen=True, slots=True)
