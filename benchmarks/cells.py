@@ -39,7 +39,7 @@ TINY_LM = Path(__file__).parent.parent / "examples" / "tiny-lm"
 K = 1024
 ROUNDS = 5
 STEPS = 48
-FACTORS = [2 ** (half / 2) for half in range(-8, 7)]
+FACTORS = [2 ** (quarter / 4) for quarter in range(-8, 7)]
 """Temperatures that are tried, as multiples of the default one."""
 
 Parts = dict[str, list[TextDocument]]
