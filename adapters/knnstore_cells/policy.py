@@ -71,7 +71,7 @@ class Policy:
         kind = self.codes
         if kind == "auto":
             kind = next((kind for most, kind in _CODES if dim <= most), _LARGE)
-        least = self.coded_from or max(_LEAST_CODED, min(_MOST_WAITING, _WAITING_SIZE // (2 * dim)))
+        least = self.coded_from or max(_LEAST_CODED, min(_MOST_WAITING, _WAITING_SIZE // max(1, 2 * dim)))
         return None if kind == "none" else Coding(kind, least, _ROOM * least)
 
     def cells_for(self, group_rows: int) -> int:
