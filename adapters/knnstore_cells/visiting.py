@@ -88,7 +88,9 @@ def visit(groups: Sequence[Visitable], queries: Keys, probes: int, ids: IdRanges
     asked = torch.from_numpy(np.require(queries, requirements="W"))  # torch warns of what it may not write
     asked = asked.to(cells.centers.device)
     metric = groups[0].metric
-    nearest = _nearest_cells(asked, cells, min(probes, len(cells.numbers)), metric)
+    nearest = _nearest_cells(
+        asked, cells, min(probes, len(cells.numbers)), metric, ranked=len(queries) > _FEW
+    )
     scanners = [group.scanner() for group in groups] if len(queries) <= _FEW else []
     able = [scanner for scanner in scanners if scanner is not None]
     if len(able) == len(groups):
@@ -118,7 +120,8 @@ def visit(groups: Sequence[Visitable], queries: Keys, probes: int, ids: IdRanges
             of_group = Visitors(numbers_met[first:last], visitors, ends[first : last + 1])
             visits += group.visit_on_device(of_group, asked, ids)
         return visits
-    visits = []
+    ranks = order.remainder(nearest.shape[1]).numpy() if len(queries) > _FEW else None
+    visits, done = [], 0
     for row, of_cell in zip(rows.tolist(), torch.split(visitors, counts.tolist()), strict=True):
         group, number = groups[owners[row]], int(cells.numbers[row])
         found, keys, norms = _matching(group.cell(number), ids)
@@ -129,7 +132,9 @@ def visit(groups: Sequence[Visitable], queries: Keys, probes: int, ids: IdRanges
             distances = torch.addmm(norms, met, keys.T, alpha=-2)
             distances += squares(owners[row])[of_cell, None]
             distances.clamp_(min=0)
-        visits.append(Visits.of(Visit(of_cell.numpy(), found, distances.numpy())))
+        own_ranks = None if ranks is None else ranks[done : done + len(of_cell)]
+        visits.append(Visits.of(Visit(of_cell.numpy(), found, distances.numpy(), ranks=own_ranks)))
+        done += len(of_cell)
     return visits
 
 
@@ -178,14 +183,14 @@ def _matching(cell: Cell, ids: IdRanges | None) -> Cell:
     return Cell(cell.ids[chosen], cell.keys[rows], cell.norms[rows])
 
 
-def _nearest_cells(queries: Tensor, cells: Cells, probes: int, metric: Metric) -> Tensor:
-    """The nearest of some cells, shape (q, probes)."""
-    if probes == len(cells.numbers):
+def _nearest_cells(queries: Tensor, cells: Cells, probes: int, metric: Metric, *, ranked: bool) -> Tensor:
+    """The nearest of some cells, shape (q, probes), nearest first if that is wanted."""
+    if probes == len(cells.numbers) and (probes == 1 or not ranked):
         return torch.arange(probes, device=queries.device).expand(len(queries), -1)
     step = max(1, DISTANCES_AT_ONCE // len(cells.numbers))
     norms = cells.half_norms if metric is Metric.L2 else torch.zeros_like(cells.half_norms)
     parts = [
-        torch.addmm(norms, some, cells.centers.T, alpha=-1).topk(probes, largest=False, sorted=False).indices
+        torch.addmm(norms, some, cells.centers.T, alpha=-1).topk(probes, largest=False, sorted=ranked).indices
         for some in torch.split(queries, step)
     ]
     return torch.cat(parts)

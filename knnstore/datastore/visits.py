@@ -24,6 +24,9 @@ class Visit(NamedTuple):
     log_weights: NDArray[np.float32] | None = None
     """As in `Neighbors`, shape (r,); an adapter gives none."""
 
+    ranks: NDArray[np.int64] | None = None
+    """How many of a query's cells are nearer than this one, shape (m,); None where that is not known."""
+
 
 class Visits(NamedTuple):
     """Visits of one shape beside each other, as an accelerator makes them; on a processor often one alone."""
@@ -41,12 +44,18 @@ class Visits(NamedTuple):
     log_weights: NDArray[np.float32] | None = None
     """As in `Neighbors`, shape (b, r); an adapter gives none."""
 
+    ranks: NDArray[np.int64] | None = None
+    """How many of a query's cells are nearer, shape (b, m); None where that is not known. With it sums over
+    fewer cells come out of the same pass."""
+
     @classmethod
     def of(cls, visit: Visit) -> Self:
         """One alone."""
-        queries, ids, distances, log_weights = visit
-        weights = None if log_weights is None else log_weights[None]
-        return cls(queries[None], ids[None], distances[None], weights)
+        queries, ids, distances, log_weights, ranks = visit
+        return cls(
+            queries[None], ids[None], distances[None],
+            None if log_weights is None else log_weights[None], None if ranks is None else ranks[None],
+        )  # fmt: skip
 
     def apart(self) -> Iterator[Visit]:
         """Each that met something alone, in the processor's memory, without what is missing."""
@@ -60,6 +69,8 @@ class Visits(NamedTuple):
                 visit = Visit(queries[asked], ids[there], of_each[np.ix_(asked, there)])
             if self.log_weights is not None:
                 visit = visit._replace(log_weights=self.log_weights[at, there])
+            if self.ranks is not None:
+                visit = visit._replace(ranks=self.ranks[at, asked])
             if visit.distances.size:
                 yield visit
 

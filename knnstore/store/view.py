@@ -183,15 +183,21 @@ class View:
 
     def _visits(self, queries: Keys, probes: int, live: IdRanges, where: Filter | None) -> list[Visits]:
         """The records that are live, with log weights as `search` gives them."""
-        visits = []
         datastore: Any = self.datastore  # to ask again whether it has cells takes longer than all this
-        for found in datastore.visit(queries, probes, where=where):
-            alive = live.contains(found.ids)
-            gone = not alive.all() and (found.ids[~alive] >= 0).any()
-            left = found.only(alive) if gone else found
-            if self.snapshot.representatives is not None:
-                left = left._replace(log_weights=self.snapshot.log_weights_at(positions_of(left.ids)))
-            visits.append(left)
+        visits: list[Visits] = datastore.visit(queries, probes, where=where)
+        # All ids at once: of scored text there are a thousand small visits.
+        ids = [found.ids.ravel() for found in visits] or [np.empty(0, np.int64)]
+        every = ids[0] if len(ids) == 1 else np.concatenate(ids)
+        alive = live.contains(every)
+        if not alive.all() and (every[~alive] >= 0).any():
+            ends = np.cumsum([len(of) for of in ids])[:-1]
+            parts = zip(visits, np.split(alive, ends), strict=True)
+            visits = [found.only(of.reshape(found.ids.shape)) for found, of in parts]
+        if self.snapshot.representatives is not None:
+            visits = [
+                found._replace(log_weights=self.snapshot.log_weights_at(positions_of(found.ids)))
+                for found in visits
+            ]
         return visits
 
     def _resolve(self, selection: Selection) -> Scope:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from knnstore.datastore import Datastore, Filter, IdRanges, Metric, SupportsCells, Visits, apart
+from knnstore.datastore import Datastore, Filter, IdRanges, Metric, SupportsCells, Visit, Visits, apart
 from knnstore.errors import DimensionMismatchError, InvalidVectorError
 from knnstore.testing.base import KitBase, Records, sample, some_queries, true_distances
 
@@ -54,6 +54,19 @@ class VisitTests(KitBase):
         visits = cells.visit(queries, ALL_CELLS, where=Filter(ids=matched.positions()))
         found, truth = met(visits, matched, 10), true_distances(queries, matched.keys, cells.metric)
         np.testing.assert_allclose(found, truth, 1e-4, 1e-3, err_msg="wrong distances")
+
+    def test_ranks_are_those_of_the_nearest_cells(self, cells: Celled, records: Records) -> None:
+        """Where ranks are told, the cells with a rank below p are those that p probes visit."""
+        queries = some_queries(100, self.dim)
+        visits = apart(cells.visit(queries, 4))
+        for probes in (1, 3) if all(visit.ranks is not None for visit in visits) else ():
+            nearer = [
+                Visits.of(Visit(visit.queries[near], visit.ids, visit.distances[near]))
+                for visit in visits
+                for near in [np.asarray(visit.ranks) < probes]
+            ]
+            fewer = met(cells.visit(queries, probes), records, 100)
+            np.testing.assert_allclose(met(nearer, records, 100), fewer, 1e-4, 1e-3, err_msg="wrong ranks")
 
     @pytest.mark.parametrize("groups", [(0,), (1, 3), (2, 77)])
     def test_by_groups(self, cells: Celled, records: Records, groups: tuple[int, ...]) -> None:

@@ -74,6 +74,16 @@ def test_candidates_agree_with_the_evaluation(lm) -> None:
     assert current.settings == found.settings
 
 
+def test_one_pass_over_cells_is_as_a_pass_for_each_number_of_them(lm) -> None:
+    further = searched(lm)
+    together = further.with_probes([1, 2, 3, 7])
+    for probes, of in together.items():
+        alone = further.with_probes([probes])[probes]
+        assert torch.equal(of.found, alone.found)
+        torch.testing.assert_close(of.knn, alone.knn, atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(together[2].knn, together[3].knn, atol=1e-3)
+
+
 @given(st.dictionaries(st.integers(1, 512), st.floats(1, 1e3), min_size=1))
 def test_the_fewest_probes_are_chosen_that_are_enough(ppls: dict[int, float]) -> None:
     """None that is fewer is within half a percent of the lowest perplexity."""

@@ -16,7 +16,7 @@ from knnstore.lm.calibration.evidence import Evidence, evidence_of, temperatures
 from knnstore.lm.calibration.fits import DomainEvidence
 from knnstore.lm.calibration.on_grid import GoldOnGrid, between_points, gold_on_grid
 from knnstore.lm.calibration.scored_text import Mixed, ScoredText
-from knnstore.lm.mixing import LEAST_PROBABILITY, Retrieved, mix_probs
+from knnstore.lm.mixing import LEAST_PROBABILITY, Retrieved, Visited, mix_probs
 from knnstore.lm.retrieval import Reading, visit
 from knnstore.lm.settings import KNNSettings
 from knnstore.progress import Progress
@@ -51,11 +51,9 @@ class FurtherSearches:
 
     def with_probes(self, probes: Sequence[int]) -> dict[int, GoldOnGrid]:
         """Visit so many cells: p_kNN of every token over all their records, by the number of cells."""
-        temperatures = temperatures_for(self.scored)
-        return {
-            some: self._visit(some, f"visiting {some:,} cells", self.selection, temperatures)
-            for some in probes
-        }
+        title = f"visiting {probes[-1]:,} cells"
+        found = self._visit(probes, title, self.selection, temperatures_for(self.scored))
+        return dict(zip(probes, found, strict=True))
 
     def by_domain(self, domains: Sequence[str], k: int, probes: int | None = None) -> DomainEvidence:
         """Search each domain, all of which are selected, on its own: for k neighbors, or in so many cells."""
@@ -65,7 +63,7 @@ class FurtherSearches:
         for domain in domains:
             selection, title = replace(self.selection, domains=(domain,)), f"searching {domain}"
             if probes is not None:
-                apart.append(self._visit(probes, title, selection, temperatures))
+                apart += self._visit([probes], title, selection, temperatures)
                 continue
             found = GoldOnGrid.nothing(len(scored), temperatures)
             for tokens, retrieved, hits in self._search(k, title, selection):
@@ -78,22 +76,32 @@ class FurtherSearches:
         everywhere = torch.stack([one.found for one in apart])
         return DomainEvidence(k, tuple(domains), temperatures, knn, everywhere, lm, probes)
 
-    def _visit(self, probes: int, title: str, selection: Selection, temperatures: Tensor) -> GoldOnGrid:
-        """Visit the cells near every token of the text."""
-        found, at_once = GoldOnGrid.nothing(len(self.scored), temperatures), _FIRST
+    def _visit(
+        self, probes: Sequence[int], title: str, selection: Selection, temperatures: Tensor
+    ) -> list[GoldOnGrid]:
+        """Visit some numbers of cells near every token of the text, ascending."""
+        found, at_once = [GoldOnGrid.nothing(len(self.scored), temperatures) for _ in probes], _FIRST
         for members, reached in self._groups(title, selection):
-            settings = KNNSettings(selection=reached, probes=probes)
             left = members
             while len(left):
                 tokens, left = left[:at_once], left[at_once:]
-                keys, gold = self._reading.keys[tokens].numpy(), self._reading.gold[tokens]
-                (visited,) = visit(self.store, keys, gold, settings)
-                found.knn[tokens] = visited.gold_on_grid(temperatures)
-                found.found[tokens] = visited.nearest.isfinite()
+                visited = self._visited(tokens, probes[-1], reached)
+                if len(probes) > 1 and visited.is_ranked:
+                    of_each = visited.gold_within(probes, temperatures)
+                else:
+                    fewer = [self._visited(tokens, some, reached) for some in probes[:-1]]
+                    of_each = torch.stack([of.gold_on_grid(temperatures) for of in [*fewer, visited]])
+                for of, knn in zip(found, of_each, strict=True):
+                    of.knn[tokens], of.found[tokens] = knn, visited.nearest.isfinite()
                 at_once = max(1, _DISTANCES * len(tokens) // max(1, visited.size))
                 self._shown.advance(len(tokens))
         self._shown.finish()
         return found
+
+    def _visited(self, tokens: Tensor, probes: int, selection: Selection) -> Visited:
+        keys, gold = self._reading.keys[tokens].numpy(), self._reading.gold[tokens]
+        (visited,) = visit(self.store, keys, gold, KNNSettings(selection=selection, probes=probes))
+        return visited
 
     def _search(self, k: int, title: str, selection: Selection) -> Iterator[tuple[Tensor, Retrieved, Tensor]]:
         """Yield tokens for which something is found, their neighbors, and which of these have the token."""

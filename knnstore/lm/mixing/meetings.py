@@ -24,21 +24,24 @@ class VisitedCells(NamedTuple):
     log_weights: Tensor | None = None
     """Of the records, float32, shape (b, r); see `neighbor_weights`."""
 
+    ranks: Tensor | None = None
+    """How many of a query's cells are nearer, int64, shape (b, m); None where that is not known."""
+
     def on(self, device: torch.device) -> "VisitedCells":
         """The same on a device."""
         if device.type == "cpu":
             return self
-        weights = None if self.log_weights is None else self.log_weights.to(device)
+        weights, ranks = (None if of is None else of.to(device) for of in (self.log_weights, self.ranks))
         return VisitedCells(
-            self.queries.to(device), self.tokens.to(device), self.distances.to(device), weights
+            self.queries.to(device), self.tokens.to(device), self.distances.to(device), weights, ranks
         )
 
 
 class Hits(NamedTuple):
     """Of h meetings, each of a query with a record that carries the token that came after it."""
 
-    queries: Tensor
-    """Int64, shape (h,)."""
+    pairs: Tensor
+    """Of a query and a cell that it visits, in the order of all cells, int64, shape (h,)."""
 
     distances: Tensor
     """Float32, shape (h,)."""
@@ -82,7 +85,7 @@ def hits_of(cells: Sequence[VisitedCells], queries: Tensor, gold: Tensor) -> Hit
     weights = torch.ones_like(distances)
     if any(some.log_weights is not None for some in cells):
         weights = torch.cat([_log_weights(some).flatten() for some in cells])[found].exp()
-    return Hits(queries[pair], distances, weights)
+    return Hits(pair, distances, weights)
 
 
 def _starts(sizes: Tensor) -> Tensor:

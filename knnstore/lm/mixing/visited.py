@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 
 from knnstore.lm.mixing.interpolation import LEAST_PROBABILITY, PerQuery
 from knnstore.lm.mixing.meetings import Hits, VisitedCells, hits_of
+from knnstore.lm.mixing.nearest import nearest_records
 
 _SAME = 3e-7
 """By so much of itself a temperature may differ from half of another one: as float32 does."""
@@ -38,9 +39,8 @@ class Visited:
         self._cells = [some.on(device) for some in cells]
         asked = torch.cat([self._gold[:0], *(some.queries.flatten() for some in self._cells)])
         self._asked = asked.where(asked >= 0, len(gold))
-        nearest = torch.full((len(gold) + 1,), torch.inf, device=device)
-        of_cells = torch.cat([nearest[:0], *(some.distances.amin(2).flatten() for some in self._cells)])
-        nearest.scatter_reduce_(0, self._asked, of_cells, "amin")
+        self._near = _in_a_row([some.distances.amin(2) for some in self._cells], device)
+        nearest = self._nearest_of(self._near)
         self._zero = nearest.where(nearest.isfinite(), 0)
         self._weights: dict[float, Tensor] = {}
         self.nearest = nearest[:-1].cpu()
@@ -60,46 +60,8 @@ class Visited:
 
     def near(self, k: int) -> tuple[Tensor, Tensor]:
         """Distances and tokens of the k nearest, shape (n, k); +inf and anything where there are fewer."""
-        count, bounds = len(self.nearest), self._bounds(k)
-        queries, distances, tokens = [self._gold[:0]], [self._zero[:0]], [self._gold[:0]]
-        for some, asked in self._with(self._asked):
-            found = (some.distances <= bounds[asked]).nonzero(as_tuple=True)
-            queries.append(asked[..., 0][found[:2]])
-            distances.append(some.distances[found])
-            tokens.append(some.tokens[found[0], found[2]])
-        away, asked = torch.cat(distances), torch.cat(queries)
-        order = away.argsort()
-        asked, then = asked[order].sort(stable=True)
-        order, place = order[then], _places(asked)
-        chosen = (place < k) & (asked < count)
-        near, of_near = self._zero.new_full((count, k), torch.inf), self._gold.new_zeros(count, k)
-        at = asked[chosen], place[chosen]
-        near[at], of_near[at] = away[order[chosen]], torch.cat(tokens)[order[chosen]]
-        return near.cpu(), of_near.cpu()
-
-    def _bounds(self, k: int) -> Tensor:
-        """What hardly more than the k nearest of each query are within, shape (n + 1,).
-
-        The records of each cell are divided into k groups. The nearest of each group, of all cells a query
-        visits, are a few, and the k-th of these is at least as far as the k-th of all.
-        """
-        leasts = [self._zero.new_empty(0, k)]
-        for some in self._cells:
-            whole = some.distances.shape[2] // k * k
-            least = some.distances.new_full((*some.distances.shape[:2], k), torch.inf)
-            if whole:
-                torch.amin(some.distances[..., :whole].reshape(*least.shape[:2], -1, k), 2, out=least)
-            rest = some.distances[..., whole:]
-            least[..., : rest.shape[2]] = torch.minimum(least[..., : rest.shape[2]], rest)
-            leasts.append(least.flatten(0, 1))
-        asked, order = self._asked.sort(stable=True)
-        there = asked < len(self.nearest)
-        asked, place, order = asked[there], _places(asked)[there], order[there]
-        cells = int(place.max()) + 1 if len(place) else 1
-        table = self._zero.new_full((len(self._zero), cells, k), torch.inf)
-        table[asked, place] = torch.cat(leasts)[order]
-        bounds = table.flatten(1).topk(k, largest=False, sorted=False).values.amax(1)
-        return bounds.clamp(max=torch.finfo(bounds.dtype).max)  # what is missing is beyond it
+        distances, tokens = nearest_records(self._cells, self._asked, len(self.nearest), k)
+        return distances.cpu(), tokens.cpu()
 
     def by_token(self, temperature: PerQuery, vocabulary: int) -> Tensor:
         """What p_kNN gives to each token.
@@ -133,32 +95,75 @@ class Visited:
         self.prepare(temperatures.tolist())
         return torch.stack([self._weights[one][:, 0] for one in temperatures.tolist()], 1)
 
+    @property
+    def is_ranked(self) -> bool:
+        """Whether it is known which of its cells are nearest to a query."""
+        return all(some.ranks is not None for some in self._cells)
+
+    def gold_within(self, cells: Sequence[int], temperatures: Tensor) -> Tensor:
+        """What p_kNN gives to the token that came, over fewer cells: so many of each query's nearest ones.
+
+        All from one pass, if `is_ranked`.
+
+        Args:
+            cells: numbers of them, ascending, shape (c,).
+            temperatures: shape (m,).
+
+        Returns:
+            Float32, shape (c, n, m).
+        """
+        ranks = _in_a_row([some.ranks for some in self._cells if some.ranks is not None], self._gold.device)
+        within = [ranks < count for count in cells]
+        zeros = [self._nearest_of(self._near.where(among, torch.inf)) for among in within]
+        found = torch.empty(len(cells), len(self.nearest), len(temperatures))
+        columns = {temperature: column for column, temperature in enumerate(temperatures.tolist())}
+        for temperature, sums in self._summed(columns):
+            one = self._zero.new_tensor([temperature])
+            for at, (among, zero) in enumerate(zip(within, zeros, strict=True)):
+                found[at, :, columns[temperature]] = self._shares(one, sums, zero, among)[:, 0]
+        return found
+
     def prepare(self, temperatures: Sequence[float]) -> None:
         """Go over all records once for some temperatures: `weights` with one of them is known then.
 
         No exponential is computed for one that is half of another: e^(-2d/T) is the square of e^(-d/T).
         """
-        chains = halving(set(temperatures) - self._weights.keys())
-        if chains:
-            found = self._summed([self._zero.new_tensor(chain[:1]) for chain in chains], chains)
-            for chain, of_chain in zip(chains, found, strict=True):
-                self._weights |= zip(chain, of_chain, strict=True)
+        for temperature, sums in self._summed(set(temperatures) - self._weights.keys()):
+            self._weights[temperature] = self._shares(self._zero.new_tensor([temperature]), sums)
 
     def weights(self, temperature: PerQuery) -> Tensor:
         """What p_kNN gives to the records with the token that came, and to all others; see `Shares`."""
         if isinstance(temperature, Tensor) and temperature.ndim:
             own = pad(temperature.float(), (0, 1), value=1.0).to(self._zero.device)
-            return self._summed([own], [[1.0]])[0][0]
+            return self._shares(own, self._chained([own], [[1.0]])[0][0])
         self.prepare([float(temperature)])
         return self._weights[float(temperature)]
 
-    def _summed(
+    def _summed(self, temperatures: Iterable[float]) -> Iterator[tuple[float, Tensor]]:
+        """Each temperature with its sums; see `_chained`."""
+        chains = halving(temperatures)
+        sums = self._chained([self._zero.new_tensor(of[:1]) for of in chains], chains)
+        for of_chain, of_sums in zip(chains, sums, strict=True):
+            yield from zip(of_chain, of_sums, strict=True)
+
+    def _chained(
         self, temperatures: Sequence[Tensor], chains: Sequence[Sequence[float]]
     ) -> list[list[Tensor]]:
-        """The weights along some chains, each of which begins with temperatures, shape (1,) or (n + 1,)."""
-        totals = [[[self._zero[:0]] for _ in chain] for chain in chains]
-        for some, zero, asked in self._with(self._zero[self._asked], self._asked):
-            gaps = zero - some.distances  # the nearest is taken as zero, as in `neighbor_weights`
+        """Sum over the records of each cell that a query visits, relative to the nearest of these.
+
+        Args:
+            temperatures: with which each chain begins, shape (1,) or (n + 1,).
+            chains: each temperature half of the one before it.
+
+        Returns:
+            The sums along each chain, shape (pairs,).
+        """
+        if not chains:
+            return []
+        near = self._near.where(self._near.isfinite(), 0)
+        totals = [[list[Tensor]() for _ in of] for of in chains]
+        for some, zero, asked in self._with(near, self._asked):
+            gaps = zero - some.distances
             weights = None if some.log_weights is None else some.log_weights.exp()[..., None]
             for own, of_chain in zip(temperatures, totals, strict=True):
                 divisors = own if len(own) == 1 else own[asked]
@@ -166,22 +171,38 @@ class Visited:
                 for sums in of_chain:
                     if sums is not of_chain[0]:
                         powers.square_()
-                    sums.append((powers.sum(2) if weights is None else powers @ weights).flatten())
-        asked, distances, counts = self._hits
-        gaps = self._zero[asked] - distances
-        found = []
-        for own, of_chain in zip(temperatures, totals, strict=True):
-            powers = (gaps / (own if len(own) == 1 else own[asked])).exp_()
-            found.append(list[Tensor]())
-            for sums in of_chain:
-                if sums is not of_chain[0]:
-                    powers.square_()
-                total, gold = self._zero.new_zeros(2, len(self._zero))
-                total.index_add_(0, self._asked, torch.cat(sums))
-                gold.index_add_(0, asked, powers * counts)
-                share = (gold / total.clamp(min=LEAST_PROBABILITY)).clamp_(max=1.0)
-                found[-1].append(torch.stack([share, (total > 0).float() - share], 1)[:-1].cpu())
-        return found
+                    sums.append(powers.sum(2) if weights is None else (powers @ weights)[..., 0])
+        return [[_in_a_row(sums, self._gold.device) for sums in of_chain] for of_chain in totals]
+
+    def _shares(
+        self, temperatures: Tensor, sums: Tensor, zero: Tensor | None = None, among: Tensor | None = None
+    ) -> Tensor:
+        """What the records with the token that came have of all, and all others; see `Shares.weights`.
+
+        Args:
+            temperatures: shape (1,) or (n + 1,).
+            sums: with them; see `_chained`.
+            zero: the distance to the nearest of the records that count; None is of all.
+            among: the pairs of a query and a cell that count, bool, shape (pairs,); None is all.
+        """
+        zero = self._zero if zero is None else zero
+
+        def powers(pairs: Tensor, distances: Tensor, counts: Tensor) -> Tensor:
+            asked = self._asked[pairs]
+            divisors = temperatures if len(temperatures) == 1 else temperatures[asked]
+            found = ((zero[asked] - distances) / divisors).clamp_(max=0).exp_() * counts
+            found = found if among is None else found.where(among[pairs], 0)
+            return torch.zeros_like(zero).index_add_(0, asked, found)
+
+        gold = powers(*self._hits)
+        total = powers(torch.arange(len(sums), device=sums.device), self._near, sums)
+        share = (gold / total.clamp(min=LEAST_PROBABILITY)).clamp_(max=1.0)
+        return torch.stack([share, (total > 0).float() - share], 1)[:-1].cpu()
+
+    def _nearest_of(self, distances: Tensor) -> Tensor:
+        """The least of what is given for each pair of a query and a cell, for each query, shape (n + 1,)."""
+        nearest = distances.new_full((len(self._gold),), torch.inf)
+        return nearest.scatter_reduce_(0, self._asked, distances, "amin")
 
     @cached_property
     def _hits(self) -> Hits:
@@ -229,6 +250,15 @@ class VisitedTokens:
         return self._visited.by_token(temperature, self._vocabulary).to(self._device)
 
 
+def _in_a_row(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Numbers of shapes (b, m), one after another."""
+    if not parts:
+        return torch.empty(0, device=device)
+    if all(len(part) == 1 for part in parts):  # a thousand small ones, as on a processor
+        return torch.cat(list(parts), 1)[0]
+    return torch.cat([part.flatten() for part in parts])
+
+
 def halving(temperatures: Iterable[float]) -> list[list[float]]:
     """Put temperatures into chains, in which each is half of the one before it."""
     chains: list[list[float]] = []
@@ -240,8 +270,3 @@ def halving(temperatures: Iterable[float]) -> list[list[float]]:
         else:
             chains.append([one])
     return chains
-
-
-def _places(owners: Tensor) -> Tensor:
-    """The how many-th of its owner's each is; owners ascend; shape (n,)."""
-    return torch.arange(len(owners), device=owners.device) - torch.searchsorted(owners, owners)

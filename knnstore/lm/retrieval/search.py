@@ -82,7 +82,7 @@ def visit(store: Reader, queries: Keys, gold: Tensor, settings: KNNSettings) -> 
                 torch.from_numpy(found.queries),
                 torch.from_numpy(tokens_of(found.ids)),
                 torch.as_tensor(found.distances),
-                None if found.log_weights is None else torch.from_numpy(found.log_weights),
+                *(None if of is None else torch.from_numpy(of) for of in (found.log_weights, found.ranks)),
             )
             for found in store.visit(queries, settings.probes, selection)
         ]
