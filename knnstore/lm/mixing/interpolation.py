@@ -21,6 +21,7 @@ from torch import Tensor
 PerQuery = float | Tensor
 """One value for all queries, or a tensor of shape (n,)."""
 
+_TINY = torch.finfo(torch.float32).tiny
 LEAST_PROBABILITY = 1e-30
 """Fitting keeps probabilities above, so that their logarithms and ratios stay finite in float32."""
 
@@ -38,14 +39,13 @@ def neighbor_weights(distances: Tensor, temperature: PerQuery, log_weights: Tens
     Returns:
         float32, shape (n, k). Rows sum to 1, or to 0 when no neighbor was found.
     """
-    temperatures = torch.as_tensor(temperature, dtype=torch.float32, device=distances.device)
+    if isinstance(temperature, Tensor):
+        temperature = temperature.to(distances).reshape(-1, 1)
     # The nearest is taken as zero before dividing, so that no row under- or overflows.
-    nearest = distances.amin(1, keepdim=True)
-    found = nearest.isfinite()
-    scores = (torch.where(found, nearest, 0.0) - distances) / temperatures.reshape(-1, 1)
+    scores = (distances.amin(1, keepdim=True) - distances) / temperature
     if log_weights is not None:
         scores = scores + log_weights
-    return torch.where(found, scores, 0.0).softmax(1) * found
+    return scores.softmax(1).nan_to_num(nan=0.0)  # where all are missing it is inf - inf
 
 
 class Component(NamedTuple):
@@ -124,15 +124,14 @@ class Mixture:
     def __init__(self, components: Sequence[Component], temperature: PerQuery = 1.0) -> None:
         self.components = components
         self.temperature = temperature
-        left: PerQuery = 1.0
-        shares: list[Tensor] = []
-        for component in reversed(components):
-            lam = component.lam.where(component.is_found, 0.0)
+        lams = [component.lam.where(component.is_found, 0.0) for component in components]
+        shares, left = lams[-1:], 1 - lams[-1]
+        for lam in reversed(lams[:-1]):
             shares.insert(0, lam * left)
             left = left * (1 - lam)
         self.shares = shares
         """What each component has of the mixture, float32, shapes (n,)."""
-        self.lam = torch.stack(shares).sum(0)
+        self.lam = shares[0] if len(shares) == 1 else torch.stack(shares).sum(0)
         """What all have together, float32, shape (n,); the rest is the model's."""
 
     @property
@@ -183,22 +182,10 @@ class Mixture:
             log p, float32, shape (n, v); a row with λ = 0 is that of `lm_log_probs` exactly, and every
             row sums to 1 in probability.
         """
-        lam = self.lam[:, None]
-        parts = list(zip(self.shares, self.components, strict=True))
-        weights = torch.cat([share[:, None] * one.weights for share, one in parts], 1)
-        tokens = torch.cat([one.tokens for one in self.components if one.tokens is not None], 1)
-        tokens = tokens.where(weights > 0, 0)
-        mixed_in = torch.zeros_like(lm_log_probs).scatter_add_(1, tokens, weights)
-        spread = [(share * one.rest, one.base) for share, one in parts if one.rest is not None]
-        if spread:
-            for rest, base in spread:
-                assert base is not None
-                mixed_in.addcmul_(rest[:, None], base[None])
-            return _over(lm_log_probs, mixed_in, lam)
-        # A token retrieved several times has collected all its weight. So its mixture is the same from
-        # each of its places, and the order in which duplicates are written is no matter.
-        mixed_tokens = _over(lm_log_probs.gather(1, tokens), mixed_in.gather(1, tokens), lam)
-        return (lm_log_probs + torch.log1p(-lam)).scatter_(1, tokens, mixed_tokens)
+        left, mixed_in = 1 - self.lam[:, None], self._mixed_in(lm_log_probs)
+        mixed = torch.addcmul(mixed_in, left, lm_log_probs.exp()).clamp(min=_TINY).log()
+        # What nothing is mixed into stays exact, and above zero however improbable it is.
+        return mixed.where(mixed_in > 0, lm_log_probs + left.log())
 
     def likelihoods(self, lm_log_probs: Tensor, gold: Tensor, count: int) -> Likelihoods:
         """Mix the probability of one token, and those of the likeliest ones.
@@ -211,16 +198,7 @@ class Mixture:
         Returns:
             What `distribution` says of them, without the logarithms of all others.
         """
-        mixed_in = torch.zeros_like(lm_log_probs)
-        for share, one in zip(self.shares, self.components, strict=True):
-            weights = share[:, None] * one.weights
-            if one.tokens is not None:
-                mixed_in.scatter_add_(1, one.tokens.where(weights > 0, 0), weights)
-            else:
-                mixed_in += weights.reshape(len(weights), -1, mixed_in.shape[1]).sum(1)
-            if one.rest is not None:
-                assert one.base is not None
-                mixed_in.addcmul_((share * one.rest)[:, None], one.base[None])
+        mixed_in = self._mixed_in(lm_log_probs)
         asked = gold[:, None]
         if count:
             probs = lm_log_probs.exp().mul_((1 - self.lam)[:, None]).add_(mixed_in)
@@ -228,6 +206,20 @@ class Mixture:
             asked = torch.cat([asked, likeliest], 1)
         log_probs = _over(lm_log_probs.gather(1, asked), mixed_in.gather(1, asked), self.lam[:, None])
         return Likelihoods(log_probs[:, 0], log_probs[:, 1:], asked[:, 1:])
+
+    def _mixed_in(self, like: Tensor) -> Tensor:
+        """What each token has of all components, of the shape (n, v) of a tensor."""
+        mixed_in = torch.zeros_like(like)
+        for share, one in zip(self.shares, self.components, strict=True):
+            weights = share[:, None] * one.weights
+            if one.tokens is not None:
+                mixed_in.scatter_add_(1, one.tokens.clamp(0, like.shape[1] - 1), weights)
+            else:
+                mixed_in += weights.reshape(len(weights), -1, mixed_in.shape[1]).sum(1)
+            if one.rest is not None:
+                assert one.base is not None
+                mixed_in.addcmul_((share * one.rest)[:, None], one.base[None])
+        return mixed_in
 
 
 def mix_gold(lm_log_probs: Tensor, probs: Tensor, lam: Tensor) -> Tensor:

@@ -138,25 +138,26 @@ class LogitMixer:
 
     def _positions(self, read: ForwardPass, settings: KNNSettings) -> Positions:
         """What the positions of a pass are mixed by."""
-        found, texts = Positions.of(read.keys, read.attention_mask, read.logits_to_keep), read.sequence_ids
-        kept, (batch, length) = found.kept.flatten(), read.keys.shape[:2]
+        found, texts = Positions.of(read), read.sequence_ids
+        batch, length = read.keys.shape[:2]
         if settings.needs_text and texts is None:
             raise ConfigError(
                 "a continuous cache and n-grams need token ids: give input_ids, or settings without them"
             )
         if settings.cache is not None and texts is not None:
             size = settings.cache.size
+            kept = read.kept.flatten()
             found.recent = self._text_keys.look_back(texts, read.keys, kept, size, goes_on=read.goes_on)
         if texts is not None and (settings.ngrams or settings.own_ngrams):
-            written = WrittenTexts.of(texts, length, read.prefix)
+            written, kept = WrittenTexts.of(texts, length, read.prefix), read.kept.flatten()
             found.ngrams = WrittenNGrams.of(self._store, settings, written, kept)
             found.own_ngrams = WrittenOwnNGrams.of(settings, written, kept)
         if settings.pointers is not None:
             states = read.pointer_states
             if texts is None:  # no pass before this one is known: pointers begin here
                 states = None
-                texts = None if read.input_ids is None else sequence_ids_of(read.input_ids, found.mask)
-            found.text_pass = TextPass.of(texts, batch, length, found.kept.cpu(), states)
+                texts = None if read.input_ids is None else sequence_ids_of(read.input_ids, read.mask)
+            found.text_pass = TextPass.of(texts, batch, length, read.kept.cpu(), states)
         return found
 
 
@@ -168,15 +169,18 @@ def mix_logits(
     Returns:
         log p of the mixture, float32, shape (..., v); the very `logits` when nothing was found.
     """
-    keys, attended, recent = positions.keys, positions.attended, positions.recent
-    queries = keys[attended].float().cpu().numpy()
+    keys, attended, recent = positions.keys.flatten(0, -2), positions.attended, positions.recent
+    asked = keys if attended is None else keys[attended.flatten()]
+    queries = asked.float().cpu().numpy()
     found = _found(store, logits, queries, positions, settings)
     is_found = bool(np.isfinite(found.distances).any())
     is_found |= settings.substitute is not None or positions.ngrams is not None
     if not len(queries) or not (is_found or (recent is not None and bool(recent.distances.isfinite().any()))):
         return logits
-    distances, tokens, log_weights = _spread(found, attended.flatten().to(logits.device), logits.shape[-1])
-    flat_keys, flat_logits = keys.flatten(0, -2).to(logits.device), logits.flatten(0, -2)
+    if attended is not None:
+        found = found.spread(attended.flatten().cpu().numpy())
+    distances, tokens, log_weights = _tensors(found, logits.device, logits.shape[-1])
+    flat_keys, flat_logits = keys.to(logits.device), logits.flatten(0, -2)
     step = _rows_at_once(logits)
     parts = []
     for start in range(0, len(distances), step):
@@ -195,7 +199,7 @@ def mix_logits(
         )
         below = heads.mix(settings.substitute, log_probs, flat_keys[at].float())
         parts.append(mixture_of(settings, retrieved).distribution(below))
-    return torch.cat(parts).reshape(logits.shape)
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(logits.shape)
 
 
 def _looked_up(
@@ -205,9 +209,8 @@ def _looked_up(
     rows, device, vocabulary = searched.cpu().numpy(), keys.device, log_probs.shape[1]
     queries = keys.cpu().numpy()
     if not (rows.any() and visits_cells(store, settings)):
-        k = reachable(store, settings)
-        found = retrieve(store, queries, settings if k == settings.k else replace(settings, k=k), rows)
-        distances, tokens, log_weights = _spread(found, torch.ones_like(searched), vocabulary)
+        found = retrieve(store, queries, settings, rows)
+        distances, tokens, log_weights = _tensors(found, device, vocabulary)
         return {"distances": distances, "tokens": tokens, "log_weights": log_weights}
     asked = visit(store, queries[rows], gold[searched].cpu(), settings)
     visited = [one.spread(rows, gold.cpu()) for one in asked]
@@ -229,43 +232,35 @@ def _found(
     store: Reader, logits: Tensor, queries: Keys, positions: Positions, settings: KNNSettings
 ) -> Neighbors:
     """The neighbors of the positions that are attended."""
-    k = reachable(store, settings)
-    settings = settings if k == settings.k else replace(settings, k=k)
-    attended = positions.attended
-    searched = np.ones(len(queries), bool)
+    searched = None
     if settings.skip is not None and settings.retrieves:
-        predicted = logits[attended.to(logits.device)]
-        searched = settings.skip.searched_of(positions.keys[attended], predicted, _rows_at_once(logits))
+        keys, predicted = positions.keys.flatten(0, -2), logits.flatten(0, -2)
+        if positions.attended is not None:
+            attended = positions.attended.flatten()
+            keys, predicted = keys[attended], predicted[attended.to(logits.device)]
+        searched = settings.skip.searched_of(keys, predicted, _rows_at_once(logits))
+    if positions.text_pass is None or not settings.retrieves:
+        return retrieve(store, queries, settings, searched)
+    settings = replace(settings, k=reachable(store, settings))
 
     def search(rows: NDArray[np.int64]) -> Neighbors:
-        return retrieve(store, queries[rows], settings, searched[rows])
+        return retrieve(store, queries[rows], settings, None if searched is None else searched[rows])
 
-    if positions.text_pass is None or not settings.retrieves:
-        return search(np.arange(len(queries)))
-    asked = attended.cpu().numpy()
+    kept = positions.text_pass.kept
+    asked = np.ones(kept.shape, bool) if positions.attended is None else positions.attended.cpu().numpy()
     return retrieve_for_pass(store, queries, positions.text_pass, asked, settings, search)
 
 
-def _spread(found: Neighbors, rows: Tensor, vocabulary: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Distances, tokens and log weights of the neighbors, each of shape (n, k), on the device of `rows`.
-
-    `found` are those of the rows that are True, of shape (n,); the others have none.
-    """
+def _tensors(found: Neighbors, device: torch.device, vocabulary: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Distances, tokens and log weights of n queries' neighbors, each of shape (n, k)."""
     tokens = np.where(found.ids >= 0, tokens_of(found.ids), 0)
     if tokens.max() >= vocabulary:
         raise ConfigError(
             f"the store holds token {tokens.max()}, the model's vocabulary has {vocabulary}; "
             "use the model that the store was made with"
         )
-
-    def spread(values: NDArray[Any], missing: float = 0) -> Tensor:
-        given = torch.from_numpy(values).to(rows.device)
-        if len(given) == len(rows):
-            return given
-        return given.new_full((len(rows), given.shape[1]), missing).index_put_((rows,), given)
-
-    log_weights = None if found.log_weights is None else spread(found.log_weights)
-    return spread(found.distances, torch.inf), spread(tokens), log_weights
+    weights = None if found.log_weights is None else torch.from_numpy(found.log_weights).to(device)
+    return torch.from_numpy(found.distances).to(device), torch.from_numpy(tokens).to(device), weights
 
 
 def _rows_at_once(logits: Tensor) -> int:

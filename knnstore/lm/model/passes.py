@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Self
 
 import torch
@@ -18,14 +19,8 @@ class Positions:
 
     keys: Tensor
     """Shape (..., d)."""
-    attended: Tensor
-    """Whether a position is part of a text and not padding: bool, shape (...)."""
-    all_keys: Tensor
-    """Of every position of the pass, shape (b, t, d)."""
-    kept: Tensor
-    """Which of the b * t these are, int64, shape (...)."""
-    mask: Tensor | None
-    """0 for padding, shape (b, t); None where there is none."""
+    attended: Tensor | None
+    """Whether a position is part of a text and not padding: bool, shape (...); None where all are."""
     recent: Recent | None = None
     """What each finds in its own text; None without a cache."""
     ngrams: WrittenNGrams | None = None
@@ -36,16 +31,13 @@ class Positions:
     """What pointers go by; None without them."""
 
     @classmethod
-    def of(cls, keys: Tensor, attention_mask: Tensor | None, logits_to_keep: int | Tensor) -> Self:
-        """Choose from the keys of a pass, shape (b, t, d); the other arguments are those of `forward`."""
-        batch, length = keys.shape[:2]
-        at = torch.arange(batch * length, device=keys.device).reshape(batch, length, 1)
-        kept = keep_positions(at, logits_to_keep)[..., 0]
-        mask, attended = None, torch.ones_like(kept, dtype=torch.bool)
-        if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
-            mask = attention_mask[:, -length:].to(keys.device)
-            attended = mask.flatten()[kept] != 0
-        return cls(keys.flatten(0, 1)[kept], attended, keys, kept, mask)
+    def of(cls, read: "ForwardPass") -> Self:
+        """Choose those of a pass."""
+        attended = None
+        if read.mask is not None:
+            attended = keep_positions((read.mask != 0)[..., None], read.logits_to_keep)[..., 0]
+            attended = None if attended.all() else attended
+        return cls(keep_positions(read.keys, read.logits_to_keep), attended)
 
 
 @dataclass(frozen=True)
@@ -66,6 +58,20 @@ class ForwardPass:
     """The token that comes before every document; None where none does, or nothing asks for it."""
     goes_on: bool
     """Whether further passes may follow that have these texts behind them."""
+
+    @cached_property
+    def mask(self) -> Tensor | None:
+        """0 for padding, shape (b, t); None where there is none."""
+        if not isinstance(self.attention_mask, Tensor) or self.attention_mask.ndim != 2:
+            return None
+        return self.attention_mask[:, -self.keys.shape[1] :].to(self.keys.device)
+
+    @cached_property
+    def kept(self) -> Tensor:
+        """Which of the b * t positions are predicted from, int64, any shape."""
+        batch, length = self.keys.shape[:2]
+        at = torch.arange(batch * length, device=self.keys.device).reshape(batch, length, 1)
+        return keep_positions(at, self.logits_to_keep)[..., 0]
 
     def rows(self, rows: Sequence[int]) -> "ForwardPass":
         """The pass over some of the texts."""

@@ -35,15 +35,16 @@ def retrieve(
         searched: for which queries, shape (q,); the others find nothing, so that their λ is 0. None is all.
 
     Returns:
-        k columns for each search, nearest first, one search's after another's; one column without any
-        where nothing is searched. What is not selected, or is there no more, finds nothing.
+        Columns for each search, nearest first, one search's after another's: k of them, fewer where there
+        are fewer records; one without any where nothing is searched. What is not selected, or is there no
+        more, finds nothing.
     """
     if searched is not None and not searched.all():
         return retrieve(store, queries[searched], settings).spread(searched)
 
     def search(selection: Selection) -> Neighbors:
         if not visits_cells(store, settings):
-            return store.search(queries, settings.k, selection)
+            return store.search(queries, reachable(store, settings), selection)
         assert settings.probes is not None
         found = Neighbors.visited(store.visit(queries, settings.probes, selection), len(queries))
         return found.nearest_first(1 if settings.needs_nearest_only else DISTINCT_AMONG)
