@@ -77,6 +77,8 @@ class CellGroup:
         self._codec_file: CodecFile | None = None
         self._rotation: Tensor | None = None
         self._scanner: tuple[object, CodeScanner | None] = (None, None)
+        self.room = kept.size
+        """Bytes of keys that are kept decoded at most, of all groups together."""
         self.rows = 0
         """How many are live."""
         self.centers = torch.empty(0, dim)
@@ -154,15 +156,15 @@ class CellGroup:
         return self._kept.get(self._version, number, self._read)
 
     def scanner(self) -> CodeScanner | None:
-        """What measures few queries; None where not all keys are codes of one kind that it reads."""
+        """What measures queries by tables; None where not all keys are codes of one kind that it reads."""
         version, scanner = self._scanner
         if version is not self._version:
             file, scanner = self._codec_file, None
             all_coded = all(part.segment.columns.codec_file is file for part in self._parts)
             if file and all_coded and self.device is None and can_scan():
-                codec, cells, size = file.codec, len(self.centers), self._policy.memory << 20
+                codec, cells = file.codec, len(self.centers)
                 if isinstance(codec, ProductCodec):
-                    scanner = CodeScanner(codec, cells, self.metric, size)
+                    scanner = CodeScanner(codec, cells, self.metric, self._kept)
             self._scanner = self._version, scanner
         return scanner
 

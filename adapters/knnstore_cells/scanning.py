@@ -1,21 +1,22 @@
-"""Few queries measured against codes, which need not be decoded for them.
+"""Queries measured against codes, which need not be decoded for them.
 
 For each query a table says what each entry of each codebook adds to an inner product. That of a key is a sum
 of as many numbers as its code has bytes (asymmetric distances, Jégou et al. 2011), which FAISS does, where it
-is installed. Many queries share cells: for them one multiplication with decoded keys is faster.
+is installed. Where many queries share a cell one multiplication with decoded keys is faster.
 """
 
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from knnstore.datastore import Distances, Ids, Keys, Metric, ProductCodec, Visits
+from knnstore.datastore import Distances, Ids, Keys, Metric, ProductCodec, Visit, Visits
 from knnstore.errors import InvalidVectorError
+from knnstore_cells.kept import KeptCells
 
+_AT_ONCE = 64  # queries; what they need is kept together, whatever it takes
 _BYTES_BESIDE = 20  # of a record: its id, |key|², and the first byte of its code, as an index
 _NONE = -1
 
@@ -36,6 +37,23 @@ class _Beside(NamedTuple):
     firsts: NDArray[np.intp]
 
 
+class _Asked(NamedTuple):
+    """Queries, and what is known of each."""
+
+    queries: Keys
+    cells: list[NDArray[np.int64]]
+    of_centers: NDArray[np.float32]
+    """Its inner products with the codec's centers, shape (q, 256)."""
+    squares: list[float]
+
+    @classmethod
+    def of(cls, queries: Keys, cells: NDArray[np.int64], middle: Keys, centers: Keys) -> Self:
+        """Around a middle; the centers are around it too, a column each."""
+        around = np.ascontiguousarray(queries - middle)
+        asked = [np.ascontiguousarray(of[of != _NONE], np.int64) for of in cells]
+        return cls(around, asked, around @ centers, (around * around).sum(1).tolist())
+
+
 class CodeScanner:
     """The cells of a group as codes, each read when it is first visited.
 
@@ -45,14 +63,17 @@ class CodeScanner:
         codec: of all the group's keys.
         cells: how many there are.
         metric: how distances are measured.
-        size: bytes to keep at most; where it is reached all are forgotten.
+        kept: with which it shares the room for what is kept.
     """
 
-    def __init__(self, codec: ProductCodec, cells: int, metric: Metric, size: int) -> None:
+    held: int
+    """Bytes that are kept."""
+
+    def __init__(self, codec: ProductCodec, cells: int, metric: Metric, kept: KeptCells) -> None:
         import faiss
 
         parts, width = len(codec.books), codec.centers.shape[1]
-        self._codec, self._metric, self._size = codec, metric, size
+        self._codec, self._metric, self._room = codec, metric, kept
         # Distances are the same around any point; those around the middle of all keys lose no digits.
         self._middle = codec.centers.mean(0) if metric is Metric.L2 else np.zeros(width, np.float32)
         self._centers = np.ascontiguousarray((codec.centers - self._middle).T)
@@ -64,9 +85,9 @@ class CodeScanner:
         faiss.copy_array_to_vector(codec.books.ravel(), self._index.pq.centroids)
         self._index.is_trained = True
         self._faiss = faiss
-        self._held = 0
+        self.held = 0
         self._beside: dict[int, _Beside] = {}
-        self._lock = Lock()
+        kept.share(self)
 
     def scan(self, queries: Keys, cells: NDArray[np.int64], read: Callable[[int], CodedCell]) -> Visits:
         """Measure each query against all records of some cells: a visit of each, in their order.
@@ -76,35 +97,72 @@ class CodeScanner:
             cells: numbers of those of each, shape (q, p); -1 where one has fewer.
             read: gives a cell.
         """
-        queries = np.ascontiguousarray(queries - self._middle)
-        asked = [np.ascontiguousarray(of[of != _NONE], np.int64) for of in cells]
-        of_centers, squares = queries @ self._centers, (queries * queries).sum(1).tolist()
-        with self._lock:
-            if self._held > self._size:
-                self._index.reset()
-                self._beside.clear()
-                self._held = 0
-            beside = [self._kept(of.tolist(), read) for of in asked]
+        asked = _Asked.of(queries, cells, self._middle, self._centers)
+        with self._room.scanning():
+            beside = [self._kept(of.tolist(), read) for of in asked.cells]
             counts = [sum(len(cell.norms) for cell in of) for of in beside]
             shape = len(queries), max(counts)
             ids, distances = np.full(shape, -1), np.full(shape, np.inf, np.float32)
             for row, (of, count) in enumerate(zip(beside, counts, strict=True)):
                 if count:
-                    # One by one: all at once FAISS has threads do them, which would wait beside torch's.
-                    measured = distances[row, :count]
-                    self._products(queries[row], asked[row], ids[row, :count], measured)
-                    measured += of_centers[row].take(np.concatenate([cell.firsts for cell in of]))
-                    if self._metric is Metric.IP:
-                        np.negative(measured, out=measured)
-                        continue
-                    measured *= -2
-                    measured += np.concatenate([cell.norms for cell in of])
-                    measured += squares[row]
-                    np.maximum(measured, 0, out=measured)
+                    self._measure(asked, row, of, ids[row, :count], distances[row, :count])
         return Visits(np.arange(len(queries))[:, None], ids, distances[:, None])
+
+    def scan_by_cell(
+        self, queries: Keys, cells: NDArray[np.int64], read: Callable[[int], CodedCell]
+    ) -> list[Visits]:
+        """What `scan` does for many queries: a visit of each cell, so that each record stands there once."""
+        asked = _Asked.of(queries, cells, self._middle, self._centers)
+        visitors: dict[int, list[tuple[int, int]]] = {}
+        for row, of in enumerate(cells.tolist()):
+            for rank, number in enumerate(of):
+                if number != _NONE:
+                    visitors.setdefault(number, []).append((row, rank))
+        visits, done = dict[int, Visit](), dict.fromkeys(visitors, 0)
+        for start in range(0, len(queries), _AT_ONCE):
+            with self._room.scanning():
+                for row in range(start, min(start + _AT_ONCE, len(queries))):
+                    numbers = asked.cells[row].tolist()
+                    beside = self._kept(numbers, read)
+                    lengths = [len(cell.norms) for cell in beside]
+                    ids, distances = np.empty(sum(lengths), np.int64), np.empty(sum(lengths), np.float32)
+                    if len(ids):
+                        self._measure(asked, row, beside, ids, distances)
+                    at = 0
+                    for number, length in zip(numbers, lengths, strict=True):
+                        if number not in visits:
+                            rows, ranks = np.array(visitors[number]).T
+                            met = np.empty((len(rows), length), np.float32)
+                            visits[number] = Visit(rows, ids[at : at + length].copy(), met, ranks=ranks)
+                        visits[number].distances[done[number]] = distances[at : at + length]
+                        done[number] += 1
+                        at += length
+        return [Visits.of(visits[number]) for number in sorted(visits)]
+
+    def forget(self) -> None:
+        """Keep nothing."""
+        self._index.reset()
+        self._beside.clear()
+        self.held = 0
+
+    def _measure(
+        self, asked: _Asked, row: int, beside: Sequence[_Beside], ids: Ids, measured: Distances
+    ) -> None:
+        """Measure a query against some cells, which have a record."""
+        # One by one: all at once FAISS has threads do them, which would wait beside torch's.
+        self._products(asked.queries[row], asked.cells[row], ids, measured)
+        measured += asked.of_centers[row].take(np.concatenate([cell.firsts for cell in beside]))
+        if self._metric is Metric.IP:
+            np.negative(measured, out=measured)
+            return
+        measured *= -2
+        measured += np.concatenate([cell.norms for cell in beside])
+        measured += asked.squares[row]
+        np.maximum(measured, 0, out=measured)
 
     def _kept(self, cells: Sequence[int], read: Callable[[int], CodedCell]) -> list[_Beside]:
         """Have these cells ready."""
+        before = self.held
         for number in cells:
             if number in self._beside:
                 continue
@@ -115,7 +173,9 @@ class CodeScanner:
                 self._index.invlists.add_entries(number, len(ids), pointer(ids), pointer(parts))
             norms = np.einsum("ij,ij->i", away, away)
             self._beside[number] = _Beside(norms, codes[:, 0].astype(np.intp))
-            self._held += len(ids) * (parts.shape[1] + _BYTES_BESIDE)
+            self.held += len(ids) * (parts.shape[1] + _BYTES_BESIDE)
+        if self.held > before:
+            self._room.shrink()
         return [self._beside[number] for number in cells]
 
     def _products(self, query: Keys, cells: NDArray[np.int64], ids: Ids, products: Distances) -> None:

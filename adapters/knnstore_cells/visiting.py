@@ -17,7 +17,8 @@ from knnstore_cells.scanning import CodedCell, CodeScanner
 
 DISTANCES_AT_ONCE = 1 << 24
 """In memory, as float32."""
-_FEW = 64  # queries; more than so many share enough of their cells
+_FEW = 64  # queries; more than so many may share enough of their cells
+_DECODING = 64  # a key costs as much as measuring it by tables so many times
 
 
 class Cells(NamedTuple):
@@ -67,8 +68,14 @@ class Visitable(Protocol):
     def cell(self, number: int) -> Cell:
         """The live records of a cell."""
 
+    rows: int
+    """Live records."""
+
+    room: int
+    """Bytes of keys that are kept decoded at most, of all groups together."""
+
     def scanner(self) -> CodeScanner | None:
-        """What measures few queries without decoding keys; None where nothing can."""
+        """What measures queries without decoding keys; None where nothing can."""
 
     def codes(self, number: int) -> CodedCell:
         """The live records of a cell, as the scanner reads them."""
@@ -88,18 +95,17 @@ def visit(groups: Sequence[Visitable], queries: Keys, probes: int, ids: IdRanges
     asked = torch.from_numpy(np.require(queries, requirements="W"))  # torch warns of what it may not write
     asked = asked.to(cells.centers.device)
     metric = groups[0].metric
-    nearest = _nearest_cells(
-        asked, cells, min(probes, len(cells.numbers)), metric, ranked=len(queries) > _FEW
-    )
-    scanners = [group.scanner() for group in groups] if len(queries) <= _FEW else []
+    few = len(queries) <= _FEW
+    nearest = _nearest_cells(asked, cells, min(probes, len(cells.numbers)), metric, ranked=not few)
+    scanners = [group.scanner() for group in groups] if few or _shares_little(groups, nearest, cells) else []
     able = [scanner for scanner in scanners if scanner is not None]
     if len(able) == len(groups):
         of_each = _by_group(nearest.numpy(), [of.numbers for of in there])
-        scanned = [
-            scanner.scan(group.turned(asked).numpy(), numbers, group.codes)
-            for group, scanner, numbers in zip(groups, able, of_each, strict=True)
-            if len(groups) == 1 or (numbers >= 0).any()
-        ]
+        scanned = list[Visits]()
+        for group, scanner, numbers in zip(groups, able, of_each, strict=True):
+            if len(groups) == 1 or (numbers >= 0).any():
+                given = group.turned(asked).numpy(), numbers, group.codes
+                scanned += [scanner.scan(*given)] if few else scanner.scan_by_cell(*given)
         return scanned if ids is None else [some.only(ids.contains(some.ids)) for some in scanned]
     owners = np.repeat(np.arange(len(groups)), [len(of.numbers) for of in there])
     turned = cache(lambda owner: groups[owner].turned(asked) - groups[owner].middle)
@@ -120,7 +126,7 @@ def visit(groups: Sequence[Visitable], queries: Keys, probes: int, ids: IdRanges
             of_group = Visitors(numbers_met[first:last], visitors, ends[first : last + 1])
             visits += group.visit_on_device(of_group, asked, ids)
         return visits
-    ranks = order.remainder(nearest.shape[1]).numpy() if len(queries) > _FEW else None
+    ranks = None if few else order.remainder(nearest.shape[1]).numpy()
     visits, done = [], 0
     for row, of_cell in zip(rows.tolist(), torch.split(visitors, counts.tolist()), strict=True):
         group, number = groups[owners[row]], int(cells.numbers[row])
@@ -136,6 +142,13 @@ def visit(groups: Sequence[Visitable], queries: Keys, probes: int, ids: IdRanges
         visits.append(Visits.of(Visit(of_cell.numpy(), found, distances.numpy(), ranks=own_ranks)))
         done += len(of_cell)
     return visits
+
+
+def _shares_little(groups: Sequence[Visitable], nearest: Tensor, cells: Cells) -> bool:
+    """Whether few queries meet in a cell, and decoded keys have no room to wait for others there."""
+    decoded = sum(4 * group.rows * len(group.middle) for group in groups)
+    lacking = max(0.0, 1 - groups[0].room / max(1, decoded))
+    return nearest.numel() < lacking * _DECODING * len(cells.numbers)
 
 
 def _by_group(

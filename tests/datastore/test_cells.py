@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from knnstore_cells import CellsDatastore, group, partition
+from knnstore_cells import CellsDatastore, group, partition, visiting
 from knnstore_cells.scanning import CodeScanner
 
 from knnstore.datastore import Filter, IdRanges, Keys, Metric, Neighbors, Visits, apart
@@ -217,6 +217,38 @@ def test_what_is_kept_between_visits_is_bounded(tmp_path: Path) -> None:
         assert 0 < sum(held) == store._kept._held <= 1 << 20
 
 
+def test_tables_are_used_where_decoded_keys_have_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And where few queries share a cell; what is kept of both kinds has room together."""
+    pytest.importorskip("faiss")
+    keys, scans = clustered(40_000), list[int]()
+    scan = CodeScanner.scan_by_cell
+    monkeypatch.setattr(
+        CodeScanner, "scan_by_cell", lambda self, *given: (scans.append(1), scan(self, *given))[1]
+    )
+    with CellsDatastore.open(tmp_path / "store", dim=DIM, codes="pq4", coded_from=500, memory=1) as store:
+        put(store, np.arange(40_000), keys)
+        store.optimize()
+
+        def held() -> int:
+            return store._kept._held + sum(sharer.held for sharer in store._kept._sharers)
+
+        for queries, probes, by_tables in ((1000, 64, False), (200, 8, True), (1000, 64, False)):
+            scans.clear()
+            store.visit(keys[:queries], probes)
+            assert bool(scans) == by_tables
+            assert 0 < held() <= 1 << 20
+        store._kept.size = 100_000
+        for start in range(0, 2000, 100):
+            store.visit(keys[start : start + 100], 1)
+            assert 0 < held() < 40_000 * 24 // 2
+    with CellsDatastore.open(tmp_path / "store", dim=DIM, codes="pq4", memory=8) as store:
+        scans.clear()
+        store.visit(keys[:200], 8)
+        assert not scans, "all have room"
+
+
 def test_among_very_many_centers_a_near_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looking in parts finds the nearest of clustered keys nearly always, and never one that is far."""
     keys, centers = torch.from_numpy(clustered(4000)), torch.from_numpy(clustered(600, seed=3))
@@ -330,9 +362,19 @@ def test_a_query_alone_meets_what_it_meets_among_others(tmp_path: Path, metric: 
             assert found[int(nearest.ids[0, 0])] == nearest.distances[0, 0]
 
 
+def ranks(visits: list[Visits]) -> set[tuple[int, int, int]]:
+    """Query, first record and rank of each cell that is visited."""
+    return {
+        (query, visit.ids.min(), rank)
+        for visit in apart(visits)
+        if visit.ranks is not None
+        for query, rank in zip(visit.queries.tolist(), visit.ranks.tolist(), strict=True)
+    }
+
+
 @pytest.mark.parametrize("memory", [0, 256])
 @pytest.mark.parametrize("metric", list(Metric))
-def test_few_queries_meet_by_tables_what_decoded_keys_say(
+def test_queries_meet_by_tables_what_decoded_keys_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metric: Metric, memory: int
 ) -> None:
     """Codes of two groups, by the protocol's own decoding: far from zero, filtered, deleted, added to."""
@@ -365,9 +407,21 @@ def test_few_queries_meet_by_tables_what_decoded_keys_say(
                 Filter(IdRanges([(0, 9000)]), frozenset([1])),
                 Filter(IdRanges([(600, 5000)])),
             ):
-                every = store.visit(np.repeat(queries, 20, axis=0), 3, where=where)  # too many for tables
-                expected = Neighbors.visited(every, 120).rows(np.arange(0, 120, 20))
+                many = np.repeat(queries, 20, axis=0)
+                monkeypatch.setattr(visiting, "_shares_little", lambda *_: False)
+                unpacked = store.visit(many, 3, where=where)
+                expected = Neighbors.visited(unpacked, 120)
                 assert not scans
+                monkeypatch.setattr(visiting, "_shares_little", lambda *_: True)
+                measured = store.visit(many, 3, where=where)
+                by_cell = Neighbors.visited(measured, 120)
+                assert scans
+                scans.clear()
+                assert ranks(measured) == ranks(unpacked) != set()
+                both = [one.nearest(one.ids.shape[1]) for one in (expected, by_cell)]
+                assert [sorted(row) for row in both[0].ids] == [sorted(row) for row in both[1].ids]
+                np.testing.assert_allclose(both[1].distances, both[0].distances, rtol=1e-4, atol=4e-3)
+                expected = expected.rows(np.arange(0, 120, 20))
                 for count in (1, 6):
                     found = Neighbors.visited(store.visit(queries[:count], 3, where=where), count)
                     for query, row, distances, others in zip(
