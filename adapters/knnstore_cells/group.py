@@ -168,15 +168,19 @@ class CellGroup:
             self._scanner = self._version, scanner
         return scanner
 
-    def codes(self, number: int) -> CodedCell:
-        """The live records of a cell where all keys are codes of one kind."""
+    def codes(self, numbers: Sequence[int]) -> list[CodedCell]:
+        """The live records of some cells, different ones, where all keys are codes of one kind."""
         file = self._codec_file
         assert file is not None
-        ids, codes = [np.empty(0, np.int64)], [np.empty((0, file.codec.size), np.uint8)]
-        for segment, rows in self._rows_of(number):
-            ids.append(segment.columns.ids_at(rows))
-            codes.append(segment.columns.codes_at(rows, file))
-        return CodedCell(np.concatenate(ids), np.concatenate(codes))
+        found: list[list[CodedCell]] = [[] for _ in numbers]
+        for segment, rows in self._rows_of(numbers):
+            together, ends = np.concatenate(rows), np.cumsum([len(some) for some in rows])[:-1]
+            ids = np.split(segment.columns.ids_at(together), ends)
+            codes = np.split(segment.columns.codes_at(together, file), ends)
+            for cell, some_ids, some_codes in zip(found, ids, codes, strict=True):
+                cell.append(CodedCell(some_ids, some_codes))
+        nothing = CodedCell(np.empty(0, np.int64), np.empty((0, file.codec.size), np.uint8))
+        return [CodedCell.joined(cell or [nothing]) for cell in found]
 
     def visit_on_device(self, visitors: Visitors, queries: Tensor, ids: IdRanges | None) -> Iterator[Visits]:
         """Let queries visit cells; see `DeviceKeys.visit`."""
@@ -239,7 +243,7 @@ class CellGroup:
     def _read(self, number: int) -> Cell:
         """Read a cell from its segments."""
         ids, keys = [], []
-        for segment, rows in self._rows_of(number):
+        for segment, (rows,) in self._rows_of([number]):
             ids.append(segment.columns.ids_at(rows))
             keys.append(self._keys_of(segment, rows))
         read = torch.cat([self.origins[:0], *keys]) - self.middle
@@ -247,14 +251,14 @@ class CellGroup:
         in_columns = read.T.contiguous().T
         return Cell(np.concatenate([np.empty(0, np.int64), *ids]), in_columns, (read * read).sum(1))
 
-    def _rows_of(self, number: int) -> Iterator[tuple[Segment, NDArray[np.int64]]]:
-        """The live rows of a cell in each segment that has some."""
+    def _rows_of(self, numbers: Sequence[int]) -> Iterator[tuple[Segment, list[NDArray[np.int64]]]]:
+        """The live rows of some cells in each segment that has one of them."""
         for segment, cells, alive, _ in self._parts:
-            rows = cells.rows_in(number)
+            found = cells.rows_in(numbers)
             if alive is not None:
-                rows = rows[alive[rows]]
-            if len(rows):
-                yield segment, rows
+                found = [rows[alive[rows]] for rows in found]
+            if any(len(rows) for rows in found):
+                yield segment, found
 
     def _keys_of(self, segment: Segment, rows: NDArray[np.int64]) -> Tensor:
         """The keys of some rows, turned."""

@@ -1,5 +1,6 @@
 """The index of a segment: which of its rows are in which cell."""
 
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from knnstore.datastore import Ids, Keys, MappedFile, RoundedCodec, Segment
 from knnstore.errors import CorruptDatastoreError
 
-_FEW = 32  # cells; to find the rows of so many takes less time than to sort all
+_FEW = 16  # times; to look for rows among all of them so often takes less time than to sort all
 
 
 class SegmentCells:
@@ -43,12 +44,17 @@ class SegmentCells:
         """Row numbers by cell, ascending within it, shape (rows,)."""
         return np.argsort(self.owners, kind="stable").astype(np.int32)
 
-    def rows_in(self, cell: int) -> NDArray[np.int64]:
-        """Row numbers of a cell, ascending."""
+    def rows_in(self, cells: Sequence[int]) -> list[NDArray[np.int64]]:
+        """Row numbers of some cells, different ones, ascending within each."""
         self._asked += 1
-        if self._asked <= _FEW and "rows" not in self.__dict__:  # a first query waits for no order of all
-            return np.flatnonzero(self.owners == cell)
-        return self.rows[self.starts[cell] : self.starts[cell + 1]].astype(np.int64)
+        if self._asked > _FEW or "rows" in self.__dict__:  # a first query waits for no order of all
+            starts = self.starts
+            return [self.rows[starts[cell] : starts[cell + 1]].astype(np.int64) for cell in cells]
+        wanted = np.zeros(len(self.centers), bool)
+        wanted[list(cells)] = True
+        rows = np.flatnonzero(wanted[self.owners])
+        owners = self.owners[rows]
+        return [rows[owners == cell] for cell in cells]
 
     @classmethod
     def read(cls, root: Path, segment: Segment, dim: int, cells: int) -> Self:

@@ -29,6 +29,15 @@ class CodedCell(NamedTuple):
     codes: NDArray[np.uint8]
     """Shape (r, size)."""
 
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """What several segments hold of a cell."""
+        return parts[0] if len(parts) == 1 else cls(*(np.concatenate(of) for of in zip(*parts, strict=True)))
+
+
+Read = Callable[[Sequence[int]], list[CodedCell]]
+"""Gives some cells, different ones."""
+
 
 class _Beside(NamedTuple):
     """What is kept of a cell beside the codes."""
@@ -89,17 +98,18 @@ class CodeScanner:
         self._beside: dict[int, _Beside] = {}
         kept.share(self)
 
-    def scan(self, queries: Keys, cells: NDArray[np.int64], read: Callable[[int], CodedCell]) -> Visits:
+    def scan(self, queries: Keys, cells: NDArray[np.int64], read: Read) -> Visits:
         """Measure each query against all records of some cells: a visit of each, in their order.
 
         Args:
             queries: turned as the codec turns keys, float32, shape (q, width).
             cells: numbers of those of each, shape (q, p); -1 where one has fewer.
-            read: gives a cell.
+            read: gives those that are not kept.
         """
         asked = _Asked.of(queries, cells, self._middle, self._centers)
         with self._room.scanning():
-            beside = [self._kept(of.tolist(), read) for of in asked.cells]
+            self._keep(asked.cells, read)
+            beside = [[self._beside[number] for number in of.tolist()] for of in asked.cells]
             counts = [sum(len(cell.norms) for cell in of) for of in beside]
             shape = len(queries), max(counts)
             ids, distances = np.full(shape, -1), np.full(shape, np.inf, np.float32)
@@ -108,10 +118,8 @@ class CodeScanner:
                     self._measure(asked, row, of, ids[row, :count], distances[row, :count])
         return Visits(np.arange(len(queries))[:, None], ids, distances[:, None])
 
-    def scan_by_cell(
-        self, queries: Keys, cells: NDArray[np.int64], read: Callable[[int], CodedCell]
-    ) -> list[Visits]:
-        """What `scan` does for many queries: a visit of each cell, so that each record stands there once."""
+    def scan_by_cell(self, queries: Keys, cells: NDArray[np.int64], read: Read) -> list[Visits]:
+        """What `scan` does for many queries, whose cells come nearest first: a visit of each cell."""
         asked = _Asked.of(queries, cells, self._middle, self._centers)
         visitors: dict[int, list[tuple[int, int]]] = {}
         for row, of in enumerate(cells.tolist()):
@@ -121,9 +129,11 @@ class CodeScanner:
         visits, done = dict[int, Visit](), dict.fromkeys(visitors, 0)
         for start in range(0, len(queries), _AT_ONCE):
             with self._room.scanning():
-                for row in range(start, min(start + _AT_ONCE, len(queries))):
-                    numbers = asked.cells[row].tolist()
-                    beside = self._kept(numbers, read)
+                some = asked.cells[start : start + _AT_ONCE]
+                self._keep(some, read)
+                for row, of in enumerate(some, start):
+                    numbers = of.tolist()
+                    beside = [self._beside[number] for number in numbers]
                     lengths = [len(cell.norms) for cell in beside]
                     ids, distances = np.empty(sum(lengths), np.int64), np.empty(sum(lengths), np.float32)
                     if len(ids):
@@ -133,7 +143,8 @@ class CodeScanner:
                         if number not in visits:
                             rows, ranks = np.array(visitors[number]).T
                             met = np.empty((len(rows), length), np.float32)
-                            visits[number] = Visit(rows, ids[at : at + length].copy(), met, ranks=ranks)
+                            own_ids = ids[at : at + length].copy()
+                            visits[number] = Visit(rows, own_ids, met, ranks=ranks)
                         visits[number].distances[done[number]] = distances[at : at + length]
                         done[number] += 1
                         at += length
@@ -160,13 +171,14 @@ class CodeScanner:
         measured += asked.squares[row]
         np.maximum(measured, 0, out=measured)
 
-    def _kept(self, cells: Sequence[int], read: Callable[[int], CodedCell]) -> list[_Beside]:
-        """Have these cells ready."""
-        before = self.held
-        for number in cells:
-            if number in self._beside:
-                continue
-            ids, codes = read(number)
+    def _keep(self, cells: Sequence[NDArray[np.int64]], read: Read) -> None:
+        """Have some cells ready."""
+        lacking = [
+            number for number in np.unique(np.concatenate(cells)).tolist() if number not in self._beside
+        ]
+        if not lacking:
+            return
+        for number, (ids, codes) in zip(lacking, read(lacking), strict=True):
             away = self._codec.turned(codes) - self._middle
             parts, pointer = np.ascontiguousarray(codes[:, 1:]), self._faiss.swig_ptr
             if len(ids):
@@ -174,9 +186,7 @@ class CodeScanner:
             norms = np.einsum("ij,ij->i", away, away)
             self._beside[number] = _Beside(norms, codes[:, 0].astype(np.intp))
             self.held += len(ids) * (parts.shape[1] + _BYTES_BESIDE)
-        if self.held > before:
-            self._room.shrink()
-        return [self._beside[number] for number in cells]
+        self._room.shrink()
 
     def _products(self, query: Keys, cells: NDArray[np.int64], ids: Ids, products: Distances) -> None:
         """A query's inner products with the keys of cells less their centers, and the ids, cell by cell."""

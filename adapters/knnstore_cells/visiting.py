@@ -40,14 +40,6 @@ class Cells(NamedTuple):
         there = centers if len(numbers) == len(centers) else centers[torch.from_numpy(numbers)]
         return cls(numbers, there, (there * there).sum(1) / 2)
 
-    @classmethod
-    def joined(cls, parts: Sequence[Self]) -> Self:
-        """Those of several groups."""
-        if len(parts) == 1:
-            return parts[0]
-        numbers, centers, half_norms = zip(*parts, strict=True)
-        return cls(np.concatenate(numbers), torch.cat(centers), torch.cat(half_norms))
-
 
 class Visitable(Protocol):
     """A group with cells."""
@@ -77,8 +69,8 @@ class Visitable(Protocol):
     def scanner(self) -> CodeScanner | None:
         """What measures queries without decoding keys; None where nothing can."""
 
-    def codes(self, number: int) -> CodedCell:
-        """The live records of a cell, as the scanner reads them."""
+    def codes(self, numbers: Sequence[int]) -> list[CodedCell]:
+        """The live records of some cells, different ones, as the scanner reads them."""
 
     def visit_on_device(self, visitors: Visitors, queries: Tensor, ids: IdRanges | None) -> Iterator[Visits]:
         """Let queries visit cells where the device is."""
@@ -89,15 +81,15 @@ def visit(groups: Sequence[Visitable], queries: Keys, probes: int, ids: IdRanges
     if not groups or not len(queries):
         return []
     there = [group.cells_with(ids) for group in groups]
-    cells = Cells.joined(there)
-    if not len(cells.numbers):
+    numbers_of_all = np.concatenate([of.numbers for of in there])
+    if not len(numbers_of_all):
         return []
     asked = torch.from_numpy(np.require(queries, requirements="W"))  # torch warns of what it may not write
-    asked = asked.to(cells.centers.device)
+    asked = asked.to(there[0].centers.device)
     metric = groups[0].metric
     few = len(queries) <= _FEW
-    nearest = _nearest_cells(asked, cells, min(probes, len(cells.numbers)), metric, ranked=not few)
-    scanners = [group.scanner() for group in groups] if few or _shares_little(groups, nearest, cells) else []
+    nearest = _nearest_cells(asked, there, min(probes, len(numbers_of_all)), metric, ranked=not few)
+    scanners = [group.scanner() for group in groups] if few or _shares_little(groups, nearest, there) else []
     able = [scanner for scanner in scanners if scanner is not None]
     if len(able) == len(groups):
         of_each = _by_group(nearest.numpy(), [of.numbers for of in there])
@@ -112,14 +104,14 @@ def visit(groups: Sequence[Visitable], queries: Keys, probes: int, ids: IdRanges
     squares = cache(lambda owner: (turned(owner) * turned(owner)).sum(1))
     if len(queries) == 1 and groups[0].device is None:
         rows = nearest[0].tolist()
-        visited = [(groups[owners[row]], turned(owners[row]), int(cells.numbers[row])) for row in rows]
+        visited = [(groups[owners[row]], turned(owners[row]), int(numbers_of_all[row])) for row in rows]
         return [Visits.of(_visit_alone(visited, ids))]
     order = nearest.flatten().argsort(stable=True)
     visitors = order.div(nearest.shape[1], rounding_mode="floor")
     rows, counts = torch.unique_consecutive(nearest.flatten()[order], return_counts=True)
     if groups[0].device is not None:
         visits, ends = list[Visits](), pad(counts.cumsum(0), (1, 0))
-        numbers_met = torch.from_numpy(cells.numbers).to(rows.device)[rows]
+        numbers_met = torch.from_numpy(numbers_of_all).to(rows.device)[rows]
         firsts = torch.from_numpy(owners.searchsorted(range(len(groups) + 1))).to(rows.device)
         shares = torch.searchsorted(rows, firsts).tolist()
         for group, first, last in zip(groups, shares, shares[1:], strict=False):
@@ -129,7 +121,7 @@ def visit(groups: Sequence[Visitable], queries: Keys, probes: int, ids: IdRanges
     ranks = None if few else order.remainder(nearest.shape[1]).numpy()
     visits, done = [], 0
     for row, of_cell in zip(rows.tolist(), torch.split(visitors, counts.tolist()), strict=True):
-        group, number = groups[owners[row]], int(cells.numbers[row])
+        group, number = groups[owners[row]], int(numbers_of_all[row])
         found, keys, norms = _matching(group.cell(number), ids)
         met = turned(owners[row])[of_cell]
         if metric is Metric.IP:
@@ -144,11 +136,11 @@ def visit(groups: Sequence[Visitable], queries: Keys, probes: int, ids: IdRanges
     return visits
 
 
-def _shares_little(groups: Sequence[Visitable], nearest: Tensor, cells: Cells) -> bool:
+def _shares_little(groups: Sequence[Visitable], nearest: Tensor, cells: Sequence[Cells]) -> bool:
     """Whether few queries meet in a cell, and decoded keys have no room to wait for others there."""
     decoded = sum(4 * group.rows * len(group.middle) for group in groups)
     lacking = max(0.0, 1 - groups[0].room / max(1, decoded))
-    return nearest.numel() < lacking * _DECODING * len(cells.numbers)
+    return nearest.numel() < lacking * _DECODING * sum(len(of.numbers) for of in cells)
 
 
 def _by_group(
@@ -196,14 +188,22 @@ def _matching(cell: Cell, ids: IdRanges | None) -> Cell:
     return Cell(cell.ids[chosen], cell.keys[rows], cell.norms[rows])
 
 
-def _nearest_cells(queries: Tensor, cells: Cells, probes: int, metric: Metric, *, ranked: bool) -> Tensor:
-    """The nearest of some cells, shape (q, probes), nearest first if that is wanted."""
-    if probes == len(cells.numbers) and (probes == 1 or not ranked):
+def _nearest_cells(
+    queries: Tensor, cells: Sequence[Cells], probes: int, metric: Metric, *, ranked: bool
+) -> Tensor:
+    """The nearest of the cells of some groups, one group's after another's, nearest first if that is wanted.
+
+    Returns:
+        Shape (q, probes).
+    """
+    counts = [len(of.numbers) for of in cells]
+    if probes == sum(counts) and (probes == 1 or not ranked):
         return torch.arange(probes, device=queries.device).expand(len(queries), -1)
-    step = max(1, DISTANCES_AT_ONCE // len(cells.numbers))
-    norms = cells.half_norms if metric is Metric.L2 else torch.zeros_like(cells.half_norms)
-    parts = [
-        torch.addmm(norms, some, cells.centers.T, alpha=-1).topk(probes, largest=False, sorted=ranked).indices
-        for some in torch.split(queries, step)
-    ]
-    return torch.cat(parts)
+    found = []
+    for some in torch.split(queries, max(1, DISTANCES_AT_ONCE // sum(counts))):
+        away = some.new_empty(len(some), sum(counts))  # where centers lie apart none is copied
+        for of, part in zip(cells, torch.split(away, counts, dim=1), strict=True):
+            norms = of.half_norms if metric is Metric.L2 else torch.zeros_like(of.half_norms)
+            torch.addmm(norms, some, of.centers.T, alpha=-1, out=part)
+        found.append(away.topk(probes, largest=False, sorted=ranked).indices)
+    return torch.cat(found)

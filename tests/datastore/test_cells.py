@@ -55,6 +55,15 @@ def put(store: CellsDatastore, rows: np.ndarray, keys: np.ndarray, group: int = 
     store.add(rows * 3, keys[rows], np.full(len(rows), group, np.int32))
 
 
+def ranks_of(visits: list[Visits]) -> dict[tuple[int, int], int]:
+    """How many cells are nearer, by query and the first record of a cell that has some."""
+    return {
+        (int(query), int(visit.ids.min())): int(rank)
+        for visit in apart(visits)
+        for query, rank in zip(visit.queries, visit.ranks, strict=True)
+    }
+
+
 def centers_on_disk(store: CellsDatastore) -> list[np.ndarray]:
     """Of each segment that has an index."""
     return [cells.centers for segment in store._segments.snapshot() if (cells := store._opened(segment))]
@@ -223,11 +232,12 @@ def test_tables_are_used_where_decoded_keys_have_no_room(
     """And where few queries share a cell; what is kept of both kinds has room together."""
     pytest.importorskip("faiss")
     keys, scans = clustered(40_000), list[int]()
+    codes: dict[str, Any] = {"codes": "pq4", "coded_from": 8192}
     scan = CodeScanner.scan_by_cell
     monkeypatch.setattr(
         CodeScanner, "scan_by_cell", lambda self, *given: (scans.append(1), scan(self, *given))[1]
     )
-    with CellsDatastore.open(tmp_path / "store", dim=DIM, codes="pq4", coded_from=500, memory=1) as store:
+    with CellsDatastore.open(tmp_path / "store", dim=DIM, **codes, memory=1) as store:
         put(store, np.arange(40_000), keys)
         store.optimize()
 
@@ -243,7 +253,7 @@ def test_tables_are_used_where_decoded_keys_have_no_room(
         for start in range(0, 2000, 100):
             store.visit(keys[start : start + 100], 1)
             assert 0 < held() < 40_000 * 24 // 2
-    with CellsDatastore.open(tmp_path / "store", dim=DIM, codes="pq4", memory=8) as store:
+    with CellsDatastore.open(tmp_path / "store", dim=DIM, **codes, memory=8) as store:
         scans.clear()
         store.visit(keys[:200], 8)
         assert not scans, "all have room"
@@ -362,16 +372,6 @@ def test_a_query_alone_meets_what_it_meets_among_others(tmp_path: Path, metric: 
             assert found[int(nearest.ids[0, 0])] == nearest.distances[0, 0]
 
 
-def ranks(visits: list[Visits]) -> set[tuple[int, int, int]]:
-    """Query, first record and rank of each cell that is visited."""
-    return {
-        (query, visit.ids.min(), rank)
-        for visit in apart(visits)
-        if visit.ranks is not None
-        for query, rank in zip(visit.queries.tolist(), visit.ranks.tolist(), strict=True)
-    }
-
-
 @pytest.mark.parametrize("memory", [0, 256])
 @pytest.mark.parametrize("metric", list(Metric))
 def test_queries_meet_by_tables_what_decoded_keys_say(
@@ -409,15 +409,15 @@ def test_queries_meet_by_tables_what_decoded_keys_say(
             ):
                 many = np.repeat(queries, 20, axis=0)
                 monkeypatch.setattr(visiting, "_shares_little", lambda *_: False)
-                unpacked = store.visit(many, 3, where=where)
-                expected = Neighbors.visited(unpacked, 120)
+                decoding = store.visit(many, 3, where=where)
+                expected = Neighbors.visited(decoding, 120)
                 assert not scans
                 monkeypatch.setattr(visiting, "_shares_little", lambda *_: True)
-                measured = store.visit(many, 3, where=where)
-                by_cell = Neighbors.visited(measured, 120)
+                scanning = store.visit(many, 3, where=where)
+                by_cell = Neighbors.visited(scanning, 120)
+                assert ranks_of(scanning) == ranks_of(decoding) != {}
                 assert scans
                 scans.clear()
-                assert ranks(measured) == ranks(unpacked) != set()
                 both = [one.nearest(one.ids.shape[1]) for one in (expected, by_cell)]
                 assert [sorted(row) for row in both[0].ids] == [sorted(row) for row in both[1].ids]
                 np.testing.assert_allclose(both[1].distances, both[0].distances, rtol=1e-4, atol=4e-3)
