@@ -150,14 +150,14 @@ class _Before(NamedTuple):
 
 def _before(laid: _LaidOut, at: Places, order: int) -> _Before:
     """Look back from contexts, given by the places of their last tokens."""
-    symbols, keys = laid.symbols, laid.keys
-    among = np.flatnonzero(np.isin(keys, keys[at]))
-    among = among[np.argsort(keys[among], kind="stable")]
-    by_place = keys[among] * len(keys) + among  # ascending
-    starts, stops = np.searchsorted(by_place, keys[at] * len(keys) + np.stack([np.zeros_like(at), at]))
-    counts = stops - starts
-    rows = np.repeat(np.arange(len(at)), counts)
-    ends = among[np.arange(len(rows)) + np.repeat(starts - np.cumsum(counts) + counts, counts)]
+    symbols, none = laid.symbols, np.zeros(0, np.int64)
+    begins = (laid.firsts[laid.text[at]] - 1).tolist()
+    found = [
+        np.flatnonzero(symbols[begin:end] == symbols[end]) + begin
+        for begin, end in zip(begins, at.tolist(), strict=True)
+    ]
+    rows = np.repeat(np.arange(len(at)), [len(one) for one in found])
+    ends = np.concatenate([*found, none])
     matched, going = np.ones(len(rows), np.int64), np.arange(len(rows))
     for back in range(1, order - 1):
         going = going[symbols[ends[going] - back] == symbols[at[rows[going]] - back]]
@@ -166,6 +166,8 @@ def _before(laid: _LaidOut, at: Places, order: int) -> _Before:
     following = rows << _BITS | symbols[ends + 1]
     for length in range(order - 1, 0, -1):
         longer = np.flatnonzero(matched >= length)
+        if not len(longer):
+            continue
         kinds, which, seen = np.unique(following[longer], return_inverse=True, return_counts=True)
         total = np.bincount(rows[longer], minlength=len(at))
         distinct = np.bincount(kinds >> _BITS, minlength=len(at))
