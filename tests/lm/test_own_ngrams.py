@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from knnstore.documents import TextDocument
 from knnstore.lm import TokenTable, save_settings
-from knnstore.lm.calibration.fits import fit_cache, gather_cache_evidence
+from knnstore.lm.calibration.fits import fit_cache, fit_ngrams, gather_cache_evidence
 from knnstore.lm.calibration.scored_text import score_once
 from knnstore.lm.explanation.explained import THIS_TEXT
 from knnstore.lm.retrieval import ReadOwnNGrams, WrittenOwnNGrams, WrittenTexts
@@ -160,6 +160,8 @@ def test_a_fit_takes_them_with_the_cache_and_saved_settings_have_them_only_then(
     every = torch.ones(len(scored), dtype=torch.bool)
     evidence = gather_cache_evidence(scored.reading, scored.own_ngrams)
     cache = fit_cache(evidence, scored.lm_log_probs, every)
+    below = evidence.mix(scored.lm_log_probs, replace(cache, ngrams=None))
+    assert cache.ngrams == fit_ngrams(scored.own_ngrams, below, every), "over the cache"
     settings = KNNSettings(k=1, lam=0.0, cache=cache)
     found = scored.log_probs(settings).log_probs
     torch.testing.assert_close(evidence.mix(scored.lm_log_probs, cache), found, atol=1e-5, rtol=0)

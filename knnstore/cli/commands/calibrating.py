@@ -51,7 +51,7 @@ def calibrate(
     ] = True,
     ngrams: Annotated[
         bool,
-        typer.Option("--ngrams/--no-ngrams", help="Also try counts of the n-grams of the stored text."),
+        typer.Option("--ngrams/--no-ngrams", help="Also try n-grams: stored ones, and the text's own."),
     ] = True,
     skip: Annotated[
         float | None,

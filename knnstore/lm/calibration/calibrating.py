@@ -92,7 +92,7 @@ def calibrate(
         leave_out: a document that is itself in the store does not retrieve from itself; else it is refused.
         networks: whether a gate is fitted as one more candidate, and where searches can be left out. Neither
             is when a document is anywhere in the store: what is trained on it would outlast its removal.
-        ngrams: whether n-grams of the stored text are candidates.
+        ngrams: whether n-grams of the stored text are candidates, and with a cache the text's own.
         skip: share of searches that the saved settings leave out, above 0 and below 1; None is none.
         progress: is told of each batch.
 

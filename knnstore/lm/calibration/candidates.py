@@ -125,27 +125,26 @@ def compare(
             better than with the k of the pass.
         domains: what they say about weights for each domain, which are fitted too.
         networks: whether a gate is fitted, which takes the longest of all.
-        ngrams: whether n-grams are tried, where the text was scored with them.
+        ngrams: whether n-grams are tried, see `Trial`.
 
     Raises:
         InputError: there is too little text, or nothing was found.
     """
-    trial = Trial(scored)
+    trial = Trial(scored, ngrams=ngrams)
     if not scored.is_anything_found:
         raise InputError("nothing can be fitted: the search found no neighbor of any token")
     if len(scored.found):
-        of_keys = _of_keys(trial, scored, fits, wide, networks=networks, ngrams=ngrams)
+        of_keys = _of_keys(trial, scored, fits, wide, networks=networks)
     else:
         of_keys = _OfKeys([], [evidence_without_keys(scored)], evidence_without_keys(scored), {}, {})
     candidates, evidence, at_best_k, again, by_probes = of_keys
     if domains is not None:
         candidates.append(trial.fitted("domains", fit_domains, domains, domains.log_probs))
     candidates += trial.with_substitute(candidates, evidence, again)
-    if ngrams:
-        candidates += trial.with_ngrams(candidates, evidence, again)
+    candidates += trial.with_ngrams(candidates, evidence, again)
     candidates += trial.with_cache(candidates)
     if networks:
-        candidates += trial.with_gate(candidates, evidence, fit_fixed, ngrams=ngrams)
+        candidates += trial.with_gate(candidates, evidence, fit_fixed)
     before = None
     if current is not None:
         kept, mix = _as_judged(current, scored, wide, domains)
@@ -179,14 +178,13 @@ def _of_keys(
     wide: Sequence[WideEvidence],
     *,
     networks: bool,
-    ngrams: bool,
 ) -> _OfKeys:
     """Fit a fixed λ with each k, and the other mixers; see `compare`."""
     by_probes: dict[int, float] = {}
     if scored.visited:
         every = {of.probes: of for of in evidence_of_cells(scored) if of.probes}
         for probes, of in every.items():
-            by_probes[probes] = trial.with_all(fit_fixed, of, ngrams=ngrams).ppl
+            by_probes[probes] = trial.with_all(fit_fixed, of).ppl
         evidence = [every[fewest_enough(by_probes)]]
     else:
         evidence = gather_evidence(scored, ks_up_to(scored.k))

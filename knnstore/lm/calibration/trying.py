@@ -59,13 +59,19 @@ def best_of(candidates: Sequence[Candidate]) -> Candidate:
 
 
 class Trial:
-    """Fits candidates on each half of a text and judges them on the other."""
+    """Fits candidates on each half of a text and judges them on the other.
 
-    def __init__(self, scored: ScoredText) -> None:
+    Args:
+        scored: the text.
+        ngrams: whether n-grams are tried where it was scored with them, and with a cache own n-grams.
+    """
+
+    def __init__(self, scored: ScoredText, *, ngrams: bool = True) -> None:
         self.documents = len(np.unique(scored.documents.numpy()))
         check_enough(scored.documents.numpy())
         self.judge = Judge(scored)
         self._scored, self.first_half = scored, in_halves(scored.documents)
+        self._said, self._own = (scored.ngrams, scored.own_ngrams) if ngrams else (None, None)
 
     def fitted(
         self, name: str, fit: Callable[[E], KNNSettings], evidence: E, mix: Mix | None = None
@@ -79,9 +85,9 @@ class Trial:
         held_out, change = self.judge(log_probs)
         return Candidate(name, fit(evidence), held_out, float(lam.mean()), change, log_probs, by_half)
 
-    def with_all(self, fit: Fit, evidence: Evidence, *, ngrams: bool) -> Interval:
+    def with_all(self, fit: Fit, evidence: Evidence) -> Interval:
         """The perplexity of what a fit makes of the keys, with n-grams and a cache on top."""
-        said = self._scored.ngrams if ngrams else None
+        said = self._said
         if said is not None:
             fit = partial(fit_with_ngrams, scored=self._scored, said=said, fit=fit)
         below = self.fitted("keys", fit, evidence).log_probs
@@ -94,7 +100,7 @@ class Trial:
     @cached_property
     def _cache(self) -> CacheEvidence:
         assert self._scored.reading is not None
-        return gather_cache_evidence(self._scored.reading, self._scored.own_ngrams)
+        return gather_cache_evidence(self._scored.reading, self._own)
 
     def nested(self, candidates: Sequence[Candidate]) -> Tensor:
         """Log p of every token, by the candidate that is the best one on the other half; float32, shape (n,).
@@ -127,9 +133,9 @@ class Trial:
     ) -> list[Candidate]:
         """N-grams without the keys, and on top of the best candidate, and of the best that fits make anew.
 
-        No candidate if the text was scored without n-grams; the first alone if there is nothing below them.
+        No candidate if no n-grams are tried; the first alone if there is nothing below them.
         """
-        said = self._scored.ngrams
+        said = self._said
         if said is None:
             return []
 
@@ -165,7 +171,7 @@ class Trial:
         return self._on_top(candidates, "cache", partial(fit_cache, self._cache), self._cache.mix, put)
 
     def with_gate(
-        self, candidates: Sequence[Candidate], evidence: Sequence[Evidence], fit: Fit, *, ngrams: bool
+        self, candidates: Sequence[Candidate], evidence: Sequence[Evidence], fit: Fit
     ) -> list[Candidate]:
         """One gate over all components, with k or probes as of the best that `fit` has made."""
         if self._scored.reading is None:
@@ -173,8 +179,7 @@ class Trial:
         at_its_k = evidence[0]
         if len(evidence) > 1:
             _, at_its_k = self._best_fitted_by({"fixed": fit}, candidates, evidence)
-        said = self._scored.ngrams if ngrams else None
-        together = partial(fit_together, scored=self._scored, said=said, cache=self._cache, fit=fit)
+        together = partial(fit_together, scored=self._scored, said=self._said, cache=self._cache, fit=fit)
         return [self.fitted("gate over all", together, at_its_k)]
 
     def _on_top(
