@@ -45,8 +45,7 @@ def calibrate(
         bool,
         typer.Option(
             "--networks/--no-networks",
-            help="Also fit a small network as one more mixer, and one that tells where searches can be left "
-            "out.",
+            help="Also fit small networks: a mixer, and one that tells where searches can be left out.",
         ),
     ] = True,
     ngrams: Annotated[
