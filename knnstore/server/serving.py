@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any, Literal, TypeVar
 
@@ -14,16 +15,20 @@ import numpy as np
 import torch
 from fastapi import Request
 
+from knnstore.datastore import Keys
 from knnstore.errors import KnnstoreError, StoreUnavailableError
 from knnstore.lm import Detokenizer, KNNLMForCausalLM, decoded, explain_tokens
 from knnstore.server.engine import Engine, EngineBusyError, Observed, Piece, Prompt, Task, Ticket
 from knnstore.server.errors import ApiError, refused
 from knnstore.server.scopes import Scope, Scopes
+from knnstore.store import KNNStore, Selection
 
 _logger = logging.getLogger(__name__)
 
-_WARMING = 64
-"""Tokens of a text that is explained, and written on, once."""
+_WARMING, _AT_ONCE = 1024, 128
+"""Stored keys whose cells are read before a server is ready, and how many of them at a time."""
+_BEGINNING = 32
+"""Tokens of a document that is explained and continued then."""
 
 Found = TypeVar("Found")
 
@@ -92,17 +97,26 @@ class Serving:
             self._warm_up(lm, scope)
 
     def _warm_up(self, lm: KNNLMForCausalLM, scope: Scope) -> None:
-        """Do once what a first request would wait for: n-grams are counted, cells are read."""
-        tokens = np.arange(_WARMING, dtype=np.uint32) % lm.store.identity.vocab_size
+        """Do once what a first request would wait for: n-grams are counted, cells are read where keys are."""
+        selection = Selection(domains=scope.domains)
 
-        def work() -> None:
+        def visited(keys: Keys) -> None:
             settings = self.scopes.settings(scope)
-            explain_tokens(lm, tokens, settings, neighbors=1)
+            if settings.probes:
+                lm.store.visit(keys, settings.probes, selection)
+
+        def explained() -> None:
+            settings, lengths = self.scopes.settings(scope), lm.store.lengths(selection)
+            text = lm.store.text(max(lengths))[:_BEGINNING] if lengths else np.zeros(1, np.uint32)
+            explain_tokens(lm, text, settings, neighbors=1)
             with torch.inference_mode():
-                lm(torch.from_numpy(tokens[None].astype(np.int64)), knn=settings.for_writing)
+                lm(torch.from_numpy(text[None].astype(np.int64)), knn=settings.for_writing)
 
         try:
-            self.engine.call(work).result()
+            keys = self.engine.call(lambda: _some_keys(lm.store, selection)).result()
+            for at in range(0, len(keys), _AT_ONCE):  # others are not to wait long
+                self.engine.call(partial(visited, keys[at : at + _AT_ONCE])).result()
+            self.engine.call(explained).result()
         except (KnnstoreError, EngineBusyError) as error:  # which requests may meet, or not
             _logger.warning("could not warm up: %s", error)
 
@@ -224,6 +238,14 @@ class Serving:
     async def call(self, work: Callable[[], Found]) -> Found:
         """Do some work with the model, in the engine's thread."""
         return await asyncio.wrap_future(self.engine.call(work))
+
+
+def _some_keys(store: KNNStore, selection: Selection) -> Keys:
+    """Keys of some of the first records, where an engine has cells to be read."""
+    first = next(store.records(selection), None) if store.has_cells else None
+    if first is None:
+        return np.empty((0, 0), np.float32)
+    return first.keys[:: -(-len(first.keys) // _WARMING)].astype(np.float32)
 
 
 def _pieces(detokenizer: Detokenizer, tokens: Sequence[int]) -> list[str]:
