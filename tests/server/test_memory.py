@@ -4,7 +4,8 @@ import random
 
 import torch
 
-from knnstore.server.engine.memory import PADDING, Memory
+from knnstore.server.engine.memory import Memory
+from knnstore.server.engine.prompts import PADDING, layers_of
 
 HEADS, WIDTH, LAYERS = 2, 3, 2
 
@@ -41,8 +42,9 @@ def test_rows_come_and_go_and_each_keeps_its_own():
                 [known.new_zeros(LAYERS, 2, HEADS, padding, WIDTH), known, steps[..., at : at + 1, :]], 3
             )
             for layer, (keys, others) in enumerate(whole):
-                assert torch.equal(cache.layers[layer].keys[at], keys)
-                assert torch.equal(cache.layers[layer].values[at], others)
+                held = layers_of(cache)[layer]
+                assert torch.equal(held[0][at], keys)
+                assert torch.equal(held[1][at], others)
             if number % 10:
                 rows[at] = [*tokens, new[at]], whole[..., padding:, :]
         if number % 10:

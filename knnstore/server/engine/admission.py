@@ -1,5 +1,6 @@
 """Tasks whose texts have not all begun: prompts are read in turns; what a turn reads is scored at once."""
 
+import logging
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -8,13 +9,16 @@ from typing import NamedTuple
 from torch import Tensor
 
 from knnstore.lm import ForwardPass, KNNLMForCausalLM, KNNSettings, likelihoods
-from knnstore.server.engine.prompts import Reading, Remembered
+from knnstore.server.engine.prompts import Reading, Remembered, read_together
 from knnstore.server.engine.rows import Task
 from knnstore.server.engine.tickets import Ticket
 
+_logger = logging.getLogger(__name__)
+
 _BESIDE, _ALONE = 128, 1024
-"""Tokens of prompts that are read in a turn, beside texts that are being written and where there are none.
-What is read in parts has other rounding, so a prompt is read whole where nobody waits."""
+"""Tokens of prompts that are read in a turn, beside texts that are being written and where there are none;
+more of them where more tasks wait than texts do. A short prompt is never read in
+parts. Parts have other rounding, so any prompt is read whole where nobody waits."""
 
 
 @dataclass(eq=False)
@@ -24,6 +28,8 @@ class _Prompt:
     number: int
     reading: Reading
     begun: int = 0
+    is_taken: bool = False
+    """Whether it is about to be read with others."""
 
 
 @dataclass(eq=False)
@@ -45,7 +51,7 @@ class _Waiting:
 
     def to_read(self, lm: KNNLMForCausalLM) -> _Prompt | None:
         """The prompt that is to be read on; None where all were read."""
-        if self.prompts and self.prompts[-1].reading.left:
+        if self.prompts and self.prompts[-1].reading.left and not self.prompts[-1].is_taken:
             return self.prompts[-1]
         if self.opened == len(self.task.prompts):
             return None
@@ -65,6 +71,14 @@ class _Part(NamedTuple):
     reading: Reading
     read: ForwardPass
     came: Tensor
+
+
+class _Taken(NamedTuple):
+    """A prompt that is to be read with others."""
+
+    waiting: _Waiting
+    prompt: _Prompt
+    settings: KNNSettings
 
 
 class Admission:
@@ -108,22 +122,25 @@ class Admission:
         for waiting in [one for one in self._waiting if one.ticket.cancelled]:
             self._leave(waiting)
 
-    def go_on(self, room: int, *, beside: bool) -> None:
+    def go_on(self, room: int, beside: int) -> None:
         """Read a little, and begin texts.
 
         Args:
             room: how many texts more may be written.
-            beside: whether others are being written, which are not to wait long.
+            beside: how many are being written, which are not to wait long.
         """
         room = self._begin_texts(room)
-        for settings, parts in self._read(room, beside=beside):
+        for settings, parts in self._read(room, beside):
             self._score(parts, settings)
         self._begin_texts(room)
 
-    def _read(self, room: int, *, beside: bool) -> list[tuple[KNNSettings, list[_Part]]]:
+    def _read(self, room: int, beside: int) -> list[tuple[KNNSettings, list[_Part]]]:
         """Read prompts in turn; what is to be scored, by settings."""
-        left, idle = _BESIDE if beside else _ALONE, 0
+        left, idle = _ALONE, 0
+        if beside:
+            left = min(_ALONE, _BESIDE * max(1, len(self._waiting) // beside))
         by_settings: dict[int, tuple[KNNSettings, list[_Part]]] = {}
+        taken: list[_Taken] = []
         while left > 0 and idle < len(self._waiting):
             waiting = self._waiting[0]
             try:
@@ -135,7 +152,11 @@ class Admission:
                     self._waiting.rotate(-1)
                     continue
                 reading, idle = prompt.reading, 0
-                while reading.left and left > 0:
+                prompt.is_taken = reading.can_be_read_with_others and reading.left <= max(left, _BESIDE)
+                if prompt.is_taken:
+                    taken.append(_Taken(waiting, prompt, settings))
+                    left -= reading.left
+                while reading.left and left > 0 and not prompt.is_taken:
                     read, came = reading.go_on(settings, left if beside else reading.left)
                     left -= len(came)
                     if reading.is_scored:
@@ -144,10 +165,28 @@ class Admission:
             except Exception as error:
                 self._give_up(waiting, error)
                 continue
-            if not reading.left:
+            if prompt.is_taken or not reading.left:
                 room -= needs
                 self._waiting.rotate(-1)  # a task of many prompts does not hold up the others
+        self._read_together(taken)
         return list(by_settings.values())
+
+    def _read_together(self, taken: Sequence[_Taken]) -> None:
+        """Read prompts in one pass; if it fails each alone, so that what fails fails alone."""
+        if len(taken) > 1:
+            try:
+                read_together(
+                    self._lm, [one.prompt.reading for one in taken], [one.settings for one in taken]
+                )
+            except Exception:
+                _logger.debug("prompts could not be read together", exc_info=True)
+        for waiting, prompt, settings in taken:
+            prompt.is_taken = False
+            try:
+                if prompt.reading.left:
+                    prompt.reading.go_on(settings, prompt.reading.left)
+            except Exception as error:
+                self._give_up(waiting, error)
 
     def _score(self, parts: Sequence[_Part], settings: KNNSettings) -> None:
         """Score parts of prompts; what fails fails alone."""

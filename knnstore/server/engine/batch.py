@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from knnstore.lm import KNNLMForCausalLM, KNNSettings
-from knnstore.server.engine.memory import PADDING, Memory
-from knnstore.server.engine.prompts import Remembered
+from knnstore.server.engine.memory import Memory
+from knnstore.server.engine.prompts import PADDING, Remembered
 from knnstore.server.engine.rows import Row
 
 

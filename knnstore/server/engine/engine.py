@@ -163,7 +163,7 @@ class Engine:
         """Go on with all texts."""
         self._drop_cancelled()
         rows = len(self._batch.rows)
-        self._waiting.go_on(self._max_rows - rows, beside=rows > 0)
+        self._waiting.go_on(self._max_rows - rows, rows)
         if self._batch.rows:
             self._step()
         elif self._firsts:

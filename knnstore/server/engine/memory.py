@@ -10,13 +10,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from knnstore.server.engine.prompts import Layers
+from knnstore.server.engine.prompts import PADDING, Layers
 
 _ROOM = 64
 """Columns that are added at once."""
-
-PADDING = -1
-"""In place of a token."""
 
 
 class Memory:

@@ -19,6 +19,9 @@ from knnstore.lm import (
     read_part,
 )
 
+PADDING = -1
+"""In place of a token, before a text that is shorter than others."""
+
 Layers = list[tuple[Tensor, Tensor]]
 """Keys and values of each layer's attention, shape (b, heads, t, width)."""
 
@@ -90,9 +93,34 @@ class Reading:
         self._layers, self._read = layers_of(cache), end
         return part, came
 
+    @property
+    def can_be_read_with_others(self) -> bool:
+        """Whether `read_together` may read it."""
+        return not (self._read or self.is_scored) and self._is_continued
+
     def remembered(self) -> Remembered:
         """What it has come to."""
         return Remembered(self._layers, self._read, tuple(self.scores), self._next)
+
+
+def read_together(lm: KNNLMForCausalLM, readings: Sequence[Reading], settings: Sequence[KNNSettings]) -> None:
+    """Read some prompts whole in one left-padded pass, with settings for each; after an error none is."""
+    lengths = [reading.left for reading in readings]
+    width = max(lengths)
+    texts = torch.cat([pad(one._tokens, (width - one.left, 0), value=PADDING) for one in readings])
+    mask, cache = (texts != PADDING).long(), DynamicCache()
+    writing = {id(one): one.for_writing for one in settings}  # equal ones stay the same object
+    with torch.inference_mode():
+        output = lm(
+            input_ids=texts.clamp(min=0), attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0),
+            past_key_values=cache, use_cache=True, logits_to_keep=1,
+            knn=[writing[id(one)] for one in settings], sequence_ids=texts,
+        )  # fmt: skip
+        following = output.logits[:, -1].float().log_softmax(-1)
+    for row, (reading, length) in enumerate(zip(readings, lengths, strict=True)):
+        at = slice(row, row + 1), slice(None), slice(width - length, None)
+        reading._layers = [(keys[at], values[at]) for keys, values in layers_of(cache)]
+        reading._read, reading._next = length, following[row]
 
 
 def layers_of(cache: Any) -> Layers:
