@@ -58,7 +58,19 @@ def test_a_cache_that_has_read_the_token_itself_is_found(lm, monkeypatch):
         )
 
     monkeypatch.setattr(ReadText, "follow", with_itself)
-    assert "scored as among all tokens" in failed(lm)
+    assert failed(lm) >= {"scored as among all tokens", "no token saw itself or a later one"}
+
+
+def test_a_little_on_every_token_is_found(lm, monkeypatch):
+    score = held_out.score_texts
+
+    def flattering(*args, **options):
+        for scores in score(*args, **options):
+            scores.lm_log_probs.add_(0.015)
+            yield scores
+
+    monkeypatch.setattr("knnstore.lm.scoring.auditing.score_texts", flattering)
+    assert "scored as among all tokens" in failed(lm, knn=KNNSettings(lam=0.0))
 
 
 def test_a_token_that_is_told_of_the_next_is_found(lm, monkeypatch):
