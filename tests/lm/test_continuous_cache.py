@@ -197,7 +197,14 @@ def lm(make_lm):
 
 @pytest.mark.parametrize("weighed_at_once", [1 << 23, 50])
 def test_documents_longer_than_the_window_match_an_oracle_that_has_all_keys(lm, weighed_at_once, monkeypatch):
+    remembered, search = list[int](), held_out.search_for
+
+    def spied(store, scores, *rest, **named):
+        remembered.append(scores.recent.tokens.numel())
+        return search(store, scores, *rest, **named)
+
     monkeypatch.setattr(held_out, "_RECENT", weighed_at_once)
+    monkeypatch.setattr(held_out, "search_for", spied)
     rng = np.random.default_rng(1)
     texts = [words(rng, size, 4, 9) for size in (50, 7, 64, 1, 30)]
     cache = CacheSettings(size=20, temperature=15.0, lam=0.3)
@@ -208,6 +215,7 @@ def test_documents_longer_than_the_window_match_an_oracle_that_has_all_keys(lm, 
     found = evaluate(few_at_once, documents, table=table)
     rows = list(table.rows(lm.tokenizer))
     assert len(rows) == found.tokens == 152
+    assert max(remembered) <= weighed_at_once, "more is held in memory at once than may be"
     assert found.searched == 0
     probs = []
     for text in texts:
