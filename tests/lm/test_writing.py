@@ -33,11 +33,6 @@ CACHE = CacheSettings(60, 20.0, 0.9)
 GREEDY = {"max_new_tokens": 24, "min_new_tokens": 24, "do_sample": False, "pad_token_id": 2}
 
 
-@pytest.fixture(autouse=True)
-def _few_beginnings(monkeypatch):
-    monkeypatch.setattr(writing, "PROMPTS", 20)
-
-
 @pytest.fixture(scope="module")
 def lm(make_lm):
     return make_lm({"phrases": STORED}, max_length=32, stride=16)
@@ -89,7 +84,7 @@ def test_beginnings_are_those_of_each_document_first(lm) -> None:
     parts = [(text, 0) for text in texts] + [(text, first) for first in (31, 62, 93) for text in texts[:2]]
     assert begun.prompts.tolist() == [[0, *text[first : first + 8]] for text, first in parts]
     assert begun.ends == [text[first + 8 : first + 31] for text, first in parts if text is not texts[2]][:6]
-    assert len(Beginnings.of(lm.reader, HELD_OUT * 3).prompts) == 20
+    assert len(Beginnings.of(lm.reader, HELD_OUT * 3).prompts) == writing.PROMPTS
     settings = replace(PLAIN, ngrams=NGramSettings(3, 0.3))
     for prompt, text in zip(begun.prompts[:2].tolist(), begun.continued(lm, settings), strict=False):
         assert text == greedy(lm, prompt, settings, 23)
