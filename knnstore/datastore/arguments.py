@@ -20,15 +20,19 @@ def checked_keys(keys: ArrayLike, dim: int, *, what: str = "keys") -> Keys:
         InvalidVectorError: a component is NaN or infinite; names the first such row.
         ValueError: not a two-dimensional array.
     """
-    with np.errstate(over="ignore"):  # what overflows becomes infinite and is refused as such
-        array = np.ascontiguousarray(keys, np.float32)
+    if isinstance(keys, np.ndarray) and keys.dtype == np.float32:
+        array = np.ascontiguousarray(keys)
+    else:
+        with np.errstate(over="ignore"):  # what overflows becomes infinite and is refused as such
+            array = np.ascontiguousarray(keys, np.float32)
     if array.ndim != 2:
         raise ValueError(f"{what} need two axes (n, {dim}), got shape {array.shape}")
     if array.shape[1] != dim:
         raise DimensionMismatchError(f"{what} have {array.shape[1]} components, the datastore has {dim}")
-    finite = np.isfinite(array).all(axis=1)
+    finite = np.isfinite(array)
     if not finite.all():
-        raise InvalidVectorError(f"{what}: row {int(np.argmin(finite))} holds NaN or an infinity")
+        row = int(np.argmin(finite.all(axis=1)))
+        raise InvalidVectorError(f"{what}: row {row} holds NaN or an infinity")
     return array
 
 

@@ -18,14 +18,16 @@ class ReadersWriterLock:
     def reading(self) -> Iterator[None]:
         """Share the lock with other readers."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._written and not self._writers_waiting)
+            while self._written or self._writers_waiting:
+                self._changed.wait()
             self._readers += 1
         try:
             yield
         finally:
             with self._changed:
                 self._readers -= 1
-                self._changed.notify_all()
+                if self._writers_waiting:
+                    self._changed.notify_all()
 
     @contextmanager
     def writing(self) -> Iterator[None]:

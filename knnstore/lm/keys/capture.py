@@ -2,6 +2,8 @@
 
 import threading
 from dataclasses import dataclass
+from functools import cache
+from operator import attrgetter
 from typing import Any, Literal, Self
 
 import torch
@@ -72,6 +74,7 @@ class _Reached(BaseException):
     """Ends a forward pass whose keys were captured; no `except Exception` of a model may stop it."""
 
 
+_module_at = cache(attrgetter)  # `get_submodule` checks each step of the way, with every token
 _registration = threading.Lock()  # torch numbers its hooks without a lock of its own
 
 
@@ -90,7 +93,7 @@ class KeyCapture:
     def __init__(self, model: PreTrainedModel, location: KeyLocation, *, stop: bool = False) -> None:
         self.location = location
         self._stop = stop
-        self._module = model.get_submodule(location.path)
+        self._module = _module_at(location.path)(model)
         self._captured: Tensor | None = None
         self._thread: int | None = None
         self._hook: RemovableHandle | None = None

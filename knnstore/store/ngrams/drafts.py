@@ -10,6 +10,7 @@ from knnstore.store.ngrams.sorting import DEPTH, END, Places, SortedText, Symbol
 
 _LONGEST_END = DEPTH - 1  # so that the order says what follows
 _PLACES_COMPARED = 64
+_PLACES_COUNTED = 512
 _FURTHER_BACK = 64
 """Symbols."""
 
@@ -36,17 +37,23 @@ def draft_from(text: SortedText, tokens: NDArray[np.int64], most: int, least: in
         least: a shorter end is none.
     """
     end = tokens[-_LONGEST_END - _FURTHER_BACK :].astype(np.uint32) + np.uint32(1)
-    for length in range(min(_LONGEST_END, len(end)), least - 1, -1):
-        places = _places_of(text, end[-length:])
-        if len(places):
-            if length == _LONGEST_END and len(places) <= _PLACES_COMPARED:
-                place, matched = _longest(text, places - length, end, length)
-            else:
-                place, matched = _most_often(text, places), length
-            after = text.symbols[place : place + most]
-            ended = np.flatnonzero(after == END)
-            return Draft(matched, after[: ended[0] if len(ended) else most].astype(np.int64) - 1)
-    return Draft(0, tokens[:0])
+    length, longest, places = least - 1, min(_LONGEST_END, len(end)), np.zeros(0, np.int64)
+    while length < longest:  # where a longer end is, there are the shorter ones
+        middle = (length + longest + 1) // 2
+        found = _places_of(text, end[-middle:])
+        if len(found):
+            length, places = middle, found
+        else:
+            longest = middle - 1
+    if not len(places):
+        return Draft(0, tokens[:0])
+    if length == _LONGEST_END and len(places) <= _PLACES_COMPARED:
+        place, length = _longest(text, places - length, end, length)
+    else:
+        place = _most_often(text, places[:: 1 + len(places) // _PLACES_COUNTED])
+    after = text.symbols[place : place + most]
+    ended = np.flatnonzero(after == END)
+    return Draft(length, after[: ended[0] if len(ended) else most].astype(np.int64) - 1)
 
 
 def _places_of(text: SortedText, wanted: Symbols) -> Places:
@@ -58,6 +65,8 @@ def _places_of(text: SortedText, wanted: Symbols) -> Places:
         return found
 
     low = bisect_left(text.order, sought, key=key)
+    if low == len(text.order) or key(text.order[low]) != sought:
+        return np.zeros(0, np.int64)
     high = bisect_right(text.order, sought, low, key=key)
     places = text.order[low:high].astype(np.int64) + length
     return places[np.searchsorted(symbols[places], END, side="right") :]
