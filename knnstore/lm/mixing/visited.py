@@ -113,14 +113,13 @@ class Visited:
             Float32, shape (c, n, m).
         """
         ranks = _in_a_row([some.ranks for some in self._cells if some.ranks is not None], self._gold.device)
-        within = [ranks < count for count in cells]
-        zeros = [self._nearest_of(self._near.where(among, torch.inf)) for among in within]
+        gaps = [self._gaps(ranks < count) for count in cells]
         found = torch.empty(len(cells), len(self.nearest), len(temperatures))
         columns = {temperature: column for column, temperature in enumerate(temperatures.tolist())}
         for temperature, sums in self._summed(columns):
             one = self._zero.new_tensor([temperature])
-            for at, (among, zero) in enumerate(zip(within, zeros, strict=True)):
-                found[at, :, columns[temperature]] = self._shares(one, sums, zero, among)[:, 0]
+            for at, of_cells in enumerate(gaps):
+                found[at, :, columns[temperature]] = self._shares(one, sums, of_cells)[:, 0]
         return found
 
     def prepare(self, temperatures: Sequence[float]) -> None:
@@ -128,19 +127,20 @@ class Visited:
 
         No exponential is computed for one that is half of another: e^(-2d/T) is the square of e^(-d/T).
         """
+        gaps = self._gaps()
         for temperature, sums in self._summed(set(temperatures) - self._weights.keys()):
-            self._weights[temperature] = self._shares(self._zero.new_tensor([temperature]), sums)
+            self._weights[temperature] = self._shares(self._zero.new_tensor([temperature]), sums, gaps)
 
     def weights(self, temperature: PerQuery) -> Tensor:
         """What p_kNN gives to the records with the token that came, and to all others; see `Shares`."""
         if isinstance(temperature, Tensor) and temperature.ndim:
             own = pad(temperature.float(), (0, 1), value=1.0).to(self._zero.device)
-            return self._shares(own, self._chained([own], [[1.0]])[0][0])
+            return self._shares(own, self._chained([own], [[1.0]])[0][0], self._gaps())
         self.prepare([float(temperature)])
         return self._weights[float(temperature)]
 
     def _summed(self, temperatures: Iterable[float]) -> Iterator[tuple[float, Tensor]]:
-        """Each temperature with its sums; see `_chained`."""
+        """Each temperature with its sums, shape (2, pairs); see `_chained`."""
         chains = halving(temperatures)
         sums = self._chained([self._zero.new_tensor(of[:1]) for of in chains], chains)
         for of_chain, of_sums in zip(chains, sums, strict=True):
@@ -149,14 +149,16 @@ class Visited:
     def _chained(
         self, temperatures: Sequence[Tensor], chains: Sequence[Sequence[float]]
     ) -> list[list[Tensor]]:
-        """Sum over the records of each cell that a query visits, relative to the nearest of these.
+        """Sum over the records of each cell that a query visits, and over those with the token that came.
+
+        They are relative to the nearest of the cell, so that none overflows, or is 0 for all.
 
         Args:
             temperatures: with which each chain begins, shape (1,) or (n + 1,).
             chains: each temperature half of the one before it.
 
         Returns:
-            The sums along each chain, shape (pairs,).
+            Both sums along each chain, shape (2, pairs).
         """
         if not chains:
             return []
@@ -172,32 +174,41 @@ class Visited:
                     if sums is not of_chain[0]:
                         powers.square_()
                     sums.append(powers.sum(2) if weights is None else (powers @ weights)[..., 0])
-        return [[_in_a_row(sums, self._gold.device) for sums in of_chain] for of_chain in totals]
+        pairs, distances, counts = self._hits
+        found = []
+        for own, of_chain in zip(temperatures, totals, strict=True):
+            divisors = own if len(own) == 1 else own[self._asked[pairs]]
+            powers = ((near[pairs] - distances) / divisors).exp_()
+            found.append(list[Tensor]())
+            for sums in of_chain:
+                if sums is not of_chain[0]:
+                    powers.square_()
+                total = _in_a_row(sums, near.device)
+                gold = torch.zeros_like(total).index_add_(0, pairs, powers * counts)
+                found[-1].append(torch.stack([total, gold]))
+        return found
 
-    def _shares(
-        self, temperatures: Tensor, sums: Tensor, zero: Tensor | None = None, among: Tensor | None = None
-    ) -> Tensor:
+    def _shares(self, temperatures: Tensor, sums: Tensor, gaps: Tensor) -> Tensor:
         """What the records with the token that came have of all, and all others; see `Shares.weights`.
 
         Args:
             temperatures: shape (1,) or (n + 1,).
-            sums: with them; see `_chained`.
-            zero: the distance to the nearest of the records that count; None is of all.
-            among: the pairs of a query and a cell that count, bool, shape (pairs,); None is all.
+            sums: with them, shape (2, pairs); see `_chained`.
+            gaps: see there.
         """
-        zero = self._zero if zero is None else zero
-
-        def powers(pairs: Tensor, distances: Tensor, counts: Tensor) -> Tensor:
-            asked = self._asked[pairs]
-            divisors = temperatures if len(temperatures) == 1 else temperatures[asked]
-            found = ((zero[asked] - distances) / divisors).clamp_(max=0).exp_() * counts
-            found = found if among is None else found.where(among[pairs], 0)
-            return torch.zeros_like(zero).index_add_(0, asked, found)
-
-        gold = powers(*self._hits)
-        total = powers(torch.arange(len(sums), device=sums.device), self._near, sums)
+        divisors = temperatures if len(temperatures) == 1 else temperatures[self._asked]
+        parts = sums * (gaps / divisors).exp_()
+        total, gold = self._zero.new_zeros(2, len(self._zero)).index_add_(1, self._asked, parts)
         share = (gold / total.clamp(min=LEAST_PROBABILITY)).clamp_(max=1.0)
         return torch.stack([share, (total > 0).float() - share], 1)[:-1].cpu()
+
+    def _gaps(self, among: Tensor | None = None) -> Tensor:
+        """How much nearer a query's nearest record is than that of each cell, at most 0, shape (pairs,).
+
+        -inf for cells that do not count: where `among`, bool, shape (pairs,), is False.
+        """
+        near = self._near if among is None else self._near.where(among, torch.inf)
+        return torch.where(near.isfinite(), self._nearest_of(near)[self._asked] - near, -torch.inf)
 
     def _nearest_of(self, distances: Tensor) -> Tensor:
         """The least of what is given for each pair of a query and a cell, for each query, shape (n + 1,)."""
