@@ -2,10 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from knnstore.lm.mixing.meetings import VisitedCells
+
+_PROCESSOR = "cpu"
 
 
 def nearest_records(
@@ -23,6 +27,8 @@ def nearest_records(
     Returns:
         Distances and tokens, shape (n, k), nearest first; +inf and anything where there are fewer.
     """
+    if asked.device.type == _PROCESSOR:
+        return _selected(cells, asked.numpy(), count, k)
     bounds, begins = _bounds(cells, asked, count, k), asked.new_zeros(0)
     queries, distances, tokens = [begins], [bounds[:0]], [begins]
     for some, of_cells in _with(cells, asked):
@@ -39,6 +45,40 @@ def nearest_records(
     at = owners[chosen], place[chosen]
     near[at], of_near[at] = away[order[chosen]], torch.cat(tokens)[order[chosen]]
     return near, of_near
+
+
+def _selected(
+    cells: Sequence[VisitedCells], asked: NDArray[np.int64], count: int, k: int
+) -> tuple[Tensor, Tensor]:
+    """The same on a processor, where numpy selects from whole numbers faster than torch sorts.
+
+    A distance's bits and a token make one number; numbers are in the order of distances.
+    """
+    nothing = np.int64(_ordered(np.array(np.inf, np.float32))) << 32
+    leasts, done = np.full((len(asked), k), nothing), 0
+    for some in cells:
+        numbers = _ordered(some.distances.numpy()).astype(np.int64) << 32 | some.tokens.numpy()[:, None]
+        least = numbers if numbers.shape[2] <= k else np.partition(numbers, k - 1, axis=2)[..., :k]
+        rows = least.reshape(-1, least.shape[2])
+        leasts[done : done + len(rows), : rows.shape[1]] = rows
+        done += len(rows)
+    order = asked.argsort(kind="stable")
+    owners = asked[order]
+    place = np.arange(len(owners)) - np.searchsorted(owners, owners)
+    there = owners < count
+    most = int(place.max(initial=0)) + 1
+    table = np.full((count, most, k), nothing)
+    table[owners[there], place[there]] = leasts[order[there]]
+    found = np.partition(table.reshape(count, most * k), k - 1, axis=1)[:, :k]
+    found.sort(axis=1)
+    near = _ordered((found >> 32).astype(np.int32).view(np.float32)).view(np.float32)
+    return torch.from_numpy(near), torch.from_numpy(found & 0xFFFFFFFF)
+
+
+def _ordered(distances: NDArray[np.float32]) -> NDArray[np.int32]:
+    """Their bits as numbers in the same order, int32; the same again makes bits of them."""
+    bits = distances.view(np.int32)
+    return bits ^ (bits >> 31 & 0x7FFFFFFF)
 
 
 def _bounds(cells: Sequence[VisitedCells], asked: Tensor, count: int, k: int) -> Tensor:
