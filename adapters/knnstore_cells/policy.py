@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
-from knnstore.datastore import Coding, checked_kind, checked_params
+from knnstore.datastore import Coding, checked_kind, checked_params, sample_size
 from knnstore.errors import ConfigError
 
 _MOST_CELLS = 1 << 16
@@ -16,9 +16,7 @@ _PER_NEIGHBOR = 8  # records to visit for each neighbor wanted
 _LEAST_PROBES = 8
 _CODES = (16, "none"), (512, "pq32"), (2048, "pq64")  # up to so many components
 _LARGE = "pq128"
-# Keys in half precision before a group is coded: bytes, and records.
-_WAITING_SIZE, _LEAST_CODED, _MOST_WAITING = 1 << 26, 1 << 13, 1 << 17
-_ROOM = 4  # times as many wait until `optimize`
+_WAITING = 1 << 28  # bytes of keys in half precision that wait for `optimize` to code them
 _LEAST_SHARE = 16  # a segment has an index from this fraction of the rows on from which its group has cells
 
 
@@ -32,7 +30,7 @@ class Policy:
         memory: MiB of keys that are kept ready between searches.
         codes: what a large group is kept as: ``none`` (half precision), ``int8``, or ``pq32`` and its like;
             ``auto`` chooses by the number of components.
-        coded_from: records from which on a group is large; 0 chooses by the number of components.
+        coded_from: records from which on a group is large; 0 takes as many as a codec is fitted to.
         device: of torch, whose memory holds all keys while searching, as they are stored; ``none`` leaves
             them in their files, of which the processor reads what it needs; ``auto`` takes the GPU where
             there is one with room.
@@ -71,8 +69,8 @@ class Policy:
         kind = self.codes
         if kind == "auto":
             kind = next((kind for most, kind in _CODES if dim <= most), _LARGE)
-        least = self.coded_from or max(_LEAST_CODED, min(_MOST_WAITING, _WAITING_SIZE // max(1, 2 * dim)))
-        return None if kind == "none" else Coding(kind, least, _ROOM * least)
+        least = self.coded_from or sample_size(dim)
+        return None if kind == "none" else Coding(kind, least, max(least, _WAITING // max(1, 2 * dim)))
 
     def cells_for(self, group_rows: int) -> int:
         """How many cells a group of so many live records has."""

@@ -35,6 +35,7 @@ from knnstore.datastore.embedded import (
     code_size,
     compare_rows,
     read_owner,
+    sample_size,
     stored_keys,
     write_owner,
 )
@@ -92,6 +93,6 @@ __all__ = [
     "allocate", "apart", "check_space", "checked_k", "checked_keys", "checked_kind", "checked_params",
     "checked_records", "code_size", "compare_rows", "free_space", "medium_errors", "nearest_rows",
     "open_file", "paired", "pairwise", "positions_of", "publish", "ranges_of", "read_file", "read_keys",
-    "read_owner", "record_ids", "registry", "remove", "remove_folder", "stored_keys", "sync_directory",
-    "tokens_of", "whole_positions", "write_owner",
+    "read_owner", "record_ids", "registry", "remove", "remove_folder", "sample_size", "stored_keys",
+    "sync_directory", "tokens_of", "whole_positions", "write_owner",
 ]  # fmt: skip

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from knnstore_cells import CellsDatastore
+from knnstore_cells.policy import Policy
 
 from knnstore.datastore import IdRanges, KeySegments, Metric, apart, positions_of, record_ids, tokens_of
 from knnstore.datastore.embedded.packing import Coding, IdsPacker, PackedIds, fit_codec, is_worth_packing
@@ -231,9 +232,10 @@ def test_keys_wait_for_a_codec_of_all_of_them(tmp_path: Path) -> None:
         assert met(reader) == set(range(1800))
 
 
-def test_not_too_many_keys_wait(tmp_path: Path) -> None:
+def test_not_too_many_keys_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text that is so large is coded as it comes, from some key on; what is before is coded afterwards."""
     root = tmp_path / "store"
+    monkeypatch.setattr("knnstore_cells.policy._WAITING", 2000 * 2 * DIM)
     with closing(coded(root)) as store, closing(coded(root, "r")) as reader:
         for start, stop, size in ((0, 1900, 1900 * 2 * DIM), (1900, 2300, 1900 * 2 * DIM + 400 * 7)):
             put(store, np.arange(start, stop))
@@ -314,6 +316,21 @@ def test_a_codec_is_read_when_its_file_is_gone(tmp_path: Path) -> None:
             assert not list(root.rglob("*.codec"))
             assert len(segments[0].columns.keys_at(np.arange(10))) == 10
             del batches
+
+
+@pytest.mark.parametrize(
+    ("dim", "params", "expected"),
+    [
+        (256, {}, Coding("pq32", 1 << 15, 1 << 19)),
+        (4096, {}, Coding("pq128", 1 << 13, 1 << 15)),
+        (1 << 16, {}, Coding("pq128", 512, 1 << 11)),
+        (256, {"coded_from": 1 << 20}, Coding("pq32", 1 << 20, 1 << 20)),
+        (16, {}, None),
+    ],
+)
+def test_from_how_many_keys_on_a_group_is_coded(dim: int, params: dict[str, int], expected: Coding) -> None:
+    """As many as a codec is fitted to; 256 MiB of half precision may wait while text comes."""
+    assert Policy.of(params).coding_for(dim) == expected
 
 
 def test_kinds_are_checked(tmp_path: Path) -> None:

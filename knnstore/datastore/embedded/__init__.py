@@ -15,11 +15,12 @@ from knnstore.datastore.embedded.packing import (
     RoundedCodec,
     checked_kind,
     code_size,
+    sample_size,
 )
 from knnstore.datastore.embedded.segment import MappedColumns, Segment, StoredKeys
 
 __all__ = [
     "OWNER_FILES", "Codec", "CodecFile", "Coding", "EmbeddedDatastore", "GroupSearch", "KeySegments",
     "MappedColumns", "MappedFile", "ProductCodec", "RoundedCodec", "Segment", "StoredKeys", "checked_kind",
-    "code_size", "compare_rows", "read_owner", "stored_keys", "write_owner",
+    "code_size", "compare_rows", "read_owner", "sample_size", "stored_keys", "write_owner",
 ]  # fmt: skip

@@ -13,7 +13,7 @@ from knnstore.datastore.arrays import Metric
 from knnstore.datastore.embedded.erasing import make_folders, remove_strays
 from knnstore.datastore.embedded.manifest import Manifest, SegmentEntry
 from knnstore.datastore.embedded.merging import CHUNK_SIZE, file_names, write_segment
-from knnstore.datastore.embedded.packing import CodecFile, CodesEntry, Coding, fit_codec
+from knnstore.datastore.embedded.packing import CodecFile, CodesEntry, Coding, fit_codec, sample_size
 from knnstore.datastore.embedded.segment import MappedColumns, Segment
 from knnstore.durable import FileWriter, StoredFile, publish, remove, sync_directory
 from knnstore.errors import (
@@ -24,9 +24,6 @@ from knnstore.errors import (
 )
 from knnstore.failpoints import failpoint
 from knnstore.space import kind_of
-
-_SAMPLE = 1 << 15  # rows, of ...
-_SAMPLE_VALUES = 1 << 25  # ... so many components in all
 
 
 class SegmentFiles:
@@ -143,7 +140,7 @@ class SegmentFiles:
         """Write a codec that is fitted to rows from all over some segments; None if none can be read."""
         assert self._coding is not None
         kind, keys = self._coding.kind, []
-        step = -(-sum(one.live for one in segments) // min(_SAMPLE, _SAMPLE_VALUES // dim))
+        step = -(-sum(one.live for one in segments) // sample_size(dim))
         for one in segments:
             with suppress(CorruptDatastoreError):  # it is set aside
                 keys.append(one.columns.keys_at(one.live_rows().ids()[::step]).astype(np.float32))

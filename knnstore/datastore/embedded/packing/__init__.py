@@ -8,6 +8,7 @@ from knnstore.datastore.embedded.packing.codecs import (
     checked_kind,
     code_size,
     fit_codec,
+    sample_size,
 )
 from knnstore.datastore.embedded.packing.ids import IdsPacker, PackedIds, is_worth_packing, packed_size
 from knnstore.datastore.embedded.packing.stored import CodecFile, CodesEntry, Coding
@@ -15,4 +16,5 @@ from knnstore.datastore.embedded.packing.stored import CodecFile, CodesEntry, Co
 __all__ = [
     "Codec", "CodecFile", "Codes", "CodesEntry", "Coding", "IdsPacker", "PackedIds", "ProductCodec",
     "RoundedCodec", "checked_kind", "code_size", "fit_codec", "is_worth_packing", "packed_size",
+    "sample_size",
 ]  # fmt: skip

@@ -24,6 +24,7 @@ Codes = NDArray[np.uint8]
 _PRODUCT = re.compile(r"pq([1-9]\d{0,3})")
 _ENTRIES = 256
 _ROUNDS = 5
+_SAMPLE, _SAMPLE_VALUES = 1 << 15, 1 << 25  # keys, of so many components in all
 _CHUNK = 1 << 13
 _IN_CACHE = 1 << 9  # keys; their scores stay in the cache of a core
 _LARGEST = 65504.0  # of half precision
@@ -162,6 +163,11 @@ def checked_kind(kind: object) -> str:
 def code_size(kind: str, dim: int) -> int:
     """Bytes of a key."""
     return 4 + dim if kind == "int8" else 1 + _parts(kind, dim)
+
+
+def sample_size(dim: int) -> int:
+    """To how many keys a codec is fitted; to more makes it no better."""
+    return min(_SAMPLE, _SAMPLE_VALUES // max(1, dim))
 
 
 def fit_codec(kind: str, keys: Keys) -> Codec:
