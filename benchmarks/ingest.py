@@ -1,11 +1,11 @@
 """How much of the bare forward pass's speed is left when everything is stored, and of scoring's parts.
 
-    python benchmarks/ingest.py [--model DIR] [--documents FILE.jsonl] [--tokens N]
+    python benchmarks/ingest.py [--model DIR] [--documents FILE.jsonl] [--tokens N] [--engine cells]
 
 Two comparisons, each with both sides in turn in one process, JSON on standard output:
 
-* adding documents (tokenizing, forward pass, copying, hashing, fsync, SQL) against the forward
-  pass alone, without the output head, over the same batches;
+* adding documents (tokenizing, forward pass, copying, hashing, fsync, SQL; with cells also codes and
+  finding the cells) against the forward pass alone, without the output head, over the same batches;
 * what p_kNN of the gold token and mixing cost within a scoring step of model, search and mixing.
 """
 
@@ -28,6 +28,10 @@ from knnstore.documents import TextDocument, read_documents
 from knnstore.lm.mixing import Component, Mixture, neighbor_weights
 from knnstore.store import EVERYTHING
 
+PARAMS: dict[str, dict[str, object]] = {
+    "faiss": {"index": "exact"},  # what is compared is storing, not the training of an index
+    "cells": {"codes": "pq32", "coded_from": 8_192},
+}
 TINY_LM = Path(__file__).parent.parent / "examples" / "tiny-lm"
 
 
@@ -54,16 +58,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=65_536, help="tokens stored in each round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("-k", type=int, default=1024)
+    parser.add_argument("--engine", choices=PARAMS, default="faiss")
     parser.add_argument("--smoke", action="store_true", help="a few seconds, to see that it runs")
     options = parser.parse_args()
     if options.smoke:
         options.tokens, options.rounds = 8_192, 2
 
     with tempfile.TemporaryDirectory() as folder:
-        exact = {"index": "exact"}  # what is compared is storing, not the training of an index
-        lm = knnstore.create(
-            Path(folder) / "home", model=options.model, store="faiss", device="cpu", params=exact
-        )
+        home, params = Path(folder) / "home", PARAMS[options.engine]
+        lm = knnstore.create(home, model=options.model, store=options.engine, device="cpu", params=params)
         identity, chosen, tokens = lm.store.identity, [], []
         for document in documents_of(options.documents):
             chosen.append(document)
@@ -115,6 +118,7 @@ def main() -> None:
     report = {
         "machine": platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
+        "engine": options.engine,
         "model": identity.model_fingerprint[:12],
         "tokens_a_round": stored,
         "forward_tokens_per_s": spread([stored / seconds for seconds in bare]),
