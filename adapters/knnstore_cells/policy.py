@@ -27,7 +27,7 @@ class Policy:
     Args:
         cells: cells of each group; 0 chooses by its records.
         probes: cells that a search for the k nearest visits; 0 chooses by k.
-        memory: MiB of keys that are kept ready between searches.
+        memory: MiB of keys that are kept ready between searches, decoded and as codes together.
         codes: what a large group is kept as: ``none`` (half precision), ``int8``, or ``pq32`` and its like;
             ``auto`` chooses by the number of components.
         coded_from: records from which on a group is large; 0 takes as many as a codec is fitted to.
