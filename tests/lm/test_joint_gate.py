@@ -10,9 +10,9 @@ from transformers.generation.streamers import BaseStreamer
 from knnstore.errors import ConfigError
 from knnstore.lm import DomainWeights, JointGate, KNNSettings, NGramSettings, TokenTable, save_settings
 from knnstore.lm.calibration.evidence import gather_evidence
-from knnstore.lm.calibration.fits import fit_fixed, fit_joint, fit_together, gather_cache_evidence
+from knnstore.lm.calibration.fits import fit_fixed, fit_joint, fit_together, gather_cache_evidence, joint
 from knnstore.lm.calibration.scored_text import score_once
-from knnstore.lm.mixing import Component, FixedLambda, shares_of
+from knnstore.lm.mixing import Component, FixedLambda, fit_network, shares_of
 from knnstore.lm.mixing.network import Network
 from knnstore.lm.retrieval import Drafts, experts_of, factors_in_use
 from knnstore.lm.retrieval.components import mixture
@@ -200,6 +200,18 @@ def test_a_gate_finds_which_component_is_right(scored) -> None:
     assert float(found[~of_keys[others]].median()) > 0.7
     assert found.log().mean() > fixed[others].mean() + 0.5
     assert fit_joint(told, settings, tokens) == settings.gate  # the same again
+
+
+def test_of_few_long_documents_parts_are_kept_apart_while_it_is_fitted(scored, monkeypatch) -> None:
+    kept = []
+    monkeypatch.setattr(joint, "fit_network", lambda *given: kept.append(given[2]) or fit_network(*given))
+    long = replace(scored, documents=(scored.documents >= 10).long())
+    tokens = torch.arange(len(scored))
+    assert fit_joint(long, replace(ALL, cache=None), tokens)
+    (parts,) = kept
+    assert len(parts.unique()) > 2
+    of = long.documents[tokens]
+    assert all(len(of[parts == part].unique()) == 1 for part in parts.unique()), "none is of two documents"
 
 
 def test_it_is_fitted_on_the_tokens_it_is_given_alone(scored) -> None:

@@ -40,7 +40,7 @@ def fit_gate(evidence: Evidence, scored: ScoredText) -> KNNSettings:
         knn = at_columns(evidence.knn[rows], (temperature.log2() - grid[0]) / (grid[1] - grid[0]))
         return -mix_probs(lm[rows], (lam, knn)).log().mean()
 
-    network = fit_network(features, loss, _blocks(scored, evidence.tokens), start_of(fixed_lam))
+    network = fit_network(features, loss, blocks_among(scored, evidence.tokens), start_of(fixed_lam))
     purpose = {**(scored.fitted_for or {}), "of": "gate", "k": evidence.k, "scale": scale}
     return evidence.settings(fixed_temperature, GateLambda(network.weights(purpose)))
 
@@ -61,7 +61,7 @@ def fit_skipping(scored: ScoredText, gains: Tensor, tokens: Tensor) -> Skipping:
         return (outputs[:, 0] - target[rows]).square().mean()
 
     features = skip_features(*known_before(scored, tokens))
-    network = fit_network(features, loss, _blocks(scored, tokens), [float(target.mean())])
+    network = fit_network(features, loss, blocks_among(scored, tokens), [float(target.mean())])
     purpose = {**(scored.fitted_for or {}), "of": "skipping", "scale": float(scale)}
     return Skipping(network.weights(purpose), _NOTHING)
 
@@ -73,6 +73,6 @@ def known_before(scored: ScoredText, tokens: Tensor) -> tuple[Tensor, Tensor, Te
     return scored.reading.keys[tokens], scored.lm_max[tokens], scored.lm_entropy[tokens]
 
 
-def _blocks(scored: ScoredText, tokens: Tensor) -> Tensor:
-    """Of which some are kept apart: documents, or blocks of long ones."""
+def blocks_among(scored: ScoredText, tokens: Tensor) -> Tensor:
+    """What is kept apart some of while a network is fitted: documents, or blocks of long ones."""
     return torch.from_numpy(blocks_of(scored.documents[tokens].numpy()))

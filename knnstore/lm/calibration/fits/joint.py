@@ -8,6 +8,7 @@ from torch import Tensor
 
 from knnstore.lm.calibration.evidence import Evidence
 from knnstore.lm.calibration.fits.cache import CacheEvidence, fit_cache
+from knnstore.lm.calibration.fits.gate import blocks_among
 from knnstore.lm.calibration.fits.ngrams import fit_with_ngrams
 from knnstore.lm.calibration.scored_text import ScoredNGrams, ScoredText
 from knnstore.lm.mixing import LEAST_PROBABILITY, JointGate, fit_network, known, shares_of
@@ -64,7 +65,7 @@ def fit_joint(scored: ScoredText, settings: KNNSettings, tokens: Tensor) -> Join
         return -(shares_of(outputs, present[rows]) * given[rows]).sum(1).log().mean()
 
     start = _best_shares(given, present).clamp(min=_LEAST_SHARE).log().tolist()
-    network = fit_network(seen, loss, scored.documents[tokens], start)
+    network = fit_network(seen, loss, blocks_among(scored, tokens), start)
     purpose = {**(scored.fitted_for or {}), "of": "all components", "unit": unit}
     return JointGate(
         network.weights({**purpose, "experts": [[name, list(of)] for name, of in factors.items()]})
