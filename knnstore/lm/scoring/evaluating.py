@@ -38,7 +38,7 @@ class Evaluation:
     store_ppl: float | None
     """Of the mixture without continuous cache and n-grams; None where the settings have neither."""
     cache_ppl: float | None
-    """Of the model with the continuous cache alone; None where the settings have none."""
+    """Of the model with the continuous cache alone, and own n-grams; None where the settings have none."""
     ngram_ppl: float | None
     """Of the model with n-grams alone; None where the settings have none."""
     words: int
