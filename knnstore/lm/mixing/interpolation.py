@@ -22,6 +22,9 @@ PerQuery = float | Tensor
 """One value for all queries, or a tensor of shape (n,)."""
 
 _TINY = torch.finfo(torch.float32).tiny
+_VALUES, _VALUES_CPU = 1 << 24, 1 << 20
+"""Probabilities in memory at once; on a CPU what stays in its cache."""
+
 LEAST_PROBABILITY = 1e-30
 """Fitting keeps probabilities above, so that their logarithms and ratios stay finite in float32."""
 
@@ -198,27 +201,33 @@ class Mixture:
         Returns:
             What `distribution` says of them, without the logarithms of all others.
         """
-        mixed_in = self._mixed_in(lm_log_probs)
-        asked = gold[:, None]
-        if count:
-            probs = lm_log_probs.exp().mul_((1 - self.lam)[:, None]).add_(mixed_in)
-            likeliest = probs.argmax(1, keepdim=True) if count == 1 else probs.topk(count).indices
-            asked = torch.cat([asked, likeliest], 1)
-        log_probs = _over(lm_log_probs.gather(1, asked), mixed_in.gather(1, asked), self.lam[:, None])
-        return Likelihoods(log_probs[:, 0], log_probs[:, 1:], asked[:, 1:])
+        values = _VALUES_CPU if lm_log_probs.device.type == "cpu" else _VALUES
+        step, parts = max(1, values // lm_log_probs.shape[1]), []
+        for start in range(0, max(1, len(gold)), step):
+            at = slice(start, start + step)
+            below, lam, asked = lm_log_probs[at], self.lam[at, None], gold[at, None]
+            mixed_in = self._mixed_in(below, at)
+            if count:
+                probs = below.exp().mul_(1 - lam).add_(mixed_in)
+                likeliest = probs.argmax(1, keepdim=True) if count == 1 else probs.topk(count).indices
+                asked = torch.cat([asked, likeliest], 1)
+            log_probs = _over(below.gather(1, asked), mixed_in.gather(1, asked), lam)
+            parts.append(Likelihoods(log_probs[:, 0], log_probs[:, 1:], asked[:, 1:]))
+        return Likelihoods(*map(torch.cat, zip(*parts, strict=True)))
 
-    def _mixed_in(self, like: Tensor) -> Tensor:
-        """What each token has of all components, of the shape (n, v) of a tensor."""
+    def _mixed_in(self, like: Tensor, at: slice = slice(None)) -> Tensor:
+        """What each token has of all components at some positions, of the shape (n, v) of a tensor."""
         mixed_in = torch.zeros_like(like)
         for share, one in zip(self.shares, self.components, strict=True):
-            weights = share[:, None] * one.weights
+            own, weights = share[at, None], one.weights[at]
             if one.tokens is not None:
-                mixed_in.scatter_add_(1, one.tokens.clamp(0, like.shape[1] - 1), weights)
+                mixed_in.scatter_add_(1, one.tokens[at].clamp(0, like.shape[1] - 1), own * weights)
             else:
-                mixed_in += weights.reshape(len(weights), -1, mixed_in.shape[1]).sum(1)
+                for of_search in weights.split(like.shape[1], 1):
+                    mixed_in.addcmul_(own, of_search)
             if one.rest is not None:
                 assert one.base is not None
-                mixed_in.addcmul_((share * one.rest)[:, None], one.base[None])
+                mixed_in.addcmul_((share[at] * one.rest[at])[:, None], one.base[None])
         return mixed_in
 
 
