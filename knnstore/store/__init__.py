@@ -17,7 +17,7 @@ from knnstore.store.fitted import Lineage, SavedSettings, Weights, load_weights,
 from knnstore.store.home import Home
 from knnstore.store.ingest import Ingest
 from knnstore.store.ngrams import DEPTH as LONGEST_NGRAM
-from knnstore.store.ngrams import Draft, Matches, NGramCounts, Occurrence, draft_from
+from knnstore.store.ngrams import Draft, Letters, Matches, NGramCounts, Occurrence, draft_from
 from knnstore.store.provenance import Provenance
 from knnstore.store.reader import Reader
 from knnstore.store.relocation import (
@@ -51,6 +51,7 @@ __all__ = [
     "Identity",
     "Ingest",
     "KNNStore",
+    "Letters",
     "Lineage",
     "Matches",
     "Mode",

@@ -10,7 +10,7 @@ from knnstore.catalog import Domain, Identity
 from knnstore.datastore import Ids, Keys, Neighbors, Visits
 from knnstore.store.fitted import Lineage, SavedSettings, Weights
 from knnstore.store.home import Home
-from knnstore.store.ngrams import NGramCounts, Overlap
+from knnstore.store.ngrams import Letters, NGramCounts, Overlap
 from knnstore.store.provenance import Provenance, Tokens
 from knnstore.store.selection import EVERYTHING, Selection
 
@@ -86,7 +86,9 @@ class Reader(Protocol):
     def stored_content(self, hashes: Iterable[str], selection: Selection = EVERYTHING) -> set[str]:
         """Which of these content hashes belong to a live document of the selection."""
 
-    def overlaps(self, texts: Sequence[Tokens], selection: Selection = EVERYTHING) -> list[Overlap]:
+    def overlaps(
+        self, texts: Sequence[Tokens], selection: Selection = EVERYTHING, letters: Letters | None = None
+    ) -> list[Overlap]:
         """What of each text selected documents have, word for word."""
 
     def lineage(self, domains: Iterable[str] = ()) -> Lineage:

@@ -18,7 +18,7 @@ from knnstore.errors import (
 from knnstore.store.counting import Counting
 from knnstore.store.fitted import Lineage, SavedSettings, Weights, load_weights
 from knnstore.store.home import Home
-from knnstore.store.ngrams import NGramCounts, Overlap
+from knnstore.store.ngrams import Letters, NGramCounts, Overlap
 from knnstore.store.pointers import Clusters, follow
 from knnstore.store.provenance import Provenance, Tokens, Tracer
 from knnstore.store.reader import Records
@@ -204,16 +204,17 @@ class StoreReader:
         """Which of these content hashes belong to a live document of the selection."""
         return self.view().content(hashes, selection)
 
-    def overlaps(self, texts: Sequence[Tokens], selection: Selection = EVERYTHING) -> list[Overlap]:
+    def overlaps(
+        self, texts: Sequence[Tokens], selection: Selection = EVERYTHING, letters: Letters | None = None
+    ) -> list[Overlap]:
         """Tell what of each text selected documents have, word for word, wherever it stands in them.
-
-        Reads the tokens of all these documents: a second for ten million.
 
         Args:
             texts: the tokens of each, uint32, shape (n,).
-            selection: of which documents.
+            selection: of which documents; all their tokens are read.
+            letters: of the tokens, to be compared in place of these.
         """
-        return self.view().overlaps(texts, selection)
+        return self.view().overlaps(texts, selection, letters)
 
     def token_counts(self, selection: Selection = EVERYTHING) -> NDArray[np.int64]:
         """How often the selected documents hold each token of the vocabulary, int64, shape (v,)."""

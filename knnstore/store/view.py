@@ -23,7 +23,7 @@ from knnstore.datastore import (
     ranges_of,
 )
 from knnstore.errors import CatalogError, CorruptDatastoreError, DocumentNotFoundError, DomainNotFoundError
-from knnstore.store.ngrams import Overlap, Runs
+from knnstore.store.ngrams import RUN_LETTERS, Letters, Overlap, Runs
 from knnstore.store.provenance import Tokens
 from knnstore.store.reader import Records
 from knnstore.store.selection import EVERYTHING, Selection
@@ -128,11 +128,14 @@ class View:
         there = set(self.snapshot.rows[reached].tolist())
         return {hash for hash, rows in duplicates.items() if not there.isdisjoint(rows)}
 
-    def overlaps(self, texts: Sequence[Tokens], selection: Selection) -> list[Overlap]:
+    def overlaps(
+        self, texts: Sequence[Tokens], selection: Selection, letters: Letters | None = None
+    ) -> list[Overlap]:
         """What of each text selected documents have; they are looked through once."""
-        runs, reached = Runs(texts), [set[int]() for _ in texts]
+        reached = [set[int]() for _ in texts]
+        runs = Runs(texts) if letters is None else Runs([letters.of(one) for one in texts], RUN_LETTERS)
         for row, tokens in self._catalog.texts(self.snapshot.rows[self.chosen(selection)].tolist()):
-            for number in runs.look_at(tokens):
+            for number in runs.look_at(tokens if letters is None else letters.of(tokens)):
                 reached[number].add(row)
         hashes = self._catalog.content_hashes(set().union(*reached))
         return [

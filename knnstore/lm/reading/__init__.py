@@ -14,10 +14,11 @@ from knnstore.lm.reading.models import (
 )
 from knnstore.lm.reading.reader import TextReader, in_chunks
 from knnstore.lm.reading.sample import sample_keys, sample_tokens
+from knnstore.lm.reading.spelling import letters_of
 from knnstore.lm.reading.windows import BATCH_TOKENS, Batch, Tokens
 
 __all__ = [
     "BATCH_TOKENS", "Added", "Batch", "Detokenizer", "Encoder", "Synced", "TextReader", "Tokens", "add",
-    "check_matches", "check_tokenizer", "decoded", "identify", "in_chunks", "load_model", "loaded",
-    "name_of", "sample_keys", "sample_tokens", "sync", "window_of",
+    "check_matches", "check_tokenizer", "decoded", "identify", "in_chunks", "letters_of", "load_model",
+    "loaded", "name_of", "sample_keys", "sample_tokens", "sync", "window_of",
 ]  # fmt: skip

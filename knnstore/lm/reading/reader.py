@@ -12,7 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from knnstore.documents import TextDocument
 from knnstore.lm.reading.detokenizing import Detokenizer, decoded
 from knnstore.lm.reading.encoder import Encoder
+from knnstore.lm.reading.spelling import letters_of
 from knnstore.lm.reading.windows import BATCH_TOKENS, Batch, pack, prefix_of
+from knnstore.store import Letters
 
 _AHEAD = 64  # tokenized together: fast tokenizers work in parallel
 
@@ -34,6 +36,11 @@ class TextReader:
     def prefix(self) -> int | None:
         """The token that precedes every document, if any."""
         return prefix_of(self.tokenizer)
+
+    @property
+    def letters(self) -> Letters:
+        """What each token is spelled with."""
+        return letters_of(self.tokenizer)
 
     def tokens(self, text: str) -> NDArray[np.uint32]:
         """The token ids of a text, without special tokens, shape (length,)."""

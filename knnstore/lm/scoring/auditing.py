@@ -103,7 +103,7 @@ def audit(
     chosen = rng.permutation(long_enough)[:_DOCUMENTS]
     sample = [texts[number][: min(_TOKENS, reader.max_length - 1)] for number in chosen]
     scored = _score(lm, sample, settings)
-    overlaps = lm.store.overlaps(texts, settings.selection)
+    overlaps = lm.store.overlaps(texts, settings.selection, reader.letters)
     shared = sum(one.share * len(tokens) for one, tokens in zip(overlaps, texts, strict=True))
     share = shared / sum(map(len, texts))
     exact = lm.store.stored_content((one.content_hash for one in listed), settings.selection)

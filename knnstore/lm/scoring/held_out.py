@@ -60,7 +60,7 @@ class HeldOut(NamedTuple):
         """Read documents, see `documents_of`, and find those that a search among the selected would reach."""
         listed = list(documents_of(documents))
         exact = store.stored_content((one.content_hash for one in listed), selection)
-        overlaps = store.overlaps(reader.tokenized(listed), selection)
+        overlaps = store.overlaps(reader.tokenized(listed), selection, reader.letters)
         stored = {
             one.content_hash: overlap.documents | ({one.content_hash} & exact)
             for one, overlap in zip(listed, overlaps, strict=True)

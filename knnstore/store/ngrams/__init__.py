@@ -30,11 +30,12 @@ to move and to erase, and a reader needs no writer.
 
 from knnstore.store.ngrams.counts import NGramCounts
 from knnstore.store.ngrams.drafts import Draft, draft_from
+from knnstore.store.ngrams.letters import Letters
 from knnstore.store.ngrams.matches import Distribution, Matches, Occurrence, Suffixes
-from knnstore.store.ngrams.runs import RUN, Overlap, Runs
+from knnstore.store.ngrams.runs import RUN, RUN_LETTERS, Overlap, Runs
 from knnstore.store.ngrams.sorting import DEPTH, MOST, SortedText
 
 __all__ = [
-    "DEPTH", "MOST", "RUN", "Distribution", "Draft", "Matches", "NGramCounts", "Occurrence", "Overlap",
-    "Runs", "SortedText", "Suffixes", "draft_from",
+    "DEPTH", "MOST", "RUN", "RUN_LETTERS", "Distribution", "Draft", "Letters", "Matches", "NGramCounts",
+    "Occurrence", "Overlap", "Runs", "SortedText", "Suffixes", "draft_from",
 ]  # fmt: skip
