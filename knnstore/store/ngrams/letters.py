@@ -24,4 +24,5 @@ class Letters:
         lengths = self._ends[known + 1] - starts
         before = np.cumsum(lengths) - lengths
         at = np.repeat(starts - before, lengths) + np.arange(lengths.sum())
-        return self._letters[at]
+        found: NDArray[np.uint32] = self._letters[at]
+        return found
