@@ -78,9 +78,10 @@ def generate(
         settings = query.settings(lm.store, selected.selection())
         prompt = read_text(prompt)
         if settings.writes_alone:
+            weight = "--ngram-lambda" if lm.store.is_keyless else "--lambda"
             note(
                 "warning: the model writes alone, because with the store text repeats itself more "
-                "(knnstore calibrate --show); --lambda 0.5 lets the store count"
+                f"(knnstore calibrate --show); {weight} 0.5 lets the store count"
             )
         shown = Written(lm.reader, prompt)
         continuation = lm.generate_text(
