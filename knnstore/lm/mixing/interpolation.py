@@ -223,7 +223,7 @@ class Mixture:
             if one.tokens is not None:
                 mixed_in.scatter_add_(1, one.tokens[at].clamp(0, like.shape[1] - 1), own * weights)
             else:
-                for of_search in weights.split(like.shape[1], 1):
+                for of_search in torch.split(weights, like.shape[1], 1):
                     mixed_in.addcmul_(own, of_search)
             if one.rest is not None:
                 assert one.base is not None
