@@ -23,7 +23,7 @@ DISCOUNT = 0.6
 NGRAMS = NGramSettings(4, 0.3, (0.9, 0.2, 0.4, 0.6))
 OWN = KNNSettings(lam=0.0, cache=CacheSettings(20, 15.0, 0.0, NGRAMS))
 """With a cache of no weight."""
-TEXTS = st.lists(st.lists(st.integers(0, 3), max_size=40), min_size=1, max_size=4)
+TEXTS = st.lists(st.lists(st.integers(0, 3), max_size=40), max_size=4)
 
 
 def definition(before: list[int], order: int) -> tuple[dict[int, float], tuple[int, int, int]]:
@@ -67,6 +67,7 @@ def test_scored_text_has_the_probabilities_of_the_definition(texts, order) -> No
 @given(texts=TEXTS, order=st.integers(2, 6), new=st.integers(1, 40), prefix=st.sampled_from([None, 9]))
 def test_written_text_has_the_distributions_of_the_definition(texts, order, new, prefix) -> None:
     """Rows of a padded batch, of which any number of tokens is new."""
+    texts = texts or [[]]
     rows = [([] if prefix is None else [prefix]) + text for text in texts]
     width = max(1, *map(len, rows))
     ids, new = torch.tensor([[-1] * (width - len(row)) + row for row in rows]), min(new, width)

@@ -26,7 +26,7 @@ from knnstore.lm.settings import KNNSettings
 from knnstore.store import Occurrence
 
 _DISCOUNT = 0.6
-"""D, of all lengths: n1 / (n1 + 2 n2) of one text alone is far from what is best."""
+"""D, of all lengths."""
 
 _BITS = 21  # of a symbol
 
@@ -124,7 +124,8 @@ class _LaidOut(NamedTuple):
     @classmethod
     def of(cls, texts: Texts) -> "_LaidOut":
         lengths = np.array([len(text) + 1 for text in texts], np.int64)
-        symbols = np.concatenate([np.concatenate([[-1], text]) for text in texts]).astype(np.int64) + 1
+        begun = [np.append(0, text.astype(np.int64) + 1) for text in texts]
+        symbols = np.concatenate([np.zeros(0, np.int64), *begun])
         return cls(symbols, np.cumsum(lengths) - lengths + 1, np.repeat(np.arange(len(texts)), lengths))
 
     @property
