@@ -171,6 +171,13 @@ def test_the_first_wrong_token_counts_and_none_after_it(lm) -> None:
     assert lengths[0] == lengths[1] > 0
 
 
+def test_what_repeats_is_drafted_again_and_again(lm) -> None:
+    loop = [61, 7, 61, 9, 8]
+    draft = Drafts(lm.store, PLAIN).propose(np.array(loop * 4), 40).tolist()
+    assert len(draft) > 2 * len(loop)
+    assert draft == (loop * 4)[: len(draft)]
+
+
 def test_a_model_whose_state_cannot_be_cut_writes_without(lm, made, monkeypatch) -> None:
     monkeypatch.setattr(type(lm.base), "_is_stateful", True)
     lm.generate(torch.tensor([[0, 5, 6]]), max_new_tokens=2, pad_token_id=2, draft=True)

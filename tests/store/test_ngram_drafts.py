@@ -1,6 +1,7 @@
 """What follows the end of a text in stored documents, against a search through all of them."""
 
 import numpy as np
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -44,3 +45,4 @@ def test_the_next_token_is_the_one_that_comes_most_often(tokens) -> None:
     else:
         counts = np.bincount(after)
         assert counts[draft.tokens[0]] == counts.max()
+        assert draft.shares.tolist() == pytest.approx([counts.max() / len(after) if len(after) > 1 else 0])

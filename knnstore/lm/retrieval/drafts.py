@@ -10,17 +10,26 @@ _MOST = 16
 """Tokens of a draft."""
 _LEAST_END, _MANY = 2, 16
 """Tokens that must have stood before a draft; more than so many are taken for as many."""
-_WORTH = 0.25
+_WORTH = 0.3
 """A token is drafted where it and all before it are as probable: what a position costs beside a pass."""
 _TRUST, _FORGETTING = 4.0, 0.97
 """How many tokens outweigh what is expected at first, and what stays of them a pass later."""
+
+_MATCHED = np.arange(_MANY + 1)
+_EXPECTED = np.concatenate([
+    1 - 0.8 / (_MATCHED + 0.1),  # repeated in the text, after so many that matched
+    1 - 4 / (_MATCHED + 4),  # in one place of the store
+    0.95 * np.linspace(0, 1, _MANY + 1),  # in so many sixteenths of several places
+]).clip(0)  # fmt: skip
+"""How probable a drafted token is at first, by its kind."""
+_REPEATED, _ONE, _SEVERAL = 0, _MANY + 1, 2 * (_MANY + 1)
 
 
 class Drafts:
     """Proposes what comes next in one text: what stood after its end in the store, or in the text itself.
 
-    The more tokens stood before, the likelier is what came after. How likely is learned as the text is
-    written; where it is too little there is no draft.
+    A token is the likelier, the more tokens stood before it there, and the more places of the store agree.
+    How likely is learned as the text is written; where it is too little there is no draft.
 
     Args:
         store: what is drafted from.
@@ -30,8 +39,8 @@ class Drafts:
     def __init__(self, store: Reader, settings: KNNSettings) -> None:
         self._store, self._selection = store, settings.selection
         self._counts: NGramCounts | None = None
-        self._accepted, self._drafted = np.zeros((2, _MANY + 1))
-        self._matched = 0
+        self._accepted, self._drafted = np.zeros((2, len(_EXPECTED)))
+        self._kinds = np.zeros(0, np.int64)
         self.passes, self.tokens = 0, 0
         """Of the model, and that were written with them."""
 
@@ -47,38 +56,40 @@ class Drafts:
         """
         if self._counts is None:  # once for a text: what is drafted does not change what is written
             self._counts = self._store.ngrams(self._selection)
-        draft = draft_from(self._counts.text, text, _MOST, _LEAST_END)
-        draft = _draft_from_itself(text, max(_LEAST_END, draft.matched)) or draft
-        self._matched = min(draft.matched, _MANY)
-        return draft.tokens[: max(0, min(self._length(), most))]
+        stored, repeated = draft_from(self._counts.text, text, _MOST, _LEAST_END), _repeated(text)
+        _, tokens, self._kinds = max(
+            self._expected(stored, _ONE), self._expected(repeated, _REPEATED), key=lambda one: one[0]
+        )
+        return tokens[: max(0, most)]
+
+    def _expected(self, draft: Draft, kind: int) -> tuple[float, NDArray[np.int64], NDArray[np.int64]]:
+        """How many tokens of a draft will be accepted, and those worth drafting, with their kinds."""
+        kinds = kind + (draft.matched + np.arange(len(draft.tokens))).clip(max=_MANY)
+        kinds = np.where(draft.shares > 0, _SEVERAL + (draft.shares * _MANY).astype(np.int64), kinds)
+        drafted = self._drafted[kinds] + _TRUST
+        probs = ((self._accepted[kinds] + _TRUST * _EXPECTED[kinds]) / drafted).cumprod()
+        worth = int((probs >= _WORTH).sum())
+        return float(probs[:worth].sum()), draft.tokens[:worth], kinds[:worth]
 
     def learn(self, drafted: int, accepted: int) -> None:
         """Take in how many tokens of the last draft were accepted."""
         self.passes, self.tokens = self.passes + 1, self.tokens + accepted + 1
         self._accepted *= _FORGETTING
         self._drafted *= _FORGETTING
-        self._accepted[self._matched] += accepted
-        self._drafted[self._matched] += min(drafted, accepted + 1)  # the first that is wrong ends a draft
-
-    def _length(self) -> int:
-        """How many tokens are worth drafting after so many that matched."""
-        if self._matched < _LEAST_END:
-            return 0
-        expected = 1 - 1.2 / self._matched
-        accepted, drafted = self._accepted[self._matched], self._drafted[self._matched]
-        share = (accepted + _TRUST * expected) / (drafted + _TRUST)
-        return int(np.log(_WORTH) / np.log(share)) if share < 1 else _MOST
+        np.add.at(self._accepted, self._kinds[:accepted], 1)
+        np.add.at(self._drafted, self._kinds[: min(drafted, accepted + 1)], 1)  # a wrong one ends a draft
 
 
-def _draft_from_itself(text: NDArray[np.int64], least: int) -> Draft | None:
-    """What stood last after the end of a text in the text itself; None where too little is equal."""
+def _repeated(text: NDArray[np.int64]) -> Draft:
+    """What stood last after the end of a text in the text itself, again and again if enough matched."""
     ends = np.flatnonzero(text[:-1] == text[-1])
     length, longer = 0, ends
     while len(longer) and length < _MANY:
         ends, length = longer, length + 1
         longer = ends[ends >= length]
         longer = longer[text[longer - length] == text[-1 - length]]
-    if length < least:
-        return None
+    if length < _LEAST_END:
+        return Draft(0, text[:0], np.zeros(0))
     after = int(ends[-1]) + 1
-    return Draft(length, text[after : after + _MOST])
+    drafted = text[after + np.arange(_MOST) % (len(text) - after)]
+    return Draft(length, drafted, np.zeros(_MOST))

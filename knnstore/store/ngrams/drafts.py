@@ -22,13 +22,16 @@ class Draft(NamedTuple):
     """Tokens before it that are those of the text."""
     tokens: NDArray[np.int64]
     """That come next there, shape (at most as many as wanted,)."""
+    shares: NDArray[np.float64]
+    """Of the places where all before it is the same, how many go on with each token, of the shape of
+    `tokens`; 0 where there is one place, or they were not counted."""
 
 
 def draft_from(text: SortedText, tokens: NDArray[np.int64], most: int, least: int = 2) -> Draft:
     """Find the longest end of a text in stored documents, and what follows it there.
 
     Of several places that with the longest end, and where none is longer than the order knows, what follows
-    most often.
+    most often; where they are hundreds, in some of them.
 
     Args:
         text: the documents.
@@ -46,14 +49,17 @@ def draft_from(text: SortedText, tokens: NDArray[np.int64], most: int, least: in
         else:
             longest = middle - 1
     if not len(places):
-        return Draft(0, tokens[:0])
+        return Draft(0, tokens[:0], np.zeros(0))
+    shares = np.zeros(most)
     if length == _LONGEST_END and len(places) <= _PLACES_COMPARED:
         place, length = _longest(text, places - length, end, length)
     else:
-        place = _most_often(text, places[:: 1 + len(places) // _PLACES_COUNTED])
+        place, counted = _most_often(text, places[:: 1 + len(places) // _PLACES_COUNTED])
+        shares[: len(counted)] = counted[:most]
     after = text.symbols[place : place + most]
     ended = np.flatnonzero(after == END)
-    return Draft(length, after[: ended[0] if len(ended) else most].astype(np.int64) - 1)
+    drafted = after[: ended[0] if len(ended) else most].astype(np.int64) - 1
+    return Draft(length, drafted, shares[: len(drafted)])
 
 
 def _places_of(text: SortedText, wanted: Symbols) -> Places:
@@ -85,14 +91,17 @@ def _longest(text: SortedText, begins: Places, end: Symbols, matched: int) -> tu
     return best, length
 
 
-def _most_often(text: SortedText, places: Places) -> int:
-    """The place where the text goes on as it does most often, a symbol at a time."""
+def _most_often(text: SortedText, places: Places) -> tuple[int, list[float]]:
+    """The place where the text goes on as most often, a symbol at a time, and the share of those that do."""
+    shares = []
     for ahead in range(DEPTH):
         if len(places) == 1:
             break
         after = text.symbols.take(places + ahead, mode="clip")
         found, counts = np.unique(after, return_counts=True)
-        places = places[after == found[counts.argmax()]]
-        if found[counts.argmax()] == END:
+        most = counts.argmax()
+        shares.append(counts[most] / len(places))
+        places = places[after == found[most]]
+        if found[most] == END:
             break
-    return int(places[0])
+    return int(places[0]), shares
