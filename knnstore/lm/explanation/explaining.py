@@ -15,7 +15,7 @@ from knnstore.lm.explanation.sourcing import (
     found_by_own_ngrams,
     found_here,
 )
-from knnstore.lm.mixing import Mixture
+from knnstore.lm.mixing import Mixture, Recent
 from knnstore.lm.retrieval import ReadNGrams, ReadOwnNGrams, mixture_of
 from knnstore.lm.scoring import TokenScores, score_texts
 from knnstore.lm.settings import KNNSettings, ReadingModel, completed
@@ -130,7 +130,7 @@ def _places(
             more = found_by_own_ngrams(tokens, position, own_ngrams.occurrences(position), share)
             nearest[at] += more
             causes[at] += more
-        if scores.recent is not None:
+        if isinstance(scores.recent, Recent):
             has_token = scores.recent.tokens[row] == token
             for found, weights in ((nearest, here[row]), (causes, here[row] * has_token)):
                 found[at] += found_here(tokens, position, scores.recent.distances[row], weights, count)

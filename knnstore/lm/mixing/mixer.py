@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from knnstore.lm.mixing.interpolation import PerQuery, neighbor_weights
+from knnstore.lm.mixing.meetings import RecentGold
 from knnstore.store import Selection
 
 MAX_LAMBDA = 0.999
@@ -32,6 +33,16 @@ class Recent(NamedTuple):
     def to(self, device: torch.device) -> "Recent":
         """The same on a device."""
         return Recent(self.distances.to(device), self.tokens.to(device))
+
+    @property
+    def nearest(self) -> Tensor:
+        """The distance to the nearest, float32, shape (n,)."""
+        return self.distances.amin(1)
+
+    @property
+    def counts(self) -> Tensor:
+        """How many there are, int64, shape (n,)."""
+        return self.distances.isfinite().sum(1)
 
     @classmethod
     def joined(cls, parts: Sequence["Recent"]) -> "Recent":
@@ -154,7 +165,7 @@ class Retrieved:
     """The log of how many records each neighbor stands for, float32, shape (n, k); None where each stands
     for itself, as in a store that was not pruned."""
 
-    recent: Recent | None = None
+    recent: Recent | RecentGold | None = None
     """What stands before in the same text; None where no cache is in use."""
 
     continuation: Continuation | None = None

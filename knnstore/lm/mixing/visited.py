@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from knnstore.lm.mixing.interpolation import LEAST_PROBABILITY, PerQuery
-from knnstore.lm.mixing.meetings import Hits, VisitedCells, hits_of
-from knnstore.lm.mixing.nearest import nearest_records
+from knnstore.lm.mixing.meetings import Hits, VisitedCells, hits_of, nearest_records
 
 _SAME = 3e-7
 """By so much of itself a temperature may differ from half of another one: as float32 does."""

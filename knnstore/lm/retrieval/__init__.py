@@ -1,7 +1,13 @@
 """What a prediction is mixed with: neighbors from the store, the text's own past, pointers."""
 
 from knnstore.lm.retrieval.cache import Reading, ReadText
-from knnstore.lm.retrieval.components import experts_of, factors_in_use, mixture_of, ngram_lambdas
+from knnstore.lm.retrieval.components import (
+    experts_of,
+    factors_in_use,
+    mixture_of,
+    ngram_lambdas,
+    recent_temperatures,
+)
 from knnstore.lm.retrieval.drafts import Drafts
 from knnstore.lm.retrieval.ngrams import ReadNGrams, WrittenNGrams
 from knnstore.lm.retrieval.own_ngrams import ReadOwnNGrams, WrittenOwnNGrams
@@ -32,6 +38,7 @@ __all__ = [
     "mixture_of",
     "ngram_lambdas",
     "reachable",
+    "recent_temperatures",
     "retrieve",
     "retrieve_for_pass",
     "retrieve_in_step",

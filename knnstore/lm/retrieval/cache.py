@@ -7,13 +7,14 @@ Euclidean where theirs is an inner product, unless the store measures that too. 
 where the token that it predicts has been read, and no longer than its document lasts.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from knnstore.datastore import Metric, pairwise
-from knnstore.lm.mixing import Recent
+from knnstore.lm.mixing import LEAST_PROBABILITY, Recent, RecentGold, halving
 from knnstore.lm.reading import Tokens
 
 _BLOCK_ROWS = 256
@@ -55,14 +56,16 @@ class ReadText:
     Args:
         size: how many tokens back it reaches.
         metric: how distances are measured.
+        temperatures: at which alone it will be asked what the token that came has; None keeps what was found.
     """
 
-    def __init__(self, size: int, metric: Metric | str) -> None:
+    def __init__(self, size: int, metric: Metric | str, temperatures: Sequence[float] | None = None) -> None:
         self._size = size
         self._metric = metric
+        self._temperatures = temperatures
         self._last: tuple[Tensor, Tensor, int, int] | None = None
 
-    def follow(self, keys: Tensor, gold: Tensor, documents: Tokens, positions: Tokens) -> Recent:
+    def follow(self, keys: Tensor, gold: Tensor, documents: Tokens, positions: Tokens) -> Recent | RecentGold:
         """Look back from each token of a batch, then remember its end.
 
         Args:
@@ -82,7 +85,12 @@ class ReadText:
             places = torch.cat([torch.arange(next_position - count, next_position), places])
         assert ((places.diff() == 1) | (owners.diff() != 0)).all(), "tokens of a document out of order"
         reading = Reading(keys, gold, owners, self._metric)
-        found = reading.look_back(torch.arange(count, len(owners)), self._size)
+        fresh = torch.arange(count, len(owners))
+        found: Recent | RecentGold
+        if self._temperatures is None:
+            found = reading.look_back(fresh, self._size)
+        else:
+            found = reading.gold_before(fresh, self._size, self._temperatures)
         kept = slice(-min(int((owners == owners[-1]).sum()), self._size), None)
         self._last = (keys[kept].clone(), gold[kept].clone(), int(owners[-1]), int(places[-1]) + 1)
         return found
@@ -111,7 +119,29 @@ class Reading:
             tokens: their indices, int64, shape (m,), ascending.
             size: how many tokens back to reach at most.
         """
+        return look_back(self.keys, self.gold, tokens, self._starts()[tokens], size, self.metric)
+
+    def gold_before(self, tokens: Tensor, size: int, temperatures: Sequence[float]) -> RecentGold:
+        """Look back from some tokens, a few at a time, and keep what each gives to the token that came."""
+        starts, parts, ascending = self._starts(), list[RecentGold](), tuple(sorted(temperatures))
+        for some in torch.split(tokens, _BLOCK_ROWS):
+            recent = look_back(self.keys, self.gold, some, starts[some], size, self.metric)
+            row, column = (recent.tokens == self.gold[some, None]).nonzero(as_tuple=True)
+            nearest, probs = recent.nearest, torch.empty(len(some), len(ascending))
+            gaps = nearest.where(nearest.isfinite(), 0)[:, None] - recent.distances
+            for chain in halving(ascending):
+                powers = (gaps / chain[0]).exp_()
+                for temperature in chain:
+                    if temperature != chain[0]:
+                        powers.square_()
+                    gold = torch.zeros(len(some)).index_add_(0, row, powers[row, column])
+                    shares = gold / powers.sum(1).clamp_(min=LEAST_PROBABILITY)
+                    probs[:, ascending.index(temperature)] = shares.clamp_(max=1.0)
+            parts.append(RecentGold(nearest, recent.counts, probs, ascending))
+        return RecentGold.joined(parts)
+
+    def _starts(self) -> Tensor:
+        """The first token of each token's document."""
         rows = torch.arange(len(self.documents))
         begins = torch.cat([torch.tensor([True]), self.documents.diff() != 0])
-        starts = rows.where(begins, 0).cummax(0).values
-        return look_back(self.keys, self.gold, tokens, starts[tokens], size, self.metric)
+        return rows.where(begins, 0).cummax(0).values

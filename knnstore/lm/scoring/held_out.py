@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from knnstore.datastore import Neighbors
 from knnstore.documents import TextDocument, documents_of
 from knnstore.errors import InputError
+from knnstore.lm.mixing import Recent
 from knnstore.lm.reading import BATCH_TOKENS, Batch, TextReader, in_chunks
 from knnstore.lm.retrieval import (
     ReadNGrams,
@@ -19,6 +20,7 @@ from knnstore.lm.retrieval import (
     ReadText,
     columns_of,
     reachable,
+    recent_temperatures,
     retrieve,
     retrieve_in_step,
     visit,
@@ -36,7 +38,7 @@ _DISTANCES = 1 << 25
 _RECENT = 1 << 23
 """Tokens before others, that are weighed at once for a cache: 32 MiB for each temperature."""
 _QUERIES = 2 * BATCH_TOKENS
-"""That visit cells together, unless their caches are large: the more meet in a cell, the less each costs."""
+"""That visit cells together: the more meet in a cell, the less each costs."""
 _TOKENS = 1 << 15
 """Of documents that advance together: what is known of each is in memory at once."""
 
@@ -143,7 +145,10 @@ def score_texts(
     settings = replace(settings, k=reachable(store, settings))
     most = max(1, _NEIGHBORS // columns_of(store, settings))
     for members in [range(len(texts))] if settings.pointers is None else _few_tokens(texts, most):
-        read = None if settings.cache is None else ReadText(settings.cache.size, store.identity.metric)
+        read = None
+        if settings.cache is not None:
+            temperatures = None if apart else recent_temperatures(settings)
+            read = ReadText(settings.cache.size, store.identity.metric, temperatures)
         some = [texts[at] for at in members]
         ngrams, own = ReadNGrams.of(store, some, settings), ReadOwnNGrams.of(some, settings)
         batches = (
@@ -152,9 +157,8 @@ def score_texts(
         )
         parts: Iterator[TokenScores]
         if settings.pointers is None:
-            size = 1 if settings.cache is None else settings.cache.size
             in_cells = visits_cells(store, settings) and not apart
-            joined = _joined(batches, min(_QUERIES, _NEIGHBORS // size) if in_cells else 1)
+            joined = _joined(batches, _QUERIES if in_cells else 1)
             parts = _score(store, joined, settings, most, apart=apart)
         else:
             parts = _score_in_step(store, list(batches), settings)
@@ -210,7 +214,7 @@ def _score(
     """Search for so many tokens at a time; for more where the cells that they visit turn out to be small."""
     for batch in batches:
         start, count = 0, len(batch.gold)
-        reach = 1 if batch.recent is None else batch.recent.tokens.shape[1]
+        reach = batch.recent.tokens.shape[1] if isinstance(batch.recent, Recent) else 1
         while start < count:
             parts = -(-(count - start) // min(most, max(1, _RECENT // reach)))
             rows = np.arange(start, start - (start - count) // parts)

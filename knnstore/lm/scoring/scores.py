@@ -10,7 +10,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knnstore.datastore import Ids, Neighbors, tokens_of
-from knnstore.lm.mixing import DISTINCT_AMONG, Continuation, Recent, Retrieved, Visited, nearest_of
+from knnstore.lm.mixing import (
+    DISTINCT_AMONG,
+    Continuation,
+    Recent,
+    RecentGold,
+    Retrieved,
+    Visited,
+    nearest_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +49,7 @@ class TokenScores:
     """Of each token in its document, shape (n,)."""
     log_weights: Tensor | None = None
     """Of the neighbors, float32, shape (n, k); see `Retrieved`."""
-    recent: Recent | None = None
+    recent: Recent | RecentGold | None = None
     """What stands before each token in its document; None without a cache."""
     ngram_probs: Tensor | None = None
     """What n-grams give to each token, float32, shape (n,), nan where there are none; None where they are not
@@ -84,7 +92,7 @@ class TokenScores:
         at = torch.from_numpy(rows)
 
         def chosen(column: Any) -> Any:
-            if isinstance(column, Recent):
+            if isinstance(column, Recent | RecentGold):
                 return column.rows(at)
             return None if column is None else column[at if isinstance(column, Tensor) else rows]
 
@@ -116,8 +124,8 @@ def together(parts: Sequence[TokenScores]) -> TokenScores:
     """Put tokens one after another, which have as many neighbors each."""
 
     def joined(columns: list[Any]) -> Any:
-        if isinstance(columns[0], Recent):
-            return Recent.joined(columns)
+        if isinstance(columns[0], Recent | RecentGold):
+            return columns[0].joined(columns)
         if isinstance(columns[0], Tensor):
             return torch.cat(columns)
         return None if columns[0] is None else np.concatenate(columns)

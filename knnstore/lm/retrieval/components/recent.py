@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from knnstore.lm.mixing import Component, Retrieved, neighbor_weights
+from knnstore.lm.mixing import Component, RecentGold, Retrieved, neighbor_weights
 from knnstore.lm.settings import KNNSettings
 
 
@@ -24,14 +24,24 @@ class RecentText:
             return None
         recent = retrieved.recent
         assert recent is not None
-        temperature = settings.cache.temperature * factor
-        weights = neighbor_weights(recent.distances, temperature)
+        temperature, tokens, hits = settings.cache.temperature * factor, None, None
+        if isinstance(recent, RecentGold):
+            weights = recent.weights(temperature)
+            hits = torch.tensor([[True, False]]).expand(len(weights), -1)
+        else:
+            weights, tokens = neighbor_weights(recent.distances, temperature), recent.tokens
         lam = torch.full((len(weights),), settings.cache.lam, device=weights.device)
-        return Component(weights, lam, recent.tokens, name=self.name, temperature=temperature)
+        return Component(weights, lam, tokens, hits, name=self.name, temperature=temperature)
 
     def features(self, retrieved: Retrieved, unit: float) -> Tensor:
         """The distance to the nearest of these tokens, and how many there are."""
         recent = retrieved.recent
         assert recent is not None
-        nearest, count = recent.distances.amin(1), recent.distances.isfinite().sum(1)
-        return torch.stack([(nearest / unit).asinh(), count.float().log1p()], 1)
+        return torch.stack([(recent.nearest / unit).asinh(), recent.counts.float().log1p()], 1)
+
+
+def recent_temperatures(settings: KNNSettings) -> tuple[float, ...]:
+    """Those at which settings with a cache weigh what is recent."""
+    assert settings.cache is not None
+    factors = () if settings.gate is None else settings.gate.factors.get(RecentText.name, ())
+    return tuple(sorted({settings.cache.temperature * factor for factor in (1.0, *factors)}))
