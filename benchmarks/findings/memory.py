@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 PROBES = 16
 """Cells that are visited, where there are some."""
+_SAID = ("ngrams", "own_ngrams")
 _VISITED = "visited."
 _NEIGHBOURS = 1 << 22
 """Of all queries that are searched for at once."""
@@ -173,14 +174,16 @@ def search_again(scored: ScoredText, store: KNNStore, k: int, selection: Selecti
 def save_scored(file: Path, scored: ScoredText) -> None:
     """Write a pass whole or not at all."""
     values = {field.name: getattr(scored, field.name) for field in fields(scored)}
-    reading, said, visited = (values.pop(name) for name in ("reading", "ngrams", "visited"))
+    reading, visited = values.pop("reading"), values.pop("visited")
+    said = {name: values.pop(name) for name in _SAID}
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     rest = {name: value for name, value in values.items() if name not in tensors}
     tensors |= {"reading.keys": reading.keys, "reading.gold": reading.gold}
     metadata = {"rest": json.dumps(rest), "metric": str(reading.metric)}
-    if said is not None:
-        tensors |= {"ngrams.probs": said.probs, "ngrams.suffixes": said.suffixes}
-        metadata["order"] = str(said.order)
+    for name, of in said.items():
+        if of is not None:
+            tensors |= {f"{name}.probs": of.probs, f"{name}.suffixes": of.suffixes}
+            metadata[name] = str(of.order)
     for probes, found in visited.items():
         tensors |= {f"{_VISITED}{probes}.{name}": value for name, value in vars_of(found).items()}
     file.parent.mkdir(exist_ok=True)
@@ -196,17 +199,17 @@ def load_scored(file: Path) -> ScoredText:
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     keys, gold = tensors.pop("reading.keys"), tensors.pop("reading.gold")
     reading = Reading(keys, gold, tensors["documents"], metadata["metric"])
-    said, grids = None, dict[int, dict[str, Tensor]]()
-    if "order" in metadata:
-        parts = tensors.pop("ngrams.probs"), tensors.pop("ngrams.suffixes")
-        said = ScoredNGrams(int(metadata["order"]), *parts)
+    said = {
+        name: ScoredNGrams(int(metadata[name]), tensors.pop(f"{name}.probs"), tensors.pop(f"{name}.suffixes"))
+        for name in _SAID
+        if name in metadata
+    }
+    grids = dict[int, dict[str, Tensor]]()
     for name in [name for name in tensors if name.startswith(_VISITED)]:
         probes, _, of = name.removeprefix(_VISITED).partition(".")
         grids.setdefault(int(probes), {})[of] = tensors.pop(name)
     visited = {probes: GoldOnGrid(**grid) for probes, grid in grids.items()}
-    return ScoredText(
-        **tensors, **json.loads(metadata["rest"]), reading=reading, ngrams=said, visited=visited
-    )
+    return ScoredText(**tensors, **json.loads(metadata["rest"]), **said, reading=reading, visited=visited)
 
 
 def vars_of(found: GoldOnGrid) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ AT_LEAST = {
     ("graphs", "replace"): (34, 24),
     ("graphs", "compact"): (16, 4),
     ("graphs", "erase"): (16, 2),
-    ("coded", "compact"): (16, 4),
+    ("coded", "compact"): (16, 3),
     ("qdrant", "replace"): (28, 20),
     ("qdrant", "remove-domain"): (15, 10),
 }
