@@ -21,7 +21,6 @@ from torch import Tensor
 PerQuery = float | Tensor
 """One value for all queries, or a tensor of shape (n,)."""
 
-_TINY = torch.finfo(torch.float32).tiny
 _VALUES, _VALUES_CPU = 1 << 24, 1 << 20
 """Probabilities in memory at once; on a CPU what stays in its cache."""
 
@@ -186,7 +185,7 @@ class Mixture:
             row sums to 1 in probability.
         """
         left, mixed_in = 1 - self.lam[:, None], self._mixed_in(lm_log_probs)
-        mixed = torch.addcmul(mixed_in, left, lm_log_probs.exp()).clamp(min=_TINY).log()
+        mixed = torch.addcmul(mixed_in, left, lm_log_probs.exp()).log()
         # What nothing is mixed into stays exact, and above zero however improbable it is.
         return mixed.where(mixed_in > 0, lm_log_probs + left.log())
 
