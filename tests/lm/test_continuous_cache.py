@@ -197,6 +197,14 @@ def lm(make_lm):
 
 @pytest.mark.parametrize("weighed_at_once", [256, 5])
 def test_documents_longer_than_the_window_match_an_oracle_that_has_all_keys(lm, weighed_at_once, monkeypatch):
+    compared = list[int]()
+
+    def spied(*given):
+        found = look_back(*given)
+        compared.append(found.tokens.numel())
+        return found
+
+    monkeypatch.setattr("knnstore.lm.retrieval.cache.look_back", spied)
     monkeypatch.setattr("knnstore.lm.retrieval.cache._BLOCK_ROWS", weighed_at_once)
     rng = np.random.default_rng(1)
     texts = [words(rng, size, 4, 9) for size in (50, 7, 64, 1, 30)]
@@ -209,6 +217,7 @@ def test_documents_longer_than_the_window_match_an_oracle_that_has_all_keys(lm, 
     rows = list(table.rows(lm.tokenizer))
     assert len(rows) == found.tokens == 152
     assert found.searched == 0
+    assert max(compared) <= weighed_at_once * cache.size, "more is held in memory at once than may be"
     probs = []
     for text in texts:
         tokens = lm.reader.tokens(text).tolist()
