@@ -1,13 +1,17 @@
-"""A store of many records: made, arranged, opened, searched, grown, removed from and erased.
+"""A store of many records: made, arranged, weighed, opened, searched, grown, removed from and erased.
 
     python benchmarks/large.py --rows 1000000 10000000 --keys KEYS.npy
     python benchmarks/large.py --smoke                a few seconds
 
-KEYS.npy holds keys of a language model, shape (n, dim). They are repeated, with a tenth of their spread
-added as noise, until there are enough; without `--keys` they are synthetic. Each step is a process of its
-own, so that its memory can be told. JSON goes to stdout. Seconds include neither imports nor making the
-keys; `peak_mib` is all that the process ever had in memory, torch, keys being made and mapped files that
-were read included.
+KEYS.npy holds keys of a language model, shape (n, dim). The last 4,096 are the queries and are not stored.
+The others are repeated, with a tenth of their spread added as noise, until there are enough; without `--keys`
+they are synthetic. Each step is a process of its own, so that its memory can be told. JSON goes to stdout.
+Seconds include neither imports nor making the keys; `peak_mib` is all that the process ever had in memory,
+torch, keys being made and mapped files that were read included; `peak_anonymous_mib` leaves out what files
+back: libraries and mapped keys.
+
+Stores of several sizes are asked at equal recall of mass: the first with 16 probes, each other one with the
+fewest that hold as large a share of the exact sum. The ratios of their times are the last line on stderr.
 """
 
 import argparse
@@ -16,10 +20,12 @@ import resource
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,12 +38,28 @@ DOCUMENT = 1_000
 BATCH = 50
 """Documents of one commit."""
 DOMAINS = ("first", "second")
-QUERIES, PROBES = 4096, 16
+QUERIES, PROBES, MOST_PROBES = 4096, 16, 32
+ALONE = 64
+"""Queries that are asked one by one, and those by which recall is measured."""
+
+
+class Run(NamedTuple):
+    """What a step works on."""
+
+    home: Path
+    source: Path
+    rows: int
+    probes: int
+
+
+def queries_of(source: Path) -> Keys:
+    """What is asked for, float32, shape (QUERIES, dim)."""
+    return np.array(np.load(source, mmap_mode="r")[-QUERIES:], np.float32)
 
 
 def key_batches(source: Path, start: int, rows: int) -> Iterator[Keys]:
     """The keys of so many records from a place on, float32, as many as are committed at once."""
-    base = np.load(source, mmap_mode="r")
+    base = np.load(source, mmap_mode="r")[:-QUERIES]
     noise = base[:20_000].astype(np.float32).std(0) / 10
     for first in range(start, start + rows, BATCH * DOCUMENT):
         numbers = np.arange(first, min(first + BATCH * DOCUMENT, start + rows))
@@ -67,91 +89,148 @@ def add(store: KNNStore, domain: str, source: Path, start: int, rows: int) -> fl
     return seconds
 
 
-def made(home: Path, source: Path, rows: int) -> dict[str, float]:
+def made(run: Run) -> dict[str, Any]:
     """Make the store, in two domains of which the second has a tenth."""
-    dim = np.load(source, mmap_mode="r").shape[1]
-    with KNNStore.create(home, Identity("none", "0" * 64, "0" * 64, "key", dim, "l2", 1000, 16, 8)) as store:
-        small = rows // 10
-        return {
-            "seconds": add(store, "second", source, 0, small)
-            + add(store, "first", source, small, rows - small)
-        }
+    dim, small = queries_of(run.source).shape[1], run.rows // 10
+    identity = Identity("none", "0" * 64, "0" * 64, "key", dim, "l2", 1000, 16, 8)
+    with KNNStore.create(run.home, identity) as store:
+        seconds = add(store, "second", run.source, 0, small)
+        return {"seconds": seconds + add(store, "first", run.source, small, run.rows - small)}
 
 
-def arranged(home: Path, source: Path, rows: int) -> dict[str, float]:
+def arranged(run: Run) -> dict[str, Any]:
     """Merge segments and put all records in cells."""
-    with KNNStore.open(home, "a") as store:
+    with KNNStore.open(run.home, "a") as store:
         begun = time.perf_counter()
         store.optimize()
         seconds = time.perf_counter() - begun
-    size = sum(file.stat().st_size for file in home.rglob("*") if file.is_file())
-    keys = sum(file.stat().st_size for file in (home / "keys").rglob("*") if file.is_file())
-    return {"seconds": seconds, "bytes_a_record": keys / rows, "home_to_keys": size / keys}
+    size = sum(file.stat().st_size for file in run.home.rglob("*") if file.is_file())
+    keys = sum(file.stat().st_size for file in (run.home / "keys").rglob("*") if file.is_file())
+    return {"seconds": seconds, "bytes_a_record": keys / run.rows, "home_to_keys": size / keys}
 
 
-def searched(home: Path, source: Path, rows: int) -> dict[str, float]:
-    """Open the store for a first query, then ask many at once, twice."""
-    queries = np.asarray(np.load(source, mmap_mode="r")[-QUERIES:], np.float32)
+def weighed(run: Run) -> dict[str, Any]:
+    """How much of the sum over all records the nearest cells hold, on average: recall of mass.
+
+    The temperature is a tenth of the keys' variance. `shares` are those of one cell, of two, and so on.
+    """
+    queries = queries_of(run.source)[:: QUERIES // ALONE].astype(np.float64)
+    temperature = np.load(run.source, mmap_mode="r")[:20_000].astype(np.float64).var(0).sum() / 10
+    exact, shares = np.zeros(len(queries)), []
+    with KNNStore.open(run.home) as store:
+        for _, keys, _ in store.records():
+            distances = (queries**2).sum(1)[:, None] - 2 * queries @ keys.T + (keys**2).sum(1)
+            exact += np.exp(-distances / temperature).sum(1)
+        for probes in range(1, MOST_PROBES + 1):
+            near = np.zeros(len(queries))
+            for visit in (one for some in store.visit(queries, probes) for one in some.apart()):
+                near[visit.queries] += np.exp(-visit.distances / temperature).sum(1)
+            shares.append(round(float((near / exact).mean()), 4))
+    return {"shares": shares}
+
+
+def searched(run: Run) -> dict[str, Any]:
+    """Open the store for a first query, ask some one by one, twice, and then many at once, twice."""
+    queries = queries_of(run.source)
     with suppress(ImportError):
         import faiss  # noqa: F401  # which measures by tables; imports do not count
-    begun = time.perf_counter()
-    with KNNStore.open(home) as store:
-        store.visit(queries[:1], PROBES)
-        opened = time.perf_counter() - begun
-        times = []
-        for _ in range(2):
-            begun = time.perf_counter()
-            store.visit(queries, PROBES)
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            times.append((time.perf_counter() - begun) / len(queries) * 1e3)
-        alone = []
-        for query in queries[:64, None]:
-            begun = time.perf_counter()
-            store.visit(query, PROBES)
-            alone.append((time.perf_counter() - begun) * 1e3)
-    found = {"open_and_first_query": opened, "query_ms": times[1], "query_alone_ms": float(np.median(alone))}
-    found["anonymous_mib"] = anonymous() >> 20
+    begun, processor = time.perf_counter(), time.process_time()
+    with KNNStore.open(run.home) as store:
+        store.visit(queries[-1:], run.probes)
+        found = {
+            "open_and_first_query": time.perf_counter() - begun,
+            "processor_seconds": time.process_time() - processor,
+        }
+        alone = queries[:: QUERIES // ALONE, None]
+        for name in "query_alone_unread_ms", "query_alone_ms":
+            found[name] = float(np.median([milliseconds(store, query, run.probes) for query in alone]))
+        for name in "query_unread_ms", "query_ms":
+            found[name] = milliseconds(store, queries, run.probes) / len(queries)
+        visits = (one for some in store.visit(queries[::ALONE], run.probes) for one in some.apart())
+        found["records_visited"] = sum(one.distances.size for one in visits) / len(queries[::ALONE])
     if torch.cuda.is_available():
         found["gpu_mib"] = round(torch.cuda.max_memory_allocated() / 2**20)
-    return found
+    return {"probes": run.probes} | found
 
 
-def anonymous() -> int:
-    """Bytes of memory that no file backs, now; the rest of what is counted are libraries and mapped keys."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Anonymous:"))
+def milliseconds(store: KNNStore, queries: Keys, probes: int) -> float:
+    """How long it takes to ask some queries at once."""
+    begun = time.perf_counter()
+    store.visit(queries, probes)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return (time.perf_counter() - begun) * 1e3
 
 
-def grown(home: Path, source: Path, rows: int) -> dict[str, float]:
+def grown(run: Run) -> dict[str, Any]:
     """Add a hundredth, and arrange it."""
-    with KNNStore.open(home, "a") as store:
-        seconds = add(store, "first", source, rows, rows // 100)
+    with KNNStore.open(run.home, "a") as store:
+        seconds = add(store, "first", run.source, run.rows, run.rows // 100)
         begun = time.perf_counter()
         store.optimize()
         return {"seconds": seconds, "arrange_seconds": time.perf_counter() - begun}
 
 
-def removed(home: Path, source: Path, rows: int) -> dict[str, float]:
+def removed(run: Run) -> dict[str, Any]:
     """Remove a document, then a domain, a tenth of all."""
-    with KNNStore.open(home, "a") as store:
+    with KNNStore.open(run.home, "a") as store:
         begun = time.perf_counter()
-        store.remove_document(str(rows // 2), domain="first")
+        store.remove_document(str(run.rows // 2), domain="first")
         document = time.perf_counter() - begun
         begun = time.perf_counter()
         store.remove_domain("second")
         return {"document_seconds": document, "domain_seconds": time.perf_counter() - begun}
 
 
-def erased(home: Path, source: Path, rows: int) -> dict[str, float]:
+def erased(run: Run) -> dict[str, Any]:
     """Erase what was removed."""
-    with KNNStore.open(home, "a") as store:
+    with KNNStore.open(run.home, "a") as store:
         return {"seconds": store.erase().seconds}
 
 
-STEPS: dict[str, Callable[[Path, Path, int], dict[str, float]]] = {
-    step.__name__: step for step in (made, arranged, searched, grown, removed, erased)
+STEPS: dict[str, Callable[[Run], dict[str, Any]]] = {
+    step.__name__: step for step in (made, arranged, weighed, searched, grown, removed, erased)
 }
+
+
+class Watch(threading.Thread):
+    """Looks again and again how much memory the process has that no file backs."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.most = 0
+        """Bytes."""
+
+    def run(self) -> None:
+        while True:
+            self.most = max(self.most, anonymous())
+            time.sleep(0.02)
+
+
+def anonymous() -> int:
+    """Bytes of memory that no file backs, now."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
+
+
+def done_here(step: str, run: Run) -> dict[str, Any]:
+    """Do a step in this process; returns what it found, and what memory it took."""
+    watch = Watch()
+    watch.start()
+    found = {name: round(one, 4) if isinstance(one, float) else one for name, one in STEPS[step](run).items()}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    return found | {"peak_mib": peak, "peak_anonymous_mib": watch.most >> 20}
+
+
+def probes_for(share: float, shares: list[float]) -> int:
+    """The fewest cells that hold so much."""
+    return next((probes for probes, held in enumerate(shares, 1) if held >= share), len(shares))
+
+
+def ratios(results: list[dict[str, Any]]) -> dict[str, float]:
+    """Times of a query in the largest store, as multiples of those in the first."""
+    first, last = (result["searched"] for result in (results[0], results[-1]))
+    return {name: round(last[name] / first[name], 2) for name in first if name.startswith("query")}
 
 
 def main() -> None:
@@ -163,13 +242,12 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where the stores are made; default a temporary folder")
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS), help="in this order")
     parser.add_argument("--smoke", action="store_true", help="small, and nothing can be concluded from it")
+    parser.add_argument("--probes", type=int, default=PROBES, help="cells of a query in the first store")
     parser.add_argument("--step", nargs=2, metavar=("STEP", "HOME"), help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.step:
         name, home = given.step
-        done = STEPS[name](Path(home), given.keys, given.rows[0])
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        print(json.dumps({name: round(value, 4) for name, value in done.items()} | {"peak_mib": round(peak)}))
+        print(json.dumps(done_here(name, Run(Path(home), given.keys, given.rows[0], given.probes))))
         return
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         keys = given.keys
@@ -180,15 +258,19 @@ def main() -> None:
 
             keys = Path(folder) / "keys.npy"
             np.save(keys, clustered(min(given.rows[0], 1_000_000), 32 if given.smoke else 256, seed=0))
-        results = []
+        results: list[dict[str, Any]] = []
         for rows in given.rows:
-            home, result = Path(folder) / str(rows), {"rows": rows}
+            home, result, probes = Path(folder) / str(rows), {"rows": rows}, given.probes
             for name in given.steps:
-                size = ["--rows", str(rows), "--keys", str(keys)]
+                size = ["--rows", str(rows), "--keys", str(keys), "--probes", str(probes)]
                 command = [sys.executable, __file__, *size, "--step", name, str(home)]
                 result[name] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
                 print(rows, name, result[name], file=sys.stderr, flush=True)
+                if name == "weighed" and results:
+                    probes = probes_for(results[0][name]["shares"][given.probes - 1], result[name]["shares"])
             results.append(result)
+        if len(results) > 1 and "searched" in given.steps:
+            print("at equal recall of mass:", ratios(results), file=sys.stderr)
         print(json.dumps(results, indent=2))
 
 

@@ -11,6 +11,8 @@ AT_LEAST = {
     ("graphs", "replace"): (34, 24),
     ("graphs", "compact"): (16, 4),
     ("graphs", "erase"): (16, 2),
+    # Keys are coded file by file: most kills leave one for recovery, which has one point then, where the
+    # trials kill it at its first to eighth in turn.
     ("coded", "compact"): (16, 3),
     ("qdrant", "replace"): (28, 20),
     ("qdrant", "remove-domain"): (15, 10),
