@@ -16,6 +16,7 @@ fewest that hold as large a share of the exact sum. The ratios of their times ar
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -31,7 +32,7 @@ import numpy as np
 import torch
 
 from knnstore.catalog import Identity, NewDocument
-from knnstore.datastore import Keys
+from knnstore.datastore import Keys, Metric, pairwise
 from knnstore.store import KNNStore
 
 DOCUMENT = 1_000
@@ -114,13 +115,12 @@ def weighed(run: Run) -> dict[str, Any]:
 
     The temperature is a tenth of the keys' variance. `shares` are those of one cell, of two, and so on.
     """
-    queries = queries_of(run.source)[:: QUERIES // ALONE].astype(np.float64)
-    temperature = np.load(run.source, mmap_mode="r")[:20_000].astype(np.float64).var(0).sum() / 10
-    exact, shares = np.zeros(len(queries)), []
+    queries = queries_of(run.source)[:: QUERIES // ALONE]
+    temperature = np.load(run.source, mmap_mode="r")[:20_000].astype(np.float32).var(0).sum() / 10
+    exact, shares = np.zeros(len(queries)), list[float]()
     with KNNStore.open(run.home) as store:
         for _, keys, _ in store.records():
-            distances = (queries**2).sum(1)[:, None] - 2 * queries @ keys.T + (keys**2).sum(1)
-            exact += np.exp(-distances / temperature).sum(1)
+            exact += np.exp(-pairwise(queries, keys, Metric.L2) / temperature).sum(1)
         for probes in range(1, MOST_PROBES + 1):
             near = np.zeros(len(queries))
             for visit in (one for some in store.visit(queries, probes) for one in some.apart()):
@@ -258,13 +258,16 @@ def main() -> None:
 
             keys = Path(folder) / "keys.npy"
             np.save(keys, clustered(min(given.rows[0], 1_000_000), 32 if given.smoke else 256, seed=0))
+        # As where it is installed: modules that opening imports were compiled before.
+        compiling = {name: one for name, one in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         results: list[dict[str, Any]] = []
         for rows in given.rows:
             home, result, probes = Path(folder) / str(rows), {"rows": rows}, given.probes
             for name in given.steps:
                 size = ["--rows", str(rows), "--keys", str(keys), "--probes", str(probes)]
                 command = [sys.executable, __file__, *size, "--step", name, str(home)]
-                result[name] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+                done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=compiling)
+                result[name] = json.loads(done.stdout)
                 print(rows, name, result[name], file=sys.stderr, flush=True)
                 if name == "weighed" and results:
                     probes = probes_for(results[0][name]["shares"][given.probes - 1], result[name]["shares"])
