@@ -28,7 +28,7 @@ class Cells(NamedTuple):
     """Shape (cells,)."""
 
     centers: Tensor
-    """Float32, shape (cells, dim)."""
+    """Float32, shape (cells, dim), component by component in memory."""
 
     half_norms: Tensor
     """|center|²/2, float32, shape (cells,)."""
@@ -37,7 +37,7 @@ class Cells(NamedTuple):
     def of(cls, centers: Tensor, counts: NDArray[np.int64]) -> Self:
         """Those that have a record."""
         numbers = np.flatnonzero(counts)
-        there = centers if len(numbers) == len(centers) else centers[torch.from_numpy(numbers)]
+        there = centers if len(numbers) == len(centers) else centers.T[:, torch.from_numpy(numbers)].T
         return cls(numbers, there, (there * there).sum(1) / 2)
 
 
