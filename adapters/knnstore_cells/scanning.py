@@ -10,7 +10,9 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple, Self
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from knnstore.datastore import Distances, Ids, Keys, Metric, ProductCodec, Visit, Visits
 from knnstore.errors import InvalidVectorError
@@ -56,11 +58,13 @@ class _Asked(NamedTuple):
     squares: list[float]
 
     @classmethod
-    def of(cls, queries: Keys, cells: NDArray[np.int64], middle: Keys, centers: Keys) -> Self:
+    def of(cls, queries: Keys, cells: NDArray[np.int64], middle: Keys, centers: Tensor) -> Self:
         """Around a middle; the centers are around it too, a column each."""
         around = np.ascontiguousarray(queries - middle)
         asked = [np.ascontiguousarray(of[of != _NONE], np.int64) for of in cells]
-        return cls(around, asked, around @ centers, (around * around).sum(1).tolist())
+        # By torch, as all products: the threads of numpy's would wait beside those of torch.
+        of_centers = (torch.from_numpy(around) @ centers).numpy()
+        return cls(around, asked, of_centers, (around * around).sum(1).tolist())
 
 
 class CodeScanner:
@@ -85,7 +89,7 @@ class CodeScanner:
         self._codec, self._metric, self._room = codec, metric, kept
         # Distances are the same around any point; those around the middle of all keys lose no digits.
         self._middle = codec.centers.mean(0) if metric is Metric.L2 else np.zeros(width, np.float32)
-        self._centers = np.ascontiguousarray((codec.centers - self._middle).T)
+        self._centers = torch.from_numpy(codec.centers - self._middle).T.contiguous()
         self._quantizer = faiss.IndexFlat(width, faiss.METRIC_INNER_PRODUCT)  # is not asked: cells are given
         self._index: Any = faiss.IndexIVFPQ(
             self._quantizer, width, cells, parts, 8, faiss.METRIC_INNER_PRODUCT
