@@ -10,7 +10,6 @@ from contextlib import nullcontext
 from typing import Any
 
 from fastapi.responses import JSONResponse
-from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -107,7 +106,7 @@ class Frame:
             raise ApiError(403, "this server is for this machine alone: call it by the name localhost")
         if scope["path"] in self._open:
             return None
-        return await run_in_threadpool(self._gate.access_of, headers.get("authorization", ""))
+        return await self._gate.access_of(headers.get("authorization", ""))
 
     def _limited(self, headers: Headers, receive: Receive) -> Receive:
         length = headers.get("content-length", "0")

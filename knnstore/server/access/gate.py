@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
+from fastapi.concurrency import run_in_threadpool
 from fastapi.routing import APIRoute
 
 from knnstore.catalog import AccessKey, AccessKeys, Right
@@ -67,8 +68,8 @@ class Gate:
         self._required = required
         self._quotas: dict[str, Quota] = {}
 
-    def access_of(self, authorization: str) -> Access:
-        """What the header ``Authorization`` allows.
+    async def access_of(self, authorization: str) -> Access:
+        """What the header ``Authorization`` allows; only a key is looked up in another thread.
 
         Raises:
             ApiError: 401, which does not say what is wrong with a key.
@@ -76,7 +77,7 @@ class Gate:
         given = authorization.removeprefix(_PREFIX).strip() if authorization.startswith(_PREFIX) else ""
         if not self._required and not AccessKeys.is_one(given):
             return EVERYBODY  # clients send anything where no key is needed
-        key = self._keys.find(given)
+        key = await run_in_threadpool(self._keys.find, given)
         if key is None:
             raise ApiError(
                 401,
@@ -127,7 +128,7 @@ class _Needs:
     def __init__(self, right: Right) -> None:
         self.right = right
 
-    def __call__(self, request: Request) -> None:
+    async def __call__(self, request: Request) -> None:  # no coroutine would be run in another thread
         access(request).check(self.right)
 
 
