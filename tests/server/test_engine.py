@@ -22,6 +22,7 @@ from knnstore.server.engine import (
     Sampling,
     Task,
     Ticket,
+    admission,
 )
 from knnstore.server.engine.prompts import Reading
 
@@ -275,6 +276,61 @@ def test_texts_go_on_beside_work_that_takes_long(lm, engine):
     engine.call(work).result(60)
     assert seen == [min(count, len(expected)) for count in range(2, 22)]  # the first comes with the second
     assert listener.written()[0][0] == expected
+
+
+@pytest.mark.parametrize(("most", "begun"), [(1024, [3, 3]), (4, [2, 3]), (2, [1, 2])])
+def test_who_comes_while_prompts_are_read_waits_for_no_step(lm, monkeypatch, most, begun):
+    monkeypatch.setattr(admission, "_AT_MOST", most)
+    prompt = Prompt(tuple(lm.reader.tokens("The harbour").tolist()[:2]))
+    running, *coming = (
+        Listener(Task((prompt,), knn, 90, sampling=Sampling(1.0, 1.0, 5)))
+        for knn in ("alone", "news", "news", "news")
+    )
+    left, counted = coming[1:], []
+
+    def settings_of(name):
+        if name == "news" and left:  # the first is about to be read
+            engine.submit(left.pop().ticket)
+        return SETTINGS[name]
+
+    def work() -> None:
+        engine.submit(running.ticket)
+        engine.go_on()
+        engine.submit(coming[0].ticket)
+        for _ in begun:
+            engine.go_on()
+            counted.append((sum(bool(one.pieces) for one in coming), len(running.pieces)))
+
+    engine = Engine(lm, settings_of)
+    engine.start()
+    engine.call(work).result(60)
+    engine.stop()
+    assert counted == [*zip(begun, [3, 4], strict=True)]  # each time the other goes on by a token
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one(lm, engine, monkeypatch):
+    monkeypatch.setattr(admission, "_IN_PARTS", 4)
+    ids = lm.reader.tokens("The council said the harbour wall was in the storm").tolist()[:14]
+    running, long, other, short = (
+        Listener(Task((Prompt(tuple(tokens)),), "letters", 40, sampling=Sampling(1.0, 1.0, 5)))
+        for tokens in (ids[:2], ids, ids[1:], ids[:3])
+    )
+    seen: list[list[bool]] = []
+
+    def work() -> None:
+        engine.submit(running.ticket)
+        engine.go_on()
+        for listener in (long, other, short):
+            engine.submit(listener.ticket)
+        for _ in range(6):
+            engine.go_on()
+            seen.append([bool(one.pieces) for one in (short, long, other)])
+
+    engine.call(work).result(60)
+    # Of the long ones 12 tokens are read, since three wait beside one text, then 4 a turn: 2 + 2, 4, 4, 3.
+    assert [sum(of_one) for of_one in zip(*seen, strict=True)] == [6, 5, 2]
+    for listener in (running, long, other, short):
+        assert listener.written()[0][0] == write_alone(lm, listener.task, 0)
 
 
 def test_a_task_of_many_prompts_does_not_hold_up_another(lm, engine):

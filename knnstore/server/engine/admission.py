@@ -15,10 +15,11 @@ from knnstore.server.engine.tickets import Ticket
 
 _logger = logging.getLogger(__name__)
 
-_BESIDE, _ALONE = 128, 1024
-"""Tokens of prompts that are read in a turn, beside texts that are being written and where there are none;
-more of them where more tasks wait than texts do. A short prompt is never read in
-parts. Parts have other rounding, so any prompt is read whole where nobody waits."""
+_AT_MOST, _IN_PARTS = 1024, 128
+"""Tokens of prompts that are read in a turn; and of those longer than this, which are read in parts beside
+texts that are being written, more where more tasks wait than texts do. Short prompts are read whole, at once:
+eight together take little more than half of the time, and a step between would hold up those behind it.
+Parts have other rounding, so any prompt is read whole where nobody waits."""
 
 
 @dataclass(eq=False)
@@ -87,6 +88,7 @@ class Admission:
     Args:
         lm: the model.
         settings_of: makes the settings of a task's `knn`; equal ones are the same object.
+        receive: takes in what came, perhaps adding tasks.
         begin: begins a text of a task by its number, after its prompt.
         fail: told of a task of which a prompt could not be read, or a text not begun.
         admitted: told of each task that does not wait any more, whatever became of it.
@@ -96,14 +98,16 @@ class Admission:
         self,
         lm: KNNLMForCausalLM,
         settings_of: Callable[[Hashable], KNNSettings],
+        receive: Callable[[], object],
         begin: Callable[[Ticket, int, Remembered], None],
         fail: Callable[[Ticket, Exception], None],
         admitted: Callable[[], None],
     ) -> None:
         self._lm = lm
         self._settings_of = settings_of
+        self._receive = receive
         self._begin, self._fail, self._admitted = begin, fail, admitted
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: list[_Waiting] = []
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -123,42 +127,50 @@ class Admission:
             self._leave(waiting)
 
     def go_on(self, room: int, beside: int) -> None:
-        """Read a little, and begin texts.
+        """Read a little, and begin texts; short prompts that come meanwhile do not wait for a step.
 
         Args:
             room: how many texts more may be written.
             beside: how many are being written, which are not to wait long.
         """
-        room = self._begin_texts(room)
-        for settings, parts in self._read(room, beside):
-            self._score(parts, settings)
-        self._begin_texts(room)
-
-    def _read(self, room: int, beside: int) -> list[tuple[KNNSettings, list[_Part]]]:
-        """Read prompts in turn; what is to be scored, by settings."""
-        left, idle = _ALONE, 0
+        left = in_parts = _AT_MOST
         if beside:
-            left = min(_ALONE, _BESIDE * max(1, len(self._waiting) // beside))
+            in_parts = min(_AT_MOST, _IN_PARTS * max(1, len(self._waiting) // beside))
+        room = self._begin_texts(room)
+        while left > 0:
+            read, to_score = self._read(room, left, in_parts, is_alone=not beside)
+            for settings, parts in to_score:
+                self._score(parts, settings)
+            room = self._begin_texts(room)
+            if not read:
+                break
+            left, in_parts = left - read, 0
+            self._receive()
+
+    def _read(
+        self, room: int, left: int, in_parts: int, *, is_alone: bool
+    ) -> tuple[int, list[tuple[KNNSettings, list[_Part]]]]:
+        """Read prompts in turn: how many tokens, and what is to be scored, by settings."""
         by_settings: dict[int, tuple[KNNSettings, list[_Part]]] = {}
         taken: list[_Taken] = []
-        while left > 0 and idle < len(self._waiting):
-            waiting = self._waiting[0]
+        most, at = left, 0
+        while left > 0 and at < len(self._waiting):
+            waiting = self._waiting[at]
             try:
                 needs = waiting.task.copies if waiting.task.max_tokens else 0
                 settings = self._settings_of(waiting.task.knn)
                 prompt = waiting.to_read(self._lm) if room > 0 or not needs else None
                 if prompt is None:
-                    idle += 1
-                    self._waiting.rotate(-1)
+                    at += 1
                     continue
-                reading, idle = prompt.reading, 0
-                prompt.is_taken = reading.can_be_read_with_others and reading.left <= max(left, _BESIDE)
+                reading = prompt.reading
+                prompt.is_taken = reading.can_be_read_with_others and reading.left <= max(in_parts, _IN_PARTS)
                 if prompt.is_taken:
                     taken.append(_Taken(waiting, prompt, settings))
                     left -= reading.left
-                while reading.left and left > 0 and not prompt.is_taken:
-                    read, came = reading.go_on(settings, left if beside else reading.left)
-                    left -= len(came)
+                while reading.left and in_parts > 0 and not prompt.is_taken:
+                    read, came = reading.go_on(settings, reading.left if is_alone else in_parts)
+                    left, in_parts = left - len(came), in_parts - len(came)
                     if reading.is_scored:
                         parts = by_settings.setdefault(id(settings), (settings, []))[1]
                         parts.append(_Part(waiting, reading, read, came))
@@ -167,9 +179,12 @@ class Admission:
                 continue
             if prompt.is_taken or not reading.left:
                 room -= needs
-                self._waiting.rotate(-1)  # a task of many prompts does not hold up the others
+                # A task of many prompts does not hold up the others.
+                self._waiting.append(self._waiting.pop(at))
+            else:
+                at += 1  # short ones do not wait for a long one
         self._read_together(taken)
-        return list(by_settings.values())
+        return most - left, list(by_settings.values())
 
     def _read_together(self, taken: Sequence[_Taken]) -> None:
         """Read prompts in one pass; if it fails each alone, so that what fails fails alone."""

@@ -69,7 +69,9 @@ class Engine:
         self._counting = threading.Lock()
         self._batch = Batch(lm)
         self._tickets: dict[Row, Ticket] = {}
-        self._waiting = Admission(lm, settings_of, self._begin, self._give_up, self._begun)
+        self._waiting = Admission(
+            lm, settings_of, lambda: self._receive(wait=False), self._begin, self._give_up, self._begun
+        )
         self._calls: deque[Callable[[], None]] = deque()
         self._firsts = 0
         self._stopping = False
