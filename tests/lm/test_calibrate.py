@@ -8,6 +8,7 @@ from io import StringIO
 import numpy as np
 import pytest
 import torch
+from transformers.cache_utils import DynamicCache
 
 import knnstore
 from knnstore.errors import InputError, ReadOnlyError
@@ -16,12 +17,15 @@ from knnstore.lm import (
     KNNSettings,
     TokenTable,
     default_settings,
+    likelihoods,
+    read_part,
     save_settings,
     settings_for,
 )
 from knnstore.lm.calibration.evidence import gather_evidence
 from knnstore.lm.calibration.on_grid import between_points
 from knnstore.lm.calibration.scored_text import score_once
+from knnstore.lm.calibration.searches import FurtherSearches
 from knnstore.store import EVERYTHING, Selection
 from tests.lm.phrases import documents, phrases, words
 
@@ -185,14 +189,17 @@ def test_merged_duplicates_predict_as_each_of_them_did(make_lm):
     ids = torch.tensor([[0, *lm.reader.tokens(HELD_OUT[0].text)[:20].tolist()]])
 
     def measured():
-        scored = score_once(
-            lm.store, lm.reader, HELD_OUT[:4], k=lm.store.record_count(), selection=EVERYTHING
-        )
-        mixed = scored.log_probs(replace(knn, k=scored.k)).log_probs
-        (evidence,) = gather_evidence(scored, [scored.k])
-        on_grid = between_points(evidence.knn, evidence.temperatures, 8.0)
+        k = lm.store.record_count()
+        scored = score_once(lm.store, lm.reader, HELD_OUT[:4], k=k, selection=EVERYTHING)
+        mixed = scored.log_probs(replace(knn, k=k)).log_probs
+        further = FurtherSearches(lm.store, scored, HELD_OUT[:4], EVERYTHING)
+        (evidence,), wide = gather_evidence(scored, [k]), further.with_k([k])[0].evidence
+        gridded = [evidence.knn, wide.knn, *further.by_domain(["d"], k).knn]
+        on_grid = [between_points(one, evidence.temperatures, 8.0) for one in gridded]
         with torch.no_grad():
-            return lm.evaluate(HELD_OUT[:4], knn).knn_ppl, lm(ids, knn=knn).logits, mixed, on_grid
+            ppl, logits = lm.evaluate(HELD_OUT[:4], knn).knn_ppl, lm(ids, knn=knn).logits
+        (given,) = likelihoods(lm, [read_part(lm, ids, DynamicCache(), knn)], [ids[0].roll(-1)], knn, 1)
+        return ppl, logits, mixed, given.gold, *on_grid
 
     before = measured()
     lm.prune(5.99 / 14, domains=["d"])
