@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from knnstore.lm.calibration.candidates import Comparison, compare
+from knnstore.lm.calibration.evidence import gather_evidence
+from knnstore.lm.calibration.fits import fit_cache, fit_fixed, gather_cache_evidence
 from knnstore.lm.calibration.fits.gate import fit_skipping, known_before
 from knnstore.lm.calibration.judging import in_halves
 from knnstore.lm.calibration.savings import judge_savings, unsearched
@@ -15,7 +17,7 @@ from knnstore.lm.calibration.scored_text import ScoredNGrams, ScoredSubstitute, 
 from knnstore.lm.calibration.trying import Trial
 from knnstore.lm.mixing import FixedLambda, distinct_tokens
 from knnstore.lm.retrieval import Reading
-from knnstore.lm.settings import Substitute
+from knnstore.lm.settings import CacheSettings, KNNSettings, Substitute
 from knnstore.store import Lineage
 
 K, TOKENS, DOCUMENTS = 8, 1200, 12
@@ -127,11 +129,61 @@ def test_what_is_better_by_chance_does_not_beat_the_model(scored) -> None:
     hits = torch.zeros_like(scored.hits)
     hits[scored.documents == 3] = True
     alone = replace(scored, hits=hits, reading=None, substitute=None, ngrams=None)
-    compared = compare(alone, fits={"a little": lambda of: of.settings(5.0, FixedLambda(0.05))})
+    none = KNNSettings(k=K, temperature=5.0, lam=0.0)
+    compared = compare(alone, none, fits={"a little": lambda of: of.settings(5.0, FixedLambda(0.05))})
     little = compared.candidates[-1]
     assert little.held_out.ppl < compared.base.ppl
     assert compared.change.ppl < 1 < compared.change.high
     assert not compared.beats_base
+    assert compared.gain == compared.change, "what is in force was the model alone"
+    assert not compared.beats_current
+
+
+def test_how_many_cells_are_visited_is_judged_by_a_cache_of_the_other_half(scored) -> None:
+    (evidence,), first = gather_evidence(scored, [K]), in_halves(scored.documents)
+    trial, cache = Trial(scored, ngrams=False), gather_cache_evidence(scored.reading)
+    below = trial.fitted("keys", fit_fixed, evidence).log_probs
+    other, own = (
+        sum(cache.mix(below, fit_cache(cache, below, half))[judged].double().sum() for half, judged in pairs)
+        for pairs in (((first, ~first), (~first, first)), ((first, first), (~first, ~first)))
+    )
+    assert other < own
+    assert trial.with_all(fit_fixed, evidence).ppl == pytest.approx(math.exp(-other / TOKENS), rel=1e-6)
+
+
+def test_without_a_search_all_counts_that_needs_none(scored, found) -> None:
+    first, parts = in_halves(scored.documents), set()
+    for one in found.candidates:
+        if one.settings.gate is not None:
+            continue
+        alone = unsearched(scored, one, first).double().exp()
+        for settings, judged in zip(one.by_half, (~first, first), strict=True):
+            p = scored.lm_log_probs.double().exp()
+            if settings.substitute is not None:
+                lam = settings.substitute.lam
+                p = (1 - lam) * p + lam * scored.substitute.log_probs.double().exp()
+            if settings.ngrams is not None:
+                lam = torch.tensor(settings.ngrams.by_length)[scored.ngrams.lengths]
+                p = (1 - lam) * p + lam * scored.ngrams.probs
+            if settings.cache is not None:
+                p = with_cache(scored, p, settings.cache)
+            torch.testing.assert_close(alone[judged], p[judged], rtol=1e-4, atol=1e-6)
+            in_use = {"substitute": settings.substitute, "n-grams": settings.ngrams, "cache": settings.cache}
+            parts |= {name for name, part in in_use.items() if part is not None}
+    assert parts == {"substitute", "n-grams", "cache"}
+
+
+def with_cache(scored: ScoredText, p: torch.Tensor, cache: CacheSettings) -> torch.Tensor:
+    """Mix by the definition: the tokens before each in its document, by the distances of their keys."""
+    keys, gold, mixed = scored.reading.keys.double(), scored.reading.gold, p.clone()
+    for at in range(TOKENS):
+        before = torch.arange(max(0, at - cache.size), at)
+        before = before[scored.documents[before] == scored.documents[at]]
+        if len(before):
+            weights = (-(keys[before] - keys[at]).square().sum(1) / cache.temperature).softmax(0)
+            p_cache = weights[gold[before] == gold[at]].sum()
+            mixed[at] = (1 - cache.lam) * p[at] + cache.lam * p_cache
+    return mixed
 
 
 @pytest.mark.slow
@@ -140,18 +192,6 @@ def test_searches_are_left_out_by_what_was_fitted_on_the_other_half(scored, foun
     best = max(found.candidates, key=lambda one: len(one.name))
     assert best.settings.cache or best.settings.ngrams
     alone = unsearched(scored, best, first)
-    for settings, judged in zip(best.by_half, (~first, first), strict=True):
-        below = scored.lm_log_probs.double().exp()
-        if settings.substitute is not None:
-            sub = scored.substitute.log_probs.double().exp()
-            below = (1 - settings.substitute.lam) * below + settings.substitute.lam * sub
-        if settings.ngrams is not None:
-            lam = torch.tensor(settings.ngrams.by_length)[scored.ngrams.lengths]
-            below = (1 - lam) * below + lam * scored.ngrams.probs
-        if settings.cache is None:
-            torch.testing.assert_close(alone[judged].double().exp(), below[judged], rtol=1e-4, atol=1e-6)
-        else:
-            assert not torch.allclose(alone[judged].double().exp(), below[judged], rtol=1e-3)
     (saving,) = judge_savings(scored, best, 50.0, first, (0.4,))
     gains, lost, skipped = best.log_probs - alone, 0.0, 0
     for half in (first, ~first):
