@@ -163,3 +163,15 @@ def test_a_weight_counts_for_as_many_copies_at_any_temperature(case, copies, tem
     for gold in range(7):
         wanted = torch.full((len(ids),), gold)
         torch.testing.assert_close(merged.probs(wanted), unmerged.probs(wanted), rtol=1e-4, atol=1e-6)
+
+
+def test_weights_that_sum_to_more_than_one_by_rounding_leave_nothing_to_the_model():
+    lams = torch.rand((4, 4096), generator=torch.Generator().manual_seed(0))
+    lams[0] = 1.0
+    tokens = torch.arange(4)[None].expand(4096, -1)
+    found = Mixture([Component(torch.full((4096, 4), 0.25), lam, tokens) for lam in lams])
+    model = torch.full((4096, 5), 0.2).log()
+    expected = torch.tensor([0.25] * 4 + [0.0]).expand(4096, -1)
+    torch.testing.assert_close(found.distribution(model).exp(), expected, atol=1e-6, rtol=0)
+    gold = found.gold(model[:, 4], torch.full((4096,), 4)).exp()
+    torch.testing.assert_close(gold, expected[:, 4], atol=1e-6, rtol=0)

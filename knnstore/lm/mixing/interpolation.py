@@ -133,7 +133,8 @@ class Mixture:
             left = left * (1 - lam)
         self.shares = shares
         """What each component has of the mixture, float32, shapes (n,)."""
-        self.lam = shares[0] if len(shares) == 1 else torch.stack(shares).sum(0)
+        # Rounding may make a sum larger than 1, and of what is less than nothing there is no logarithm.
+        self.lam = shares[0] if len(shares) == 1 else torch.stack(shares).sum(0).clamp_(max=1.0)
         """What all have together, float32, shape (n,); the rest is the model's."""
 
     @property
