@@ -25,7 +25,7 @@ from knnstore.datastore import (
     code_size,
 )
 from knnstore.errors import CorruptDatastoreError
-from knnstore_cells.index import ArrangedSegment, SegmentCells
+from knnstore_cells.index import ArrangedSegment, SegmentCells, with_live_centers
 from knnstore_cells.kept import KeptCells
 from knnstore_cells.policy import Policy
 
@@ -108,7 +108,12 @@ class CellsDatastore(EmbeddedDatastore):
 
     def vacuum(self) -> None:
         """Rewrite what holds deleted records; see `SupportsVacuum.vacuum`. The others stay in their cells."""
-        with self._remembering():
+        with self._remembering() as former:
+            for group, found in former.items():
+                live = with_live_centers(found) if found else []
+                if live and not live[0].has(found[0].cells.centers):
+                    former[group] = live
+                    self._damaged |= {one.segment.index.file for one in found if one.segment.index}
             super().vacuum()
 
     def _new_group(self) -> GroupSearch:
@@ -147,10 +152,10 @@ class CellsDatastore(EmbeddedDatastore):
         """Open none: the segments of a group are searched together."""
 
     @contextmanager
-    def _remembering(self) -> Iterator[None]:
+    def _remembering(self) -> Iterator[dict[int, list[ArrangedSegment]]]:
         """Know which records were in which cell while segments are rewritten."""
         if self._former is not None:
-            yield
+            yield self._former
             return
         self._former = {}
         for group, segments in self._segments.by_group().items():
@@ -158,7 +163,7 @@ class CellsDatastore(EmbeddedDatastore):
             there = [ArrangedSegment(one, cells) for one, cells in found if cells is not None]
             self._former[group] = sorted(there, key=lambda one: one.segment.rows, reverse=True)
         try:
-            yield
+            yield self._former
         finally:
             self._former, self._centers = None, {}
 

@@ -100,3 +100,17 @@ class ArrangedSegment(NamedTuple):
         if self.segment.dead:
             there &= ~self.segment.dead.contains(at)
         return np.where(there, self.cells.owners[at].astype(np.int64), -1)
+
+
+def with_live_centers(former: Sequence[ArrangedSegment]) -> list[ArrangedSegment]:
+    """The same segments, in which a cell without live records has the center of the fullest.
+
+    Its own may be the very key of a record that was deleted. Segments with other centers than the first are
+    left out.
+    """
+    centers = former[0].cells.centers
+    alike = [one for one in former if one.has(centers)]
+    owners = np.concatenate([one.cells.owners[one.segment.live_rows().ids()] for one in alike])
+    counts = np.bincount(owners, minlength=len(centers))
+    kept = np.where(counts, np.arange(len(centers)), counts.argmax())
+    return [ArrangedSegment(one.segment, SegmentCells(centers[kept], one.cells.owners)) for one in alike]

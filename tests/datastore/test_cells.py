@@ -180,6 +180,38 @@ def test_what_is_rewritten_stays_in_its_cells(tmp_path: Path, monkeypatch: pytes
         assert len(after) == 4000 - 200 + 1500
 
 
+def test_no_center_is_a_key_that_was_erased(tmp_path: Path) -> None:
+    """A cell of one record has it as its center, in the index of every segment."""
+    keys = clustered(4400)
+    keys[4000::4] *= np.linspace(2, 40, 100)[:, None]  # some lie alone
+    with CellsDatastore.open(tmp_path / "store", dim=DIM, cells=64) as store:
+        put(store, np.arange(4000), keys)
+        store.flush()
+        put(store, np.arange(4000, 4400), keys)
+        store.optimize()
+
+        def cells() -> dict[int, int]:
+            found = [(one, store._opened(one)) for one in store._segments.snapshot()]
+            return {
+                int(id): int(cell)
+                for segment, of_it in found
+                for id, cell in zip(segment.columns.ids, of_it.owners, strict=True)
+            }
+
+        before, (centers, _) = cells(), centers_on_disk(store)
+        counts = np.bincount(list(before.values()), minlength=64)
+        alone = next(id for id, cell in before.items() if counts[cell] == 1)
+        distance = np.abs(centers - keys[alone // 3]).max(1).min()
+        assert distance < 0.01 * np.abs(keys[alone // 3]).max()
+        store.delete(IdRanges([(alone, alone + 1)]))
+        store.vacuum()
+        assert cells() == {id: cell for id, cell in before.items() if id != alone}
+        after = centers_on_disk(store)
+        assert len(after) == 2
+        assert np.array_equal(*after)
+        assert (np.abs(after[0] - keys[alone // 3]).max(1) > 10 * distance).all()
+
+
 def test_a_damaged_index_costs_time_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It is said once; what is found is the same up to where cells end, and optimize makes it anew."""
     keys, queries = clustered(4000), clustered(20, seed=1)
