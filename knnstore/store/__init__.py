@@ -14,7 +14,7 @@ from knnstore.catalog import (
 from knnstore.store.current import Mode
 from knnstore.store.erasing import Erased
 from knnstore.store.fitted import Lineage, SavedSettings, Weights, load_weights, save_weights
-from knnstore.store.home import Home
+from knnstore.store.home import Home, check_new
 from knnstore.store.ingest import Ingest
 from knnstore.store.ngrams import DEPTH as LONGEST_NGRAM
 from knnstore.store.ngrams import Draft, Letters, Matches, NGramCounts, Occurrence, draft_from
@@ -68,6 +68,7 @@ __all__ = [
     "StoredVersion",
     "Weights",
     "change_of",
+    "check_new",
     "draft_from",
     "drop_highest",
     "load_weights",

@@ -171,6 +171,9 @@ class StoreReader:
         found = self._catalog.documents(id=id, domain=domain)
         if not found:
             where = "" if domain is None else f" in domain {domain!r}"
+            there = sorted(self.view().snapshot.domains)
+            if domain not in (None, *there):
+                where += f", which is not there; there are: {', '.join(there) or 'none'}"
             raise DocumentNotFoundError(f"no document {id!r}{where}")
         if len(found) > 1:
             names = ", ".join(document.domain for document in found)
@@ -178,11 +181,7 @@ class StoreReader:
         return found[0]
 
     def tokens(self, id: str, *, domain: str | None = None) -> Tokens:
-        """The tokens of a document, uint32, shape (n,); the model's tokenizer turns them into text.
-
-        Raises:
-            DocumentNotFoundError, AmbiguousDocumentError: as `document`.
-        """
+        """The tokens of a document, uint32, shape (n,), for the model's tokenizer; raises as `document`."""
         found = self.document(id, domain=domain)
         for row in self._catalog.rows(id=id, domain=found.domain):
             return self.text(row)

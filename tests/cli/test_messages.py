@@ -54,6 +54,8 @@ def test_messages_are_objects_where_that_is_asked_for(knnstore, store):
         ("generate x --domain nothing", "no domain 'nothing'"),
         ("search x --home nowhere", "no knnstore at nowhere"),
         ("init --home new --model no/such/model", "the model 'no/such/model' cannot be loaded"),
+        ("init --home new --model examples/tiny-lm --store nope", "no adapter 'nope'"),
+        ("show x --domain nothing", "no document 'x' in domain 'nothing', which is not there"),
         ("sync letters --domain letters --dry-run", ""),
     ],
 )

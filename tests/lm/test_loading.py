@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import knnstore
-from knnstore.errors import ConfigError, FingerprintMismatchError
+from knnstore.errors import ConfigError, FingerprintMismatchError, StoreExistsError
 from knnstore.lm import KNNSettings, load_model
 from knnstore.lm.keys import model_fingerprint, same_model
 
@@ -115,6 +115,8 @@ def test_a_model_that_was_moved_is_found_by_its_name(model_path, tmp_path) -> No
     moved.rename(tmp_path / "elsewhere")
     with pytest.raises(ConfigError):
         knnstore.load(tmp_path / "home")
+    with pytest.raises(StoreExistsError):  # said before the model is looked for
+        knnstore.create(tmp_path / "home", str(moved))
     with knnstore.load(tmp_path / "home", model=tmp_path / "elsewhere", dtype="bfloat16") as lm:
         assert lm.base.dtype == torch.bfloat16
 

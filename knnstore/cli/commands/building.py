@@ -123,6 +123,9 @@ def init(
       knnstore --home joined.knn init --model examples/tiny-lm --states 3 --dim 16 --sample articles.jsonl
       knnstore --home ngrams.knn init --model examples/tiny-lm --key none
     """
+    from knnstore.store import check_new
+
+    check_new(home, store)
     check_model(model)
     samples = Documents(sample or [])
     samples.check()
@@ -285,4 +288,4 @@ def sync(
 def _some(ids: Sequence[str]) -> list[str]:
     """As many ids as are shown, and how many more there are."""
     most = len(ids) if LOG.verbose else _MOST_NAMED
-    return [*ids[:most], *([f"and {len(ids) - most:,} more (-v names them)"] if len(ids) > most else [])]
+    return [*ids[:most], *([f"{len(ids) - most:,} more (-v names them)"] if len(ids) > most else [])]

@@ -15,7 +15,7 @@ from knnstore.lm.model.modeling import KNNLMForCausalLM
 from knnstore.lm.reading import Encoder, TextReader, identify, loaded, name_of, sample_keys
 from knnstore.lm.settings import KNNSettings, default_settings, settings_for, usable_settings_for
 from knnstore.progress import Progress
-from knnstore.store import KEYLESS, KNNStore, Mode
+from knnstore.store import KEYLESS, KNNStore, Mode, check_new
 
 _ENGINE, _KEY = "cells", "ffn_input"
 _STATES = 3
@@ -82,6 +82,7 @@ def create(
         store, key = KEYLESS, _KEY
     if states is None:
         states = _STATES if sample is not None and dim is None else 1
+    check_new(home, store)
     joining = Joining.of(states, discounts)
     if (dim is None) != (sample is None) and (sample is None or states == 1):
         raise ConfigError("dim and sample belong together: the keys are projected as fits those of a sample")

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Self
 from uuid import uuid4
 
-from knnstore.catalog import Catalog, Engine, Identity
+from knnstore.catalog import KEYLESS, Catalog, Engine, Identity
 from knnstore.catalog import place as place_of
-from knnstore.datastore import TOKEN_LIMIT
+from knnstore.datastore import TOKEN_LIMIT, registry
 from knnstore.durable import NoFileError, publish, read_file, sync_directory
 from knnstore.errors import ConfigError, StoreExistsError, StoreNotFoundError
 from knnstore.space import medium_errors
@@ -113,6 +113,19 @@ def make_store(
     for name in (NOTE, LOCK):
         (folder / name).unlink(missing_ok=True)
     return Home.open(folder, catalog)
+
+
+def check_new(home: str | os.PathLike[str], adapter: str) -> None:
+    """Refuse what can be refused of a store to be made before its model is loaded and a sample read.
+
+    Raises:
+        StoreExistsError: a store is at `home`.
+        ConfigError: another thing is there.
+        AdapterError: there is no such adapter, or what it needs is not installed.
+    """
+    _check_absent(Path(home).resolve())
+    if adapter != KEYLESS:
+        registry.load(adapter)
 
 
 def _check_absent(folder: Path) -> None:
