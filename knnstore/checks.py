@@ -1,7 +1,7 @@
 """What is accepted of a user, the same on every database, and how it is shown again."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from knnstore.errors import InputError
@@ -16,22 +16,38 @@ MAX_NAME = 500
 """Characters in an id, a domain or a tag; PostgreSQL indexes no more than 2,700 bytes."""
 
 
-def check_name(name: str, what: str) -> None:
-    """Refuse text that some database could not store.
+def check_name(name: object, what: str) -> None:
+    """Refuse what is no text, and text that some database could not store.
 
     Args:
         name: an id, a domain's name or a tag.
         what: how to call it in the message.
 
     Raises:
-        InputError: it is empty, too long, holds a NUL or is not valid Unicode.
+        InputError: it is no string, empty, too long, holds a NUL or is not valid Unicode.
     """
+    if not isinstance(name, str):
+        raise InputError(f"{what} is {type(name).__name__}, not a string")
     if not name:
         raise InputError(f"{what} is empty")
     if len(name) > MAX_NAME:
         raise InputError(f"{what} has {len(name)} characters, at most {MAX_NAME} are allowed: {name[:40]!r}…")
     if "\0" in name or not _is_unicode(name):
         raise InputError(f"{what} holds a NUL or is not valid Unicode: {name!r}")
+
+
+def distinct_names(names: Iterable[str], what: str) -> frozenset[str]:
+    """Several names, each once.
+
+    Raises:
+        InputError: they are one string, whose letters would be the names; or as `check_name`.
+    """
+    if isinstance(names, str):
+        raise InputError(f"{what}s are several: give [{names!r}], not {names!r}")
+    found = frozenset(names)
+    for name in found:
+        check_name(name, f"a {what}")
+    return found
 
 
 def check_json(value: Mapping[str, Any], what: str) -> None:

@@ -227,7 +227,7 @@ class WriterLock:
                 self._lock.acquire()
         except Timeout:
             raise LockedError(
-                f"{root} is being written by {_described(holder)}: close it first or open with mode 'r'"
+                f"{root} is being written by {_described(holder)}: end that first; mode 'r' may read"
             ) from None
         except OSError as error:
             raise DatastoreError(f"cannot lock {root}: {error}; is it on a local, writable disk?") from error

@@ -123,10 +123,7 @@ class Query:
         if None in (self.k, self.temperature, self.lam):
             self._name_calibration(store, settings)
         if not _reached(store, settings):
-            tags = ", ".join(map(repr, settings.selection.tags or ()))
-            why = f"no document selected has the tag {tags}" if tags else "no document is stored"
-            if settings.selection.where is not None:
-                why = f"no document selected meets {settings.selection.where!r}"
+            why = why_nothing(settings.selection)
             note(f"warning: nothing is retrieved, the model is alone: {why}")
         return settings
 
@@ -233,6 +230,14 @@ class ScoringQuery(Query):
     temperature: Annotated[
         float | None, typer.Option("--knn-temperature", "--temperature", metavar="T", help=_TEMPERATURE)
     ] = None
+
+
+def why_nothing(selection: "Selection") -> str:
+    """Why a selection has no document."""
+    if selection.where is not None:
+        return f"no document selected meets {selection.where!r}"
+    tags = ", ".join(map(repr, selection.tags or ()))
+    return f"no document selected has the tag {tags}" if tags else "no document is stored"
 
 
 def _reached(store: "KNNStore", settings: "KNNSettings") -> int:

@@ -133,6 +133,8 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
     where = ".".join(str(part) for part in first["loc"] if part not in ("body", "query"))
     if first["type"] == "json_invalid":
         where, said = "", f"the body is not JSON: {first.get('ctx', {}).get('error', '')}"
+    elif first["type"] == "model_attributes_type" and not where:
+        said = "the body is no JSON object, or the header content-type: application/json lacks"
     elif first["type"] == "extra_forbidden":
         said = f"{where}: this server does not know it"
     else:

@@ -4,15 +4,21 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from knnstore.catalog import Catalog, Engine
 from knnstore.datastore import Datastore
-from knnstore.errors import CorruptDatastoreError, DatastoreError
+from knnstore.errors import ConfigError, CorruptDatastoreError, DatastoreError
 from knnstore.store.home import Home, Owner, Place, Whose
 from knnstore.store.view import View
 
 Mode = Literal["r", "a"]
+
+
+def check_mode(mode: Mode) -> None:
+    """Refuse what is no mode with a ConfigError: those of a file, as ``"w"``, are not a store's."""
+    if mode not in get_args(Mode):
+        raise ConfigError(f"the mode is 'r' to read or 'a' to write as well, not {mode!r}")
 
 
 class Current:

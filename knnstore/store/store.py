@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from knnstore.catalog import Catalog, CatalogWriter, Document, Domain, Engine, Identity, NewDocument
 from knnstore.errors import ConfigError, ReadOnlyError
 from knnstore.progress import Progress
-from knnstore.store.current import Current, Mode
+from knnstore.store.current import Current, Mode, check_mode
 from knnstore.store.erasing import Erased, erase
 from knnstore.store.fitted import SavedSettings, Weights
 from knnstore.store.home import Home, make_store
@@ -102,10 +102,11 @@ class KNNStore(StoreReader):
             StoreNotFoundError: there is none.
             NotOwnerError: the keys are another store's, or a copied home is opened for writing.
             LockedError: mode ``"a"`` while another process writes; names it.
-            ConfigError: a parameter is wrong, or given for writing.
+            ConfigError: there is no such mode; or a parameter is wrong, or given for writing.
         """
         if params and mode != "r":
             raise ConfigError("other parameters of the engine are for reading; `knnstore move` changes them")
+        check_mode(mode)
         found = Home.open(home, writing=mode == "a")
         return cls(found, Catalog.open(found.catalog_url), mode, params, copied=copied)
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from knnstore.catalog import CatalogWriter, NewDocument
+from knnstore.checks import distinct_names
 from knnstore.datastore import IdRanges, SupportsOptimize, ranges_of
 from knnstore.errors import DiskFullError, DocumentNotFoundError, KnnstoreError
 from knnstore.space import check_space
@@ -88,7 +89,7 @@ class Writing:
     def retag(self, rows: Iterable[int], add: Iterable[str], remove: Iterable[str]) -> int:
         """Change the tags of documents, by primary key, in one transaction; returns how many there are."""
         documents = self.writer.catalog.documents_of(rows)
-        added, taken = {*add}, {*remove}
+        added, taken = distinct_names(add, "tag"), distinct_names(remove, "tag")
         self.writer.describe(
             {row: (one.metadata, ({*one.tags} | added) - taken) for row, one in documents.items()}
         )

@@ -283,11 +283,15 @@ def test_search_shows_the_nearest_passages(knnstore, store):
     assert "rose" in shown
     refused = knnstore("search ''")
     assert (refused.status, refused.err) == (1, "error: the text is empty\n")
+    nothing = knnstore("search boat --where \"autor = 'Ida'\"")
+    assert (nothing.status, nothing.out) == (0, "")
+    assert nothing.err == "nothing is found: no document selected meets \"autor = 'Ida'\"\n"
 
 
 def test_explain_names_the_neighbors(knnstore, store):
     tokens = knnstore("explain 'The harbour wall' --neighbors 2 --domain news --lambda 0.25 --json").json
     assert "".join(token["text"] for token in tokens) == "The harbour wall"
+    assert knnstore("explain ''").err == "error: the text is empty\n"
     for token in tokens:
         assert token["p"] == pytest.approx(0.25 * token["p_knn"] + 0.75 * token["p_lm"], rel=1e-4)
         assert [source["domain"] for source in token["neighbors"]] == ["news", "news"]

@@ -1,6 +1,7 @@
 """Adding, evaluating, explaining and writing text, from documents on disk to numbers."""
 
 import math
+import re
 import time
 from dataclasses import replace
 from functools import partial
@@ -12,7 +13,7 @@ import torch
 import knnstore
 from knnstore.datastore import tokens_of
 from knnstore.documents import TextDocument
-from knnstore.errors import FingerprintMismatchError, InputError, ReadOnlyError
+from knnstore.errors import ConfigError, FingerprintMismatchError, InputError, ReadOnlyError
 from knnstore.lm import CacheSettings, KNNSettings, NGramSettings, PointerSettings, TokenTable
 from knnstore.lm.calibration.scored_text import score_once
 from knnstore.lm.reading import adding
@@ -119,6 +120,31 @@ def test_a_pass_over_documents_that_are_left_out_has_fewer_neighbors_for_them(lm
         k=120, selection=EVERYTHING, left_out={stored[0].content_hash: [stored[0].content_hash]},
     )  # fmt: skip
     assert scored.distances.isfinite().sum(1).tolist() == [120] * 80 + [80] * 40
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"domain": None}, "the domain's name is NoneType, not a string"),
+        ({"domain": ""}, "the domain's name is empty"),
+        ({"domain": "d", "tags": "old"}, "tags are several: give ['old'], not 'old'"),
+        ({"domain": "d", "tags": [7]}, "a tag is int, not a string"),
+    ],
+)
+def test_what_names_no_domain_or_tag_changes_nothing(lm, given, said) -> None:
+    lm.add([{"id": "1", "text": words(10)}], domain="d")
+    before = lm.store.revision()
+    for change in lm.add, lm.sync:
+        with pytest.raises(InputError, match=re.escape(said)):
+            change([{"id": "1", "text": words(5)}], **given)
+    assert lm.store.revision() == before
+
+
+@pytest.mark.parametrize("knn", [{"lam": 0.5}, 0.5, Selection()])
+def test_settings_of_another_type_are_refused(lm, knn) -> None:
+    for call in lm.evaluate, lm.explain, partial(lm.generate_text, max_new_tokens=1):
+        with pytest.raises(ConfigError, match=r"settings are KNNSettings\(\.\.\.\), not"):
+            call(["text"] if call == lm.evaluate else "text", knn=knn)
 
 
 def test_an_interrupted_run_goes_on_where_it_was(lm) -> None:

@@ -40,6 +40,13 @@ def test_is_refused_or_done(server, kind, path):
         assert len(error["message"]) < 1000
 
 
+def test_a_body_without_its_header_is_told_of_it(server):
+    form = {"Content-Type": "application/x-www-form-urlencoded"}  # what curl --data says by itself
+    answer = server.call("POST", "/v1/completions", content=b'{"prompt": "A"}', headers=form)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, None)
+    assert "content-type: application/json" in answer.json()["error"]["message"]
+
+
 def test_metadata_that_is_deep_is_refused_and_the_rest_is_read(server):
     deep = b'{"id": "deep", "text": "A.", "m": ' + b"[" * 900 + b"]" * 900 + b"}"
     body = b'{"domain": "deep", "documents": [' + deep + b"]}"

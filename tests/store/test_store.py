@@ -272,6 +272,13 @@ def test_the_second_writer_is_told_who_holds_the_lock(store, home) -> None:
     KNNStore.open(home, "a").close()
 
 
+@pytest.mark.parametrize("mode", ["w", "x", "rb", ""])
+def test_a_mode_of_files_is_refused_and_changes_nothing(store, home, mode) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"not {mode!r}")):
+        KNNStore.open(home, mode)
+    assert store.verify() == []
+
+
 def test_a_store_is_whole_or_not_there(home, identity, tmp_path) -> None:
     with pytest.raises(StoreNotFoundError, match="knnstore init"):
         KNNStore.open(home)

@@ -11,8 +11,8 @@ from knnstore.cli.inputs import read_text
 from knnstore.cli.models import StoreRuntime
 from knnstore.cli.options import JsonOption, seed_option
 from knnstore.cli.output import Verbatim, echo, note, plain, print_result, row_of, table
-from knnstore.cli.query import Query, ScoringQuery, SelectionOptions
-from knnstore.errors import ConfigError
+from knnstore.cli.query import Query, ScoringQuery, SelectionOptions, why_nothing
+from knnstore.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -170,7 +170,10 @@ def explain(
     """
     with runtime.open_model("r", domains=selected.domains) as lm:
         settings = query.settings(lm.store, selected.selection())
-        explained = lm.explain(read_text(text), settings, neighbors=neighbors)
+        text = read_text(text)
+        if not text:
+            raise InputError("the text is empty")
+        explained = lm.explain(text, settings, neighbors=neighbors)
     shown = "\n".join(line for token in explained for line in _lines(token))
     print_result([plain(token) for token in explained], shown, as_json=as_json)
 
@@ -195,9 +198,12 @@ def search(
     with runtime.open_model("r", domains=selected.domains) as lm:
         from knnstore.lm import settings_for
 
-        passages = lm.search(read_text(text), settings_for(lm.store, selected.selection()), limit=limit)
+        selection = selected.selection()
+        passages = lm.search(read_text(text), settings_for(lm.store, selection), limit=limit)
+    if not passages:
+        note(f"nothing is found: {why_nothing(selection)}")
     shown = "\n".join(line for passage in passages for line in _lines_of(passage))
-    print_result([row_of(passage) for passage in passages], shown or "nothing is stored", as_json=as_json)
+    print_result([row_of(passage) for passage in passages], shown, as_json=as_json)
 
 
 def _lines_of(passage: "Passage") -> Iterator[str]:

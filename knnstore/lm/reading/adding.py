@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from knnstore.checks import check_name, distinct_names
 from knnstore.documents import OnBad, TextDocument, documents_of
 from knnstore.errors import DiskFullError, InputError, UnusableDocumentError
 from knnstore.lm.reading.reader import TextReader, in_chunks, tokenized
@@ -106,13 +107,15 @@ def add(
         progress: is told of each batch.
 
     Raises:
-        InputError: a document cannot be used and `on_bad` is None; what was committed stays.
+        InputError: the domain or a tag is no name; or a document cannot be used and `on_bad` is None, and
+            what was committed stays.
         ReadOnlyError: the store was opened for reading.
     """
     shown, store = progress or Progress(), lm.store
     reader = None if store.is_keyless else replace(lm.reader, batch_tokens=batch_tokens)
     tokenizer = lm.tokenizer or lm.reader.tokenizer  # or the error that there is none
-    given = frozenset(tags)
+    check_name(domain, "the domain's name")
+    given = distinct_names(tags, "tag")
     pace = _Pace(reader, commit_tokens, commit_seconds)
     counts = {"added": 0, "replaced": 0, "described": 0, "unchanged": 0, "tokens": 0}
     started = time.perf_counter()

@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from dataclasses import replace
 
+from knnstore.errors import ConfigError
 from knnstore.lm.settings.defaults import default_settings, settings_for, usable_settings_for
 from knnstore.lm.settings.query import KNNSettings
 from knnstore.store import Reader
@@ -22,8 +23,10 @@ def completed(store: Reader, settings: KNNSettings) -> KNNSettings:
 
     Raises:
         CorruptWeightsError, FingerprintMismatchError: a network that they need cannot be used.
-        ConfigError: what was given does not go with what is saved.
+        ConfigError: what was given is of another type, or does not go with what is saved.
     """
+    if not isinstance(settings, KNNSettings):
+        raise ConfigError(f"settings are KNNSettings(...), not {type(settings).__name__}")
     if not settings.unset:
         return settings
     if "mixer" in settings.unset:
@@ -47,7 +50,7 @@ class Completing:
 
     def __call__(self, settings: KNNSettings) -> KNNSettings:
         """See `completed`."""
-        if not settings.unset:
+        if isinstance(settings, KNNSettings) and not settings.unset:
             return settings
         revision = self._store.revision()
         known = self._latest.get(id(settings))

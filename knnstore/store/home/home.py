@@ -95,6 +95,8 @@ class Home:
                 user may send us; see `knnstore.store.home.following`.
         """
         folder = Path(path)
+        if folder.is_file():
+            raise StoreNotFoundError(f"no knnstore at {folder}: this is a file, a store is a folder")
         check_files(folder)
         try:
             description = json.loads(read_file(folder / DESCRIPTION))
