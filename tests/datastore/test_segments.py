@@ -1,6 +1,8 @@
 """The durable segments against a dictionary, over restarts, merges, crashes and other readers."""
 
 import json
+import os
+import stat
 import subprocess
 import sys
 import tempfile
@@ -136,6 +138,34 @@ def test_against_dictionary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, buf
     machine = type("Machine", (AgainstDictionary,), {"base": tmp_path})
     machine.TestCase.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
     machine.TestCase().runTest()
+
+
+def test_what_is_flushed_is_synced_to_its_end_and_so_is_every_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, names, sync = dict[int, int](), dict[int, set[tuple[str, int]]](), os.fsync
+
+    def remember(descriptor: int) -> None:
+        found = os.fstat(descriptor)
+        if stat.S_ISDIR(found.st_mode):
+            names[found.st_ino] = {(one.name, one.inode()) for one in os.scandir(descriptor)}
+        else:
+            sizes[found.st_ino] = found.st_size
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", remember)
+    with closing(opened(tmp_path)) as store:
+        for number in range(2):
+            add(store, [number, number + 9], 1.0)
+            store.flush()
+        unsynced = {"writer.lock", "writer.json", "changing.lock"}  # of use to those that run now alone
+        for path in [tmp_path, *tmp_path.rglob("*")]:
+            found = path.stat()
+            if path.is_dir():
+                there = {(one.name, one.stat().st_ino) for one in path.iterdir() if one.name not in unsynced}
+                assert there <= names.get(found.st_ino, set()), path
+            elif path.name not in unsynced:
+                assert sizes[found.st_ino] == found.st_size, path
 
 
 @pytest.mark.slow
