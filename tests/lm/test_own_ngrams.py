@@ -57,9 +57,11 @@ def test_scored_text_has_the_probabilities_of_the_definition(texts, order) -> No
                 continue
             assert float(probs[at]) == pytest.approx(expected.get(token, 0.0), abs=1e-6)
             if number == 0:
-                places = read.occurrences(at)
+                places = read.occurrences(at, len(text))
                 assert sum(one.share for one in places) == pytest.approx(float(probs[at]), abs=1e-6)
                 assert all(text[one.position] == token and one.position < at for one in places)
+                shares = sorted((one.share for one in places), reverse=True)
+                assert [one.share for one in read.occurrences(at, 2)] == shares[:2]
                 for one in places:
                     assert text[one.position - one.matched : one.position] == text[at - one.matched : at]
 

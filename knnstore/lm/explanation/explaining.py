@@ -127,7 +127,7 @@ def _places(
             causes[at] += more
         if own_ngrams is not None:
             share = float(mixture.share_in(numbers["own n-grams"])[row])
-            more = found_by_own_ngrams(tokens, position, own_ngrams.occurrences(position), share)
+            more = found_by_own_ngrams(tokens, position, own_ngrams.occurrences(position, count), share)
             nearest[at] += more
             causes[at] += more
         if isinstance(scores.recent, Recent):

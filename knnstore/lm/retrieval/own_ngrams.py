@@ -58,11 +58,15 @@ class ReadOwnNGrams:
         at = self._laid.firsts[documents] + positions - 1
         return torch.from_numpy(self._probs[at]), torch.from_numpy(self._suffixes[at])
 
-    def occurrences(self, position: int) -> list[Occurrence]:
-        """Where the token at a position of the first text came after the same words before."""
+    def occurrences(self, position: int, most: int) -> list[Occurrence]:
+        """Where the token at a position of the first text came after the same words before.
+
+        At most so many places, those that give most to it.
+        """
         at = int(self._laid.firsts[0]) + position
         found = _before(self._laid, np.array([at - 1]), self._order)
         places = np.flatnonzero(self._laid.symbols[found.places] == self._laid.symbols[at])
+        places = places[np.argsort(-found.probs[places], kind="stable")[:most]]
         return [
             Occurrence(
                 int(found.places[one] - self._laid.firsts[0]),
