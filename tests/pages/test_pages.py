@@ -12,12 +12,16 @@ MOST_WORDS = 18_000  # what has a letter or a digit; the changelog and the gener
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/python.md"])
-def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+def test_the_python_of_a_page_runs_and_prints_what_it_says(page, tmp_path, monkeypatch, capsys):
+    text = (ROOT / page).read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    said = re.findall(r"^```python\n.*?^```\n\n```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     shutil.copytree(ROOT / "examples" / "tiny-lm", tmp_path / "examples" / "tiny-lm")
     monkeypatch.chdir(tmp_path)
     exec(compile("\n".join(blocks), page, "exec"), {})
     assert list(tmp_path.glob("*.knn"))
+    printed = capsys.readouterr().out.splitlines()
+    assert not differences("".join(said).splitlines() or ["..."], printed), printed
 
 
 @pytest.mark.slow
