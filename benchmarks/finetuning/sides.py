@@ -205,14 +205,14 @@ class Fitted:
     @cached_property
     def _recent(self) -> Any:
         assert self.dev.reading is not None
-        return gather_cache_evidence(self.dev.reading)
+        return gather_cache_evidence(self.dev.reading, self.dev.own_ngrams)
 
     def at(self, settings: KNNSettings) -> Floats:
         """Log p of each test token."""
         return self.test.log_probs(settings).log_probs.double().numpy()
 
     def cached(self, settings: KNNSettings) -> KNNSettings:
-        """With the cache on top that is the likeliest."""
+        """With the cache on top that is the likeliest, and own n-grams over it."""
         below = self.dev.log_probs(settings).log_probs
         return replace(settings, cache=fit_cache(self._recent, below, self._wanted))
 
