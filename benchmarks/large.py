@@ -39,7 +39,9 @@ DOCUMENT = 1_000
 BATCH = 50
 """Documents of one commit."""
 DOMAINS = ("first", "second")
-QUERIES, PROBES, MOST_PROBES = 4096, 16, 32
+QUERIES, PROBES = 4096, 16
+LADDER = [1, 2, 4, 8, 12, *range(16, 64, 4), *range(64, 256, 16), 256]
+"""Numbers of probes whose shares of the sum are measured."""
 ALONE = 64
 """Queries that are asked one by one, and those by which recall is measured."""
 
@@ -113,19 +115,19 @@ def arranged(run: Run) -> dict[str, Any]:
 def weighed(run: Run) -> dict[str, Any]:
     """How much of the sum over all records the nearest cells hold, on average: recall of mass.
 
-    The temperature is a tenth of the keys' variance. `shares` are those of one cell, of two, and so on.
+    The temperature is a tenth of the keys' variance. `shares` are those of each number of probes.
     """
     queries = queries_of(run.source)[:: QUERIES // ALONE]
     temperature = np.load(run.source, mmap_mode="r")[:20_000].astype(np.float32).var(0).sum() / 10
-    exact, shares = np.zeros(len(queries)), list[float]()
+    exact, shares = np.zeros(len(queries)), dict[int, float]()
     with KNNStore.open(run.home) as store:
         for _, keys, _ in store.records():
             exact += np.exp(-pairwise(queries, keys, Metric.L2) / temperature).sum(1)
-        for probes in range(1, MOST_PROBES + 1):
+        for probes in sorted({*LADDER, run.probes}):
             near = np.zeros(len(queries))
             for visit in (one for some in store.visit(queries, probes) for one in some.apart()):
                 near[visit.queries] += np.exp(-visit.distances / temperature).sum(1)
-            shares.append(round(float((near / exact).mean()), 4))
+            shares[probes] = round(float((near / exact).mean()), 4)
     return {"shares": shares}
 
 
@@ -222,9 +224,9 @@ def done_here(step: str, run: Run) -> dict[str, Any]:
     return found | {"peak_mib": peak, "peak_anonymous_mib": watch.most >> 20}
 
 
-def probes_for(share: float, shares: list[float]) -> int:
-    """The fewest cells that hold so much."""
-    return next((probes for probes, held in enumerate(shares, 1) if held >= share), len(shares))
+def probes_for(share: float, shares: dict[str, float]) -> int:
+    """The fewest probes that hold so much, of those that were measured; else the most."""
+    return int(next((probes for probes, held in shares.items() if held >= share), [*shares][-1]))
 
 
 def ratios(results: list[dict[str, Any]]) -> dict[str, float]:
@@ -270,7 +272,8 @@ def main() -> None:
                 result[name] = json.loads(done.stdout)
                 print(rows, name, result[name], file=sys.stderr, flush=True)
                 if name == "weighed" and results:
-                    probes = probes_for(results[0][name]["shares"][given.probes - 1], result[name]["shares"])
+                    share = results[0][name]["shares"][str(given.probes)]
+                    probes = probes_for(share, result[name]["shares"])
             results.append(result)
         if len(results) > 1 and "searched" in given.steps:
             print("at equal recall of mass:", ratios(results), file=sys.stderr)
