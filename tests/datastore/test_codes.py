@@ -52,6 +52,12 @@ def test_codes_are_of_near_keys_and_survive_their_bytes(kind: str, dim: int) -> 
         np.testing.assert_allclose(there, here, rtol=2e-3, atol=1e-3)
 
 
+def test_a_codec_of_one_key_gives_it_back() -> None:
+    key = clustered(1)
+    codec = fit_codec("pq6", key)
+    np.testing.assert_allclose(codec.decode(codec.encode(key)), key, atol=1e-2)
+
+
 def test_each_part_is_named_by_its_nearest_entry() -> None:
     codec, keys = ProductCodec.fit(clustered(1000), 5), clustered(50, seed=1).astype(np.float64)
     rotation, centers, books = (array.astype(np.float64) for array in codec._stored)

@@ -230,7 +230,7 @@ def _shared_out(keys: Keys, parts: int) -> NDArray[np.float32]:
     """
     dim = keys.shape[1]
     room = math.ceil(dim / parts)
-    variances, axes = np.linalg.eigh(np.cov(keys, rowvar=False, dtype=np.float64).reshape(dim, dim))
+    variances, axes = np.linalg.eigh(np.cov(keys, rowvar=False, ddof=0, dtype=np.float64).reshape(dim, dim))
     logs = np.log(np.maximum(variances, variances.max() * 1e-9 + 1e-30))
     rotation = np.zeros((dim, parts, room), np.float32)
     taken, sums = np.zeros(parts, int), np.zeros(parts)
