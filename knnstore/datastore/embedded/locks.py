@@ -38,6 +38,7 @@ class ReadersWriterLock:
                 self._changed.wait_for(lambda: not self._written and not self._readers)
             finally:
                 self._writers_waiting -= 1
+                self._changed.notify_all()  # who waits for this one, were it interrupted
             self._written = True
         try:
             yield
