@@ -107,7 +107,9 @@ class Serving:
 
         def explained() -> None:
             settings, lengths = self.scopes.settings(scope), lm.store.lengths(selection)
-            text = lm.store.text(max(lengths))[:_BEGINNING] if lengths else np.zeros(1, np.uint32)
+            text = np.zeros(1, np.uint32)
+            if any(lengths.values()):  # some characters are no token
+                text = lm.store.text(max(lengths, key=lengths.__getitem__))[:_BEGINNING]
             explain_tokens(lm, text, settings, neighbors=1)
             with torch.inference_mode():
                 lm(torch.from_numpy(text[None].astype(np.int64)), knn=settings.for_writing)

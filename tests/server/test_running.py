@@ -8,8 +8,12 @@ import threading
 import time
 
 import httpx
+import numpy as np
 import openai
 import pytest
+
+from knnstore.catalog import NewDocument
+from knnstore.store import KNNStore
 
 KNNSTORE = [sys.executable, "-c", "from knnstore.cli import main; main()"]
 LONG = {"model": "tiny+news", "prompt": "The", "max_tokens": 90, "temperature": 1.6}
@@ -166,3 +170,13 @@ def test_it_is_warm_before_it_is_ready(inside, prepared):
     assert not made, "the settings of a first request were not there"
     server.serving.reload()
     assert {scope.domains for scope in made} == {("letters",), ("news",), ("letters", "news")}
+
+
+def test_a_server_begins_where_the_latest_document_has_no_token(inside, home):
+    """As text of characters that the tokenizer leaves out."""
+    with KNNStore.open(home, "a") as store:
+        empty = NewDocument("no token", "news", "0" * 64, np.zeros(0, np.uint32))
+        with store.ingest([empty]):
+            pass
+    server = inside(home, require_keys=False)
+    assert server.call("GET", "/health").json() == {"status": "ready"}
