@@ -171,7 +171,7 @@ def test_members_are_fitted_each_by_itself() -> None:
         return (outputs[:, 0] - noisy[rows]).square().mean()
 
     def fitted(members):
-        network = fit_network(features, loss, torch.arange(1000) // 50, [0.0], members)
+        network = fit_network(features, loss, torch.arange(1000) // 50, [0.0], members=members)
         return network, float((network(others)[:, 0] - others[:, 0]).square().mean())
 
     (_, alone), (three, together) = fitted(1), fitted(3)
@@ -184,6 +184,24 @@ def test_members_are_fitted_each_by_itself() -> None:
             assert (one == other) == bool(blocks[one, other].any())
         assert not torch.equal(blocks[one, one], blocks[one - 1, one - 1])
     assert torch.equal(fitted(3)[0].layers[0].weight, three.layers[0].weight)  # the same again
+
+
+def test_what_a_query_says_is_not_learned_by_heart() -> None:
+    """Little text, a query of many features that say nothing, and one feature beside it that says all."""
+    torch.manual_seed(0)
+    features, others = torch.randn(2, 400, 101)
+    features[:, :100] += 3.0  # a mean of their own
+    others[:, :100] += 3.0
+    noisy = features[:, 100] + 2 * torch.randn(400)
+
+    def loss(outputs, rows):
+        return (outputs[:, 0] - noisy[rows]).square().mean()
+
+    def error(query):
+        network = fit_network(features, loss, torch.arange(400) // 20, [0.0], query=query)
+        return float((network(others)[:, 0] - others[:, 100]).square().mean())
+
+    assert error(slice(0, 100)) < 0.9 * error(slice(0))
 
 
 def test_searches_that_help_nobody_are_left_out_at_no_loss() -> None:

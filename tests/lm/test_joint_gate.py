@@ -204,7 +204,9 @@ def test_a_gate_finds_which_component_is_right(scored) -> None:
 
 def test_of_few_long_documents_parts_are_kept_apart_while_it_is_fitted(scored, monkeypatch) -> None:
     kept = []
-    monkeypatch.setattr(joint, "fit_network", lambda *given: kept.append(given[2]) or fit_network(*given))
+    monkeypatch.setattr(
+        joint, "fit_network", lambda *given, **named: kept.append(given[2]) or fit_network(*given, **named)
+    )
     long = replace(scored, documents=(scored.documents >= 10).long())
     tokens = torch.arange(len(scored))
     assert fit_joint(long, replace(ALL, cache=None), tokens)
@@ -212,6 +214,18 @@ def test_of_few_long_documents_parts_are_kept_apart_while_it_is_fitted(scored, m
     assert len(parts.unique()) > 2
     of = long.documents[tokens]
     assert all(len(of[parts == part].unique()) == 1 for part in parts.unique()), "none is of two documents"
+
+
+def test_of_what_it_sees_the_query_alone_is_hidden_while_it_is_fitted(scored, monkeypatch) -> None:
+    given = []
+
+    def fit(features, *others, query, members):
+        given.append(features[:, query])
+        return fit_network(features, *others, query=query, members=members)
+
+    monkeypatch.setattr(joint, "fit_network", fit)
+    fit_joint(scored, replace(ALL, cache=None), torch.arange(40))
+    torch.testing.assert_close(given[0], scored.reading.keys[:40])
 
 
 def test_it_is_fitted_on_the_tokens_it_is_given_alone(scored) -> None:

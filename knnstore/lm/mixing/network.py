@@ -5,11 +5,14 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import dropout
 
 from knnstore.store import Weights
 
 _HIDDEN = (128, 64)
 _DROPOUT = 0.2
+_DROPOUT_OF_QUERY = 0.5
+"""Each of its hundreds of features says little; all together tell the tokens apart that were learned from."""
 _EPOCHS = 12
 _STEPS = 160  # at least, where there is little text
 _PATIENCE = 0.25  # of all epochs
@@ -107,7 +110,13 @@ class Network(nn.Module):
 
 
 def fit_network(
-    features: Tensor, loss: Loss, documents: Tensor, start: Sequence[float], members: int = 1
+    features: Tensor,
+    loss: Loss,
+    documents: Tensor,
+    start: Sequence[float],
+    *,
+    query: slice = slice(0),
+    members: int = 1,
 ) -> Network:
     """Fit a network by Adam, until it becomes no better on documents kept apart.
 
@@ -118,6 +127,7 @@ def fit_network(
         loss: to be minimized.
         documents: of each token, int64, shape (n,); whole ones are kept apart, or an eighth of a single one.
         start: the best constant outputs.
+        query: the columns of the query, half of which are hidden at each step; default none.
         members: how many are fitted to become one, see `Network.mean_of`: each errs in its own way, and
             their mean less, but the time goes with their number.
     """
@@ -132,11 +142,11 @@ def fit_network(
         torch.manual_seed(0)
         fitted = [Network(mean, scale, start) for _ in range(members)]
         for network in fitted:
-            _fit(network, features, loss, inner, outer)
+            _fit(network, features, loss, inner, outer, query)
     return Network.mean_of(fitted)
 
 
-def _fit(network: Network, features: Tensor, loss: Loss, inner: Tensor, outer: Tensor) -> None:
+def _fit(network: Network, features: Tensor, loss: Loss, inner: Tensor, outer: Tensor, query: slice) -> None:
     """Fit a network to the tokens `inner`, until it becomes no better on those `outer`."""
     optimizer = torch.optim.AdamW(network.parameters(), lr=_RATE, weight_decay=_DECAY)
     batches = -(-len(inner) // _BATCH)
@@ -146,8 +156,10 @@ def _fit(network: Network, features: Tensor, loss: Loss, inner: Tensor, outer: T
     for _ in range(epochs):
         network.train()
         for rows in torch.split(inner[torch.randperm(len(inner))], _BATCH):
+            seen, mean = features[rows], network.mean[query]
+            seen[:, query] = mean + dropout(seen[:, query] - mean, _DROPOUT_OF_QUERY)
             optimizer.zero_grad()
-            loss(network(features[rows]), rows).backward()  # type: ignore[no-untyped-call]
+            loss(network(seen), rows).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             schedule.step()
         found = _judged(network, features, loss, outer)

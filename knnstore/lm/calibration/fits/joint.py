@@ -48,12 +48,13 @@ def fit_joint(scored: ScoredText, settings: KNNSettings, tokens: Tensor) -> Join
     nearest = scored.distances[tokens, 0].abs()
     unit = float(nearest.median().clamp(min=1e-6)) if nearest.isfinite().any() else 1.0
     factors = factors_in_use(settings)
-    features, found, probs = [], [], []
+    features, found, probs, query = [], [], [], slice(0)
     for chunk in scored.chunks_for(settings, tokens):
         retrieved, gold = scored.retrieved_for(settings, chunk)
         experts = experts_of(settings, retrieved, factors, unit)
         features.append(experts.features)
         found.append(experts.found)
+        query = experts.query
         every = [one.probs(gold) for said in experts.said.values() for one in said]
         probs.append(torch.stack([scored.lm_log_probs[chunk].exp(), *every], 1))
     seen, present, given = (
@@ -67,7 +68,7 @@ def fit_joint(scored: ScoredText, settings: KNNSettings, tokens: Tensor) -> Join
         return -(shares_of(outputs, present[rows]) * given[rows]).sum(1).log().mean()
 
     start = _best_shares(given, present).clamp(min=_LEAST_SHARE).log().tolist()
-    network = fit_network(seen, loss, blocks_among(scored, tokens), start, _MEMBERS)
+    network = fit_network(seen, loss, blocks_among(scored, tokens), start, query=query, members=_MEMBERS)
     purpose = {**(scored.fitted_for or {}), "of": "all components", "unit": unit}
     return JointGate(
         network.weights({**purpose, "experts": [[name, list(of)] for name, of in factors.items()]})

@@ -38,6 +38,9 @@ class Experts(NamedTuple):
     found: Tensor
     """Which experts say something, bool, shape (n, e)."""
 
+    query: slice
+    """The features that are the query itself."""
+
 
 def mixture_of(settings: KNNSettings, retrieved: Retrieved) -> Mixture:
     """Weigh what was retrieved for n queries.
@@ -92,7 +95,8 @@ def experts_of(settings: KNNSettings, retrieved: Retrieved, factors: Factors, un
             seen = part.features(retrieved, unit).where(is_found[:, None], seen)
         features.append(seen)
         found += [is_found] * len(factors[part.name])
-    return Experts(said, torch.cat(features, 1), torch.stack(found, 1))
+    query = slice(2, 2 + retrieved.keys.shape[1])
+    return Experts(said, torch.cat(features, 1), torch.stack(found, 1), query)
 
 
 def _weighed(gate: JointGate, settings: KNNSettings, retrieved: Retrieved) -> dict[str, Component]:
