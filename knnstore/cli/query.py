@@ -208,11 +208,12 @@ class Query:
             return
         of = printable(", ".join(record.domains)) or "the whole store"
         mixer = record.mixer if self.lam is None else f"lambda={self.lam:g}, without what else was found"
+        apart = ", ".join(settings.scoring_only) if self.lam is None else ""  # else nothing of it counts
         reach = f"k={settings.k:,}" if settings.probes is None else f"{settings.probes:,} probes"
         note(
             f"settings calibrated for {of} on {record.date[:10]} with {record.tokens:,} tokens: {mixer}, "
             f"{reach}, T={settings.temperature:.4g}"
-            + (f"; in scoring only: {', '.join(settings.scoring_only)}" if settings.scoring_only else "")
+            + (f"; in scoring only: {apart}" if apart else "")
             + ("; so text is written by the model alone" if settings.writes_alone else "")
         )
         if record.is_stale(store):
