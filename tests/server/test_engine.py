@@ -333,6 +333,33 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(lm, engine, monkeypatch):
         assert listener.written()[0][0] == write_alone(lm, listener.task, 0)
 
 
+def test_what_prompts_of_one_pass_are_padded_to_counts(lm, engine, monkeypatch):
+    monkeypatch.setattr(admission, "_AT_MOST", 20)
+    passes, read_together = [], admission.read_together
+
+    def spied(lm, readings, settings):
+        passes.append([reading.left for reading in readings])
+        read_together(lm, readings, settings)
+
+    monkeypatch.setattr(admission, "read_together", spied)
+    ids = lm.reader.tokens("The council said the harbour wall was in the storm").tolist()
+    lengths = [9, 2, 2, 2, 2]
+    listeners = [
+        Listener(Task((Prompt(tuple(ids[:length])),), "news", 3, sampling=Sampling(1.0, 1.0, 5)))
+        for length in lengths
+    ]
+
+    def work() -> None:
+        for listener in listeners:
+            engine.submit(listener.ticket)
+        engine.go_on()
+
+    engine.call(work).result(60)
+    assert passes == [[9, 2], [2, 2, 2]], "in one pass 45 places, for 17 tokens"
+    for listener in listeners:
+        assert listener.written()[0][0] == write_alone(lm, listener.task, 0)
+
+
 def test_a_task_of_many_prompts_does_not_hold_up_another(lm, engine):
     prompt = Prompt(tuple(lm.reader.tokens("The harbour").tolist()))
     order: list[str] = []

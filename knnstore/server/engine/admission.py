@@ -165,6 +165,12 @@ class Admission:
                     continue
                 reading = prompt.reading
                 prompt.is_taken = reading.can_be_read_with_others and reading.left <= max(in_parts, _IN_PARTS)
+                if prompt.is_taken and taken:  # as long as the longest: padding is read too
+                    longest = max(reading.left, *(one.prompt.reading.left for one in taken))
+                    if longest * (len(taken) + 1) > _AT_MOST:
+                        prompt.is_taken = False
+                        at += 1
+                        continue
                 if prompt.is_taken:
                     taken.append(_Taken(waiting, prompt, settings))
                     left -= reading.left
