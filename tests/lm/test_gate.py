@@ -148,44 +148,6 @@ def test_what_never_varied_and_what_is_far_off_do_not_throw_a_network_off() -> N
     assert far == farther
 
 
-def test_a_mean_of_networks_is_one_that_says_what_they_say_on_average() -> None:
-    torch.manual_seed(0)
-    features, networks = 3 * torch.randn(50, 4), []
-    for hidden in ((3, 2), (5, 6), (4, 1)):
-        one = Network(torch.randn(4), torch.ones(4), [0.5, -1.0], hidden).eval()
-        torch.nn.init.normal_(one.layers[-1].weight)
-        one.mean.copy_(torch.arange(4.0))
-        networks.append(one)
-    mean = Network.of(Network.mean_of(networks).weights({}))
-    expected = torch.stack([one(features) for one in networks]).mean(0)
-    torch.testing.assert_close(mean(features), expected, atol=1e-5, rtol=1e-5)
-    assert expected.std(0).min() > 0.1, "they say something, each another"
-
-
-def test_members_are_fitted_each_by_itself() -> None:
-    torch.manual_seed(0)
-    features, others = torch.randn(2, 1000, 20)
-    noisy = features[:, 0] + torch.randn(1000)
-
-    def loss(outputs, rows):
-        return (outputs[:, 0] - noisy[rows]).square().mean()
-
-    def fitted(members):
-        network = fit_network(features, loss, torch.arange(1000) // 50, [0.0], members=members)
-        return network, float((network(others)[:, 0] - others[:, 0]).square().mean())
-
-    (_, alone), (three, together) = fitted(1), fitted(3)
-    assert together < 0.9 * alone
-    hidden = three.layers[3].weight
-    width = len(hidden) // 3
-    blocks = hidden.reshape(3, width, 3, -1).transpose(1, 2)
-    for one in range(3):
-        for other in range(3):
-            assert (one == other) == bool(blocks[one, other].any())
-        assert not torch.equal(blocks[one, one], blocks[one - 1, one - 1])
-    assert torch.equal(fitted(3)[0].layers[0].weight, three.layers[0].weight)  # the same again
-
-
 def test_what_a_query_says_is_not_learned_by_heart() -> None:
     """Little text, a query of many features that say nothing, and one feature beside it that says all."""
     torch.manual_seed(0)
@@ -198,7 +160,7 @@ def test_what_a_query_says_is_not_learned_by_heart() -> None:
         return (outputs[:, 0] - noisy[rows]).square().mean()
 
     def error(query):
-        network = fit_network(features, loss, torch.arange(400) // 20, [0.0], query=query)
+        network = fit_network(features, loss, torch.arange(400) // 20, [0.0], query)
         return float((network(others)[:, 0] - others[:, 100]).square().mean())
 
     assert error(slice(0, 100)) < 0.9 * error(slice(0))

@@ -204,9 +204,7 @@ def test_a_gate_finds_which_component_is_right(scored) -> None:
 
 def test_of_few_long_documents_parts_are_kept_apart_while_it_is_fitted(scored, monkeypatch) -> None:
     kept = []
-    monkeypatch.setattr(
-        joint, "fit_network", lambda *given, **named: kept.append(given[2]) or fit_network(*given, **named)
-    )
+    monkeypatch.setattr(joint, "fit_network", lambda *given: kept.append(given[2]) or fit_network(*given))
     long = replace(scored, documents=(scored.documents >= 10).long())
     tokens = torch.arange(len(scored))
     assert fit_joint(long, replace(ALL, cache=None), tokens)
@@ -219,9 +217,9 @@ def test_of_few_long_documents_parts_are_kept_apart_while_it_is_fitted(scored, m
 def test_of_what_it_sees_the_query_alone_is_hidden_while_it_is_fitted(scored, monkeypatch) -> None:
     given = []
 
-    def fit(features, *others, query, members):
-        given.append(features[:, query])
-        return fit_network(features, *others, query=query, members=members)
+    def fit(features, *others):
+        given.append(features[:, others[-1]])
+        return fit_network(features, *others)
 
     monkeypatch.setattr(joint, "fit_network", fit)
     fit_joint(scored, replace(ALL, cache=None), torch.arange(40))

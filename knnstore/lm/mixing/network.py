@@ -69,34 +69,6 @@ class Network(nn.Module):
         return Weights({name: value.numpy() for name, value in self.state_dict().items()}, metadata)
 
     @classmethod
-    def mean_of(cls, networks: Sequence[Self]) -> Self:
-        """One network, for use, that says what several say on average.
-
-        Their hidden units lie side by side in its own, and hear only those of the same network.
-
-        Args:
-            networks: at least one, over the same features with the same `mean` and `scale`, of one depth.
-        """
-        first = networks[0]
-        depths = list(zip(*(network._linear for network in networks), strict=True))
-        hidden = [sum(one.out_features for one in side_by_side) for side_by_side in depths[:-1]]
-        made = cls(first.mean, first.scale, [0.0] * first._linear[-1].out_features, hidden)
-        for layer, side_by_side in zip(made._linear, depths, strict=True):
-            weights, biases = [one.weight for one in side_by_side], [one.bias for one in side_by_side]
-            if layer is made._linear[-1]:
-                weight, bias = torch.cat(weights, 1) / len(networks), torch.stack(biases).mean(0)
-            else:
-                is_first = layer is made._linear[0]
-                weight = torch.cat(weights) if is_first else torch.block_diag(*weights)  # type: ignore[no-untyped-call]
-                bias = torch.cat(biases)
-            layer.load_state_dict({"weight": weight, "bias": bias})
-        return made.eval().requires_grad_(requires_grad=False)
-
-    @property
-    def _linear(self) -> list[nn.Linear]:
-        return [layer for layer in self.layers if isinstance(layer, nn.Linear)]
-
-    @classmethod
     def of(cls, weights: Weights) -> Self:
         """Make a network from its `weights`, for use."""
         state = {name: torch.from_numpy(value.copy()) for name, value in weights.tensors.items()}
@@ -110,13 +82,7 @@ class Network(nn.Module):
 
 
 def fit_network(
-    features: Tensor,
-    loss: Loss,
-    documents: Tensor,
-    start: Sequence[float],
-    *,
-    query: slice = slice(0),
-    members: int = 1,
+    features: Tensor, loss: Loss, documents: Tensor, start: Sequence[float], query: slice = slice(0)
 ) -> Network:
     """Fit a network by Adam, until it becomes no better on documents kept apart.
 
@@ -127,9 +93,7 @@ def fit_network(
         loss: to be minimized.
         documents: of each token, int64, shape (n,); whole ones are kept apart, or an eighth of a single one.
         start: the best constant outputs.
-        query: the columns of the query, half of which are hidden at each step; default none.
-        members: how many are fitted to become one, see `Network.mean_of`: each errs in its own way, and
-            their mean less, but the time goes with their number.
+        query: which features are the query itself; half of them are hidden at each step.
     """
     names, order = torch.unique(documents, return_inverse=True)
     if len(names) == 1:
@@ -137,38 +101,33 @@ def fit_network(
     apart = order % _APART == 0
     inner, outer = (~apart).nonzero()[:, 0], apart.nonzero()[:, 0]
     scale, mean = torch.std_mean(features[inner], 0)
-    scale = scale.where(scale > _LEAST_SPREAD * (1 + mean.abs()), torch.inf)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        fitted = [Network(mean, scale, start) for _ in range(members)]
-        for network in fitted:
-            _fit(network, features, loss, inner, outer, query)
-    return Network.mean_of(fitted)
-
-
-def _fit(network: Network, features: Tensor, loss: Loss, inner: Tensor, outer: Tensor, query: slice) -> None:
-    """Fit a network to the tokens `inner`, until it becomes no better on those `outer`."""
-    optimizer = torch.optim.AdamW(network.parameters(), lr=_RATE, weight_decay=_DECAY)
-    batches = -(-len(inner) // _BATCH)
-    epochs = max(_EPOCHS, -(-_STEPS // batches))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RATE, total_steps=epochs * batches)
-    best, kept, worse = _judged(network, features, loss, outer), _copied(network), 0
-    for _ in range(epochs):
-        network.train()
-        for rows in torch.split(inner[torch.randperm(len(inner))], _BATCH):
-            seen, mean = features[rows], network.mean[query]
-            seen[:, query] = mean + dropout(seen[:, query] - mean, _DROPOUT_OF_QUERY)
-            optimizer.zero_grad()
-            loss(network(seen), rows).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            schedule.step()
-        found = _judged(network, features, loss, outer)
-        worse = 0 if found < best else worse + 1
-        if not worse:
-            best, kept = found, _copied(network)
-        if worse >= _PATIENCE * epochs:
-            break
-    network.load_state_dict(kept)
+        varied = scale > _LEAST_SPREAD * (1 + mean.abs())
+        network = Network(mean, scale.where(varied, torch.inf), start)
+        optimizer = torch.optim.AdamW(network.parameters(), lr=_RATE, weight_decay=_DECAY)
+        batches = -(-len(inner) // _BATCH)
+        epochs = max(_EPOCHS, -(-_STEPS // batches))
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RATE, total_steps=epochs * batches)
+        best, kept, worse = _judged(network, features, loss, outer), _copied(network), 0
+        for _ in range(epochs):
+            network.train()
+            for rows in inner[torch.randperm(len(inner))].split(_BATCH):
+                seen = features[rows]
+                seen[:, query] = mean[query] + dropout(seen[:, query] - mean[query], _DROPOUT_OF_QUERY)
+                optimizer.zero_grad()
+                loss(network(seen), rows).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                schedule.step()
+            network.eval()
+            found = _judged(network, features, loss, outer)
+            worse = 0 if found < best else worse + 1
+            if not worse:
+                best, kept = found, _copied(network)
+            if worse >= _PATIENCE * epochs:
+                break
+        network.load_state_dict(kept)
+    return network.eval().requires_grad_(requires_grad=False)
 
 
 def _judged(network: Network, features: Tensor, loss: Loss, rows: Tensor) -> float:

@@ -16,8 +16,6 @@ from knnstore.lm.retrieval import experts_of, factors_in_use
 from knnstore.lm.settings import KNNSettings
 
 _LEAST_SHARE = 1e-3
-_MEMBERS = 4
-"""Networks that become the gate; the time to fit it goes with their number."""
 _ROUNDS = 50  # of expectation maximization, for where the network begins
 
 
@@ -68,7 +66,7 @@ def fit_joint(scored: ScoredText, settings: KNNSettings, tokens: Tensor) -> Join
         return -(shares_of(outputs, present[rows]) * given[rows]).sum(1).log().mean()
 
     start = _best_shares(given, present).clamp(min=_LEAST_SHARE).log().tolist()
-    network = fit_network(seen, loss, blocks_among(scored, tokens), start, query=query, members=_MEMBERS)
+    network = fit_network(seen, loss, blocks_among(scored, tokens), start, query)
     purpose = {**(scored.fitted_for or {}), "of": "all components", "unit": unit}
     return JointGate(
         network.weights({**purpose, "experts": [[name, list(of)] for name, of in factors.items()]})
