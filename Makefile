@@ -10,11 +10,11 @@ demo: $(VENV)/installed-base
 	$(VENV)/bin/knnstore demo
 
 test: $(VENV)/installed-dev
-	$(VENV)/bin/pytest -n $(WORKERS) --dist worksteal -q -m "not slow"
+	$(VENV)/bin/pytest -n $(WORKERS) --dist worksteal -q --durations=15 -m "not slow"
 
 # Kills, power losses, outages, thousands of generated requests, and what installs packages.
 test-slow: $(VENV)/installed-dev
-	$(VENV)/bin/pytest -n $(WORKERS) --dist worksteal -q -m slow
+	$(VENV)/bin/pytest -n $(WORKERS) --dist worksteal -q --durations=15 -m slow
 
 check: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check

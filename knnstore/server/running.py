@@ -26,6 +26,9 @@ from knnstore.store import Home
 
 _logger = logging.getLogger(__name__)
 
+_IDLE_SECONDS = 75
+"""An idle connection is kept longer than clients keep one (httpx 5 s): a request on one that ends is lost."""
+
 
 @dataclass(frozen=True)
 class Config:
@@ -119,6 +122,7 @@ def _serve(config: Config, load: Callable[[], KNNLMForCausalLM], gate: Gate) -> 
         access_log=False,
         server_header=False,
         proxy_headers=False,
+        timeout_keep_alive=_IDLE_SECONDS,
         timeout_graceful_shutdown=config.drain_seconds,
         lifespan="on",
     )

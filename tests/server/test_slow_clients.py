@@ -87,6 +87,15 @@ def test_a_body_that_does_not_come_is_refused(impatient):
     assert b'"message":"the request has not come within 0.5 seconds"' in said
 
 
+def test_an_idle_connection_outlives_what_clients_keep_one_for(server):
+    with socket.create_connection(address(server)) as idle:
+        idle.settimeout(10)
+        for pause in (0, 5.5):
+            time.sleep(pause)
+            idle.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert idle.recv(1000).startswith(b"HTTP/1.1 200 ")
+
+
 def test_an_answer_that_takes_longer_than_a_body_may_is_given(served, impatient):
     body = json.dumps(PROMPT).encode()
     served.serving.engine.call(lambda: time.sleep(1))
