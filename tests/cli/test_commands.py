@@ -141,6 +141,8 @@ def test_calibrated_settings_are_used_and_named(knnstore, store):
     assert found["candidates"][0]["ppl"] == pytest.approx(before["base_ppl"], rel=1e-5)
     after = knnstore("eval dev.jsonl --domain news --json")
     assert after.err.startswith("settings calibrated for news on 20")
+    assert (before["fitted"], len(after.json["fitted"])) == ([], before["documents"])
+    assert f"warning: to {before['documents']} of these documents the settings were fitted" in after.err
     assert (after.json["mixer"], after.json["probes"]) == (
         "gate over all" if found["settings"]["gate"] else found["settings"]["mixer"]["name"],
         found["settings"]["probes"],

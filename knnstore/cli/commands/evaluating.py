@@ -141,6 +141,11 @@ def evaluate(
             f"warning: {len(found.stored):,} of these documents are among those retrieved from, "
             f"{found.stored[0]!r} for one: what they should predict is looked up; --leave-out prevents it"
         )
+    if found.fitted and query.lam is None:
+        note(
+            f"warning: to {len(found.fitted):,} of these documents the settings were fitted, "
+            f"{found.fitted[0]!r} for one: on other text expect a higher perplexity"
+        )
     documents.report()
     result = {**plain(found), **documents.left_out, "intervals": intervals_of(found)}
     del result["by_document"]

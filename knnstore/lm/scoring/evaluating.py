@@ -19,7 +19,7 @@ from knnstore.lm.scoring.by_document import DocumentLosses, DocumentScore, Group
 from knnstore.lm.scoring.held_out import HeldOut, score_held_out
 from knnstore.lm.scoring.slices import Slice, TokenLosses, perplexity
 from knnstore.lm.scoring.token_table import TokenTable, table_of
-from knnstore.lm.settings import KNNSettings, ReadingModel, Substitute, completed
+from knnstore.lm.settings import KNNSettings, ReadingModel, Substitute, completed, saved_for
 from knnstore.lm.substitute import Heads
 from knnstore.progress import Progress
 
@@ -66,6 +66,8 @@ class Evaluation:
     stored: tuple[str, ...]
     """Ids of evaluated documents of whose text retrieval can reach half or more; left out of it when
     `evaluate` was told so."""
+    fitted: tuple[str, ...]
+    """Ids of evaluated documents that the settings saved for the selection were fitted to, which flatter them."""
     by_frequency: tuple[Slice, ...]
     """Tokens divided by how often the selection holds them."""
     by_distance: tuple[Slice, ...]
@@ -178,6 +180,8 @@ def evaluate(
     if table is not None:
         table.name(listed, counts)
     words = sum(len(document.text.split()) for document in listed)
+    saved = saved_for(store, settings.selection)
+    fitted_on = frozenset[str]() if saved is None else saved.fitted_on
     in_bytes = sum(len(document.text.encode()) for document in listed)
     base, mixed, gain = totals["base"], totals["knn"], totals["store alone"] - totals["base"]
     return Evaluation(
@@ -203,6 +207,7 @@ def evaluate(
         searched=totals["searched"] / tokens,
         tokens_per_s=tokens / seconds,
         stored=tuple(document.id for document in listed if document.content_hash in stored),
+        fitted=tuple(document.id for document in listed if document.content_hash in fitted_on),
         by_frequency=losses.by_frequency(counts),
         by_distance=losses.by_distance(),
         substitute_ppl=perplexity(totals["substitute"], tokens) if substitute else None,

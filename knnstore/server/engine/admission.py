@@ -165,12 +165,10 @@ class Admission:
                     continue
                 reading = prompt.reading
                 prompt.is_taken = reading.can_be_read_with_others and reading.left <= max(in_parts, _IN_PARTS)
-                if prompt.is_taken and taken:  # as long as the longest: padding is read too
-                    longest = max(reading.left, *(one.prompt.reading.left for one in taken))
-                    if longest * (len(taken) + 1) > _AT_MOST:
-                        prompt.is_taken = False
-                        at += 1
-                        continue
+                if prompt.is_taken and not _fit([*(one.prompt.reading for one in taken), reading]):
+                    prompt.is_taken = False
+                    at += 1
+                    continue
                 if prompt.is_taken:
                     taken.append(_Taken(waiting, prompt, settings))
                     left -= reading.left
@@ -253,3 +251,8 @@ class Admission:
         if waiting in self._waiting:
             self._waiting.remove(waiting)
             self._admitted()
+
+
+def _fit(readings: Sequence[Reading]) -> bool:
+    """Whether prompts may be read in one pass, in which each is padded to the longest; one always may."""
+    return len(readings) == 1 or len(readings) * max(one.left for one in readings) <= _AT_MOST
