@@ -67,7 +67,7 @@ class Evaluation:
     """Ids of evaluated documents of whose text retrieval can reach half or more; left out of it when
     `evaluate` was told so."""
     fitted: tuple[str, ...]
-    """Ids of evaluated documents that the settings saved for the selection were fitted to, which flatter them."""
+    """Ids of documents that the settings saved for the selection were fitted to: these flatter them."""
     by_frequency: tuple[Slice, ...]
     """Tokens divided by how often the selection holds them."""
     by_distance: tuple[Slice, ...]
