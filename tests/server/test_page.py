@@ -235,6 +235,23 @@ def test_a_prompt_is_continued_and_what_was_written_is_explained(opened, server)
     expect(page.page.locator("#status")).to_contain_text("reads at most 96 tokens")
 
 
+def test_nothing_can_be_asked_before_it_is_known_what_is_there(opened, server):
+    page, held = opened(server), []
+
+    def hold(route):
+        held.append(route)
+
+    page.page.route("**/v1/models", hold)
+    with page.page.expect_request("**/v1/models"):
+        page.page.reload()
+    explain = page.page.get_by_role("button", name="Explain")
+    expect(page.page.get_by_role("status")).to_have_text("Loading …")
+    expect(explain).to_be_hidden()
+    held[0].continue_()
+    expect(explain).to_be_visible()
+    page.explain()
+
+
 @pytest.mark.may_say("status of 401|status of 503")
 def test_a_key_is_asked_for_and_stays_in_the_tab(opened, serve, home, make_key):
     key = make_key(home, "--right", "read", "--right", "predict", "--domain", "letters")
