@@ -114,6 +114,9 @@ class KNNStore(StoreReader):
         """Flush and release everything; a second call does nothing."""
         self._opened.close()
 
+    def __repr__(self) -> str:
+        return f"KNNStore({str(self.home.path)!r}, mode={self.mode!r})"
+
     def __enter__(self) -> Self:
         return self
 

@@ -119,6 +119,7 @@ def test_a_model_that_was_moved_is_found_by_its_name(model_path, tmp_path) -> No
         knnstore.create(tmp_path / "home", str(moved))
     with knnstore.load(tmp_path / "home", model=tmp_path / "elsewhere", dtype="bfloat16") as lm:
         assert lm.base.dtype == torch.bfloat16
+        assert repr(lm.store) == f"KNNStore({str(tmp_path / 'home')!r}, mode='r')"
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
