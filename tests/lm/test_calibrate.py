@@ -101,6 +101,21 @@ def test_settings_that_were_chosen_stay_until_they_are_beaten_beyond_chance(lm):
     assert settings_for(lm.store) == beaten.settings == beaten.comparison.best.settings
 
 
+def test_settings_are_not_judged_by_the_text_that_they_were_fitted_to(lm):
+    def calibrate(texts):
+        return lm.calibrate(texts, max_k=16, networks=False)
+
+    first = calibrate(HELD_OUT)
+    fewer = calibrate(HELD_OUT[1:])
+    assert fewer.comparison.current.settings == first.settings, "they know more than these can tell"
+    lm.add(documents(RNG, PHRASES, "more", 6), domain="phrases")
+    for texts in (HELD_OUT, [*HELD_OUT, *documents(RNG, PHRASES, "g", 1)]):
+        again = calibrate(texts)
+        assert (again.kept, again.comparison.current, again.comparison.gain) == (False, None, None)
+        assert again.record == CalibrationRecord.of(lm.store)
+        assert (again.record.documents, again.record.records) == (len(texts), lm.store.record_count())
+
+
 def test_one_long_file_is_enough(lm):
     text = " ".join(document.text for document in documents(RNG, PHRASES, "part", 24))
     with pytest.raises(InputError, match="or 2,000 in fewer documents"):

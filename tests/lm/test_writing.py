@@ -187,7 +187,7 @@ def test_what_was_fitted_is_saved_before_writing_is_measured_and_measured_again_
     assert record is not None
     assert (settings.cache is not None, settings.scoring_only, record.written) == (True, ("cache",), ())
     save_settings(lm.store, replace(settings, scoring_only=()), (), record)  # as of an earlier version
-    found = lm.calibrate(repetitive, networks=False, ngrams=False)
+    found = lm.calibrate(repetitive[1:], networks=False, ngrams=False)
     assert found.kept
     assert found.settings == lm.knn == settings_for(lm.store) == settings
     assert [one.of for one in CalibrationRecord.of(lm.store).written] == [

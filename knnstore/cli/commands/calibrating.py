@@ -75,8 +75,9 @@ def calibrate(
     on its own too, and weights of their own are a candidate. The table gives held-out perplexities with
     intervals of 95 % over documents, and their ratio to that of the model alone. What is best is
     saved for these domains (or the whole store) and used by eval, generate and explain from then on; nothing
-    is saved unless it beats the model alone, and settings chosen before, beyond chance. The lowest of many is
-    low by luck too: what is saved with it is what to expect, of each half by the best on the other half.
+    is saved unless it beats the model alone, and settings chosen before, beyond chance; those that were fitted
+    to this very text are replaced. The lowest of many is low by luck too: what is saved with it is what to
+    expect, of each half by the best on the other half.
     Then beginnings of the documents are continued, and what makes text repeat itself, as a cache may, is left
     out by generate and by the server.
 

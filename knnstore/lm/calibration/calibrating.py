@@ -78,9 +78,9 @@ def calibrate(
     One pass of the model, with searches for k up to `PASS_K`, for larger k (or visits to more and fewer
     cells) and in each domain; then everything is fitted without either; see `compare`. Nothing is saved
     unless the perplexity is below the model's own, beyond chance, and below that of the settings in force,
-    where these were chosen by anybody and not derived. Then some documents' beginnings are
-    continued, and what makes text repeat itself counts in scoring only: of calibrated settings that stay too.
-    ``lm.knn`` has the settings from then on if it selects the same domains.
+    where these were chosen by anybody and not derived; those that were fitted to nothing but these documents
+    cannot be judged by them, and are replaced. Then some documents' beginnings are continued, and what makes
+    text repeat itself counts in scoring only: of calibrated settings that stay too. ``lm.knn`` has the settings from then on if it selects the same domains.
 
     Args:
         lm: the model, its store opened for writing.
@@ -128,6 +128,8 @@ def calibrate(
         raise InputError("the store is empty: add documents before calibrating")
     started = time.perf_counter()
     current, saved = usable_settings_for(store, selection), saved_for(store, selection)
+    if saved is not None and saved.fitted_on and saved.fitted_on <= distinct.keys():
+        current = None  # what it has learned by heart would pass for quality
     probes = DEFAULT_PROBES if store.has_cells else None
     needed = current and current.ngrams  # to judge them, also where no others are tried
     counted = needed or (NGramSettings() if ngrams else None)
