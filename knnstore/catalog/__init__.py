@@ -3,7 +3,7 @@
 from sqlalchemy import URL
 
 from knnstore.catalog.catalog import Catalog
-from knnstore.catalog.conditions import check_condition
+from knnstore.catalog.conditions import check_condition, fields_of
 from knnstore.catalog.connection import parse_url, place, shown, sqlite_url, without_password
 from knnstore.catalog.differing import Difference, change_of, other_ids
 from knnstore.catalog.keys import AccessKey, AccessKeys, Right
@@ -44,6 +44,7 @@ __all__ = [
     "StoredVersion",
     "change_of",
     "check_condition",
+    "fields_of",
     "other_ids",
     "parse_url",
     "place",

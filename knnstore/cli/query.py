@@ -123,7 +123,7 @@ class Query:
         if None in (self.k, self.temperature, self.lam):
             self._name_calibration(store, settings)
         if not _reached(store, settings):
-            why = why_nothing(settings.selection)
+            why = why_nothing(store, settings.selection)
             note(f"warning: nothing is retrieved, the model is alone: {why}")
         return settings
 
@@ -233,10 +233,21 @@ class ScoringQuery(Query):
     ] = None
 
 
-def why_nothing(selection: "Selection") -> str:
+def say_if_nothing(store: "KNNStore", selection: "Selection") -> None:
+    """Say why a selection has no document, if it has none."""
+    if not store.lengths(selection):
+        note(f"nothing is found: {why_nothing(store, selection)}")
+
+
+def why_nothing(store: "KNNStore", selection: "Selection") -> str:
     """Why a selection has no document."""
     if selection.where is not None:
-        return f"no document selected meets {selection.where!r}"
+        from knnstore.catalog import fields_of
+
+        having = {field: replace(selection, where=f"{field} exists") for field in fields_of(selection.where)}
+        unknown = ", ".join(field for field, chosen in having.items() if not store.lengths(chosen))
+        none_has = f", none has {unknown}" if unknown else ""
+        return f"no document selected meets {selection.where!r}{none_has}"
     tags = ", ".join(map(repr, selection.tags or ()))
     return f"no document selected has the tag {tags}" if tags else "no document is stored"
 

@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import text as sql
 
-from knnstore.catalog import Catalog, CatalogWriter, NewDocument, check_condition
+from knnstore.catalog import Catalog, CatalogWriter, NewDocument, check_condition, fields_of
+from knnstore.catalog.conditions import parsed
 from knnstore.errors import ConfigError
 
 Make = Callable[..., NewDocument]
@@ -123,6 +124,18 @@ def test_sql_finds_what_an_evaluator_finds(
         assert found == expected, written(condition)
     writer.retire([one.row for one in placed])
     writer.forget([one.row for one in placed])
+
+
+@given(conditions)
+@some
+def test_fields_are_named_as_one_writes_them(condition: Any) -> None:
+    def looked_at(operator: str, *parts: Any) -> set[tuple[str, ...]]:
+        below = parts if operator in ("and", "or", "not") else ()
+        return set().union(*(looked_at(*part) for part in below)) if below else {tuple(parts[0])}
+
+    named = fields_of(written(condition))
+    assert len(named) == len(set(named))
+    assert {parsed(f"{field} exists").field for field in named} == looked_at(*condition)
 
 
 LIKE = [

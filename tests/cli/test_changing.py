@@ -26,7 +26,10 @@ def test_sync_makes_a_domain_what_the_folder_is(knnstore, store, notes):
     (notes / "a.txt").write_text("The harbour is closed.")
     (notes / "b.md").rename(notes / "deep" / "b.md")
     planned = knnstore("sync notes --domain notes --dry-run --json").json
-    assert (planned["added"], planned["replaced"], planned["removed"]) == (["deep/b.md"], ["a.txt"], ["b.md"])
+    assert (planned["added"], planned["replaced"], planned["removed"]) == (1, 1, 1)
+    assert planned["ids"] == {
+        "added": ["deep/b.md"], "replaced": ["a.txt"], "described": [], "removed": ["b.md"],
+    }  # fmt: skip
     assert ids(knnstore) == {"a.txt", "b.md", "deep/c.txt"}
     shown = knnstore("sync notes --domain notes --dry-run").out.splitlines()
     assert shown == ["added deep/b.md", "replaced a.txt", "removed b.md", "1 added, 1 replaced, 1 removed"]
@@ -120,7 +123,7 @@ def test_several_documents_are_removed_or_none(knnstore, store):
 def test_documents_are_removed_by_tag(knnstore, store):
     knnstore("tag n-18 --add final")
     refused = knnstore("remove --tag nothing")
-    assert (refused.status, refused.err) == (1, "error: no document is chosen by tag 'nothing'\n")
+    assert (refused.status, refused.err) == (1, "error: no document selected has the tag 'nothing'\n")
     planned = knnstore("remove --tag final --dry-run").out.splitlines()
     assert planned[:3] == ["first.txt of letters", "second.txt of letters", "n-18 of news"]
     assert planned[3].startswith("would remove 3 documents: ")

@@ -179,7 +179,8 @@ def test_calibrated_settings_are_used_and_named(knnstore, store):
     assert knnstore("calibrate --show --domain news --json").json["domains"] == ["news"]
     assert knnstore("calibrate --reset --domain news --json").json == {"reset": True, "domains": ["news"]}
     assert knnstore("calibrate --show --domain news --json").json == shown
-    assert knnstore("calibrate --reset").out == "dropped what was saved for the whole store\n"
+    for said in ("dropped what was saved", "nothing is saved"):
+        assert knnstore("calibrate --reset").out == f"{said} for the whole store\n"
     assert knnstore("calibrate --show").out == "nothing is saved: the defaults are used\n"
     assert knnstore("eval dev.jsonl --json").json["mixer"] == "fixed"
 
@@ -287,7 +288,23 @@ def test_search_shows_the_nearest_passages(knnstore, store):
     assert (refused.status, refused.err) == (1, "error: the text is empty\n")
     nothing = knnstore("search boat --where \"autor = 'Ida'\"")
     assert (nothing.status, nothing.out) == (0, "")
-    assert nothing.err == "nothing is found: no document selected meets \"autor = 'Ida'\"\n"
+    why = "nothing is found: no document selected meets \"autor = 'Ida'\", none has autor\n"
+    assert nothing.err == why
+    for line in ("documents --json", "documents --count", "remove", "tag --add old"):
+        assert knnstore(f"{line} --where \"autor = 'Ida'\"").err == why
+    assert knnstore("documents --tag nothing").err == (
+        "nothing is found: no document selected has the tag 'nothing'\n"
+    )
+
+
+def test_a_key_for_a_domain_that_is_not_there_is_made_and_said(knnstore, store):
+    for domains, warned in (
+        ("letters", ""),
+        ("letters --domain nws", "warning: there is no domain nws yet\n"),
+    ):
+        made = knnstore(f"key add --right read --domain {domains} --json")
+        assert (made.status, made.json["domains"]) == (0, domains.split(" --domain "))
+        assert made.err == f"{warned}the key is printed only now; whoever has it has its rights\n"
 
 
 def test_explain_names_the_neighbors(knnstore, store):

@@ -54,6 +54,16 @@ class Some:
 Condition = Comparison | Exists | Not | Every | Some
 
 
+def fields(condition: Condition) -> tuple[Field, ...]:
+    """What it looks at, each once, as they stand there."""
+    match condition:
+        case Not(part):
+            return fields(part)
+        case Every(parts) | Some(parts):
+            return tuple(dict.fromkeys(field for part in parts for field in fields(part)))
+    return (condition.field,)
+
+
 def depth(condition: Condition) -> int:
     """How many conditions stand within each other."""
     match condition:

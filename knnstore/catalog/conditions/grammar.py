@@ -10,6 +10,7 @@
 """
 
 import math
+import re
 from functools import cache, lru_cache
 from typing import Any
 
@@ -22,6 +23,7 @@ from knnstore.catalog.conditions.condition import (
     Some,
     Value,
     depth,
+    fields,
 )
 from knnstore.errors import ConfigError
 
@@ -31,6 +33,7 @@ LONGEST = 4096
 DEEPEST = 12
 """Conditions within each other: SQLite's parser has 100 places on its stack."""
 
+_WORDS = {"or", "and", "not", "in", "like", "exists", "true", "false"}
 _GRAMMAR = r"""
 ?start: some
 ?some: every ("or"i every)*
@@ -70,6 +73,20 @@ def check_condition(text: object) -> None:
     if not isinstance(text, str):
         raise ConfigError(f"a condition is a string such as {EXAMPLE!r}, not {type(text).__name__}")
     parsed(text)
+
+
+def fields_of(text: str) -> tuple[str, ...]:
+    """The fields that a condition looks at, as one writes them in a condition.
+
+    Raises:
+        ConfigError: see `check_condition`.
+    """
+    return tuple(".".join(map(_written, field)) for field in fields(parsed(text)))
+
+
+def _written(name: str) -> str:
+    plain = re.fullmatch(r"[^\W\d]\w*", name) and name.lower() not in _WORDS
+    return name if plain else '"{}"'.format(name.replace('"', '""'))
 
 
 @lru_cache(256)

@@ -200,8 +200,8 @@ def search(
 
         selection = selected.selection()
         passages = lm.search(read_text(text), settings_for(lm.store, selection), limit=limit)
-    if not passages:
-        note(f"nothing is found: {why_nothing(selection)}")
+        if not passages:
+            note(f"nothing is found: {why_nothing(lm.store, selection)}")
     shown = "\n".join(line for passage in passages for line in _lines_of(passage))
     print_result([row_of(passage) for passage in passages], shown, as_json=as_json)
 

@@ -269,7 +269,7 @@ def sync(
                 ", ".join(f"{count:,} {name}" for name, count in result.items() if count and name in plan)
             )
             print_result(
-                {**result, "dry_run": True, **plan}, "\n".join(map(printable, lines)), as_json=as_json
+                {**result, "dry_run": True, "ids": plan}, "\n".join(map(printable, lines)), as_json=as_json
             )
             return
         if len(gone) > len(is_there):

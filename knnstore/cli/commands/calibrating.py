@@ -73,13 +73,12 @@ def calibrate(
     The model reads the documents once; then every candidate is fitted on half of the documents and judged
     on the other half, both ways (two-fold cross-fitting). Where there are 2 to 16 domains, each is searched
     on its own too, and weights of their own are a candidate. The table gives held-out perplexities with
-    intervals of 95 % over documents, and their ratio to that of the model alone. What is best is
-    saved for these domains (or the whole store) and used by eval, generate and explain from then on; nothing
-    is saved unless it beats the model alone, and settings chosen before, beyond chance; those that were fitted
-    to this very text are replaced. The lowest of many is low by luck too: what is saved with it is what to
-    expect, of each half by the best on the other half.
-    Then beginnings of the documents are continued, and what makes text repeat itself, as a cache may, is left
-    out by generate and by the server.
+    intervals of 95 % over documents, and their ratio to that of the model alone. What is best is saved for
+    these domains (or the whole store) and used by eval, generate and explain from then on; nothing is saved
+    unless it beats the model alone, and settings chosen before, beyond chance; those that were fitted to this
+    very text are replaced. The lowest of many is low by luck too: what is saved with it is what to expect, of
+    each half by the best on the other half. Then beginnings of the documents are continued, and what makes
+    text repeat itself, as a cache may, is left out by generate and by the server.
 
     A second table tells what it costs to leave out those searches that are expected to help least.
 
@@ -263,8 +262,8 @@ def _drop_saved(home: Path, domains: Sequence[str] | None, as_json: bool) -> Non
     chosen = tuple(domains or ())
     with knnstore.open(home, "a") as store:
         saved = store.settings(chosen)
-        is_there = saved is not None and bool(saved.query)
-        if saved is not None:
+        is_there = saved is not None and bool(saved.query) and saved.derived is None
+        if saved is not None and is_there:
             store.save_settings(SavedSettings(trained_substitute=saved.trained_substitute), chosen)
     where = ", ".join(chosen) or "the whole store"
     said = f"dropped what was saved for {where}" if is_there else f"nothing is saved for {where}"

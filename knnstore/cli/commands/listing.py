@@ -9,6 +9,7 @@ import knnstore
 from knnstore.cli.models import load_tokenizer
 from knnstore.cli.options import DEFAULT_HOME, HomeOption, InDomainOption, JsonOption, WhereOption
 from knnstore.cli.output import Verbatim, note, pairs, print_result, row_of, table
+from knnstore.cli.query import say_if_nothing
 
 if TYPE_CHECKING:
     from knnstore.datastore import Capabilities
@@ -47,6 +48,7 @@ def documents(
     domains, tags = (None if one is None else (one,) for one in (domain, tag))
     selection = knnstore.Selection(domains, tags, where=where)
     with knnstore.open(home) as store:
+        say_if_nothing(store, selection)
         if count:
             lengths = store.lengths(selection).values()
             found = {"documents": len(lengths), "tokens": sum(lengths)}

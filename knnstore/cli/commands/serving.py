@@ -18,7 +18,7 @@ from knnstore.cli.output import Lines, note, print_result, table
 from knnstore.errors import ConfigError
 
 if TYPE_CHECKING:
-    from knnstore.catalog import AccessKey, AccessKeys
+    from knnstore.catalog import AccessKey, Catalog
 
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
@@ -138,17 +138,20 @@ def key_add(
       knnstore key add --right predict --domain letters --expires 90d
       knnstore key add --right predict --requests 4 --tokens 60000
     """
-    from knnstore.catalog import Right
+    from knnstore.catalog import AccessKeys, Right
 
     try:
         given = [Right(right) for right in rights]
     except ValueError as error:
         raise typer.BadParameter(f"a right is one of {', '.join(Right)}", param_hint="'--right'") from error
     ends = None if expires is None else datetime.now(UTC) + _duration(expires)
-    with _keys(home) as keys:
-        made, secret = keys.add(
+    with _catalog(home) as catalog:
+        made, secret = AccessKeys(catalog).add(
             given, name=name, domains=domains, expires_at=ends, requests=requests, tokens=tokens
         )
+        missing = set(domains or ()) - {domain.name for domain in catalog.domains()}
+    if missing:
+        note(printable(f"warning: there is no domain {', '.join(sorted(missing))} yet"))
     note("the key is printed only now; whoever has it has its rights")
     print_result({**_row(made), "key": secret}, secret, as_json=as_json)
 
@@ -159,8 +162,10 @@ def key_list(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> No
     Examples:
       knnstore key list --json
     """
-    with _keys(home) as keys:
-        rows = [_row(key) for key in keys.all()]
+    from knnstore.catalog import AccessKeys
+
+    with _catalog(home) as catalog:
+        rows = [_row(key) for key in AccessKeys(catalog).all()]
     print_result(rows, table(rows, _COLUMNS), as_json=as_json)
 
 
@@ -174,22 +179,24 @@ def key_revoke(
     Examples:
       knnstore key revoke 0a1b2c3d4e5f
     """
-    with _keys(home) as keys:
-        gone = keys.revoke(id)
+    from knnstore.catalog import AccessKeys
+
+    with _catalog(home) as catalog:
+        gone = AccessKeys(catalog).revoke(id)
     print_result(
         {"revoked": _row(gone)}, printable(f"revoked {gone.id} {gone.name}".strip()), as_json=as_json
     )
 
 
 @contextmanager
-def _keys(home: Path) -> Iterator["AccessKeys"]:
-    """The keys of a store, whoever else has it open."""
-    from knnstore.catalog import AccessKeys, Catalog
+def _catalog(home: Path) -> Iterator["Catalog"]:
+    """The catalog of a store, whoever else has it open."""
+    from knnstore.catalog import Catalog
     from knnstore.store import Home
 
     catalog = Catalog.open(Home.open(home, writing=True).catalog_url)
     try:
-        yield AccessKeys(catalog)
+        yield catalog
     finally:
         catalog.close()
 

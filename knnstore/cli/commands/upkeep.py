@@ -21,6 +21,7 @@ from knnstore.cli.options import (
     confirm,
 )
 from knnstore.cli.output import Bar, note, print_result, row_of
+from knnstore.cli.query import say_if_nothing, why_nothing
 from knnstore.errors import DocumentNotFoundError, KnnstoreError
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def tag(
         chosen = knnstore.Selection(None if domain is None else (domain,), where=where)
         with knnstore.open(home, "a") as store:
             changed = store.retag_selected(chosen, add=add or (), remove=remove or ())
+            say_if_nothing(store, chosen)
         print_result({"documents": changed}, f"tags of {changed:,} documents changed", as_json=as_json)
         return
     with knnstore.open(home, "a") as store:
@@ -109,9 +111,8 @@ def remove(
             if document and len(gone) == 1:
                 result = row_of(gone[0])
         else:
-            whole = next(one for one in store.domains() if one.name == domain)
-            result = asdict(whole)
-            sentence = f"{whole.name}: {whole.documents:,} documents, {whole.tokens:,} tokens"
+            result = asdict(next(one for one in store.domains() if one.name == domain))
+            sentence = f"{domain}: {result['documents']:,} documents, {result['tokens']:,} tokens"
         if dry_run:
             lines = [f"{one.id} of {one.domain}" for one in gone if len(gone) > 1]
             text = "\n".join(map(printable, [*lines, f"would remove {sentence}"]))
@@ -143,9 +144,10 @@ def _chosen(
         return knnstore.Selection(tuple({one.domain for one in found}), documents=tuple(ids))
     domains, tags = (None if one is None else (one,) for one in (domain, tag))
     chosen = knnstore.Selection(domains, tags=tags, where=where)
-    if not store.lengths(chosen) and where is None:  # a condition may come from a clock, and find nothing
-        given = f"tag {tag!r}" if domain is None else f"domain {domain!r}, tag {tag!r}"
-        raise DocumentNotFoundError(f"no document is chosen by {given}")
+    if where is not None:
+        say_if_nothing(store, chosen)  # no error: a condition may come from a clock
+    elif not store.lengths(chosen):
+        raise DocumentNotFoundError(why_nothing(store, chosen))
     return chosen
 
 

@@ -80,7 +80,8 @@ def calibrate(
     unless the perplexity is below the model's own, beyond chance, and below that of the settings in force,
     where these were chosen by anybody and not derived; those that were fitted to nothing but these documents
     cannot be judged by them, and are replaced. Then some documents' beginnings are continued, and what makes
-    text repeat itself counts in scoring only: of calibrated settings that stay too. ``lm.knn`` has the settings from then on if it selects the same domains.
+    text repeat itself counts in scoring only: of calibrated settings that stay too. ``lm.knn`` has the
+    settings from then on if it selects the same domains.
 
     Args:
         lm: the model, its store opened for writing.
