@@ -1,6 +1,7 @@
 """Running a server: it is there at once, loads its model, and ends what runs when it is told to end."""
 
 import asyncio
+import gc
 import ipaddress
 import logging
 import signal
@@ -94,6 +95,9 @@ def _serve(config: Config, load: Callable[[], KNNLMForCausalLM], gate: Gate) -> 
             lm = load()
             try:
                 serving.begin(lm)
+                # What is there now stays: looking through it for garbage would stop all texts for .4 s.
+                gc.collect()
+                gc.freeze()
             except BaseException:
                 lm.store.close()
                 raise
