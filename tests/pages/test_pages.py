@@ -1,10 +1,13 @@
 """The pages are true and short: their Python and commands run, their links lead somewhere."""
 
 import re
+import shlex
 import shutil
 
 import pytest
+import typer
 
+from knnstore.cli import app
 from tests.pages.transcripts import ROOT, differences, run, steps
 
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -31,6 +34,29 @@ def test_the_commands_of_a_page_print_what_it_says(page, tmp_path):
     assert found
     for step, got in zip(found, run([step.command for step in found], tmp_path), strict=True):
         assert not differences(step.printed, got), f"{step.command}\n" + "\n".join(got)
+
+
+def commands(text):
+    """The knnstore commands in the examples of a page: what follows the name."""
+    starts = r"^ *(?:\$ )?(?:docker compose run --rm (?:-T )?)?knnstore (.*)"
+    for line in re.findall(starts, text.replace("\\\n", " "), re.MULTILINE):
+        words = shlex.split(line, comments=True)
+        ends = [at for at, word in enumerate(words) if word in ("|", "<", ">", "2>", "&&", "&")]
+        yield words[: min(ends, default=len(words))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_commands_of_a_page_can_be_given(page):
+    for words in commands(page.read_text()):
+        command, name, rest, context = typer.main.get_command(app), "knnstore", list(words), None
+        try:
+            while below := getattr(command, "commands", {}):
+                at = next((at for at, word in enumerate(rest) if word in below), len(rest))
+                context = command.make_context(name, rest[: at + 1], parent=context)
+                command, name, rest = below[rest[at]], rest[at], rest[at + 1 :]
+            command.make_context(name, rest, parent=context)
+        except Exception as error:
+            pytest.fail(f"knnstore {shlex.join(words)}: {error!r}")
 
 
 def slugs(page):
