@@ -70,7 +70,7 @@ def test_candidates_agree_with_the_evaluation(lm) -> None:
             assert ppl(mixed) == pytest.approx(evaluated.knn_ppl, rel=near), name
             assert float(lam.mean()) == pytest.approx(evaluated.lam, rel=2 * near, abs=1e-6), name
     assert lm.knn == found.settings
-    current = lm.calibrate(HELD_OUT).comparison.current
+    current = lm.calibrate(HELD_OUT[1:]).comparison.current  # which are not all that it was fitted to
     assert current.settings == found.settings
 
 

@@ -47,6 +47,9 @@ def definition(before: list[int], order: int) -> tuple[dict[int, float], tuple[i
 @given(texts=TEXTS, order=st.integers(2, 6))
 def test_scored_text_has_the_probabilities_of_the_definition(texts, order) -> None:
     read = ReadOwnNGrams([np.array(text, np.uint32) for text in texts], order)
+    every = np.arange(len(texts[0]) if texts else 0)
+    if len(every):
+        found, best = (read.occurrences(every, most) for most in (len(every), 2))
     for number, text in enumerate(texts):
         probs, suffixes = read.gold(np.full(len(text), number), np.arange(len(text)))
         for at, token in enumerate(text):
@@ -57,11 +60,11 @@ def test_scored_text_has_the_probabilities_of_the_definition(texts, order) -> No
                 continue
             assert float(probs[at]) == pytest.approx(expected.get(token, 0.0), abs=1e-6)
             if number == 0:
-                places = read.occurrences(at, len(text))
+                places = found[at]
                 assert sum(one.share for one in places) == pytest.approx(float(probs[at]), abs=1e-6)
                 assert all(text[one.position] == token and one.position < at for one in places)
                 shares = sorted((one.share for one in places), reverse=True)
-                assert [one.share for one in read.occurrences(at, 2)] == shares[:2]
+                assert [one.share for one in best[at]] == shares[:2]
                 for one in places:
                     assert text[one.position - one.matched : one.position] == text[at - one.matched : at]
 

@@ -51,8 +51,8 @@ def test_counts_of_some_documents_are_those_of_dictionaries(texts, asked, order,
         came = text[1 - begun :]  # no token comes after the last context
         gold = [row[token] for row, token in zip(rows, came, strict=False)]
         np.testing.assert_allclose(matches.gold(at[: len(came)], order), gold, atol=1e-6)
-        for place, token, row, context in zip(at.tolist(), came, rows, contexts, strict=False):
-            found = matches.occurrences(place, order, 1000)
+        places = matches.occurrences(at[: len(came)], order, 1000)
+        for place, found, token, row, context in zip(at.tolist(), places, came, rows, contexts, strict=False):
             unigrams = matches.distribution(np.array([place]), order).rest[0] * counts.unigrams[token]
             assert sum(one.share for one in found) + unigrams == pytest.approx(row[token], abs=1e-6)
             for one in found:

@@ -66,10 +66,10 @@ class Credits:
         nothing = np.zeros(int(known.sum()))
         numbers = np.concatenate([holders[rows, columns], there[known]])
         base = int(numbers.max(initial=0)) + 1
-        pairs, first, of = np.unique(
-            np.concatenate([rows, given.rows[known]]) * base + numbers, return_index=True, return_inverse=True
-        )
-        ids = np.concatenate([mixed.ids[rows, columns], given.ids[known]])[first]
+        # A million of them: to ask for the first of each pair would take another way of sorting, a slow one.
+        pairs, of = np.unique(np.concatenate([rows, given.rows[known]]) * base + numbers, return_inverse=True)
+        ids = np.empty(len(pairs), np.int64)
+        ids[of] = np.concatenate([mixed.ids[rows, columns], given.ids[known]])
         mass, hit, taken = (
             np.bincount(of, values, len(pairs))
             for values in (

@@ -117,6 +117,7 @@ def _places(
     causes = found_by_keys(*of_store, given.topk(wanted).indices)
     numbers = {component.name: number for number, component in enumerate(mixture.components)}
     here = mixture.weights_in(numbers.get("cache", 0))
+    own = [] if own_ngrams is None else own_ngrams.occurrences(scores.positions[rows], count)
     for at, row in enumerate(rows.tolist()):
         position, token = int(scores.positions[row]), int(scores.gold[row])
         if row in occurrences:
@@ -125,9 +126,9 @@ def _places(
             )
             nearest[at] += more
             causes[at] += more
-        if own_ngrams is not None:
+        if own:
             share = float(mixture.share_in(numbers["own n-grams"])[row])
-            more = found_by_own_ngrams(tokens, position, own_ngrams.occurrences(position, count), share)
+            more = found_by_own_ngrams(tokens, position, own[at], share)
             nearest[at] += more
             causes[at] += more
         if isinstance(scores.recent, Recent):
@@ -155,7 +156,7 @@ def _occurrences(
     """The places where n-grams that end in some of the tokens were found."""
     if ngrams is None:
         return {}
-    return {row: ngrams.occurrences(int(scores.positions[row]), most) for row in rows.tolist()}
+    return dict(zip(rows.tolist(), ngrams.occurrences(scores.positions[rows], most), strict=True))
 
 
 def _to_credit(

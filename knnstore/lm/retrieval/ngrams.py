@@ -38,9 +38,9 @@ class ReadNGrams:
             return None
         return cls(store.ngrams(settings.selection), texts, settings.ngrams.order)
 
-    def occurrences(self, position: int, most: int) -> list[Occurrence]:
-        """Where the token at a position of the first text was found; see `Matches.occurrences`."""
-        return self.matches.occurrences(int(self.matches.firsts[0]) + position - 1, self.order, most)
+    def occurrences(self, positions: NDArray[np.int64], most: int) -> list[list[Occurrence]]:
+        """Where the tokens at some positions of the first text were found; see `Matches.occurrences`."""
+        return self.matches.occurrences(self.matches.firsts[0] + positions - 1, self.order, most)
 
     def gold(self, documents: Tokens, positions: Tokens) -> tuple[Tensor, Tensor]:
         """What is said of n tokens, given by document and position.

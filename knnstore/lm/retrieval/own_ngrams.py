@@ -58,22 +58,23 @@ class ReadOwnNGrams:
         at = self._laid.firsts[documents] + positions - 1
         return torch.from_numpy(self._probs[at]), torch.from_numpy(self._suffixes[at])
 
-    def occurrences(self, position: int, most: int) -> list[Occurrence]:
-        """Where the token at a position of the first text came after the same words before.
+    def occurrences(self, positions: Tokens, most: int) -> list[list[Occurrence]]:
+        """Where the tokens at some positions of the first text came after the same words before.
 
-        At most so many places, those that give most to it.
+        At most so many places of each, those that give most to it.
         """
-        at = int(self._laid.firsts[0]) + position
-        found = _before(self._laid, np.array([at - 1]), self._order)
-        places = np.flatnonzero(self._laid.symbols[found.places] == self._laid.symbols[at])
-        places = places[np.argsort(-found.probs[places], kind="stable")[:most]]
+        symbols, first = self._laid.symbols, int(self._laid.firsts[0])
+        at = first + positions
+        found = _before(self._laid, at - 1, self._order)
+        same = np.flatnonzero(symbols[found.places] == symbols[at][found.rows])
+        same = same[np.lexsort((-found.probs[same], found.rows[same]))]
+        ends = np.searchsorted(found.rows[same], np.arange(1, len(at)))
         return [
-            Occurrence(
-                int(found.places[one] - self._laid.firsts[0]),
-                int(found.matched[one]),
-                float(found.probs[one]),
-            )
-            for one in places
+            [
+                Occurrence(int(found.places[one]) - first, int(found.matched[one]), float(found.probs[one]))
+                for one in of[:most]
+            ]
+            for of in np.split(same, ends)
         ]
 
 

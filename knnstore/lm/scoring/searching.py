@@ -103,8 +103,8 @@ def _by_keys(store: Reader, keys: Keys, settings: KNNSettings) -> dict[int, floa
 def _by_words(store: Reader, tokens: Sequence[int], selection: Selection) -> dict[int, float]:
     """The share of each stored token that is one of these, with the longest run of them before it."""
     matches, totals = Matches.of(store.ngrams(selection), [np.array(tokens)], [False]), dict[int, float]()
-    for before, token in enumerate(tokens[1:]):
-        found = matches.occurrences(before, LONGEST_NGRAM, _NEIGHBORS)
+    places = matches.occurrences(np.arange(len(tokens) - 1), LONGEST_NGRAM, _NEIGHBORS)
+    for found, token in zip(places, tokens[1:], strict=True):
         longest = [one for one in found if one.matched == found[0].matched]
         positions = np.array([one.position for one in longest], np.int64)
         for id in record_ids(positions, np.full(len(longest), token)).tolist():

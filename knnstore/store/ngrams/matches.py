@@ -1,6 +1,6 @@
 """What counts of n-grams say about some texts: probabilities, and the places that they are from."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -152,28 +152,35 @@ class Matches:
             successors[there] = self._counts.new[length + 1].count(starts[there], stops[there])
         return Suffixes(lengths, counts, successors)
 
-    def occurrences(self, at: int, order: int, most: int) -> list[Occurrence]:
-        """Where the token that comes after a context was found, at most so many places for each length.
+    def occurrences(self, at: Places, order: int, most: int) -> list[list[Occurrence]]:
+        """Where the tokens that come after contexts were found, at most so many places for each length.
 
-        Shares add up to the token's probability but for the unigrams' part, unless there are more places.
+        Shares add up to a token's probability but for the unigrams' part, unless there are more places.
         Those that have most of the context come first.
         """
-        text, rest, context = self._counts.text, 1.0, np.array([at])
-        found: dict[int, tuple[int, float]] = {}
+        text, rest = self._counts.text, np.ones(len(at))
+        found: list[dict[int, tuple[int, float]]] = [{} for _ in at]
         for length in reversed(range(1, order)):
-            level = self._level(context, length, order)
-            starts, stops = self._at(context, length, length + 1)
-            count = int(stops[0] - starts[0]) if level.there[0] else 0
-            if count:
-                seen = int(self._count(length + 1, starts, stops, order)[0])
-                each = rest * max(seen - level.discount, 0.0) / int(level.total[0]) / count
-                for place, (matched, share) in found.items():  # they have this shorter end as well
-                    found[place] = matched, share + each
-                listed = text.order[int(starts[0]) :][: min(count, most + len(found))] + length
-                for place in [place for place in listed.tolist() if place not in found][:most]:
-                    found[place] = length, each
-            rest *= float(level.left[0])
-        return [Occurrence(text.position_of(place), *of) for place, of in found.items()]
+            level = self._level(at, length, order)
+            starts, stops = self._at(at, length, length + 1)
+            rows = np.flatnonzero(level.there & (stops > starts))
+            counts = (stops - starts)[rows]
+            seen = self._count(length + 1, starts[rows], stops[rows], order)
+            shares = rest[rows] * np.maximum(seen - level.discount, 0.0) / level.total[rows] / counts
+            columns = (one.tolist() for one in (rows, starts[rows], counts, shares))
+            for row, start, count, each in zip(*columns, strict=True):
+                places = found[row]
+                for place, (matched, share) in places.items():  # they have this shorter end as well
+                    places[place] = matched, share + each
+                listed = text.order[start : start + min(count, most + len(places))] + length
+                for place in [place for place in listed.tolist() if place not in places][:most]:
+                    places[place] = length, each
+            rest = rest * level.left
+        return [self._occurrences(of) for of in found]
+
+    def _occurrences(self, found: Mapping[int, tuple[int, float]]) -> list[Occurrence]:
+        positions = self._counts.text.positions_of(np.array(list(found), np.int64)).tolist()
+        return [Occurrence(at, *of) for at, of in zip(positions, found.values(), strict=True)]
 
     def _level(self, at: Places, length: int, order: int) -> _Level:
         counts = self._counts

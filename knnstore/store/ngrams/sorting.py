@@ -85,10 +85,10 @@ class SortedText:
         """What it takes in memory."""
         return sum(one.nbytes for one in (self.symbols, self.firsts, self.positions, self.order))
 
-    def position_of(self, place: int) -> int:
-        """The position in the store of the token at a place."""
-        document = int(np.searchsorted(self.firsts, place, side="right")) - 1
-        return int(self.positions[document]) + place - int(self.firsts[document])
+    def positions_of(self, places: Places) -> Places:
+        """The positions in the store of the tokens at some places."""
+        documents = np.searchsorted(self.firsts, places, side="right") - 1
+        return self.positions[documents] + places - self.firsts[documents]
 
     def only(self, chosen: NDArray[np.bool_]) -> Self:
         """Some of the documents, by a mask: what is left of the order is in order."""
