@@ -6,6 +6,7 @@ import re
 import socket
 import threading
 import time
+from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
@@ -88,12 +89,12 @@ def test_a_body_that_does_not_come_is_refused(impatient):
 
 
 def test_an_idle_connection_outlives_what_clients_keep_one_for(server):
-    with socket.create_connection(address(server)) as idle:
-        idle.settimeout(10)
-        for pause in (0, 5.5):
-            time.sleep(pause)
-            idle.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            assert idle.recv(1000).startswith(b"HTTP/1.1 200 ")
+    idle = HTTPConnection(*address(server), timeout=10)  # which fails where the server has ended it
+    for pause in (0, 5.5):
+        time.sleep(pause)
+        idle.request("GET", "/health/live")
+        assert idle.getresponse().read() == b'{"status":"alive"}'
+    idle.close()
 
 
 def test_an_answer_that_takes_longer_than_a_body_may_is_given(served, impatient):
