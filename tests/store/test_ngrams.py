@@ -60,6 +60,12 @@ def test_counts_of_some_documents_are_those_of_dictionaries(texts, asked, order,
                 there = [-1, *kept[document]]
                 assert there[offset + 1] == token
                 assert there[: offset + 1][-one.matched :] == context[-one.matched :]
+            (few,) = matches.occurrences(np.array([place]), order, 2)  # of each length
+            listed = 0
+            for length in range(order - 1, 0, -1):
+                there = sum(one.matched >= length for one in found)
+                listed += min(2, there - listed)
+                assert sum(one.matched >= length for one in few) == listed
 
 
 @settings(max_examples=50, deadline=None)
