@@ -12,7 +12,8 @@ ratios are medians of the rounds.
   explanation of 200 tokens, and with a second one.
 - ``streams``: tokens a second of 8 streams to those of one; of one stream to those of `generate`.
 - ``scoring``: tokens a second of 8 requests with ``echo`` at a time to those of `evaluate`.
-- ``first``: seconds to the first token of a stream, alone and beside 7 others.
+- ``first``: seconds to the first token of a stream, alone; beside 7 others that are being written; and beside
+  7 that end and begin together, so that some prompts are read at the same time as seven others.
 - ``mixed``: with ``--minutes``, requests of all kinds at random times, half as many as the server can answer:
   errors, and how much its memory grows after the first five minutes, or the first half.
 
@@ -51,7 +52,8 @@ SUMMARY = {
     "streams_8_to_1": ("streams", "many_to_one"),
     "stream_to_generate": ("streams", "one_to_in_process"),
     "scoring_to_evaluate": ("scoring", "to_in_process"),
-    "first_token_p99_to_alone": ("first", "p99_to_alone"),
+    "first_token_p99_to_alone": ("first", "beside_p99_to_alone"),
+    "first_token_p99_where_all_begin_to_alone": ("first", "together_p99_to_alone"),
     "failed": ("mixed", "failed"),
     "memory_growth": ("mixed", "growth"),
 }
@@ -128,29 +130,38 @@ async def start(load: Load, started: float, text: str) -> Body:
 
 
 async def first_token(load: Load, prompts: list[str], count: int) -> Body:
-    """Seconds to the first token of a stream, alone and beside 7 others that do not end."""
+    """Seconds to the first token of a stream: alone, beside 7 others, and beside 7 that begin together."""
 
     async def measured() -> list[float]:
         return [(await load.stream(prompts[at % len(prompts)], max_tokens=2))[0] for at in range(count)]
 
-    async def endless(seed: int) -> None:
+    async def endless(seed: int, first: int) -> None:
+        await load.stream(prompts[seed], max_tokens=first)
         for number in range(1_000_000):
             await load.stream(prompts[(seed + number) % len(prompts)])
 
+    async def beside(first_of: Callable[[int], int]) -> list[float]:
+        others = [asyncio.ensure_future(endless(seed, first_of(seed))) for seed in range(MANY - 1)]
+        await asyncio.sleep(1)
+        found = await measured()
+        for other in others:
+            other.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        return found
+
     await load.stream(prompts[0], max_tokens=2)
-    alone = await measured()
-    others = [asyncio.ensure_future(endless(seed)) for seed in range(MANY - 1)]
-    await asyncio.sleep(1)
-    beside = await measured()
-    for other in others:
-        other.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+    found = {
+        "alone": await measured(),
+        "beside": await beside(lambda seed: NEW * (seed + 1) // (MANY - 1)),  # which end one by one
+        "together": await beside(lambda _: NEW),
+    }
     return {
-        "alone_median": median(alone),
-        "alone_p99": quantile(alone, 0.99),
-        "beside_median": median(beside),
-        "beside_p99": quantile(beside, 0.99),
-        "p99_to_alone": round(quantile(beside, 0.99) / statistics.median(alone), 2),
+        **{f"{name}_median": median(seconds) for name, seconds in found.items()},
+        **{f"{name}_p99": quantile(seconds, 0.99) for name, seconds in found.items()},
+        **{
+            f"{name}_p99_to_alone": round(quantile(found[name], 0.99) / statistics.median(found["alone"]), 2)
+            for name in ("beside", "together")
+        },
     }
 
 

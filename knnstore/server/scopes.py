@@ -53,10 +53,11 @@ class Scopes:
         self.model = model
         self._store = store
         self._settings: OrderedDict[tuple[int, Scope], KNNSettings] = OrderedDict()
+        self._names: tuple[int, frozenset[str]] = -1, frozenset()
 
     def first(self) -> list[Scope]:
         """The scopes that requests are likely to have: each domain, and all of them."""
-        domains = tuple(sorted(domain.name for domain in self._store.domains()))
+        domains = tuple(sorted(self._there()))
         each = [Scope((domain,)) for domain in domains[:_MOST_FIRST]]
         return [*each, Scope(domains)] if 1 < len(domains) <= _MOST_FIRST else each
 
@@ -110,7 +111,7 @@ class Scopes:
         return found
 
     def _made(self, scope: Scope) -> KNNSettings:
-        there = {domain.name for domain in self._store.domains()}
+        there = self._there()
         domains = tuple(domain for domain in scope.domains if domain in there)
         if not domains:
             return _ALONE
@@ -121,10 +122,17 @@ class Scopes:
         )
         return replace(settings, pointers=None)  # they begin with a prompt: texts would not be independent
 
+    def _there(self) -> frozenset[str]:
+        """The names of all domains, read once in each revision; to be called in any thread."""
+        revision = self._store.revision()
+        if self._names[0] != revision:
+            self._names = revision, frozenset(domain.name for domain in self._store.domains())
+        return self._names[1]
+
     def _domains_of(self, name: str, access: Access) -> tuple[str, ...]:
         model, *parts = name.removeprefix(self.model).split("+")
         domains = tuple(sorted({part.replace("%2B", "+").replace("%25", "%") for part in parts}))
-        there = {domain.name for domain in self._store.domains()} if domains else set()
+        there = self._there() if domains else frozenset()
         if (
             not name.startswith(self.model)
             or model
