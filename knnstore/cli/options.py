@@ -60,13 +60,12 @@ InDomainOption = Annotated[
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
-def confirm(what: str, yes: bool, *, needed: bool = True) -> None:
-    """Ask at a terminal whether something is to be done.
+def confirm(what: str, yes: bool) -> None:
+    """Ask at a terminal whether something is to be done; without one it must have been said.
 
     Args:
         what: will happen.
         yes: it was said already.
-        needed: without a terminal it must have been.
 
     Raises:
         ConfigError: it is not to be done.
@@ -77,8 +76,7 @@ def confirm(what: str, yes: bool, *, needed: bool = True) -> None:
         if typer.confirm(f"{printable(what)}. Go on?", err=True):
             return
         raise ConfigError("nothing was changed")
-    if needed:
-        raise ConfigError(f"{what}: say --yes if that is meant, --dry-run shows it")
+    raise ConfigError(f"{what}: say --yes if that is meant, --dry-run shows it")
 
 
 def seed_option(help: str) -> Any:

@@ -377,7 +377,10 @@ def test_what_is_removed_is_gone(knnstore, store):
     done = knnstore("remove n-17 --json").json["removed"]
     assert (done["ids"], done["documents"]) == (["n-17"], 1)
     assert knnstore("show n-17").status == 1
-    assert knnstore("remove --domain news").out.startswith("removed news: 2 documents")
+    refused = knnstore("remove --domain news")
+    assert (refused.status, refused.out) == (1, "")
+    assert refused.err.startswith("error: all of news goes, 2 documents: say --yes if that is meant")
+    assert knnstore("remove --domain news --yes").out.startswith("removed news: 2 documents")
     assert [row["name"] for row in knnstore("domains --json").json] == ["letters"]
     after = knnstore("eval held-out.jsonl --json").json
     assert after["knn_ppl"] == before["knn_ppl"]

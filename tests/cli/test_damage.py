@@ -47,7 +47,7 @@ def test_a_damaged_store_is_mended_by_removing_and_adding(knnstore, store, how, 
     assert "not reached: a damaged file of keys: " in erased.err
     assert path.name in erased.err
     assert knnstore("optimize").status == 0
-    assert knnstore("remove --domain letters").status == 0
+    assert knnstore("remove --domain letters --yes").status == 0
     assert knnstore("verify").status == 0
     assert knnstore("add letters --domain letters").status == 0
     assert knnstore("verify").status == 0

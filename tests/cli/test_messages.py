@@ -131,6 +131,6 @@ def test_a_domain_is_not_removed_at_a_terminal_without_a_yes(store):
 
     status, said = answered(b"n\n")
     assert status == 1
-    assert "removing news: 3 documents" in said
+    assert "all of news goes, 3 documents. Go on?" in said
     assert "error: nothing was changed" in said
     assert answered(b"y\n")[0] == 0

@@ -29,7 +29,7 @@ def test_help_loads_no_engine_and_commands_without_a_model_load_no_torch(store):
     )
     lines = [
         "domains", "documents", "show n-17", "tag n-17 --add t", "info", "verify", "repair", "optimize",
-        "adapters", "move --store faiss", "remove --domain news", "db upgrade",
+        "adapters", "move --store faiss", "remove --domain news --yes", "db upgrade",
     ]  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-c", program, *lines], capture_output=True, text=True, check=False
@@ -70,7 +70,7 @@ def test_ctrl_c_keeps_what_was_committed_and_the_same_command_goes_on(knnstore, 
 def test_two_processes_cannot_write_at_once(knnstore, store):
     with library.open(store, "a") as first:
         second = subprocess.run(
-            [*KNNSTORE, "remove", "--domain", "news"], capture_output=True, text=True, check=False
+            [*KNNSTORE, "remove", "--domain", "news", "--yes"], capture_output=True, text=True, check=False
         )
         assert (second.returncode, second.stdout) == (1, "")
         assert f"is being written by process {os.getpid()} on " in second.stderr
@@ -78,7 +78,7 @@ def test_two_processes_cannot_write_at_once(knnstore, store):
         assert len(knnstore("domains --json").json) == 2
         first.remove_domain("letters")
     assert [row["name"] for row in knnstore("domains --json").json] == ["news"]
-    assert knnstore("remove --domain news").status == 0
+    assert knnstore("remove --domain news --yes").status == 0
 
 
 def test_a_reader_that_has_seen_enough(store):

@@ -38,7 +38,7 @@ def test_a_full_disk_can_be_read_and_removed_from(engine, disk, steps) -> None:
     full.fill()
     steps.well("command", "remove", "--document", "a", "--home", home)
     full.fill()
-    steps.well("command", "remove", "--domain", "y", "--home", home)
+    steps.well("command", "remove", "--domain", "y", "--yes", "--home", home)
     assert full.free or engine == "qdrant"  # which keeps its files as they are
     assert steps.well("check", home, N).ids == ["b"]
     full.relieve()
@@ -55,7 +55,7 @@ def test_removing_needs_no_more_than_the_reserve(disk, steps) -> None:
     steps.well("create", home, "faiss")
     steps.well("add", home, "x", ["a", "b", "c", "d", "e", "f", "g", "h"], 40_000)
     full.fill()
-    assert steps.well("command", "remove", "--domain", "x", "--home", home).err == ""
+    assert steps.well("command", "remove", "--domain", "x", "--yes", "--home", home).err == ""
     assert steps.well("check", home, N).ids == []
     assert full.free > 1 << 20
 
@@ -68,7 +68,7 @@ def test_many_documents_at_once_need_no_more_either(disk, steps) -> None:
     steps.well("add", home, "y", ["a"], N)
     steps.well("add_many", home, "x", 1500, title=3000)
     full.fill()
-    assert steps.well("command", "remove", "--domain", "x", "--home", home).err == ""
+    assert steps.well("command", "remove", "--domain", "x", "--yes", "--home", home).err == ""
     assert steps.well("check", home, N).ids == ["a"]
 
 

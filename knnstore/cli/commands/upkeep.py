@@ -86,8 +86,8 @@ def remove(
     """Remove documents, also all with a tag or whose metadata meet a condition, or a whole domain.
 
     When the command ends, nothing of it is retrieved by any process. Its tokens and keys stay readable in
-    the files of the engine and of the database, for whoever reads these, until `knnstore erase`. At a
-    terminal it asks before a whole domain goes.
+    the files of the engine and of the database, for whoever reads these, until `knnstore erase`. Before a
+    whole domain goes it asks at a terminal, and elsewhere takes --yes.
 
     Examples:
       knnstore remove second.txt
@@ -121,7 +121,7 @@ def remove(
         if ids or by_kind:
             store.remove_selected(chosen)
         else:
-            confirm(f"removing {sentence}", yes, needed=False)
+            confirm(f"all of {domain} goes, {result['documents']:,} documents", yes)
             store.remove_domain(str(domain))
         sentence = f"removed {sentence}"
         try:
