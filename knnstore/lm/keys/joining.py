@@ -13,6 +13,7 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from knnstore.errors import ConfigError
 
@@ -90,9 +91,9 @@ class Joining:
         """
         if not self.discounts:
             return states
-        states = states.float()
         if attended is None:
-            attended = torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
+            return self.after(pad(states, (0, 0, len(self.discounts), 0)))
+        states = states.float()
         read = attended.cumsum(1) - 1  # how many tokens of the text are before each
         columns = (~attended).to(torch.uint8).argsort(dim=1, stable=True)  # where these are, in order
         parts = [states]
@@ -101,3 +102,18 @@ class Joining:
             earlier = discount * states.take_along_dim(at[..., None], 1)
             parts.append(earlier.masked_fill((read < back)[..., None], 0))
         return torch.cat(parts, -1)
+
+    def after(self, states: Tensor) -> Tensor:
+        """Make keys of the states of some texts without padding, but for the first, which are before them.
+
+        Args:
+            states: shape (b, discounts + t, d); zeros where a text has not begun.
+
+        Returns:
+            As of a call, shape (b, t, states * d).
+        """
+        states, count = states.float(), len(self.discounts)
+        length = states.shape[1] - count
+        earlier = (states[:, count - back :][:, :length] for back in range(1, count + 1))
+        weighed = (discount * state for discount, state in zip(self.discounts, earlier, strict=True))
+        return torch.cat([states[:, count:], *weighed], -1)

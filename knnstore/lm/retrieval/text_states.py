@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from knnstore.lm.reading import Encoder, Tokens
 from knnstore.lm.retrieval.prefix_states import PADDING, PrefixStates, prefix_names, unpadded
@@ -20,6 +21,7 @@ class TextStates:
     def __init__(self, encoder: Encoder) -> None:
         self._encoder = encoder
         self._states: PrefixStates[Tensor] = PrefixStates(_STATES_KEPT)
+        """What the next key takes of the states up to each token, oldest first, shape (count, d)."""
 
     def keys(
         self,
@@ -56,26 +58,39 @@ class TextStates:
             return joining(states, attention_mask.to(states.device) != 0)
         length, count = states.shape[1], len(joining.discounts)
         attended = (sequence_ids[:, -length:] != PADDING).to(states.device)
-        past = unpadded(sequence_ids[:, :-length])
-        before = states.new_zeros(len(past), count, states.shape[2])
-        known = attended.new_zeros(len(past), count)
-        for row, text in enumerate(past):
-            if len(text):
-                found = self._last(text, count)
-                before[row, : len(found)], known[row, : len(found)] = found, True
+        texts, new = unpadded(sequence_ids), attended.sum(1).tolist()
+        read = [text[: len(text) - more] for text, more in zip(texts, new, strict=True)]
+        known = torch.cat([torch.stack([self._before(text, states) for text in read]), states], 1)
+        is_padded = min(new) < length
         if goes_on:
-            self._keep(unpadded(sequence_ids), attended, states)
-        return joining(torch.cat([before, states], 1), torch.cat([known, attended], 1))[:, count:]
+            for text, row, there in zip(texts, known, attended, strict=True):
+                self._keep(text, torch.cat([row[:count], row[count:][there]]) if is_padded else row)
+        if not is_padded:
+            return joining.after(known)
+        back = torch.arange(count, 0, -1, device=states.device)
+        is_known = back <= torch.tensor([len(text) for text in read], device=states.device)[:, None]
+        return joining(known, torch.cat([is_known, attended], 1))[:, count:]
 
-    def _last(self, text: Tokens, count: int) -> Tensor:
-        """The last states of what was read of a text, shape (at most count, d)."""
-        known = self._states.get(prefix_names(text, max(0, len(text) - count)))
-        found = [state for state in known if state is not None]
-        if len(found) < len(known):
-            return self._encoder.key_states(text[None])[0, -count:]
-        return torch.stack(found)
+    def _before(self, text: Tokens, like: Tensor) -> Tensor:
+        """What is kept at the end of a text, zeros before its beginning; shape (count, d)."""
+        count = len(self._encoder.joining.discounts)
+        if not len(text):
+            return like.new_zeros(count, like.shape[2])
+        (last,) = self._states.get(prefix_names(text, len(text) - 1))
+        if last is None:
+            last = self._encoder.key_states(text[None])[0, -count:].to(like)
+            last = pad(last, (0, 0, count - len(last), 0))
+        return last
 
-    def _keep(self, texts: list[Tokens], attended: Tensor, states: Tensor) -> None:
-        for text, new, row in zip(texts, attended, states, strict=True):
-            latest = row[new][-_OF_A_PASS:].clone()  # not a part of all states, which would stay with it
-            self._states.put(prefix_names(text, len(text) - len(latest)), list(latest))
+    def _keep(self, text: Tokens, states: Tensor) -> None:
+        """Keep, for each of the last tokens of a text, its state and those before it.
+
+        Args:
+            text: all its tokens.
+            states: `count` from before the pass, and one of each token of it.
+        """
+        count = len(self._encoder.joining.discounts)
+        most = min(_OF_A_PASS, len(states) - count)
+        latest = states[len(states) - most - count + 1 :].clone()  # not a part of all, which would stay
+        names = prefix_names(text, len(text) - most)
+        self._states.put(names, [latest[at : at + count] for at in range(most)])
