@@ -191,6 +191,23 @@ def test_padding_anywhere_is_no_state(knn_gpt2):
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("split", [2, 4, 5])
+def test_a_prompt_read_in_parts_has_the_keys_of_the_whole(knn_gpt2, split, monkeypatch):
+    """Some rows begin in the first part, others in the second, one with a single token behind it."""
+    monkeypatch.setattr(knn_gpt2.encoder, "key_states", lambda _: pytest.fail("states were forgotten"))
+    texts, given = torch.where(MASK.bool(), IDS, -1), padded(IDS, MASK)
+    with torch.no_grad():
+        whole, found, past = knn_gpt2(**given).logits, [], None
+        for part in (slice(0, split), slice(split, 6)):
+            output = knn_gpt2(
+                IDS[:, part], MASK[:, : part.stop], given["position_ids"][:, part], past,
+                sequence_ids=texts[:, : part.stop], use_cache=True,
+            )  # fmt: skip
+            past = output.past_key_values
+            found.append(output.logits)
+    torch.testing.assert_close(torch.cat(found, 1)[MASK.bool()], whole[MASK.bool()], atol=1e-4, rtol=1e-4)
+
+
 def test_what_came_before_must_be_known(knn_gpt2):
     with torch.no_grad():
         whole = knn_gpt2(IDS[2:]).logits
