@@ -37,6 +37,7 @@ from knnstore.lm.model import (
     read_part,
 )
 from knnstore.lm.reading import Added, Detokenizer, Synced, TextReader, decoded, load_model
+from knnstore.lm.retrieval import Drafts
 from knnstore.lm.scoring import (
     Audit,
     Check,
@@ -88,6 +89,7 @@ __all__ = [
     "DocumentEffect",
     "DocumentScore",
     "DomainWeights",
+    "Drafts",
     "Evaluation",
     "Explanation",
     "FixedLambda",

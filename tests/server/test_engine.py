@@ -17,6 +17,7 @@ from knnstore.server.engine import (
     Engine,
     EngineBusyError,
     EngineStoppedError,
+    Observed,
     Piece,
     Prompt,
     Sampling,
@@ -163,6 +164,40 @@ def test_greedy_text_is_that_of_generate(lm, engine):
     expected = lm.generate_text("The council", max_new_tokens=30, do_sample=False, knn=SETTINGS["news"])
     tokens, text, finish = listener.written()[0]
     assert text + lm.reader.text(tokens[-1:]) * (finish == "stop") == expected
+
+
+def test_a_text_alone_is_drafted_and_what_it_would_be_without(lm):
+    """Others come and go meanwhile; only between them it takes fewer steps than tokens."""
+    steps: list[Observed] = []
+    engine = Engine(lm, SETTINGS.__getitem__, observe=steps.append)
+    engine.start()
+    prompts = [Prompt(tuple(lm.reader.tokens(text).tolist())) for text in ("The harbour", "The council said")]
+    samplings = [Sampling(0), Sampling(0.7, 0.9, 1), Sampling(1.0, 1.0, 2)]
+    tasks = [Task((one,), "n-grams", 40, sampling=how) for one in prompts for how in samplings]
+    beside = Task((prompts[0],), "letters", 3, sampling=Sampling(0))
+    saved = 0
+    for task in tasks:
+        steps.clear()
+        listener, other = Listener(task), Listener(beside)
+        engine.submit(listener.ticket)
+        tokens = listener.written()[0][0]
+        assert tokens == write_alone(lm, task, 0)
+        engine.call(lambda: None).result(60)  # until the last step was told of
+        assert sum(step.tokens for step in steps) == len(tokens)
+        saved += len(tokens) - 1 - sum(step.rows for step in steps)
+        mixed = Listener(task)
+
+        def come(mixed=mixed, other=other) -> None:
+            engine.submit(mixed.ticket)
+            for _ in range(3):
+                engine.go_on()
+            engine.submit(other.ticket)
+
+        engine.call(come).result(60)
+        assert mixed.written() == listener.written()
+        assert other.written()[0][0] == write_alone(lm, beside, 0)
+    engine.stop()
+    assert saved > 4
 
 
 def test_prompts_are_scored_with_what_counts_in_scoring_only(lm, engine):

@@ -29,23 +29,22 @@ def test_rows_come_and_go_and_each_keeps_its_own():
             rows.append((tokens, values(len(tokens))))
             layers = [(keys[None], others[None]) for keys, others in rows[-1][1].unbind(0)]
             memory.join(tokens, layers)
-        new = [drawn.randrange(100) for _ in rows]
+        count = drawn.choice([1, 1, 3, 17])
+        new = [[drawn.randrange(100) for _ in range(count)] for _ in rows]
         texts, cache = memory.step(new)
-        width, steps = 1 + max(len(tokens) for tokens, _ in rows), values(len(rows))
-        assert cache.get_seq_length() == width - 1
-        for layer, step in enumerate(steps):  # a step that is tried again writes the same column
-            cache.update(*(one.transpose(0, 1)[:, :, None] for one in step), layer)
+        width, steps = count + max(len(tokens) for tokens, _ in rows), [values(count) for _ in rows]
+        assert cache.get_seq_length() == width - count
+        for layer in range(LAYERS):  # a step that is tried again writes the same columns
+            cache.update(*torch.stack([of_row[layer] for of_row in steps], 1), layer)
+        kept = drawn.randint(0, count)  # none is an error
         for at, (tokens, known) in enumerate(rows):
-            padding = width - len(tokens) - 1
-            assert texts[at].tolist() == [PADDING] * padding + tokens + [new[at]]
-            whole = torch.cat(
-                [known.new_zeros(LAYERS, 2, HEADS, padding, WIDTH), known, steps[..., at : at + 1, :]], 3
-            )
+            padding = width - len(tokens) - count
+            assert texts[at].tolist() == [PADDING] * padding + tokens + new[at]
+            before = known.new_zeros(LAYERS, 2, HEADS, padding, WIDTH)
+            whole = torch.cat([before, known, steps[at]], 3)
             for layer, (keys, others) in enumerate(whole):
                 held = layers_of(cache)[layer]
                 assert torch.equal(held[0][at], keys)
                 assert torch.equal(held[1][at], others)
-            if number % 10:
-                rows[at] = [*tokens, new[at]], whole[..., padding:, :]
-        if number % 10:
-            memory.keep()
+            rows[at] = [*tokens, *new[at][:kept]], whole[..., padding : width - count + kept, :]
+        memory.keep(kept)

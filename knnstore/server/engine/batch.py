@@ -1,18 +1,44 @@
 """The texts that are being written, as one left-padded batch: each step adds a token to every one.
 
 A text joins with what the model remembers of its prompt and with its first token, so that all texts, new and
-old, give the model one token in each step. Shorter ones are padded on the left and masked there.
+old, give the model one token in each step. Shorter ones are padded on the left and masked there. A text that
+is alone gives it a draft as well: while the tokens chosen are those of the draft, they need no step.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from knnstore.lm import KNNLMForCausalLM, KNNSettings
+from knnstore.lm import Drafts, KNNLMForCausalLM, KNNSettings
 from knnstore.server.engine.memory import Memory
 from knnstore.server.engine.prompts import PADDING, Remembered
 from knnstore.server.engine.rows import Row
+
+
+class Step(NamedTuple):
+    """What the model says after the last tokens of all rows."""
+
+    ahead: list[int]
+    """What it read further in a single row: tokens that may come."""
+
+    log_probs: Tensor
+    """log p of the next token, and of the one after each of those, float32, shape (b, 1 + ahead, v)."""
+
+
+class _Drafting(NamedTuple):
+    """Drafts of one text, from the store as it is."""
+
+    row: Row
+    revision: int
+    drafts: Drafts
+
+    def ahead(self) -> list[int]:
+        """Tokens that may come next."""
+        found: list[int] = self.drafts.propose(np.array(self.row.tokens), self.row.left - 1).tolist()
+        return found
 
 
 class Batch:
@@ -22,6 +48,7 @@ class Batch:
         self.rows: list[Row] = []
         self._lm = lm
         self._memory = Memory(lm.base.device)
+        self._drafting: _Drafting | None = None
 
     @torch.inference_mode()
     def join(self, row: Row, remembered: Remembered) -> None:
@@ -38,28 +65,42 @@ class Batch:
             self.rows[at] = self.rows[-1]
             self.rows.pop()
 
-    def step(self, settings: Sequence[KNNSettings], *, keep: bool = True) -> Tensor:
-        """Let the model read the last token of each row; after an error it may be called again.
+    def step(self, settings: Sequence[KNNSettings]) -> Step:
+        """Let the model read the last token of each row, and of a single one some that may come.
+
+        What it has read counts when `keep` is called; until then the same step may be done again.
 
         Args:
             settings: of each row.
-            keep: whether these tokens are read from now on; else the same step is still to come.
-
-        Returns:
-            log p of the next token, float32, shape (b, v).
         """
+        self._drafting = self._drafting_for(self.rows[0], settings[0]) if len(self.rows) == 1 else None
+        ahead = [] if self._drafting is None else self._drafting.ahead()
+        count = 1 + len(ahead)
         with torch.inference_mode():
-            texts, cache = self._memory.step([row.tokens[-1] for row in self.rows])
+            texts, cache = self._memory.step([[row.tokens[-1], *ahead] for row in self.rows])
+            lengths = torch.tensor(self._memory.lengths, device=texts.device)
             output = self._lm(
-                input_ids=texts[:, -1:],
+                input_ids=texts[:, -count:],
                 attention_mask=(texts != PADDING).long(),
-                position_ids=torch.tensor(self._memory.lengths, device=texts.device)[:, None],
+                position_ids=lengths[:, None] + torch.arange(count, device=texts.device),
                 past_key_values=cache,
                 use_cache=True,
                 knn=settings,
                 sequence_ids=texts,
             )
-            if keep:
-                self._memory.keep()
-            log_probs: Tensor = output.logits[:, -1].float().log_softmax(-1)
-            return log_probs
+            return Step(ahead, output.logits.float().log_softmax(-1))
+
+    def keep(self, step: Step, taken: int) -> None:
+        """Let a step count, of which so many tokens, >= 1, were taken into each row."""
+        self._memory.keep(taken)
+        if self._drafting is not None:
+            self._drafting.drafts.learn(len(step.ahead), taken - 1)
+
+    def _drafting_for(self, row: Row, settings: KNNSettings) -> _Drafting | None:
+        """What is drafted by for a text; nothing without n-grams, whose order drafts need."""
+        if settings.ngrams is None:
+            return None
+        now, revision = self._drafting, self._lm.store.revision()
+        if now is not None and now.row is row and now.revision == revision:
+            return now
+        return _Drafting(row, revision, Drafts(self._lm.store, settings))

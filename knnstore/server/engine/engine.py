@@ -15,7 +15,7 @@ from torch import Tensor
 from knnstore.errors import ConfigError, KnnstoreError
 from knnstore.lm import KNNLMForCausalLM, KNNSettings
 from knnstore.server.engine.admission import Admission
-from knnstore.server.engine.batch import Batch
+from knnstore.server.engine.batch import Batch, Step
 from knnstore.server.engine.prompts import Remembered
 from knnstore.server.engine.rows import Piece, Row, ends_of, prompt_scores
 from knnstore.server.engine.tickets import EngineBusyError, EngineStoppedError, Observed, Ticket
@@ -217,23 +217,39 @@ class Engine:
         started = time.perf_counter()
         rows = self._batch.rows
         done: list[Row] = []
+        taken = 1
         try:
-            log_probs = self._predict()
+            step = self._predict()
         except Exception as error:
             _logger.exception("a step failed")
             failing = {scope for scope in {row.task.knn for row in rows} if self._fails(scope)}
             done = [row for row in rows if row.task.knn in failing] or rows
             self._fail([self._tickets[row] for row in done], error)
         else:
-            done = self._take(rows, log_probs)
+            done, taken = self._take(rows, step)
+            self._batch.keep(step, taken)
         with self._counting:
-            tokens = len(rows) + self._firsts
-            observed = Observed(len(rows), tokens, self._jobs, time.perf_counter() - started)
+            tokens = taken * len(rows) + self._firsts
+            observed = Observed(len(rows), tokens, self._jobs, (time.perf_counter() - started) / taken)
         self._leave(done)
         self._observe(observed)
 
-    def _take(self, rows: Sequence[Row], log_probs: Tensor) -> list[Row]:
-        """Give each text its next token; those that end."""
+    def _take(self, rows: Sequence[Row], step: Step) -> tuple[list[Row], int]:
+        """Give each text its next token, and a single one more while they are what was read ahead.
+
+        Returns:
+            Those that end, and how many tokens each was given.
+        """
+        done, taken = [], 0
+        for ahead, log_probs in zip([*step.ahead, None], step.log_probs.unbind(1), strict=True):
+            done = self._take_one(rows, log_probs)
+            taken += 1
+            if done or rows[0].tokens[-1] != ahead:
+                break
+        return done, taken
+
+    def _take_one(self, rows: Sequence[Row], log_probs: Tensor) -> list[Row]:
+        """Give each text a token; those that end."""
         done = []
         for row, of_row, likeliest in zip(rows, log_probs, log_probs.argmax(1).tolist(), strict=True):
             try:
@@ -248,7 +264,7 @@ class Engine:
             self._tickets[row].tell(piece)
         return done
 
-    def _predict(self) -> Tensor:
+    def _predict(self) -> Step:
         """Do a step, again if the store changed in the middle of it."""
         for attempt in range(_ATTEMPTS):
             try:
@@ -266,7 +282,7 @@ class Engine:
         try:
             one = self._settings_of(scope)
             each = [one if row.task.knn == scope else _NOTHING for row in self._batch.rows]
-            self._batch.step(each, keep=False)
+            self._batch.step(each)
         except Exception:
             return True
         return False

@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from knnstore.server.engine.prompts import PADDING, Layers
 
 _ROOM = 64
-"""Columns that are added at once."""
+"""Columns that are added at once, at least as many as a step has."""
 
 
 class Memory:
@@ -57,26 +57,28 @@ class Memory:
                 for values in of_all:
                     values[row, :, : self._end] = values[last, :, : self._end]
 
-    def step(self, tokens: Sequence[int]) -> tuple[Tensor, DynamicCache]:
-        """Put a token after each row, which counts when `keep` is called.
+    def step(self, tokens: Sequence[Sequence[int]]) -> tuple[Tensor, DynamicCache]:
+        """Put some tokens after each row, as many after one as after another; `keep` lets them count.
 
         Returns:
-            The texts with it, int64, shape (b, t), `PADDING` on the left; and a cache for a pass over it.
+            The texts with them, int64, shape (b, t), `PADDING` on the left; and a cache for a pass over them.
         """
-        if self._end == self._tokens.shape[1]:
-            self._make_room(len(self.lengths), 0, self._layers)
-        rows, columns = len(self.lengths), slice(self._end - max(self.lengths), self._end + 1)
-        self._tokens[:rows, self._end] = torch.tensor(tokens, device=self._tokens.device)
+        count, rows = len(tokens[0]), len(self.lengths)
+        if self._end + count > self._tokens.shape[1]:
+            self._make_room(rows, 0, self._layers)
+        columns = slice(self._end - max(self.lengths), self._end + count)
+        new = torch.tensor(tokens, device=self._tokens.device)
+        self._tokens[:rows, self._end : columns.stop] = new
         cache = DynamicCache()
         cache.layers = [
-            _Layer(keys[:rows, :, columns], values[:rows, :, columns]) for keys, values in self._layers
+            _Layer(keys[:rows, :, columns], values[:rows, :, columns], count) for keys, values in self._layers
         ]
         return self._tokens[:rows, columns], cache
 
-    def keep(self) -> None:
-        """Let the last step count."""
-        self._end += 1
-        self.lengths = [length + 1 for length in self.lengths]
+    def keep(self, count: int) -> None:
+        """Let so many tokens of the last step count."""
+        self._end += count
+        self.lengths = [length + count for length in self.lengths]
 
     def _make_room(self, rows: int, length: int, like: Layers) -> None:
         """Make room for so many rows, of which a new one has a length, and for the next steps."""
@@ -95,23 +97,24 @@ class Memory:
 
 
 class _Layer(DynamicLayer):
-    """A layer of a cache whose last column is still to be written.
+    """A layer of a cache whose last columns are still to be written.
 
     Args:
-        keys: with that column, shape (b, heads, t, width).
+        keys: with these columns, shape (b, heads, t, width).
         values: likewise.
+        new: how many they are.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, new: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._whole = keys, values
-        self.keys, self.values = keys[:, :, :-1], values[:, :, :-1]
+        self._whole, self._new = (keys, values), new
+        self.keys, self.values = keys[:, :, :-new], values[:, :, :-new]
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        """Write the column."""
+        """Write the columns."""
         self.keys, self.values = self._whole
-        self.keys[:, :, -1:], self.values[:, :, -1:] = key_states, value_states
+        self.keys[:, :, -self._new :], self.values[:, :, -self._new :] = key_states, value_states
         return self.keys, self.values

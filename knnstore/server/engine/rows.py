@@ -104,6 +104,11 @@ class Row:
         seed = task.sampling.seed
         self._random = random.Random(None if seed is None else f"{seed}:{index}")  # noqa: S311
 
+    @property
+    def left(self) -> int:
+        """How many tokens are still to come at most."""
+        return self.task.max_tokens - (len(self.tokens) - self._first)
+
     def take(self, log_probs: Tensor, likeliest: int) -> Piece:
         """Choose the next token.
 
@@ -125,7 +130,7 @@ class Row:
         text, stopped = self._stops.take(new)
         if stopped:
             return Piece(self.index, text, (score,), "stop")
-        if len(self.tokens) - self._first == self.task.max_tokens:
+        if not self.left:
             return self._end("length", score, text)
         return Piece(self.index, text, (score,))
 

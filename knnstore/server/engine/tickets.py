@@ -25,7 +25,7 @@ class Observed:
     waiting: int
     """Tasks and jobs that had not begun."""
     seconds: float
-    """Of the step."""
+    """Of the step, for each token that it gave to a text."""
 
 
 class Ticket:
