@@ -77,7 +77,7 @@ async def streams(load: Load, lm: KNNLMForCausalLM, settings: Any, prompts: list
             given = torch.tensor([ids if lm.reader.prefix is None else [lm.reader.prefix, *ids]])
             written = lm.generate(
                 given, attention_mask=torch.ones_like(given), max_new_tokens=NEW, do_sample=False,
-                pad_token_id=0, knn=settings,
+                pad_token_id=0, knn=settings, draft=settings.for_writing.ngrams is not None,
             )  # fmt: skip
             tokens += written.shape[1] - given.shape[1]
         return tokens / (time.perf_counter() - started)
