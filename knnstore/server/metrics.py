@@ -29,7 +29,7 @@ class Metrics:
         )
         self._steps = Histogram(
             "gen_ai_server_time_per_output_token_seconds",
-            "Time of a step, which adds a token to each text that is being written.",
+            "Time of a step for each token that it adds to a text.",
             registry=self._registry,
             buckets=_SECONDS,
         )
