@@ -64,6 +64,8 @@ class Batch:
             self._memory.leave(at)
             self.rows[at] = self.rows[-1]
             self.rows.pop()
+        if not self.rows:
+            self._drafting = None  # which holds counts of n-grams
 
     def step(self, settings: Sequence[KNNSettings]) -> Step:
         """Let the model read the last token of each row, and of a single one some that may come.
