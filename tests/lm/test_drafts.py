@@ -10,7 +10,14 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 import knnstore
-from knnstore.lm import CacheSettings, FixedLambda, KNNSettings, NGramSettings, PointerSettings
+from knnstore.lm import (
+    CacheSettings,
+    FixedLambda,
+    KNNLMForCausalLM,
+    KNNSettings,
+    NGramSettings,
+    PointerSettings,
+)
 from knnstore.lm.model import drafting
 from knnstore.lm.retrieval import Drafts
 from knnstore.store import Selection
@@ -196,3 +203,22 @@ def test_drafts_shorten_where_they_fail_and_come_back(lm) -> None:
         drafts.learn(len(drafts.propose(text, 40)), len(drafts.propose(text, 40)))
     assert len(drafts.propose(text, 40)) >= began
     assert len(drafts.propose(text, 1)) == 1
+
+
+def test_a_model_that_was_saved_without_a_cache_writes_with_one(lm, monkeypatch):
+    """Training leaves that in a model's file."""
+    monkeypatch.setattr(lm.base.generation_config, "use_cache", False)
+    written, read = [], []
+    handle = lm.base.register_forward_pre_hook(
+        lambda _, args, given: read.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    again = KNNLMForCausalLM.from_base(lm.base, lm.store, PLAIN)
+    prompt = torch.tensor([[0, *lm.reader.tokens(STORED[3].text)[:12].tolist()]])
+    for draft in (False, True):
+        options = {"max_new_tokens": 20, "min_new_tokens": 20, "pad_token_id": 2, "draft": draft}
+        written.append(again.generate(prompt, **options))
+    handle.remove()
+    assert torch.equal(*written)
+    assert read[:20] == [13] + [1] * 19
+    assert len(read[20:]) < 12
+    assert not lm.base.generation_config.use_cache  # which is not ours

@@ -3,6 +3,7 @@
 import inspect
 import os
 from collections.abc import Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any, Self
 
@@ -94,7 +95,8 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
         self.tokenizer = tokenizer
         self.knn = knn or KNNSettings()
         self.encoder = Encoder.of(base, store)
-        self.generation_config = base.generation_config
+        self.generation_config = copy(base.generation_config)
+        self.generation_config.use_cache = True  # training leaves False behind: thrice as slow, undrafted
         self._completed = Completing(store)
         self._text_states = TextStates(self.encoder)
         self._mixer = LogitMixer(store, Heads(store, base.device), self.encoder)
