@@ -177,12 +177,13 @@ def test_a_text_alone_is_drafted_and_what_it_would_be_without(lm):
     beside = Task((prompts[0],), "letters", 3, sampling=Sampling(0))
     saved = 0
     for task in tasks:
+        engine.call(lambda: None).result(60)  # until what was before was told of
         steps.clear()
         listener, other = Listener(task), Listener(beside)
         engine.submit(listener.ticket)
         tokens = listener.written()[0][0]
         assert tokens == write_alone(lm, task, 0)
-        engine.call(lambda: None).result(60)  # until the last step was told of
+        engine.call(lambda: None).result(60)
         assert sum(step.tokens for step in steps) == len(tokens)
         saved += len(tokens) - 1 - sum(step.rows for step in steps)
         mixed = Listener(task)

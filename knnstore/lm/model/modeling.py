@@ -3,7 +3,6 @@
 import inspect
 import os
 from collections.abc import Sequence
-from copy import copy
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,7 +24,7 @@ from knnstore.lm.model.passes import ForwardPass
 from knnstore.lm.model.pointing import with_pointers
 from knnstore.lm.model.registering import KNNLMConfig, of_base_model, write_type
 from knnstore.lm.model.saving import read_config, write_config
-from knnstore.lm.model.writing import generate_text
+from knnstore.lm.model.writing import generate_text, with_cache
 from knnstore.lm.reading import Encoder, TextReader, add, check_matches, load_model, sync
 from knnstore.lm.retrieval import PointerStates, TextStates, sequence_ids_of, whole_texts
 from knnstore.lm.settings import Completing, KNNSettings, keep_defaults, settings_for
@@ -95,8 +94,7 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
         self.tokenizer = tokenizer
         self.knn = knn or KNNSettings()
         self.encoder = Encoder.of(base, store)
-        self.generation_config = copy(base.generation_config)
-        self.generation_config.use_cache = True  # training leaves False behind: thrice as slow, undrafted
+        self.generation_config = with_cache(base.generation_config)
         self._completed = Completing(store)
         self._text_states = TextStates(self.encoder)
         self._mixer = LogitMixer(store, Heads(store, base.device), self.encoder)

@@ -1,10 +1,11 @@
 """Writing text with a model and its store."""
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any, overload
 
 import torch
-from transformers import set_seed
+from transformers import GenerationConfig, set_seed
 
 from knnstore.errors import InputError
 from knnstore.lm.settings import KNNSettings, WritingModel
@@ -81,3 +82,15 @@ def _continued(
         inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=max_new_tokens, knn=knn, **options
     )
     return str(tokenizer.decode(written[0, len(ids) :], skip_special_tokens=True))
+
+
+def with_cache(config: GenerationConfig) -> GenerationConfig:
+    """The same with a cache of attention, which training often switches off in a model's files.
+
+    Without it a text is read anew for every token, and nothing is drafted.
+    """
+    if config.use_cache:
+        return config
+    config = copy(config)
+    config.use_cache = True
+    return config
