@@ -89,7 +89,7 @@ def with_cache(config: GenerationConfig) -> GenerationConfig:
 
     Without it a text is read anew for every token, and nothing is drafted.
     """
-    if config.use_cache:
+    if config.use_cache is not False:  # None is what transformers takes for True
         return config
     config = copy(config)
     config.use_cache = True
