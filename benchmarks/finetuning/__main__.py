@@ -95,6 +95,8 @@ def measure(name: str, parts: Documents, fraction: float, options: argparse.Name
         store = made("store", lambda: shop.with_store(model, ""))
         classic = made("classic", lambda: shop.classic(model))
         steps += [classic, store, made("base", lambda: shop.alone(model, BASE))]
+        if tokens := options.stored:
+            steps.append(made(f"stored-{tokens}", lambda: shop.calibrated_on_itself(model, tokens)))
     if options.side != "store":
         runs = tuning.grid(options.rates, options.epochs)
         best, thrice = lowest_of(runs), thrice_of(runs)
@@ -157,6 +159,9 @@ def main() -> None:
     parser.add_argument("--codes", default="pq32", help="what keys are kept as")
     parser.add_argument("--states", type=int, default=3, help="of a key")
     parser.add_argument("--device", help="default is the GPU if there is one")
+    parser.add_argument(
+        "--stored", type=int, default=0, help="tokens of the store to calibrate on too, in steps of their own"
+    )
     parser.add_argument("--controls", action="store_true", help="only what else might do what a store does")
     parser.add_argument(
         "--seconds",
@@ -189,7 +194,7 @@ def smoke(folder: Path, options: argparse.Namespace) -> None:
     store = [TextDocument(name, text[:900]) for name, text in long[24:]]
     held_out = [TextDocument(name, text[:300]) for name, text in long[:24]]
     options.out = options.work = folder
-    options.overfit = 1
+    options.overfit, options.stored = 1, 2_000
     options.rates, options.epochs, options.codes, options.states = [1e-3], 1, "pq8", 2
     report("help", {"store": store, "dev": held_out[:12], "test": held_out[12:]}, 1, options)
 

@@ -2,10 +2,11 @@
 
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from knnstore.lm.calibration.fits import (
 )
 from knnstore.lm.calibration.scored_text import ScoredText, score_once
 from knnstore.lm.calibration.searches import FurtherSearches
+from knnstore.lm.calibration.stored_text import choose_stored
 from knnstore.lm.mixing import fit_weight, mix_log_probs
 from knnstore.lm.scoring import score_held_out
 from knnstore.store import EVERYTHING
@@ -39,6 +41,7 @@ PROBES = (8, 16, 32)
 FIXED, KEYS, NGRAMS, STORE, CHOSEN = "keys, fixed", "keys, calibrated", "n-grams", "store", "as saved"
 UNFITTED = "keys, unfitted"
 ROWS, BOTH = "trained rows", "store, trained rows"
+LEARNED = "store, calibrated on its text too"
 _LAM = 0.25
 _PUBLISHED = KNNSettings(probes=16, temperature=1.0, lam=_LAM)
 """The λ of Khandelwal et al. 2020 in a model's own domain, and their T, which is none."""
@@ -124,6 +127,19 @@ class Workshop:
         judged = {side: sides.at(one) for side, one in settings.items()} | {UNFITTED: unfitted}
         return Step(values, {f"{name}{side}": of for side, of in judged.items()})
 
+    def calibrated_on_itself(self, model: str, tokens: int) -> Step:
+        """A store that is calibrated on so many tokens of its own documents beside dev."""
+        lm, seconds = self._stored(model, "itself", codes=self.codes, states=self.states)
+        found = lm.calibrate(self.dev, stored_tokens=tokens)
+        gate = next(one.settings for one in found.comparison.candidates if one.name == "gate over all")
+        drawn, probes = choose_stored(lm.store, lm.reader, EVERYTHING, tokens), [gate.probes or 1]
+        both = self._scored(lm, [*self.dev, *drawn.documents], probes, drawn.stored)
+        sides = Fitted(both, self._scored(lm, self.test, probes))
+        self._close(lm)
+        values = {"storing": seconds, "calibrating": found.scoring_seconds + found.fitting_seconds}
+        without = sides.gated(replace(gate, cache=None))
+        return Step(values, {LEARNED: sides.at(without), f"{LEARNED}{CACHED}": sides.at(gate)})
+
     def timed(self, model: str) -> Step:
         """What it takes to have a store, and nothing else."""
         lm, seconds = self._stored(model, "timed", codes=self.codes, states=self.states)
@@ -164,17 +180,21 @@ class Workshop:
         }  # fmt: skip
 
     def _scored(
-        self, lm: KNNLMForCausalLM, texts: Sequence[TextDocument], probes: Sequence[int] = ()
+        self,
+        lm: KNNLMForCausalLM,
+        texts: Sequence[TextDocument],
+        probes: Sequence[int] = (),
+        left_out: Mapping[str, Collection[str]] = MappingProxyType({}),
     ) -> ScoredText:
         """A text after one pass of the model and visits to so many cells; without any nothing is counted."""
         scored = score_once(
             lm.store, lm.reader, texts,
             k=1, selection=EVERYTHING, probes=max(probes, default=None),
-            ngrams=NGramSettings() if probes else None,
+            ngrams=NGramSettings() if probes else None, left_out=left_out,
         )  # fmt: skip
         if not probes:
             return scored
-        further = FurtherSearches(lm.store, scored, texts, EVERYTHING)
+        further = FurtherSearches(lm.store, scored, texts, EVERYTHING, left_out)
         return replace(scored, visited=further.with_probes(probes))
 
     def _unfitted(self, lm: KNNLMForCausalLM) -> tuple[Floats, Floats, Floats]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 from controls import CUT, MIXED, OVERFITTED
-from sides import BOTH, CACHED, CHOSEN, FIXED, KEYS, NGRAMS, ROWS, STORE, UNFITTED
+from sides import BOTH, CACHED, CHOSEN, FIXED, KEYS, LEARNED, NGRAMS, ROWS, STORE, UNFITTED
 from steps import Floats
 
 from knnstore.lm import Interval
@@ -20,6 +20,7 @@ SIDES = {
     "keys of the store, one λ and T": FIXED,
     "keys of the store, calibrated": KEYS,
     "the store": STORE,
+    "the store, calibrated on its text too": LEARNED,
     "trained rows for each token, no store": ROWS,
     "the store and trained rows": BOTH,
     "fine-tuned": TUNED,
@@ -30,6 +31,10 @@ SIDES = {
 RATIOS = {
     "store ÷ three epochs": (STORE, THRICE),
     "store ÷ three epochs, both with the cache": (STORE + CACHED, THRICE + CACHED),
+    "calibrated on its text too ÷ three epochs": (LEARNED, THRICE),
+    "calibrated on its text too ÷ three epochs, both with the cache": (LEARNED + CACHED, THRICE + CACHED),
+    "calibrated on its text too ÷ the store": (LEARNED, STORE),
+    "calibrated on its text too ÷ the store, both with the cache": (LEARNED + CACHED, STORE + CACHED),
     "store ÷ best fine-tuned": (STORE, TUNED),
     "store ÷ best fine-tuned, both with the cache": (STORE + CACHED, TUNED + CACHED),
     "fine-tuned with the store ÷ fine-tuned": (f"{ON_TUNED}{STORE}", TUNED),

@@ -142,14 +142,9 @@ def test_documents_of_the_store_are_refused_or_left_out(lm):
     with pytest.raises(InputError, match="2 of the held-out documents are in the store, 's0' for one"):
         lm.calibrate([*HELD_OUT, *STORED[:2]])
     elsewhere = lm.calibrate(STORED, domains=["noise"], max_k=4)
-    assert (elsewhere.comparison.documents, elsewhere.in_store, elsewhere.savings) == (12, 12, ())
-    assert "gate" not in {candidate.name for candidate in elsewhere.comparison.candidates}
+    assert (elsewhere.comparison.documents, elsewhere.in_store) == (12, 12)
     left_out = lm.calibrate(STORED, max_k=16, leave_out=True)
     assert left_out.in_store == len(STORED)
-    assert not left_out.savings, "no network is trained on what may be removed"
-    assert "gate" not in {candidate.name for candidate in left_out.comparison.candidates}
-    with pytest.raises(InputError, match="would outlast their removal"):
-        lm.calibrate(STORED, leave_out=True, skip=0.3)
     honest = lm.evaluate(STORED, left_out.comparison.best.settings, leave_out=True)
     assert left_out.comparison.base.ppl == pytest.approx(honest.base_ppl, rel=1e-5)
     assert left_out.comparison.best.held_out.ppl == pytest.approx(honest.knn_ppl, rel=0.2)
@@ -169,7 +164,6 @@ def test_stored_text_is_recognized_by_its_tokens(lm):
     assert left_out.knn_ppl == honest.knn_ppl > 2 * lm.evaluate(spaced).knn_ppl
     elsewhere = lm.calibrate(spaced, domains=["noise"], max_k=4)
     assert elsewhere.in_store == len(STORED)
-    assert "gate" not in {candidate.name for candidate in elsewhere.comparison.candidates}
     # A few words in common are no document.
     common = " ".join([*HELD_OUT[0].text.split(), *STORED[0].text.split()[:40]])
     assert lm.evaluate([common]).stored == ()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from knnstore.checks import printable
+from knnstore.cli.fits import figures, table_of_fits
 from knnstore.cli.inputs import AnyDocuments
 from knnstore.cli.logs import LOG
 from knnstore.cli.models import StoreRuntime
@@ -16,7 +17,7 @@ from knnstore.cli.output import Bar, echo, note, pairs, print_result, table
 from knnstore.errors import ConfigError
 
 if TYPE_CHECKING:
-    from knnstore.lm import Comparison, Interval, KNNSettings
+    from knnstore.lm import Comparison
 
 _COMPARED = ("model alone", "current")
 _MOST_SHOWN = 8
@@ -40,6 +41,16 @@ def calibrate(
             "instead, and takes the fewest within 0.5 % of the lowest perplexity.",
         ),
     ] = 4096,
+    stored_tokens: Annotated[
+        int,
+        typer.Option(
+            "--stored",
+            min=0,
+            metavar="TOKENS",
+            help="Also predict so many tokens of stored documents, each by what is left of the store without "
+            "it. In place of held-out text, or beside it; not for a model that was trained on them.",
+        ),
+    ] = 0,
     leave_out: LeaveOutOption = False,
     networks: Annotated[
         bool,
@@ -86,11 +97,12 @@ def calibrate(
       knnstore calibrate dev.jsonl
       knnstore calibrate dev.jsonl --domain news --json
       knnstore calibrate dev.jsonl --skip 0.25
+      knnstore calibrate --stored 50000
       knnstore calibrate --show
       knnstore calibrate --domain news --reset
     """
-    if bool(documents.files) + show + reset != 1:
-        raise typer.BadParameter("give FILE, --show or --reset, one of them")
+    if bool(documents.files or stored_tokens) + show + reset != 1:
+        raise typer.BadParameter("give FILE or --stored, or --show or --reset alone")
     if show or reset:
         (_drop_saved if reset else _show_saved)(runtime.home, domains, as_json)
         return
@@ -99,6 +111,7 @@ def calibrate(
         found = lm.calibrate(
             documents.read(bar),
             domains=domains,
+            stored_tokens=stored_tokens,
             max_k=max_k,
             leave_out=leave_out,
             networks=networks,
@@ -106,10 +119,10 @@ def calibrate(
             skip=skip,
             progress=bar,
         )
-    if found.in_store and networks:
+    if found.in_store and found.record is not None:
         note(
-            f"{found.in_store:,} of the documents are in the store: no network was trained on them, since it "
-            "would outlast their removal"
+            f"{found.in_store:,} of the documents are in the store: once one of them is removed or replaced, "
+            "these settings go"
         )
     from knnstore.lm import settings_to_dict
 
@@ -278,23 +291,3 @@ def _short(value: Any) -> Any:
     if isinstance(value, list):
         return ", ".join(value) if all(isinstance(one, str) for one in value) else f"{len(value)} values"
     return f"{value:.4g}" if isinstance(value, float) else value
-
-
-def figures(
-    settings: "KNNSettings | None", lam: float, held_out: "Interval", change: "Interval"
-) -> dict[str, Any]:
-    """Fitted settings as they are printed, with perplexity and its ratio to that of the model alone."""
-    ratios = {"ratio": change.ppl, "ratio_low": change.low, "ratio_high": change.high}
-    reach = {
-        "k": settings.k if settings else 0,
-        "probes": settings.probes if settings else None,
-        "temperature": settings.temperature if settings else None,
-    }
-    return {**reach, "lambda": lam, **held_out._asdict(), **ratios}
-
-
-def table_of_fits(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
-    """Write rows of `figures`, each after what it is named by."""
-    shown = [{**row, "T": row["temperature"], "ratio": f"{row['ratio']:.3f}"} for row in rows]
-    reach = "probes" if any(row["probes"] for row in rows) else "k"
-    return table(shown, [*names, reach, "T", "lambda", "ppl", "low", "high", "ratio"])

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from knnstore.cli.commands.calibrating import figures, table_of_fits
+from knnstore.cli.fits import figures, table_of_fits
 from knnstore.cli.inputs import Documents
 from knnstore.cli.models import Runtime, quiet_transformers
 from knnstore.cli.options import JsonOption, MaxLengthOption

@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 
@@ -16,8 +16,9 @@ from knnstore.lm.calibration.judging import check_enough, in_halves
 from knnstore.lm.calibration.savings import SHARES, Saving, judge_savings
 from knnstore.lm.calibration.scored_text import score_once
 from knnstore.lm.calibration.searches import FurtherSearches, WideEvidence
+from knnstore.lm.calibration.stored_text import choose_stored
 from knnstore.lm.calibration.writing import find_scoring_only
-from knnstore.lm.scoring import HeldOut
+from knnstore.lm.scoring import HeldOut, grouped
 from knnstore.lm.settings import (
     DEFAULT_PROBES,
     CalibrationRecord,
@@ -58,14 +59,15 @@ class Calibration:
     kept: bool = False
     """Whether settings that were chosen before stay in force, which no candidate beats beyond chance."""
     in_store: int = 0
-    """How many of the held-out documents are anywhere in the store; with any there are no networks."""
+    """How many of the documents are anywhere in the store: once one is removed, the settings go."""
 
 
 def calibrate(
     lm: WritingModel,
-    documents: Iterable[object],
+    documents: Iterable[object] = (),
     *,
     domains: Iterable[str] | None = None,
+    stored_tokens: int = 0,
     max_k: int = MAX_K,
     leave_out: bool = False,
     networks: bool = True,
@@ -87,19 +89,22 @@ def calibrate(
         lm: the model, its store opened for writing.
         documents: as in `add`: held-out text of the kind that is to be predicted.
         domains: what to retrieve from, and what the settings are saved for; default the whole store.
+        stored_tokens: so many of stored documents, chosen at random, are predicted too, each by what is left
+            of the store without it; see `choose_stored`. Not for a model that was trained on them. Once one
+            of them is removed or replaced, the settings go.
         max_k: neighbors to search for; smaller numbers are tried as well. A store that has cells visits
             `PROBES` of them in its place, and keeps the fewest with which the perplexity of keys, n-grams and
             cache together is at most 0.5 % above the lowest, since time goes with their number.
         leave_out: a document that is itself in the store does not retrieve from itself; else it is refused.
-        networks: whether a gate is fitted as one more candidate, and where searches can be left out. Neither
-            is when a document is anywhere in the store: what is trained on it would outlast its removal.
+            Once what is stored of it is removed or replaced, the settings go.
+        networks: whether a gate is fitted as one more candidate, and where searches can be left out.
         ngrams: whether n-grams of the stored text are candidates, and with a cache the text's own.
         skip: share of searches that the saved settings leave out, above 0 and below 1; None is none.
         progress: is told of each batch.
 
     Raises:
         ReadOnlyError: the store was opened for reading.
-        ConfigError: `skip` or `max_k` is out of range.
+        ConfigError: `skip`, `max_k` or `stored_tokens` is out of range.
         InputError: a document is in the store, or there is too little text.
     """
     store, reader = lm.store, lm.reader
@@ -109,6 +114,8 @@ def calibrate(
         raise ReadOnlyError('calibrated settings are saved in the store: open it for writing, mode "a"')
     if max_k < 1:
         raise ConfigError(f"max_k must be at least 1, got {max_k}")
+    if stored_tokens < 0:
+        raise ConfigError(f"stored_tokens must be at least 0, got {stored_tokens}")
     names = tuple(sorted(set(domains or ())))
     selection = Selection(domains=names or None)
     revision, lineage, records = store.revision(), store.lineage(names), records_of(store, names)
@@ -117,19 +124,18 @@ def calibrate(
     if not leave_out:
         HeldOut(listed, reached).refuse_stored()
     stored = HeldOut.of(store, reader, listed, EVERYTHING).stored if names else reached
-    if stored and skip is not None:
-        raise InputError(
-            f"{len(stored):,} of the held-out documents are in the store, and a network that was trained on "
-            "them would outlast their removal: give other documents, or skip no searches"
-        )
-    networks = networks and not stored
+    if stored_tokens:
+        drawn = choose_stored(store, reader, selection, stored_tokens)
+        new = [one for one in drawn.documents if one.content_hash not in distinct]
+        listed, reached, stored = [*listed, *new], {**drawn.stored, **reached}, {**drawn.stored, **stored}
+    fitted_on = frozenset(distinct).union(*stored.values())
     texts = reader.tokenized(listed)
     check_enough(np.repeat(np.arange(len(texts)), [len(tokens) for tokens in texts]))
     if not records:
         raise InputError("the store is empty: add documents before calibrating")
     started = time.perf_counter()
     current, saved = usable_settings_for(store, selection), saved_for(store, selection)
-    if saved is not None and saved.fitted_on and saved.fitted_on <= distinct.keys():
+    if saved is not None and saved.fitted_on and saved.fitted_on <= fitted_on:
         current = None  # what it has learned by heart would pass for quality
     probes = DEFAULT_PROBES if store.has_cells else None
     needed = current and current.ngrams  # to judge them, also where no others are tried
@@ -180,7 +186,7 @@ def calibrate(
             mixer=best.name,
             documents=found.documents,
             tokens=found.tokens,
-            text_hash=hashlib.sha256("\n".join(sorted(distinct)).encode()).hexdigest(),
+            text_hash=hashlib.sha256("\n".join(sorted(fitted_on)).encode()).hexdigest(),
             revision=revision,
             records=records,
             base_ppl=found.base.ppl,
@@ -188,7 +194,7 @@ def calibrate(
             domains=names,
             skipped=0.0 if saving is None else saving.skipped,
             stored=lineage,
-            held_out=tuple(sorted(distinct)),
+            held_out=tuple(sorted(fitted_on)),
         )
         save_settings(store, settings, names, record)
         _use_saved(lm, names)
@@ -219,15 +225,18 @@ def _measure_writing(
     lm: WritingModel,
     settings: KNNSettings,
     documents: Sequence[TextDocument],
-    reached: Container[str],
+    reached: Mapping[str, Collection[str]],
     progress: Progress | None,
 ) -> tuple[str, ...]:
     """Find what counts in scoring only of calibrated settings, and save it beside them.
 
-    Documents whose content hash is in `reached` are not continued: they would retrieve from themselves.
+    Documents that can be retrieved from are continued where there are no others: those that leave out the
+    same ones as the first of them. `reached` is `HeldOut.stored`.
     """
-    unseen = [document for document in documents if document.content_hash not in reached]
-    scoring_only, written = find_scoring_only(lm, unseen, settings, progress)
+    groups = grouped(documents, reached)
+    members, left = next((one for one in groups if not one[1]), groups[0])
+    begun, apart = [documents[at] for at in members], settings.selection.without(*left)
+    scoring_only, written = find_scoring_only(lm, begun, replace(settings, selection=apart), progress)
     domains = settings.selection.domains or ()
     saved = lm.store.settings(domains)
     if saved is not None and saved.calibration is not None:

@@ -18,6 +18,7 @@ from knnstore.lm.calibration.on_grid import GoldOnGrid, between_points, gold_on_
 from knnstore.lm.calibration.scored_text import Mixed, ScoredText
 from knnstore.lm.mixing import LEAST_PROBABILITY, Retrieved, Visited, mix_probs
 from knnstore.lm.retrieval import Reading, visit
+from knnstore.lm.scoring import grouped
 from knnstore.lm.settings import KNNSettings
 from knnstore.progress import Progress
 from knnstore.store import Reader, Selection
@@ -137,15 +138,12 @@ class FurtherSearches:
 
     def _groups(self, title: str, selection: Selection) -> list[tuple[Tensor, Selection]]:
         """Begin to search: indices of tokens, and what those retrieve from."""
-        scored, hashes = self.scored, [one.content_hash for one in self.documents]
-        apart = [number for number, one in enumerate(hashes) if one in self.left_out]
-        others = ~torch.isin(scored.documents, torch.tensor(apart, dtype=torch.int64))
-        groups = [(others.nonzero()[:, 0], selection)]
-        for number in apart:
-            of_document = (scored.documents == number).nonzero()[:, 0]
-            groups.append((of_document, selection.without(*self.left_out[hashes[number]])))
-        self._shown.start(title, total=len(scored))
-        return groups
+        documents = self.scored.documents
+        self._shown.start(title, total=len(documents))
+        return [
+            (torch.isin(documents, torch.tensor(members)).nonzero()[:, 0], selection.without(*left))
+            for members, left in grouped(self.documents, self.left_out)
+        ]
 
 
 @dataclass(frozen=True, slots=True)

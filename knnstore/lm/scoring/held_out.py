@@ -98,15 +98,20 @@ def score_held_out(
 
     Those with a content hash in `left_out` do not retrieve from the stored ones that it gives.
     """
-    others = [at for at, document in enumerate(documents) if document.content_hash not in left_out]
-    groups = [(others, settings)] + [
-        ([at], replace(settings, selection=settings.selection.without(*left_out[document.content_hash])))
-        for at, document in enumerate(documents)
-        if document.content_hash in left_out
-    ]
-    for members, reached in groups:
+    for members, left in grouped(documents, left_out):
+        reached = replace(settings, selection=settings.selection.without(*left))
         for scores in score(store, reader, [documents[at] for at in members], reached, progress):
             yield replace(scores, documents=np.array(members, np.int64)[scores.documents])
+
+
+def grouped(
+    documents: Sequence[TextDocument], left_out: Mapping[str, Collection[str]]
+) -> list[tuple[list[int], list[str]]]:
+    """Put the indices of documents together that leave out the same stored ones, and say which."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for at, document in enumerate(documents):
+        groups.setdefault(tuple(sorted(left_out.get(document.content_hash, ()))), []).append(at)
+    return [(members, list(left)) for left, members in groups.items()]
 
 
 def score(
@@ -121,8 +126,7 @@ def score(
     Yields:
         The scores of a batch of windows; together every token once.
     """
-    shown = progress or Progress()
-    before = 0
+    shown, before = progress or Progress(), 0
     for ahead in in_chunks(documents):
         for scores in score_texts(store, reader, reader.tokenized(ahead), settings):
             yield replace(scores, documents=scores.documents + before)
@@ -227,9 +231,8 @@ def _score(
                 visited = sum(one.size for one in found.visited)
                 most = max(1, _DISTANCES * len(rows) // max(1, visited))
             elif apart:
-                most = max(
-                    most, _NEIGHBORS // max(1, found.ids.shape[1])
-                )  # cells are smaller than they may be
+                # Cells are smaller than they may be.
+                most = max(most, _NEIGHBORS // max(1, found.ids.shape[1]))
 
 
 def _joined(batches: Iterable[TokenScores], wanted: int) -> Iterator[TokenScores]:

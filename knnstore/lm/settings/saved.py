@@ -165,7 +165,7 @@ class CalibrationRecord:
     tokens: int
     """Of the held-out text."""
     text_hash: str
-    """SHA-256 over the content hashes of the held-out documents, in any order."""
+    """SHA-256 over `held_out`, in order."""
     revision: int
     """Of the store."""
     records: int
@@ -180,7 +180,8 @@ class CalibrationRecord:
     stored: Lineage | None = None
     """The documents that were retrieved from; None in records of earlier versions."""
     held_out: tuple[str, ...] = ()
-    """Content hashes of the held-out documents: once one was stored and is removed, the settings go."""
+    """Content hashes of the documents, and of stored ones that have their text: once one of these is
+    removed, the settings go."""
     written: tuple[Repetition, ...] = ()
     """How much continuations of the held-out text repeat themselves: by it `KNNSettings.scoring_only` was
     chosen. Empty where nothing was measured."""

@@ -1,0 +1,127 @@
+"""Calibrating on documents of the store itself, each left out of what predicts it."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from knnstore.documents import TextDocument
+from knnstore.errors import ConfigError, CorruptWeightsError
+from knnstore.lm import KNNSettings, NGramSettings, settings_for
+from knnstore.lm.calibration.scored_text import score_once
+from knnstore.lm.calibration.stored_text import choose_stored
+from knnstore.store import EVERYTHING, Selection
+from tests.lm.phrases import documents, phrases, words
+
+RNG = np.random.default_rng(11)
+PHRASES = phrases(RNG, 30)
+STORED = documents(RNG, PHRASES, "s", 40)
+TWIN = TextDocument("twin", f"{STORED[0].text} {words(RNG, 20, 60, 100)}")
+LONG = TextDocument("long", words(RNG, 3000))
+NOISE = [words(RNG, 50, 60, 100) for _ in range(4)]
+OF_PHRASES = Selection(domains=("phrases",))
+KNN = KNNSettings(k=16, temperature=10.0, lam=0.5, ngrams=NGramSettings(lam=0.3))
+
+
+@pytest.fixture(scope="module")
+def filled(make_lm):
+    """A home with the domains phrases and noise."""
+    texts = {"phrases": [*STORED, TWIN, LONG], "noise": NOISE}
+    with make_lm(texts, store="faiss", max_length=32, stride=16).store as store:
+        return store.home.path
+
+
+@pytest.fixture
+def chosen(lm):
+    """Everything that there is to choose of the domain phrases."""
+    return choose_stored(lm.store, lm.reader, OF_PHRASES, 10**6)
+
+
+def by_text(texts) -> dict[str, TextDocument]:
+    return {" ".join(one.text.split()[:50]): one for one in texts}
+
+
+def test_no_document_is_predicted_by_itself_or_its_twin(chosen) -> None:
+    everything = by_text([*STORED, LONG])
+    read = [TWIN if one.text == TWIN.text else everything[" ".join(one.text.split()[:50])]
+            for one in chosen.documents]  # fmt: skip
+    assert sorted(one.id for one in read) == sorted(one.id for one in [*STORED, TWIN, LONG])
+    for document, original in zip(chosen.documents, read, strict=True):
+        assert original.content_hash in chosen.stored[document.content_hash]
+    (twin,) = [one for one in chosen.documents if one.text == STORED[0].text]
+    assert {STORED[0].content_hash, TWIN.content_hash} <= chosen.stored[twin.content_hash]
+
+
+def test_each_is_predicted_by_most_of_the_others(chosen) -> None:
+    folds = set(chosen.stored.values())
+    assert len(folds) == 16
+    assert all(1 <= len(left) <= 5 for left in folds)
+    assert frozenset().union(*folds) == {one.content_hash for one in [*STORED, TWIN, LONG]}
+
+
+def test_the_same_ones_are_chosen_until_there_are_enough_tokens(lm, chosen) -> None:
+    (long,) = [one for one in chosen.documents if len(one.text.split()) > 200]
+    assert len(long.text.split()) == 2048
+    few = choose_stored(lm.store, lm.reader, OF_PHRASES, 1000)
+    assert few.documents == chosen.documents[: len(few.documents)]
+    lengths = [len(one.text.split()) for one in few.documents]
+    assert sum(lengths) >= 1000 > sum(lengths[:-1])
+    assert not choose_stored(lm.store, lm.reader, Selection(domains=("noise",)), 0).documents
+
+
+def test_it_is_scored_as_by_a_store_without_what_is_left_out(lm, chosen, make_lm) -> None:
+    scored = score_once(
+        lm.store, lm.reader, chosen.documents, k=16, selection=OF_PHRASES, left_out=chosen.stored
+    )
+    found = scored.log_probs(KNN).log_probs
+    number = next(at for at, one in enumerate(chosen.documents) if one.text == STORED[3].text)
+    left = chosen.stored[chosen.documents[number].content_hash]
+    others = [one for one in [*STORED, TWIN, LONG] if one.content_hash not in left]
+    with make_lm({"phrases": others}, store="faiss", max_length=32, stride=16).store as store:
+        alone = score_once(store, lm.reader, [STORED[3]], k=16, selection=EVERYTHING)
+    torch.testing.assert_close(found[scored.documents == number], alone.log_probs(KNN).log_probs)
+
+
+def test_without_held_out_text_everything_is_fitted_and_goes_with_what_it_was_fitted_on(lm) -> None:
+    found = lm.calibrate(domains=["phrases"], stored_tokens=3000, max_k=16)
+    drawn = choose_stored(lm.store, lm.reader, OF_PHRASES, 3000)
+    assert found.in_store == found.comparison.documents == len(drawn.documents)
+    assert found.record is not None
+    assert set(found.record.held_out) == frozenset().union(*drawn.stored.values())
+    assert found.record.written, "how written text repeats itself is measured on stored documents too"
+    assert {"gate", "gate over all"} <= {one.name for one in found.comparison.candidates}
+    honest = lm.evaluate(drawn.documents, settings_for(lm.store, OF_PHRASES), leave_out=True)
+    assert found.comparison.base.ppl == pytest.approx(honest.base_ppl, rel=1e-5)
+    assert found.comparison.expected.ppl == pytest.approx(honest.knn_ppl, rel=0.2)
+    # Fitted to the same again, they are not judged by it.
+    found = lm.calibrate(domains=["phrases"], stored_tokens=3000, max_k=16, skip=0.3)
+    assert found.comparison.current is None
+    assert found.record is not None
+    unread = next(one for one in lm.store.documents(domain="phrases")
+                  if one.content_hash not in found.record.held_out)  # fmt: skip
+    lm.store.remove_document(unread.id, domain="phrases")
+    assert lm.store.settings(["phrases"]) is not None
+    assert found.settings is not None
+    assert found.settings.skip is not None
+    learned = found.settings.skip.weights.name
+    assert lm.store.load_weights(learned).tensors
+    read = next(one for one in lm.store.documents() if one.content_hash in found.record.held_out)
+    lm.store.remove_document(read.id, domain=read.domain)
+    assert lm.store.settings(["phrases"]) is None
+    with pytest.raises(CorruptWeightsError):
+        lm.store.load_weights(learned)
+
+
+def test_held_out_text_may_stand_beside(lm) -> None:
+    held_out = documents(RNG, PHRASES, "h", 12)
+    found = lm.calibrate(held_out, stored_tokens=500, max_k=16, networks=False)
+    drawn = choose_stored(lm.store, lm.reader, EVERYTHING, 500)
+    assert found.comparison.documents == 12 + len(drawn.documents)
+    assert found.record is not None
+    assert {one.content_hash for one in held_out} < set(found.record.held_out)
+    assert found.in_store == len(drawn.documents)
+    with pytest.raises(ConfigError, match="stored_tokens must be at least 0, got -1"):
+        lm.calibrate(held_out, stored_tokens=-1)
+    again = lm.calibrate([replace(held_out[0], id="x"), *held_out[1:]], max_k=16, networks=False)
+    assert again.comparison.current is not None, "fitted to more than this text"
