@@ -203,6 +203,19 @@ def test_calibrate_refuses_what_it_cannot_fit(knnstore, store):
     assert "3 of the held-out documents are in the store, 'n-17' for one" in inside.err
 
 
+def test_settings_fitted_to_stored_documents_go_with_them(knnstore, store):
+    for line in ("calibrate", "calibrate --stored 500 --show"):
+        refused = knnstore(line)
+        assert (refused.status, refused.out) == (2, "")
+        assert "give FILE or --stored, or --show or --reset alone" in " ".join(refused.err.split())
+    held_out = len(Path("dev.jsonl").read_text().splitlines())
+    found = knnstore("calibrate dev.jsonl --stored 500 --max-k 16 --domain news")
+    assert "3 of the documents are in the store: once one of them is removed or" in found.err
+    assert knnstore("calibrate --show --domain news --json").json["calibration"]["documents"] == 3 + held_out
+    knnstore("remove n-18")
+    assert knnstore("calibrate --show --domain news --json").json["calibration"] is None
+
+
 def test_eval_writes_a_row_for_each_token(knnstore, store):
     found = knnstore("eval held-out.jsonl --per-token tokens.jsonl --json").json
     rows = [json.loads(line) for line in Path("tokens.jsonl").read_text().splitlines()]
