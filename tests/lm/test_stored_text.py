@@ -19,6 +19,8 @@ PHRASES = phrases(RNG, 30)
 STORED = documents(RNG, PHRASES, "s", 40)
 TWIN = TextDocument("twin", f"{STORED[0].text} {words(RNG, 20, 60, 100)}")
 LONG = TextDocument("long", words(RNG, 3000))
+SHORT = TextDocument("short", "w5  w6  w7")  # too short to be known by its words, and read back otherwise
+OTHERS = [TWIN, LONG, SHORT]
 NOISE = [words(RNG, 50, 60, 100) for _ in range(4)]
 OF_PHRASES = Selection(domains=("phrases",))
 KNN = KNNSettings(k=16, temperature=10.0, lam=0.5, ngrams=NGramSettings(lam=0.3))
@@ -27,7 +29,7 @@ KNN = KNNSettings(k=16, temperature=10.0, lam=0.5, ngrams=NGramSettings(lam=0.3)
 @pytest.fixture(scope="module")
 def filled(make_lm):
     """A home with the domains phrases and noise."""
-    texts = {"phrases": [*STORED, TWIN, LONG], "noise": NOISE}
+    texts = {"phrases": [*STORED, *OTHERS], "noise": NOISE}
     with make_lm(texts, store="faiss", max_length=32, stride=16).store as store:
         return store.home.path
 
@@ -43,10 +45,10 @@ def by_text(texts) -> dict[str, TextDocument]:
 
 
 def test_no_document_is_predicted_by_itself_or_its_twin(chosen) -> None:
-    everything = by_text([*STORED, LONG])
+    everything = by_text([*STORED, LONG, SHORT])
     read = [TWIN if one.text == TWIN.text else everything[" ".join(one.text.split()[:50])]
             for one in chosen.documents]  # fmt: skip
-    assert sorted(one.id for one in read) == sorted(one.id for one in [*STORED, TWIN, LONG])
+    assert sorted(one.id for one in read) == sorted(one.id for one in [*STORED, *OTHERS])
     for document, original in zip(chosen.documents, read, strict=True):
         assert original.content_hash in chosen.stored[document.content_hash]
     (twin,) = [one for one in chosen.documents if one.text == STORED[0].text]
@@ -56,8 +58,8 @@ def test_no_document_is_predicted_by_itself_or_its_twin(chosen) -> None:
 def test_each_is_predicted_by_most_of_the_others(chosen) -> None:
     folds = set(chosen.stored.values())
     assert len(folds) == 16
-    assert all(1 <= len(left) <= 5 for left in folds)
-    assert frozenset().union(*folds) == {one.content_hash for one in [*STORED, TWIN, LONG]}
+    assert all(1 <= len(left) <= 6 for left in folds)
+    assert frozenset().union(*folds) == {one.content_hash for one in [*STORED, *OTHERS]}
 
 
 def test_the_same_ones_are_chosen_until_there_are_enough_tokens(lm, chosen) -> None:
@@ -67,6 +69,10 @@ def test_the_same_ones_are_chosen_until_there_are_enough_tokens(lm, chosen) -> N
     assert few.documents == chosen.documents[: len(few.documents)]
     lengths = [len(one.text.split()) for one in few.documents]
     assert sum(lengths) >= 1000 > sum(lengths[:-1])
+    numbers = [int(one.id) for one in few.documents]
+    assert numbers != sorted(numbers), "in no order of adding"
+    total = sum(len(one.text.split()) for one in chosen.documents)
+    assert choose_stored(lm.store, lm.reader, OF_PHRASES, total).documents == chosen.documents
     assert not choose_stored(lm.store, lm.reader, Selection(domains=("noise",)), 0).documents
 
 
@@ -77,19 +83,30 @@ def test_it_is_scored_as_by_a_store_without_what_is_left_out(lm, chosen, make_lm
     found = scored.log_probs(KNN).log_probs
     number = next(at for at, one in enumerate(chosen.documents) if one.text == STORED[3].text)
     left = chosen.stored[chosen.documents[number].content_hash]
-    others = [one for one in [*STORED, TWIN, LONG] if one.content_hash not in left]
+    others = [one for one in [*STORED, *OTHERS] if one.content_hash not in left]
     with make_lm({"phrases": others}, store="faiss", max_length=32, stride=16).store as store:
         alone = score_once(store, lm.reader, [STORED[3]], k=16, selection=EVERYTHING)
     torch.testing.assert_close(found[scored.documents == number], alone.log_probs(KNN).log_probs)
 
 
-def test_without_held_out_text_everything_is_fitted_and_goes_with_what_it_was_fitted_on(lm) -> None:
+def test_without_held_out_text_everything_is_fitted_and_goes_with_what_it_was_fitted_on(
+    lm, monkeypatch
+) -> None:
+    writing, reached = type(lm).generate, list[Selection]()
+
+    def watched(lm, *args, knn, **kwargs):
+        reached.append(knn.selection)
+        return writing(lm, *args, knn=knn, **kwargs)
+
+    monkeypatch.setattr(type(lm), "generate", watched)
     found = lm.calibrate(domains=["phrases"], stored_tokens=3000, max_k=16)
     drawn = choose_stored(lm.store, lm.reader, OF_PHRASES, 3000)
     assert found.in_store == found.comparison.documents == len(drawn.documents)
     assert found.record is not None
     assert set(found.record.held_out) == frozenset().union(*drawn.stored.values())
     assert found.record.written, "how written text repeats itself is measured on stored documents too"
+    left = {frozenset(one.exclude) for one in reached if one != EVERYTHING}
+    assert left == {drawn.stored[drawn.documents[0].content_hash]}, "without what begins as it does"
     assert {"gate", "gate over all"} <= {one.name for one in found.comparison.candidates}
     honest = lm.evaluate(drawn.documents, settings_for(lm.store, OF_PHRASES), leave_out=True)
     assert found.comparison.base.ppl == pytest.approx(honest.base_ppl, rel=1e-5)
