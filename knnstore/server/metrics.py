@@ -42,6 +42,16 @@ class Metrics:
         self._tokens = Counter(
             "knnstore_server_tokens_written", "Tokens that were written.", registry=self._registry
         )
+        self._drafted = Counter(
+            "knnstore_server_tokens_drafted",
+            "Tokens that were read ahead of a text.",
+            registry=self._registry,
+        )
+        self._accepted = Counter(
+            "knnstore_server_tokens_drafted_accepted",
+            "Of the tokens that were read ahead, those that were written.",
+            registry=self._registry,
+        )
         self._waiting = Gauge(
             "knnstore_server_waiting",
             "Requests that had not begun at the last step.",
@@ -54,6 +64,8 @@ class Metrics:
             self._steps.observe(step.seconds)
             self._rows.observe(step.rows)
         self._tokens.inc(step.tokens)
+        self._drafted.inc(step.drafted)
+        self._accepted.inc(step.accepted)
         self._waiting.set(step.waiting)
 
     def count(self, endpoint: str, status: int, seconds: float, first: float | None) -> None:

@@ -185,7 +185,9 @@ def test_a_text_alone_is_drafted_and_what_it_would_be_without(lm):
         assert tokens == write_alone(lm, task, 0)
         engine.call(lambda: None).result(60)
         assert sum(step.tokens for step in steps) == len(tokens)
-        saved += len(tokens) - 1 - sum(step.rows for step in steps)
+        less = len(tokens) - 1 - sum(step.rows for step in steps)
+        assert less == sum(step.accepted for step in steps) <= sum(step.drafted for step in steps)
+        saved += less
         mixed = Listener(task)
 
         def come(mixed=mixed, other=other) -> None:

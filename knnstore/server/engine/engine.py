@@ -216,8 +216,7 @@ class Engine:
     def _step(self) -> None:
         started = time.perf_counter()
         rows = self._batch.rows
-        done: list[Row] = []
-        taken = 1
+        done, taken, drafted = list[Row](), 1, 0
         try:
             step = self._predict()
         except Exception as error:
@@ -228,9 +227,9 @@ class Engine:
         else:
             done, taken = self._take(rows, step)
             self._batch.keep(step, taken)
-        with self._counting:
-            tokens = taken * len(rows) + self._firsts
-            observed = Observed(len(rows), tokens, self._jobs, (time.perf_counter() - started) / taken)
+            drafted = len(step.ahead)
+        tokens, seconds = taken * len(rows) + self._firsts, (time.perf_counter() - started) / taken
+        observed = Observed(len(rows), tokens, self._jobs, seconds, drafted, taken - 1)
         self._leave(done)
         self._observe(observed)
 

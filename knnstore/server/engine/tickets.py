@@ -26,6 +26,10 @@ class Observed:
     """Tasks and jobs that had not begun."""
     seconds: float
     """Of the step, for each token that it gave to a text."""
+    drafted: int = 0
+    """Tokens that the step read ahead."""
+    accepted: int = 0
+    """Of these, that were written."""
 
 
 class Ticket:
