@@ -97,7 +97,7 @@ def calibrate(
       knnstore calibrate dev.jsonl
       knnstore calibrate dev.jsonl --domain news --json
       knnstore calibrate dev.jsonl --skip 0.25
-      knnstore calibrate --stored 50000
+      knnstore calibrate dev.jsonl --stored 50000
       knnstore calibrate --show
       knnstore calibrate --domain news --reset
     """
