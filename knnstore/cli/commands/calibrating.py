@@ -122,7 +122,7 @@ def calibrate(
     if found.in_store and found.record is not None:
         note(
             f"{found.in_store:,} of the documents are in the store: once one of them is removed or replaced, "
-            "these settings go"
+            "these settings go; of other text expect higher perplexities"
         )
     from knnstore.lm import settings_to_dict
 
