@@ -2,7 +2,7 @@
 
     python benchmarks/finetuning DATA --model DIR --out DIR [--domain NAME ...] [--fractions 1 .5 .1]
     python benchmarks/finetuning DATA --model DIR --out OUT --seconds | --controls | --side store | tuned
-    python benchmarks/finetuning --smoke       a minute, with the demo's model
+    python benchmarks/finetuning --smoke       two minutes, with the demo's model
 
 DATA holds a folder for each domain with ``store.jsonl``, ``dev.jsonl`` and ``test.jsonl``, split by
 document. Everything is chosen on dev (fine-tuning: AdamW, learning rate and epochs, with a schedule of its
