@@ -2,7 +2,7 @@
 
     python benchmarks/finetuning DATA --model DIR --out DIR [--domain NAME ...] [--fractions 1 .5 .1]
     python benchmarks/finetuning DATA --model DIR --out OUT --seconds | --controls | --side store | tuned
-    python benchmarks/finetuning --smoke       two minutes, with the demo's model
+    python benchmarks/finetuning --smoke       a minute, with the demo's model
 
 DATA holds a folder for each domain with ``store.jsonl``, ``dev.jsonl`` and ``test.jsonl``, split by
 document. Everything is chosen on dev (fine-tuning: AdamW, learning rate and epochs, with a schedule of its
@@ -194,7 +194,7 @@ def smoke(folder: Path, options: argparse.Namespace) -> None:
     store = [TextDocument(name, text[:900]) for name, text in long[24:]]
     held_out = [TextDocument(name, text[:300]) for name, text in long[:24]]
     options.out = options.work = folder
-    options.overfit, options.stored = 1, 2_000
+    options.overfit, options.stored = 1, 500
     options.rates, options.epochs, options.codes, options.states = [1e-3], 1, "pq8", 2
     report("help", {"store": store, "dev": held_out[:12], "test": held_out[12:]}, 1, options)
 
