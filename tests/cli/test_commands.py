@@ -204,16 +204,18 @@ def test_calibrate_refuses_what_it_cannot_fit(knnstore, store):
 
 
 def test_settings_fitted_to_stored_documents_go_with_them(knnstore, store):
-    for line in ("calibrate", "calibrate --stored 500 --show"):
-        refused = knnstore(line)
+    for more in ("--stored 500 --show", "--show --reset", "dev.jsonl --reset"):
+        refused = knnstore(f"calibrate {more}")
         assert (refused.status, refused.out) == (2, "")
-        assert "give FILE or --stored, or --show or --reset alone" in " ".join(refused.err.split())
+        assert "give --show or --reset alone" in " ".join(refused.err.split())
     held_out = len(Path("dev.jsonl").read_text().splitlines())
     found = knnstore("calibrate dev.jsonl --stored 500 --max-k 16 --domain news")
     assert "3 of the documents are in the store: once one of them is removed or" in found.err
     assert knnstore("calibrate --show --domain news --json").json["calibration"]["documents"] == 3 + held_out
     knnstore("remove n-18")
     assert knnstore("calibrate --show --domain news --json").json["calibration"] is None
+    left = knnstore("info --json").json["documents"]
+    assert knnstore("calibrate").err.startswith(f"error: {left} documents of ")
 
 
 def test_eval_writes_a_row_for_each_token(knnstore, store):

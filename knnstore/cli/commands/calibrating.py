@@ -19,6 +19,8 @@ from knnstore.errors import ConfigError
 if TYPE_CHECKING:
     from knnstore.lm import Comparison
 
+STORED_TOKENS = 64_000
+"""That are predicted where there is no other text."""
 _COMPARED = ("model alone", "current")
 _MOST_SHOWN = 8
 _LEGEND = """\
@@ -42,15 +44,15 @@ def calibrate(
         ),
     ] = 4096,
     stored_tokens: Annotated[
-        int,
+        int | None,
         typer.Option(
             "--stored",
-            min=0,
+            min=1,
             metavar="TOKENS",
             help="Also predict so many tokens of stored documents, each by what is left of the store without "
-            "it. In place of held-out text, or beside it; not for a model that was trained on them.",
+            f"it; {STORED_TOKENS:,} where no FILE is given. Not for a model that was trained on them.",
         ),
-    ] = 0,
+    ] = None,
     leave_out: LeaveOutOption = False,
     networks: Annotated[
         bool,
@@ -79,7 +81,7 @@ def calibrate(
     runtime: StoreRuntime,
     as_json: JsonOption = False,
 ) -> None:
-    """Fit k or probes, temperature, lambda and mixer to held-out text, and save the best.
+    """Fit k or probes, temperature, lambda and mixer to held-out text, or the store's own, and save the best.
 
     The model reads the documents once; then every candidate is fitted on half of the documents and judged
     on the other half, both ways (two-fold cross-fitting). Where there are 2 to 16 domains, each is searched
@@ -101,17 +103,18 @@ def calibrate(
       knnstore calibrate --show
       knnstore calibrate --domain news --reset
     """
-    if bool(documents.files or stored_tokens) + show + reset != 1:
-        raise typer.BadParameter("give FILE or --stored, or --show or --reset alone")
     if show or reset:
+        if documents.files or stored_tokens or show == reset:
+            raise typer.BadParameter("give --show or --reset alone")
         (_drop_saved if reset else _show_saved)(runtime.home, domains, as_json)
         return
     documents.check()
+    of_store = stored_tokens or (0 if documents.files else STORED_TOKENS)
     with Bar() as bar, runtime.open_model("a", domains=domains) as lm:
         found = lm.calibrate(
             documents.read(bar),
             domains=domains,
-            stored_tokens=stored_tokens,
+            stored_tokens=of_store,
             max_k=max_k,
             leave_out=leave_out,
             networks=networks,

@@ -154,7 +154,7 @@ def evaluate(
     shown = [summary(result), *(["\n\n", details_of(result)] if details else [])]
     print_result(result, shown, as_json=as_json)
     if is_default and not as_json:
-        note("these are default settings: `knnstore calibrate FILE` fits them to other text of this kind")
+        note("these are default settings: `knnstore calibrate` fits them, to other text or the store's")
     if report is not None:
         for check in report.checks:
             note(f"{'passed' if check.passed else 'FAILED'}: {check.name} ({check.found})")
