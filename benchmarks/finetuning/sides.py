@@ -29,7 +29,7 @@ from knnstore.lm.calibration.fits import (
 )
 from knnstore.lm.calibration.scored_text import ScoredText, score_once
 from knnstore.lm.calibration.searches import FurtherSearches
-from knnstore.lm.calibration.stored_text import choose_stored
+from knnstore.lm.calibration.text import choose_stored
 from knnstore.lm.mixing import fit_weight, mix_log_probs
 from knnstore.lm.scoring import score_held_out
 from knnstore.store import EVERYTHING

@@ -69,6 +69,9 @@ class Reader(Protocol):
     def lengths(self, selection: Selection = EVERYTHING) -> dict[int, int]:
         """How many tokens each selected document has, by the document's number."""
 
+    def content_hashes(self, numbers: Iterable[int]) -> dict[int, str]:
+        """The content hashes of the documents of these numbers, of those that are there."""
+
     def text(self, number: int) -> Tokens:
         """The tokens of the document of this number."""
 

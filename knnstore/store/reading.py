@@ -26,7 +26,6 @@ from knnstore.store.selection import EVERYTHING, Selection
 from knnstore.store.view import View
 
 _SEARCH_ATTEMPTS = 20  # a commit takes longer than a search: so many in a row are not overtaken
-_OVERTAKEN = f"each of {_SEARCH_ATTEMPTS} searches was overtaken by a commit; try again"
 
 Found = TypeVar("Found")
 
@@ -129,7 +128,9 @@ class StoreReader:
         """
         counts = self._counting.latest(self.view, selection, _SEARCH_ATTEMPTS)
         if counts is None:
-            raise StoreUnavailableError(_OVERTAKEN)
+            raise StoreUnavailableError(
+                f"each of {_SEARCH_ATTEMPTS} searches was overtaken by a commit; try again"
+            )
         return counts
 
     def provenance(self, ids: Ids, *, before: int = 16, after: int = 8) -> list[Provenance | None]:
@@ -230,6 +231,10 @@ class StoreReader:
         """
         return self.view().lengths(selection)
 
+    def content_hashes(self, numbers: Iterable[int]) -> dict[int, str]:
+        """The content hashes of the documents of these numbers, of those that are there."""
+        return self._catalog.content_hashes(numbers)
+
     def text(self, number: int) -> Tokens:
         """The tokens of the document of this number, uint32, shape (n,).
 
@@ -244,15 +249,12 @@ class StoreReader:
     def records(
         self, selection: Selection = EVERYTHING, *, without: Collection[int] = (), batch_size: int = 8192
     ) -> Iterator[Records]:
-        """Read the records of the selected documents, by ascending id, in batches.
+        """Read the records of the selected documents, by ascending id, in batches; raises as `search`.
 
         Args:
             selection: of which documents.
             without: numbers of documents whose records are left out.
             batch_size: records a batch at most, >= 1.
-
-        Raises:
-            DomainNotFoundError, DocumentNotFoundError: as `search`.
         """
         return self.view().records(selection, without, batch_size)
 
@@ -296,4 +298,6 @@ class StoreReader:
                 if self._catalog.revision() == view.snapshot.revision:
                     return found
             view = self.view()
-        raise StoreUnavailableError(_OVERTAKEN)
+        raise StoreUnavailableError(
+            f"each of {_SEARCH_ATTEMPTS} searches was overtaken by a commit; try again"
+        )

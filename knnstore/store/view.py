@@ -23,7 +23,7 @@ from knnstore.datastore import (
     ranges_of,
 )
 from knnstore.errors import CatalogError, CorruptDatastoreError, DocumentNotFoundError, DomainNotFoundError
-from knnstore.store.ngrams import RUN_LETTERS, Letters, Overlap, Runs
+from knnstore.store.ngrams import KNOWN, RUN_LETTERS, Letters, Overlap, Runs
 from knnstore.store.provenance import Tokens
 from knnstore.store.reader import Records
 from knnstore.store.selection import EVERYTHING, Selection
@@ -132,15 +132,21 @@ class View:
         self, texts: Sequence[Tokens], selection: Selection, letters: Letters | None = None
     ) -> list[Overlap]:
         """What of each text selected documents have; they are looked through once."""
-        reached = [set[int]() for _ in texts]
+        same, others = [set[int]() for _ in texts], [set[int]() for _ in texts]
         runs = Runs(texts) if letters is None else Runs([letters.of(one) for one in texts], RUN_LETTERS)
         for row, tokens in self._catalog.texts(self.snapshot.rows[self.chosen(selection)].tolist()):
-            for number in runs.look_at(tokens if letters is None else letters.of(tokens)):
-                reached[number].add(row)
-        hashes = self._catalog.content_hashes(set().union(*reached))
+            met = runs.look_at(tokens if letters is None else letters.of(tokens))
+            for number in met.same:
+                same[number].add(row)
+            for number in met.others:
+                others[number].add(row)
+        for number, share in enumerate(runs.shares(elsewhere=True)):
+            if share >= KNOWN:
+                same[number] |= others[number]
+        hashes = self._catalog.content_hashes(set().union(*same))
         return [
             Overlap(share, frozenset(hashes[row] for row in rows if row in hashes))
-            for share, rows in zip(runs.shares(), reached, strict=True)
+            for share, rows in zip(runs.shares(), same, strict=True)
         ]
 
     def token_counts(self, selection: Selection, vocabulary: int) -> NDArray[np.int64]:

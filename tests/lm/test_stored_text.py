@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from knnstore.documents import TextDocument
-from knnstore.errors import ConfigError, CorruptWeightsError
+from knnstore.errors import ConfigError, CorruptWeightsError, InputError
 from knnstore.lm import KNNSettings, NGramSettings, settings_for
+from knnstore.lm.calibration import calibrating
 from knnstore.lm.calibration.scored_text import score_once
-from knnstore.lm.calibration.stored_text import choose_stored
+from knnstore.lm.calibration.text import TextToFit, choose_stored
+from knnstore.lm.scoring import HeldOut
 from knnstore.store import EVERYTHING, Selection
 from tests.lm.phrases import documents, phrases, words
 
@@ -142,3 +144,66 @@ def test_held_out_text_may_stand_beside(lm) -> None:
         lm.calibrate(held_out, stored_tokens=-1)
     again = lm.calibrate([replace(held_out[0], id="x"), *held_out[1:]], max_k=16, networks=False)
     assert again.comparison.current is not None, "fitted to more than this text"
+
+
+def test_a_usual_heading_makes_no_two_texts_the_same(make_lm) -> None:
+    heading = words(RNG, 60)
+    lm = make_lm({"d": [f"{heading} {words(RNG, 100)}" for _ in range(20)]})
+    drawn = choose_stored(lm.store, lm.reader, EVERYTHING, 10**6)
+    assert len(drawn.documents) == 20
+    assert max(map(len, drawn.stored.values())) == 2, "those of a fold"
+
+
+def test_short_documents_are_not_predicted_by_one_that_holds_them(make_lm) -> None:
+    shorts = [TextDocument(f"short-{at}", words(RNG, 20)) for at in range(20)]
+    digest = TextDocument("digest", " ".join(one.text for one in shorts))
+    again = [replace(one, id=f"again-{one.id}") for one in shorts[:5]]
+    lm = make_lm({"d": [*shorts, *again], "other": [digest]})
+    for selection, tokens in (EVERYTHING, 10**6), (Selection(domains=("d",)), 20 * 20):
+        drawn = choose_stored(lm.store, lm.reader, selection, tokens)
+        assert len(drawn.documents) == 20, "each once, without the digest, which is all of them"
+        assert all(digest.content_hash in left for left in drawn.stored.values())
+
+
+def test_text_of_parts_of_several_documents_is_not_predicted_by_these(make_lm) -> None:
+    parts = [words(RNG, 100) for _ in range(3)]
+    whole = [
+        TextDocument(f"{at}", f"{words(RNG, 150)} {part} {words(RNG, 150)}") for at, part in enumerate(parts)
+    ]
+    lm = make_lm({"d": [*whole, words(RNG, 100)]})
+    joined = TextDocument("joined", " ".join(parts))
+    reached = HeldOut.of(lm.store, lm.reader, [joined], EVERYTHING).stored
+    assert reached == {joined.content_hash: {one.content_hash for one in whole}}
+
+
+def test_a_document_is_left_out_though_its_text_be_not_known_again(lm, monkeypatch) -> None:
+    monkeypatch.setattr(HeldOut, "of", lambda *_: HeldOut([], {}))
+    drawn = choose_stored(lm.store, lm.reader, EVERYTHING, 10**6)
+    all_left = frozenset().union(*drawn.stored.values())
+    assert all_left == {one.content_hash for one in lm.store.documents()}
+
+
+def test_settings_are_not_judged_by_what_they_know() -> None:
+    text = TextToFit([], {}, 0, frozenset("abc"), frozenset("def"))
+    known = {of: text.is_known_to(frozenset(of)) for of in ("", "abx", "abc", "abcdx", "abcdef", "abcdefx")}
+    assert [of for of, is_known in known.items() if is_known] == ["abcdx", "abcdef"]
+
+
+def test_what_was_fitted_to_a_document_that_is_gone_is_not_saved(lm, monkeypatch) -> None:
+    def compare(*args, **options):
+        lm.store.remove_domain("phrases")
+        return whole(*args, **options)
+
+    whole = calibrating.compare
+    monkeypatch.setattr(calibrating, "compare", compare)
+    with pytest.raises(InputError, match=r"nothing is saved: .* were removed or replaced meanwhile"):
+        lm.calibrate(stored_tokens=3000, max_k=16, networks=False)
+    assert lm.store.settings() is None
+
+
+def test_a_store_of_which_nothing_can_be_left_out_is_named(make_lm) -> None:
+    with pytest.raises(InputError, match="the store is empty"):
+        make_lm().calibrate(stored_tokens=100)
+    lm = make_lm({"d": [words(RNG, 3000)]})
+    with pytest.raises(InputError, match="no stored document can be predicted by the others"):
+        lm.calibrate(stored_tokens=100)

@@ -9,7 +9,7 @@ from knnstore.store.ngrams import RUN, Runs
 TEXTS = st.lists(st.integers(0, 3), max_size=150)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(TEXTS, min_size=1, max_size=4), st.lists(TEXTS, max_size=4), st.data())
 def test_shares_and_documents_are_those_of_all_runs(texts, stored, data):
     for one in stored[:2]:  # parts of the texts, in others
@@ -19,19 +19,39 @@ def test_shares_and_documents_are_those_of_all_runs(texts, stored, data):
     runs = Runs([np.array(text, np.uint32) for text in texts])
     found = [runs.look_at(np.array(one, np.uint32)) for one in stored]
 
-    def runs_of(text: list[int]) -> list[tuple[int, ...]]:
-        if len(text) < RUN:
-            return [tuple(text)] if text else []
-        return [tuple(text[at : at + RUN]) for at in range(len(text) - RUN + 1)]
+    def runs_of(text: list[int], length: int = RUN) -> set[tuple[int, ...]]:
+        return {tuple(text[at : at + length]) for at in range(len(text) - length + 1)}
 
-    everything = {run for one in stored for run in runs_of(one)}
-    for number, (text, share) in enumerate(zip(texts, runs.shares(), strict=True)):
-        covered = {
-            place
-            for at, run in enumerate(runs_of(text))
-            if run in everything
-            for place in range(at, at + len(run))
-        }
-        assert share == (len(covered) / len(text) if text else 0)
-        for one, reached in zip(stored, found, strict=True):
-            assert (number in reached) == bool(set(runs_of(one)) & set(runs_of(text)))
+    def covered(text: list[int], wanted: set[tuple[int, ...]], length: int = RUN) -> int:
+        starts = [at for at in range(len(text) - length + 1) if tuple(text[at : at + length]) in wanted]
+        return len({place for at in starts for place in range(at, at + length)})
+
+    def is_whole_in(short: list[int], text: list[int], one: list[int]) -> bool:
+        quarter = RUN // 4
+        is_found = covered(text, runs_of(one, quarter), quarter) >= len(short) >= quarter
+        return bool(short) and (is_found or text == one)
+
+    shares, elsewhere = runs.shares(), runs.shares(elsewhere=True)
+    for number, text in enumerate(texts):
+        whole, runs_in, runs_of_others = False, set[tuple[int, ...]](), set[tuple[int, ...]]()
+        for one, met in zip(stored, found, strict=True):
+            short = min(text, one, key=len)
+            shared = covered(text, runs_of(one))
+            is_same = is_whole_in(short, text, one) if len(short) < RUN else shared >= len(short) / 2
+            assert (number in met.same) == is_same
+            assert (number in met.others) == (shared > 0 and not is_same)
+            whole |= is_same and len(text) <= len(one)
+            runs_in |= runs_of(one)
+            runs_of_others |= set() if is_same else runs_of(one)
+        if len(text) >= RUN:
+            assert shares[number] == covered(text, runs_in) / len(text)
+            assert elsewhere[number] == covered(text, runs_of_others) / len(text)
+        else:
+            assert (shares[number], elsewhere[number]) == (whole, 0)
+
+
+def test_a_short_text_is_stored_as_a_whole_or_not_at_all():
+    runs = Runs([np.arange(20, dtype=np.uint32)])
+    for of_it, share in ((range(10), 0.0), (range(20), 1.0)):
+        assert runs.look_at(np.array(of_it, np.uint32)).same == {0}
+        assert runs.shares() == [share]

@@ -6,19 +6,17 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 
-import numpy as np
-
-from knnstore.documents import TextDocument, documents_of
+from knnstore.documents import TextDocument
 from knnstore.errors import ConfigError, InputError, ReadOnlyError
 from knnstore.lm.calibration.candidates import Comparison, compare, ks_up_to
 from knnstore.lm.calibration.fits import MOST_DOMAINS, score_substitute
-from knnstore.lm.calibration.judging import check_enough, in_halves
+from knnstore.lm.calibration.judging import in_halves
 from knnstore.lm.calibration.savings import SHARES, Saving, judge_savings
 from knnstore.lm.calibration.scored_text import score_once
 from knnstore.lm.calibration.searches import FurtherSearches, WideEvidence
-from knnstore.lm.calibration.stored_text import choose_stored
+from knnstore.lm.calibration.text import text_to_fit
 from knnstore.lm.calibration.writing import find_scoring_only
-from knnstore.lm.scoring import HeldOut, grouped
+from knnstore.lm.scoring import grouped
 from knnstore.lm.settings import (
     DEFAULT_PROBES,
     CalibrationRecord,
@@ -32,7 +30,7 @@ from knnstore.lm.settings import (
     usable_settings_for,
 )
 from knnstore.progress import Progress
-from knnstore.store import EVERYTHING, KNNStore, Lineage, Selection
+from knnstore.store import KNNStore, Lineage, Selection
 
 MAX_K = 4096
 """Neighbors that are searched for: p_kNN over more of them was little better, see docs/prediction.md."""
@@ -119,23 +117,13 @@ def calibrate(
     names = tuple(sorted(set(domains or ())))
     selection = Selection(domains=names or None)
     revision, lineage, records = store.revision(), store.lineage(names), records_of(store, names)
-    distinct = {document.content_hash: document for document in documents_of(documents)}
-    listed, reached = HeldOut.of(store, reader, distinct.values(), selection)
-    if not leave_out:
-        HeldOut(listed, reached).refuse_stored()
-    stored = HeldOut.of(store, reader, listed, EVERYTHING).stored if names else reached
-    if stored_tokens:
-        drawn = choose_stored(store, reader, selection, stored_tokens)
-        new = [one for one in drawn.documents if one.content_hash not in distinct]
-        listed, reached, stored = [*listed, *new], {**drawn.stored, **reached}, {**drawn.stored, **stored}
-    fitted_on = frozenset(distinct).union(*stored.values())
-    texts = reader.tokenized(listed)
-    check_enough(np.repeat(np.arange(len(texts)), [len(tokens) for tokens in texts]))
     if not records:
         raise InputError("the store is empty: add documents before calibrating")
+    text = text_to_fit(store, reader, documents, selection, stored_tokens, leave_out=leave_out)
+    listed, reached = text.documents, text.reached
     started = time.perf_counter()
     current, saved = usable_settings_for(store, selection), saved_for(store, selection)
-    if saved is not None and saved.fitted_on and saved.fitted_on <= fitted_on:
+    if saved is not None and text.is_known_to(saved.fitted_on):
         current = None  # what it has learned by heart would pass for quality
     probes = DEFAULT_PROBES if store.has_cells else None
     needed = current and current.ngrams  # to judge them, also where no others are tried
@@ -176,6 +164,7 @@ def calibrate(
             settings = replace(current, scoring_only=_measure_writing(lm, current, listed, reached, progress))
     elif found.beats_base:
         settings, knn_ppl = best.settings, found.expected.ppl
+        text.check_stored(store)
         saving = None if skip is None else savings.get(skip)
         if saving is not None:
             settings, knn_ppl = replace(settings, skip=saving.skip), saving.ppl
@@ -186,7 +175,7 @@ def calibrate(
             mixer=best.name,
             documents=found.documents,
             tokens=found.tokens,
-            text_hash=hashlib.sha256("\n".join(sorted(fitted_on)).encode()).hexdigest(),
+            text_hash=hashlib.sha256("\n".join(sorted(text.hashes)).encode()).hexdigest(),
             revision=revision,
             records=records,
             base_ppl=found.base.ppl,
@@ -194,7 +183,7 @@ def calibrate(
             domains=names,
             skipped=0.0 if saving is None else saving.skipped,
             stored=lineage,
-            held_out=tuple(sorted(fitted_on)),
+            held_out=tuple(sorted(text.hashes)),
         )
         save_settings(store, settings, names, record)
         _use_saved(lm, names)
@@ -206,7 +195,7 @@ def calibrate(
     fitted = time.perf_counter()
     return Calibration(
         found, record, between - started, fitted - between, tuple(savings.values()), settings, kept,
-        len(stored),
+        text.in_store,
     )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from knnstore.lm.retrieval import (
 from knnstore.lm.scoring.scores import TokenScores, together
 from knnstore.lm.settings import KNNSettings
 from knnstore.progress import Progress
-from knnstore.store import Reader, Selection
+from knnstore.store import KNOWN, Reader, Selection
 
 _NEIGHBORS = BATCH_TOKENS << 10
 """Of all tokens that are searched for at once: fewer with a larger k, so that memory does not grow."""
@@ -43,17 +43,13 @@ _TOKENS = 1 << 15
 """Of documents that advance together: what is known of each is in memory at once."""
 
 
-KNOWN = 0.5
-"""A document counts as stored where such a share of its tokens stands in stored runs; see `Overlap`."""
-
-
 class HeldOut(NamedTuple):
     """Documents that are to be predicted."""
 
     documents: list[TextDocument]
     stored: Mapping[str, frozenset[str]]
-    """Content hashes of those that retrieval can reach, each with those of the stored documents that have
-    its text; see `KNOWN`."""
+    """Content hashes of those that retrieval can reach, each with those of the stored documents that are the
+    same text; see `KNOWN`."""
 
     @classmethod
     def of(

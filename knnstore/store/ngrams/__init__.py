@@ -32,10 +32,10 @@ from knnstore.store.ngrams.counts import NGramCounts
 from knnstore.store.ngrams.drafts import Draft, draft_from
 from knnstore.store.ngrams.letters import Letters
 from knnstore.store.ngrams.matches import Distribution, Matches, Occurrence, Suffixes
-from knnstore.store.ngrams.runs import RUN, RUN_LETTERS, Overlap, Runs
+from knnstore.store.ngrams.runs import KNOWN, RUN, RUN_LETTERS, Overlap, Runs
 from knnstore.store.ngrams.sorting import DEPTH, MOST, SortedText
 
 __all__ = [
-    "DEPTH", "MOST", "RUN", "RUN_LETTERS", "Distribution", "Draft", "Letters", "Matches", "NGramCounts",
-    "Occurrence", "Overlap", "Runs", "SortedText", "Suffixes", "draft_from",
+    "DEPTH", "KNOWN", "MOST", "RUN", "RUN_LETTERS", "Distribution", "Draft", "Letters", "Matches",
+    "NGramCounts", "Occurrence", "Overlap", "Runs", "SortedText", "Suffixes", "draft_from",
 ]  # fmt: skip

@@ -18,78 +18,127 @@ RUN_LETTERS = 128
 """What 32 tokens have in English."""
 RUN = 32
 """Tokens. Other articles of one newspaper, chapters of one book have runs of 16 in common, few of 32."""
+KNOWN = 0.5
+"""Text is stored where such a share of its symbols stands in stored runs; two documents are the same text
+where such a share of the shorter one stands in the other."""
 
 _PLACES = np.uint64(1 << 22)
 _FACTOR = 0x9E3779B97F4A7C15
 _INVERSE = pow(_FACTOR, -1, 1 << 64)
+
+Symbols = NDArray[np.unsignedinteger]
 
 
 class Overlap(NamedTuple):
     """What of a text is stored."""
 
     share: float
-    """Of its symbols, those in runs that are stored; of a text shorter than a run all or none, as one whole
-    document is the same or not."""
+    """Of its symbols, those in runs that are stored; of a text shorter than a run all or none."""
     documents: frozenset[str]
-    """Content hashes of the stored documents that have such runs."""
+    """Content hashes of the stored documents that are the same text, see `KNOWN`, not of those that have
+    only a usual heading with it in common; of all that have a run of it where those others together have
+    as much of it."""
+
+
+class Met(NamedTuple):
+    """The numbers of the texts that a document has something of."""
+
+    same: set[int]
+    """That are the same text, see `KNOWN`."""
+    others: set[int]
 
 
 class Runs:
     """The runs of some texts, to be found in others.
+
+    What is shorter than a run is found as a whole only: by all its quarters of a run, or as the same text.
 
     Args:
         texts: the symbols of each, integers of shape (n,).
         run: how many symbols.
     """
 
-    def __init__(self, texts: Sequence[NDArray[np.unsignedinteger]], run: int = RUN) -> None:
-        self._run = run
-        self._lengths = [len(tokens) for tokens in texts]
-        hashes = [hashes_of(tokens, run) for tokens in texts]
-        self._starts = np.cumsum([0, *map(len, hashes)])
-        joined = np.concatenate([np.zeros(0, np.uint64), *hashes])
-        self._hashes, self._which = np.unique(joined, return_inverse=True)
-        self._found = np.zeros(len(self._hashes), bool)
-        self._maybe = np.zeros(_PLACES, bool)
-        self._maybe[self._hashes % _PLACES] = True
-        self._short: defaultdict[bytes, set[int]] = defaultdict(set)
-        for number, tokens in enumerate(texts):
-            if 0 < len(tokens) < run:
-                self._short[_bytes(tokens)].add(number)
-        self._short_found: set[int] = set()
+    def __init__(self, texts: Sequence[Symbols], run: int = RUN) -> None:
+        self._run, self._least = run, run // 4
+        self._lengths = np.array([len(one) for one in texts], np.int64)
+        self._long = _Index(texts, run)
+        is_short = self._lengths < run
+        self._parts_of_short, self._parts_of_long = (
+            _Index([one if chosen else one[:0] for one, chosen in zip(texts, are, strict=True)], self._least)
+            for are in (is_short, ~is_short)
+        )
+        self._shortest: defaultdict[bytes, set[int]] = defaultdict(set)
+        for number in np.flatnonzero((self._lengths > 0) & (self._lengths < self._least)).tolist():
+            self._shortest[_bytes(texts[number])].add(number)
+        self._whole = np.zeros(len(texts), bool)
+        self._found, self._elsewhere = np.zeros((2, self._long.size), bool)
 
-    def look_at(self, tokens: NDArray[np.unsignedinteger]) -> set[int]:
-        """Look through a document: the numbers of the texts that have a run of it."""
-        if len(tokens) < self._run:
-            same = self._short.get(_bytes(tokens), set())
-            self._short_found |= same
-            return same
-        if not len(self._hashes):
-            return set()
-        hashes = hashes_of(tokens, self._run)
-        hashes = hashes[self._maybe[hashes % _PLACES]]  # most are of none, and searching takes the longest
-        at = np.searchsorted(self._hashes, hashes).clip(max=len(self._hashes) - 1)
-        there = at[self._hashes[at] == hashes]
-        if not len(there):
-            return set()
-        self._found[there] = True
-        places = np.flatnonzero(np.isin(self._which, there))
-        return set((np.searchsorted(self._starts, places, side="right") - 1).tolist())
+    def look_at(self, text: Symbols) -> Met:
+        """Look through a document."""
+        same = self._parts_of_short.covered_by(text) >= np.minimum(self._lengths, len(text)).clip(1)
+        if len(text) < self._least:
+            same[list(self._shortest.get(_bytes(text), ()))] = True
+        self._whole |= same & (len(text) >= self._lengths)
+        if len(text) < self._run:
+            same |= self._parts_of_long.covered_by(text) >= max(len(text), 1)
+            return Met(set(np.flatnonzero(same).tolist()), set())
+        places = self._long.places_of(text)
+        shared = self._long.covered(places)
+        is_same = same | (shared >= KNOWN * self._lengths.clip(1, len(text)))
+        self._found[places] = True
+        self._elsewhere[places[~is_same[self._long.texts_at(places)]]] = True
+        others = (shared > 0) & ~is_same
+        return Met(set(np.flatnonzero(is_same).tolist()), set(np.flatnonzero(others).tolist()))
 
-    def shares(self) -> list[float]:
-        """Of the symbols of each text, those in runs of what was looked at."""
-        shares = []
-        for number, length in enumerate(self._lengths):
-            found = self._found[self._which[self._starts[number] : self._starts[number + 1]]]
-            if length < self._run:
-                shares.append(float(number in self._short_found))
-            else:
-                covered = np.convolve(found, np.ones(self._run)) > 0
-                shares.append(float(covered.mean()))
+    def shares(self, *, elsewhere: bool = False) -> list[float]:
+        """Of the symbols of each text, those in runs of what was looked at, or only of other texts."""
+        found = self._long.covered(np.flatnonzero(self._elsewhere if elsewhere else self._found))
+        whole = self._whole & (not elsewhere)
+        shares: list[float] = np.where(whole, 1.0, found / self._lengths.clip(1)).tolist()
         return shares
 
 
-def hashes_of(tokens: NDArray[np.unsignedinteger], run: int = RUN) -> NDArray[np.uint64]:
+class _Index:
+    """Where the runs of some texts begin, by their hashes; places are numbered text after text."""
+
+    def __init__(self, texts: Sequence[Symbols], run: int) -> None:
+        hashes = [hashes_of(one, run) for one in texts]
+        self._run = run
+        self._starts = np.cumsum([0, *map(len, hashes)])
+        self.size = int(self._starts[-1])
+        joined = np.concatenate([np.zeros(0, np.uint64), *hashes])
+        self._hashes, self._which = np.unique(joined, return_inverse=True)
+        self._maybe = np.zeros(_PLACES if self.size else 1, bool)
+        self._maybe[self._hashes % _PLACES] = True
+
+    def places_of(self, text: Symbols) -> NDArray[np.int64]:
+        """Where there are runs that another text has, ascending."""
+        hashes = hashes_of(text, self._run) if self.size else np.zeros(0, np.uint64)
+        hashes = hashes[self._maybe[hashes % _PLACES]] if len(hashes) else hashes
+        if not len(hashes):  # most are of none, and searching takes the longest
+            return np.zeros(0, np.int64)
+        at = np.searchsorted(self._hashes, hashes).clip(max=len(self._hashes) - 1)
+        is_there = np.zeros(len(self._hashes), bool)
+        is_there[at[self._hashes[at] == hashes]] = True
+        return np.flatnonzero(is_there[self._which])
+
+    def texts_at(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The number of the text that each place is in."""
+        return np.searchsorted(self._starts, places, side="right") - 1
+
+    def covered(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """How many symbols of each text are in runs that begin at some places, which ascend."""
+        texts = self.texts_at(places)
+        own = np.full(len(places), self._run)
+        np.minimum(own[:-1], np.diff(places), out=own[:-1], where=texts[1:] == texts[:-1])
+        return np.bincount(texts, own, len(self._starts) - 1).astype(np.int64)
+
+    def covered_by(self, text: Symbols) -> NDArray[np.int64]:
+        """How many symbols of each text are in runs that another one has."""
+        return self.covered(self.places_of(text))
+
+
+def hashes_of(tokens: Symbols, run: int = RUN) -> NDArray[np.uint64]:
     """A hash of each run, uint64, shape (n - run + 1,), empty where there is none."""
     count = len(tokens)
     if count < run:
@@ -109,5 +158,5 @@ def _powers(count: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
     return powers, inverses
 
 
-def _bytes(tokens: NDArray[np.unsignedinteger]) -> bytes:
+def _bytes(tokens: Symbols) -> bytes:
     return tokens.astype("<u4").tobytes()
