@@ -212,6 +212,7 @@ def test_settings_fitted_to_stored_documents_go_with_them(knnstore, store):
     found = knnstore("calibrate dev.jsonl --stored 500 --max-k 16 --domain news")
     assert "3 of the documents are in the store: once one of them is removed or" in found.err
     assert knnstore("calibrate --show --domain news --json").json["calibration"]["documents"] == 3 + held_out
+    assert "with any of 3 stored documents" in knnstore("calibrate --show --domain news").out
     knnstore("remove n-18")
     assert knnstore("calibrate --show --domain news --json").json["calibration"] is None
     left = knnstore("info --json").json["documents"]

@@ -244,7 +244,8 @@ def _show_saved(home: Path, domains: Sequence[str] | None, as_json: bool) -> Non
         chosen = tuple(domains or ())
         store.record_count(knnstore.Selection(domains=chosen or None))  # an unknown domain is an error
         found = [(scope, store.settings(scope)) for scope in ((chosen, ()) if chosen else ((),))]
-    scope, saved = next(((scope, one) for scope, one in found if one and one.query), ((), None))
+        scope, saved = next(((scope, one) for scope, one in found if one and one.query), ((), None))
+        known = len(store.stored_content(saved.fitted_on)) if saved else 0
     if saved is None:
         print_result({"settings": None}, "nothing is saved: the defaults are used", as_json=as_json)
         return
@@ -254,6 +255,8 @@ def _show_saved(home: Path, domains: Sequence[str] | None, as_json: bool) -> Non
     made = {"calibrated": how["date"][:10]} if how else {"calibrated": "no: the defaults"}
     if how:
         made["writing"] = _of_writing(saved.query.get("scoring_only") or (), how.get("written") or ())
+    if known:
+        made["goes"] = f"with any of {known:,} stored documents that it was fitted to"
     told = {"k"} if saved.query.get("probes") else set()  # cells are visited, no nearest chosen
     told |= {"mixer"} if saved.query.get("gate") else set()  # which only weighs where the gate does not
     settings = {
