@@ -53,6 +53,8 @@ class Documents:
     """How many files of folders are of another kind."""
     unknown: int = field(default=0, init=False)
     """How many of the skipped have an id that nobody knows."""
+    first: str = field(default="", init=False)
+    """Why the first of the skipped cannot."""
     kept: set[str] = field(default_factory=set, init=False)
     """The ids of the others of them."""
 
@@ -81,6 +83,7 @@ class Documents:
             if not (error.in_folder or self.skip_bad):
                 raise error
             self.skipped += 1
+            self.first = self.first or one_line(error)
             if error.id is None:
                 self.unknown += 1
             else:
@@ -103,7 +106,7 @@ class Documents:
         if self.ignored:
             parts.append(f"{self.ignored:,} {'file' if self.ignored == 1 else 'files'} of another kind")
         if parts:
-            named = "" if LOG.verbose else " (-v names them)"
+            named = "" if LOG.verbose else " (-v names them)" + (f": {self.first}" if self.first else "")
             note(f"left out {' and '.join(parts)}{named}")
 
     @property

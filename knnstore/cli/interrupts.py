@@ -13,7 +13,7 @@ from typing import NoReturn
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
 
-SAID = "interrupted; what was committed stays, run the same command again to go on"
+SAID = "interrupted; what was committed stays, run the same command again"
 
 
 def prepare() -> None:

@@ -124,7 +124,8 @@ class Query:
             self._name_calibration(store, settings)
         if not _reached(store, settings):
             why = why_nothing(store, settings.selection)
-            note(f"warning: nothing is retrieved, the model is alone: {why}")
+            alone = "" if settings.cache else ", the model is alone"
+            note(f"warning: nothing is retrieved{alone}: {why}")
         return settings
 
     def _in_force(self, store: "KNNStore", selection: "Selection") -> "KNNSettings":

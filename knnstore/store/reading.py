@@ -225,10 +225,7 @@ class StoreReader:
         return self._catalog.revision()
 
     def lengths(self, selection: Selection = EVERYTHING) -> dict[int, int]:
-        """How many tokens each selected document has, by its number, in the order in which they were added.
-
-        A document's number is never given twice, nor to another version of it.
-        """
+        """The tokens that each selected document has, by its number, which no other ever has; as added."""
         return self.view().lengths(selection)
 
     def content_hashes(self, numbers: Iterable[int]) -> dict[int, str]:

@@ -62,7 +62,7 @@ def test_ctrl_c_keeps_what_was_committed_and_the_same_command_goes_on(knnstore, 
         os.close(pipe)
         process.kill()
     assert (process.returncode, out) == (130, "")
-    assert err == "interrupted; what was committed stays, run the same command again to go on\n"
+    assert err == "interrupted; what was committed stays, run the same command again\n"
     again = knnstore("add - --domain piped --json", stdin=ROW)
     assert (again.status, again.err, again.json["added"]) == (0, "", 1)
 
@@ -124,5 +124,5 @@ def test_ctrl_c_before_and_after_a_command_is_one_line(tmp_path, moment):
             _, err = process.communicate(timeout=60)
         finally:
             process.kill()
-    assert err == "interrupted; what was committed stays, run the same command again to go on\n"
+    assert err == "interrupted; what was committed stays, run the same command again\n"
     assert process.returncode == 130

@@ -1,7 +1,10 @@
 """Telling one model from another, in whichever precision each is opened."""
 
 import itertools
+import json
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -173,3 +176,37 @@ def test_what_a_configuration_says_of_names_training_and_running_is_no_matter(ma
     ):  # fmt: skip
         setattr(model.config, field, value)
     assert same_model(known, model_fingerprint(model))
+
+
+def test_files_that_are_not_of_one_model_are_refused(model_path, tmp_path) -> None:
+    """Transformers would make what is missing, at random or knowing no word."""
+
+    def copied(name: str):
+        return Path(shutil.copytree(model_path, tmp_path / name))
+
+    def refused(folder, match: str) -> None:
+        with pytest.raises(ConfigError, match=match):
+            knnstore.create(tmp_path / "home", str(folder))
+        assert not (tmp_path / "home").exists()
+
+    deeper = copied("deeper") / "config.json"
+    config = json.loads(deeper.read_text())
+    deeper.write_text(json.dumps({**config, "n_layer": config["n_layer"] + 1}))
+    refused(deeper.parent, r"lack \d+ of the weights that its config.json asks for, 'transformer.h.")
+    broken = copied("broken") / "model.safetensors"
+    broken.write_bytes(broken.read_bytes()[:100])
+    refused(broken.parent, "cannot be loaded on cpu: Error while deserializing header")
+    wordless = copied("wordless")
+    for file in wordless.glob("*token*"):
+        file.unlink()
+    refused(wordless, "has no tokenizer: save that beside it")
+
+
+def test_a_store_is_made_where_there_can_be_one(model_path, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="is the address of a server, and this engine keeps files"):
+        knnstore.create("home", model_path, location="http://localhost:6333")
+    if os.geteuid() == 0:  # others are told that they may not
+        with pytest.raises(ConfigError, match="no folder can be made in /proc: choose another --home"):
+            knnstore.create("/proc/home", model_path)
+    assert not list(tmp_path.iterdir())

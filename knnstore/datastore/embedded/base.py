@@ -21,7 +21,7 @@ from knnstore.datastore.protocol import BATCH_SIZE, Mode
 from knnstore.datastore.ranges import IdRanges
 from knnstore.datastore.reading import read_keys
 from knnstore.durable import StoredFile
-from knnstore.errors import CorruptDatastoreError, DiskFullError
+from knnstore.errors import ConfigError, CorruptDatastoreError, DiskFullError
 from knnstore.space import check_space
 
 
@@ -73,6 +73,11 @@ class EmbeddedDatastore(ABC):
     @classmethod
     def owner(cls, location: str | Path, **params: Any) -> str | None:
         """Who claimed the datastore in a directory; see `SupportsOwner.owner`."""
+        if "://" in str(location):
+            raise ConfigError(
+                f"{location} is the address of a server, and this engine keeps files: name a folder, or an "
+                "engine with a server (--store qdrant)"
+            )
         return read_owner(Path(location))
 
     @classmethod

@@ -4,6 +4,7 @@ import os
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -59,19 +60,26 @@ def load_model(
         options |= safe
         pinned = {"revision": options.get("revision", "main"), **safe}
         config = AutoConfig.from_pretrained(name, **pinned)
-        tokenizer = AutoTokenizer.from_pretrained(name, **pinned)
+        tokenizer = _tokenizer_of(name, **pinned)
         wanted_attention = options.get("attn_implementation") or config._attn_implementation
         if "/" in str(wanted_attention):  # a repository whose code transformers would fetch and run
             raise ConfigError(f"the model {name!r} wants code from {wanted_attention!r}: {_NO_CODE}")
-        model = AutoModelForCausalLM.from_pretrained(
-            name, dtype=wanted, use_safetensors=True, **options | safe
+        loading: Any = AutoModelForCausalLM.from_pretrained(
+            name, dtype=wanted, use_safetensors=True, output_loading_info=True, **options | safe
         )
-        placed = model if "device_map" in options else model.to(place)  # type: ignore[arg-type]
+        model, found = loading
+        missing = sorted(found["missing_keys"])
+        if missing:  # transformers would make them at random
+            raise ConfigError(
+                f"the files of the model {name!r} lack {len(missing):,} of the weights that its config.json "
+                f"asks for, {missing[0]!r} for one: they are not of one model"
+            )
+        placed = model if "device_map" in options else model.to(place)
         return Loaded(placed.eval(), tokenizer)
     except ConfigError:
         raise
     # Torch asserts that it was made for a device; a configuration may name a package that is not installed.
-    except (OSError, ValueError, RuntimeError, AssertionError, ImportError) as error:
+    except (OSError, ValueError, RuntimeError, AssertionError, ImportError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"the model {name!r} cannot be loaded on {place}: {reason}") from error
 
@@ -113,11 +121,19 @@ def loaded(
         raise ConfigError(f"a model is a name or a transformers model, not {type(model).__name__}")
     if tokenizer is None:
         try:
-            tokenizer = AutoTokenizer.from_pretrained(name_of(model), trust_remote_code=False)
+            tokenizer = _tokenizer_of(name_of(model), trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise ConfigError("the model's folder has no tokenizer: give it as tokenizer=...") from error
     model.eval()  # type: ignore[no-untyped-call]
     return Loaded(model, tokenizer)
+
+
+def _tokenizer_of(name: str, **options: Any) -> PreTrainedTokenizerBase:
+    """Load a tokenizer; where its files are missing transformers makes one that knows no text."""
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, **options)
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        raise ConfigError(f"the model {name!r} has no tokenizer: save that beside it (save_pretrained)")
+    return tokenizer
 
 
 def name_of(model: str | PreTrainedModel) -> str:

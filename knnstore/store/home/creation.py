@@ -91,6 +91,7 @@ def make_store(
         creation = Creation.read(unfinished)
         begun = outside in creation.datastores
         place = Place(home, identity, engine, Owner(creation.store_id))
+        whose = place.whose()
         if catalog is not None:
             _check_catalog(home, creation.store_id)
         if outside is not None and not begun:
@@ -98,7 +99,7 @@ def make_store(
             creation = replace(creation, datastores=(*creation.datastores, outside))
         if catalog is not None or outside is not None:
             creation.write(unfinished)
-        if begun and place.whose() in (Whose.ANOTHERS, Whose.A_COPYS):
+        if begun and whose in (Whose.ANOTHERS, Whose.A_COPYS):
             raise place.taken()
         with place.open("a" if begun else "x") as made:
             if made.count():

@@ -10,6 +10,7 @@ from pathlib import Path
 from knnstore.errors import ConfigError, LockedError
 
 LOCK = "creation.lock"
+_TRIES = 1000
 NOTE = "creation.json"
 """What a creation that was interrupted must know again; stays until one goes through."""
 
@@ -42,7 +43,7 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 def _taken(folder: Path) -> int:
     """Make and lock the folder; the kernel drops the lock when its holder dies."""
-    while True:
+    for _ in range(_TRIES):
         _check(folder)
         try:
             lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -58,6 +59,7 @@ def _taken(folder: Path) -> int:
             os.close(lock)
             raise LockedError(f"another process is just making a store, in {folder}: wait for it") from None
         os.close(lock)
+    raise ConfigError(f"no folder can be made in {folder.parent}: choose another --home")
 
 
 def _check(folder: Path) -> None:
