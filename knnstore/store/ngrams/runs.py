@@ -75,27 +75,27 @@ class Runs:
 
     def look_at(self, text: Symbols) -> Met:
         """Look through a document."""
-        same = self._parts_of_short.covered_by(text) >= np.minimum(self._lengths, len(text)).clip(1)
+        numbers, shared = self._parts_of_short.covered_by(text)
+        same = set(numbers[shared >= np.minimum(self._lengths[numbers], len(text))].tolist())
         if len(text) < self._least:
-            same[list(self._shortest.get(_bytes(text), ()))] = True
-        self._whole |= same & (len(text) >= self._lengths)
+            same |= self._shortest.get(_bytes(text), set())
+        self._whole[[number for number in same if self._lengths[number] <= len(text)]] = True
         if len(text) < self._run:
-            same |= self._parts_of_long.covered_by(text) >= max(len(text), 1)
-            return Met(set(np.flatnonzero(same).tolist()), set())
+            numbers, shared = self._parts_of_long.covered_by(text)
+            return Met(same | set(numbers[shared >= len(text)].tolist()), set())
         places = self._long.places_of(text)
-        shared = self._long.covered(places)
-        is_same = same | (shared >= KNOWN * self._lengths.clip(1, len(text)))
+        numbers, shared = self._long.covered(places)
+        is_same = shared >= KNOWN * np.minimum(self._lengths[numbers], len(text))
         self._found[places] = True
-        self._elsewhere[places[~is_same[self._long.texts_at(places)]]] = True
-        others = (shared > 0) & ~is_same
-        return Met(set(np.flatnonzero(is_same).tolist()), set(np.flatnonzero(others).tolist()))
+        self._elsewhere[places[np.isin(self._long.texts_at(places), numbers[~is_same])]] = True
+        return Met(same | set(numbers[is_same].tolist()), set(numbers[~is_same].tolist()))
 
     def shares(self, *, elsewhere: bool = False) -> list[float]:
         """Of the symbols of each text, those in runs of what was looked at, or only of other texts."""
-        found = self._long.covered(np.flatnonzero(self._elsewhere if elsewhere else self._found))
-        whole = self._whole & (not elsewhere)
-        shares: list[float] = np.where(whole, 1.0, found / self._lengths.clip(1)).tolist()
-        return shares
+        shares = self._whole.astype(float) * (not elsewhere)
+        numbers, found = self._long.covered(np.flatnonzero(self._elsewhere if elsewhere else self._found))
+        shares[numbers] = found / self._lengths[numbers]
+        return [float(share) for share in shares]
 
 
 class _Index:
@@ -126,15 +126,16 @@ class _Index:
         """The number of the text that each place is in."""
         return np.searchsorted(self._starts, places, side="right") - 1
 
-    def covered(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """How many symbols of each text are in runs that begin at some places, which ascend."""
+    def covered(self, places: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The texts in which some places are, which ascend, and how many symbols runs from there cover."""
         texts = self.texts_at(places)
         own = np.full(len(places), self._run)
         np.minimum(own[:-1], np.diff(places), out=own[:-1], where=texts[1:] == texts[:-1])
-        return np.bincount(texts, own, len(self._starts) - 1).astype(np.int64)
+        numbers, which = np.unique(texts, return_inverse=True)
+        return numbers, np.bincount(which, own, len(numbers)).astype(np.int64)
 
-    def covered_by(self, text: Symbols) -> NDArray[np.int64]:
-        """How many symbols of each text are in runs that another one has."""
+    def covered_by(self, text: Symbols) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The texts with runs that another one has, and how many of their symbols these cover."""
         return self.covered(self.places_of(text))
 
 
