@@ -49,7 +49,9 @@ def is_empty(connection: Connection) -> bool:
 
 def not_found(url: URL) -> StoreNotFoundError:
     """The error that a database holds no catalog."""
-    return StoreNotFoundError(f"there is no catalog in {place(url)}; make a store with `knnstore init`")
+    return StoreNotFoundError(
+        f"there is no catalog in {place(url)}; restore it from a backup, or make a store with `knnstore init`"
+    )
 
 
 def connect_existing(url: URL) -> SqlEngine:

@@ -119,7 +119,7 @@ def _seen(store: KNNStore, who: Access, domain: str | None, tag: str | None) -> 
 def _check_seen(who: Access, domain: str) -> None:
     """Refuse to touch what is not there for whoever asks, in the words for what is not there at all."""
     if not who.sees(domain):
-        raise ApiError(404, "there is no such document", code="document_not_found")
+        raise ApiError(404, "there is no such document or domain", code="document_not_found")
 
 
 def _text_of(serving: Serving, document: Document) -> str | None:

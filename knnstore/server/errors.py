@@ -71,7 +71,7 @@ def error_of(error: BaseException) -> ApiError:
     if isinstance(error, InputError | ConfigError):
         return refused(str(error))
     if isinstance(error, DocumentNotFoundError | DomainNotFoundError | AmbiguousDocumentError):
-        return ApiError(404, "there is no such document", code="document_not_found")
+        return ApiError(404, "there is no such document or domain", code="document_not_found")
     if isinstance(error, ReadOnlyError | LockedError):
         return ApiError(403, "this server only reads its store", code="read_only")
     if isinstance(error, DiskFullError):

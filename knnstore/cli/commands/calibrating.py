@@ -182,7 +182,7 @@ def calibrate(
         where = ", ".join(found.record.domains) or "the whole store"
         note(
             f"saved for {where}: {found.record.mixer}, perplexity {found.record.base_ppl:,.2f} -> "
-            f"{found.record.knn_ppl:,.2f} on {found.record.tokens:,} held-out tokens "
+            f"{found.record.knn_ppl:,.2f} on {found.record.tokens:,} tokens "
             f"({found.scoring_seconds:.0f} s scoring, {found.fitting_seconds:.0f} s fitting)\n"
             "eval, generate and explain use it from now on. Next: `knnstore eval FILE` on other text;\n"
             "`knnstore calibrate --show` says what is saved, --reset takes it back"
