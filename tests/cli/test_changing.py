@@ -38,6 +38,7 @@ def test_sync_makes_a_domain_what_the_folder_is(knnstore, store, notes):
         "added": 1, "replaced": 1, "removed": 1, "unchanged": 1,
     }  # fmt: skip
     assert ids(knnstore) == {"a.txt", "deep/b.md", "deep/c.txt"}
+    assert knnstore("sync notes --domain notes --dry-run").out == "3 unchanged\n"
     assert ids(knnstore, "letters") == {"first.txt", "second.txt"}
     shutil.copytree(notes, "elsewhere/notes")
     again = knnstore("sync elsewhere/notes --domain notes --json").json

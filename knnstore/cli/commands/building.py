@@ -265,9 +265,8 @@ def sync(
             )
         if dry_run:
             lines = [f"{name} {id}" for name, ids in plan.items() for id in _some(ids)]
-            lines.append(
-                ", ".join(f"{count:,} {name}" for name, count in result.items() if count and name in plan)
-            )
+            differ = [f"{count:,} {name}" for name, count in result.items() if count and name in plan]
+            lines.append(", ".join(differ) or f"{result['unchanged']:,} unchanged")
             print_result(
                 {**result, "dry_run": True, "ids": plan}, "\n".join(map(printable, lines)), as_json=as_json
             )
