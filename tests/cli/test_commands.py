@@ -166,6 +166,7 @@ def test_calibrated_settings_are_used_and_named(knnstore, store):
         "ratio",
     ]
     assert "\nsaved for the whole store: " in table.err
+    assert "are in the store" not in table.err, "given a file it is fitted to that alone"
     (writing,) = [
         line for line in table.err.splitlines() if " in writing too (" in line or "in scoring only: " in line
     ]
@@ -350,6 +351,7 @@ def test_what_selects_nothing_is_warned_of(knnstore, store):
             "warning: nothing is retrieved, the model is alone: no document selected has the tag 'nope'\n"
         )
         assert knnstore(f"{line} --tag nope --lambda 0").err == ""
+        assert knnstore(f"{line} --tag nope --cache 100").err.startswith("warning: nothing is retrieved: no")
     knnstore("init --model examples/tiny-lm --home empty")
     empty = knnstore("eval held-out.jsonl --home empty")
     assert (empty.status, empty.err.count("warning: nothing is retrieved")) == (0, 1)

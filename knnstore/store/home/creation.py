@@ -91,7 +91,7 @@ def make_store(
         creation = Creation.read(unfinished)
         begun = outside in creation.datastores
         place = Place(home, identity, engine, Owner(creation.store_id))
-        whose = place.whose()
+        whose = place.whose()  # or the error that this engine keeps nothing there, before anything is made
         if catalog is not None:
             _check_catalog(home, creation.store_id)
         if outside is not None and not begun:

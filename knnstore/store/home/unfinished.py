@@ -11,6 +11,7 @@ from knnstore.errors import ConfigError, LockedError
 
 LOCK = "creation.lock"
 _TRIES = 1000
+"""To make and lock the folder: more than other processes that come and go can spoil."""
 NOTE = "creation.json"
 """What a creation that was interrupted must know again; stays until one goes through."""
 
