@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from knnstore.cli.options import DEFAULT_HOME, HomeOption
+from knnstore.cli.options import DEFAULT_HOME, HomeOption, ModelAtOption
 from knnstore.cli.output import one_line, working
 from knnstore.errors import ConfigError
 from knnstore.model_names import check_model
@@ -43,6 +43,7 @@ class Runtime:
 class StoreRuntime(Runtime):
     """Where and how the model of a store runs, and where the store is."""
 
+    model_at: ModelAtOption = None
     home: HomeOption = DEFAULT_HOME
 
     @contextmanager
@@ -79,14 +80,13 @@ class StoreRuntime(Runtime):
                 yield self._loaded(store)
                 return
             with working("loading the tokenizer"):
-                tokenizer = load_tokenizer(store.identity.model)
+                tokenizer = load_tokenizer(place_of_model(store, self.model_at))
                 from knnstore.lm import KeylessText
 
             yield KeylessText(store, tokenizer)
 
     def _loaded(self, store: "KNNStore") -> "KNNLMForCausalLM":
-        name = store.identity.model
-        check_model(name)
+        name = place_of_model(store, self.model_at)
         with working(f"loading {Path(name).name}"):
             quiet_transformers()
             from knnstore import KNNLMForCausalLM, KNNSettings
@@ -94,6 +94,20 @@ class StoreRuntime(Runtime):
 
             base, tokenizer = load_model(name, device=self.device, dtype=self.dtype)
             return KNNLMForCausalLM.from_base(base, store, KNNSettings(), tokenizer)
+
+
+def place_of_model(store: "KNNStore", model_at: str | None) -> str:
+    """Where a store's model is: what was given, else where it was when the store was made.
+
+    Raises:
+        ConfigError: none is there.
+    """
+    place = model_at or store.identity.model
+    try:
+        check_model(place)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; --model-at says where the store's model is now") from error
+    return place
 
 
 def load_tokenizer(model: str) -> Any:

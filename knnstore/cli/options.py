@@ -28,6 +28,15 @@ HomeOption = Annotated[
         metavar="DIR", callback=_home, help=f"Where the store is; {HOME_VARIABLE} sets another default."
     ),
 ]
+ModelAtOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PATH_OR_HUB_ID",
+        envvar="KNNSTORE_MODEL",
+        show_default="where it was when the store was made",
+        help="Where the store's model is now.",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 DomainsOption = Annotated[
     list[str] | None,

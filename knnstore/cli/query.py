@@ -1,5 +1,6 @@
 """The options of commands that retrieve, and the settings they make: what was given, else what is saved."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +17,12 @@ if TYPE_CHECKING:
 
 
 _TEMPERATURE = "Divides the distances: larger gives far neighbors more weight."
+
+
+def _above_zero(given: float | None) -> float | None:
+    if given is not None and not (given > 0 and math.isfinite(given)):
+        raise typer.BadParameter(f"must be above 0, got {given}")
+    return given
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,8 @@ class Query:
         ),
     ] = None
     temperature: Annotated[
-        float | None, typer.Option("--knn-temperature", metavar="T", help=_TEMPERATURE)
+        float | None,
+        typer.Option("--knn-temperature", metavar="T", callback=_above_zero, help=_TEMPERATURE),
     ] = None
     lam: Annotated[
         float | None,
@@ -66,7 +74,10 @@ class Query:
         typer.Option(min=0, metavar="M", help="Look back M tokens in the text itself; 0 is not at all."),
     ] = None
     cache_temperature: Annotated[
-        float | None, typer.Option(metavar="T", help="Divides the distances to tokens of the text itself.")
+        float | None,
+        typer.Option(
+            metavar="T", callback=_above_zero, help="Divides the distances to tokens of the text itself."
+        ),
     ] = None
     cache_lambda: Annotated[
         float | None,
@@ -76,6 +87,7 @@ class Query:
         int | None,
         typer.Option(
             min=0,
+            max=8,
             metavar="N",
             help="Mix in counts of the n-grams of the stored text, of up to N tokens (2 to 8); 0 is none.",
         ),
@@ -230,7 +242,10 @@ class ScoringQuery(Query):
     """How to retrieve where nothing is sampled: ``--temperature``, the older name, can mean nothing else."""
 
     temperature: Annotated[
-        float | None, typer.Option("--knn-temperature", "--temperature", metavar="T", help=_TEMPERATURE)
+        float | None,
+        typer.Option(
+            "--knn-temperature", "--temperature", metavar="T", callback=_above_zero, help=_TEMPERATURE
+        ),
     ] = None
 
 

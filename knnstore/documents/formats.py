@@ -129,6 +129,8 @@ def decoded(data: bytes) -> str:
     """
     if not data:
         raise InputError("the file is empty")
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise InputError("UTF-16 by its first bytes: save it as UTF-8")
     if b"\0" in data:
         raise InputError(f"binary data (a NUL byte at {data.index(0)}), not text")
     try:

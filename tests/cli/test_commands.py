@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -333,6 +334,20 @@ def test_explain_names_the_neighbors(knnstore, store):
         assert [source["domain"] for source in token["neighbors"]] == ["news", "news"]
     shown = knnstore("explain 'The harbour wall' --neighbors 2 --domain news").out
     assert len(shown.splitlines()) == 3 * len(tokens)
+
+
+def test_the_model_may_be_elsewhere_now(knnstore, store, model, monkeypatch):
+    with sqlite3.connect(store / "catalog.db") as catalog:
+        catalog.execute("UPDATE knnstore_store SET model = '/gone/model'")
+    missing = "error: the model '/gone/model' cannot be loaded: no such folder; --model-at says where"
+    lines = "add letters --domain new", "generate 'The boat' --max-new-tokens 2", "show n-17 --text", "serve"
+    for line in lines:
+        refused = knnstore(line)
+        assert (refused.status, refused.err.startswith(missing)) == (1, True), refused.err
+    for line in lines[:-1]:
+        assert knnstore(f"{line} --model-at {model}").status == 0
+    monkeypatch.setenv("KNNSTORE_MODEL", str(model))
+    assert knnstore(lines[1]).status == 0
 
 
 def test_tags(knnstore, store):

@@ -56,6 +56,10 @@ def test_messages_are_objects_where_that_is_asked_for(knnstore, store):
         ("init --home new --model no/such/model", "the model 'no/such/model' cannot be loaded"),
         ("init --home new --model examples/tiny-lm --store nope", "no adapter 'nope'"),
         ("show x --domain nothing", "no document 'x' in domain 'nothing', which is not there"),
+        (
+            "generate x --model-at gone/for/good",
+            "the model 'gone/for/good' cannot be loaded: no such folder; ",
+        ),
         ("sync letters --domain letters --dry-run", ""),
     ],
 )

@@ -217,15 +217,20 @@ def _lines(token: "TokenExplanation") -> Iterator[str]:
     """A token, and below it its neighbors."""
     apart = [f"{name} {share:.2f}" for name, share in token.shares.items() if name != "model"]
     shares = f" ({', '.join(apart)})" if len(apart) > 1 else ""
-    p_sub = "" if token.p_sub is None else f"  p_sub {token.p_sub:.4f}"
+    p_sub = "" if token.p_sub is None else f"  p_sub {_probability(token.p_sub)}"
     yield (
-        f"{printable(token.text)!r:<20} p_LM {token.p_lm:.4f}  p_kNN {token.p_knn:.4f}  "
-        f"λ {token.lam:.2f}{shares}  p {token.p:.4f}{p_sub}"
+        f"{printable(token.text)!r:<20} p_LM {_probability(token.p_lm)}  p_kNN {_probability(token.p_knn)}  "
+        f"λ {token.lam:.2f}{shares}  p {_probability(token.p)}{p_sub}"
     )
     for source in token.neighbors:
         place = printable(f"{source.domain}/{source.document}" if source.domain else source.document)
         how = f"{source.matched} tokens" if source.distance is None else f"{source.distance:.1f}"
         yield f"    {source.share:6.2%}  {how:>8}  {place}:{source.position}  {_passage(source)}"
+
+
+def _probability(p: float) -> str:
+    """Four digits, two of what is rare."""
+    return f"{p:.4f}" if p >= 0.001 or p == 0 else f"{p:.1e}"
 
 
 def table_of_sources(sources: Sequence[Mapping[str, Any]]) -> str:

@@ -6,8 +6,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import knnstore
-from knnstore.cli.models import load_tokenizer
-from knnstore.cli.options import DEFAULT_HOME, HomeOption, InDomainOption, JsonOption, WhereOption
+from knnstore.cli.models import load_tokenizer, place_of_model
+from knnstore.cli.options import (
+    DEFAULT_HOME,
+    HomeOption,
+    InDomainOption,
+    JsonOption,
+    ModelAtOption,
+    WhereOption,
+)
 from knnstore.cli.output import Verbatim, note, pairs, print_result, row_of, table
 from knnstore.cli.query import say_if_nothing
 
@@ -65,6 +72,7 @@ def show(
     text: Annotated[
         bool, typer.Option("--text", help="The text as well, from its tokens; loads the model's tokenizer.")
     ] = False,
+    model_at: ModelAtOption = None,
     home: HomeOption = DEFAULT_HOME,
     as_json: JsonOption = False,
 ) -> None:
@@ -78,7 +86,7 @@ def show(
         found = row_of(store.document(document, domain=domain))
         if text:
             tokens = store.tokens(document, domain=domain).tolist()
-            found["text"] = load_tokenizer(store.identity.model).decode(tokens)
+            found["text"] = load_tokenizer(place_of_model(store, model_at)).decode(tokens)
     shown = pairs({name: value for name, value in found.items() if name != "text"})
     if text:
         shown += "\n\n"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from knnstore.checks import printable
-from knnstore.cli.models import StoreRuntime, quiet_transformers
+from knnstore.cli.models import StoreRuntime, place_of_model, quiet_transformers
 from knnstore.cli.options import DEFAULT_HOME, HomeOption, JsonOption
 from knnstore.cli.output import Lines, note, print_result, table
 from knnstore.errors import ConfigError
@@ -82,6 +82,7 @@ def serve(
     mode: Literal["r", "a"] = "r" if read_only else "a"
     with KNNStore.open(runtime.home, mode) as store:  # before torch is loaded, whatever is wrong with it
         name = model or Path(store.identity.model).name
+        place = place_of_model(store, runtime.model_at)
     _log()
     quiet_transformers()
     from knnstore import KNNLMForCausalLM, KNNSettings, load
@@ -89,7 +90,14 @@ def serve(
     from knnstore.server import serve as run
 
     def opened() -> KNNLMForCausalLM:
-        return load(runtime.home, mode, knn=KNNSettings(lam=0.0), device=runtime.device, dtype=runtime.dtype)
+        return load(
+            runtime.home,
+            mode,
+            knn=KNNSettings(lam=0.0),
+            model=place,
+            device=runtime.device,
+            dtype=runtime.dtype,
+        )
 
     config = Config(
         home=runtime.home,
