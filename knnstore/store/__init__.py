@@ -17,7 +17,16 @@ from knnstore.store.fitted import Lineage, SavedSettings, Weights, load_weights,
 from knnstore.store.home import Home, check_new
 from knnstore.store.ingest import Ingest
 from knnstore.store.ngrams import DEPTH as LONGEST_NGRAM
-from knnstore.store.ngrams import KNOWN, Draft, Letters, Matches, NGramCounts, Occurrence, draft_from
+from knnstore.store.ngrams import (
+    KNOWN,
+    Draft,
+    Letters,
+    Matches,
+    NGramCounts,
+    Occurrence,
+    Suffixes,
+    draft_from,
+)
 from knnstore.store.provenance import Provenance
 from knnstore.store.reader import Reader
 from knnstore.store.relocation import (
@@ -67,6 +76,7 @@ __all__ = [
     "SavedSettings",
     "Selection",
     "StoredVersion",
+    "Suffixes",
     "Weights",
     "change_of",
     "check_new",

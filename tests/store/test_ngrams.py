@@ -103,12 +103,11 @@ def test_the_longest_suffix_is_told_with_its_count_and_successors(texts, asked, 
 @settings(max_examples=50, deadline=None)
 @given(bits=st.lists(st.booleans(), max_size=300), data=st.data())
 def test_bits_are_counted_and_found_in_ranges(bits, data):
-    ranked = RankedBits(np.array(bits, bool))
+    ranked = RankedBits.joined([RankedBits(np.array(of, bool)) for of in (bits[::-1], bits)])
     ends = st.lists(st.integers(0, len(bits)), min_size=2, max_size=2)
     pairs = np.array(data.draw(st.lists(ends.map(sorted), max_size=9)), np.int64).reshape(-1, 2)
-    starts, stops = pairs.T
-    assert ranked.count(starts, stops).tolist() == [sum(bits[start:stop]) for start, stop in pairs]
-    owners, places = ranked.ones(starts, stops)
+    assert ranked.count(pairs.T, 1).tolist() == [sum(bits[start:stop]) for start, stop in pairs]
+    owners, places = ranked.ones(pairs.T, np.ones(len(pairs), np.int64))
     assert list(zip(owners, places, strict=True)) == [
         (row, place) for row, (start, stop) in enumerate(pairs) for place in range(start, stop) if bits[place]
     ]

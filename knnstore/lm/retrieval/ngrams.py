@@ -13,7 +13,7 @@ from knnstore.lm.mixing import Continuation
 from knnstore.lm.reading import Tokens
 from knnstore.lm.retrieval.prefix_states import WrittenTexts
 from knnstore.lm.settings import KNNSettings
-from knnstore.store import Matches, NGramCounts, Occurrence, Reader
+from knnstore.store import Matches, NGramCounts, Occurrence, Reader, Suffixes
 
 
 class ReadNGrams:
@@ -53,7 +53,7 @@ class ReadNGrams:
         probs = torch.from_numpy(self.matches.gold(at, self.order))
         if not self.counts.unigrams.any():
             probs.fill_(torch.nan)
-        return probs, _suffixes(self.matches, at, self.order)
+        return probs, _side_by_side(self.matches.suffixes(at, self.order))
 
 
 class WrittenNGrams:
@@ -106,13 +106,15 @@ class WrittenNGrams:
         rest = np.zeros(len(at), np.float32)
         rest[asked] = found.rest
         suffixes = torch.zeros((len(at), 3), dtype=torch.int64)
-        suffixes[asked] = _suffixes(self._matches, at[asked], self._order)
+        suffixes[asked] = _side_by_side(found.suffixes)
         unigrams = torch.from_numpy(self._counts.unigrams)
+        if len(unigrams) < vocabulary:
+            unigrams = pad(unigrams, (0, vocabulary - len(unigrams)))
         return Continuation(
             weights.to(device),
             tokens.to(device),
             rest=torch.from_numpy(rest).to(device),
-            unigrams=pad(unigrams, (0, vocabulary - len(unigrams))).to(device),
+            unigrams=unigrams.to(device),
             suffixes=suffixes.to(device),
         )
 
@@ -129,6 +131,6 @@ def in_columns(
     return torch.from_numpy(weights), torch.from_numpy(spread)
 
 
-def _suffixes(matches: Matches, at: NDArray[np.int64], order: int) -> Tensor:
+def _side_by_side(suffixes: Suffixes) -> Tensor:
     """The longest ends of contexts, as `Continuation` has them."""
-    return torch.from_numpy(np.stack(matches.suffixes(at, order), 1))
+    return torch.from_numpy(np.stack(suffixes, 1))

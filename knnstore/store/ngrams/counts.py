@@ -34,24 +34,26 @@ class NGramCounts:
         self.text = text
         self.start = vocabulary + 1
         """The symbol before a document's first token, see `laid_out`."""
-        self.new: dict[int, RankedBits] = {}
-        """For each length from 2 on, where in the order an n-gram comes first."""
-        self.continued: dict[int, RankedBits] = {}
-        """For each length between these, where it comes first with the symbol before it."""
         self.discounts: dict[int, Discounts] = {}
         """For each length from 2 on."""
         singles, short = np.zeros(0, bool), list[Places]()
+        new, continued = list[RankedBits](), list[RankedBits]()
         for length, flags in enumerate(_flags(text, self.start), 1):
             short.append(np.flatnonzero(~flags.whole))
             if length == 1:
                 singles = flags.continued
                 continue
             runs = np.flatnonzero(flags.new)
-            self.new[length] = RankedBits(flags.new)
-            if length < DEPTH:
-                self.continued[length] = RankedBits(flags.continued)
+            new.append(RankedBits(flags.new))
+            continued.append(RankedBits(flags.continued))
             self.discounts[length] = Discounts(_discount(flags.continued, runs), _discount(flags.whole, runs))
-        self._last = [np.setdiff1d(after, before, assume_unique=True) for before, after in pairwise(short)]
+        self._new = RankedBits.joined(new)
+        """For each length from 2 on, where in the order an n-gram comes first."""
+        self._continued = RankedBits.joined(continued[:-1])
+        """For each length between these, where it comes first with the symbol before it."""
+        last = [np.setdiff1d(after, before, assume_unique=True) for before, after in pairwise(short)]
+        # Of one length after another, so that all are looked for at once.
+        self._last = np.concatenate([len(text.order) * at + of for at, of in enumerate(last)])
         first = text.symbols[text.order]
         self._bounds = np.searchsorted(first, np.arange(self.start + 3, dtype=first.dtype)).astype(np.int64)
         before = np.concatenate([[0], np.cumsum(singles)])
@@ -62,8 +64,8 @@ class NGramCounts:
     @property
     def nbytes(self) -> int:
         """What all of it takes in memory, the tokens included."""
-        bits = sum(one.nbytes for one in (*self.new.values(), *self.continued.values()))
-        arrays: list[NDArray[Any]] = [*self._last, self._bounds, self.unigrams]
+        arrays: list[NDArray[Any]] = [self._last, self._bounds, self.unigrams]
+        bits = self._new.nbytes + self._continued.nbytes
         return self.text.nbytes + bits + sum(one.nbytes for one in arrays)
 
     def ranges(self, symbols: Symbols) -> tuple[Places, Places]:
@@ -71,10 +73,23 @@ class NGramCounts:
         known = np.minimum(symbols, self.start + 1)  # what is no symbol of ours is nowhere
         return self._bounds[known], self._bounds[known + 1]
 
-    def followed(self, length: int, starts: Places, stops: Places) -> Places:
-        """How many of the occurrences of n-grams of a length have a token after them."""
-        last = self._last[length - 1]
-        return stops - starts - (np.searchsorted(last, stops) - np.searchsorted(last, starts))
+    def followed(self, lengths: Places | int, ranges: Places) -> Places:
+        """How many occurrences of n-grams of some lengths, from starts to stops, have a token after them."""
+        before = np.searchsorted(self._last, ranges + (lengths - 1) * len(self.text.order))
+        found: Places = np.subtract(*(ranges - before)[::-1])
+        return found
+
+    def different(self, lengths: Places | int, ranges: Places) -> Places:
+        """How many different n-grams of some lengths, 2 or more, there are from starts to stops."""
+        return self._new.count(ranges, lengths - 2)
+
+    def continued(self, lengths: Places | int, ranges: Places) -> Places:
+        """How often these count where the symbols before them do, of lengths below `DEPTH`."""
+        return self._continued.count(ranges, lengths - 2)
+
+    def listed(self, lengths: Places, ranges: Places) -> tuple[Places, Places]:
+        """Where these come first; see `RankedBits.ones`."""
+        return self._new.ones(ranges, lengths - 2)
 
 
 class _Flags(NamedTuple):

@@ -1,5 +1,6 @@
 """What counts of n-grams say about some texts: probabilities, and the places that they are from."""
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -12,6 +13,7 @@ from knnstore.store.ngrams.sorting import DEPTH, END, Symbols, laid_out
 
 _TOGETHER = 1 << 13
 """Places that are looked up at once: what stays in a CPU's cache."""
+_FEW = 32
 
 
 class Suffixes(NamedTuple):
@@ -36,6 +38,7 @@ class Distribution(NamedTuple):
     """Shape (e,)."""
     rest: NDArray[np.float32]
     """The weight of `NGramCounts.unigrams` in each context, shape (q,)."""
+    suffixes: Suffixes
 
 
 class Occurrence(NamedTuple):
@@ -49,20 +52,28 @@ class Occurrence(NamedTuple):
     """What it gives to the probability of the token."""
 
 
-class _Level(NamedTuple):
-    """The ends of one length of q contexts."""
+class _Levels(NamedTuple):
+    """The ends of q contexts, from the longest that counts to single symbols: l lengths."""
 
+    lengths: Places
+    """Symbols of each, shape (l,)."""
     there: NDArray[np.bool_]
-    """Whether a context is so long, and its end was found with a token after it, shape (q,)."""
-    starts: Places
-    """Where it is in the order, shape (q,)."""
-    stops: Places
+    """Whether a context is so long, and its end was found with a token after it, shape (q, l)."""
+    ranges: Places
+    """Where it is in the order, from start to stop, shape (2, q, l)."""
+    successors: Places
+    """How many different tokens come after it, shape (q, l)."""
     total: Places
-    """The counts of all that comes next, 1 where nothing does."""
-    discount: float
-    """What each of them is less by."""
+    """The counts of all that comes next, 1 where nothing does, shape (q, l)."""
+    discounts: NDArray[np.float64]
+    """What each of them is less by, shape (l,)."""
     left: NDArray[np.float64]
-    """The share of what shorter ends say, 1 where this one is not there."""
+    """The share of what shorter ends say, 1 where this one is not there, shape (q, l)."""
+
+    @property
+    def above(self) -> NDArray[np.float64]:
+        """The share of this and what shorter ends say, shape (q, l)."""
+        return np.concatenate([np.ones_like(self.left[:, :1]), self.left[:, :-1]], 1).cumprod(1)
 
 
 class Matches:
@@ -77,9 +88,7 @@ class Matches:
         self._symbols = symbols
         self.firsts = firsts
         """The place of each text's first token."""
-        self._starts, self._stops = np.zeros(
-            (2, DEPTH, len(symbols)), np.int64
-        )  # by length - 1 and first symbol
+        self._ranges = np.zeros((2, DEPTH, len(symbols)), np.int64)  # by length - 1 and first symbol
         for at in range(0, len(symbols), _TOGETHER):
             self._find(np.arange(at, min(at + _TOGETHER, len(symbols))))
 
@@ -113,44 +122,33 @@ class Matches:
         tokens = self._symbols[at + 1].astype(np.int64) - 1
         known = tokens < len(unigrams)
         probs = np.where(known, unigrams[np.where(known, tokens, 0)], 0).astype(np.float64)
-        for length in range(1, order):
-            level = self._level(at, length, order)
-            seen = self._count(length + 1, *self._at(at, length, length + 1), order)
-            own = np.maximum(seen - level.discount, 0) / level.total
-            probs = np.where(level.there, own + level.left * probs, probs)
+        levels = self._levels(at, order)
+        seen = self._seen(self._following(at, levels), levels.lengths + 1, order)
+        for level in reversed(range(order - 1)):
+            own = np.maximum(seen[:, level] - levels.discounts[level], 0) / levels.total[:, level]
+            probs = np.where(levels.there[:, level], own + levels.left[:, level] * probs, probs)
         return probs.astype(np.float32)
 
     def distribution(self, at: Places, order: int) -> Distribution:
         """All that may come next in each of the contexts, shape (q,)."""
-        text, rest, parts = self._counts.text, np.ones(len(at)), []
-        for length in reversed(range(1, order)):
-            level = self._level(at, length, order)
-            if not level.there.any():
-                continue
-            stops = np.where(level.there, level.stops, level.starts)
-            rows, places = self._counts.new[length + 1].ones(level.starts, stops)
-            is_last = np.diff(rows, append=-1) != 0
-            ends = np.where(is_last, stops[rows], np.roll(places, -1))
-            seen = self._count(length + 1, places, ends, order)
-            probs = rest[rows] * np.maximum(seen - level.discount, 0) / level.total[rows]
-            parts.append((rows, text.symbols[text.order[places] + length].astype(np.int64) - 1, probs))
-            rest = rest * level.left
-        if not parts:
-            parts.append((np.zeros(0, np.int64), np.zeros(0, np.int64), rest[:0]))
-        rows, tokens, probs = (np.concatenate(column) for column in zip(*parts, strict=True))
-        by_row = np.argsort(rows, kind="stable")
-        probs = probs[by_row].astype(np.float32)
-        return Distribution(rows[by_row], tokens[by_row], probs, rest.astype(np.float32))
+        text, levels = self._counts.text, self._levels(at, order)
+        starts, stops = levels.ranges.reshape(2, -1)
+        stops = np.where(levels.there.ravel(), stops, starts)
+        lengths = np.tile(levels.lengths, len(at))
+        owners, places = self._counts.listed(lengths + 1, np.stack([starts, stops]))
+        is_last = np.append(owners, -1)[1:] != owners
+        ends = np.where(is_last, stops[owners], np.append(places, 0)[1:])
+        lengths, (rows, level) = lengths[owners], np.divmod(owners, order - 1)
+        seen = self._seen(np.stack([places, ends]), lengths + 1, order)
+        probs = np.maximum(seen - levels.discounts[level], 0) / levels.total[rows, level]
+        probs *= levels.above[rows, level]
+        tokens = text.symbols[text.order[places] + lengths].astype(np.int64) - 1
+        rest = levels.left.prod(1).astype(np.float32)
+        return Distribution(rows, tokens, probs.astype(np.float32), rest, self._longest(levels))
 
     def suffixes(self, at: Places, order: int) -> Suffixes:
         """The longest end of each of the contexts, shape (q,), that was found."""
-        lengths, counts, successors = np.zeros((3, len(at)), np.int64)
-        for length in range(1, order):
-            there, starts, stops, *_ = self._level(at, length, order)
-            lengths[there] = length
-            counts[there] = self._counts.followed(length, starts[there], stops[there])
-            successors[there] = self._counts.new[length + 1].count(starts[there], stops[there])
-        return Suffixes(lengths, counts, successors)
+        return self._longest(self._levels(at, order))
 
     def occurrences(self, at: Places, order: int, most: int) -> list[list[Occurrence]]:
         """Where the tokens that come after contexts were found, at most so many places for each length.
@@ -158,15 +156,17 @@ class Matches:
         Shares add up to a token's probability but for the unigrams' part, unless there are more places.
         Those that have most of the context come first.
         """
-        text, rest = self._counts.text, np.ones(len(at))
+        text = self._counts.text
         found: list[dict[int, tuple[int, float]]] = [{} for _ in at]
-        for length in reversed(range(1, order)):
-            level = self._level(at, length, order)
-            starts, stops = self._at(at, length, length + 1)
-            rows = np.flatnonzero(level.there & (stops > starts))
-            counts = (stops - starts)[rows]
-            seen = self._count(length + 1, starts[rows], stops[rows], order)
-            shares = rest[rows] * np.maximum(seen - level.discount, 0.0) / level.total[rows] / counts
+        levels = self._levels(at, order)
+        ranges = self._following(at, levels)
+        every_seen = self._seen(ranges, levels.lengths + 1, order)
+        for number, length in enumerate(levels.lengths.tolist()):
+            starts, stops = ranges[..., number]
+            rows = np.flatnonzero(levels.there[:, number] & (stops > starts))
+            counts, seen = (stops - starts)[rows], every_seen[rows, number]
+            shares = np.maximum(seen - levels.discounts[number], 0.0) / levels.total[rows, number] / counts
+            shares *= levels.above[rows, number]
             columns = (one.tolist() for one in (rows, starts[rows], counts, shares))
             for row, start, count, each in zip(*columns, strict=True):
                 places = found[row]
@@ -175,41 +175,50 @@ class Matches:
                 listed = text.order[start : start + min(count, most + len(places))] + length
                 for place in [place for place in listed.tolist() if place not in places][:most]:
                     places[place] = length, each
-            rest = rest * level.left
         return [self._occurrences(of) for of in found]
 
     def _occurrences(self, found: Mapping[int, tuple[int, float]]) -> list[Occurrence]:
         positions = self._counts.text.positions_of(np.array(list(found), np.int64)).tolist()
         return [Occurrence(at, *of) for at, of in zip(positions, found.values(), strict=True)]
 
-    def _level(self, at: Places, length: int, order: int) -> _Level:
-        counts = self._counts
-        starts, stops = self._at(at, length, length)
-        if length + 1 == order:
-            total, discount = counts.followed(length, starts, stops), counts.discounts[length + 1].raw
-        else:
-            total, discount = (
-                counts.continued[length + 1].count(starts, stops),
-                counts.discounts[length + 1].continued,
-            )
-        there = (at >= length - 1) & (total > 0)
+    def _levels(self, at: Places, order: int) -> _Levels:
+        counts, lengths = self._counts, np.arange(order - 1, 0, -1)
+        begins = at[:, None] - lengths + 1
+        ranges = self._ranges[:, lengths - 1, np.maximum(begins, 0)]
+        successors = counts.different(lengths + 1, ranges)
+        total = np.empty_like(successors)
+        total[:, 0] = counts.followed(order - 1, ranges[..., 0])
+        total[:, 1:] = counts.continued(lengths[1:] + 1, ranges[..., 1:])
+        there = (begins >= 0) & (total > 0)
         total = np.where(there, total, 1)
-        left = np.where(there, discount * counts.new[length + 1].count(starts, stops) / total, 1.0)
-        return _Level(there, starts, stops, total, discount, left)
+        discounts = np.array([counts.discounts[length + 1].continued for length in lengths.tolist()])
+        discounts[0] = counts.discounts[order].raw
+        left = np.where(there, discounts * successors / total, 1.0)
+        return _Levels(lengths, there, ranges, successors, total, discounts, left)
 
-    def _at(self, at: Places, context: int, length: int) -> tuple[Places, Places]:
-        """Where the n-grams of a length are that begin with the end of a length of each context."""
-        begin = np.maximum(at - context + 1, 0)
-        return self._starts[length - 1, begin], self._stops[length - 1, begin]
+    def _longest(self, levels: _Levels) -> Suffixes:
+        rows, longest = np.arange(len(levels.there)), levels.there.argmax(1)
+        found = levels.there[rows, longest]
+        lengths = levels.lengths[longest]
+        counts = self._counts.followed(lengths, levels.ranges[:, rows, longest])
+        successors = levels.successors[rows, longest]
+        return Suffixes(*(np.where(found, of, 0) for of in (lengths, counts, successors)))
 
-    def _count(self, length: int, starts: Places, stops: Places, order: int) -> Places:
-        """The counts of n-grams of a length."""
-        return stops - starts if length == order else self._counts.continued[length].count(starts, stops)
+    def _following(self, at: Places, levels: _Levels) -> Places:
+        """Where each end is with the symbol that comes after it, from start to stop, shape (2, q, l)."""
+        begins = np.maximum(at[:, None] - levels.lengths + 1, 0)
+        return self._ranges[:, levels.lengths, begins]
+
+    def _seen(self, ranges: Places, lengths: Places, order: int) -> Places:
+        """The counts of n-grams of some lengths, from start to stop."""
+        starts, stops = ranges
+        continued = self._counts.continued(np.minimum(lengths, DEPTH - 1), ranges)
+        return np.where(lengths == order, stops - starts, continued)
 
     def _find(self, at: Places) -> None:
         """Find what begins at some places, a symbol longer each time, as long as there is any."""
         low, high = self._counts.ranges(self._symbols[at])
-        self._starts[0, at], self._stops[0, at] = low, high
+        self._ranges[:, 0, at] = low, high
         for length in range(1, DEPTH):
             wanted = self._symbols.take(at + length, mode="clip")
             going = (low < high) & (wanted != END)
@@ -217,11 +226,13 @@ class Matches:
             if not len(at):
                 return
             low, high = self._narrowed(length, low, high, wanted)
-            self._starts[length, at], self._stops[length, at] = low, high
+            self._ranges[:, length, at] = low, high
 
     def _narrowed(self, length: int, low: Places, high: Places, wanted: Symbols) -> tuple[Places, Places]:
         """The part of each range of the order, none empty, in which a symbol comes after so many."""
         symbols, order = self._counts.text.symbols, self._counts.text.order
+        if len(wanted) <= _FEW:
+            return self._narrowed_one_by_one(length, low, high, wanted)
         least = np.concatenate([wanted, wanted + 1])  # the first that is as large begins the part, or ends it
         low, high = np.concatenate([low, low]), np.concatenate([high, high])
         found, going = high, np.arange(len(low))
@@ -236,3 +247,20 @@ class Matches:
                     break
                 going, low, high, least = going[is_open], low[is_open], high[is_open], least[is_open]
         return found[: len(wanted)], found[len(wanted) :]
+
+    def _narrowed_one_by_one(
+        self, length: int, low: Places, high: Places, wanted: Symbols
+    ) -> tuple[Places, Places]:
+        """What `_narrowed` gives; of few, as after each token of a text that is written, sooner."""
+        symbols, order = self._counts.text.symbols.data, self._counts.text.order.data
+
+        def key(place: int) -> int:
+            return symbols[place + length]
+
+        every = list(zip(wanted.tolist(), low.tolist(), high.tolist(), strict=True))
+        starts = [bisect_left(order, symbol, first, last, key=key) for symbol, first, last in every]
+        stops = [
+            bisect_right(order, symbol, start, last, key=key)
+            for (symbol, _, last), start in zip(every, starts, strict=True)
+        ]
+        return np.array(starts, np.int64), np.array(stops, np.int64)
