@@ -123,6 +123,8 @@ def in_columns(
     rows: NDArray[np.int64], probs: NDArray[np.float32], tokens: NDArray[np.int64], count: int
 ) -> tuple[Tensor, Tensor]:
     """Entries of so many rows, given by row, ascending, side by side: probabilities and tokens."""
+    if count == 1 and len(rows):
+        return torch.from_numpy(probs)[None], torch.from_numpy(tokens)[None]
     per_row = np.bincount(rows, minlength=count)
     column = np.arange(len(rows)) - np.repeat(np.cumsum(per_row) - per_row, per_row)
     shape = count, max(1, int(per_row.max(initial=0)))

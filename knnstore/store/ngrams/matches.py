@@ -89,6 +89,9 @@ class Matches:
         self.firsts = firsts
         """The place of each text's first token."""
         self._ranges = np.zeros((2, DEPTH, len(symbols)), np.int64)  # by length - 1 and first symbol
+        if len(symbols) <= _FEW:
+            self._find_few()
+            return
         for at in range(0, len(symbols), _TOGETHER):
             self._find(np.arange(at, min(at + _TOGETHER, len(symbols))))
 
@@ -231,8 +234,6 @@ class Matches:
     def _narrowed(self, length: int, low: Places, high: Places, wanted: Symbols) -> tuple[Places, Places]:
         """The part of each range of the order, none empty, in which a symbol comes after so many."""
         symbols, order = self._counts.text.symbols, self._counts.text.order
-        if len(wanted) <= _FEW:
-            return self._narrowed_one_by_one(length, low, high, wanted)
         least = np.concatenate([wanted, wanted + 1])  # the first that is as large begins the part, or ends it
         low, high = np.concatenate([low, low]), np.concatenate([high, high])
         found, going = high, np.arange(len(low))
@@ -248,19 +249,24 @@ class Matches:
                 going, low, high, least = going[is_open], low[is_open], high[is_open], least[is_open]
         return found[: len(wanted)], found[len(wanted) :]
 
-    def _narrowed_one_by_one(
-        self, length: int, low: Places, high: Places, wanted: Symbols
-    ) -> tuple[Places, Places]:
-        """What `_narrowed` gives; of few, as after each token of a text that is written, sooner."""
+    def _find_few(self) -> None:
+        """What `_find` does for all; of few, as after each token of a text that is written, sooner."""
+        asked = self._symbols.tolist()
+        self._ranges[:, 0] = self._counts.ranges(self._symbols)
+        for first, found in enumerate(self._ranges[:, 0].T.tolist()):
+            low, high = found
+            for length, wanted in enumerate(asked[first + 1 : first + DEPTH], 1):
+                if low == high or wanted == END:
+                    break
+                low, high = self._narrowed_one(length, low, high, wanted)
+                self._ranges[:, length, first] = low, high
+
+    def _narrowed_one(self, length: int, low: int, high: int, wanted: int) -> tuple[int, int]:
+        """What `_narrowed` gives of one range."""
         symbols, order = self._counts.text.symbols.data, self._counts.text.order.data
 
         def key(place: int) -> int:
             return symbols[place + length]
 
-        every = list(zip(wanted.tolist(), low.tolist(), high.tolist(), strict=True))
-        starts = [bisect_left(order, symbol, first, last, key=key) for symbol, first, last in every]
-        stops = [
-            bisect_right(order, symbol, start, last, key=key)
-            for (symbol, _, last), start in zip(every, starts, strict=True)
-        ]
-        return np.array(starts, np.int64), np.array(stops, np.int64)
+        start = bisect_left(order, wanted, low, high, key=key)
+        return start, bisect_right(order, wanted, start, high, key=key)
