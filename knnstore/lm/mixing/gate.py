@@ -50,7 +50,7 @@ class GateLambda(SimpleMixer):
                 f"the gate was fitted for another model: it takes {expected} features, here are "
                 f"{features.shape[1]}; calibrate again"
             )
-        return chosen_by(self._network.to(features.device)(features), temperature)
+        return chosen_by(self._network.on(features.device)(features), temperature)
 
 
 def chosen_by(outputs: Tensor, temperature: float) -> Chosen:
@@ -87,12 +87,14 @@ def neighbor_features(retrieved: Retrieved, k: int, scale: float) -> Tensor:
     if distinct is None:
         assert retrieved.tokens is not None
         distinct = distinct_tokens(retrieved.tokens, distances)
-    found = distances.isfinite()
-    farthest = distances.where(found, -torch.inf).amax(1, keepdim=True).clamp(min=-_FAR)
-    ranks = torch.tensor(powers_up_to(k), device=distances.device).clamp(max=distances.shape[1])
-    near = distances.where(found, farthest)[:, ranks - 1]
+    ranks = [min(rank, distances.shape[1]) - 1 for rank in powers_up_to(k)]
+    near = distances[:, ranks]
+    found = near < torch.inf
+    if not found.all():
+        farthest = distances.where(distances.isfinite(), -torch.inf).amax(1, keepdim=True).clamp(min=-_FAR)
+        near = near.where(found, farthest)
     counted = len(powers_up_to(min(k, DISTINCT_AMONG)))
-    columns = torch.arange(counted, device=distinct.device).clamp(max=distinct.shape[1] - 1)
+    columns = [min(column, distinct.shape[1] - 1) for column in range(counted)]
     # asinh is as a logarithm for the far, and sound for inner products.
     return torch.cat([(near / scale).asinh(), distinct[:, columns].float().log1p()], 1)
 
@@ -108,12 +110,13 @@ def distinct_tokens(tokens: Tensor, distances: Tensor) -> Tensor:
         int16, shape (n, ⌊log₂ min(k, 64)⌋ + 1).
     """
     ranks = powers_up_to(min(tokens.shape[1], DISTINCT_AMONG))
-    near = tokens[:, : ranks[-1]].where(distances[:, : ranks[-1]].isfinite(), -1)
-    # Sorted by token and then by rank, the first of each token is the one that counts.
-    order = (near * ranks[-1] + torch.arange(ranks[-1], device=tokens.device)).sort(1).values
-    token, rank = order.div(ranks[-1], rounding_mode="floor"), order.remainder(ranks[-1])
-    first = token.diff(dim=1, prepend=token[:, :1] - 1).ne(0) & (token >= 0)
-    return torch.stack([(first & (rank < limit)).sum(1) for limit in ranks], 1).to(torch.int16)
+    near = tokens[:, : ranks[-1]].where(distances[:, : ranks[-1]] < torch.inf, -1)
+    # Sorted by token, and equal ones by rank: the first of each is the one that counts.
+    token, rank = near.sort(dim=1, stable=True)
+    first = token >= 0
+    first[:, 1:] &= token[:, 1:] != token[:, :-1]
+    counts = torch.zeros_like(first).scatter_(1, rank, first).cumsum(1)
+    return counts[:, [limit - 1 for limit in ranks]].to(torch.int16)
 
 
 def powers_up_to(k: int) -> list[int]:

@@ -34,20 +34,21 @@ def neighbor_weights(distances: Tensor, temperature: PerQuery, log_weights: Tens
     A neighbor of weight w counts as w of them at its distance, whatever T is: exp(-d / T + log w).
 
     Args:
-        distances: float32, shape (n, k), +inf where a neighbor is missing, k >= 1.
-        temperature: T > 0; larger is flatter.
-        log_weights: log w, float32, shape (n, k), finite; None is w = 1.
+        distances: float32, shape (n, k), +inf where a neighbor is missing, k >= 1; or (n, 1, k) for several
+            temperatures of each query.
+        temperature: T > 0; larger is flatter. Several are of shape (t,).
+        log_weights: log w, float32, of the shape of `distances`, finite; None is w = 1.
 
     Returns:
-        float32, shape (n, k). Rows sum to 1, or to 0 when no neighbor was found.
+        float32, shape (n, k) or (n, t, k). Rows sum to 1, or to 0 when no neighbor was found.
     """
     if isinstance(temperature, Tensor):
         temperature = temperature.to(distances).reshape(-1, 1)
     # The nearest is taken as zero before dividing, so that no row under- or overflows.
-    scores = (distances.amin(1, keepdim=True) - distances) / temperature
+    scores = (distances.amin(-1, keepdim=True) - distances) / temperature
     if log_weights is not None:
         scores = scores + log_weights
-    return scores.softmax(1).nan_to_num(nan=0.0)  # where all are missing it is inf - inf
+    return scores.softmax(-1).nan_to_num(nan=0.0)  # where all are missing it is inf - inf
 
 
 class Component(NamedTuple):

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from knnstore.errors import ConfigError
 from knnstore.lm.mixing.mixer import MAX_LAMBDA
@@ -57,7 +58,7 @@ class JointGate:
         Raises:
             ConfigError: there are other features than it was fitted with.
         """
-        network = self._network.to(features.device)
+        network = self._network.on(features.device)
         if features.shape[1] != len(network.mean):
             raise ConfigError(
                 f"the gate over all components takes {len(network.mean)} features, here are "
@@ -68,7 +69,7 @@ class JointGate:
 
 def known(features: Tensor, mean: Tensor) -> Tensor:
     """Features, shape (n, f), with their mean, shape (f,), in place of what is not known."""
-    return features.where(features.isfinite(), mean)
+    return features.where(features.abs() < torch.inf, mean)
 
 
 def shares_of(outputs: Tensor, found: Tensor) -> Tensor:
@@ -81,6 +82,6 @@ def shares_of(outputs: Tensor, found: Tensor) -> Tensor:
         outputs: logits of the model and of each expert, shape (n, 1 + e).
         found: which of the experts say something, bool, shape (n, e).
     """
-    present = torch.cat([found.new_ones((len(found), 1)), found], 1)
-    shares = outputs.masked_fill(~present, -torch.inf).softmax(1) * MAX_LAMBDA
-    return torch.cat([shares[:, :1] + (1 - MAX_LAMBDA), shares[:, 1:]], 1)
+    shares = outputs.where(pad(found, (1, 0), value=True), -torch.inf).softmax(1) * MAX_LAMBDA
+    shares[:, 0] += 1 - MAX_LAMBDA
+    return shares

@@ -1,7 +1,7 @@
 """What queries meet: cells that they visit, the nearest records, those that carry what came after a query."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knnstore.datastore import TOKEN_LIMIT
+from knnstore.lm.mixing.interpolation import PerQuery
 
 _PROCESSOR = "cpu"
 
@@ -39,6 +40,29 @@ class VisitedCells(NamedTuple):
         return VisitedCells(
             self.queries.to(device), self.tokens.to(device), self.distances.to(device), weights, ranks
         )
+
+
+class Shares(Protocol):
+    """What n queries met, as far as it can be said without the records."""
+
+    @property
+    def hits(self) -> tuple[bool, ...] | None:
+        """Whether each place has the token that came; None where there is a place for each token."""
+        ...
+
+    def prepare(self, temperatures: Sequence[float]) -> None:
+        """Hear for which temperatures, among others, there will be asked for `weights`."""
+
+    def weights(self, temperature: PerQuery) -> Tensor:
+        """What p_kNN gives to each place: the records with the token that came and all others, or each token.
+
+        Args:
+            temperature: T > 0, for all or of shape (n,).
+
+        Returns:
+            Float32, shape (n, places). Rows sum to 1, or to 0 when nothing was met.
+        """
+        ...
 
 
 class RecentGold(NamedTuple):

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from knnstore.lm.mixing.interpolation import PerQuery, neighbor_weights
-from knnstore.lm.mixing.meetings import RecentGold
+from knnstore.lm.mixing.meetings import RecentGold, Shares
 from knnstore.store import Selection
 
 MAX_LAMBDA = 0.999
@@ -116,29 +116,6 @@ class Continuation(NamedTuple):
         return cls(weights, hits=torch.tensor([[True, False]]).expand(len(probs), -1), suffixes=suffixes)
 
 
-class Shares(Protocol):
-    """What n queries met, as far as it can be said without the records."""
-
-    @property
-    def hits(self) -> tuple[bool, ...] | None:
-        """Whether each place has the token that came; None where there is a place for each token."""
-        ...
-
-    def prepare(self, temperatures: Sequence[float]) -> None:
-        """Hear for which temperatures, among others, there will be asked for `weights`."""
-
-    def weights(self, temperature: PerQuery) -> Tensor:
-        """What p_kNN gives to each place: the records with the token that came and all others, or each token.
-
-        Args:
-            temperature: T > 0, for all or of shape (n,).
-
-        Returns:
-            Float32, shape (n, places). Rows sum to 1, or to 0 when nothing was met.
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Retrieved:
     """What is known about n queries when λ is chosen; tensors are on one device."""
@@ -181,6 +158,18 @@ class Retrieved:
     """All records of the cells visited, for each search: these count, and `distances` and `tokens` are only
     of the nearest of them."""
 
+    _known: dict[float, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What `weights` gives at temperatures that were prepared, where neighbors count."""
+
+    def prepare(self, temperatures: Sequence[float]) -> None:
+        """Hear for which temperatures, among others, one search will be asked for `weights`: see `Shares`."""
+        for visited in self.visited or ():
+            visited.prepare(temperatures)
+        if self.visited is None and not self._known.keys() >= set(temperatures):
+            log_weights = None if self.log_weights is None else self.log_weights[:, None]
+            every = neighbor_weights(self.distances[:, None], torch.tensor(temperatures), log_weights)
+            self._known.update(zip(temperatures, every.unbind(1), strict=True))
+
     def weights(self, temperatures: Sequence[PerQuery]) -> Tensor:
         """What p_kNN gives to each place, in each of s searches at a temperature of its own.
 
@@ -192,7 +181,10 @@ class Retrieved:
             found = zip(self.visited, temperatures, strict=True)
             return torch.stack([visited.weights(temperature) for visited, temperature in found], 1)
         if len(temperatures) == 1:
-            return neighbor_weights(self.distances, temperatures[0], self.log_weights)[:, None]
+            (one,) = temperatures
+            if isinstance(one, float) and one in self._known:
+                return self._known[one][:, None]
+            return neighbor_weights(self.distances, one, self.log_weights)[:, None]
         count, shape = len(temperatures), (len(self.distances) * len(temperatures), -1)
         rows = torch.stack([torch.as_tensor(one).expand(len(self.distances)) for one in temperatures], 1)
         log_weights = None if self.log_weights is None else self.log_weights.reshape(shape)

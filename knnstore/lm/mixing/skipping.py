@@ -60,7 +60,7 @@ class Skipping:
                 f"what is skipped was fitted for another model: keys of {len(self._network.mean) - 2} "
                 f"components, here they have {keys.shape[1]}; calibrate again"
             )
-        gains: Tensor = self._network.to(features.device)(features)[:, 0] * self._scale
+        gains: Tensor = self._network.on(features.device)(features)[:, 0] * self._scale
         return gains
 
     def searched_of(self, keys: Tensor, logits: Tensor, rows: int) -> NDArray[np.bool_]:

@@ -22,9 +22,9 @@ class Keys:
 
     def component(self, settings: KNNSettings, retrieved: Retrieved, factor: float = 1.0) -> Component:
         """Weigh by the mixer, which chooses λ and scales T."""
-        if settings.gate is not None:
-            for visited in retrieved.visited or ():
-                visited.prepare([settings.temperature * one for one in self.factors])
+        is_single = len(settings.mixer.searches(settings.selection)) == 1
+        if settings.gate is not None and (is_single or retrieved.visited):
+            retrieved.prepare([settings.temperature * one for one in self.factors])
         weights, lam, temperature = settings.mixer.weigh(retrieved, settings.temperature * factor)
         tokens = None if retrieved.visited else retrieved.tokens
         return Component(weights, lam, tokens, retrieved.has_token, name=self.name, temperature=temperature)

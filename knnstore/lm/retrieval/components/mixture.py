@@ -88,12 +88,12 @@ def experts_of(settings: KNNSettings, retrieved: Retrieved, factors: Factors, un
         asked = factors[part.name] if part.in_use(settings) else ()
         every = [part.component(settings, retrieved, factor) for factor in asked]
         said[part.name] = [one for one in every if one is not None]
-        is_found = torch.zeros_like(like, dtype=torch.bool)
-        seen = like.new_full((len(like), part.width), torch.nan)
         if said[part.name]:
             is_found = said[part.name][0].is_found
-            seen = part.features(retrieved, unit).where(is_found[:, None], seen)
-        features.append(seen)
+            features.append(part.features(retrieved, unit).where(is_found[:, None], torch.nan))
+        else:
+            is_found = torch.zeros_like(like, dtype=torch.bool)
+            features.append(like.new_full((len(like), part.width), torch.nan))
         found += [is_found] * len(factors[part.name])
     query = slice(2, 2 + retrieved.keys.shape[1])
     return Experts(said, torch.cat(features, 1), torch.stack(found, 1), query)
@@ -115,19 +115,25 @@ def _weighed(gate: JointGate, settings: KNNSettings, retrieved: Retrieved) -> di
 def _merged(said: Sequence[Component], shares: Tensor, below: Tensor) -> Component:
     """One component of several, by their shares, shape (n, len(said)), over what has the share `below`."""
     total = shares.sum(1)
+    merged = said[0]._replace(lam=total / (below + total))
+    if len(said) == 1:
+        return merged
     inside = (shares / total[:, None]).where(total[:, None] > 0, 1 / len(said))
 
     def mean(values: Sequence[PerQuery | None]) -> Tensor | None:
-        known = [torch.as_tensor(one, device=total.device) for one in values if one is not None]
-        rows = zip(inside.unbind(1), known, strict=True) if known else ()
-        parts = [share.reshape(-1, *[1] * (one.ndim - 1)) * one for share, one in rows]
-        return torch.stack(parts).sum(0) if parts else None
+        known = [one for one in values if one is not None]
+        return (inside * _side_by_side(known, total)).sum(1) if known else None
 
-    weights = mean([one.weights for one in said])
-    assert weights is not None
-    return said[0]._replace(
-        weights=weights,
-        lam=total / (below + total),
+    weights = torch.stack([one.weights for one in said], 1)
+    return merged._replace(
+        weights=(inside[:, None] @ weights)[:, 0],
         rest=mean([one.rest for one in said]),
         temperature=mean([one.temperature for one in said]),
     )
+
+
+def _side_by_side(values: Sequence[PerQuery], like: Tensor) -> Tensor:
+    """Columns of one value for all, or of one for each row of a tensor; shape (n, len(values))."""
+    if not any(isinstance(one, Tensor) for one in values):
+        return like.new_tensor(values)
+    return torch.stack([torch.as_tensor(one, device=like.device).expand(len(like)) for one in values], 1)
