@@ -290,8 +290,9 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
                 prefix, goes_on,
             )  # fmt: skip
             logits = self._mixer.mix(read, each)
-        loss = None
+        mixed: CausalLMOutputWithPast = output
+        mixed.logits = logits
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=logits.shape[-1], **of_loss)
-        mixed: CausalLMOutputWithPast = type(output)(**{**output, "loss": loss, "logits": logits})
+            mixed = type(output)(**{**output, "loss": loss})
         return mixed.to_tuple() if return_dict is False else mixed

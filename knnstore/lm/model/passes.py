@@ -34,7 +34,7 @@ class Positions:
     def of(cls, read: "ForwardPass") -> Self:
         """Choose those of a pass."""
         attended = None
-        if read.mask is not None:
+        if read.mask is not None and not read.mask.all():
             attended = keep_positions((read.mask != 0)[..., None], read.logits_to_keep)[..., 0]
             attended = None if attended.all() else attended
         return cls(keep_positions(read.keys, read.logits_to_keep), attended)

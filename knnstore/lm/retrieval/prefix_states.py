@@ -51,7 +51,7 @@ def sequence_ids_of(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     Returns:
         int64, shape (b, n), `PADDING` where the mask is 0.
     """
-    if attention_mask is None:
+    if attention_mask is None or attention_mask.all():
         return input_ids
     return input_ids.masked_fill(attention_mask.to(input_ids.device) == 0, PADDING)
 
@@ -77,7 +77,19 @@ def whole_texts(
 
 def unpadded(sequence_ids: Tensor) -> list[Tokens]:
     """The tokens of each row without its padding: int64, shapes (n_i,)."""
-    return [row[row != PADDING] for row in sequence_ids.cpu().numpy()]
+    return taken_apart(sequence_ids, 1)[0]
+
+
+def taken_apart(sequence_ids: Tensor, new: int) -> tuple[list[Tokens], NDArray[np.bool_]]:
+    """The tokens of each row without its padding, and which of its last positions are none.
+
+    Returns:
+        int64, shapes (n_i,), and bool, shape (b, new).
+    """
+    rows = sequence_ids.cpu().numpy()
+    there = rows != PADDING
+    texts = list(rows) if there.all() else [row[of] for row, of in zip(rows, there, strict=True)]
+    return texts, there[:, -new:]
 
 
 class WrittenTexts(NamedTuple):
@@ -101,9 +113,9 @@ class WrittenTexts(NamedTuple):
             new: t.
             prefix: the token that comes before every document; None where none does.
         """
-        fresh = (sequence_ids[:, -new:] != PADDING).cpu().numpy()
+        texts, fresh = taken_apart(sequence_ids, new)
         found = cls([], [], [], fresh)
-        for whole, count in zip(unpadded(sequence_ids), fresh.sum(1).tolist(), strict=True):
+        for whole, count in zip(texts, fresh.sum(1).tolist(), strict=True):
             is_headed = len(whole) > 0 and whole[0] == prefix
             found.tokens.append(whole[1:] if is_headed else whole)
             found.is_whole.append(is_headed or prefix is None)

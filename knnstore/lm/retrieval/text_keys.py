@@ -8,7 +8,7 @@ from knnstore.datastore import Metric
 from knnstore.lm.mixing import Recent
 from knnstore.lm.reading import Encoder, Tokens
 from knnstore.lm.retrieval.cache import look_back
-from knnstore.lm.retrieval.prefix_states import PADDING, PrefixStates, prefix_names, unpadded
+from knnstore.lm.retrieval.prefix_states import PrefixStates, prefix_names, taken_apart
 
 
 class TextKeys:
@@ -37,8 +37,7 @@ class TextKeys:
             goes_on: whether further passes may follow that have these texts behind them.
         """
         new = keys.shape[1]
-        fresh = (sequence_ids[:, -new:] != PADDING).cpu().numpy()
-        texts = unpadded(sequence_ids)
+        texts, fresh = taken_apart(sequence_ids, new)
         pasts = [len(text) - int(row.sum()) for text, row in zip(texts, fresh, strict=True)]
         firsts = [max(0, past - size) for past in pasts]
         names = [prefix_names(text, first) for text, first in zip(texts, firsts, strict=True)]

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from knnstore.lm.reading import Encoder, Tokens
-from knnstore.lm.retrieval.prefix_states import PADDING, PrefixStates, prefix_names, unpadded
+from knnstore.lm.retrieval.prefix_states import PrefixStates, prefix_names, taken_apart
 
 _STATES_KEPT = 1 << 12
 _OF_A_PASS = 32  # of each text: its end, and where a step that drafts may fall back to
@@ -57,11 +57,10 @@ class TextStates:
                 return joining(states)
             return joining(states, attention_mask.to(states.device) != 0)
         length, count = states.shape[1], len(joining.discounts)
-        attended = (sequence_ids[:, -length:] != PADDING).to(states.device)
-        texts, new = unpadded(sequence_ids), attended.sum(1).tolist()
-        read = [text[: len(text) - more] for text, more in zip(texts, new, strict=True)]
+        texts, fresh = taken_apart(sequence_ids, length)
+        attended, is_padded = torch.from_numpy(fresh).to(states.device), not fresh.all()
+        read = [text[: len(text) - more] for text, more in zip(texts, fresh.sum(1).tolist(), strict=True)]
         known = torch.cat([torch.stack([self._before(text, states) for text in read]), states], 1)
-        is_padded = min(new) < length
         if goes_on:
             for text, row, there in zip(texts, known, attended, strict=True):
                 self._keep(text, torch.cat([row[:count], row[count:][there]]) if is_padded else row)
