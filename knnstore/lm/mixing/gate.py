@@ -14,6 +14,10 @@ from knnstore.store import Weights
 DISTINCT_AMONG = 64
 """Different tokens are counted among at most so many nearest neighbors."""
 
+_NONE = -1
+_FEW = 4
+"""Queries, for which a dozen operations on tensors take longer than Python does."""
+
 _FAR = 1e30  # stands in where nothing was found, and λ does not matter
 
 
@@ -110,10 +114,13 @@ def distinct_tokens(tokens: Tensor, distances: Tensor) -> Tensor:
         int16, shape (n, ⌊log₂ min(k, 64)⌋ + 1).
     """
     ranks = powers_up_to(min(tokens.shape[1], DISTINCT_AMONG))
-    near = tokens[:, : ranks[-1]].where(distances[:, : ranks[-1]] < torch.inf, -1)
+    near = tokens[:, : ranks[-1]].where(distances[:, : ranks[-1]] < torch.inf, _NONE)
+    if len(near) <= _FEW:
+        counts_of = [[len({*row[:limit]} - {_NONE}) for limit in ranks] for row in near.tolist()]
+        return torch.tensor(counts_of, dtype=torch.int16, device=near.device).reshape(-1, len(ranks))
     # Sorted by token, and equal ones by rank: the first of each is the one that counts.
     token, rank = near.sort(dim=1, stable=True)
-    first = token >= 0
+    first = token != _NONE
     first[:, 1:] &= token[:, 1:] != token[:, :-1]
     counts = torch.zeros_like(first).scatter_(1, rank, first).cumsum(1)
     return counts[:, [limit - 1 for limit in ranks]].to(torch.int16)
