@@ -199,11 +199,15 @@ def _nearest_cells(
     counts = [len(of.numbers) for of in cells]
     if probes == sum(counts) and (probes == 1 or not ranked):
         return torch.arange(probes, device=queries.device).expand(len(queries), -1)
-    found = []
-    for some in torch.split(queries, max(1, DISTANCES_AT_ONCE // sum(counts))):
-        away = some.new_empty(len(some), sum(counts))  # where centers lie apart none is copied
-        for of, part in zip(cells, torch.split(away, counts, dim=1), strict=True):
-            norms = of.half_norms if metric is Metric.L2 else torch.zeros_like(of.half_norms)
-            torch.addmm(norms, some, of.centers.T, alpha=-1, out=part)
+    norms = [of.half_norms if metric is Metric.L2 else torch.zeros_like(of.half_norms) for of in cells]
+    found, step = [], max(1, DISTANCES_AT_ONCE // sum(counts))
+    for start in range(0, len(queries), step):
+        some = queries[start : start + step]
+        if len(cells) == 1:
+            away = torch.addmm(norms[0], some, cells[0].centers.T, alpha=-1)
+        else:
+            away = some.new_empty(len(some), sum(counts))  # where centers lie apart none is copied
+            for of, own, part in zip(cells, norms, torch.split(away, counts, dim=1), strict=True):
+                torch.addmm(own, some, of.centers.T, alpha=-1, out=part)
         found.append(away.topk(probes, largest=False, sorted=ranked).indices)
-    return torch.cat(found)
+    return found[0] if len(found) == 1 else torch.cat(found)

@@ -82,10 +82,10 @@ class Neighbors:
             return self.nearest(self.ids.shape[1])
         if k == 1:
             return self._changed(partial(_with_first, at=self.distances.argmin(axis=1)))
-        order = np.argpartition(self.distances, k - 1, axis=1)
-        near = np.take_along_axis(self.distances, order[:, :k], axis=1).argsort(axis=1, kind="stable")
-        order[:, :k] = np.take_along_axis(order[:, :k], near, axis=1)
-        return self._changed(lambda array: np.take_along_axis(array, order, axis=1))
+        rows, order = np.arange(len(self.ids))[:, None], np.argpartition(self.distances, k - 1, axis=1)
+        near = self.distances[rows, order[:, :k]].argsort(axis=1, kind="stable")
+        order[:, :k] = order[rows, near]
+        return self._changed(lambda array: array[rows, order])
 
     def rows(self, rows: NDArray[Any]) -> "Neighbors":
         """Copy those of some queries, given by a mask or by their numbers."""
