@@ -173,8 +173,8 @@ def mix_logits(
     asked = keys if attended is None else keys[attended.flatten()]
     queries = asked.float().cpu().numpy()
     found = _found(store, logits, queries, positions, settings)
-    is_found = bool(np.isfinite(found.distances).any())
-    is_found |= settings.substitute is not None or positions.ngrams is not None
+    is_found = settings.substitute is not None or positions.ngrams is not None
+    is_found = is_found or bool(np.isfinite(found.distances).any())
     if not len(queries) or not (is_found or (recent is not None and bool(recent.distances.isfinite().any()))):
         return logits
     if attended is not None:

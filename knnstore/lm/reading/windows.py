@@ -158,7 +158,7 @@ def _batch(text: Tokens, origins: Tokens, table: NDArray[np.int64], width: int) 
 
 def prefix_of(tokenizer: Any) -> int | None:
     """Return the token id that precedes every document: the tokenizer's BOS, else its EOS, else None."""
-    candidates = (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    candidates = (getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id"))
     return next((int(token) for token in candidates if token is not None), None)
 
 
