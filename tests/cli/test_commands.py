@@ -184,7 +184,7 @@ def test_calibrated_settings_are_used_and_named(knnstore, store):
     for said in ("dropped what was saved", "nothing is saved"):
         assert knnstore("calibrate --reset").out == f"{said} for the whole store\n"
     assert knnstore("calibrate --show").out == "nothing is saved: the defaults are used\n"
-    assert knnstore("eval dev.jsonl --json").json["mixer"] == "fixed"
+    assert knnstore("eval dev.jsonl --json").json["mixer"] == "bins"
 
 
 def test_it_is_said_what_text_is_written_with():

@@ -26,6 +26,7 @@ from knnstore.lm.calibration.evidence import gather_evidence
 from knnstore.lm.calibration.on_grid import between_points
 from knnstore.lm.calibration.scored_text import score_once
 from knnstore.lm.calibration.searches import FurtherSearches
+from knnstore.lm.mixing import Retrieved
 from knnstore.store import EVERYTHING, Selection
 from tests.lm.phrases import documents, phrases, words
 
@@ -277,6 +278,14 @@ def test_settings_fitted_on_a_text_go_when_it_was_stored_and_is_removed(lm):
     lm.store.remove_document(id)
     assert CalibrationRecord.of(lm.store, phrases_only) is None
     assert settings_for(lm.store, phrases_only) == before
+
+
+def test_by_default_records_count_less_the_farther_the_nearest_is(lm):
+    keys = np.concatenate([batch.keys for batch in lm.store.records()]).astype(np.float64)
+    between_two = 2 * float(keys.var(axis=0).sum())
+    asked = Retrieved(torch.tensor([[0.0], [0.2], [1.0]]) * between_two, torch.zeros(3))
+    near, within, far = default_settings(lm.store).mixer(asked, 1.0).lam.tolist()
+    assert 1 > near > 0.9 > within > 0.1 > far > 0
 
 
 def test_the_default_temperature_follows_the_documents_that_are_there(lm):

@@ -7,6 +7,7 @@ from typing import Any
 
 from knnstore.datastore import Metric
 from knnstore.errors import ConfigError, CorruptWeightsError, FingerprintMismatchError
+from knnstore.lm.mixing import BinnedLambda, FixedLambda, Mixer
 from knnstore.lm.settings.parts import NGramSettings
 from knnstore.lm.settings.query import KNNSettings
 from knnstore.lm.settings.saved import (
@@ -21,11 +22,15 @@ from knnstore.store import EVERYTHING, KNNStore, Reader, Selection
 DEFAULT_K = 1024
 DEFAULT_PROBES = 16
 """In a store that has cells."""
-DEFAULT_LAMBDA = 0.5
-"""Between the best values published in the model's own domain (0.25) and far from it (0.65 and more)."""
-DEFAULT_NGRAMS = NGramSettings(lam=0.5, by_length=(0.05, 0.3, 0.5, 0.65, 0.7, 0.75, 0.75))
-"""In a store without keys. In four domains perplexity was 0.70 to 0.87 of that with 0.25 throughout, and text
-of each of the others was not predicted worse than by the model alone."""
+DEFAULT_LAMBDA = 0.25
+"""The published one; where it is not known what is near."""
+DEFAULT_NGRAMS = NGramSettings(lam=0.25, by_length=(0.01, 0.06, 0.14, 0.26, 0.36, 0.42, 0.55))
+"""In a store without keys."""
+_NEAR = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8)
+_LAMBDAS = (0.95, 0.88, 0.73, 0.58, 0.4, 0.27, 0.11, 0.03)
+"""λ by how far the nearest record is, in variances of the keys: text like the stored finds one within 0.3 to
+0.5, other text beyond 0.6 or 0.9. Both fit weak and strong models, text like the stored and other text: see
+"Without calibration" in docs/benchmarks.md."""
 
 _logger = logging.getLogger(__name__)
 
@@ -39,7 +44,8 @@ def default_settings(store: Reader, selection: Selection = EVERYTHING) -> KNNSet
     The best temperature grows with the scale of the distances, which differs between models by
     orders of magnitude. Twice the keys' variance is the mean squared distance between two of
     them; a tenth of the variance is near the optimum in the domains of docs/benchmarks.md, T=1 far
-    from it. Fitting on held-out text is better still. A store without keys has its n-grams.
+    from it. λ falls with the distance in the same unit, so that text unlike the stored loses next to nothing.
+    Fitting on held-out text is better still. A store without keys has its n-grams.
     """
     if store.is_keyless:
         return KNNSettings(k=1, lam=0.0, ngrams=DEFAULT_NGRAMS)
@@ -51,7 +57,10 @@ def default_settings(store: Reader, selection: Selection = EVERYTHING) -> KNNSet
     # d² = |q|² + |x|² - 2 q·x: an inner product moves half as far as a squared distance.
     scale = variance if store.identity.metric == Metric.L2 else variance / 2
     temperature = _TEMPERATURE_SHARE * scale
-    return KNNSettings(k=DEFAULT_K, temperature=temperature, lam=DEFAULT_LAMBDA, probes=probes)
+    mixer: Mixer = FixedLambda(DEFAULT_LAMBDA)
+    if store.identity.metric == Metric.L2:  # a product does not tell what is near
+        mixer = BinnedLambda(tuple(near * variance for near in _NEAR), _LAMBDAS)
+    return KNNSettings(k=DEFAULT_K, temperature=temperature, mixer=mixer, probes=probes)
 
 
 def keep_defaults(store: KNNStore) -> bool:
