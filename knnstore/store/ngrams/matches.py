@@ -14,6 +14,7 @@ from knnstore.store.ngrams.sorting import DEPTH, END, Symbols, laid_out
 _TOGETHER = 1 << 13
 """Places that are looked up at once: what stays in a CPU's cache."""
 _FEW = 32
+"""Symbols, that Python looks up sooner than numpy."""
 
 
 class Suffixes(NamedTuple):
