@@ -6,6 +6,7 @@ from itertools import chain, islice
 from typing import Literal
 
 from knnstore.catalog.catalog import Catalog
+from knnstore.catalog.queries import in_chunks
 from knnstore.catalog.types import StoredVersion
 from knnstore.documents import TextDocument
 
@@ -27,6 +28,8 @@ class Difference:
     unchanged: tuple[str, ...]
     removed: tuple[str, ...]
     """There, but not among the documents; sorted."""
+    renamed: Mapping[str, str]
+    """Of those to be removed, the ones whose text is to be added under another id: that, by theirs."""
 
     @classmethod
     def of(
@@ -35,12 +38,23 @@ class Difference:
         """Compare documents with a domain; see `StoreReader.difference`."""
         found: dict[Change, list[str]] = {"added": [], "replaced": [], "described": [], "unchanged": []}
         left = {id for id, _ in catalog.labels(catalog.rows(domain=domain)).values()}
+        new_ids: dict[str, str] = {}
         for some in _groups(documents):
             stored = catalog.versions(domain, [document.id for document in some])
             for document in some:
-                found[change_of(document, stored.get(document.id), tags)].append(document.id)
+                change = change_of(document, stored.get(document.id), tags)
+                found[change].append(document.id)
                 left.discard(document.id)
-        return cls(**{name: tuple(ids) for name, ids in found.items()}, removed=tuple(sorted(left)))
+                if change == "added":
+                    new_ids.setdefault(document.content_hash, document.id)
+        removed = tuple(sorted(left))
+        renamed = {
+            id: new_ids.pop(version.content_hash)
+            for some in in_chunks(removed if new_ids else ())
+            for id, version in sorted(catalog.versions(domain, some).items())
+            if version.content_hash in new_ids
+        }
+        return cls(**{name: tuple(ids) for name, ids in found.items()}, removed=removed, renamed=renamed)
 
 
 def change_of(document: TextDocument, stored: StoredVersion | None, tags: frozenset[str]) -> Change:

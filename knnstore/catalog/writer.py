@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from sqlalchemy import delete, exists, select, update
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from knnstore.catalog.catalog import Catalog
@@ -184,6 +185,27 @@ class CatalogWriter:
                 TagRow(document_id=row, tag=tag) for row, (_, tags) in wanted.items() for tag in tags
             )
             _reveal(current)
+
+    def rename(self, ids: Mapping[int, str]) -> None:
+        """Give live documents other ids, by primary key.
+
+        Raises:
+            InputError: an id cannot be stored, or another document of the domain has it; none was changed.
+            DocumentNotFoundError: one is not live; none was changed.
+        """
+        for id in ids.values():
+            check_name(id, "a document's id")
+        with self._transaction("rename") as current:
+            for row, id in ids.items():
+                renamed = update(DocumentRow).where(DocumentRow.id == row, IS_LIVE).values(external_id=id)
+                try:
+                    found = current.scalars(renamed.returning(DocumentRow.id)).all()
+                except IntegrityError as error:
+                    raise InputError(f"there is a document {id!r} in its domain already") from error
+                if not found:
+                    raise DocumentNotFoundError("a document was removed before it could be renamed")
+            if ids:
+                _reveal(current)
 
     def save_settings(self, domains: Iterable[str], payload: Mapping[str, Any]) -> None:
         """Save settings for exactly this set of domains, none of which is the whole store; {} drops them."""

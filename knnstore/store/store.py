@@ -132,8 +132,7 @@ class KNNStore(StoreReader):
     def ingest(self, documents: Sequence[NewDocument]) -> Iterator[Ingest]:
         """Add documents; they become live together when the block ends well, or none of them does.
 
-        They are distinct in (domain, id); one that is live already is replaced. Yields the group, to which
-        every token's key is to be added.
+        They are distinct in (domain, id); a live one is replaced. Yields the group that takes every key.
         """
         with self._locked() as writing, writing.ingest(documents) as group:
             yield group
@@ -142,6 +141,11 @@ class KNNStore(StoreReader):
         """Set the metadata and tags of documents of a domain, by id, in one transaction; records stay."""
         with self._locked() as writing:
             writing.describe(domain, changes)
+
+    def rename(self, domain: str, ids: Mapping[str, str]) -> None:
+        """Give documents of a domain other ids, new by old, in one transaction; records stay."""
+        with self._locked() as writing:
+            writing.rename(domain, ids)
 
     def retag(
         self, id: str, *, domain: str | None = None, add: Iterable[str] = (), remove: Iterable[str] = ()
@@ -158,8 +162,7 @@ class KNNStore(StoreReader):
 
     def remove_document(self, id: str, *, domain: str | None = None) -> Document:
         """Remove a document and return what it was: from then on no reader retrieves anything of it."""
-        (found,) = self.remove_selected(self._only(id, domain))
-        return found
+        return self.remove_selected(self._only(id, domain))[0]
 
     def remove_selected(self, selection: Selection) -> list[Document]:
         """Remove the selected documents in one transaction, and return what they were."""
@@ -192,8 +195,7 @@ class KNNStore(StoreReader):
     def erase(self, *, progress: Progress | None = None) -> Erased:
         """Rewrite whatever still holds text or keys that were removed, in the engine and in the database.
 
-        When it returns, no file of the store holds any, but for what it names. Interrupted, the same call
-        does the rest.
+        When it returns, no file of the store holds any, but for what it names; interrupted, call it again.
 
         Raises:
             StoreUnavailableError: an engine or the database cannot be reached, or is read without an end.

@@ -86,6 +86,11 @@ class Writing:
         rows = self._rows(domain, changes)
         self.writer.describe({rows[id]: change for id, change in changes.items()})
 
+    def rename(self, domain: str, ids: Mapping[str, str]) -> None:
+        """Give documents of a domain other ids; see `KNNStore.rename`."""
+        rows = self._rows(domain, ids)
+        self.writer.rename({rows[old]: new for old, new in ids.items()})
+
     def retag(self, rows: Iterable[int], add: Iterable[str], remove: Iterable[str]) -> int:
         """Change the tags of documents, by primary key, in one transaction; returns how many there are."""
         documents = self.writer.catalog.documents_of(rows)

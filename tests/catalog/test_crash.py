@@ -43,6 +43,7 @@ ACTIONS: dict[str, Callable[[CatalogWriter, dict[str, int], Make], object]] = {
     "retire": lambda writer, rows, make: writer.retire([rows["live"]]),
     "forget": lambda writer, rows, make: writer.forget([rows["pending"]]),
     "describe": lambda writer, rows, make: writer.describe({rows["live"]: ({"new": 1}, ["new"])}),
+    "rename": lambda writer, rows, make: writer.rename({rows["live"]: "renamed"}),
     "settings": lambda writer, rows, make: writer.save_settings([], {"k": 2}),
     "move": lambda writer, rows, make: writer.move(Engine("other", "place", {"p": 1})),
 }

@@ -132,6 +132,21 @@ def test_describe(catalog: Catalog, writer: CatalogWriter, document: Make) -> No
     assert catalog.documents(id="a")[0].metadata == {"n": 2}
 
 
+def test_rename(catalog: Catalog, writer: CatalogWriter, document: Make) -> None:
+    a, b, _ = add(writer, document("a", tags=("t",)), document("b"), document("c", "tax"))
+    writer.rename({a: "c"})  # of another domain
+    assert sorted(live_ids(catalog)) == ["b", "c", "c"]
+    assert catalog.rows(id="c", tag="t") == [a]
+    for ids in ({a: "x", b: "x"}, {a: "b"}):
+        with pytest.raises(InputError, match=r"there is a document '[bx]' in its domain already"):
+            writer.rename(ids)
+    writer.retire([b])
+    with pytest.raises(DocumentNotFoundError):
+        writer.rename({a: "d", b: "e"})
+    assert live_ids(catalog) == ["c", "c"]
+    writer.rename({a: "b"})  # which one that is no more had
+
+
 def test_filters_and_counts(catalog: Catalog, writer: CatalogWriter, document: Make) -> None:
     add(
         writer,

@@ -29,6 +29,7 @@ def test_the_revision_grows_with_what_readers_see(
     assert grows(lambda: writer.publish([a]))
     assert grows(lambda: writer.publish([b]))
     assert grows(lambda: writer.describe({a: ({}, ["tag"])}))
+    assert grows(lambda: writer.rename({a: "c"}))
     assert grows(lambda: writer.retire([a]))
     assert not grows(lambda: writer.retire([a]))
     assert not grows(lambda: writer.forget([a]))
@@ -39,6 +40,7 @@ def test_the_revision_grows_with_what_readers_see(
     for nothing in (writer.publish, writer.retire, writer.forget):
         assert not grows(lambda act=nothing: act([]))
     assert not grows(lambda: writer.describe({}))
+    assert not grows(lambda: writer.rename({}))
 
 
 def test_the_revision_is_queried_only_after_a_commit(opener: Opener, document: Make) -> None:
@@ -126,6 +128,7 @@ def test_an_older_writer_can_commit_no_more(opener: Opener, document: Make) -> N
         lambda: old.retire([row]),
         lambda: old.forget([row]),
         lambda: old.describe({row: ({}, [])}),
+        lambda: old.rename({row: "c"}),
         lambda: old.save_settings([], {}),
         lambda: old.move(Engine("other", "place")),
     ):

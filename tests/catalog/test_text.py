@@ -75,6 +75,7 @@ def test_text_that_some_database_cannot_store_is_refused(
         lambda: writer.begin([document("a", text)]),
         lambda: writer.begin([document("a", tags=("fine", text))]),
         lambda: writer.describe({1: ({}, [text])}),
+        lambda: writer.rename({1: text}),
         lambda: catalog.documents(id=text),
         lambda: catalog.rows(domain=text),
         lambda: catalog.rows(tag=text),

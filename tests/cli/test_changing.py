@@ -24,11 +24,12 @@ def test_sync_makes_a_domain_what_the_folder_is(knnstore, store, notes):
     first = knnstore("sync notes --domain notes --tag t --json").json
     assert (first["added"], first["removed"]) == (3, 0)
     (notes / "a.txt").write_text("The harbour is closed.")
-    (notes / "b.md").rename(notes / "deep" / "b.md")
+    (notes / "b.md").unlink()
+    (notes / "deep" / "b.md").write_text("The snow.")
     planned = knnstore("sync notes --domain notes --dry-run --json").json
     assert (planned["added"], planned["replaced"], planned["removed"]) == (1, 1, 1)
     assert planned["ids"] == {
-        "added": ["deep/b.md"], "replaced": ["a.txt"], "described": [], "removed": ["b.md"],
+        "added": ["deep/b.md"], "renamed": [], "replaced": ["a.txt"], "described": [], "removed": ["b.md"],
     }  # fmt: skip
     assert ids(knnstore) == {"a.txt", "b.md", "deep/c.txt"}
     shown = knnstore("sync notes --domain notes --dry-run").out.splitlines()
@@ -43,6 +44,33 @@ def test_sync_makes_a_domain_what_the_folder_is(knnstore, store, notes):
     shutil.copytree(notes, "elsewhere/notes")
     again = knnstore("sync elsewhere/notes --domain notes --json").json
     assert (again["unchanged"], again["tokens"]) == (3, 0)
+
+
+def test_sync_renames_what_was_moved(knnstore, store, notes, caplog):
+    (notes / "rows.jsonl").write_text('{"id": "r", "text": "The boat."}\n')
+    knnstore("sync notes --domain notes")
+    (notes / "a.txt").rename(notes / "b.txt")
+    (notes / "b.md").rename(notes / "deep" / "b.md")
+    (notes / "copy.txt").write_text("The storm.")  # of a file that is still there
+    (notes / "rows.jsonl").write_text('{"id": "s", "text": "The boat.", "year": 1987}\n')
+    planned = knnstore("sync notes --domain notes --dry-run --json").json["ids"]
+    assert planned["renamed"] == ["a.txt to b.txt", "b.md to deep/b.md", "r to s"]
+    assert (planned["added"], planned["removed"]) == (["copy.txt"], [])
+    (notes / "copy.txt").unlink()
+    (notes / "rows.jsonl").write_text('{"id": "s", "text": "The boat."}\n')
+    done = knnstore("sync notes --domain notes --device nonsense --json").json  # no model is needed
+    assert (done["renamed"], done["added"], done["removed"], done["unchanged"]) == (3, 0, 0, 1)
+    assert ids(knnstore) == {"b.txt", "deep/b.md", "deep/c.txt", "s"}
+    (notes / "rows.jsonl").write_text('{"id": "t", "text": "The boat.", "year": 1987}\n')
+    done = knnstore("sync notes --domain notes --json").json
+    assert (done["renamed"], done["tokens"]) == (1, 0)
+    assert knnstore("documents --domain notes --json").json[-1]["metadata"] == {"year": 1987}
+    assert caplog.messages == []
+    (notes / "elsewhere.txt").write_text("The harbour.")
+    (notes / "b.txt").write_bytes(b"\xff")  # which stays as it is stored
+    done = knnstore("sync notes --domain notes --json").json
+    assert (done["renamed"], done["added"]) == (0, 1)
+    assert {"b.txt", "elsewhere.txt"} < ids(knnstore)
 
 
 def test_sync_keeps_what_it_cannot_read(knnstore, store, notes):

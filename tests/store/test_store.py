@@ -179,6 +179,10 @@ def test_what_a_condition_selects_is_searched_retagged_and_removed(
         assert [one.id for one in store.select(Selection(domains=["law"], where="year < 2021"))] == ["2019"]
         store.describe("law", {"2019": ({"year": 2030}, [])})
         assert store.record_count(recent) == 60  # the view follows the metadata
+        store.rename("law", {"2019": "2030"})
+        ids = store.search(queries, 100, recent).ids
+        assert {one.document for one in store.provenance(ids[ids >= 0])} == {"2021", "2022", "2030"}
+        store.rename("law", {"2030": "2019"})
         assert store.retag_selected(recent, add=["new"]) == 3
         assert {one.id for one in store.documents(tag="new")} == {"2019", "2021", "2022"}
         assert {one.id for one in store.remove_selected(recent)} == {"2019", "2021", "2022"}

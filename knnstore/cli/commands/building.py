@@ -226,8 +226,9 @@ def sync(
 ) -> None:
     """Make a domain what a folder is: new and changed documents are stored, what is gone there is removed.
 
-    A document is known by its path in the folder. What cannot be read stays as it is stored. The model is
-    loaded only where there is text to store. Removing more than half of the domain needs a yes.
+    A document is known by its path in the folder; a file that was moved keeps its records. What cannot be
+    read stays as it is stored. The model is loaded only where there is text to store. Removing more than
+    half of the domain needs a yes.
 
     Examples:
       knnstore sync letters --domain letters --dry-run
@@ -242,12 +243,16 @@ def sync(
         with knnstore.open(runtime.home) as store:
             found = store.difference(domain, documents.read(bar), tags or ())
         documents.report()
-        is_there = found.replaced + found.described + found.unchanged
-        if not found.added + is_there:
+        if not found.added + found.replaced + found.described + found.unchanged:
             raise InputError(f"no document could be used: {domain} stays as it is")
         gone = [] if documents.unknown else [id for id in found.removed if id not in documents.kept]
+        moved = {id: found.renamed[id] for id in gone if id in found.renamed}
+        gone = [id for id in gone if id not in moved]
+        places = {*moved.values()}
+        is_there = [*found.replaced, *found.described, *found.unchanged, *moved]
         plan = {
-            "added": found.added,
+            "added": [id for id in found.added if id not in places],
+            "renamed": [f"{old} to {new}" for old, new in moved.items()],
             "replaced": found.replaced,
             "described": found.described,
             "removed": gone,
@@ -273,6 +278,10 @@ def sync(
             return
         if len(gone) > len(is_there):
             confirm(f"{len(gone):,} of {len(gone) + len(is_there):,} documents of {domain} go", yes)
+        if moved:
+            with knnstore.open(runtime.home, "a") as store:
+                store.rename(domain, moved)
+                found = store.difference(domain, replace(documents).read(bar), tags or ())
         tokens = 0
         if found.added or found.replaced or found.described:
             with runtime.open_for_adding() as lm:
