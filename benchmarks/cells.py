@@ -58,10 +58,10 @@ def documents(folder: Path, limits: dict[str, int], lm: KNNLMForCausalLM) -> Par
     return parts
 
 
-def smoke_parts() -> Parts:
-    """Python's own help, a few topics a part."""
+def smoke_parts(dev: int = 1) -> Parts:
+    """Python's own help, a few topics a part; `dev` as many as that."""
     texts = [TextDocument(name, text) for name, text in sorted(topics.items()) if 2000 < len(text) < 6000]
-    return {"store": texts[:8], "dev": texts[8:9], "test": texts[9:10]}
+    return {"store": texts[:8], "dev": texts[8 : 8 + dev], "test": texts[8 + dev : 9 + dev]}
 
 
 def gold_probs(
