@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,8 @@ from knnstore.lm.model import drafting
 
 PROMPT, NEW, ROWS = 80, 64, 8
 """Tokens, tokens, rows."""
-SCORED = 60
-"""Documents."""
+SCORED, LONGEST = 12_000, 8_000
+"""Tokens in all, and characters of a document: its beginning."""
 ALONE = KNNSettings(k=1, lam=0.0)
 
 
@@ -100,18 +101,21 @@ def writing(lm: KNNLMForCausalLM, texts: list[TextDocument], most: int) -> dict[
 
 def scoring(lm: KNNLMForCausalLM, texts: list[TextDocument], rounds: int) -> float:
     """How fast texts are evaluated."""
-    lm.evaluate(texts[:2])
-    sides = [
-        (timed(lambda: lm.evaluate(texts, ALONE)), timed(lambda: lm.evaluate(texts))) for _ in range(rounds)
-    ]
-    return round(statistics.median(alone[0] / store[0] for alone, store in sides), 2)
+    begun, tokens = list[TextDocument](), 0
+    while tokens < SCORED and len(begun) < len(texts):
+        begun.append(replace(texts[len(begun)], text=texts[len(begun)].text[:LONGEST]))
+        tokens += lm.reader.count_predicted(begun[-1:])
+    lm.evaluate(begun[:2])
+    sides = [lambda: lm.evaluate(begun, ALONE), lambda: lm.evaluate(begun)]
+    seconds = [[timed(side)[0] for side in sides] for _ in range(rounds)]
+    return round(statistics.median(of_model / of_store for of_model, of_store in seconds), 2)
 
 
 def measure(lm: KNNLMForCausalLM, options: argparse.Namespace) -> dict[str, Any]:
     """All figures of a store."""
     settings = lm.knn
     if options.smoke:
-        texts = smoke_parts(dev=2)["dev"]
+        texts = [*smoke_parts()["dev"], *smoke_parts()["test"]]
     else:
         texts = list(islice(read_documents([options.texts]), 4 * options.prompts))
     result: dict[str, Any] = {
@@ -119,7 +123,7 @@ def measure(lm: KNNLMForCausalLM, options: argparse.Namespace) -> dict[str, Any]
         "writes_with": settings.for_writing.components,
         "scores_with": settings.components,
         "writing": writing(lm, texts, options.prompts),
-        "scoring": scoring(lm, texts[:SCORED], options.rounds),
+        "scoring": scoring(lm, texts, options.rounds),
     }
     if options.foreign:
         foreign = list(islice(read_documents([options.foreign]), 4 * options.prompts))

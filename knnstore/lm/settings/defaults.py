@@ -30,7 +30,7 @@ _NEAR = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8)
 _LAMBDAS = (0.95, 0.88, 0.73, 0.58, 0.4, 0.27, 0.11, 0.03)
 """λ by how far the nearest record is, in variances of the keys: text like the stored finds one within 0.3 to
 0.5, other text beyond 0.6 or 0.9. Both fit weak and strong models, text like the stored and other text: see
-"Without calibration" in docs/benchmarks.md."""
+"Before and after calibration" in docs/benchmarks.md."""
 
 _logger = logging.getLogger(__name__)
 
