@@ -504,7 +504,7 @@ def test_a_store_of_cells_visits_them_if_nothing_else_is_said(knnstore, workplac
         f"{init} --json".replace("cells init", "narrow init")
     )  # so narrow that codes are not worth it
     assert (narrow.status, narrow.err) == (0, "")
-    refused = knnstore(f"{init} --codes pq".replace("cells init", "bad init"))
+    refused = knnstore("--home bad init --model nowhere --codes pq")  # before a model is looked for
     assert (refused.status, refused.err.count("\n")) == (1, 1)
     assert "codes must be" in refused.err
     assert knnstore("--home cells add letters --domain letters").status == 0

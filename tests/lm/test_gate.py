@@ -63,7 +63,7 @@ def test_distinct_tokens_are_counted_up_to_powers_of_two() -> None:
     distances[20] = np.inf
     found = distinct_tokens(torch.from_numpy(tokens), torch.from_numpy(distances))
     for row in range(50):
-        for column, limit in enumerate([1, 2, 4, 8, 16, 32, 64]):
+        for column, limit in enumerate([1, 2, 4, 8, 16]):
             near = {t for t, d in zip(tokens[row, :limit], distances[row, :limit], strict=True) if d < np.inf}
             assert found[row, column] == len(near)
 

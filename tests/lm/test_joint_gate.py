@@ -297,5 +297,5 @@ def test_what_does_not_go_together_is_said(scored, gated) -> None:
     with pytest.raises(ConfigError, match="does not go with the mixer 'domains'"):
         replace(gated, mixer=DomainWeights(("phrases",), (0.5,)))
     wider = replace(scored, reading=replace(scored.reading, keys=scored.reading.keys.repeat(1, 2)))
-    with pytest.raises(ConfigError, match="fitted for other components"):
+    with pytest.raises(ConfigError, match="fitted for others"):
         wider.log_probs(gated)

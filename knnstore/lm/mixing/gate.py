@@ -11,8 +11,8 @@ from knnstore.lm.mixing.mixer import MAX_LAMBDA, Chosen, Retrieved, SimpleMixer
 from knnstore.lm.mixing.network import Network
 from knnstore.store import Weights
 
-DISTINCT_AMONG = 64
-"""Different tokens are counted among at most so many nearest neighbors."""
+DISTINCT_AMONG = 16
+"""Different tokens are counted among at most so many nearest neighbors; more tell a gate nothing."""
 
 _NONE = -1
 _FEW = 4
@@ -51,8 +51,8 @@ class GateLambda(SimpleMixer):
         expected = len(self._network.mean)
         if features.shape[1] != expected:
             raise ConfigError(
-                f"the gate was fitted for another model: it takes {expected} features, here are "
-                f"{features.shape[1]}; calibrate again"
+                f"the gate was fitted for another model, or by an older version: it takes {expected} "
+                f"features, here are {features.shape[1]}; calibrate again"
             )
         return chosen_by(self._network.on(features.device)(features), temperature)
 
@@ -77,7 +77,7 @@ def gate_features(retrieved: Retrieved, k: int, scale: float) -> Tensor:
         scale: a typical distance.
 
     Returns:
-        float32, shape (n, f): f = 2 + ⌊log₂ k⌋ + 1 + ⌊log₂ min(k, 64)⌋ + 1 + d.
+        float32, shape (n, f): f = 2 + ⌊log₂ k⌋ + 1 + ⌊log₂ min(k, 16)⌋ + 1 + d.
     """
     assert retrieved.keys is not None
     assert retrieved.lm_entropy is not None
@@ -111,7 +111,7 @@ def distinct_tokens(tokens: Tensor, distances: Tensor) -> Tensor:
         distances: shape (n, k), +inf where a neighbor is missing, which counts as none.
 
     Returns:
-        int16, shape (n, ⌊log₂ min(k, 64)⌋ + 1).
+        int16, shape (n, ⌊log₂ min(k, 16)⌋ + 1).
     """
     ranks = powers_up_to(min(tokens.shape[1], DISTINCT_AMONG))
     near = tokens[:, : ranks[-1]].where(distances[:, : ranks[-1]] < torch.inf, _NONE)

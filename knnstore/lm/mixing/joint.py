@@ -62,7 +62,7 @@ class JointGate:
         if features.shape[1] != len(network.mean):
             raise ConfigError(
                 f"the gate over all components takes {len(network.mean)} features, here are "
-                f"{features.shape[1]}: it was fitted for other components; calibrate again"
+                f"{features.shape[1]}: it was fitted for others, or by an older version; calibrate again"
             )
         return shares_of(network(known(features, network.mean)), found)
 

@@ -33,8 +33,8 @@ from knnstore.store import KNOWN, Reader, Selection
 
 _NEIGHBORS = BATCH_TOKENS << 10
 """Of all tokens that are searched for at once: fewer with a larger k, so that memory does not grow."""
-_DISTANCES = 1 << 25
-"""To records of cells, that are in memory at once: 128 MiB."""
+_DISTANCES = 1 << 26
+"""To records of cells, that are in memory at once: 256 MiB. The more, the fewer visits of each cell."""
 _RECENT = 1 << 23
 """Tokens before others, that are weighed at once for a cache: 32 MiB for each temperature."""
 _QUERIES = 2 * BATCH_TOKENS

@@ -2,11 +2,8 @@
 
 from torch import Tensor
 
-from knnstore.lm.mixing import Component, Retrieved, neighbor_features, powers_up_to
+from knnstore.lm.mixing import DISTINCT_AMONG, Component, Retrieved, neighbor_features, powers_up_to
 from knnstore.lm.settings import KNNSettings
-
-_LOOKED_AT = 64
-"""Of the nearest neighbors a gate sees the distances of the 1st, 2nd, 4th, ... and how many tokens differ."""
 
 
 class Keys:
@@ -14,7 +11,7 @@ class Keys:
 
     name = "keys"
     factors = (0.25, 0.5, 1.0, 2.0, 4.0)
-    width = 2 * len(powers_up_to(_LOOKED_AT))
+    width = 2 * len(powers_up_to(DISTINCT_AMONG))
 
     def in_use(self, settings: KNNSettings) -> bool:
         """Whether settings have a search to make."""
@@ -30,5 +27,5 @@ class Keys:
         return Component(weights, lam, tokens, retrieved.has_token, name=self.name, temperature=temperature)
 
     def features(self, retrieved: Retrieved, unit: float) -> Tensor:
-        """Distances, and how many different tokens are near."""
-        return neighbor_features(retrieved, _LOOKED_AT, unit)
+        """Distances of the nearest 1, 2, 4, ..., and how many different tokens are among them."""
+        return neighbor_features(retrieved, DISTINCT_AMONG, unit)
