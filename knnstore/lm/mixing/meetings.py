@@ -175,22 +175,23 @@ def nearest_records(
     bounds, begins = _bounds(cells, asked, count, k)[asked], asked.new_zeros(0)
     queries, distances, tokens = [begins], [bounds[:0]], [begins]
     sizes = [some.queries.numel() for some in cells]
-    for some, owners, bound in zip(cells, asked.split(sizes), bounds.split(sizes), strict=True):
-        _, across, down = some.distances.shape
-        at = _flatnonzero(some.distances <= bound.view(-1, across, 1))
-        pairs = at // down
-        queries.append(owners[pairs])
-        distances.append(some.distances.take(at))
-        tokens.append(some.tokens.take(at - (pairs - pairs // across) * down))
+    parts = zip(cells, torch.split(asked, sizes), torch.split(bounds, sizes), strict=True)
+    for some, of_cells, bound in parts:
+        _, across, records = some.distances.shape
+        near = _flatnonzero(some.distances <= bound.view(-1, across, 1))
+        pairs = near // records
+        queries.append(of_cells[pairs])
+        distances.append(some.distances.take(near))
+        tokens.append(some.tokens.take(pairs // across * records + near % records))
     away, owners = torch.cat(distances), torch.cat(queries)
     order = away.argsort()
     owners, then = owners[order].sort(stable=True)
     order, place = order[then], _places(owners)
     chosen = (place < k) & (owners < count)
-    near, of_near = away.new_full((count, k), torch.inf), asked.new_zeros(count, k)
+    nearest, of_nearest = away.new_full((count, k), torch.inf), asked.new_zeros(count, k)
     at = owners[chosen], place[chosen]
-    near[at], of_near[at] = away[order[chosen]], torch.cat(tokens)[order[chosen]]
-    return near, of_near
+    nearest[at], of_nearest[at] = away[order[chosen]], torch.cat(tokens)[order[chosen]]
+    return nearest, of_nearest
 
 
 def _bounds(cells: Sequence[VisitedCells], asked: Tensor, count: int, k: int) -> Tensor:
@@ -201,11 +202,11 @@ def _bounds(cells: Sequence[VisitedCells], asked: Tensor, count: int, k: int) ->
     """
     leasts = [torch.empty(0, k, device=asked.device)]
     for some in cells:
-        across = some.distances.shape[2] // k
-        if across:
-            least = some.distances[..., : across * k].unflatten(2, (across, k)).amin(2)
+        visits, across, records = some.distances.shape
+        if records < k:
+            least = pad(some.distances, (0, k - records), value=torch.inf)
         else:
-            least = pad(some.distances, (0, k - some.distances.shape[2]), value=torch.inf)
+            least = some.distances[..., : records // k * k].reshape(visits, across, -1, k).amin(2)
         leasts.append(least.flatten(0, 1))
     owners, order = asked.sort(stable=True)
     there = owners < count
@@ -219,9 +220,9 @@ def _bounds(cells: Sequence[VisitedCells], asked: Tensor, count: int, k: int) ->
 
 def _flatnonzero(mask: Tensor) -> Tensor:
     """Where a mask is True, as one number each; on a processor numpy knows sooner."""
-    if mask.is_cuda:
-        return mask.flatten().nonzero()[:, 0]
-    return torch.from_numpy(np.flatnonzero(mask.numpy()))
+    if mask.device.type == "cpu":
+        return torch.from_numpy(np.flatnonzero(mask.numpy()))
+    return mask.flatten().nonzero()[:, 0]
 
 
 def _places(owners: Tensor) -> Tensor:
