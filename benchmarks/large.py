@@ -40,7 +40,7 @@ BATCH = 50
 """Documents of one commit."""
 DOMAINS = ("first", "second")
 QUERIES, PROBES = 4096, 16
-DISTANCES = 1 << 25
+DISTANCES = 1 << 26
 """Of so many queries at once, where many ask: as scoring does it, so that memory is bounded."""
 LADDER = [1, 2, 4, 8, 12, *range(16, 64, 4), *range(64, 256, 16), 256]
 """Numbers of probes whose shares of the sum are measured."""
