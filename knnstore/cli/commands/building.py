@@ -123,12 +123,9 @@ def init(
       knnstore --home joined.knn init --model examples/tiny-lm --states 3 --dim 16 --sample articles.jsonl
       knnstore --home ngrams.knn init --model examples/tiny-lm --key none
     """
-    from knnstore.datastore import checked_kind
     from knnstore.store import check_new
 
-    check_new(home, store)
-    if codes not in (None, "auto", "none"):
-        checked_kind(codes)
+    check_new(home, store, codes)
     check_model(model)
     samples = Documents(sample or [])
     samples.check()

@@ -23,7 +23,7 @@ from uuid import uuid4
 
 from knnstore.catalog import KEYLESS, Catalog, Engine, Identity
 from knnstore.catalog import place as place_of
-from knnstore.datastore import TOKEN_LIMIT, registry
+from knnstore.datastore import TOKEN_LIMIT, checked_kind, registry
 from knnstore.durable import NoFileError, publish, read_file, sync_directory
 from knnstore.errors import ConfigError, StoreExistsError, StoreNotFoundError
 from knnstore.space import medium_errors
@@ -116,15 +116,22 @@ def make_store(
     return Home.open(folder, catalog)
 
 
-def check_new(home: str | os.PathLike[str], adapter: str) -> None:
+def check_new(home: str | os.PathLike[str], adapter: str, codes: str | None = None) -> None:
     """Refuse what can be refused of a store to be made before its model is loaded and a sample read.
+
+    Args:
+        home: where it is to be.
+        adapter: of its datastore.
+        codes: what keys are to be kept as; None leaves it to the adapter.
 
     Raises:
         StoreExistsError: a store is at `home`.
-        ConfigError: another thing is there.
+        ConfigError: another thing is there, or there is no such kind of codes.
         AdapterError: there is no such adapter, or what it needs is not installed.
     """
     _check_absent(Path(home).resolve())
+    if codes not in (None, "auto", "none"):
+        checked_kind(codes)
     if adapter != KEYLESS:
         registry.load(adapter)
 
