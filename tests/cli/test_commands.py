@@ -507,6 +507,8 @@ def test_a_store_of_cells_visits_them_if_nothing_else_is_said(knnstore, workplac
     refused = knnstore("--home bad init --model nowhere --codes pq")  # before a model is looked for
     assert (refused.status, refused.err.count("\n")) == (1, 1)
     assert "codes must be" in refused.err
+    for kind in ("none", "auto", "int8"):
+        assert "codes" not in knnstore(f"--home bad init --model nowhere --codes {kind}").err
     assert knnstore("--home cells add letters --domain letters").status == 0
     found = [
         knnstore(f"--home cells eval news.jsonl {given} --json").json
