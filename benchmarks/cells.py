@@ -9,8 +9,8 @@ store of its own with the same records: FAISS exact and by default with k = 1,02
 of codes, moved from the first or, with ``--cells-only``, each made by itself. One temperature and one λ are
 chosen on ``dev`` for each; perplexity is of ``test``. Speeds, but of exact search, are of sides that are run
 in turn, as ratios to the model alone, medians of their rounds; ``--rounds 0`` leaves them out. With
-``--states`` all of it once more with joined keys, projected to the width of one state as fits the documents
-stored, and the ratio of their perplexity to that of single keys. JSON goes to stdout, a table to stderr.
+``--states`` all of it once more with joined keys, and the ratio of their perplexity to that of single keys.
+JSON goes to stdout, a table to stderr.
 """
 
 import argparse
@@ -157,10 +157,9 @@ def measure(folder: Path, model: str, parts_of: Callable[[KNNLMForCausalLM], Par
     parts: Parts = {}
     for states in (1, *options.states):
         label = "" if states == 1 else f"{states} states, "
-        joined = {} if states == 1 else {"states": states, "sample": parts["store"]}
         if not options.cells_only:
             exact = knnstore.create(
-                folder / f"{label}exact", model, store="faiss", params={"index": "exact"}, **joined
+                folder / f"{label}exact", model, store="faiss", params={"index": "exact"}, states=states
             )
             parts = parts or parts_of(exact)
             added = exact.add(parts["store"], domain="d")
@@ -172,7 +171,7 @@ def measure(folder: Path, model: str, parts_of: Callable[[KNNLMForCausalLM], Par
             name = f"{label}cells {codes}"
             params = {"codes": codes, "device": options.device}
             if options.cells_only:
-                made[name] = knnstore.create(folder / name, model, store="cells", params=params, **joined)
+                made[name] = knnstore.create(folder / name, model, params=params, states=states)
                 parts = parts or parts_of(made[name])
                 added = made[name].add(parts["store"], domain="d")
             else:

@@ -50,7 +50,7 @@ def measure(folder: Path, model: str, parts: Parts, max_length: int | None) -> d
     result: dict[str, Any] = {"n-grams, by default": both(keyless, ngrams, parts)}
     keyless.store.close()
 
-    lm = opened(folder / "keys", model, parts["store"], sample=parts["store"], max_length=max_length)
+    lm = opened(folder / "keys", model, parts["store"], max_length=max_length)
     result["by default"] = both(lm, default_settings(lm.store), parts)
     calibrated = lm.calibrate(parts["dev"])
     fixed = next(one for one in calibrated.comparison.candidates if one.name == "fixed")

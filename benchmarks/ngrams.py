@@ -170,9 +170,8 @@ def main() -> None:
             print(json.dumps({name: results[name]}), file=sys.stderr, flush=True)
             lm.store.close()
             for states in options.states if options.calibrated or options.smoke else ():
-                joined = {} if states == 1 else {"states": states, "sample": parts["store"]}
                 home = Path(folder) / f"{name}, {states} states"
-                lm = knnstore.create(home, options.model, store=options.engine, **joined)
+                lm = knnstore.create(home, options.model, store=options.engine, states=states)
                 found = calibrated(lm, calibration_parts() if options.smoke else parts)
                 results[name][f"{states} states"] = found
                 print(json.dumps({name: found}), file=sys.stderr, flush=True)

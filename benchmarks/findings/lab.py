@@ -102,7 +102,7 @@ class Lab:
         name: str,
         store: str = EXACT[0],
         params: Mapping[str, Any] = EXACT[1],
-        **options: Any,
+        states: int = 1,
     ) -> Memory:
         """A model with a store, which is filled when a domain is first asked for.
 
@@ -111,24 +111,27 @@ class Lab:
             name: of the store, the same for the same model and engine.
             store: the engine; by default all records are compared.
             params: of the engine.
-            **options: of `knnstore.create`.
+            states: of each key.
         """
-        options |= {"store": store, "params": params, "device": self.device, "dtype": "float32"}
-        return self._memory(name, model, lambda home: knnstore.create(home, model, **options))
+
+        def make(home: Path) -> KNNLMForCausalLM:
+            return knnstore.create(
+                home, model,
+                store=store, params=params, states=states, device=self.device, dtype="float32",
+            )  # fmt: skip
+
+        return self._memory(name, model, make)
 
     def in_cells(self, domain: str, states: int = 1, codes: str = "none") -> Memory:
         """The base model with cells of its own for a domain, whose keys are of so many states.
 
         Args:
-            domain: on whose text keys of several states are projected to the width of one.
+            domain: whose text is stored.
             states: of each key.
             codes: what they are kept as.
         """
-        joined = {} if states == 1 else {"states": states, "sample": self.texts[domain]["store"]}
-        if self.limits.documents is not None:  # a trial: too little to project by
-            joined.pop("sample", None)
         name = f"{domain}-{states}-{codes}"
-        return self.memory(self.model, name, "cells", {"codes": codes, "coded_from": 1}, **joined)
+        return self.memory(self.model, name, "cells", {"codes": codes, "coded_from": 1}, states)
 
     def inside(self, domain: str) -> Memory:
         """The model fine-tuned on a domain's store, three epochs, with a store that it made of that."""

@@ -8,7 +8,7 @@ DATA holds a folder for each domain with ``store.jsonl``, ``dev.jsonl`` and ``te
 document. Everything is chosen on dev (fine-tuning: AdamW, learning rate and epochs, with a schedule of its
 own for each number of epochs; a store: by `calibrate`) and reported on test. The store has joined keys as
 codes, n-grams of its text and one gate over all; each side stands with and without its document's cache,
-weighed by a gate likewise. ``--seconds`` measures what a store (projection, adding, counting, calibration)
+weighed by a gate likewise. ``--seconds`` measures what a store (adding, counting, calibration)
 and three epochs at a rate of 0.001 take, one after the other: let nothing run beside it. Each step is kept
 in OUT, and a run that was stopped goes on after the last; models and stores go to ``--work``. The sides may
 be made beside each other, by ``--side``, before the table. Markdown goes to stdout and OUT.

@@ -165,17 +165,15 @@ class Workshop:
         home = self.folder / name
         shutil.rmtree(home, ignore_errors=True)
         started = time.perf_counter()
-        joined = {} if states == 1 else {"states": states, "sample": self.store}
         lm = knnstore.create(
-            home, model, params={"codes": codes}, device=self.device, dtype="float32", **joined
+            home, model, params={"codes": codes}, device=self.device, dtype="float32", states=states
         )
-        made = time.perf_counter()
         added = lm.add(list(self.store)[:only], domain="d")
         stored = time.perf_counter()
         lm.store.ngrams()
         ended = time.perf_counter()
         return lm, {
-            "tokens": added.tokens, "projection": made - started, "adding": stored - made,
+            "tokens": added.tokens, "adding": stored - started,
             "counting": ended - stored,
         }  # fmt: skip
 

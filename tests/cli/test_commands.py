@@ -528,9 +528,9 @@ def test_a_store_of_cells_visits_them_if_nothing_else_is_said(knnstore, workplac
 
 def test_keys_of_several_states_are_made_told_and_used(knnstore, workplace):
     init = "--home joined init --model examples/tiny-lm"
-    made = knnstore(f"{init} --states 3 --discount 0.6 --discount 0.3 --sample articles.jsonl --json")
+    made = knnstore(f"{init} --discount 0.6 --discount 0.3 --json")
     assert made.status == 0, made.err
-    assert (made.json["key"], made.json["dim"]) == ("transformer.h.1.mlp:input [1, 0.6, 0.3]", 16)
+    assert (made.json["key"], made.json["dim"]) == ("transformer.h.1.mlp:input +0.6 +0.3", 16)
     assert knnstore("--home joined info --json").json["key"] == made.json["key"]
     assert knnstore("--home joined add news.jsonl --domain news").status == 0
     found = knnstore("--home joined eval letters --k 5 --json").json
@@ -539,8 +539,9 @@ def test_keys_of_several_states_are_made_told_and_used(knnstore, workplace):
     for options, said in (
         ("--states 2 --discount 0.6 --discount 0.3", "before the last: 1, got 2"),
         ("--states 2 --discount 0", "above 0"),
-        ("--discount 0.5", "before the last: 0, got 1"),
-        ("--states 1 --sample articles.jsonl", "belong together"),
+        ("--discount 0.5", "before the last: 2, got 1"),
+        ("--sample articles.jsonl", "belong together"),
+        ("--dim 8", "belong together"),
     ):
         refused = knnstore(f"{init.replace('joined', 'other')} {options}")
         assert (refused.status, refused.err.count("\n")) == (1, 1), refused.err
@@ -555,9 +556,9 @@ def test_probing_tells_what_further_states_are_worth(knnstore, workplace):
     assert [one["dim"] for one in joined] == [16]
     single = min(one["ppl"] for one in probed.json["candidates"] if one["states"] == 1)
     assert joined[0]["ratio_to_one_state"]["ppl"] == pytest.approx(joined[0]["ppl"] / single)
-    assert "2 states in 16 components:" in probed.err
+    assert "2 states: " in probed.err
     best = probed.json["best"]
-    assert ("--states 2 --sample FILE" in probed.err) == (best["states"] == 2)
+    assert f"--states {best['states']} --metric" in probed.err
     none = knnstore("probe-keys --model examples/tiny-lm articles.jsonl --key ffn_input --states 1 --json")
     assert {one["states"] for one in none.json["candidates"]} == {1}
 

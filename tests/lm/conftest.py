@@ -184,7 +184,7 @@ class ExactStore(Reader):
             model_fingerprint=model_fingerprint(model),
             tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
             key=f"{location}{joining}",
-            dim=joining.states * key_dim(model, location),
+            dim=key_dim(model, location),
             metric="l2",
             vocab_size=VOCABULARY,
             max_length=64,

@@ -192,7 +192,7 @@ def test_what_the_cache_cannot_know_is_said(knn_gpt2):
 
 @pytest.fixture(scope="module")
 def lm(make_lm):
-    return make_lm({"stored": ["w5 w6 w7 w8 w9 w10"]}, max_length=12, stride=6)
+    return make_lm({"stored": ["w5 w6 w7 w8 w9 w10"]}, states=1, max_length=12, stride=6)
 
 
 @pytest.mark.parametrize("weighed_at_once", [256, 5])

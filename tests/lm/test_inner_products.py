@@ -21,7 +21,7 @@ def filled(make_lm):
 
 def test_the_nearest_have_the_greatest_products(lm) -> None:
     store = lm.store
-    assert store.identity.key == "transformer.h.1.attn:input"
+    assert store.identity.key == "transformer.h.1.attn:input +0.5 +0.35"
     ids, keys, _ = next(store.datastore.iterate(batch_size=10_000))
     text = " ".join(HELD_OUT[0].text.split()[:20])
     tokens = lm.tokenizer("<s> " + text, return_tensors="pt", add_special_tokens=False)["input_ids"]

@@ -73,7 +73,7 @@ def test_a_sample_is_random_the_same_each_time_and_takes_a_text_once() -> None:
 @pytest.fixture(scope="module")
 def filled(make_lm):
     """A home whose keys are projected to 8 of 32 components."""
-    with make_lm({"phrases": TEXTS[:8]}, dim=8, sample=TEXTS, max_length=32).store as store:
+    with make_lm({"phrases": TEXTS[:8]}, states=1, dim=8, sample=TEXTS, max_length=32).store as store:
         store.save_settings(SavedSettings(settings_to_dict(KNNSettings(k=20, temperature=2.0, lam=0.5))))
         return store.home.path
 

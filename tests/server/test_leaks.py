@@ -302,7 +302,7 @@ def test_named_sources_are_of_what_writes(inside, prepared, tmp_path_factory):
         save_settings(lm.store, settings)
     server = inside(home)
     key = server.key("predict", "read")
-    asked = {"model": "tiny+news", "prompt": "The boats, the boats", "max_tokens": 5, "temperature": 0}
+    asked = {"model": "tiny+news", "prompt": "The harbour, the harbour", "max_tokens": 5, "temperature": 0}
     asked |= {"logprobs": 0, "knn": {"sources": 3}}
     choice = server.call("POST", "/v1/completions", key, json=asked).json()["choices"][0]
     named = choice["knn"]["sources"]

@@ -53,15 +53,14 @@ def init(
         ),
     ] = "ffn_input",
     states: Annotated[
-        int | None,
+        int,
         typer.Option(
             min=1,
             metavar="N",
-            show_default="3 with --sample and no --dim, else 1",
-            help="Make a key of N states: that of its token, and those of the N-1 tokens before it. With "
-            "--sample it is no wider than one.",
+            help="Make a key of N states: that of its token, and those of the N-1 tokens before it. It is "
+            "no wider than one.",
         ),
-    ] = None,
+    ] = 3,
     discounts: Annotated[
         list[float] | None,
         typer.Option(
@@ -80,7 +79,7 @@ def init(
         typer.Option(
             min=1,
             metavar="N",
-            show_default="all, or with --sample as many as one state has",
+            show_default="all",
             help="Project the keys to so many components, the principal ones of a sample's keys (PCA).",
         ),
     ] = None,
@@ -88,8 +87,8 @@ def init(
         list[str] | None,
         typer.Option(
             metavar="FILE",
-            help="Text of the kind to be stored, for --dim and --states: 30 tokens for each component at "
-            "least; as `add` reads it; repeatable.",
+            help="Text of the kind to be stored, for --dim: 30 tokens for each component at least; as `add` "
+            "reads it; repeatable.",
         ),
     ] = None,
     codes: Annotated[
@@ -120,7 +119,6 @@ def init(
       knnstore init --model examples/tiny-lm
       knnstore --home other.knn init --model examples/tiny-lm --store hnswlib
       knnstore --home small.knn init --model examples/tiny-lm --dim 16 --sample articles.jsonl
-      knnstore --home joined.knn init --model examples/tiny-lm --states 3 --dim 16 --sample articles.jsonl
       knnstore --home ngrams.knn init --model examples/tiny-lm --key none
     """
     from knnstore.store import check_new

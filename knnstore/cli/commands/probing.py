@@ -38,7 +38,7 @@ def probe_keys(
             min=1,
             metavar="N",
             show_default="2 and 3",
-            help="Join N states at the best place too, in the width of one (PCA); repeatable, 1 is none.",
+            help="Join N states at the best place too; repeatable, 1 is none.",
         ),
     ] = None,
     dims: Annotated[
@@ -111,16 +111,12 @@ def probe_keys(
     for joined in sorted(found.candidates, key=lambda candidate: candidate.states):
         if joined.change is not None:
             ratio, low, high = joined.change
-            note(
-                f"{joined.states} states in {joined.dim} components: {ratio:.3f} times the perplexity of one "
-                f"({low:.3f} to {high:.3f})"
-            )
+            note(f"{joined.states} states: {ratio:.3f} times the perplexity of one ({low:.3f} to {high:.3f})")
     if found.best is None:
         raise ConfigError("no place beats the model alone beyond chance: give more text (--tokens), or other")
-    more = f" --states {found.best.states} --sample FILE" if found.best.states > 1 else ""
     note(
-        f"best here: knnstore init --key {found.best.key}{more} --metric {found.best.metric}; a location, "
-        f"which --key takes as well: {found.best.location}"
+        f"best here: knnstore init --key {found.best.key} --states {found.best.states} --metric "
+        f"{found.best.metric}; a location, which --key takes as well: {found.best.location}"
     )
 
 

@@ -119,7 +119,7 @@ def probe_keys(
         documents: of the kind to be stored; a random sample of them is used.
         keys: places as `locate` takes them; default `default_keys`.
         metrics: ``l2``, ``ip``.
-        states: how many to join at the best place, projected to the width of one; see `Joining`.
+        states: how many to join at the best place; see `Joining`.
         dims: numbers of components to project the best keys to.
         tokens: of the sample.
         max_length: tokens in a window; default is the model's limit.
@@ -148,8 +148,8 @@ def probe_keys(
     shown.start("reading", total=sum(map(len, texts)))
     store = _read(reader, stored, places, shown, half=True)
     text = _read(reader, held_out, places, shown, half=False)
-    joinings = {n: Joining.of(n) for n in sorted(set(states)) if n > 1}
-    shown.start("comparing", total=len(places) * len(metrics) + len(joinings) + len(dims), unit="key")
+    joined = sorted(set(states) - {1})
+    shown.start("comparing", total=len(places) * len(metrics) + len(joined) + len(dims), unit="key")
     found: list[Probed] = []
     base: Interval | None = None
 
@@ -171,15 +171,12 @@ def probe_keys(
         for metric in metrics:
             judge(key, metric, _Sample(store.keys[key], text.keys[key]))
     single = min(found, key=_perplexity)
-    key, metric, width, one = single.key, single.metric, single.dim, single.fitted
+    key, metric, one = single.key, single.metric, single.fitted
     samples = {1: _Sample(store.keys[key], text.keys[key])}
-    if joinings:
-        wide = replace(reader, encoder=Encoder(model, places[key], joinings[max(joinings)]))
-        most = _Sample(stored_keys(_keys(wide, stored)), _keys(wide, held_out))
-        # Fewer states are what the keys of more begin with.
-        samples |= {n: _Sample(*(some[:, : n * width] for some in most)) for n in joinings}
-    for n in joinings:
-        judge(key, metric, samples[n].projected(min(width, len(store.gold)), metric), n, one)
+    for n in joined:
+        reader = replace(reader, encoder=Encoder(model, places[key], Joining.of(n)))
+        samples[n] = _Sample(stored_keys(_keys(reader, stored)), _keys(reader, held_out))
+        judge(key, metric, samples[n], n, one)
     best = min(found, key=_perplexity).states
     for dim in dims:
         judge(key, metric, samples[best].projected(dim, metric), best, one if best > 1 else None)

@@ -1,13 +1,16 @@
 """Keys that remember: the state of a token joined with those of the tokens before it.
 
-    key_t = [h_t ; a_1 h_(t-1) ; a_2 h_(t-2) ; ...]
+    key_t = h_t + a_1 P h_(t-1) + a_2 P P h_(t-2) + ...
 
-The states are of one place in the model, hence of one spread; the discounts a_i say how much less what came
-before counts. Before a text's first token there are no states: zeros stand for them.
+A sum is no wider than one state and needs nothing that is fitted. P moves every component on by one: states
+whose components were moved differently are close to orthogonal, so that the distance of two sums is close to
+the sum of the distances (Sahlgren, Holst & Kanerva 2008: permutations encode the order of words). The states
+are of one place in the model, hence of one spread; the discounts a_i say how much less what came before
+counts. Before a text's first token there are no states: zeros stand for them.
 """
 
-import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Self
 
@@ -25,7 +28,7 @@ class Joining:
     """Which states make a key: that of its token, and those before it at a discount.
 
     ``str(joining)`` stands behind the canonical name of the place in a store's identity, e.g.
-    ``transformer.h.3.mlp:input [1, 0.5, 0.35]``, and is empty where a key is one state.
+    ``transformer.h.3.mlp:input +0.5 +0.35``, and is empty where a key is one state.
     """
 
     discounts: tuple[float, ...] = ()
@@ -61,17 +64,14 @@ class Joining:
         Raises:
             ConfigError: it is not such a name.
         """
-        place, joined, weights = key.partition(" [")
-        try:
-            first, *discounts = json.loads(f"[{weights}") if joined else [1]
-            if first == 1:
-                return place, cls.of(1 + len(discounts), discounts)
-        except (ValueError, TypeError):
-            pass
-        raise ConfigError(f"{key!r} is no key that this version of knnstore knows: use a newer one")
+        place, *joined = key.split(" ")
+        if all(part.startswith("+") for part in joined):
+            with suppress(ValueError):
+                return place, cls.of(1 + len(joined), [float(part) for part in joined])
+        raise ConfigError(f"{key!r} is no key that this version of knnstore knows: use the one that made it")
 
     def __str__(self) -> str:
-        return f" {json.dumps([1, *self.discounts])}" if self.discounts else ""
+        return "".join(f" +{discount}" for discount in self.discounts)
 
     @property
     def states(self) -> int:
@@ -86,8 +86,7 @@ class Joining:
             attended: False at padding, wherever that is, bool, shape (b, t); None is all True.
 
         Returns:
-            Shape (b, t, states * d); float32, but where a key is one state as they are. Not to be read at
-            padding.
+            Shape (b, t, d); float32, but where a key is one state as they are. Not to be read at padding.
         """
         if not self.discounts:
             return states
@@ -96,12 +95,12 @@ class Joining:
         states = states.float()
         read = attended.cumsum(1) - 1  # how many tokens of the text are before each
         columns = (~attended).to(torch.uint8).argsort(dim=1, stable=True)  # where these are, in order
-        parts = [states]
+        keys = states
         for back, discount in enumerate(self.discounts, 1):
             at = columns.take_along_dim((read - back).clamp(min=0), 1)
-            earlier = discount * states.take_along_dim(at[..., None], 1)
-            parts.append(earlier.masked_fill((read < back)[..., None], 0))
-        return torch.cat(parts, -1)
+            earlier = states.take_along_dim(at[..., None], 1).masked_fill((read < back)[..., None], 0)
+            keys = keys.add(earlier.roll(back, -1), alpha=discount)
+        return keys
 
     def after(self, states: Tensor) -> Tensor:
         """Make keys of the states of some texts without padding, but for the first, which are before them.
@@ -110,10 +109,12 @@ class Joining:
             states: shape (b, discounts + t, d); zeros where a text has not begun.
 
         Returns:
-            As of a call, shape (b, t, states * d).
+            As of a call, shape (b, t, d).
         """
         states, count = states.float(), len(self.discounts)
         length = states.shape[1] - count
-        earlier = (states[:, count - back :][:, :length] for back in range(1, count + 1))
-        weighed = (discount * state for discount, state in zip(self.discounts, earlier, strict=True))
-        return torch.cat([states[:, count:], *weighed], -1)
+        keys = states[:, count:]
+        for back, discount in enumerate(self.discounts, 1):
+            earlier = states[:, count - back :][:, :length]
+            keys = keys.add(earlier.roll(back, -1), alpha=discount)
+        return keys

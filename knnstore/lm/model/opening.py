@@ -19,7 +19,7 @@ from knnstore.store import KEYLESS, KNNStore, Mode, check_new
 
 _ENGINE, _KEY = "cells", "ffn_input"
 _STATES = 3
-"""That make a key where a sample says how to bring them to the width of one: see docs/benchmarks.md."""
+"""That make a key: see docs/benchmarks.md."""
 
 
 def create(
@@ -32,7 +32,7 @@ def create(
     params: Mapping[str, Any] | None = None,
     catalog: str | None = None,
     key: str | None = _KEY,
-    states: int | None = None,
+    states: int = _STATES,
     discounts: Sequence[float] | None = None,
     metric: str = "l2",
     dim: int | None = None,
@@ -56,12 +56,11 @@ def create(
         catalog: SQLAlchemy URL of the catalog; default is SQLite in the home.
         key: where in the model the keys are taken: ``ffn_input`` or another place; see `locate`. None keeps
             no keys: the model reads nothing that is added, and n-grams are all that is retrieved.
-        states: how many states make a key: that of its token there, and those of the tokens before. Default
-            is 3 where a `sample` is given alone, so that a key is no wider than one state; else 1.
+        states: how many states make a key: that of its token there, and those of the tokens before. A key
+            is as wide as one state.
         discounts: of the state before, of the one before that, and so on; default 0.5, 0.35, ...
         metric: ``l2`` or ``ip``.
-        dim: to how many components the keys are projected (PCA); default is as many as they have, and with
-            `sample` and several states as one state has, so that a key costs no more.
+        dim: to how many components the keys are projected (PCA); default is as many as they have.
         sample: documents of the kind to be stored, on whose keys the projection is fitted.
         max_length: tokens in a window; default is the model's limit.
         stride: tokens by which a window moves on; default is half of it.
@@ -80,11 +79,9 @@ def create(
         if store != _ENGINE or location is not None:
             raise ConfigError("a store that keeps no keys has no engine and no location for them")
         store, key = KEYLESS, _KEY
-    if states is None:
-        states = _STATES if sample is not None and dim is None else 1
     check_new(home, store)
     joining = Joining.of(states, discounts)
-    if (dim is None) != (sample is None) and (sample is None or states == 1):
+    if (dim is None) != (sample is None):
         raise ConfigError("dim and sample belong together: the keys are projected as fits those of a sample")
     base, tokenizer = loaded(model, tokenizer, device=device, dtype=dtype, **options)
     identity = identify(
@@ -92,8 +89,7 @@ def create(
         name=name_of(model), key=key, joining=joining, metric=metric, max_length=max_length, stride=stride,
     )  # fmt: skip
     projection = None
-    if sample is not None:
-        dim = identity.dim // states if dim is None else dim
+    if sample is not None and dim is not None:
         encoder = Encoder(base, locate(base, key), joining)
         reader = TextReader(encoder, tokenizer, identity.max_length, identity.stride)
         keys = sample_keys(reader, documents_of(sample), progress=progress)

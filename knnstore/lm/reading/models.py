@@ -187,7 +187,7 @@ def identify(
         model_fingerprint=model_fingerprint(model),
         tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
         key=f"{location}{joined}",
-        dim=joined.states * key_dim(model, location),
+        dim=key_dim(model, location),
         metric=metric,
         vocab_size=max(len(tokenizer), model.config.get_text_config().vocab_size),
         max_length=window,
