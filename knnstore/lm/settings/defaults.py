@@ -26,10 +26,10 @@ DEFAULT_LAMBDA = 0.25
 """The published one; where it is not known what is near."""
 DEFAULT_NGRAMS = NGramSettings(lam=0.25, by_length=(0.01, 0.06, 0.14, 0.26, 0.36, 0.42, 0.55))
 """In a store without keys."""
-_NEAR = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8)
-_LAMBDAS = (0.95, 0.88, 0.73, 0.58, 0.4, 0.27, 0.11, 0.03)
+_NEAR = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
+_LAMBDAS = (0.9, 0.83, 0.7, 0.57, 0.4, 0.28, 0.12, 0.04, 0.005)
 """λ by how far the nearest record is, in variances of the keys: text like the stored finds one within 0.3 to
-0.5, other text beyond 0.6 or 0.9. Both fit weak and strong models, text like the stored and other text: see
+0.8, other text beyond 0.6 or 1.2. Both fit weak and strong models, text like the stored and other text: see
 "Before and after calibration" in docs/benchmarks.md."""
 
 _logger = logging.getLogger(__name__)
