@@ -22,6 +22,7 @@ _MOST_SAMPLE = 1 << 16  # keys, where that is enough for each cell
 _ROUNDS = 8
 _ONE_LEVEL = 256  # cells
 _ALL_COMPARED = 1024  # centers
+_IN_CACHE = 1 << 11  # keys; their distances to all centers come and go within the processor
 _PARTS_COMPARED = 4
 
 
@@ -74,8 +75,8 @@ class NearestCenter:
 
     def __call__(self, keys: Tensor) -> Tensor:
         """Indices of the centers of keys, shape (n, dim): int64, shape (n,)."""
-        look = self._look_at_all if self._parts is None else self._look_in_parts
-        parts = [look(some) for some in torch.split(keys, CHUNK)]
+        look, size = (self._look_in_parts, CHUNK) if self._parts else (self._look_at_all, _IN_CACHE)
+        parts = [look(some) for some in torch.split(keys, size)]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
     def _look_at_all(self, keys: Tensor) -> Tensor:
