@@ -188,6 +188,8 @@ def test_domains_and_settings_are_moved_live(opened, server):
     saved = page.explain()
     assert saved["asked"]["model"] == "tiny+letters+news"
     assert "knn" not in saved["asked"]
+    mean = sum(token["lambda"] for token in saved["data"]) / len(saved["data"])
+    assert f"{mean:.2f} (bins, mean)" in page.page.locator(".slider").first.inner_text()
     news = page.page.get_by_role("checkbox", name=re.compile("news"))
     one = page.answered(news.uncheck)
     assert one["asked"]["model"] == "tiny+letters"
@@ -231,8 +233,11 @@ def test_a_prompt_is_continued_and_what_was_written_is_explained(opened, server)
     written = page.page.locator("#tokens .written").all_inner_texts()
     assert "".join(written).replace("↵", "").replace("·", "") == expected
     page.page.get_by_label("tokens").first.fill("500")
+    explained = page.asked.count(f"{server.url}/v1/explain")
     page.page.get_by_role("button", name="Continue").click()
     expect(page.page.locator("#status")).to_contain_text("reads at most 96 tokens")
+    expect(page.page.get_by_role("button", name="Continue")).to_be_visible()
+    assert page.asked.count(f"{server.url}/v1/explain") == explained, "an explanation wiped the reason away"
 
 
 def test_nothing_can_be_asked_before_it_is_known_what_is_there(opened, server):

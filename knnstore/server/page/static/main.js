@@ -70,6 +70,7 @@ async function continueText() {
   writing = new AbortController();
   byId("continue").textContent = "Stop";
   prompt = text.value;
+  say("");
   try {
     const asked = body({ prompt, max_tokens: byId("length").valueAsNumber, temperature: byId("sampling").valueAsNumber });
     for await (const piece of written(asked, writing.signal)) {
@@ -77,7 +78,7 @@ async function continueText() {
       grow();
     }
   } catch (error) {
-    if (error.name !== "AbortError") failed(error);
+    if (error.name !== "AbortError") return failed(error); // which an explanation would wipe away
   } finally {
     writing = null;
     byId("continue").textContent = "Continue";
@@ -96,7 +97,7 @@ function show() {
   const tokens = answer.data;
   byId("shown").hidden = byId("panel").hidden = false;
   view.show(tokens, firstWritten(tokens));
-  controls.saw(answer.knn, mean(tokens.map((token) => token.lam)));
+  controls.saw(answer.knn, mean(tokens.map((token) => token.lambda)));
   const [alone, mixed] = ["p_lm", "p"].map((name) => perplexity(tokens.map((token) => token[name])).toFixed(1));
   byId("summary").replaceChildren(
     h("strong", {}, mixed), " perplexity with the store, ", h("strong", {}, alone), " by the model alone ",
