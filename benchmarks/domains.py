@@ -1,14 +1,16 @@
 """What a store gives a model in each domain: before it is calibrated, after, and to text of another domain.
 
     python benchmarks/domains.py DATA --model DIR [--domain NAME ...] [--homes FOLDER] [--max-length TOKENS]
+                                 [--states N] [--codes KIND]
     python benchmarks/domains.py --smoke            a few seconds, with the demo's model
 
 DATA holds a folder for each domain with ``store.jsonl``, ``dev.jsonl`` and ``test.jsonl``, split by
-document. The texts of ``store`` are stored with joined keys, settings are calibrated on ``dev``, and every
-figure is a perplexity on ``test``; "other" is the beginning of the next domain's ``test``. The sides are the
-model alone, stores with keys and without by default, a classic kNN-LM (keys, one λ and one T, as `calibrate`
-fits them), and what `calibrate` chose, with each of its components alone. With --homes the stores are kept,
-to be timed by ``speeds.py``, and one that is there is taken as it is. JSON goes to stdout.
+document. The texts of ``store`` are stored with joined keys (of --states, in --codes), settings are
+calibrated on ``dev``, and every figure is a perplexity on ``test``; "other" is the beginning of the next
+domain's ``test``. The sides are the model alone, stores with keys and without by default, a classic kNN-LM
+(keys, one λ and one T, as `calibrate` fits them), what `calibrate` chose, with each of its components alone,
+and whatever it tried ("candidates"; "gate" is of keys alone). With --homes the stores are kept, to be timed
+by ``speeds.py``, and one that is there is taken as it is. JSON goes to stdout.
 """
 
 import argparse
@@ -43,14 +45,18 @@ def opened(home: Path, model: str, stored: list[TextDocument], **options: Any) -
     return lm
 
 
-def measure(folder: Path, model: str, parts: Parts, max_length: int | None) -> dict[str, Any]:
+def measure(folder: Path, parts: Parts, options: argparse.Namespace) -> dict[str, Any]:
     """Judge both stores of a domain."""
+    model, max_length = options.model, options.max_length
     keyless = opened(folder / "n-grams", model, parts["store"], key=None, max_length=max_length)
     ngrams = default_settings(keyless.store)
     result: dict[str, Any] = {"n-grams, by default": both(keyless, ngrams, parts)}
     keyless.store.close()
 
-    lm = opened(folder / "keys", model, parts["store"], max_length=max_length)
+    asked = {"states": options.states, "params": options.codes and {"codes": options.codes}}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    name = "-".join(["keys", *(str(one) for one in (options.states, options.codes) if one is not None)])
+    lm = opened(folder / name, model, parts["store"], max_length=max_length, **asked)
     result["by default"] = both(lm, default_settings(lm.store), parts)
     calibrated = lm.calibrate(parts["dev"])
     fixed = next(one for one in calibrated.comparison.candidates if one.name == "fixed")
@@ -70,6 +76,8 @@ def measure(folder: Path, model: str, parts: Parts, max_length: int | None) -> d
         "scoring_only": calibrated.settings.scoring_only,
         "seconds": calibrated.scoring_seconds + calibrated.fitting_seconds,
     }
+    tried = calibrated.comparison.candidates
+    result["candidates"] = {one.name: lm.evaluate(parts["test"], one.settings).knn_ppl for one in tried}
     info = lm.store.info()
     result["tokens"] = {"stored": info["tokens"], "test": chosen.tokens, "codes": info["codes"]}
     lm.store.close()
@@ -111,6 +119,8 @@ def main() -> None:
     parser.add_argument("--stored", type=int, default=272_000, metavar="TOKENS")
     parser.add_argument("--held-out", type=int, default=15_000, metavar="TOKENS", help="of dev, of test")
     parser.add_argument("--max-length", type=int, metavar="TOKENS", help="of a window")
+    parser.add_argument("--states", type=int, metavar="N", help="that a key joins; default as `init`")
+    parser.add_argument("--codes", metavar="KIND", help="pq32, pq64, int8 or none; default as `init`")
     parser.add_argument("--homes", type=Path, metavar="FOLDER", help="keep the stores here")
     parser.add_argument("--smoke", action="store_true", help="a few seconds, to see that it runs")
     options = parser.parse_args()
@@ -121,7 +131,7 @@ def main() -> None:
         for name, parts in read(options).items():
             folder = (options.homes or Path(scratch)) / name
             folder.mkdir(parents=True, exist_ok=True)
-            results[name] = rounded(measure(folder, options.model, parts, options.max_length))
+            results[name] = rounded(measure(folder, parts, options))
             print(name, json.dumps(results[name]), file=sys.stderr, flush=True)
     print(json.dumps({"model": options.model, "domains": results}, indent=2))
 
