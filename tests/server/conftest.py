@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import openai
 import pytest
 import torch
+from playwright.sync_api import Browser, sync_playwright
 from tokenizers import ByteLevelBPETokenizer
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
@@ -30,6 +32,7 @@ from knnstore.server.app import Options, make_app
 from knnstore.server.metrics import Metrics
 from knnstore.server.serving import Serving
 from knnstore.store import Home
+from tests.server.browsing import Opened
 
 WINDOW = 96
 LETTERS = {
@@ -241,3 +244,42 @@ def inside() -> Iterator[Callable[..., Inside]]:
     yield start
     for one in started:
         one.close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    program = shutil.which("chromium")
+    if program is None:
+        reason = "Chromium is not installed (Debian: apt-get install chromium)"
+        if os.environ.get("CI"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    quiet = [
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-background-networking",
+    ]
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=program, args=quiet)
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def opened(browser, request):
+    """Opens the page; afterwards nothing was asked of others, and the console said only what it may."""
+    pages: list[Opened] = []
+    may_say = [mark.args[0] for mark in request.node.iter_markers("may_say")]
+
+    def open_page(server, **options) -> Opened:
+        pages.append(Opened(browser, server, **options))
+        return pages[-1]
+
+    yield open_page
+    for one in pages:
+        assert {urlsplit(url).netloc for url in one.asked} == {urlsplit(one.server.url).netloc}
+        assert one.said_wrongly() == []
+        assert [said for said in one.said if not any(re.search(may, said) for may in may_say)] == []
+        one.context.close()

@@ -1,99 +1,20 @@
 """The inspector in a browser: every control, nothing run that was stored, nothing asked of anybody else."""
 
-import json
 import math
-import os
 import re
-import shutil
 from collections import Counter
 from collections.abc import Iterator
-from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Browser, Page, Response, expect, sync_playwright
+from playwright.sync_api import expect
 
-TEXT = "The council voted to repair the harbour.\nThe boat went out 🙂 again."
+from tests.server.browsing import TEXT, Opened
+
 EVIL_ID = '<img src=x onerror="window.hacked=1">\u202e&amp;'
 EVIL_DOMAIN = "<b>d</b>\u2066+%"
 EVIL_TEXT = (
     "Seven geese <script>window.hacked=1</script>\u202eevil\u0007 <img src=x onerror=window.hacked=1> sang."
 )
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    program = shutil.which("chromium")
-    if program is None:
-        reason = "Chromium is not installed (Debian: apt-get install chromium)"
-        if os.environ.get("CI"):
-            pytest.fail(reason)
-        pytest.skip(reason)
-    quiet = [
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-quic",
-        "--no-first-run",
-        "--disable-background-networking",
-    ]
-    with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=program, args=quiet)
-        yield started
-        started.close()
-
-
-class Opened:
-    """The page in a browser of its own, and what it did."""
-
-    def __init__(self, browser: Browser, server, **options) -> None:
-        self.server = server
-        self.context = browser.new_context(**{"viewport": {"width": 1200, "height": 900}, **options})
-        self.context.set_default_timeout(15_000)
-        self.page: Page = self.context.new_page()
-        self.said: list[str] = []
-        self.asked: list[str] = []
-        self.page.on("console", lambda message: self.said.append(f"{message.type}: {message.text}"))
-        self.page.on("pageerror", lambda error: self.said.append(str(error)))
-        self.page.on("request", lambda request: self.asked.append(request.url))
-        self.page.goto(f"{server.url}/")
-
-    def explain(self, text: str = TEXT) -> dict:
-        """Have a text explained; return what the server said."""
-        self.page.get_by_label("Text or prompt").fill(text)
-        return self.answered(lambda: self.page.get_by_role("button", name="Explain").click())
-
-    def answered(self, act) -> dict:
-        """Do what asks for an explanation; return it once it is shown."""
-        with self.page.expect_response("**/v1/explain") as waiting:
-            act()
-        answer: Response = waiting.value
-        assert answer.ok, answer.text()
-        expect(self.page.locator(".waiting")).to_have_count(0)
-        return {**answer.json(), "asked": json.loads(answer.request.post_data)}
-
-    @property
-    def tokens(self):
-        return self.page.get_by_role("option")
-
-    @property
-    def panel(self):
-        return self.page.get_by_role("complementary", name="Details")
-
-
-@pytest.fixture
-def opened(browser, request):
-    """Opens the page; afterwards nothing was asked of others, and the console said only what it may."""
-    pages: list[Opened] = []
-    may_say = [mark.args[0] for mark in request.node.iter_markers("may_say")]
-
-    def open_page(server, **options) -> Opened:
-        pages.append(Opened(browser, server, **options))
-        return pages[-1]
-
-    yield open_page
-    for one in pages:
-        assert {urlsplit(url).netloc for url in one.asked} == {urlsplit(one.server.url).netloc}
-        assert [said for said in one.said if not any(re.search(may, said) for may in may_say)] == []
-        one.context.close()
 
 
 def shares(page: Opened) -> list[float]:
@@ -205,6 +126,10 @@ def test_domains_and_settings_are_moved_live(opened, server):
     everything = slide("λ", 1000)
     assert everything["asked"]["knn"] == {"lam": 1.0}
     assert all(token["lambda"] == pytest.approx(1) for token in everything["data"])
+    impossible = next(at for at, token in enumerate(everything["data"]) if token["p"] == 0)
+    page.tokens.nth(impossible).click()
+    expect(page.panel.locator(".figure")).to_have_text(re.compile("^0 model alone"))
+    assert page.said_wrongly() == []
     cold = slide("T", 250)["asked"]["knn"]["temperature"]
     assert cold == pytest.approx(saved["knn"]["temperature"] / 10, rel=0.01)
     how_many = "k" if saved["knn"]["probes"] is None else "cells"

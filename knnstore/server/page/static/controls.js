@@ -7,7 +7,7 @@ const MOST_K = 14; // powers of two
 
 // Each: its name in a request, the position of a value on a slider from 0 to 1000 and back, and how it is said.
 const SLIDERS = {
-  lam: { sign: "λ", title: "weight of the keys", to: (x) => Math.round(x / 10) / 100, from: (lam) => lam * 1000, said: (lam) => lam.toFixed(2) },
+  lam: { sign: "λ", title: "weight of what was retrieved; where it is moved, of keys alone", to: (x) => Math.round(x / 10) / 100, from: (lam) => lam * 1000, said: (lam) => lam.toFixed(2) },
   temperature: {
     sign: "T", title: "temperature of the distances",
     to: (x, saved) => Number((saved * FACTOR ** (x / 500 - 1)).toPrecision(3)),
@@ -24,18 +24,24 @@ export class Controls {
   #moved = {};
   #off = new Set();
   #sliders = {};
+  #chips = h("fieldset", { class: "chips" });
+  #retrieval;
   #reset;
 
-  constructor(place, domains, changed) {
+  constructor(place, changed) {
     this.#changed = changed;
-    const chips = domains.map((one) => this.#chip(one));
     const rows = Object.keys(SLIDERS).map((name) => this.#slider(name));
     this.#reset = h("button", { type: "button", class: "link", hidden: true, onclick: () => this.#let() }, "as saved");
-    place.replaceChildren(
-      h("fieldset", { class: "chips" }, h("legend", {}, "Domains"), chips.length ? chips : h("span", { class: "note" }, "the store is empty")),
-      h("fieldset", { class: "sliders" }, h("legend", {}, "Retrieval"), rows, this.#reset),
-    );
+    this.#retrieval = h("fieldset", { class: "sliders" }, h("legend", {}, "Retrieval"), rows, this.#reset);
+    place.replaceChildren(this.#chips, this.#retrieval);
+  }
+
+  // The domains that are there; those that were off stay off.
+  offer(domains) {
+    const chips = domains.map((one) => this.#chip(one));
     this.domains = domains.map((one) => one.name);
+    this.#chips.replaceChildren(
+      h("legend", {}, "Domains"), ...(chips.length ? chips : [h("span", { class: "note" }, "the store is empty")]));
   }
 
   // The domains that are on, and what was moved.
@@ -45,6 +51,8 @@ export class Controls {
 
   // Takes in the settings that an answer was made with, and the mean of λ where each token has its own.
   saw(knn, meanLambda) {
+    this.#retrieval.hidden = knn.lam === 0 && this.#moved.lam !== 0; // no keys are searched
+    if (this.#retrieval.hidden) return;
     const now = { ...knn, lam: knn.lam ?? meanLambda };
     this.#saved = { ...now, ...Object.fromEntries(Object.keys(this.#moved).map((name) => [name, this.#saved?.[name] ?? now[name]])) };
     this.#show();
@@ -55,7 +63,7 @@ export class Controls {
       this.#off[event.target.checked ? "delete" : "add"](domain.name);
       this.#changed();
     };
-    const box = h("input", { type: "checkbox", checked: true, onchange: toggled });
+    const box = h("input", { type: "checkbox", checked: !this.#off.has(domain.name), onchange: toggled });
     return h("label", { class: "chip" }, box, h("bdi", {}, oneLine(domain.name)), h("span", { class: "note" }, count(domain.tokens)));
   }
 

@@ -1,7 +1,7 @@
 // What stands beside the text: all documents, one token, or one document.
 
 import { count, h, label, named, oneLine, percent, probability, visible } from "./dom.js";
-import { gives, isSame, withoutDocument } from "./parts.js";
+import { isSame, shareOf, withoutDocument } from "./parts.js";
 
 const LISTED = 100;
 const QUOTED = 4000; // characters
@@ -64,15 +64,15 @@ export function ofDocument(effect, tokens, choose) {
 export const quoted = (text) => visible(text.length > QUOTED ? `${text.slice(0, QUOTED)} …` : text);
 
 function stack(token) {
-  const said = token.parts.map((part) => `${part.name} ${percent(gives(part) / token.p)}`).join(", ");
+  const said = token.parts.map((part) => `${part.name} ${percent(shareOf(token, part.name))}`).join(", ");
   return h("div", { class: "stack", role: "img", "aria-label": said },
-    token.parts.map((part) => h("span", { "data-part": part.name, "--w": gives(part) / token.p })));
+    token.parts.map((part) => h("span", { "data-part": part.name, "--w": shareOf(token, part.name) })));
 }
 
 function parts(token) {
   const rows = token.parts.map((part) => h("tr", {},
     h("th", { scope: "row" }, h("i", { class: "swatch", "data-part": part.name }), part.name),
-    h("td", {}, part.weight.toFixed(2)), h("td", {}, probability(part.p)), h("td", {}, percent(gives(part) / token.p))));
+    h("td", {}, part.weight.toFixed(2)), h("td", {}, probability(part.p)), h("td", {}, percent(shareOf(token, part.name)))));
   const heads = ["", "weight", "p", "share"].map((title) => h("th", { scope: "col" }, title));
   return h("table", {}, h("thead", {}, h("tr", {}, heads)), h("tbody", {}, rows));
 }
@@ -80,10 +80,10 @@ function parts(token) {
 function ofSource(source, token, documents, open) {
   const effect = documents.find((one) => isSame(one, source));
   const without = withoutDocument(effect, token.position);
-  const how = source.distance === null ? `${named(source.matched, "token")} matched` : `distance ${source.distance.toPrecision(3)}`;
+  const how = source.distance === null ? `${named(source.matched, "token")} matched` : `distance ${Number(source.distance.toPrecision(3))}`;
   const effectSaid = without === null ? "without the document about the same" : `without the document p ${probability(without)}`;
   const isHit = source.token === token.token;
-  const gave = isHit ? `${percent((token.lambda * source.share) / token.p)} of its p` : `${percent(source.share)} of what was retrieved`;
+  const gave = isHit ? `${percent((token.lambda * source.share) / (token.p || 1))} of its p` : `${percent(source.share)} of what was retrieved`;
   const [, space, word] = oneLine(source.text).match(/^(\s*)(.*)$/);
   return h("li", { class: isHit ? "hit" : "" },
     h("p", { class: "passage", dir: "auto" },

@@ -30,7 +30,8 @@ async function start() {
     byId("access").hidden = true;
     model = models.data[0].id;
     byId("model").replaceChildren(h("bdi", {}, model));
-    controls = new Controls(byId("controls"), domains.data, () => later(explain));
+    controls = new Controls(byId("controls"), () => later(explain));
+    controls.offer(domains.data);
     byId("ask").hidden = byId("controls").hidden = false;
     say("");
     text.focus();
@@ -47,15 +48,19 @@ function body(more) {
 }
 
 async function explain() {
-  if (!text.value) return;
+  clearTimeout(waiting);
   asking?.abort();
+  say("");
+  if (!text.value) {
+    byId("shown").hidden = byId("panel").hidden = true;
+    return;
+  }
   const mine = (asking = new AbortController());
   byId("shown").classList.add("waiting");
   try {
     const neighbors = text.value.length > LONG ? SOURCES_OF_LONG : SOURCES;
     const found = await call("POST", "/v1/explain", body({ text: text.value, neighbors }), mine.signal);
     answer = found;
-    say("");
     show();
   } catch (error) {
     if (error.name !== "AbortError") failed(error);
@@ -66,11 +71,12 @@ async function explain() {
 
 async function continueText() {
   if (writing) return writing.abort();
-  if (!text.reportValidity()) return;
-  writing = new AbortController();
-  byId("continue").textContent = "Stop";
-  prompt = text.value;
+  if (![text, byId("length"), byId("sampling")].every((field) => field.reportValidity())) return;
+  clearTimeout(waiting);
+  asking?.abort();
   say("");
+  lock((writing = new AbortController()));
+  prompt = text.value;
   try {
     const asked = body({ prompt, max_tokens: byId("length").valueAsNumber, temperature: byId("sampling").valueAsNumber });
     for await (const piece of written(asked, writing.signal)) {
@@ -80,10 +86,15 @@ async function continueText() {
   } catch (error) {
     if (error.name !== "AbortError") return failed(error); // which an explanation would wipe away
   } finally {
-    writing = null;
-    byId("continue").textContent = "Continue";
+    lock((writing = null));
   }
   await explain();
+}
+
+// While the model writes, nobody else does.
+function lock(isWriting) {
+  byId("continue").textContent = isWriting ? "Stop" : "Continue";
+  text.readOnly = byId("explain").disabled = Boolean(isWriting);
 }
 
 function later(work) {
@@ -96,7 +107,7 @@ function later(work) {
 function show() {
   const tokens = answer.data;
   byId("shown").hidden = byId("panel").hidden = false;
-  view.show(tokens, firstWritten(tokens));
+  if (!view.show(tokens, firstWritten(tokens))) chosen = {};
   controls.saw(answer.knn, mean(tokens.map((token) => token.lambda)));
   const [alone, mixed] = ["p_lm", "p"].map((name) => perplexity(tokens.map((token) => token[name])).toFixed(1));
   byId("summary").replaceChildren(
@@ -141,6 +152,7 @@ function chooseDocument(one) {
 function details() {
   const token = answer.data.find((one) => one.position === chosen.token);
   const effect = chosen.document && answer.documents.find((one) => isSame(one, chosen.document));
+  byId("panel").classList.toggle("open", Boolean(token || effect)); // first: a token scrolls clear of it
   view.mark(effect ?? null);
   view.choose(token ? answer.data.indexOf(token) : -1);
   const back = h("button", { type: "button", class: "link back", onclick: () => (token && effect ? chooseDocument(effect) : chooseToken(-1)) },
@@ -150,12 +162,11 @@ function details() {
     fill(back, ofDocument(effect, answer.data, (one) => chooseToken(answer.data.indexOf(one))));
     quote(effect);
   } else fill(null, overview(answer.documents, chooseDocument));
-  byId("panel").classList.toggle("open", Boolean(token || effect));
 }
 
 function fill(back, content) {
   const hadFocus = byId("panel").contains(document.activeElement);
-  byId("panel").replaceChildren(...(back ? [back] : []), ...content);
+  byId("panel").replaceChildren(...[back, ...content].filter(Boolean));
   byId("panel").scrollTop = 0;
   if (hadFocus) byId("panel").querySelector("button")?.focus();
 }
@@ -178,13 +189,23 @@ function say(message, isError = false) {
 
 function failed(error) {
   if (!(error instanceof ApiError)) throw error;
-  const needsKey = error.status === 401;
+  const needsKey = error.status === 401 || (error.status === 403 && !controls);
   if (needsKey) {
     byId("access").hidden = false;
     byId("ask").hidden = byId("controls").hidden = true;
     byId("key").focus();
   }
   say(error.status === 503 && !model ? "The model is being loaded …" : error.message, error.status !== 503);
+  if (error.status === 404) offerAgain();
+}
+
+async function offerAgain() {
+  try {
+    controls.offer((await call("GET", "/v1/domains")).data);
+    say("A domain is not there any more. Ask again, of those that are.", true);
+  } catch (error) {
+    failed(error);
+  }
 }
 
 function grow() {
@@ -199,6 +220,7 @@ byId("access").addEventListener("submit", (event) => {
 });
 byId("ask").addEventListener("submit", (event) => {
   event.preventDefault();
+  if (writing || !text.reportValidity()) return;
   prompt = "";
   explain();
 });

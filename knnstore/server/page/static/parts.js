@@ -3,11 +3,9 @@
 // Where the store's share is asked for: all that neither model nor cache gives.
 const OF_STORE = ["substitute", "keys", "n-grams"];
 
-export const gives = (part) => part.weight * part.p;
-
 export function shareOf(token, name) {
   const wanted = name === "store" ? OF_STORE : [name];
-  const given = token.parts.filter((part) => wanted.includes(part.name)).reduce((sum, part) => sum + gives(part), 0);
+  const given = token.parts.filter((part) => wanted.includes(part.name)).reduce((sum, part) => sum + part.weight * part.p, 0);
   return token.p > 0 ? Math.min(1, given / token.p) : 0;
 }
 

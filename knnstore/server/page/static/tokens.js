@@ -19,7 +19,7 @@ export class TokenView {
     list.addEventListener("pointerleave", () => (peek.hidden = true));
   }
 
-  // New tokens, or the same ones with other probabilities; those from `written` on were written by the model.
+  // New tokens, or the same ones with other probabilities: returns which. Those from `written` on were written by the model.
   show(tokens, written) {
     const same = tokens.length === this.#tokens.length && tokens.every((one, at) => one.token === this.#tokens[at].token);
     this.mark(null);
@@ -36,6 +36,7 @@ export class TokenView {
       element.classList.toggle("written", at >= written);
       element.setAttribute("aria-label", `${label(token.text)}, ${this.#said(token)}`);
     });
+    return same;
   }
 
   color(name) {
@@ -57,6 +58,7 @@ export class TokenView {
   }
 
   choose(at) {
+    if (at === this.#at) return; // and nothing scrolls to where it is
     this.#list.children[this.#at]?.setAttribute("aria-selected", "false");
     this.#at = at;
     const element = this.#list.children[at];
