@@ -10,11 +10,18 @@ from tests.server.browsing import TEXT, Opened
 from tests.server.conftest import NEWS
 
 REFUSED = "reads at most 96 tokens"
+MORE_THAN_THE_PAUSE = 300
+"""Milliseconds, between a movement and what the page asks because of it."""
 
 
 def continue_by(page: Opened, tokens: str) -> None:
     page.page.get_by_label("tokens").first.fill(tokens)
     page.page.get_by_role("button", name="Continue").click()
+
+
+def at_once(page: Opened, *controls: str) -> None:
+    """Click on one after another, before anything else is done."""
+    page.page.evaluate("all => all.forEach((one) => document.querySelector(one).click())", list(controls))
 
 
 def held(page: Opened, path: str) -> list:
@@ -39,9 +46,21 @@ def test_why_a_text_cannot_be_continued_stays_to_be_read(opened, server):
     expect(page.page.locator("#status")).to_contain_text(REFUSED)
     expect(page.page.get_by_role("button", name="Continue")).to_be_visible()
     assert len(explained) == 1, "an explanation wipes the reason away"
+    at_once(page, "#controls input", "#continue")
+    page.page.wait_for_timeout(MORE_THAN_THE_PAUSE)
+    expect(page.page.locator("#status")).to_contain_text(REFUSED)
+    assert len(explained) == 1
     page.page.unroute("**/v1/explain")
     page.explain()
     expect(page.page.locator("#status")).to_have_text("")
+
+
+def test_what_was_asked_at_once_is_not_asked_again(opened, server):
+    page = opened(server)
+    page.explain()
+    page.answered(lambda: at_once(page, "#controls input", "#explain"))
+    page.page.wait_for_timeout(MORE_THAN_THE_PAUSE)
+    assert page.asked.count(f"{server.url}/v1/explain") == 2
 
 
 def test_numbers_are_asked_for_where_they_are_used(opened, server):

@@ -73,7 +73,6 @@ async function continueText() {
   if (writing) return writing.abort();
   if (![text, byId("length"), byId("sampling")].every((field) => field.reportValidity())) return;
   clearTimeout(waiting);
-  asking?.abort();
   say("");
   lock((writing = new AbortController()));
   prompt = text.value;
