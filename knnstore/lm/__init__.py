@@ -7,6 +7,7 @@ from knnstore.lm.explanation import (
     Part,
     Source,
     TokenExplanation,
+    explain_in_turns,
     explain_tokens,
 )
 from knnstore.lm.mixing import (
@@ -129,6 +130,7 @@ __all__ = [
     "create",
     "decoded",
     "default_settings",
+    "explain_in_turns",
     "explain_tokens", "following",
     "is_substitute_outdated",
     "keep_keys",

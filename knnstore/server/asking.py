@@ -1,22 +1,32 @@
 """Models, tokens and why they are likely: ``/v1/models``, ``/tokenize`` and the like, ``/v1/explain``."""
 
-from collections.abc import Hashable, Sequence
+import json
+from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from knnstore.catalog import Right
-from knnstore.lm import Explanation, FixedLambda, KNNSettings, TokenExplanation, explain_tokens
+from knnstore.lm import DocumentEffect, FixedLambda, KNNSettings, TokenExplanation, explain_in_turns
 from knnstore.server.access import Access, Endpoints, access
-from knnstore.server.engine import Prompt
+from knnstore.server.engine import Prompt, Turns
 from knnstore.server.errors import refused
-from knnstore.server.protocol import MOST_EXPLAINED, DetokenizeRequest, ExplainRequest, TokenizeRequest
-from knnstore.server.scopes import named
+from knnstore.server.protocol import (
+    MOST_EXPLAINED,
+    MOST_SOURCES,
+    DetokenizeRequest,
+    ExplainRequest,
+    TokenizeRequest,
+)
+from knnstore.server.scopes import Scope, named
 from knnstore.server.serving import Serving, unless_left
+
+_DOCUMENTS_AT_ONCE = 256
+"""That are written as JSON in one turn."""
 
 
 def declare_asking(routes: Endpoints, serving: Serving) -> None:
@@ -81,31 +91,28 @@ def declare_asking(routes: Endpoints, serving: Serving) -> None:
     @routes.add("POST", "/v1/explain", Right.READ)
     async def explain(request: Request, body: ExplainRequest) -> Response:
         """Say how probable each token of a text is, and where that comes from."""
-        lm = serving.lm
-        scope = await run_in_threadpool(serving.scopes.scope, body.model, body.knn, access(request))
-        start = len(await run_in_threadpool(serving.tokens, body.after))
-        tokens = await run_in_threadpool(serving.tokens, body.after + body.text)
-        if len(tokens) > MOST_EXPLAINED:
-            raise refused(
-                f"the text has {len(tokens):,} tokens, at most {MOST_EXPLAINED:,} are explained at once",
-                "text",
-            )
+        serving.lm  # noqa: B018
 
+        def planned() -> tuple[Scope, int, list[int]]:
+            scope = serving.scopes.scope(body.model, body.knn, access(request))
+            return scope, *_explained_tokens(serving, body)
+
+        scope, start, tokens = await run_in_threadpool(planned)
         access(request).quota.spend(len(tokens))
 
-        def work() -> tuple[KNNSettings, Explanation]:
-            settings, given = serving.scopes.settings(scope), np.array(tokens, np.uint32)
-            return settings, explain_tokens(lm, given, settings, neighbors=body.neighbors, start=start)
+        def work() -> Turns[bytes]:
+            settings, parts = serving.scopes.settings(scope), _Parts(serving.limits.answer_bytes)
+            turns = explain_in_turns(
+                serving.lm, np.array(tokens, np.uint32), settings, neighbors=body.neighbors, start=start
+            )
+            documents = yield from _shown_in_turns(turns, parts.add_tokens)
+            for at in range(0, len(documents), _DOCUMENTS_AT_ONCE):
+                yield
+                parts.add_documents(documents[at : at + _DOCUMENTS_AT_ONCE])
+            return parts.answer({"object": "list", "model": body.model, "knn": _in_force(settings)})
 
-        settings, found = await unless_left(request, serving.call(work))
-        answer = {
-            "object": "list",
-            "model": body.model,
-            "data": [_shown(one) for one in found],
-            "documents": [asdict(one) for one in found.documents],
-            "knn": _in_force(settings),
-        }
-        return JSONResponse(answer)  # at once: it holds numbers and texts alone, and many
+        answer = await unless_left(request, serving.call_in_turns(work))
+        return Response(answer, media_type="application/json")
 
 
 async def sources_of(
@@ -115,12 +122,95 @@ async def sources_of(
     before = prompt.tokens[1:] if prompt.tokens[0] == serving.prefix else prompt.tokens
     tokens = np.array([*before, *written], np.uint32)
 
-    def work() -> Explanation:
-        settings = serving.scopes.settings(scope).for_writing
-        return explain_tokens(serving.lm, tokens, settings, neighbors=count, start=len(before))
+    def work() -> Turns[list[dict[str, Any]]]:
+        settings, shown = serving.scopes.settings(scope).for_writing, list[dict[str, Any]]()
+        turns = explain_in_turns(serving.lm, tokens, settings, neighbors=count, start=len(before))
+        yield from _shown_in_turns(turns, lambda part: shown.extend(map(_shown, part)))
+        return shown
 
-    found = await serving.call(work)
-    return [_shown(one) for one in found]
+    return await serving.call_in_turns(work)
+
+
+def _explained_tokens(serving: Serving, body: ExplainRequest) -> tuple[int, list[int]]:
+    """Tokenize what is to be explained.
+
+    Returns:
+        How many of the tokens come before the explained text, and all tokens.
+
+    Raises:
+        ApiError: 400 where they are more than are explained at once, or with so many neighbors.
+    """
+    serving.check_length(len(body.after) + len(body.text), MOST_EXPLAINED, "text")
+    start, tokens = len(serving.tokens(body.after)), serving.tokens(body.after + body.text)
+    if len(tokens) > MOST_EXPLAINED:
+        raise refused(
+            f"the text has {len(tokens):,} tokens, at most {MOST_EXPLAINED:,} are explained at once",
+            "text",
+        )
+    if (len(tokens) - start) * body.neighbors > MOST_SOURCES:
+        raise refused(
+            f"neighbors: {body.neighbors} for each of {len(tokens) - start:,} tokens are more than "
+            f"{MOST_SOURCES:,}: ask for fewer, or explain a part of the text with the rest as `after`",
+            "neighbors",
+        )
+    return start, tokens
+
+
+def _shown_in_turns(
+    turns: Generator[list[TokenExplanation], None, tuple[DocumentEffect, ...]],
+    take: Callable[[list[TokenExplanation]], object],
+) -> Turns[tuple[DocumentEffect, ...]]:
+    """Explain in turns; `take` is given the tokens of each. Returns what each document did."""
+    while True:
+        try:
+            part = next(turns)
+        except StopIteration as end:
+            documents: tuple[DocumentEffect, ...] = end.value
+            return documents
+        take(part)
+        yield
+
+
+class _Parts:
+    """The answer to ``/v1/explain`` as JSON, written turn by turn, so that no part takes long.
+
+    Args:
+        most: bytes of the answer.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = self._left = most
+        self._tokens: list[tuple[int, bytes]] = []
+        self._documents: list[bytes] = []
+
+    def add_tokens(self, part: Sequence[TokenExplanation]) -> None:
+        """Take in some tokens; raises 400 where the answer becomes too large."""
+        self._tokens += [(one.position, self._written(_shown(one))) for one in part]
+
+    def add_documents(self, part: Sequence[DocumentEffect]) -> None:
+        """Take in what some documents did; raises as `add_tokens`."""
+        self._documents += [self._written(asdict(one)) for one in part]
+
+    def answer(self, more: dict[str, Any]) -> bytes:
+        """All of it, and some more fields."""
+        tokens = b",".join(text for _, text in sorted(self._tokens))
+        documents = b",".join(self._documents)
+        return b"".join([_json(more)[:-1], b',"data":[', tokens, b'],"documents":[', documents, b"]}"])
+
+    def _written(self, shown: dict[str, Any]) -> bytes:
+        text = _json(shown)
+        self._left -= len(text)
+        if self._left < 0:
+            raise refused(
+                f"the answer is larger than {self._most:,} bytes (`--max-answer`): ask for fewer neighbors, "
+                "or explain a part of the text with the rest as `after`",
+                "neighbors",
+            )
+        return text
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
 def _in_force(settings: KNNSettings) -> dict[str, Any]:

@@ -52,9 +52,14 @@ class Metrics:
             "Of the tokens that were read ahead, those that were written.",
             registry=self._registry,
         )
+        self._turns = Counter(
+            "knnstore_server_turns",
+            "Turns of explanations and other long work, between steps.",
+            registry=self._registry,
+        )
         self._waiting = Gauge(
             "knnstore_server_waiting",
-            "Requests that had not begun at the last step.",
+            "Requests that had not begun at the last step, explanations until they are done.",
             registry=self._registry,
         )
 
@@ -66,6 +71,7 @@ class Metrics:
         self._tokens.inc(step.tokens)
         self._drafted.inc(step.drafted)
         self._accepted.inc(step.accepted)
+        self._turns.inc(step.turns)
         self._waiting.set(step.waiting)
 
     def count(self, endpoint: str, status: int, seconds: float, first: float | None) -> None:

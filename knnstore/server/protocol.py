@@ -18,6 +18,8 @@ MOST_NEIGHBORS = 64
 MOST_NAMES = 64
 MOST_EXPLAINED = 4096
 """Tokens."""
+MOST_SOURCES = 32_768
+"""Tokens × neighbors of one explanation: an answer of some 25 MB."""
 
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 Names = Annotated[list[Name], Field(min_length=1, max_length=MOST_NAMES)]

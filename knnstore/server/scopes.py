@@ -47,10 +47,13 @@ class Scopes:
     Args:
         store: which is read.
         model: the name of the model alone.
+        most_k: neighbors of each token that a request may ask for.
+        most_probes: cells of each token that a request may ask for.
     """
 
-    def __init__(self, store: KNNStore, model: str) -> None:
+    def __init__(self, store: KNNStore, model: str, most_k: int = 16_384, most_probes: int = 128) -> None:
         self.model = model
+        self._most = {"k": most_k, "probes": most_probes}
         self._store = store
         self._settings: OrderedDict[tuple[int, Scope], KNNSettings] = OrderedDict()
         self._names: tuple[int, frozenset[str]] = -1, frozenset()
@@ -82,6 +85,14 @@ class Scopes:
         for domain in knn.domains or ():
             if domain not in domains:
                 raise refused(f"the domain {domain!r} is none of those of `{name}`", "knn.domains")
+        for param, most in self._most.items():
+            given = getattr(knn, param)
+            if given is not None and given > most:
+                raise refused(
+                    f"knn.{param}: {given:,} is more than the {most:,} that this server takes "
+                    f"(`--max-{param}`)",
+                    f"knn.{param}",
+                )
         scope = Scope(
             tuple(sorted(set(knn.domains))) if knn.domains else domains,
             tuple(sorted(set(knn.tags))) if knn.tags else None,

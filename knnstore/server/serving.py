@@ -18,7 +18,7 @@ from fastapi import Request
 from knnstore.datastore import Keys
 from knnstore.errors import KnnstoreError, StoreUnavailableError
 from knnstore.lm import Detokenizer, KNNLMForCausalLM, decoded, explain_tokens
-from knnstore.server.engine import Engine, EngineBusyError, Observed, Piece, Prompt, Task, Ticket
+from knnstore.server.engine import Engine, EngineBusyError, Observed, Piece, Prompt, Task, Ticket, Turns
 from knnstore.server.errors import ApiError, refused
 from knnstore.server.scopes import Scope, Scopes
 from knnstore.store import KNNStore, Selection
@@ -47,6 +47,12 @@ class Limits:
     """In which the head of a request must come, from its connection's beginning or its first byte."""
     body_seconds: float = 60.0
     """In which its body must come, from there."""
+    k: int = 16_384
+    """Neighbors of each token that a request may ask for."""
+    probes: int = 128
+    """Cells of each token that a request may ask for."""
+    answer_bytes: int = 32 << 20
+    """Of an answer at most."""
 
 
 @dataclass
@@ -70,10 +76,12 @@ class Serving:
 
     def begin(self, lm: KNNLMForCausalLM) -> None:
         """Take in the model, warm up, and be ready."""
-        self._tokenizer: Any = copy.deepcopy(lm.tokenizer)  # one for each thread: they may not be shared
+        tokenizer: Any = lm.tokenizer
+        self._tokenizer: Any = copy.deepcopy(tokenizer)  # one for each thread: they may not be shared
+        self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
         self.window = lm.reader.max_length
         self.prefix = lm.reader.prefix
-        self.scopes = Scopes(lm.store, self.name)
+        self.scopes = Scopes(lm.store, self.name, self.limits.k, self.limits.probes)
         self.engine = Engine(
             lm,
             self.scopes.settings,
@@ -196,6 +204,15 @@ class Serving:
             raise refused(f"token {max(given)} is not in the vocabulary of {vocabulary}", param)
         return Prompt(tuple(given))
 
+    def check_length(self, characters: int, tokens: int, param: str) -> None:
+        """Refuse a text of more characters than so many tokens can have, before it is tokenized."""
+        most = tokens * self._longest_token
+        if characters > most:
+            raise refused(
+                f"{param}: the text has {characters:,} characters, more than {tokens:,} tokens can have",
+                param,
+            )
+
     def check_window(self, prompt: Prompt, max_tokens: int, param: str = "prompt") -> None:
         """Refuse what is longer than the model reads; the last token that is written is not read."""
         if len(prompt.tokens) + max(0, max_tokens - 1) > self.window:
@@ -240,6 +257,10 @@ class Serving:
     async def call(self, work: Callable[[], Found]) -> Found:
         """Do some work with the model, in the engine's thread."""
         return await asyncio.wrap_future(self.engine.call(work))
+
+    async def call_in_turns(self, work: Callable[[], Turns[Found]]) -> Found:
+        """Do some work with the model in turns; when the caller is cancelled it has no further turn."""
+        return await asyncio.wrap_future(self.engine.call_in_turns(work))
 
 
 def _some_keys(store: KNNStore, selection: Selection) -> Keys:

@@ -54,6 +54,27 @@ def serve(
         int, typer.Option(min=1, metavar="N", help="Requests that may wait; more are told to come back.")
     ] = 64,
     max_body: Annotated[int, typer.Option(min=1, metavar="BYTES", help="Of a request.")] = 4 << 20,
+    max_k: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=65_536,
+            metavar="N",
+            help="Neighbors of each token that a request may ask for.",
+        ),
+    ] = 16_384,
+    max_probes: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=65_536,
+            metavar="N",
+            help="Cells of each token that a request may ask for.",
+        ),
+    ] = 128,
+    max_answer: Annotated[
+        int, typer.Option(min=1, metavar="BYTES", help="Size of an answer that is not a stream.")
+    ] = 32 << 20,
     drain: Annotated[
         int, typer.Option(min=1, metavar="SECONDS", help="What runs may take to end after SIGTERM.")
     ] = 30,
@@ -107,7 +128,14 @@ def serve(
         keys_required=require_keys,
         public_metrics=public_metrics,
         drain_seconds=drain,
-        limits=Limits(rows=max_batch, waiting=max_queue, body_bytes=max_body),
+        limits=Limits(
+            rows=max_batch,
+            waiting=max_queue,
+            body_bytes=max_body,
+            k=max_k,
+            probes=max_probes,
+            answer_bytes=max_answer,
+        ),
     )
     run(config, opened)
 

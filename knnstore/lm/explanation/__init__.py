@@ -8,9 +8,9 @@ from knnstore.lm.explanation.explained import (
     Source,
     TokenExplanation,
 )
-from knnstore.lm.explanation.explaining import explain, explain_tokens
+from knnstore.lm.explanation.explaining import explain, explain_in_turns, explain_tokens
 
 __all__ = [
     "THIS_TEXT", "DocumentEffect", "Explanation", "Part", "Source", "TokenExplanation", "explain",
-    "explain_tokens",
+    "explain_in_turns", "explain_tokens",
 ]  # fmt: skip

@@ -1,5 +1,6 @@
 """What p would be without each document that was retrieved; see `DocumentEffect`."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ from knnstore.lm.mixing import LEAST_PROBABILITY
 from knnstore.store import Reader
 
 _LEAST_CHANGE = np.log(1.01)
+_AT_ONCE = 1000  # documents
 _NOTHING = 1e-6  # of p_kNN: what is left of a sum of 32-bit numbers
 
 Values = NDArray[np.float64]
@@ -90,23 +92,33 @@ class Credits:
             (ids[counts], number[counts], mixed.positions[row[counts]], p[counts], without[counts])
         )
 
-    def documents(self) -> tuple[DocumentEffect, ...]:
-        """What each document did, the one that helped most first."""
+    def documents(self) -> Iterator[tuple[DocumentEffect, ...] | None]:
+        """Say what each document did, the one that helped most first.
+
+        Yields:
+            None after each thousand documents, whose names are looked up together; then the result, once.
+        """
         if not any(len(ids) for ids, *_ in self._found):
-            return ()
+            yield ()
+            return
         ids, numbers, positions, p, without = map(np.concatenate, zip(*self._found, strict=True))
         order = np.lexsort((positions, numbers))
         starts = np.unique(numbers[order], return_index=True)[1]
-        places = self._store.provenance(ids[order][starts], before=0, after=0)
-        effects = [
-            DocumentEffect(
-                place.document,
-                place.domain,
-                tuple(positions[of].tolist()),
-                tuple(without[of].tolist()),
-                float(np.log(np.maximum(p[of], LEAST_PROBABILITY) / without[of]).sum()),
-            )
-            for place, of in zip(places, np.split(order, starts[1:]), strict=True)
-            if place is not None
-        ]
-        return tuple(sorted(effects, key=lambda one: (-one.gain, one.domain, one.document)))
+        groups, effects = np.split(order, starts[1:]), list[DocumentEffect]()
+        for begin in range(0, len(groups), _AT_ONCE):
+            if begin:
+                yield None
+            some = groups[begin : begin + _AT_ONCE]
+            places = self._store.provenance(ids[[of[0] for of in some]], before=0, after=0)
+            effects += [
+                DocumentEffect(
+                    place.document,
+                    place.domain,
+                    tuple(positions[of].tolist()),
+                    tuple(without[of].tolist()),
+                    float(np.log(np.maximum(p[of], LEAST_PROBABILITY) / without[of]).sum()),
+                )
+                for place, of in zip(places, some, strict=True)
+                if place is not None
+            ]
+        yield tuple(sorted(effects, key=lambda one: (-one.gain, one.domain, one.document)))

@@ -1,12 +1,14 @@
 """Why a token is likely: the two models' probabilities and the places that retrieval found."""
 
+from collections.abc import Generator, Iterable
+
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from knnstore.datastore import record_ids
 from knnstore.lm.explanation.crediting import Credits, Given, Mixed
-from knnstore.lm.explanation.explained import Explanation, Part, TokenExplanation
+from knnstore.lm.explanation.explained import DocumentEffect, Explanation, Part, TokenExplanation
 from knnstore.lm.explanation.sourcing import (
     Found,
     Sources,
@@ -17,11 +19,15 @@ from knnstore.lm.explanation.sourcing import (
 )
 from knnstore.lm.mixing import Mixture, Recent
 from knnstore.lm.retrieval import ReadNGrams, ReadOwnNGrams, mixture_of
-from knnstore.lm.scoring import TokenScores, score_texts
+from knnstore.lm.scoring import TokenScores, score_text_in_turns, score_texts
 from knnstore.lm.settings import KNNSettings, ReadingModel, completed
 from knnstore.lm.substitute import Heads
 from knnstore.store import Occurrence
 
+_TURN_TOKENS = 64
+"""That are explained in one turn at most; see `explain_in_turns`."""
+_TURN_SOURCES = 512
+"""That are named in one turn, and as many causes: each takes some 60 µs."""
 _PLACES = 32
 """Of n-grams, that are looked at for each length: those that have most of the context."""
 
@@ -56,13 +62,68 @@ def explain_tokens(
     start: int = 0,
 ) -> Explanation:
     """Do what `explain` does for a text given by its tokens, shape (n,), from one of them on."""
-    settings, store, reader = completed(lm.store, knn or lm.knn), lm.store, lm.reader
-    explained: dict[int, TokenExplanation] = {}
+    settings = completed(lm.store, knn or lm.knn)
+    scored = score_texts(lm.store, lm.reader, [tokens], settings, apart=True)
+    explained: list[TokenExplanation] = []
+    turns = _explain(lm, tokens, settings, scored, neighbors, start)
+    while True:
+        try:
+            explained += next(turns)
+        except StopIteration as end:
+            return Explanation(tuple(sorted(explained, key=lambda one: one.position)), end.value)
+
+
+def explain_in_turns(
+    lm: ReadingModel,
+    tokens: NDArray[np.uint32],
+    knn: KNNSettings | None = None,
+    *,
+    neighbors: int = 8,
+    start: int = 0,
+) -> Generator[list[TokenExplanation], None, tuple[DocumentEffect, ...]]:
+    """Do what `explain_tokens` does in turns that each take a short time, for a server with other requests.
+
+    The results are those of `explain_tokens`, but for rounding. Settings with pointers are not supported.
+
+    Yields:
+        After each turn the tokens that it explained; often none.
+
+    Returns:
+        What each document did to them.
+    """
+    settings = completed(lm.store, knn or lm.knn)
+    most = min(_TURN_TOKENS, max(1, _TURN_SOURCES // max(1, neighbors)))
+    scored = score_text_in_turns(lm.store, lm.reader, tokens, settings, most)
+    return (yield from _explain(lm, tokens, settings, scored, neighbors, start))
+
+
+def _explain(
+    lm: ReadingModel,
+    tokens: NDArray[np.uint32],
+    settings: KNNSettings,
+    scored: Iterable[TokenScores | None],
+    neighbors: int,
+    start: int,
+) -> Generator[list[TokenExplanation], None, tuple[DocumentEffect, ...]]:
+    """Explain tokens as they are scored.
+
+    Yields:
+        For each entry of `scored` the explained tokens; then an empty list for each turn in which documents
+        are credited.
+
+    Returns:
+        What each document did.
+    """
+    store, reader = lm.store, lm.reader
     heads = Heads(store, reader.encoder.model.device)
     ngrams, own_ngrams = ReadNGrams.of(store, [tokens], settings), ReadOwnNGrams.of([tokens], settings)
     texts = reader.pieces(tokens[start:].tolist(), tokens[:start].tolist())
     credits, sources = Credits(store), Sources(store, reader)
-    for scores in score_texts(store, reader, [tokens], settings, apart=True):
+    for scores in scored:
+        explained: list[TokenExplanation] = []
+        if scores is None or not (scores.positions >= start).any():
+            yield explained
+            continue
         mixture = mixture_of(settings, scores.retrieved())
         p_knn = mixture.knn_probs(scores.gold).tolist()
         below = heads.mix_gold(settings.substitute, scores.lm_log_probs, scores.keys, scores.gold)
@@ -83,7 +144,7 @@ def explain_tokens(
             parts = _below(settings, 1 - lam, p_lm[row], p_sub[row])
             for component, weight, probs in zip(mixture.components, mixture.shares, own, strict=True):
                 parts.append(Part(component.name, float(weight[row]), float(probs[row])))
-            explained[position] = TokenExplanation(
+            of_token = TokenExplanation(
                 position=position,
                 token=int(scores.gold[row]),
                 text=texts[position - start],
@@ -96,7 +157,14 @@ def explain_tokens(
                 parts=tuple(parts),
                 causes=giving,
             )
-    return Explanation(tuple(explained[position] for position in sorted(explained)), credits.documents())
+            explained.append(of_token)
+        yield explained
+    for effects in credits.documents():
+        if effects is None:
+            yield []
+        else:
+            return effects
+    return ()
 
 
 def _places(

@@ -1,5 +1,6 @@
 """One forward pass of the base model over packed windows: keys, and log-probabilities where wanted."""
 
+from collections.abc import Generator
 from functools import cached_property
 from typing import Any, NamedTuple, Self
 
@@ -8,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
 
 from knnstore.lm.keys import (
     Joining,
@@ -122,6 +124,45 @@ class Encoder:
                 states = self.model(ids, use_cache=False).logits
             keys = capture.keys(*ids.shape)
         return Encoded(self.projected(self.joining(keys).flatten(0, 1)[wanted]), states.flatten(0, 1)[wanted])
+
+    def encode_in_parts(
+        self, input_ids: NDArray[np.int64] | Tensor, at: NDArray[np.int64] | Tensor, most: int
+    ) -> Generator[None, None, Encoded]:
+        """Do what `encode` does for one row, a few tokens in each forward pass, with a cache of attention.
+
+        Args:
+            input_ids: shape (1, t).
+            at: as of `keys`.
+            most: tokens of a pass, >= 1. A row of no more tokens is read as `encode` reads it, to the bit;
+                others differ from that by rounding.
+
+        Yields:
+            None after each pass but the last.
+
+        Returns:
+            As `encode`.
+        """
+        ids = torch.as_tensor(input_ids, device=self.model.device)
+        if ids.shape[1] <= most:
+            return self.encode(ids, at)
+        cache, keys, states = DynamicCache(), list[Tensor](), list[Tensor]()
+        for start in range(0, ids.shape[1], most):
+            if start:
+                yield
+            part = ids[:, start : start + most]
+            with torch.inference_mode(), KeyCapture(self.model, self.location) as capture:
+                read = self.model.base_model if self._head_suffices else self.model
+                output: Any = read(
+                    input_ids=part,
+                    attention_mask=torch.ones_like(ids[:, : start + most]),
+                    past_key_values=cache,
+                    use_cache=True,
+                )
+            keys.append(capture.keys(*part.shape))
+            states.append(output[0] if self._head_suffices else output.logits)
+        wanted = torch.as_tensor(at, device=self.model.device)
+        joined = self.projected(self.joining(torch.cat(keys, 1)).flatten(0, 1)[wanted])
+        return Encoded(joined, torch.cat(states, 1).flatten(0, 1)[wanted])
 
     def gold_log_probs(self, states: Tensor, gold: NDArray[np.int64] | Tensor) -> Tensor:
         """Return the first part of `log_probs` alone."""

@@ -5,7 +5,7 @@ from knnstore.lm.scoring.auditing import Audit, Check, audit
 from knnstore.lm.scoring.by_document import DocumentScore, GroupScore, Intervals
 from knnstore.lm.scoring.evaluating import Evaluation, evaluate
 from knnstore.lm.scoring.exporting import export
-from knnstore.lm.scoring.held_out import HeldOut, grouped, score_held_out, score_texts
+from knnstore.lm.scoring.held_out import HeldOut, grouped, score_held_out, score_text_in_turns, score_texts
 from knnstore.lm.scoring.intervals import FEWEST, Interval, blocks_of, interval_of
 from knnstore.lm.scoring.pruning import PruningCost, prune
 from knnstore.lm.scoring.scores import TokenScores
@@ -17,5 +17,5 @@ __all__ = [
     "FEWEST", "Audit", "Check", "DocumentScore", "Evaluation", "GroupScore", "HeldOut", "Interval",
     "Intervals", "Passage", "PruningCost", "SizePoint", "TextNeighbors", "TokenScores", "TokenTable", "audit",
     "blocks_of", "evaluate", "export", "grouped", "interval_of", "keys", "measure_size_curve", "neighbors",
-    "p_knn", "prune", "replacing", "score_held_out", "score_texts", "search",
+    "p_knn", "prune", "replacing", "score_held_out", "score_text_in_turns", "score_texts", "search",
 ]  # fmt: skip

@@ -1,6 +1,6 @@
 """Running the model and one search over every token of held-out documents."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from knnstore.datastore import Neighbors
 from knnstore.documents import TextDocument, documents_of
 from knnstore.errors import InputError
 from knnstore.lm.mixing import Recent
-from knnstore.lm.reading import BATCH_TOKENS, Batch, TextReader, in_chunks
+from knnstore.lm.reading import BATCH_TOKENS, Batch, Encoded, LogProbs, TextReader, in_chunks
 from knnstore.lm.retrieval import (
     ReadNGrams,
     ReadOwnNGrams,
@@ -39,6 +39,10 @@ _RECENT = 1 << 23
 """Tokens before others, that are weighed at once for a cache: 32 MiB for each temperature."""
 _QUERIES = 2 * BATCH_TOKENS
 """That visit cells together: the more meet in a cell, the less each costs."""
+_TURN_TOKENS = 128
+"""That are read in one turn, where others wait; see `score_text_in_turns`."""
+_TURN_NEIGHBORS = 1 << 16
+"""Of all tokens that are searched for in one turn."""
 _TOKENS = 1 << 15
 """Of documents that advance together: what is known of each is in memory at once."""
 
@@ -166,13 +170,69 @@ def score_texts(
             yield replace(scores, documents=scores.documents + members.start)
 
 
+def score_text_in_turns(
+    store: Reader,
+    reader: TextReader,
+    text: NDArray[np.integer[Any]],
+    settings: KNNSettings,
+    most: int = _TURN_TOKENS,
+) -> Iterator[TokenScores | None]:
+    """Score one text as `score_texts` does with `apart`, in turns that each take a short time.
+
+    Windows are read one after another, in parts of 128 tokens, and searched for a few tokens at a time.
+
+    Args:
+        store: where to search.
+        reader: reads the text.
+        text: token ids, shape (n,).
+        settings: without pointers.
+        most: tokens that are searched for in one turn at most.
+
+    Yields:
+        The scores of a few tokens, or None where a turn has ended without any.
+    """
+    settings = replace(settings, k=reachable(store, settings))
+    read = None
+    if settings.cache is not None:
+        read = ReadText(settings.cache.size, store.identity.metric)
+    ngrams, own = ReadNGrams.of(store, [text], settings), ReadOwnNGrams.of([text], settings)
+    for batch in replace(reader, batch_tokens=1).batches([text]):
+        yield None
+        scores = yield from _read_batch_in_turns(reader, batch, settings, read)
+        scores = with_ngrams(scores, ngrams, own)
+        at_once = min(most, max(1, _TURN_NEIGHBORS // columns_of(store, settings)))
+        yield from _score(store, [scores], settings, at_once, apart=True, growing_to=most)
+
+
 def read_batch(
     reader: TextReader, batch: Batch, settings: KNNSettings, read: ReadText | None = None
 ) -> TokenScores:
     """Run the model over one batch of windows; what is to be searched is marked, no neighbor is there."""
     encoded = reader.encoder.encode(batch.input_ids, batch.at)
+    return _read(encoded, reader.encoder.log_probs(encoded.states, batch.gold), batch, settings, read)
+
+
+def _read_batch_in_turns(
+    reader: TextReader, batch: Batch, settings: KNNSettings, read: ReadText | None
+) -> Generator[None, None, TokenScores]:
+    """Do what `read_batch` does for one window, a few tokens in each turn; yields between turns."""
+    encoder = reader.encoder
+    encoded = yield from encoder.encode_in_parts(batch.input_ids, batch.at, _TURN_TOKENS)
+    found = []
+    for start in range(0, len(batch.at), _TURN_TOKENS):
+        yield
+        part = slice(start, start + _TURN_TOKENS)
+        found.append(encoder.log_probs(encoded.states[part], batch.gold[part]))
+    log_probs = LogProbs(*map(torch.cat, zip(*found, strict=True)))
+    yield
+    return _read(encoded, log_probs, batch, settings, read)
+
+
+def _read(
+    encoded: Encoded, log_probs: LogProbs, batch: Batch, settings: KNNSettings, read: ReadText | None
+) -> TokenScores:
+    """Put together what the model says of a batch; see `read_batch`."""
     keys = encoded.keys.cpu()
-    log_probs = reader.encoder.log_probs(encoded.states, batch.gold)
     lm_max, lm_entropy = log_probs.best.cpu(), log_probs.entropy.cpu()
     gold, nothing = torch.from_numpy(batch.gold), np.empty((len(keys), 0), np.int64)
     searched = np.full(len(keys), settings.retrieves)
@@ -209,9 +269,25 @@ def with_ngrams(
 
 
 def _score(
-    store: Reader, batches: Iterable[TokenScores], settings: KNNSettings, most: int, *, apart: bool
+    store: Reader,
+    batches: Iterable[TokenScores],
+    settings: KNNSettings,
+    most: int,
+    *,
+    apart: bool,
+    growing_to: int | None = None,
 ) -> Iterator[TokenScores]:
-    """Search for so many tokens at a time; for more where the cells that they visit turn out to be small."""
+    """Search for so many tokens at a time; for more where the cells that they visit turn out to be small.
+
+    Args:
+        store: where to search.
+        batches: of tokens that were read.
+        settings: in force.
+        most: tokens of the first search.
+        apart: as of `score_texts`.
+        growing_to: tokens of any search, each of at most `_TURN_NEIGHBORS`; None lets memory alone limit it.
+    """
+    neighbors = _NEIGHBORS if growing_to is None else _TURN_NEIGHBORS
     for batch in batches:
         start, count = 0, len(batch.gold)
         reach = batch.recent.tokens.shape[1] if isinstance(batch.recent, Recent) else 1
@@ -228,7 +304,8 @@ def _score(
                 most = max(1, _DISTANCES * len(rows) // max(1, visited))
             elif apart:
                 # Cells are smaller than they may be.
-                most = max(most, _NEIGHBORS // max(1, found.ids.shape[1]))
+                most = max(most, neighbors // max(1, found.ids.shape[1]))
+                most = most if growing_to is None else min(most, growing_to)
 
 
 def _joined(batches: Iterable[TokenScores], wanted: int) -> Iterator[TokenScores]:

@@ -1,10 +1,11 @@
 """The engine of the server: one thread, one model, one batch of texts that new ones join between steps."""
 
 from knnstore.server.engine.engine import Engine, SettingsOf
+from knnstore.server.engine.jobs import Turns
 from knnstore.server.engine.rows import Finish, Piece, Prompt, Sampling, Task, TokenScore
 from knnstore.server.engine.tickets import EngineBusyError, EngineStoppedError, Observed, Ticket
 
 __all__ = [
     "Engine", "EngineBusyError", "EngineStoppedError", "Finish", "Observed", "Piece", "Prompt", "Sampling",
-    "SettingsOf", "Task", "Ticket", "TokenScore",
+    "SettingsOf", "Task", "Ticket", "TokenScore", "Turns",
 ]  # fmt: skip

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from knnstore.errors import ConfigError, KnnstoreError
 from knnstore.lm import KNNLMForCausalLM, KNNSettings
 from knnstore.server.engine.admission import Admission
 from knnstore.server.engine.batch import Batch, Step
+from knnstore.server.engine.jobs import Job, Turns
 from knnstore.server.engine.prompts import Remembered
 from knnstore.server.engine.rows import Piece, Row, ends_of, prompt_scores
 from knnstore.server.engine.tickets import EngineBusyError, EngineStoppedError, Observed, Ticket
@@ -72,8 +73,8 @@ class Engine:
         self._waiting = Admission(
             lm, settings_of, lambda: self._receive(wait=False), self._begin, self._give_up, self._begun
         )
-        self._calls: deque[Callable[[], None]] = deque()
-        self._firsts = 0
+        self._calls: deque[Job[Any]] = deque()
+        self._firsts = self._turns = 0
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="knnstore-engine", daemon=True)
 
@@ -102,37 +103,53 @@ class Engine:
         """
         self._enter(lambda: self._waiting.add(ticket))
 
-    def call(self, work: Callable[[], Found]) -> "Future[Found]":
+    def call(self, work: Callable[[], Found], *, is_part: bool = False) -> "Future[Found]":
         """Do some work in the engine's thread, between two steps.
+
+        Args:
+            work: what is done; it must be short, for every text waits for it.
+            is_part: the work is a part of something that was taken in already: it is not refused where much
+                is waiting.
 
         Raises:
             EngineBusyError, EngineStoppedError: as `submit`.
         """
-        promised: Future[Found] = Future()
 
-        def do() -> None:
-            if promised.set_running_or_notify_cancel():
-                try:
-                    if self._stopping:
-                        raise EngineStoppedError
-                    promised.set_result(work())
-                except BaseException as error:
-                    promised.set_exception(error)
-            self._begun()
+        def turns() -> Turns[Found]:
+            return work()
+            yield
 
-        self._enter(lambda: self._calls.append(do))
-        return promised
+        return self._promise(turns, is_part=is_part)
+
+    def call_in_turns(self, work: Callable[[], Turns[Found]]) -> "Future[Found]":
+        """Do some work in the engine's thread in turns, between each two of which all texts have a step.
+
+        Several works have their turns one after another. The work ends before its next turn when the
+        future is cancelled. It counts as waiting until it is done.
+
+        Args:
+            work: makes a generator that yields where a turn ends, and returns the result.
+
+        Raises:
+            EngineBusyError, EngineStoppedError: as `submit`.
+        """
+        return self._promise(work, is_part=False)
 
     def go_on(self) -> None:
         """Let what is being written go on: for work that takes long, in its thread."""
         if self._receive(wait=False):
             self._write()
 
-    def _enter(self, received: Callable[[], None]) -> None:
+    def _promise(self, work: Callable[[], Turns[Found]], *, is_part: bool) -> "Future[Found]":
+        job = Job(work)
+        self._enter(lambda: self._calls.append(job), is_part=is_part)
+        return job.promised
+
+    def _enter(self, received: Callable[[], None], *, is_part: bool = False) -> None:
         with self._counting:
             if self._stopping or not self._thread.is_alive():
                 raise EngineStoppedError
-            if self._jobs >= self._max_waiting:
+            if self._jobs >= self._max_waiting and not is_part:
                 raise EngineBusyError
             self._jobs += 1
             self._inbox.put(received)
@@ -150,16 +167,33 @@ class Engine:
     def _run(self) -> None:
         try:
             while self._receive(wait=True):
+                self._drop_cancelled_jobs()
                 if self._calls:
-                    self._calls.popleft()()
+                    self._take_turn(self._calls.popleft())
                 if not self._stopping:
                     self._write()
         finally:
             self._refuse()
             self._receive(wait=False)
-            for call in self._calls:
-                call()  # which finds out that it is too late
+            for job in self._calls:
+                job.fail(EngineStoppedError())
+                self._begun()
             self._fail([*self._tickets.values(), *self._waiting.tickets], EngineStoppedError())
+
+    def _take_turn(self, job: Job[Any]) -> None:
+        """Do the next part of a work; what is left of it waits for its next turn behind the others."""
+        self._turns += 1
+        if job.take_turn():
+            self._begun()
+        else:
+            self._calls.append(job)
+
+    def _drop_cancelled_jobs(self) -> None:
+        """End works whose futures were cancelled: they have no further turn."""
+        for job in [one for one in self._calls if one.promised.cancelled()]:
+            self._calls.remove(job)
+            job.close()
+            self._begun()
 
     def _write(self) -> None:
         """Go on with all texts."""
@@ -168,9 +202,9 @@ class Engine:
         self._waiting.go_on(self._max_rows - rows, rows)
         if self._batch.rows:
             self._step()
-        elif self._firsts:
-            self._observe(Observed(0, self._firsts, self._jobs, 0.0))
-        self._firsts = 0
+        elif self._firsts or self._turns:
+            self._observe(Observed(0, self._firsts, self._jobs, 0.0, turns=self._turns))
+        self._firsts = self._turns = 0
 
     def _receive(self, *, wait: bool) -> bool:
         """Take in what came, or wait for something where nothing is to be done; False is the end."""
@@ -229,7 +263,7 @@ class Engine:
             self._batch.keep(step, taken)
             drafted = len(step.ahead)
         tokens, seconds = taken * len(rows) + self._firsts, (time.perf_counter() - started) / taken
-        observed = Observed(len(rows), tokens, self._jobs, seconds, drafted, taken - 1)
+        observed = Observed(len(rows), tokens, self._jobs, seconds, drafted, taken - 1, self._turns)
         self._leave(done)
         self._observe(observed)
 

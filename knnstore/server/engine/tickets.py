@@ -30,6 +30,8 @@ class Observed:
     """Tokens that the step read ahead."""
     accepted: int = 0
     """Of these, that were written."""
+    turns: int = 0
+    """Turns of other work, as explanations, since the step before."""
 
 
 class Ticket:

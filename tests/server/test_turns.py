@@ -1,0 +1,178 @@
+"""Long work is done in turns: texts go on between them, and there is no turn for a client that has left."""
+
+import asyncio
+import json
+import shutil
+from collections.abc import Callable
+
+import pytest
+
+from knnstore.server.engine import Observed
+from knnstore.server.serving import Limits
+from tests.server.conftest import Inside
+
+LONG = "The council said the harbour wall was in the storm, and the boats were lost. " * 8
+STREAM = {
+    "model": "tiny+news", "prompt": "The", "max_tokens": 90, "temperature": 1, "seed": 3, "stream": True,
+    "n": 8,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server(inside, prepared, tmp_path_factory) -> Inside:
+    home = shutil.copytree(prepared, tmp_path_factory.mktemp("turns") / "home")
+    return inside(home, require_keys=False)
+
+
+@pytest.fixture
+def observed(server):
+    """What the engine did, turn by turn; its thread waits while the test holds `going`."""
+    seen: list[Observed] = []
+    observe = server.serving.engine._observe
+    server.serving.engine._observe = lambda turn: (seen.append(turn), observe(turn))
+    yield seen
+    server.serving.engine._observe = observe
+
+
+class Client:
+    """A request to an application without a socket: its events are read one by one, and it can leave."""
+
+    def __init__(self, server: Inside, path: str, body: object, key: str = "") -> None:
+        self._server, self._body = server, json.dumps(body).encode()
+        headers = [(b"content-type", b"application/json"), (b"host", b"inside")]
+        headers += [(b"authorization", f"Bearer {key}".encode())] if key else []
+        self._scope = {
+            "type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "root_path": "",
+            "query_string": b"", "headers": headers, "scheme": "http", "server": ("inside", 80),
+            "client": ("x", 1), "http_version": "1.1", "asgi": {"version": "3.0"},
+        }  # fmt: skip
+        self.left = asyncio.Event()
+        self.sent: list[dict] = []
+
+    async def run(self) -> None:
+        given = iter([{"type": "http.request", "body": self._body, "more_body": False}])
+
+        async def receive():
+            if (message := next(given, None)) is not None:
+                return message
+            await self.left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message) -> None:
+            self.sent.append(message)
+
+        await self._server.app(self._scope, receive, send)
+
+    @property
+    def events(self) -> int:
+        return sum(message.get("body", b"").count(b"data: ") for message in self.sent)
+
+    @property
+    def status(self) -> int | None:
+        return next((one["status"] for one in self.sent if "status" in one), None)
+
+
+async def until(is_there: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not is_there():
+            await asyncio.sleep(0.001)
+
+
+HEAVY = {
+    "explanation": ("/v1/explain", {"model": "tiny+news", "text": LONG, "neighbors": 64}),
+    "echo": (
+        "/v1/completions",
+        {"model": "tiny+news", "prompt": [LONG[:70]] * 40, "max_tokens": 0, "echo": True, "logprobs": 20},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", HEAVY)
+def test_streams_go_on_between_the_turns_of_long_work(server, observed, kind):
+    path, body = HEAVY[kind]
+
+    async def ask() -> int:
+        stream, heavy = Client(server, "/v1/completions", STREAM), Client(server, path, body)
+        streaming = asyncio.ensure_future(stream.run())
+        await until(lambda: stream.events > 4)
+        before = len(observed)
+        await heavy.run()
+        assert heavy.status == 200, heavy.sent
+        turns = observed[before:]
+        stream.left.set()
+        await streaming
+        return sum(bool(turn.rows) for turn in turns)
+
+    steps = server.loop.run_until_complete(ask())
+    assert steps >= 5, "the texts stood still"
+
+
+def test_each_turn_of_an_explanation_has_a_step_behind_it(server, observed):
+    async def ask() -> None:
+        stream = Client(server, "/v1/completions", STREAM)
+        heavy = [Client(server, *HEAVY["explanation"]) for _ in range(3)]
+        streaming = asyncio.ensure_future(stream.run())
+        await until(lambda: stream.events > 4)
+        await asyncio.gather(*(one.run() for one in heavy))
+        assert [one.status for one in heavy] == [200] * 3
+        stream.left.set()
+        await streaming
+
+    server.loop.run_until_complete(ask())
+    beside = [turn for turn in observed if turn.rows and turn.turns]
+    assert len(beside) >= 5
+    assert {turn.turns for turn in beside} == {1}, (
+        "three explanations at once stop the texts no longer than one"
+    )
+
+
+def test_an_explanation_ends_when_its_client_has_left(server, observed):
+    async def ask() -> None:
+        heavy = Client(server, *HEAVY["explanation"])
+        running = asyncio.ensure_future(heavy.run())
+        await until(lambda: any(turn.turns for turn in observed))
+        heavy.left.set()
+        await running
+        assert heavy.status == 499
+        done = len(observed)
+        await asyncio.wrap_future(server.serving.engine.call(lambda: None))
+        await asyncio.wrap_future(server.serving.engine.call(lambda: None))
+        # At most the turn that ran while the client left; the two calls have a turn each.
+        assert sum(turn.turns for turn in observed[done:]) <= 3
+        assert server.serving.engine._jobs == 0
+
+    server.loop.run_until_complete(ask())
+
+
+def test_an_explanation_in_turns_says_what_the_model_says(server):
+    text = LONG[:300]
+    answer = server.call("POST", "/v1/explain", json={"model": "tiny+news", "text": text, "neighbors": 3})
+    serving = server.serving
+    scope = serving.scopes.first()[1]
+    expected = serving.engine.call(
+        lambda: serving.lm.explain(text, serving.scopes.settings(scope), neighbors=3)
+    ).result()
+    found = answer.json()
+    assert scope.domains == ("news",)
+    assert [one["text"] for one in found["data"]] == [one.text for one in expected]
+    assert [one["p"] for one in found["data"]] == pytest.approx([one.p for one in expected], rel=1e-3)
+    assert {one["document"] for one in found["documents"]} == {one.document for one in expected.documents}
+
+
+def test_what_is_too_much_is_refused_by_name(server):
+    def refused(path: str, **body: object) -> str:
+        answer = server.call("POST", path, json={"model": "tiny+news", **body})
+        assert answer.status_code == 400, answer.text
+        return answer.json()["error"]["param"]
+
+    assert refused("/v1/explain", text="The boat", knn={"k": 16_385}) == "knn.k"
+    assert refused("/v1/explain", text="The boat", knn={"probes": 129}) == "knn.probes"
+    assert refused("/v1/completions", prompt="The boat", knn={"k": 16_385}) == "knn.k"
+    assert refused("/v1/explain", text="boat " * 700, neighbors=64) == "neighbors"
+    assert refused("/v1/explain", text="a" * 2_000_000) == "text"
+    limits = server.serving.limits
+    try:
+        server.serving.limits = Limits(answer_bytes=5000)
+        assert refused("/v1/explain", text=LONG, neighbors=8) == "neighbors"
+    finally:
+        server.serving.limits = limits
