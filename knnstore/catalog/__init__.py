@@ -4,7 +4,7 @@ from sqlalchemy import URL
 
 from knnstore.catalog.catalog import Catalog
 from knnstore.catalog.conditions import check_condition, fields_of
-from knnstore.catalog.connection import parse_url, place, shown, sqlite_url, without_password
+from knnstore.catalog.connection import identify_file, parse_url, place, shown, sqlite_url, without_password
 from knnstore.catalog.differing import Difference, change_of, other_ids
 from knnstore.catalog.keys import AccessKey, AccessKeys, Right
 from knnstore.catalog.representatives import DROPPED, PrunedDocument, Representatives
@@ -45,6 +45,7 @@ __all__ = [
     "change_of",
     "check_condition",
     "fields_of",
+    "identify_file",
     "other_ids",
     "parse_url",
     "place",

@@ -181,8 +181,7 @@ def identify(engine: Engine) -> str:
     is renamed. On PostgreSQL the numbers of the server's data and of the database in them.
     """
     if is_sqlite_file(engine.url):
-        path = Path(str(engine.url.database))
-        return f"{path.parent.stat().st_ino}-{path.stat().st_ino}"
+        return identify_file(Path(str(engine.url.database)))
     if engine.dialect.name == "sqlite":
         return "memory"
     database = "SELECT oid FROM pg_database WHERE datname = current_database()"
@@ -192,6 +191,11 @@ def identify(engine: Engine) -> str:
         if connection.scalar(text(allowed)):
             server = connection.scalar(text("SELECT system_identifier FROM pg_control_system()"))
         return f"{server}-{connection.scalar(text(database))}"
+
+
+def identify_file(path: Path) -> str:
+    """Return what `identify` gives for a SQLite database in a file; raises OSError if there is none."""
+    return f"{path.parent.stat().st_ino}-{path.stat().st_ino}"
 
 
 @contextmanager

@@ -71,6 +71,7 @@ class Current:
     def take_over(self) -> None:
         """Claim the keys, and open them for writing."""
         place = self.place(self.engine)
+        place.check_may_take_over()
         with ExitStack() as failed:
             opened = failed.enter_context(place.open("a"))
             place.claim(copied=True)

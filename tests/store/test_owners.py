@@ -162,19 +162,27 @@ def forget_owner(keys: Path) -> None:
 
 
 @pytest.mark.parametrize("outside", ["faiss"], indirect=True)
-def test_keys_of_an_older_knnstore_are_claimed_by_whoever_writes_first(original, outside, writer_of) -> None:
+def test_keys_outside_that_nobody_claimed_need_a_take_over(original, outside, writer_of) -> None:
+    """Nothing tells the original from its copy."""
     keys, copy = Path(outside["location"]), copy_of(original)
     forget_owner(keys)
-    assert listed(copy) == ["1"]
+    for home in (copy, original):
+        assert listed(home) == ["1"]
+        refused(lambda home=home: KNNStore.open(home, "a"), "nothing beside them says", "repair --take-over")
     assert not (keys / "owner").exists(), "reading claimed the keys"
+    take_over(original)
     add(original, "2", writer_of)
     refused(lambda: KNNStore.open(copy, "a"), str(original))
+
+
+def take_over(home: Path) -> None:
+    with KNNStore.open(home, "a", copied=True) as store:
+        assert store.repair(take_over=True) == []
 
 
 @pytest.mark.parametrize("outside", ["faiss"], indirect=True)
 def test_keys_that_another_store_has_just_claimed_stay_its_own(original, outside, monkeypatch) -> None:
     keys, adapter = Path(outside["location"]), registry.load("faiss")
-    forget_owner(keys)
     opening = adapter.open
 
     def overtaken(location: str, **options: object) -> object:
@@ -199,6 +207,7 @@ def test_a_damaged_owner_is_named_and_keeps_from_writing_alone(original, outside
     with pytest.raises(CorruptDatastoreError, match="remove it if"):
         KNNStore.open(original, "a")
     owner.unlink()
+    take_over(original)
     add(original, "2", writer_of)
     assert listed(original) == ["1", "2"]
 
@@ -242,6 +251,8 @@ def test_a_move_that_names_another_s_keys_erases_nothing(
                 refused(lambda: KNNStore.open(mine).info(), "move.json is of another store")
             (mine / "move.json").unlink(missing_ok=True)
     assert listed(mine) == ["mine"]
+    if not claimed:
+        take_over(victim)
     add(victim, "2", writer_of)
 
 

@@ -25,7 +25,8 @@ def read_owner(root: Path) -> str | None:
     if digest != _digest(owner):
         raise CorruptDatastoreError(
             f"{path}, which says whose the keys are, is damaged: restore it from a backup, or remove it if "
-            "you know that they are this store's"
+            "you know that they are this store's; keys outside the home then need "
+            "`knnstore repair --take-over`"
         )
     return owner
 

@@ -28,7 +28,8 @@ from knnstore.durable import NoFileError, publish, read_file, sync_directory
 from knnstore.errors import ConfigError, StoreExistsError, StoreNotFoundError
 from knnstore.space import medium_errors
 from knnstore.store.fitted import Weights, save_weights
-from knnstore.store.home.home import DESCRIPTION, Home
+from knnstore.store.home.following import DESCRIPTION
+from knnstore.store.home.home import Home
 from knnstore.store.home.owners import Owner, Whose
 from knnstore.store.home.places import Place, holds_something
 from knnstore.store.home.unfinished import LOCK, NOTE, alone_in
@@ -99,15 +100,17 @@ def make_store(
             creation = replace(creation, datastores=(*creation.datastores, outside))
         if catalog is not None or outside is not None:
             creation.write(unfinished)
-        if begun and whose in (Whose.ANOTHERS, Whose.A_COPYS):
+        if begun and whose is Whose.ANOTHERS:
             raise place.taken()
         with place.open("a" if begun else "x") as made:
             if made.count():
                 raise place.taken()
-            place.claim()
-        if projection is not None:
-            save_weights(home.weights, projection)
-        Catalog.create(home.catalog_url, identity, engine, store_id=creation.store_id).close()
+            if projection is not None:
+                save_weights(home.weights, projection)
+            with closing(
+                Catalog.create(home.catalog_url, identity, engine, store_id=creation.store_id)
+            ) as new:
+                replace(place, owner=Owner.of(new)).claim(copied=begun)
         home.write()
         os.rename(unfinished, folder)
     sync_directory(folder.parent)

@@ -4,12 +4,16 @@ Keys may lie elsewhere, on another disk or on a server, and be read there.
 """
 
 import os
+import re
 import stat
 from collections.abc import Mapping
 from pathlib import Path
 
 from knnstore.catalog import URL, shown
 from knnstore.errors import ConfigError
+
+DESCRIPTION = "knnstore.json"
+"""The file that makes a folder a home."""
 
 CATALOG_VARIABLE = "KNNSTORE_CATALOG"
 """Environment variable with the catalog's URL and its password, which is not written in the home."""
@@ -25,6 +29,9 @@ _FILES = [
     }.items()
     for end in ends
 ]
+
+_OCTAL = re.compile(rb"\\([0-7]{3})")
+"""How the kernel's list of mounts writes a space and other special bytes."""
 
 _OPTIONS = {"host", "port", "sslmode", "connect_timeout", "application_name", "options", "client_encoding"}
 """Options of a PostgreSQL URL that name no file of this machine and no secret."""
@@ -65,6 +72,103 @@ def check_folder(folder: Path, home: Path | None = None) -> None:
                 folders.append(Path(entry.path))
             elif not entry.is_file(follow_symlinks=False):
                 _check(Path(entry.path), folder)
+
+
+def is_part_of(folder: Path, home: Path) -> bool:
+    """Check whether a folder is physically inside a home, so that whoever copies the home copies the folder.
+
+    A link that leads out of the home is not inside, and neither is a folder on another device, a mount
+    point, or a folder below or above one: a bind mount shows the files of somebody else.
+    """
+    folder, home = folder.resolve(), home.resolve()
+    if not folder.is_relative_to(home):
+        return False
+    try:
+        if folder.exists() and folder.stat().st_dev != home.stat().st_dev:
+            return False
+    except OSError:
+        return False
+    around = (point for point in _mount_points() if folder.is_relative_to(point) and point != home)
+    return find_mount(folder) is None and not any(point.is_relative_to(home) for point in around)
+
+
+def find_mount(folder: Path) -> Path | None:
+    """Return a mount point below a folder, if any."""
+    folder = folder.resolve()
+    below = (point for point in _mount_points() if point.is_relative_to(folder) and point != folder)
+    return next(below, None)
+
+
+def _mount_points() -> list[Path]:
+    """Return where file systems are mounted; empty where the system does not list them."""
+    try:
+        lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
+    except OSError:
+        return []
+    return [Path(os.fsdecode(_OCTAL.sub(_from_octal, line.split(b" ")[4]))) for line in lines]
+
+
+def _from_octal(escaped: re.Match[bytes]) -> bytes:
+    return bytes([int(escaped[1], 8)])
+
+
+def find_home_around(folder: Path, home: Path) -> Path | None:
+    """Return the home that a folder lies in, if it is another than `home`."""
+    for parent in folder.resolve().parents:
+        if (parent / DESCRIPTION).is_file() and not parent.samefile(home):
+            return parent
+    return None
+
+
+def find_home_with(folder: Path, other: Path, home: Path) -> Path | None:
+    """Return the home `other` if it is another than `home` and shows the same folder among its own."""
+    try:
+        known = folder.stat()
+        if (other / DESCRIPTION).is_file() and not other.samefile(home):
+            for path in other.iterdir():
+                if path.is_dir() and os.path.samestat(path.stat(), known):
+                    return other
+    except OSError:  # not there, or not ours to look at
+        pass
+    return None
+
+
+def find_hard_link(folder: Path) -> Path | None:
+    """Return a file below a folder that has a second name, if any; links are not followed."""
+    for inner, _, names in os.walk(folder):
+        for path in (Path(inner) / name for name in names):
+            try:
+                known = path.lstat()
+            except FileNotFoundError:  # removed meanwhile
+                continue
+            if stat.S_ISREG(known.st_mode) and known.st_nlink > 1:
+                return path
+    return None
+
+
+def check_catalog_is_single(home: Path, url: URL) -> None:
+    """Refuse to write to a SQLite catalog that has a second name: it would be another store's catalog too.
+
+    Args:
+        home: the folder, for the message.
+        url: the catalog's.
+
+    Raises:
+        ConfigError: the file is hard-linked.
+    """
+    if url.get_backend_name() != "sqlite" or not url.database:
+        return
+    for end in ("", "-wal", "-journal"):
+        path = Path(url.database + end)
+        try:
+            links = path.stat().st_nlink
+        except OSError:  # absent, or to be reported by whoever opens it
+            continue
+        if links > 1:
+            raise ConfigError(
+                f"{path} has a second name (a hard link), so what is written in {home} changes another store "
+                "or backup too: replace it by a copy of it, made with `cp`"
+            )
 
 
 def _check(path: Path, within: Path, *, folders: bool = True) -> None:

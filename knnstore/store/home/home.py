@@ -23,11 +23,15 @@ from knnstore.catalog import URL, parse_url, shown, sqlite_url, without_password
 from knnstore.durable import WriterLock, publish, read_file
 from knnstore.errors import ConfigError, StoreNotFoundError
 from knnstore.space import Reserve
-from knnstore.store.home.following import CATALOG_VARIABLE, check_catalog, check_files
+from knnstore.store.home.following import (
+    CATALOG_VARIABLE,
+    DESCRIPTION,
+    check_catalog,
+    check_catalog_is_single,
+    check_files,
+)
 
 FORMAT = 1
-DESCRIPTION = "knnstore.json"
-"""The file that makes a folder a home."""
 
 
 class Home:
@@ -115,6 +119,7 @@ class Home:
             check_catalog(folder, url, os.environ, writing=writing)
         found = cls(folder, url)
         if writing:
+            check_catalog_is_single(folder, url)
             found.reserve.give_back()
         return found
 

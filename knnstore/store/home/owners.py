@@ -1,44 +1,52 @@
-"""Whose keys are these: what is written beside them, and what it means to a store that finds it."""
+"""Who owns the keys at a place: the claim written beside the keys, and how a store compares it with itself.
 
-from dataclasses import dataclass, replace
+A claim names a store and the catalog that wrote it. A copy of a home has the same store id, so the store id
+alone proves nothing. The catalog's numbers do: a copied file has another inode, a restored database other
+numbers.
+"""
+
+from dataclasses import dataclass
 from enum import Enum, auto
+from pathlib import Path
 from typing import Self
 
-from knnstore.catalog import Catalog
+from knnstore.catalog import Catalog, identify_file
 
 
 class Whose(Enum):
-    """Whose keys a store finds at a place."""
+    """Who owns the keys that a store finds at a place."""
 
     OURS = auto()
+    """This store's own: it may write them, and claim them where a copy was made with its home."""
     NOBODYS = auto()
-    """Of an older knnstore, of an adapter that remembers no owner, or none are there."""
+    """Nobody claimed them and this store may: in its home, empty, or of an adapter without claims."""
     A_COPYS = auto()
-    """Of a store that this one is a copy of, or that is a copy of this one."""
+    """A store that this one is a copy of, or that is a copy of this one; or nobody can tell."""
     ANOTHERS = auto()
+    """A store with another id."""
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A store as the owner of keys.
-
-    A copied store has the same id, so keys that were not copied with it know its database as well.
-    """
+    """A store as the owner of keys; also what a claim says."""
 
     store_id: str
     database: str = ""
-    """See `Catalog.database`; empty for keys inside a home, which are copied with it."""
+    """What tells the catalog's database from a copy, see `Catalog.database`.
+
+    Empty in a claim that an older knnstore wrote for keys inside a home.
+    """
     shown: str = ""
-    """Where the database is."""
+    """Where the database is, for messages."""
 
     @classmethod
     def of(cls, catalog: Catalog) -> Self:
-        """The owner that a catalog makes a store."""
+        """Return the owner that a store with this catalog is."""
         return cls(catalog.store_id, *catalog.database())
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read what `str` gave."""
+        """Read a claim that `str` wrote."""
         store_id, _, rest = text.partition(" ")
         database, _, shown = rest.partition(" ")
         return cls(store_id, database, shown)
@@ -46,15 +54,18 @@ class Owner:
     def __str__(self) -> str:
         return f"{self.store_id} {self.database} {self.shown}".rstrip()
 
-    def inside(self) -> Self:
-        """The same for keys inside its home."""
-        return replace(self, database="", shown="")
+    def wrote(self, claim: Self) -> bool:
+        """Check whether this very catalog wrote a claim; a copy of the catalog did not.
 
-    def whose(self, found: Self | None) -> Whose:
-        """Whose keys these are, by what is written beside them."""
-        if found is None:
-            return Whose.NOBODYS
-        if found.store_id != self.store_id:
-            return Whose.ANOTHERS
-        same = not (found.database and self.database) or found.database == self.database
-        return Whose.OURS if same else Whose.A_COPYS
+        File systems number files independently. So a catalog that is where the claim says, with the claim's
+        numbers but on another device, is the one that wrote it.
+        """
+        if (claim.store_id, claim.database) != (self.store_id, self.database) or not self.database:
+            return False
+        if "://" in claim.shown or claim.shown == self.shown:
+            return True
+        try:
+            theirs, ours = Path(claim.shown), Path(self.shown)
+            return theirs.samefile(ours) or identify_file(theirs) != claim.database
+        except (OSError, ValueError):  # moved, or not ours to look at
+            return True

@@ -17,6 +17,7 @@ from knnstore.datastore import (
 )
 from knnstore.errors import (
     ConfigError,
+    DatastoreError,
     DatastoreExistsError,
     DatastoreMismatchError,
     DatastoreNotFoundError,
@@ -24,7 +25,14 @@ from knnstore.errors import (
 )
 from knnstore.failpoints import failpoint
 from knnstore.space import check_space
-from knnstore.store.home.following import check_folder
+from knnstore.store.home.following import (
+    check_folder,
+    find_hard_link,
+    find_home_around,
+    find_home_with,
+    find_mount,
+    is_part_of,
+)
 from knnstore.store.home.home import Home
 from knnstore.store.home.owners import Owner, Whose
 
@@ -58,55 +66,118 @@ class Place:
         return issubclass(self._adapter, SupportsOwner)
 
     def whose(self) -> Whose:
-        """Whose keys are there."""
-        return self._us.whose(self._found())
+        """Find out who owns the keys there; see "Whose keys these are" in docs/architecture.md."""
+        return self._compare(self._read_claim())
 
     def check_ours(self, *, copied: bool = False) -> Whose:
-        """Refuse keys of another store, and unless `copied` those of a home that this one is a copy of.
+        """Refuse keys of another store, and unless `copied` those that a copy of this store may own.
 
         Raises:
-            NotOwnerError: they are; says what to do.
+            NotOwnerError: the keys are refused; says what to do.
         """
-        return self._check(self._found(), copied)
+        claim = self._read_claim()
+        return self._check(claim, self._compare(claim), copied)
 
     def claim(self, *, copied: bool = False) -> None:
-        """Make the keys there the store's, which has them open for writing.
+        """Write this store's claim beside the keys, which the caller has open for writing.
 
         Raises:
             NotOwnerError: see `check_ours`; somebody may have claimed them before they were opened.
         """
-        adapter, found = self._adapter, self._found()
-        self._check(found, copied)
-        if issubclass(adapter, SupportsOwner) and found != self._us:
-            adapter.claim(self.location, str(self._us), **self.engine.params)
+        adapter, claim = self._adapter, self._read_claim()
+        if claim is not None:
+            self._check(claim, self._compare(claim), copied)
+        if issubclass(adapter, SupportsOwner) and claim != self.owner:
+            adapter.claim(self.location, str(self.owner), **self.engine.params)
 
-    def _check(self, found: Owner | None, copied: bool) -> Whose:
-        whose = self._us.whose(found)
+    def check_may_take_over(self) -> None:
+        """Refuse to take over keys that are inside another home, for that home would still use them.
+
+        Raises:
+            NotOwnerError: they are; names the home. Or a part of them is mounted from elsewhere.
+        """
+        folder, claim = self.folder, self._read_claim()
+        if folder is None or self._compare(claim) is not Whose.A_COPYS:
+            return
+        mount = find_mount(folder)
+        if mount is not None:
+            raise NotOwnerError(
+                f"{mount} is mounted inside the keys at {self.location}, so its files may be another "
+                "store's: unmount it, and put the files themselves there"
+            )
+        home = find_home_around(folder, self.home.path)
+        if home is None and claim is not None and "://" not in claim.shown:  # a bind mount has no such parent
+            home = find_home_with(folder, Path(claim.shown).parent, self.home.path)
+        if home is not None:
+            raise NotOwnerError(
+                f"the keys at {self.location} are inside the store {home}, which uses them: give this one "
+                "keys of its own with `knnstore move`"
+            )
+
+    def _compare(self, claim: Owner | None) -> Whose:
+        """Find out whose the keys are by what their claim says and where they are."""
+        if claim is not None and claim.store_id != self.owner.store_id:
+            return Whose.ANOTHERS
+        if claim is not None and self.owner.wrote(claim):
+            return Whose.OURS
+        folder = self.folder
+        if folder is not None and is_part_of(
+            folder, self.home.path
+        ):  # copied with the home, if copied at all
+            return Whose.NOBODYS if claim is None else Whose.OURS
+        if claim is not None:
+            return Whose.A_COPYS
+        if folder is None or not self.remembers:
+            return Whose.NOBODYS
+        try:
+            return Whose.NOBODYS if self.is_empty() else Whose.A_COPYS
+        except DatastoreError:  # damaged, so not empty
+            return Whose.A_COPYS
+
+    def _check(self, claim: Owner | None, whose: Whose, copied: bool) -> Whose:
         if whose is Whose.ANOTHERS:
             raise NotOwnerError(
                 f"the keys at {self.location} belong to another store: give this one its own back from a "
                 "backup, or make a new one with `knnstore init`"
             )
-        if whose is Whose.A_COPYS and found is not None and not copied:
+        if whose is Whose.A_COPYS and not copied:
+            advice = (
+                "take the keys over with `knnstore repair --take-over`, else give this one keys of its own "
+                "with `knnstore move`"
+            )
+            if claim is None or not claim.database:
+                raise NotOwnerError(
+                    f"the keys at {self.location} are not inside {self.home.path}, and nothing beside them "
+                    f"says that {self.owner.shown!r} wrote them: if no other store uses them, {advice}"
+                )
             raise NotOwnerError(
-                f"the keys at {self.location} are written by {found.shown!r}, and {self.owner.shown!r} is "
-                "another copy of that store, or was moved: if the first is gone, take the keys over with "
-                "`knnstore repair --take-over`, else give this one keys of its own with `knnstore move`"
+                f"the keys at {self.location} are written by {claim.shown!r}, and {self.owner.shown!r} is "
+                f"another copy of that store, or was moved: if the first is gone, {advice}"
             )
         return whose
+
+    def _check_not_shared(self) -> None:
+        """Refuse to write keys of a copy whose files are also the original's, as hard links are.
+
+        Raises:
+            NotOwnerError: a file has a second name; names it.
+        """
+        folder, claim = self.folder, self._read_claim()
+        if folder is None or (claim is not None and self.owner.wrote(claim)):
+            return
+        shared = find_hard_link(folder)
+        if shared is not None:
+            raise NotOwnerError(
+                f"{shared} has a second name (a hard link), so another store may use the same file: replace "
+                f"{folder} by a copy of it, made with `cp -r`"
+            )
 
     @property
     def _adapter(self) -> type[Datastore]:
         return KeylessDatastore if self.engine.is_keyless else registry.load(self.engine.adapter)
 
-    @property
-    def _us(self) -> Owner:
-        folder = self.folder
-        inside = folder is not None and folder.is_relative_to(self.home.path.resolve())
-        return self.owner.inside() if inside else self.owner
-
-    def _found(self) -> Owner | None:
-        """Who claimed the keys there."""
+    def _read_claim(self) -> Owner | None:
+        """Read who claimed the keys there; None where nobody did."""
         adapter = self._adapter
         if not issubclass(adapter, SupportsOwner):
             return None
@@ -118,8 +189,11 @@ class Place:
 
         Raises:
             ConfigError: the adapter keeps nothing after the process ends, or the folder leads elsewhere.
+            NotOwnerError: opened for writing, and a file is also another store's; see `_check_not_shared`.
         """
         self._check_folder()
+        if mode == "a":
+            self._check_not_shared()
         opened = self._adapter.open(
             self.location,
             dim=self.identity.dim,
