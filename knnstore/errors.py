@@ -165,5 +165,9 @@ class OutdatedWeightsError(KnnstoreError):
     """Fitted weights hold traces of a document that was removed or replaced since; they are not used."""
 
 
+class ModelOutputError(KnnstoreError, ArithmeticError):
+    """The model's output is NaN or infinite, so that nothing can be predicted from it."""
+
+
 class FingerprintMismatchError(KnnstoreError):
     """The model, tokenizer or key location differs from the store's."""

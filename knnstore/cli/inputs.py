@@ -11,7 +11,7 @@ import typer
 
 from knnstore.cli.logs import LOG
 from knnstore.cli.output import Bar, note, one_line
-from knnstore.documents import FIELDS, STDIN, Fields, TextDocument, check_paths, read_documents
+from knnstore.documents import FIELDS, STDIN, Fields, OnBad, TextDocument, check_paths, read_documents
 from knnstore.errors import UnusableDocumentError
 
 ParamsOption = Annotated[
@@ -79,6 +79,16 @@ class Documents:
             InputError: on reading, a document that was named cannot be used and is not to be left out.
         """
 
+        def ignore(file: Path) -> None:
+            self.ignored += 1
+            if LOG.verbose:
+                bar.say(f"ignored {file}: no kind of file that is read")
+
+        return read_documents(self.files, fields=self.fields, on_bad=self.skipping(bar), on_ignored=ignore)
+
+    def skipping(self, bar: Bar) -> OnBad:
+        """Return what counts a document that cannot be used, and raises its error where it is to be used."""
+
         def skip(error: UnusableDocumentError) -> None:
             if not (error.in_folder or self.skip_bad):
                 raise error
@@ -91,12 +101,7 @@ class Documents:
             if self.skip_bad or LOG.verbose:
                 bar.say(f"skipped {one_line(error)}")
 
-        def ignore(file: Path) -> None:
-            self.ignored += 1
-            if LOG.verbose:
-                bar.say(f"ignored {file}: no kind of file that is read")
-
-        return read_documents(self.files, fields=self.fields, on_bad=skip, on_ignored=ignore)
+        return skip
 
     def report(self) -> None:
         """Say how much was left out, if anything."""

@@ -1,14 +1,15 @@
 """A document as its user has it, made from a row of anything."""
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 from knnstore.checks import check_json, check_name
-from knnstore.documents.tables import rows_of
+from knnstore.documents.tables import mapping_of, rows_of
+from knnstore.documents.values import as_json, is_missing, json_metadata, plain_text
 from knnstore.errors import InputError, UnusableDocumentError
 
 OnBad = Callable[[UnusableDocumentError], None]
@@ -48,6 +49,15 @@ class Entry(NamedTuple):
         return cls(where, refuse, in_folder, id)
 
 
+class Origin(NamedTuple):
+    """The place that a document was read from."""
+
+    where: str
+    """The file and row, or the number in a list, for messages."""
+    in_folder: bool = False
+    """Whether its file was found in a folder, not named."""
+
+
 @dataclass(frozen=True, slots=True)
 class TextDocument:
     """A document as its user has it.
@@ -59,6 +69,8 @@ class TextDocument:
     id: str
     text: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    origin: Origin | None = field(default=None, compare=False, repr=False)
+    """Where it was read, for messages; None where it was made by the caller."""
 
     def __post_init__(self) -> None:
         check_name(self.id, "the id")
@@ -69,6 +81,19 @@ class TextDocument:
         except UnicodeEncodeError as error:
             raise InputError("the text holds half a surrogate pair: it is not Unicode") from error
         check_json(self.metadata, "the metadata")
+
+    @property
+    def place(self) -> str:
+        """Its id and where it was read, for messages."""
+        return f"document {self.id!r}" + (f" ({self.origin.where})" if self.origin is not None else "")
+
+    def read_at(self, origin: Origin) -> "TextDocument":
+        """Return the same document with its origin; an origin that it has already stays."""
+        if self.origin is not None:
+            return self
+        document = copy(self)
+        object.__setattr__(document, "origin", origin)
+        return document
 
     @property
     def content_hash(self) -> str:
@@ -86,23 +111,27 @@ class TextDocument:
         """
         if isinstance(row, TextDocument):
             return row
+        row = plain_text(mapping_of(row))
         if isinstance(row, str):
             row = {fields.text: row}
         if not isinstance(row, Mapping):
             raise InputError(f"a document is an object with a {fields.text!r}, not {type(row).__name__}")
         text, id = row.get(fields.text), row.get(fields.id)
-        if text is None:
+        if is_missing(text):
             raise without_text(fields, row)
+        text = plain_text(text)
         if not isinstance(text, str):
             raise InputError(f"{fields.text!r} is {type(text).__name__}, not a string")
-        if id is None:
+        if is_missing(id):
             id = "sha256:" + hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
-        if isinstance(id, bool) or not isinstance(id, str | int):
+        name = as_json(id)
+        if isinstance(name, float) and name.is_integer():  # integers of a column in which some are missing
+            name = int(name)
+        if isinstance(name, bool) or not isinstance(name, str | int):
             raise InputError(f"{fields.id!r} is {type(id).__name__}, not a string or an integer")
-        metadata = {key: value for key, value in row.items() if key not in fields}
-        check_json(metadata, "the metadata")
         # As it will be read back (a tuple is a list then), so that adding it again is no change.
-        return cls(str(id), text, json.loads(json.dumps(metadata)))
+        metadata = json_metadata({key: value for key, value in row.items() if key not in fields})
+        return cls(str(name), text, metadata)
 
 
 def documents_of(
@@ -131,7 +160,9 @@ def documents_of(
 
 
 def without_text(fields: Fields, names: Iterable[object]) -> InputError:
-    """Say that rows have no text, and what they have."""
+    """Return the error for a row or table without a text, with the names of the fields that it has."""
+    if fields.text in (names := list(names)):
+        return InputError(f"no {fields.text!r}: it is null")
     there = ", ".join(repr(name) for name in names if isinstance(name, str) and name != fields.id)
     found = f"; there is {there[:200]}: name the field that is the text (--text-field)" if there else ""
     return InputError(f"no {fields.text!r}{found}")
@@ -153,4 +184,4 @@ def unique(entries: Iterable[Entry], on_bad: OnBad | None) -> Iterator[TextDocum
             on_bad(located)
             continue
         seen[document.id] = where
-        yield document
+        yield document.read_at(Origin(where, in_folder))

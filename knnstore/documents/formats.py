@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, NoReturn
 
 from knnstore.documents.document import Entry, Fields, TextDocument, without_text
 from knnstore.documents.places import PARQUET, Place
@@ -52,10 +52,17 @@ def json_entries(name: str, lines: Iterable[bytes], fields: Fields) -> Iterator[
 def _parsed(line: bytes, fields: Fields) -> TextDocument:
     text = decoded(line)
     try:
-        row = json.loads(text)
+        row = json.loads(text, parse_constant=_refuse_constant)
+    except InputError:
+        raise
     except (ValueError, RecursionError) as error:
         raise InputError(f"not JSON: {error}") from error
     return TextDocument.from_row(row, fields)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    """Refuse NaN and Infinity, which Python's reader would take."""
+    raise InputError(f"the metadata cannot be stored as JSON: {name} is no JSON, write null")
 
 
 def _table_entries(name: str, stream: IO[bytes], delimiter: str, fields: Fields) -> Iterator[Entry]:

@@ -37,7 +37,7 @@ from knnstore.lm.model import (
     load,
     read_part,
 )
-from knnstore.lm.reading import Added, Detokenizer, Synced, TextReader, decoded, load_model
+from knnstore.lm.reading import Added, Detokenizer, Synced, TextReader, check_tokens, decoded, load_model
 from knnstore.lm.retrieval import Drafts
 from knnstore.lm.scoring import (
     Audit,
@@ -126,6 +126,7 @@ __all__ = [
     "TokenExplanation",
     "TokenTable",
     "TrainedSubstitute",
+    "check_tokens",
     "completed",
     "create",
     "decoded",

@@ -69,8 +69,7 @@ def declare_asking(routes: Endpoints, serving: Serving) -> None:
     @routes.add("POST", "/detokenize", Right.PREDICT)
     def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
         """The text of some tokens."""
-        if max(body.tokens, default=0) >= serving.lm.store.identity.vocab_size:
-            raise refused("a token is not in the vocabulary", "tokens")
+        serving.check_tokens(body.tokens, "tokens")
         return {"prompt": serving.text(body.tokens) if body.tokens else ""}
 
     @routes.add("GET", "/tokenizer_info", Right.PREDICT)
@@ -153,6 +152,7 @@ def _explained_tokens(serving: Serving, body: ExplainRequest) -> tuple[int, list
             f"{MOST_SOURCES:,}: ask for fewer, or explain a part of the text with the rest as `after`",
             "neighbors",
         )
+    serving.check_tokens(tokens, "text")
     return start, tokens
 
 

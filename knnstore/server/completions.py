@@ -97,6 +97,7 @@ def _conversation(serving: Serving, body: ChatRequest) -> list[int]:
     found = serving.tokenizer(tokens)
     if not found:
         raise refused("the messages are empty", "messages")
+    serving.check_tokens(found, "messages")
     return found
 
 

@@ -13,11 +13,11 @@ from fastapi import Query, Request
 from knnstore.catalog import Right
 from knnstore.checks import MAX_NAME
 from knnstore.documents import documents_of
-from knnstore.errors import DocumentNotFoundError
+from knnstore.errors import DocumentNotFoundError, UnusableDocumentError
 from knnstore.progress import Progress
 from knnstore.server.access import Access, Endpoints, access
 from knnstore.server.engine import Engine
-from knnstore.server.errors import ApiError
+from knnstore.server.errors import ApiError, refused
 from knnstore.server.protocol import NewDocuments
 from knnstore.server.serving import Serving
 from knnstore.store import Document, KNNStore
@@ -61,19 +61,27 @@ def declare_documents(routes: Endpoints, serving: Serving) -> None:
 
     @routes.add("POST", "/v1/documents", Right.WRITE)
     async def add(request: Request, body: NewDocuments) -> dict[str, Any]:
-        """Add documents to a domain; one of the same id is replaced, unless its text is the same."""
+        """Add documents to a domain; one of the same id is replaced, unless its text is the same.
+
+        A document whose tokens the model does not have is refused with 400; the others are stored.
+        """
         _check_seen(access(request), body.domain)
         lm, given, quota = serving.lm, list(documents_of(body.documents)), access(request).quota
         quota.spend(0)
         counts = {"added": 0, "replaced": 0, "described": 0, "unchanged": 0, "tokens": 0}
+        bad: list[UnusableDocumentError] = []
         for document in given:  # one at a time: other calls have their turn between them
             work = partial(
-                lm.add, [document], domain=body.domain, tags=body.tags,
+                lm.add, [document], domain=body.domain, tags=body.tags, on_bad=bad.append,
                 batch_tokens=_BATCH_TOKENS, progress=_Turns(serving.engine),
             )  # fmt: skip
             done = asdict(await serving.call(work))
             counts = {name: count + done[name] for name, count in counts.items()}
             quota.take(done["tokens"])
+        if bad:
+            raise refused(
+                f"{bad[0]}; {len(given) - len(bad)} of {len(given)} documents are stored", "documents"
+            )
         return {"object": "documents.added", "domain": body.domain, **counts}
 
     @routes.add("DELETE", "/v1/documents", Right.WRITE)

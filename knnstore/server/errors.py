@@ -13,6 +13,7 @@ from knnstore.errors import (
     InputError,
     KnnstoreError,
     LockedError,
+    ModelOutputError,
     ReadOnlyError,
     StoreUnavailableError,
 )
@@ -78,6 +79,8 @@ def error_of(error: BaseException) -> ApiError:
         return ApiError(507, "the server's disk is full", code="disk_full")
     if isinstance(error, FencedError):
         return ApiError(503, "another process has taken the store over", code="store_taken_over")
+    if isinstance(error, ModelOutputError):
+        return ApiError(500, str(error), code="model_output")
     if isinstance(error, StoreUnavailableError):
         return ApiError(503, "the store cannot be reached: try again later", code="store_unavailable")
     what = "the store failed" if isinstance(error, KnnstoreError) else "the server failed"

@@ -3,7 +3,16 @@
 import json
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, StrictBool, StrictInt, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    field_validator,
+    model_validator,
+)
 
 from knnstore.checks import MAX_NAME
 from knnstore.server.engine import Sampling
@@ -39,9 +48,11 @@ class Body(BaseModel):
         if not isinstance(given, dict):  # which is refused for what it is
             return given
         try:
-            json.dumps(given, ensure_ascii=False).encode()
+            json.dumps(given, ensure_ascii=False, allow_nan=False).encode()
         except UnicodeEncodeError as error:
             raise ValueError("half of a character (a lone surrogate) is no text") from error
+        except ValueError as error:
+            raise ValueError("NaN and Infinity are no JSON: leave the field out, or send null") from error
         except RecursionError as error:
             raise ValueError("the body is nested too deeply") from error
         return given
@@ -117,6 +128,22 @@ class Writing(Body):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
+_FORMS = "a text, a list of texts, a list of token ids, or a list of such lists"
+_KINDS = {
+    str: "a string",
+    bool: "a boolean",
+    int: "an integer",
+    float: "a number",
+    list: "a list",
+    dict: "an object",
+}
+
+
+def _kind(value: Any) -> str:
+    """Return what JSON calls the type of a value."""
+    return _KINDS.get(type(value), "null")
+
+
 class CompletionRequest(Writing):
     """The body of ``/v1/completions``."""
 
@@ -134,6 +161,35 @@ class CompletionRequest(Writing):
     return_tokens_as_token_ids: StrictBool | None = Field(
         default=False, description="Write tokens of log-probabilities as token_id:N: no two print alike."
     )
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _check_prompt(cls, given: Any) -> Any:
+        """Say what is wrong with a prompt. Without this, each of the four forms would report an error."""
+        if isinstance(given, str):
+            return given
+        if not isinstance(given, list):
+            raise ValueError(f"prompt: {_FORMS}, not {_kind(given)}")
+        if not given:
+            raise ValueError(f"prompt: the list is empty: give {_FORMS}")
+        if all(isinstance(one, str) for one in given):
+            return given
+        lists = [("", given)]
+        if isinstance(given[0], list):
+            lists = [(f"list {at}: ", one) for at, one in enumerate(given)]
+        for name, one in lists:
+            if not isinstance(one, list):
+                raise ValueError(f"prompt: {name.rstrip(': ')} is {_kind(one)} beside lists of token ids")
+            if not one:
+                raise ValueError(f"prompt: {name}there is no token id")
+            for at, token in enumerate(one):
+                if isinstance(token, bool) or not isinstance(token, int):
+                    raise ValueError(
+                        f"prompt: {name}item {at} is {_kind(token)}, not a token id: give {_FORMS}"
+                    )
+                if token < 0:
+                    raise ValueError(f"prompt: {name}token id {token} at position {at} is negative")
+        return given
 
     @model_validator(mode="after")
     def _check_texts(self) -> Self:

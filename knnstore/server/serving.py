@@ -16,8 +16,8 @@ import torch
 from fastapi import Request
 
 from knnstore.datastore import Keys
-from knnstore.errors import KnnstoreError, StoreUnavailableError
-from knnstore.lm import Detokenizer, KNNLMForCausalLM, decoded, explain_tokens
+from knnstore.errors import InputError, KnnstoreError, StoreUnavailableError
+from knnstore.lm import Detokenizer, KNNLMForCausalLM, check_tokens, decoded, explain_tokens
 from knnstore.server.engine import Engine, EngineBusyError, Observed, Piece, Prompt, Task, Ticket, Turns
 from knnstore.server.errors import ApiError, refused
 from knnstore.server.scopes import Scope, Scopes
@@ -198,10 +198,9 @@ class Serving:
             found = Prompt((*before, *self.tokens(given)), len(before))
             if not found.tokens:
                 raise refused("the prompt is empty, and the model has no token to begin with", param)
+            self.check_tokens(found.tokens[len(before) :], param)
             return found
-        vocabulary = self.lm.store.identity.vocab_size
-        if max(given) >= vocabulary:
-            raise refused(f"token {max(given)} is not in the vocabulary of {vocabulary}", param)
+        self.check_tokens(given, param)
         return Prompt(tuple(given))
 
     def check_length(self, characters: int, tokens: int, param: str) -> None:
@@ -212,6 +211,17 @@ class Serving:
                 f"{param}: the text has {characters:,} characters, more than {tokens:,} tokens can have",
                 param,
             )
+
+    def check_tokens(self, tokens: Sequence[int], param: str) -> None:
+        """Refuse tokens that the model does not have, with a 400 that names the first of them."""
+        vocabulary = self.lm.encoder.vocabulary
+        try:
+            check_tokens(tokens, vocabulary)
+        except InputError:
+            try:
+                self.tokenizer(lambda one: check_tokens(tokens, vocabulary, one))  # with the token's text
+            except InputError as error:
+                raise refused(str(error), param) from error
 
     def check_window(self, prompt: Prompt, max_tokens: int, param: str = "prompt") -> None:
         """Refuse what is longer than the model reads; the last token that is written is not read."""

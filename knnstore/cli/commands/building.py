@@ -199,8 +199,9 @@ def add(
         is_first = not lm.store.domains()
         total_bytes = size_of(documents.files)
         added = lm.add(
-            documents.read(bar), domain=domain, tags=tags or (), total_bytes=total_bytes, progress=bar
-        )
+            documents.read(bar), domain=domain, tags=tags or (), on_bad=documents.skipping(bar),
+            total_bytes=total_bytes, progress=bar,
+        )  # fmt: skip
     documents.report()
     done = {**asdict(added), "tokens_per_s": added.tokens_per_s, **documents.left_out}
     print_result(done, pairs(done), as_json=as_json)
@@ -284,7 +285,13 @@ def sync(
         if found.added or found.replaced or found.described:
             with runtime.open_for_adding() as lm:
                 again = replace(documents)
-                tokens = lm.add(again.read(bar), domain=domain, tags=tags or (), progress=bar).tokens
+                done = lm.add(
+                    again.read(bar), domain=domain, tags=tags or (), on_bad=again.skipping(bar), progress=bar
+                )
+            tokens = done.tokens
+            result |= {"added": done.added, "replaced": done.replaced, **again.left_out}
+            if again.skipped > documents.skipped:  # texts with tokens that the model lacks
+                again.report()
         if gone:
             with knnstore.open(runtime.home, "a") as store:
                 store.remove_selected(knnstore.Selection((domain,), documents=tuple(gone)))

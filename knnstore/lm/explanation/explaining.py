@@ -18,6 +18,7 @@ from knnstore.lm.explanation.sourcing import (
     found_here,
 )
 from knnstore.lm.mixing import Mixture, Recent
+from knnstore.lm.reading import check_tokens
 from knnstore.lm.retrieval import ReadNGrams, ReadOwnNGrams, mixture_of
 from knnstore.lm.scoring import TokenScores, score_text_in_turns, score_texts
 from knnstore.lm.settings import KNNSettings, ReadingModel, completed
@@ -115,6 +116,7 @@ def _explain(
         What each document did.
     """
     store, reader = lm.store, lm.reader
+    check_tokens(tokens, reader.encoder.vocabulary, reader.tokenizer)
     heads = Heads(store, reader.encoder.model.device)
     ngrams, own_ngrams = ReadNGrams.of(store, [tokens], settings), ReadOwnNGrams.of([tokens], settings)
     texts = reader.pieces(tokens[start:].tolist(), tokens[:start].tolist())

@@ -11,6 +11,7 @@ from knnstore.lm.keys import KeyCapture
 from knnstore.lm.mixing import Likelihoods
 from knnstore.lm.model.modeling import KNNLMForCausalLM
 from knnstore.lm.model.passes import ForwardPass
+from knnstore.lm.reading import check_logits
 from knnstore.lm.settings import KNNSettings
 
 
@@ -33,6 +34,7 @@ def read_part(
                 input_ids=text[:, read:], attention_mask=torch.ones_like(text), past_key_values=past,
                 use_cache=True, logits_to_keep=logits_to_keep,
             )  # fmt: skip
+        check_logits(lm.base, output.logits)
         states = capture.keys(1, text.shape[1] - read)
         keys = lm._text_states.keys(states, None, text)
         return ForwardPass(

@@ -25,7 +25,16 @@ from knnstore.lm.model.pointing import with_pointers
 from knnstore.lm.model.registering import KNNLMConfig, of_base_model, write_type
 from knnstore.lm.model.saving import read_config, write_config
 from knnstore.lm.model.writing import generate_text, with_cache
-from knnstore.lm.reading import Encoder, TextReader, add, check_matches, load_model, sync
+from knnstore.lm.reading import (
+    Encoder,
+    TextReader,
+    add,
+    check_logits,
+    check_matches,
+    check_tokens,
+    load_model,
+    sync,
+)
 from knnstore.lm.retrieval import PointerStates, TextStates, sequence_ids_of, whole_texts
 from knnstore.lm.settings import Completing, KNNSettings, keep_defaults, settings_for
 from knnstore.lm.substitute import Heads, train_substitute
@@ -194,6 +203,9 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
                 text; what is written stays the same. Done for a single text without beams.
             **kwargs: as there.
         """
+        given = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+        if isinstance(given, Tensor) and not given.is_floating_point():
+            check_tokens(given.flatten().cpu().numpy(), self.encoder.vocabulary, self.tokenizer)
         knn = self._completed(knn or self.knn).for_writing
         if knn.pointers is not None:
             kwargs = with_pointers(self, kwargs)
@@ -240,7 +252,8 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
         """Run the base model and mix what its keys retrieve into its predictions.
 
         Positions whose attention mask is 0 are not searched. Where λ is 0 or nothing is found at
-        any position, the base model's logits are returned as they are.
+        any position, the base model's logits are returned as they are. NaN or infinite logits raise
+        `ModelOutputError`, and tokens that the model does not have `InputError`.
 
         Args:
             input_ids: int64, shape (b, t).
@@ -276,9 +289,16 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
         is_mixed = not all(one.is_model_alone for one in each)
         if sequence_ids is None and looks_back and is_mixed:
             sequence_ids = whole_texts(input_ids, attention_mask, past_key_values)
-        with KeyCapture(self.base, self.encoder.location) as capture:
-            output = self.base(**inputs, **kwargs, return_dict=True)
+        try:
+            with KeyCapture(self.base, self.encoder.location) as capture:
+                output = self.base(**inputs, **kwargs, return_dict=True)
+        except IndexError:
+            if input_ids is not None:  # the likely cause; whatever else it is stays as it was raised
+                check_tokens(input_ids.flatten().cpu().numpy(), self.encoder.vocabulary, self.tokenizer)
+            raise
         logits = output.logits
+        if not self.training:  # in training a step that overflows is left to the loss scaler
+            check_logits(self.base, logits, attention_mask)
         if is_mixed:
             tokens = input_ids if input_ids is not None else inputs_embeds
             assert tokens is not None

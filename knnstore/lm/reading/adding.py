@@ -12,8 +12,15 @@ from transformers import PreTrainedTokenizerBase
 
 from knnstore.checks import check_name, distinct_names
 from knnstore.documents import OnBad, TextDocument, documents_of
-from knnstore.errors import DiskFullError, InputError, UnusableDocumentError
-from knnstore.lm.reading.reader import TextReader, in_chunks, tokenized
+from knnstore.errors import (
+    DiskFullError,
+    InputError,
+    InvalidVectorError,
+    ModelOutputError,
+    UnusableDocumentError,
+)
+from knnstore.lm.reading.encoder import not_finite
+from knnstore.lm.reading.reader import TextReader, check_tokens, in_chunks, tokenized
 from knnstore.lm.reading.windows import BATCH_TOKENS
 from knnstore.progress import Progress
 from knnstore.store import Ingest, KNNStore, NewDocument, Selection, change_of
@@ -99,7 +106,8 @@ def add(
         domain: the domain's name; made when it is new.
         tags: set on every document, beside the tags it has.
         on_bad: called for each document that cannot be used, which is then left out; None
-            raises at the first.
+            raises at the first. A document whose tokens the model does not have is one, and one
+            without tokens.
         commit_tokens: documents become live in groups of about so many tokens at most.
         commit_seconds: and in groups that the model reads in about this time; one document is never divided.
         batch_tokens: tokens in one forward pass, padding included.
@@ -107,12 +115,15 @@ def add(
         progress: is told of each batch.
 
     Raises:
-        InputError: the domain or a tag is no name; or a document cannot be used and `on_bad` is None, and
-            what was committed stays.
+        InputError: the domain or a tag is no name; or a document cannot be used and `on_bad` is None. What
+            was committed stays. Where the model lacks a token, the documents read with that one are stored.
+        ModelOutputError: the model's states of a document are NaN or infinite; names the document. What was
+            committed before stays.
         ReadOnlyError: the store was opened for reading.
     """
     shown, store = progress or Progress(), lm.store
     reader = None if store.is_keyless else replace(lm.reader, batch_tokens=batch_tokens)
+    vocabulary = store.identity.vocab_size if reader is None else reader.encoder.vocabulary
     tokenizer = lm.tokenizer or lm.reader.tokenizer  # or the error that there is none
     check_name(domain, "the domain's name")
     given = distinct_names(tags, "tag")
@@ -122,29 +133,42 @@ def add(
     tokens_read, bytes_read = 0, 0  # for the time left
     shown.start(f"adding to {domain}")
 
-    def put(group: Sequence[NewDocument]) -> None:
+    group: list[NewDocument] = []
+    waiting = 0  # tokens in it
+
+    def put() -> None:
+        """Store the group, and begin a new one."""
+        nonlocal group, waiting
+        documents, group, waiting = group, [], 0
         began, before = time.perf_counter(), counts["tokens"]
-        with store.ingest(group) as ingest:
-            texts = [document.tokens for document in group]
-            for count in map(len, texts) if reader is None else _encode(reader, texts, ingest):
+        with store.ingest(documents) as ingest:
+            texts = [document.tokens for document in documents]
+            for count in map(len, texts) if reader is None else _encode(reader, documents, ingest):
                 counts["tokens"] += count
                 shown.advance(count)
         pace.took(counts["tokens"] - before, time.perf_counter() - began)
 
-    group: list[NewDocument] = []
-    waiting = 0  # tokens in it
     new_ids: dict[str, str] = {}  # of the documents that are added, by content hash
-    for ahead in in_chunks(documents_of(documents, on_bad=on_bad)):
+    refused: InputError | None = None
+    chunks = in_chunks(documents_of(documents, on_bad=on_bad))
+    while refused is None:
+        try:
+            ahead = next(chunks, None)
+        except InputError as error:
+            refused = error
+            break
+        if ahead is None:
+            break
         there = store.versions(domain, [document.id for document in ahead])
         fresh: list[TextDocument] = []
         changes: dict[str, tuple[Mapping[str, Any], frozenset[str]]] = {}
         for document in ahead:
             version = there.get(document.id)
             change = change_of(document, version, given)
-            counts[change] += 1
             if version is None or change == "replaced":
                 fresh.append(document)
                 continue
+            counts[change] += 1
             if total_bytes is not None:
                 total_bytes -= len(document.text.encode())
             if change == "described":
@@ -154,6 +178,16 @@ def add(
         texts = tokenized(tokenizer, [document.text for document in fresh])
         for document, tokens in zip(fresh, texts, strict=True):
             version = there.get(document.id)
+            problem = _problem_of(document, tokens, vocabulary, tokenizer)
+            if problem is not None:
+                try:
+                    if on_bad is None:
+                        raise problem
+                    on_bad(problem)
+                except InputError as error:  # the others are stored before it is raised
+                    refused = refused or error
+                continue
+            counts["added" if version is None else "replaced"] += 1
             if version is None:
                 new_ids[document.content_hash] = document.id
             kept = version.tags if version else frozenset[str]()
@@ -167,10 +201,11 @@ def add(
             group.append(new)
             waiting += len(tokens)
             if waiting >= pace.group_tokens:
-                put(group)
-                group, waiting = [], 0
+                put()
     if group:
-        put(group)
+        put()
+    if refused is not None:
+        raise refused
     if any(counts.values()):  # also what an interrupted run left undone after its last commit
         try:
             store.optimize()
@@ -231,7 +266,7 @@ def sync(
         if not found:
             raise InputError(f"no document was given: {domain} stays as it is")
 
-    added = add(lm, given(), domain=domain, tags=tags, progress=progress)
+    added = add(lm, given(), domain=domain, tags=tags, on_bad=left_out, progress=progress)
     there = [] if nameless else lm.store.documents(domain=domain)
     gone = tuple(sorted(document.id for document in there if document.id not in seen))
     if gone:
@@ -239,13 +274,41 @@ def sync(
     return Synced(added, gone)
 
 
-def _encode(
-    reader: TextReader, texts: Sequence[NDArray[np.unsignedinteger[Any]]], ingest: Ingest
-) -> Iterator[int]:
-    """Make and store the keys of some texts; yields how many, a batch at a time."""
-    for batch in reader.batches(texts):
+def _problem_of(
+    document: TextDocument,
+    tokens: NDArray[np.uint32],
+    vocabulary: int,
+    tokenizer: PreTrainedTokenizerBase,
+) -> UnusableDocumentError | None:
+    """Return the error of a document whose tokens cannot be stored; None where they can."""
+    try:
+        if not len(tokens):
+            raise InputError("the tokenizer makes no token of the text")
+        check_tokens(tokens, vocabulary, tokenizer)
+    except InputError as error:
+        in_folder = document.origin is not None and document.origin.in_folder
+        return UnusableDocumentError(f"{document.place}: {error}", in_folder=in_folder, id=document.id)
+    return None
+
+
+def _encode(reader: TextReader, documents: Sequence[NewDocument], ingest: Ingest) -> Iterator[int]:
+    """Make and store the keys of some documents. Yields the number of keys of each batch.
+
+    Raises:
+        ModelOutputError: a key is NaN or infinite; names the document.
+    """
+    for batch in reader.batches([document.tokens for document in documents]):
         keys = reader.encoder.keys(batch.input_ids, batch.at).cpu().numpy()
-        ingest.add(batch.documents, batch.positions, batch.gold, keys)
+        reader.encoder.check_once(batch.input_ids)
+        try:
+            ingest.add(batch.documents, batch.positions, batch.gold, keys)
+        except InvalidVectorError as error:
+            finite = np.isfinite(keys).all(1)
+            if finite.all():  # numbers beyond what the engine keeps
+                raise
+            document = documents[int(batch.documents[int(np.argmin(finite))])]
+            found = not_finite(reader.encoder.model, "states")
+            raise ModelOutputError(f"document {document.id!r}: {found}") from error
         yield len(batch.at)
 
 

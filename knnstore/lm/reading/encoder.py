@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
+from knnstore.errors import ModelOutputError
 from knnstore.lm.keys import (
     Joining,
     KeyCapture,
@@ -29,6 +30,9 @@ _CHUNK_VALUES_CPU = 1 << 21
 _LEAST_ROWS = 64  # of a chunk: for each the whole head is read
 
 _SINGLE = Joining()
+
+_CHECKED_TOKENS = 32
+"""From so many tokens the model predicts, before the first text is stored."""
 
 _LOWEST = -1e30  # a token that the model rules out at -inf adds nothing to the entropy
 
@@ -82,12 +86,43 @@ class Encoder:
         self.joining = joining
         self.projection = projection
         self.head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        self._is_checked = False
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of tokens that the model reads and predicts: rows of its embeddings and of its head."""
+        counts = [int(self.model.config.get_text_config().vocab_size)]
+        inputs = self.model.get_input_embeddings()  # type: ignore[no-untyped-call]
+        for module, name in ((inputs, "num_embeddings"), (self.head, "out_features")):
+            count = getattr(module, name, None)
+            if isinstance(count, int):
+                counts.append(count)
+        return min(counts)
 
     @classmethod
     def of(cls, model: PreTrainedModel, store: Reader) -> Self:
         """The source of a store's keys."""
         place, joining = Joining.parse(store.identity.key)
         return cls(model, locate(model, place), joining, Projection.of(store))
+
+    def check_once(self, input_ids: NDArray[np.int64]) -> None:
+        """Predict from the beginning of some text, the first time that this is called.
+
+        Storing stops at the keys, so that a model whose output is damaged would be noticed only later.
+
+        Args:
+            input_ids: shape (b, t), of a text that is to be stored.
+
+        Raises:
+            ModelOutputError: a prediction is NaN or infinite.
+        """
+        if self._is_checked or not input_ids.size:
+            return
+        ids = torch.as_tensor(input_ids[:1, :_CHECKED_TOKENS], device=self.model.device)
+        with torch.inference_mode():
+            output: Any = self.model(ids, use_cache=False)
+        check_logits(self.model, output.logits)
+        self._is_checked = True
 
     def keys(self, input_ids: NDArray[np.int64] | Tensor, at: NDArray[np.int64] | Tensor) -> Tensor:
         """Run the model over rows of tokens, no further than to the keys.
@@ -194,6 +229,8 @@ class Encoder:
                 if expected.isnan().any():  # 0 times -inf
                     expected = (logits.softmax(1) * logits.clamp(min=_LOWEST)).sum(1)
                 found.entropy[part] = total - expected
+        if not found.best.isfinite().all():
+            raise not_finite(self.model)
         return found
 
     def projected(self, keys: Tensor) -> Tensor:
@@ -217,3 +254,34 @@ class Encoder:
             hidden = self.model.base_model(ids, use_cache=False)[0]
             # The same operations on the same shapes: equal to the bit, or something else is done.
             return self.head is not None and torch.equal(whole.float(), self.head(hidden).float())
+
+
+def check_logits(model: PreTrainedModel, logits: Tensor, mask: Tensor | None = None) -> None:
+    """Refuse logits from which no token can be predicted. A token that is ruled out at -inf is allowed.
+
+    Args:
+        model: the model that made them, named in the message.
+        logits: shape (b, kept, v), of the last positions.
+        mask: attention mask, shape (b, n), 0 for padding. Predictions at padding are not looked at.
+
+    Raises:
+        ModelOutputError: at some position the largest logit is NaN or infinite.
+    """
+    finite = logits.amax(-1).isfinite()
+    if finite.all():
+        return
+    if mask is not None and mask.ndim == 2 and finite.ndim == 2 and mask.shape[1] >= finite.shape[1]:
+        finite = finite | (mask[:, -finite.shape[1] :] == 0).to(finite.device)
+        if finite.all():
+            return
+    raise not_finite(model)
+
+
+def not_finite(model: PreTrainedModel, what: str = "logits") -> ModelOutputError:
+    """Build the error for NaN or infinite output; names the dtype, which is the likely cause at float16."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    if model.dtype == torch.float16:
+        cause = "float16 overflows above 65,504 in this model: load it in bfloat16 or float32 (--dtype)"
+    else:
+        cause = "the checkpoint is damaged, or its training had diverged: load the model's files again"
+    return ModelOutputError(f"the model's {what} are NaN or infinite ({dtype}); probably {cause}")

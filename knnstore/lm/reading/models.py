@@ -179,6 +179,13 @@ def identify(
     if metric not in {choice.value for choice in Metric}:
         raise ConfigError(f"metric {metric!r} is none of {', '.join(Metric)}")
     location, joined = locate(model, key), joining or Joining()
+    prefix, vocabulary = prefix_of(tokenizer), int(model.config.get_text_config().vocab_size)
+    if prefix is not None and prefix >= vocabulary:
+        raise ConfigError(
+            f"the tokenizer begins texts with token {prefix} ({tokenizer.convert_ids_to_tokens(prefix)!r}), "
+            f"which is not among the model's {vocabulary:,} tokens: use the tokenizer that the model was "
+            "trained with"
+        )
     window = window_of(model, max_length)
     step = stride or max(1, window // 2)
     check_window(window, step)
@@ -189,10 +196,10 @@ def identify(
         key=f"{location}{joined}",
         dim=key_dim(model, location),
         metric=metric,
-        vocab_size=max(len(tokenizer), model.config.get_text_config().vocab_size),
+        vocab_size=vocabulary,
         max_length=window,
         stride=step,
-        has_prefix=prefix_of(tokenizer) is not None,
+        has_prefix=prefix is not None,
     )
 
 

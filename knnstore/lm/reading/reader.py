@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from knnstore.documents import TextDocument
+from knnstore.errors import InputError
 from knnstore.lm.reading.detokenizing import Detokenizer, decoded
 from knnstore.lm.reading.encoder import Encoder
 from knnstore.lm.reading.spelling import letters_of
@@ -43,12 +44,29 @@ class TextReader:
         return letters_of(self.tokenizer)
 
     def tokens(self, text: str) -> NDArray[np.uint32]:
-        """The token ids of a text, without special tokens, shape (length,)."""
-        return tokenized(self.tokenizer, [text])[0]
+        """Return the token ids of a text, without special tokens, shape (length,).
+
+        Raises:
+            InputError: the tokenizer gives a token that the model does not have.
+        """
+        tokens = tokenized(self.tokenizer, [text])[0]
+        check_tokens(tokens, self.encoder.vocabulary, self.tokenizer)
+        return tokens
 
     def tokenized(self, documents: Sequence[TextDocument]) -> list[NDArray[np.uint32]]:
-        """The token ids of each document, without special tokens, shapes (length,)."""
-        return tokenized(self.tokenizer, [document.text for document in documents])
+        """Return the token ids of each document, without special tokens, shapes (length,).
+
+        Raises:
+            InputError: the tokenizer gives a token that the model does not have; names the document.
+        """
+        texts = tokenized(self.tokenizer, [document.text for document in documents])
+        vocabulary = self.encoder.vocabulary
+        for document, tokens in zip(documents, texts, strict=True):
+            try:
+                check_tokens(tokens, vocabulary, self.tokenizer)
+            except InputError as error:
+                raise InputError(f"{document.place}: {error}") from error
+        return texts
 
     def text(self, tokens: Sequence[int]) -> str:
         """The text of some tokens."""
@@ -82,6 +100,37 @@ def tokenized(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[NDAr
     """The token ids of each text, without special tokens, shapes (length,)."""
     encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
     return [np.array(tokens, np.uint32) for tokens in encoded]
+
+
+def check_tokens(
+    tokens: Sequence[int] | NDArray[np.integer[Any]],
+    vocabulary: int,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> None:
+    """Refuse tokens that a model cannot read.
+
+    Args:
+        tokens: token ids, shape (n,); may be empty.
+        vocabulary: number of tokens that the model has.
+        tokenizer: writes the token's text into the message.
+
+    Raises:
+        InputError: a token is negative or not below `vocabulary`; names the first one and its position,
+            counted from 0.
+    """
+    ids = np.asarray(tokens)  # of Python integers of any size, too
+    is_outside = (ids < 0) | (ids >= vocabulary)
+    if not is_outside.any():
+        return
+    position = int(np.argmax(is_outside))
+    token = int(ids[position])
+    text, advice = "", ""
+    if tokenizer is not None and 0 <= token < len(tokenizer):
+        text = f" ({tokenizer.convert_ids_to_tokens(token)!r})"
+        advice = f"; the tokenizer has {len(tokenizer):,}: use the tokenizer that the model was trained with"
+    raise InputError(
+        f"token {token}{text} at position {position} is not among the model's {vocabulary:,} tokens{advice}"
+    )
 
 
 def in_chunks(documents: Iterable[TextDocument], size: int = _AHEAD) -> Iterator[list[TextDocument]]:
