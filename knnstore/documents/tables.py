@@ -28,7 +28,8 @@ def rows_of(table: Any, text: str = "text") -> Iterable[object]:
     if hasattr(table, "itertuples"):  # pandas
         return _rows_of_pandas(table, text)
     try:
-        return iter(table)
+        rows: Iterator[object] = iter(table)
+        return rows
     except TypeError as error:
         kind = type(table).__name__
         hint = ": collect() it first" if hasattr(table, "collect") else ""

@@ -92,7 +92,7 @@ class Encoder:
     def vocabulary(self) -> int:
         """Number of tokens that the model reads and predicts: rows of its embeddings and of its head."""
         counts = [int(self.model.config.get_text_config().vocab_size)]
-        inputs = self.model.get_input_embeddings()  # type: ignore[no-untyped-call]
+        inputs = self.model.get_input_embeddings()
         for module, name in ((inputs, "num_embeddings"), (self.head, "out_features")):
             count = getattr(module, name, None)
             if isinstance(count, int):
