@@ -48,10 +48,11 @@ def init(
         typer.Option(
             metavar="PLACE",
             help="Where the keys are taken: ffn_input or attention_input of the last layer (@2: of layer 2), "
-            "final_hidden, each also with _before_norm behind the name; or a module's path. none keeps no "
-            "keys: adding takes no pass of the model, and n-grams are all that is retrieved.",
+            "final_hidden, each also with _before_norm behind the name; or a module's path. auto is "
+            "ffn_input, or final_hidden in a model without such a part. none keeps no keys: adding takes no "
+            "pass of the model, and n-grams are all that is retrieved.",
         ),
-    ] = "ffn_input",
+    ] = "auto",
     states: Annotated[
         int,
         typer.Option(

@@ -10,11 +10,11 @@ from knnstore.lm.keys.capture import (
 )
 from knnstore.lm.keys.fingerprint import model_fingerprint, same_model, tokenizer_fingerprint
 from knnstore.lm.keys.joining import Joining
-from knnstore.lm.keys.places import FINAL_PLACES, LAYER_PLACES, layer_count, locate
+from knnstore.lm.keys.places import AUTO, FINAL_PLACES, LAYER_PLACES, layer_count, locate
 from knnstore.lm.keys.projection import Projection, described, fit_projection
 
 __all__ = [
-    "FINAL_PLACES", "LAYER_PLACES", "Joining", "KeyCapture", "KeyLocation", "Projection", "described",
+    "AUTO", "FINAL_PLACES", "LAYER_PLACES", "Joining", "KeyCapture", "KeyLocation", "Projection", "described",
     "fit_projection", "hidden_forward", "keep_positions", "key_dim", "keys_forward", "layer_count", "locate",
     "model_fingerprint", "same_model", "tokenizer_fingerprint",
 ]  # fmt: skip

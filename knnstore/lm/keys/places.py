@@ -20,13 +20,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from knnstore.errors import ConfigError
-from knnstore.lm.keys.capture import KeyCapture, KeyLocation
+from knnstore.lm.keys.capture import KeyCapture, KeyLocation, key_dim
 
 LAYER_PLACES = ("ffn_input", "ffn_input_before_norm", "attention_input", "attention_input_before_norm")
 """The names of places in a layer: the last one, unless ``@LAYER`` follows."""
 
 FINAL_PLACES = ("final_hidden", "final_hidden_before_norm")
 """The names of places behind the layers."""
+
+AUTO = "auto"
+"""``ffn_input`` if the model has that place, else ``final_hidden``, as in a model without attention."""
+
+_FEED_FORWARD = re.compile(r"mlp|ffn|feed_?forward|moe|experts", re.IGNORECASE)
+"""Matches the name or the class of a feed-forward part."""
 
 _NAME = re.compile(r"(final_hidden|ffn_input|attention_input)(_before_norm)?(?:@(-?\d+))?")
 
@@ -42,7 +48,8 @@ def locate(model: PreTrainedModel, key: str = "ffn_input") -> KeyLocation:
 
     ``_before_norm`` behind a name is what the layer normalization right before the place took in. ``@LAYER``
     behind one of the first two takes another layer: ``@0`` is the first and ``@-2`` the last but
-    one. Anything else is the path of a module, with ``:input`` (the default) or ``:output`` after it.
+    one. ``auto`` is ``ffn_input``, or ``final_hidden`` in a model that has no such part. Anything else is the
+    path of a module, with ``:input`` (the default) or ``:output`` after it.
 
     Raises:
         ConfigError: the model has no such place; names the candidates.
@@ -53,6 +60,8 @@ def locate(model: PreTrainedModel, key: str = "ffn_input") -> KeyLocation:
         >>> str(locate(model)), str(locate(model, "attention_input_before_norm@0"))
         ('transformer.h.1.mlp:input', 'transformer.h.0.ln_1:input')
     """
+    if key == AUTO:
+        return _locate_default(model)
     named = _NAME.fullmatch(key)
     if not named:
         return _of_module(model, key)
@@ -70,6 +79,16 @@ def locate(model: PreTrainedModel, key: str = "ffn_input") -> KeyLocation:
 def layer_count(model: PreTrainedModel) -> int:
     """Return how many decoder layers a model has."""
     return len(_layers(model))
+
+
+def _locate_default(model: PreTrainedModel) -> KeyLocation:
+    """Return the first of the default places that gives one vector for each token."""
+    try:
+        location = locate(model, LAYER_PLACES[0])
+        key_dim(model, location)
+    except ConfigError:
+        return locate(model, FINAL_PLACES[0])
+    return location
 
 
 def _of_module(model: PreTrainedModel, key: str) -> KeyLocation:
@@ -98,11 +117,17 @@ def _part(model: PreTrainedModel, key: str, place: str, layer: int) -> nn.Module
     attentions = [at for at, child in enumerate(children) if _is_attention(child)]
     if attentions and place == "attention_input":
         return children[attentions[0]]
-    for child in children[attentions[0] + 1 :] if attentions else ():
-        # Norms have vectors for weights, dropouts and activations have none.
-        if not _is_attention(child) and _has_matrix(child):
-            return child
-    missing = "attention" if place == "attention_input" else "feed-forward part after an attention"
+    if place == "ffn_input":
+        for child in children[attentions[0] + 1 :] if attentions else ():
+            # Norms have vectors for weights, dropouts and activations have none.
+            if not _is_attention(child) and _has_matrix(child) and not isinstance(child, nn.ModuleList):
+                return child
+        # Some layers list their feed-forward part first, or have another mixer in place of the attention.
+        for name, child in layers[layer].named_children():
+            names = f"{name} {type(child).__name__}"
+            if _FEED_FORWARD.search(names) and _has_matrix(child) and not isinstance(child, nn.ModuleList):
+                return child
+    missing = "attention" if place == "attention_input" else "feed-forward part"
     raise ConfigError(
         f"key {key!r}: {type(model).__name__} has no {missing} in layer {layer}; name the key's module, one "
         f"of: {_candidates(layers[layer], model)}"
@@ -141,8 +166,16 @@ def _before_norm(model: PreTrainedModel, key: str, location: KeyLocation) -> Key
 
 
 def _decoder(model: PreTrainedModel) -> nn.Module:
-    decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
-    return decoder
+    """Find the decoder without its output head.
+
+    In some models `get_decoder` and `base_model` are the model itself, or the output head.
+    """
+    inner = [child for child in model.children() if isinstance(child, PreTrainedModel)]
+    candidates: list[nn.Module] = [model.get_decoder(), model.base_model, *inner]  # type: ignore[no-untyped-call]
+    for candidate in candidates:
+        if candidate is not model and any(isinstance(part, nn.ModuleList) for part in candidate.modules()):
+            return candidate
+    raise ConfigError(f"{type(model).__name__} has no list of decoder layers; name the key's module")
 
 
 def _layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -165,7 +198,7 @@ def _layers(model: PreTrainedModel) -> nn.ModuleList:
 
 def _is_attention(module: nn.Module) -> bool:
     name = type(module).__name__.lower()
-    return ("attention" in name or "attn" in name) and "norm" not in name
+    return ("attention" in name or "attn" in name) and not name.endswith("norm")
 
 
 def _has_matrix(module: nn.Module) -> bool:

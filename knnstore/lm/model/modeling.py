@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -16,8 +16,8 @@ from knnstore.errors import ConfigError
 from knnstore.lm import scoring
 from knnstore.lm.calibration import calibrate
 from knnstore.lm.explanation import explain
-from knnstore.lm.keys import KeyCapture
-from knnstore.lm.model.delegating import of_base
+from knnstore.lm.keys import KeyCapture, keep_positions
+from knnstore.lm.model.delegating import delegate_to_base, is_answered_by_base
 from knnstore.lm.model.drafting import can_draft, with_drafts
 from knnstore.lm.model.logits import LogitMixer
 from knnstore.lm.model.passes import ForwardPass
@@ -41,6 +41,7 @@ from knnstore.lm.substitute import Heads, train_substitute
 from knnstore.store import KNNStore
 
 
+@delegate_to_base
 class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
     """Any causal language model of transformers, with retrieval from a store mixed into its output.
 
@@ -64,11 +65,9 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
 
     config_class = KNNLMConfig
     base_model_prefix = "base"
-    # The base model has made sure of its own attention; here nothing is to be refused.
-    _supports_sdpa = True
-    _supports_flash_attn = True
-    _supports_flex_attn = True
-    _supports_attention_backend = True
+    # The loss is computed here, whatever the base model's own is.
+    loss_type = "ForCausalLM"
+    accepts_loss_kwargs = True
     # A search runs on the CPU in the middle of `forward`.
     _can_compile_fullgraph = False
 
@@ -97,8 +96,12 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         check_matches(base, tokenizer, store.identity)
-        super().__init__(base.config)
+        # `PreTrainedModel.__init__` prepares a model of one's own: it checks which attention and experts its
+        # layers can run. The base model has done all that, and answers for it.
+        nn.Module.__init__(self)
         self.base: Any = base
+        self.config = base.config
+        self.name_or_path = base.config.name_or_path
         self.store = store
         self.tokenizer = tokenizer
         self.knn = knn or KNNSettings()
@@ -108,9 +111,17 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
         self._text_states = TextStates(self.encoder)
         self._mixer = LogitMixer(store, Heads(store, base.device), self.encoder)
         self._base_accepts = frozenset(inspect.signature(base.forward).parameters)
-        if hasattr(base, "hf_device_map"):
-            self.hf_device_map = base.hf_device_map
-        self.train(base.training)
+        self.training = base.training
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the base model has of this name, if the model with a store has nothing."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            base = self.__dict__.get("_modules", {}).get("base")
+            if base is None or not is_answered_by_base(base, name):
+                raise
+            return getattr(base, name)
 
     @property
     def reader(self) -> TextReader:
@@ -187,11 +198,6 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
         """
         write_config(Path(save_directory), self.base, self.store, self.knn)
         write_type(save_directory, self.base.config, self.tokenizer)
-
-    get_input_embeddings = of_base("get_input_embeddings")
-    set_input_embeddings = of_base("set_input_embeddings")
-    get_output_embeddings = of_base("get_output_embeddings")
-    set_output_embeddings = of_base("set_output_embeddings")
 
     def generate(self, *args: Any, knn: KNNSettings | None = None, draft: bool = False, **kwargs: Any) -> Any:
         """Write text as `GenerationMixin.generate` does; pointers begin at the end of each prompt.
@@ -297,6 +303,8 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
                 check_tokens(input_ids.flatten().cpu().numpy(), self.encoder.vocabulary, self.tokenizer)
             raise
         logits = output.logits
+        if "logits_to_keep" not in self._base_accepts:
+            logits = keep_positions(logits, logits_to_keep)
         if not self.training:  # in training a step that overflows is left to the loss scaler
             check_logits(self.base, logits, attention_mask)
         if is_mixed:

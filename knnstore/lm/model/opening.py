@@ -10,14 +10,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from knnstore.documents import documents_of
 from knnstore.errors import ConfigError
-from knnstore.lm.keys import Joining, described, fit_projection, locate
+from knnstore.lm.keys import AUTO, Joining, described, fit_projection, locate
 from knnstore.lm.model.modeling import KNNLMForCausalLM
 from knnstore.lm.reading import Encoder, TextReader, identify, loaded, name_of, sample_keys
 from knnstore.lm.settings import KNNSettings, default_settings, settings_for, usable_settings_for
 from knnstore.progress import Progress
 from knnstore.store import KEYLESS, KNNStore, Mode, check_new
 
-_ENGINE, _KEY = "cells", "ffn_input"
+_ENGINE = "cells"
 _STATES = 3
 """That make a key: see docs/benchmarks.md."""
 
@@ -31,7 +31,7 @@ def create(
     location: str | None = None,
     params: Mapping[str, Any] | None = None,
     catalog: str | None = None,
-    key: str | None = _KEY,
+    key: str | None = AUTO,
     states: int = _STATES,
     discounts: Sequence[float] | None = None,
     metric: str = "l2",
@@ -54,8 +54,9 @@ def create(
         location: where it keeps them: a URL or a folder; default ``HOME/keys``.
         params: the adapter's own parameters.
         catalog: SQLAlchemy URL of the catalog; default is SQLite in the home.
-        key: where in the model the keys are taken: ``ffn_input`` or another place; see `locate`. None keeps
-            no keys: the model reads nothing that is added, and n-grams are all that is retrieved.
+        key: where in the model the keys are taken, see `locate`; default is ``ffn_input``, or
+            ``final_hidden`` in a model without such a place. None keeps no keys: the model reads nothing that
+            is added, and n-grams are all that is retrieved.
         states: how many states make a key: that of its token there, and those of the tokens before. A key
             is as wide as one state.
         discounts: of the state before, of the one before that, and so on; default 0.5, 0.35, ...
@@ -78,7 +79,7 @@ def create(
     if key is None:  # keys of the text that is being read, for a cache, are made all the same
         if store != _ENGINE or location is not None:
             raise ConfigError("a store that keeps no keys has no engine and no location for them")
-        store, key = KEYLESS, _KEY
+        store, key = KEYLESS, AUTO
     check_new(home, store)
     joining = Joining.of(states, discounts)
     if (dim is None) != (sample is None):

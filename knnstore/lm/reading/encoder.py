@@ -248,12 +248,19 @@ class Encoder:
 
     @cached_property
     def _head_suffices(self) -> bool:
+        """Whether logits are the head's output for the base model's states, tried on a few tokens."""
+        if self.head is None or self.model.base_model is self.model:
+            return False
         ids = torch.arange(8, device=self.model.device)[None]
         with torch.inference_mode():
             whole: Any = self.model(ids, use_cache=False).logits
             hidden = self.model.base_model(ids, use_cache=False)[0]
+            try:
+                logits = self.head(hidden)
+            except RuntimeError:  # another layer lies between them, and gives the states another width
+                return False
             # The same operations on the same shapes: equal to the bit, or something else is done.
-            return self.head is not None and torch.equal(whole.float(), self.head(hidden).float())
+            return torch.equal(whole.float(), logits.float())
 
 
 def check_logits(model: PreTrainedModel, logits: Tensor, mask: Tensor | None = None) -> None:

@@ -15,7 +15,15 @@ from transformers import (
 
 from knnstore.datastore import Metric
 from knnstore.errors import ConfigError, FingerprintMismatchError
-from knnstore.lm.keys import Joining, key_dim, locate, model_fingerprint, same_model, tokenizer_fingerprint
+from knnstore.lm.keys import (
+    AUTO,
+    Joining,
+    key_dim,
+    locate,
+    model_fingerprint,
+    same_model,
+    tokenizer_fingerprint,
+)
 from knnstore.lm.reading.windows import check_window, max_length_of, prefix_of
 from knnstore.model_names import check_model
 from knnstore.store import Identity
@@ -155,7 +163,7 @@ def identify(
     tokenizer: PreTrainedTokenizerBase,
     *,
     name: str,
-    key: str = "ffn_input",
+    key: str = AUTO,
     joining: Joining | None = None,
     metric: str = "l2",
     max_length: int | None = None,

@@ -171,7 +171,7 @@ def max_length_of(config: Any) -> int:
     text_config = config.get_text_config()
     for name in ("max_position_embeddings", "max_seq_len", "seq_length"):
         limit = getattr(text_config, name, None)
-        if isinstance(limit, int):
+        if isinstance(limit, int) and limit > 0:  # -1 says that there is none
             return limit
     raise ConfigError(f"{text_config.model_type}: the model names no longest input; give max_length")
 
