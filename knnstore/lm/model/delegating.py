@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
-from transformers.utils import PushToHubMixin
+from transformers.utils.hub import PushToHubMixin
 
 Model = TypeVar("Model", bound=type[PreTrainedModel])
 
