@@ -16,7 +16,15 @@ from starlette.types import ASGIApp
 import knnstore
 from knnstore.catalog import Right
 from knnstore.errors import KnnstoreError
-from knnstore.server.access import Endpoints, Gate, access, check_declared, open_paths
+from knnstore.server.access import (
+    Endpoints,
+    Gate,
+    access,
+    check_declared,
+    methods_of,
+    open_paths,
+    whole_paths,
+)
 from knnstore.server.asking import declare_asking
 from knnstore.server.completions import declare_completions
 from knnstore.server.documents import declare_documents
@@ -59,6 +67,7 @@ def make_app(
         app,
         gate,
         open_paths(app),
+        whole_paths(app),
         serving.limits.body_bytes,
         serving.limits.body_seconds,
         local_only=options.local_only,
@@ -130,7 +139,9 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
     """The first thing that is wrong with a request."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"] if part not in ("body", "query"))
+    field = first.get("ctx", {}).get("field")
+    loc = [*first["loc"][1:], *([field] if field else [])]  # the first is "body" or "query"
+    where = ".".join(str(part) for part in loc)
     if first["type"] == "json_invalid":
         where, said = "", f"the body is not JSON: {first.get('ctx', {}).get('error', '')}"
     elif first["type"] == "model_attributes_type" and not where:
@@ -143,8 +154,18 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
     return await _known(request, ApiError(400, said, param=where or None))
 
 
-async def _http(request: Request, error: Exception) -> JSONResponse:
+async def _http(request: Request, error: Exception) -> Response:
+    """Answer what no endpoint answers, and OPTIONS."""
     assert isinstance(error, HTTPException)
-    return await _known(
-        request, ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {}))
-    )
+    headers, said, path = dict(error.headers or {}), str(error.detail), request.url.path
+    if error.status_code == 405:
+        methods = methods_of(request.app, path)
+        headers["Allow"] = ", ".join(methods)
+        if request.method == "OPTIONS":
+            return Response(status_code=204, headers=headers)
+        said = f"{path} does not take {request.method}, only {headers['Allow']}"
+    elif error.status_code == 404:
+        said = f"this server has no {path}"
+        if methods_of(request.app, f"/v1{path}"):
+            said += f"; there is /v1{path}: let the client's base URL end with /v1"
+    return await _known(request, ApiError(error.status_code, said, headers=headers))

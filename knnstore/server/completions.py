@@ -4,7 +4,8 @@ import json
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,14 @@ from knnstore.server.access import Access, Endpoints, Quota, access
 from knnstore.server.asking import sources_of
 from knnstore.server.engine import Piece, Prompt, Task, TokenScore
 from knnstore.server.errors import error_of, refused
-from knnstore.server.protocol import ChatRequest, CompletionRequest, Retrieval, Writing
+from knnstore.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    Retrieval,
+    ToolCall,
+    Writing,
+)
 from knnstore.server.serving import Serving, unless_left
 from knnstore.server.shapes import Messages, Shape, Texts, choice
 
@@ -79,7 +87,6 @@ def _of_messages(serving: Serving, body: ChatRequest) -> _Plan:
 
 def _conversation(serving: Serving, body: ChatRequest) -> list[int]:
     """The tokens of a conversation, up to where the assistant is to speak."""
-    messages = [{"role": one.role, "content": one.text} for one in body.messages]
 
     def tokens(tokenizer: Any) -> list[int]:
         if not tokenizer.chat_template:
@@ -88,6 +95,7 @@ def _conversation(serving: Serving, body: ChatRequest) -> list[int]:
                 "model",
                 "no_chat_template",
             )
+        messages = _messages_for(str(tokenizer.chat_template), body.messages)
         try:
             text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         except Exception as error:  # whatever the template, a program, makes of it
@@ -99,6 +107,49 @@ def _conversation(serving: Serving, body: ChatRequest) -> list[int]:
         raise refused("the messages are empty", "messages")
     serving.check_tokens(found, "messages")
     return found
+
+
+def _messages_for(template: str, messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return the messages as a chat template takes them.
+
+    A template that does not know the role `developer` is given `system`, which it replaced. Tool calls and
+    their results are refused where the template would leave them out.
+    """
+    found = []
+    for number, message in enumerate(messages):
+        given: dict[str, Any] = {"role": message.role, "content": message.text}
+        if message.role == "developer" and "developer" not in template:
+            given["role"] = "system"
+        if message.role == "tool" and "tool" not in template:
+            raise refused(
+                f"messages.{number}.role: this model's template does not know the role 'tool'",
+                f"messages.{number}.role",
+            )
+        if message.tool_calls:
+            if "tool_calls" not in template:
+                raise refused(
+                    f"messages.{number}.tool_calls: this model's template does not know tool calls",
+                    f"messages.{number}.tool_calls",
+                )
+            given["tool_calls"] = [_call_for_template(call) for call in message.tool_calls]
+        if message.name is not None:
+            given["name"] = message.name
+        if message.tool_call_id is not None:
+            given["tool_call_id"] = message.tool_call_id
+        found.append(given)
+    return found
+
+
+def _call_for_template(call: ToolCall) -> dict[str, Any]:
+    """Return a tool call with its arguments parsed, as templates expect; text that is no JSON stays text."""
+    arguments: Any = call.function.arguments
+    with suppress(ValueError):
+        arguments = json.loads(arguments)
+    return {
+        "id": call.id,
+        "type": call.type,
+        "function": {"name": call.function.name, "arguments": arguments},
+    }
 
 
 class _Answer:

@@ -32,6 +32,7 @@ class Frame:
         app: what answers.
         gate: tells what a request may do.
         open_paths: those that need no key.
+        paths: the paths without parameters; each may also be asked for with a slash at its end.
         body_bytes: of a request at most.
         body_seconds: after which its body must be there.
         local_only: only requests to a name of this machine are answered. A page of anybody's in a browser
@@ -44,6 +45,7 @@ class Frame:
         app: ASGIApp,
         gate: Gate,
         open_paths: frozenset[str],
+        paths: frozenset[str],
         body_bytes: int,
         body_seconds: float,
         *,
@@ -53,6 +55,7 @@ class Frame:
         self._app = app
         self._gate = gate
         self._open = open_paths
+        self._paths = paths
         self._body_bytes = body_bytes
         self._body_seconds = body_seconds
         self._local_only = local_only
@@ -63,6 +66,8 @@ class Frame:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["path"].rstrip("/") in self._paths:
+            scope["path"] = scope["path"].rstrip("/")
         headers, started = Headers(scope=scope), time.perf_counter()
         given = headers.get("x-request-id", "")
         id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex

@@ -1,11 +1,18 @@
-"""What clients send, as OpenAI's protocol has it, and what is allowed of it."""
+"""The bodies of requests, in OpenAI's protocol and our own, and what is accepted in them.
+
+A field that asks for nothing (null, empty or at the protocol's default) is accepted. A field that asks for
+something that this server cannot do is refused by name. The tables `UNSUPPORTED_…` list those fields.
+"""
 
 import json
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AliasChoices,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     StrictBool,
@@ -13,6 +20,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from knnstore.checks import MAX_NAME
 from knnstore.server.engine import Sampling
@@ -36,16 +44,144 @@ TokenId = Annotated[StrictInt, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 
 
+def field_error(field: str, message: str) -> PydanticCustomError:
+    """Return the error that names a field, to be raised by a validator of the whole body."""
+    return PydanticCustomError("field", "{message}", {"field": field, "message": message})
+
+
+@dataclass(frozen=True, slots=True)
+class Unsupported:
+    """A field of a protocol that this server cannot do, and the values of it that ask for nothing.
+
+    Null asks for nothing. Neither does an empty value, except where `empty_asks` is True; an object is
+    empty if all its values are.
+    """
+
+    reason: str
+    """Why any other value is refused, as one sentence."""
+    defaults: tuple[Any, ...] = ()
+    """The protocol's defaults, and other values that ask for nothing."""
+    asks_nothing: Callable[[Any], bool] | None = None
+    """Also accepts the values for which it returns True; it may be given any JSON value."""
+    empty_asks: bool = False
+
+    def accepts(self, value: Any) -> bool:
+        """Return whether a value asks for nothing."""
+        if value is None or (_is_empty(value) and not self.empty_asks):
+            return True
+        if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.defaults):
+            return True
+        return self.asks_nothing is not None and self.asks_nothing(value)
+
+
+def _is_empty(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_empty, value.values()))
+    return value is None or value in ("", [])
+
+
+def _is_zero_for_all_tokens(bias: Any) -> bool:
+    return isinstance(bias, dict) and all(value == 0 and value is not False for value in bias.values())
+
+
+def _has_only(**defaults: str) -> Callable[[Any], bool]:
+    """Return a test for objects that have these values alone, or some of them."""
+    return lambda value: isinstance(value, dict) and value.items() <= defaults.items()
+
+
+_NO_TOOLS = "this server cannot call tools or functions"
+_NO_PENALTIES = "this server cannot penalize repetition"
+_NO_SAMPLER = "this server samples with temperature, top_p and seed only"
+_NO_CACHE_CONTROL = "this server keeps no prompts between requests"
+_NO_AUDIO = "this server reads and writes text only"
+_NO_FORMAT = "this server cannot hold an answer to a format"
+
+# The fields below are in OpenAI's protocol or in what other servers add to it.
+UNSUPPORTED_STREAM_OPTIONS = {
+    "include_obfuscation": Unsupported("this server adds no random characters to events", (False,)),
+    "continuous_usage_stats": Unsupported("only the last event of a stream has the usage", (False,)),
+}
+_UNSUPPORTED_SAMPLING = {
+    "presence_penalty": Unsupported(_NO_PENALTIES, (0,)),
+    "frequency_penalty": Unsupported(_NO_PENALTIES, (0,)),
+    "repetition_penalty": Unsupported(_NO_PENALTIES, (1,)),
+    "logit_bias": Unsupported(
+        "this server cannot change the probability of single tokens", asks_nothing=_is_zero_for_all_tokens
+    ),
+    "top_k": Unsupported(_NO_SAMPLER, (0, -1)),
+    "min_p": Unsupported(_NO_SAMPLER, (0,)),
+    "typical_p": Unsupported(_NO_SAMPLER, (1,)),
+    "length_penalty": Unsupported("this server has no beam search", (1,)),
+    "use_beam_search": Unsupported("this server has no beam search", (False,)),
+    "min_tokens": Unsupported("this server cannot forbid a text to end", (0,)),
+    "ignore_eos": Unsupported("this server cannot forbid a text to end", (False,)),
+    "response_format": Unsupported(_NO_FORMAT, ({"type": "text"},)),
+}
+UNSUPPORTED_COMPLETION = {
+    **_UNSUPPORTED_SAMPLING,
+    "suffix": Unsupported("this server continues texts and cannot fill in before a suffix"),
+}
+UNSUPPORTED_CHAT = {
+    **_UNSUPPORTED_SAMPLING,
+    "tools": Unsupported(_NO_TOOLS),
+    "tool_choice": Unsupported(_NO_TOOLS, ("none", "auto")),
+    "parallel_tool_calls": Unsupported(_NO_TOOLS, (True, False)),
+    "functions": Unsupported(_NO_TOOLS),
+    "function_call": Unsupported(_NO_TOOLS, ("none", "auto")),
+    "web_search_options": Unsupported("this server cannot search the web", empty_asks=True),
+    "modalities": Unsupported(_NO_AUDIO, (["text"],)),
+    "audio": Unsupported(_NO_AUDIO),
+    "reasoning_effort": Unsupported("this server has no effort to choose", ("none",)),
+    "verbosity": Unsupported("this server has no verbosity to choose: say it in a message", ("medium",)),
+    "prediction": Unsupported("this server drafts from its store and takes no predicted text"),
+    "moderation": Unsupported("this server cannot moderate texts"),
+    "service_tier": Unsupported("this server has one tier", ("auto", "default")),
+    "store": Unsupported("this server keeps no answers", (False,)),
+    "metadata": Unsupported("this server keeps no answers, so their metadata neither"),
+    "prompt_cache_retention": Unsupported(_NO_CACHE_CONTROL, ("in_memory", "in-memory", "24h")),
+    "prompt_cache_options": Unsupported(
+        _NO_CACHE_CONTROL, asks_nothing=_has_only(mode="implicit", ttl="30m")
+    ),
+    "echo": Unsupported("a conversation is not repeated in its answer", (False,)),
+    "add_generation_prompt": Unsupported("an answer is always a new message", (True,)),
+    "continue_final_message": Unsupported("an answer is always a new message", (False,)),
+}
+UNSUPPORTED_MESSAGE = {
+    "function_call": Unsupported("write it as tool_calls, which replaced it"),
+    "refusal": Unsupported("write a refusal as the content of its message"),
+    "annotations": Unsupported("this server reads the text of a message only"),
+    "audio": Unsupported(_NO_AUDIO),
+    "reasoning": Unsupported("this server reads the text of a message only"),
+    "reasoning_content": Unsupported("this server reads the text of a message only"),
+    "provider_specific_fields": Unsupported("this server reads the text of a message only"),
+}
+UNSUPPORTED_PART = {
+    "annotations": Unsupported("this server reads the text of a message only"),
+    "prompt_cache_breakpoint": Unsupported(_NO_CACHE_CONTROL),
+    "cache_control": Unsupported(_NO_CACHE_CONTROL),
+}
+
+
 class Body(BaseModel):
-    """The body of a request: what it does not know it refuses, rather than do something else."""
+    """The body of a request, or an object in it.
+
+    A field that is null counts as not given, whether it is known or not. A field in `unsupported` is refused
+    by name unless its value asks for nothing. Any other field that is not declared is refused by name.
+    """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {}
+
     @model_validator(mode="before")
     @classmethod
-    def _check_text(cls, given: Any) -> Any:
-        """Refuse what JSON can escape and no text can hold, wherever it stands, also in names of fields."""
-        if not isinstance(given, dict):  # which is refused for what it is
+    def _drop_what_asks_nothing(cls, given: Any) -> Any:
+        """Return the fields that ask for something; raise an error that names one that cannot be done.
+
+        Also refuses a lone surrogate anywhere in the object, names of fields included: JSON can escape it,
+        but it is no text.
+        """
+        if not isinstance(given, dict):  # pydantic refuses it for its type
             return given
         try:
             json.dumps(given, ensure_ascii=False, allow_nan=False).encode()
@@ -55,7 +191,14 @@ class Body(BaseModel):
             raise ValueError("NaN and Infinity are no JSON: leave the field out, or send null") from error
         except RecursionError as error:
             raise ValueError("the body is nested too deeply") from error
-        return given
+        kept = {}
+        for name, value in given.items():
+            rule = cls.unsupported.get(name)
+            if rule is not None and not rule.accepts(value):
+                raise field_error(name, rule.reason)
+            if rule is None and value is not None:
+                kept[name] = value
+        return kept
 
 
 class Retrieval(Body):
@@ -80,6 +223,8 @@ class Retrieval(Body):
 class StreamOptions(Body):
     """What a stream has beside its text."""
 
+    unsupported = UNSUPPORTED_STREAM_OPTIONS
+
     include_usage: StrictBool = False
 
 
@@ -94,25 +239,25 @@ class Writing(Body):
     stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
     stream: StrictBool | None = False
     stream_options: StreamOptions | None = None
-    user: str | None = None
+    user: str | None = Field(default=None, description="A label, which changes nothing; so are the next two.")
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
     knn: Retrieval | None = None
-    # Known, but only as if they had not been given.
-    presence_penalty: Literal[0] | None = None
-    frequency_penalty: Literal[0] | None = None
-    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if "" in self.stops:
-            raise ValueError("stop: a string that ends a text cannot be empty")
-        if self.stream_options and not self.stream:
-            raise ValueError("stream_options: only with stream")
+            raise field_error("stop", "a string that ends a text cannot be empty")
+        if self.wants_usage and not self.stream:
+            raise field_error("stream_options", "only with stream")
         return self
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The strings that end a text."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        """The strings that end a text; an empty string in place of a list is none."""
+        if isinstance(self.stop, str):
+            return (self.stop,) if self.stop else ()
+        return tuple(self.stop or ())
 
     @property
     def sampling(self) -> Sampling:
@@ -145,19 +290,20 @@ def _kind(value: Any) -> str:
 
 
 class CompletionRequest(Writing):
-    """The body of ``/v1/completions``."""
+    """The body of ``/v1/completions``. Without a prompt a new document is begun, as in OpenAI's protocol."""
+
+    unsupported = UNSUPPORTED_COMPLETION
 
     prompt: (
         str
         | TokenIds
         | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS)]
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_PROMPTS)]
-    )
+    ) = ""
     max_tokens: Annotated[StrictInt, Field(ge=0)] | None = None
     echo: StrictBool | None = False
     logprobs: Annotated[StrictInt, Field(ge=0, le=MOST_TOP)] | None = None
     best_of: StrictInt | None = None
-    suffix: Literal[""] | None = None
     return_tokens_as_token_ids: StrictBool | None = Field(
         default=False, description="Write tokens of log-probabilities as token_id:N: no two print alike."
     )
@@ -195,9 +341,10 @@ class CompletionRequest(Writing):
     def _check_texts(self) -> Self:
         copies = self.n or 1
         if self.best_of not in (None, copies):
-            raise ValueError("best_of: must equal n, all texts are returned")
+            raise field_error("best_of", "must equal n, because all texts are returned")
         if len(self.prompts) * copies > MOST_TEXTS:
-            raise ValueError(f"prompt: prompts × n are {len(self.prompts) * copies}, at most {MOST_TEXTS}")
+            count = len(self.prompts) * copies
+            raise field_error("prompt", f"prompts × n are {count}, at most {MOST_TEXTS}")
         return self
 
     @property
@@ -213,25 +360,76 @@ class CompletionRequest(Writing):
 class TextPart(Body):
     """A part of a message."""
 
+    unsupported = UNSUPPORTED_PART
+
     type: Literal["text"]
     text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_type(cls, given: Any) -> Any:
+        """Refuse a part that is not text before its other fields are looked at."""
+        if isinstance(given, dict) and isinstance(given.get("type"), str) and given["type"] != "text":
+            raise field_error("type", f"a part of type {given['type']!r} cannot be read, only 'text'")
+        return given
+
+
+def _as_parts(content: Any) -> Any:
+    """Return the content of a message as a list of parts."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if isinstance(content, list):
+        return content
+    raise PydanticCustomError("content", "must be a string or a list of parts of type 'text'")
+
+
+Content = Annotated[list[TextPart], BeforeValidator(_as_parts, json_schema_input_type=str | list[TextPart])]
+
+
+class FunctionCall(Body):
+    """The function that an earlier answer called, and its arguments as JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    """A call in an earlier answer, which another server has given."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
 
 
 class Message(Body):
     """One message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    unsupported = UNSUPPORTED_MESSAGE
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
     name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _check_role(self) -> Self:
+        if self.content is None and self.role != "assistant":
+            raise field_error("content", f"a message of the role {self.role!r} needs one")
+        if self.tool_calls and self.role != "assistant":
+            raise field_error("tool_calls", "only in messages of the role 'assistant'")
+        return self
 
     @property
     def text(self) -> str:
-        """Its parts, one after another."""
-        return self.content if isinstance(self.content, str) else "".join(one.text for one in self.content)
+        """The texts of its parts, joined; empty without content."""
+        return "".join(part.text for part in self.content or ())
 
 
 class ChatRequest(Writing):
     """The body of ``/v1/chat/completions``."""
+
+    unsupported = UNSUPPORTED_CHAT
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
@@ -241,8 +439,8 @@ class ChatRequest(Writing):
 
     @model_validator(mode="after")
     def _check_top(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs: only with logprobs")
+        if self.top_logprobs and not self.logprobs:
+            raise field_error("top_logprobs", "only with logprobs")
         return self
 
 

@@ -69,7 +69,6 @@ def test_the_other_documents_are_stored(wide) -> None:
         ([1.5], "prompt: item 0 is a number, not a token id"),
         ([True], "prompt: item 0 is a boolean, not a token id"),
         ([[5], 6], "prompt: list 1 is an integer beside lists of token ids"),
-        (None, "prompt: a text, a list of texts, a list of token ids, or a list of such lists, not null"),
         ({}, "prompt: a text, a list of texts, a list of token ids, or a list of such lists, not an object"),
         ([299], "token 299 ('<new>') at position 0 is not among the model's 299 tokens"),
         ([7, 10**30], f"token {10**30} at position 1 is not among the model's 299 tokens"),

@@ -109,7 +109,10 @@ class Endpoints:
     def add(
         self, method: str, path: str, right: Right | None, **options: Any
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Declare an endpoint, a decorator; None is a right that everybody has."""
+        """Declare an endpoint, a decorator; None is a right that everybody has.
+
+        An endpoint for GET also answers HEAD.
+        """
 
         def declare(function: Callable[..., Any]) -> Callable[..., Any]:
             dependencies = [] if right is None else [Depends(_Needs(right))]
@@ -117,6 +120,11 @@ class Endpoints:
             self._app.add_api_route(
                 path, function, methods=[method], dependencies=dependencies, openapi_extra=extra, **options
             )
+            if method == "GET":  # load balancers ask with HEAD; the HTTP server leaves the body out
+                hidden = {**options, "include_in_schema": False}
+                self._app.add_api_route(
+                    path, function, methods=["HEAD"], dependencies=dependencies, openapi_extra=extra, **hidden
+                )
             return function
 
         return declare
@@ -143,6 +151,24 @@ def open_paths(app: FastAPI) -> frozenset[str]:
     return frozenset(
         route.path for route in app.routes if isinstance(route, APIRoute) and _right_of(route) == _NONE
     )
+
+
+def whole_paths(app: FastAPI) -> frozenset[str]:
+    """Return the paths that hold no parameter."""
+    return frozenset(
+        route.path for route in app.routes if isinstance(route, APIRoute) and "{" not in route.path
+    )
+
+
+def methods_of(app: FastAPI, path: str) -> list[str]:
+    """Return the methods that a path takes, sorted; empty if there is no such path."""
+    found = {
+        method
+        for route in app.routes
+        if isinstance(route, APIRoute) and route.path_regex.match(path)
+        for method in route.methods or ()
+    }
+    return sorted({*found, "OPTIONS"}) if found else []
 
 
 def check_declared(app: FastAPI) -> None:
