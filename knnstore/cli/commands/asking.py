@@ -55,7 +55,8 @@ def generate(
             "--draft/--no-draft",
             help="Check several tokens in one pass, which stood after the same words in the store or the "
             "text. The text stays the same; all that is stored is sorted first, as n-grams need it too: by "
-            "default where these are in use.",
+            "default where these are in use and one beam searches. One line says so where drafts are "
+            "impossible, as with a model that has a recurrent state.",
             show_default=False,
         ),
     ] = None,
@@ -92,7 +93,7 @@ def generate(
             top_p=top_p,
             seed=seed,
             num_beams=beams,
-            draft=settings.for_writing.ngrams is not None if draft is None else draft,
+            draft=settings.for_writing.ngrams is not None and beams == 1 if draft is None else draft,
             knn=settings,
             streamer=shown if beams == 1 and not as_json else None,
         )

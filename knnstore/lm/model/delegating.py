@@ -70,12 +70,14 @@ class _OfGeneration:
 def delegate_to_base(model_class: Model) -> Model:
     """Let the attribute `base` of a model class answer for it; for use as a decorator.
 
-    What the class defines itself, what `nn.Module` has, and `_OWN` stay. Steps of `generate` go to the base
-    model only if its class overrides them.
+    What the class and its ancestors of this package define, what `nn.Module` has, and `_OWN` stay. Steps of
+    `generate` go to the base model only if its class overrides them.
     """
-    kept = {*dir(nn.Module), *vars(model_class), *vars(PushToHubMixin), *_OWN}
+    package = __name__.partition(".")[0]
+    ours = [one for one in model_class.__mro__ if one.__module__.partition(".")[0] == package]
+    kept = {*dir(nn.Module), *vars(PushToHubMixin), *_OWN, *(name for one in ours for name in vars(one))}
     for ancestor in model_class.__mro__:
-        if ancestor in nn.Module.__mro__ or ancestor is model_class:
+        if ancestor in nn.Module.__mro__ or ancestor in ours:
             continue
         kind = _OfGeneration if issubclass(GenerationMixin, ancestor) else _OfBase
         for name, inherited in vars(ancestor).items():

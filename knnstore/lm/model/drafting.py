@@ -1,55 +1,81 @@
-"""Writing with drafts: tokens that stood after the same words elsewhere are checked several in one pass.
+"""Generation with drafts: tokens that followed the same words elsewhere are checked several in one pass.
 
-At each drafted position the next token is chosen from the mixture as without drafts, greedily or by a draw;
-while it is the drafted one, the next position is known too. So greedy text is the same, and sampled text has
-the same distribution; even the same random numbers make it.
+At each drafted position the next token is chosen from the mixture as without drafts, greedily or by a draw.
+While it equals the drafted token, the next position is known too. So greedy text is the same, and sampled
+text has the same distribution; even the same random numbers make it.
+
+Drafted tokens that were not chosen are taken back from the model's cache, as transformers' assisted decoding
+does it. A cache that cannot take tokens back (static, quantized, or the state of a recurrent model) is not
+drafted for.
 """
 
+import logging
 from collections.abc import Mapping
 from copy import copy
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
+from transformers.cache_utils import Cache, StaticLayer
 from transformers.generation.streamers import BaseStreamer
 
 from knnstore.lm.retrieval import Drafts
 from knnstore.lm.settings import KNNSettings
 from knnstore.store import KNNStore
 
+_logger = logging.getLogger(__name__)
+
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "num_beams": (None, 1), "num_return_sequences": (None, 1), "use_cache": (None, True),
     "return_dict_in_generate": (None, False), "prompt_lookup_num_tokens": (None,),
-    "cache_implementation": (None,), "penalty_alpha": (None,), "guidance_scale": (None, 1, 1.0),
+    "assistant_early_exit": (None,), "dola_layers": (None,), "use_mtp": (None, False),
+    "token_healing": (None, False), "penalty_alpha": (None,), "guidance_scale": (None, 1, 1.0),
 }  # fmt: skip
-"""Options of `generate` as they are where one text is written token by token."""
+"""Options of `generate` with the values that they have where one text is generated token by token."""
 _OTHERWISE = ("assistant_model", "custom_generate", "inputs_embeds", "past_key_values")
+_CANNOT_TAKE_BACK = "the model's cache cannot take tokens back"
 
 
-def can_draft(model: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
-    """Whether `write_with_drafts` can do what `generate` is asked for with these arguments."""
+def why_no_drafts(model: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> str | None:
+    """Say why `generate_with_drafts` cannot do what these arguments of `generate` ask for.
+
+    Returns:
+        The reason, or None where it can. Whether the cache can take tokens back is only known later.
+    """
     config = options.get("generation_config") or model.generation_config
     prompt = next(
         (one for one in (*args[:1], options.get("inputs"), options.get("input_ids")) if one is not None), None
     )
     mask = options.get("attention_mask")
-    asked = {name: options.get(name, getattr(config, name, None)) for name in _PLAIN}
-    return (
-        isinstance(prompt, Tensor)
-        and len(prompt) == 1
-        and (mask is None or bool(mask.all()))
-        and all(value in plain for (_, plain), value in zip(_PLAIN.items(), asked.values(), strict=True))
-        and not any(options.get(name) is not None for name in _OTHERWISE)
-        and not getattr(model.base, "_is_stateful", False)
-    )
+    if not isinstance(prompt, Tensor):
+        return "the prompt is not given as token ids"
+    if len(prompt) != 1:
+        return f"{len(prompt)} texts are generated at once"
+    if mask is not None and not bool(mask.all()):
+        return "the prompt is padded"
+    for name, plain in _PLAIN.items():
+        value = options.get(name, getattr(config, name, None))
+        if value not in plain:
+            return f"{name} is {value}"
+    for name in _OTHERWISE:
+        if options.get(name) is not None:
+            return f"{name} is given"
+    if model.base._is_stateful:  # the flag by which transformers refuses assisted decoding
+        return "the model has a recurrent state, which cannot take tokens back"
+    return None
+
+
+def warn_undrafted(reason: str) -> None:
+    """Log why a text is generated without the drafts that were asked for."""
+    _logger.warning("generating without drafts: %s", reason)
 
 
 def with_drafts(
     store: KNNStore, settings: KNNSettings, tokenizer: Any, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The options of `generate` with which it writes with drafts."""
+    """Return the options of `generate` with which it generates with drafts."""
     given = dict(options)
     config = given.get("generation_config")
     streamer, tokenizer = given.get("streamer"), given.pop("tokenizer", tokenizer)
@@ -62,19 +88,12 @@ def with_drafts(
         given["generation_config"] = copy(config)
         given["generation_config"].stop_strings = None
     drafts = Drafts(store, settings)
-    given["custom_generate"] = partial(write_with_drafts, drafts=drafts, streamer=streamer)
+    given["custom_generate"] = partial(generate_with_drafts, drafts=drafts, streamer=streamer)
     return given
 
 
-class Drafting(Protocol):
-    """A model that writes with drafts."""
-
-    def __call__(self, **inputs: Any) -> Any:
-        """Run one pass; see `KNNLMForCausalLM.forward`."""
-
-
-def write_with_drafts(
-    model: Drafting,
+def generate_with_drafts(
+    model: Any,
     input_ids: Tensor,
     *,
     drafts: Drafts,
@@ -82,39 +101,48 @@ def write_with_drafts(
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
-    past_key_values: Any,
-    **inputs: Any,
+    **model_kwargs: Any,
 ) -> Tensor:
     """Continue one text, for ``generate(custom_generate=...)``.
 
+    Logs one line, and generates without drafts, where the cache cannot take tokens back.
+
     Args:
-        model: that writes.
+        model: the model with a store.
         input_ids: the prompt, int64, shape (1, t).
         drafts: proposes tokens.
-        streamer: is told of each token.
+        streamer: receives each token.
         logits_processor: as in `generate`.
-        stopping_criteria: likewise.
+        stopping_criteria: as in `generate`.
         generation_config: says whether to sample, and how long the text may be.
-        past_key_values: the cache, empty, that can be cut.
-        **inputs: of `forward`; of these `knn` and `pointer_states` are passed on.
+        **model_kwargs: what `generate` prepared for the model, among it the empty cache.
 
     Returns:
         The text, shape (1, t + new).
     """
-    passed_on = {name: inputs.get(name) for name in ("knn", "pointer_states")}
-    read, is_written = 0, False
-    while not is_written:
-        length = input_ids.shape[1]
-        most = (generation_config.max_length or length + 1) - length - 1
-        draft = torch.from_numpy(drafts.propose(input_ids[0].cpu().numpy(), most))
-        candidate = torch.cat([input_ids, draft.to(input_ids.device)[None]], 1)
-        output = model(
-            input_ids=candidate[:, read:], attention_mask=torch.ones_like(candidate), sequence_ids=candidate,
-            past_key_values=past_key_values, use_cache=True, logits_to_keep=len(draft) + 1, **passed_on,
+    if not _may_take_back(model_kwargs.get("past_key_values")):
+        warn_undrafted(_CANNOT_TAKE_BACK)
+        text: Tensor = model._sample(
+            input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
+            generation_config=generation_config, streamer=streamer, **model_kwargs,
         )  # fmt: skip
+        return text
+    # 1) Read the prompt. Only then a cache knows its layers, and the window of a sliding layer is full.
+    output = model._prefill(input_ids, generation_config, model_kwargs)
+    model_kwargs = model._update_model_kwargs_for_generation(output, model_kwargs)
+    cache = output.past_key_values
+    cache.activate_past_recording()
+    is_drafting = bool(cache.is_croppable)
+    if not is_drafting:
+        warn_undrafted(_CANNOT_TAKE_BACK)
+    draft: list[int] = []
+    is_finished = False
+    while True:
+        # 2) Choose tokens while they are the drafted ones, and one more.
         accepted = 0
-        for drafted, logits in zip([*draft.tolist(), None], output.logits.float().unbind(1), strict=True):
-            scores = logits_processor(input_ids, logits)  # type: ignore[arg-type]
+        logits = output.logits[:, -1 - len(draft) :].float()
+        for drafted, predicted in zip([*draft, None], logits.unbind(1), strict=True):
+            scores = logits_processor(input_ids, predicted)  # type: ignore[arg-type]
             if generation_config.do_sample:
                 token = torch.multinomial(scores.softmax(-1), num_samples=1)
             else:
@@ -122,15 +150,56 @@ def write_with_drafts(
             input_ids = torch.cat([input_ids, token.to(input_ids.device)], 1)
             if streamer is not None:
                 streamer.put(token[0].cpu())  # type: ignore[no-untyped-call]
-            is_written = bool(stopping_criteria(input_ids, scores).all())
-            if is_written or int(token) != drafted:
+            is_finished = bool(stopping_criteria(input_ids, scores).all())
+            if is_finished or int(token) != drafted:
                 break
             accepted += 1
-        drafts.learn(len(draft), accepted)
-        read = input_ids.shape[1] - 1
-        past_key_values = output.past_key_values
-        if candidate.shape[1] > read:
-            past_key_values.crop(read - candidate.shape[1])
+        if is_finished:
+            break
+        # 3) Take back the drafted tokens that were not chosen.
+        if is_drafting:
+            drafts.learn(len(draft), accepted)
+            cache.crop(accepted - len(draft))
+        model_kwargs = _extend(model, model_kwargs, accepted)
+        # 4) Read the last chosen token, and a new draft.
+        most = (generation_config.max_length or input_ids.shape[1] + 1) - input_ids.shape[1] - 1
+        draft = drafts.propose(input_ids[0].cpu().numpy(), most).tolist() if is_drafting else []
+        candidate = torch.cat([input_ids, input_ids.new_tensor([draft])], 1)
+        given = _extend(model, model_kwargs, len(draft))
+        if "logits_to_keep" in given:
+            given["logits_to_keep"] = len(draft) + 1
+        inputs = model.prepare_inputs_for_generation(
+            candidate, next_sequence_length=len(draft) + 1, is_first_iteration=False, **given
+        )
+        output = model(**inputs, return_dict=True)
+        model_kwargs = _extend(model, model_kwargs, 1)
     if streamer is not None:
         streamer.end()  # type: ignore[no-untyped-call]
     return input_ids
+
+
+def _extend(model: Any, model_kwargs: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """Return the model's arguments with mask and positions for `count` >= 0 tokens more."""
+    given = dict(model_kwargs)
+    if count:
+        given = model._update_model_kwargs_for_generation({}, given, num_new_tokens=count)
+    return given
+
+
+def _may_take_back(cache: Any) -> bool:
+    """Check whether tokens can be taken back from a cache, as far as its layers tell before they are filled.
+
+    A class of layers that changes how states are stored (static, quantized) must bring its own `crop`.
+    """
+    if not isinstance(cache, Cache) or not hasattr(cache, "activate_past_recording"):
+        return False
+    for layer in cache.layers:
+        if isinstance(layer, StaticLayer):
+            return False
+        owners = [
+            next((at for at, of in enumerate(type(layer).__mro__) if name in vars(of)), None)
+            for name in ("crop", "update")
+        ]
+        if owners[0] is None or (owners[1] is not None and owners[1] < owners[0]):
+            return False
+    return True

@@ -18,10 +18,9 @@ from knnstore.lm.calibration import calibrate
 from knnstore.lm.explanation import explain
 from knnstore.lm.keys import KeyCapture, keep_positions
 from knnstore.lm.model.delegating import delegate_to_base, is_answered_by_base
-from knnstore.lm.model.drafting import can_draft, with_drafts
+from knnstore.lm.model.generation import StoreGeneration
 from knnstore.lm.model.logits import LogitMixer
 from knnstore.lm.model.passes import ForwardPass
-from knnstore.lm.model.pointing import with_pointers
 from knnstore.lm.model.registering import KNNLMConfig, of_base_model, write_type
 from knnstore.lm.model.saving import read_config, write_config
 from knnstore.lm.model.writing import generate_text, with_cache
@@ -35,14 +34,14 @@ from knnstore.lm.reading import (
     load_model,
     sync,
 )
-from knnstore.lm.retrieval import PointerStates, TextStates, sequence_ids_of, whole_texts
+from knnstore.lm.retrieval import PointerStates, TextStates, check_sequence_ids, past_length, whole_texts
 from knnstore.lm.settings import Completing, KNNSettings, keep_defaults, settings_for
 from knnstore.lm.substitute import Heads, train_substitute
 from knnstore.store import KNNStore
 
 
 @delegate_to_base
-class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
+class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # type: ignore[no-untyped-call]
     """Any causal language model of transformers, with retrieval from a store mixed into its output.
 
     `forward` returns log-probabilities of the mixture as ``logits``, so that `generate` in all its modes,
@@ -199,46 +198,6 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
         write_config(Path(save_directory), self.base, self.store, self.knn)
         write_type(save_directory, self.base.config, self.tokenizer)
 
-    def generate(self, *args: Any, knn: KNNSettings | None = None, draft: bool = False, **kwargs: Any) -> Any:
-        """Write text as `GenerationMixin.generate` does; pointers begin at the end of each prompt.
-
-        Args:
-            *args: as there.
-            knn: settings of this call, but for what counts in scoring only; default ``self.knn``.
-            draft: check several tokens in one pass, which stood after the same words in the store or the
-                text; what is written stays the same. Done for a single text without beams.
-            **kwargs: as there.
-        """
-        given = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
-        if isinstance(given, Tensor) and not given.is_floating_point():
-            check_tokens(given.flatten().cpu().numpy(), self.encoder.vocabulary, self.tokenizer)
-        knn = self._completed(knn or self.knn).for_writing
-        if knn.pointers is not None:
-            kwargs = with_pointers(self, kwargs)
-        if draft and can_draft(self, args, kwargs):
-            kwargs = with_drafts(self.store, knn, self.tokenizer, kwargs)
-        return super().generate(*args, knn=knn, **kwargs)  # type: ignore[misc]
-
-    def prepare_inputs_for_generation(
-        self,
-        input_ids: Tensor,
-        *args: Any,
-        inputs_embeds: Tensor | None = None,
-        knn: KNNSettings | None = None,
-        pointer_states: PointerStates | None = None,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        """Let the base model prepare its inputs, and pass by it the settings and the texts so far."""
-        mask = kwargs.get("attention_mask")
-        sequence_ids = None
-        # The mask is longer where a prompt was given as embeddings, or was read in an earlier call.
-        if inputs_embeds is None if mask is None else mask.shape == input_ids.shape:
-            sequence_ids = sequence_ids_of(input_ids, mask)
-        if inputs_embeds is not None:
-            kwargs["inputs_embeds"] = inputs_embeds
-        inputs: dict[str, Any] = self.base.prepare_inputs_for_generation(input_ids, *args, **kwargs)
-        return {**inputs, "knn": knn, "sequence_ids": sequence_ids, "pointer_states": pointer_states}
-
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -293,8 +252,14 @@ class KNNLMForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
         inputs = {name: value for name, value in inputs.items() if name in self._base_accepts}
         looks_back = self.encoder.joining.discounts or any(one.needs_text for one in each)
         is_mixed = not all(one.is_model_alone for one in each)
-        if sequence_ids is None and looks_back and is_mixed:
-            sequence_ids = whole_texts(input_ids, attention_mask, past_key_values)
+        if looks_back and is_mixed:
+            past = past_length({"past_key_values": past_key_values, **kwargs})
+            if sequence_ids is None:
+                sequence_ids = whole_texts(input_ids, attention_mask, position_ids, past)
+            else:
+                tokens = input_ids if input_ids is not None else inputs_embeds
+                assert tokens is not None
+                check_sequence_ids(sequence_ids, tokens.shape[0], tokens.shape[1], past)
         try:
             with KeyCapture(self.base, self.encoder.location) as capture:
                 output = self.base(**inputs, **kwargs, return_dict=True)

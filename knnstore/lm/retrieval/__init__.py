@@ -12,7 +12,13 @@ from knnstore.lm.retrieval.drafts import Drafts
 from knnstore.lm.retrieval.ngrams import ReadNGrams, WrittenNGrams
 from knnstore.lm.retrieval.own_ngrams import ReadOwnNGrams, WrittenOwnNGrams
 from knnstore.lm.retrieval.pointers import retrieve_in_step
-from knnstore.lm.retrieval.prefix_states import WrittenTexts, sequence_ids_of, whole_texts
+from knnstore.lm.retrieval.prefix_states import (
+    WrittenTexts,
+    check_sequence_ids,
+    past_length,
+    sequence_ids_of,
+    whole_texts,
+)
 from knnstore.lm.retrieval.search import columns_of, reachable, retrieve, visit, visits_cells
 from knnstore.lm.retrieval.text_keys import TextKeys
 from knnstore.lm.retrieval.text_pointers import STATES_KEPT, PointerStates, TextPass, retrieve_for_pass
@@ -32,11 +38,13 @@ __all__ = [
     "WrittenNGrams",
     "WrittenOwnNGrams",
     "WrittenTexts",
+    "check_sequence_ids",
     "columns_of",
     "experts_of",
     "factors_in_use",
     "mixture_of",
     "ngram_lambdas",
+    "past_length",
     "reachable",
     "recent_temperatures",
     "retrieve",

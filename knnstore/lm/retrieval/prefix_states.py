@@ -24,8 +24,8 @@ attention it is made of ``input_ids``. `PADDING` stands where a row is masked.
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Generic, NamedTuple, Self, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,23 +56,78 @@ def sequence_ids_of(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     return input_ids.masked_fill(attention_mask.to(input_ids.device) == 0, PADDING)
 
 
+_CACHES = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")
+"""The names under which models of transformers take what they remember of the tokens before."""
+
+
+def past_length(inputs: Mapping[str, Any]) -> int | None:
+    """Count the tokens that a model has read before, from the arguments of its forward pass.
+
+    Returns:
+        Their number, padding included; 0 without a cache. None where there are some, and the cache, that of a
+        recurrent model, does not tell how many.
+    """
+    cache = next((inputs[name] for name in _CACHES if inputs.get(name) is not None), None)
+    if cache is None:
+        return 0
+    if not isinstance(cache, Cache):
+        return None
+    try:
+        return int(cache.get_seq_length())
+    except ValueError:  # there is no layer of attention
+        return None if cache.has_previous_state() else 0
+
+
+def check_sequence_ids(sequence_ids: Tensor, batch: int, length: int, read: int | None) -> None:
+    """Raise a `ConfigError` unless texts are those of a pass over `length` tokens after `read` others."""
+    if read is None:
+        return
+    if sequence_ids.shape != (batch, read + length):
+        raise ConfigError(
+            f"sequence_ids has the shape {tuple(sequence_ids.shape)}, but the cache holds {read} tokens and "
+            f"{length} are new: give all tokens of the texts, shape ({batch}, {read + length})"
+        )
+
+
 def whole_texts(
-    input_ids: Tensor | None, attention_mask: Tensor | None, past_key_values: Cache | None
+    input_ids: Tensor | None, attention_mask: Tensor | None, position_ids: Tensor | None, read: int | None
 ) -> Tensor | None:
     """The ``sequence_ids`` of a forward pass that begins at the beginning of its texts; None without tokens.
 
+    Args:
+        input_ids: of the pass.
+        attention_mask: of the pass.
+        position_ids: of the pass, where they were given.
+        read: tokens in the model's cache, see `past_length`.
+
     Raises:
-        ConfigError: it does not, and what was read before is not known.
+        ConfigError: the pass does not begin there, and what was read before is not known; or a row may hold
+            more than one text.
     """
-    if past_key_values is not None and int(past_key_values.get_seq_length()) > 0:
+    if read != 0:
         raise ConfigError(
             "a continuous cache, n-grams and keys of several states need the tokens read before: begin with "
             "input_ids, and give sequence_ids with past_key_values"
         )
+    if attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.ndim == 2):
+        raise ConfigError(
+            "a continuous cache, n-grams and keys of several states need to know where each text begins, "
+            "which a mask of more than two dimensions does not tell: give attention_mask of shape "
+            "(batch, tokens), or sequence_ids"
+        )
     if input_ids is None:
         return None
-    mask = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2 else None
-    return sequence_ids_of(input_ids, mask)
+    if position_ids is not None and position_ids.ndim == 2:
+        follows = position_ids.diff(dim=1) == 1
+        if attention_mask is not None:
+            attended = attention_mask.to(position_ids.device) != 0
+            follows |= ~(attended[:, 1:] & attended[:, :-1])
+        if not follows.all():
+            raise ConfigError(
+                "position_ids do not count up along a row, as where it holds several texts: a continuous "
+                "cache, n-grams and keys of several states need one text in each row"
+            )
+    return sequence_ids_of(input_ids, attention_mask)
 
 
 def unpadded(sequence_ids: Tensor) -> list[Tokens]:

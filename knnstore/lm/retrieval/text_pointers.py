@@ -20,7 +20,7 @@ depends on the prompt, so that a call must not find those of another."""
 
 STATES_KEPT = 1 << 11
 """Of 8 kB each with k = 1024: far more than the rows and beams of a call need."""
-_OF_A_PASS = 32  # of each text: its end, and where a pass that drafts may fall back to
+_OF_A_PASS = 256  # of each text: its end, and where a pass that drafts may fall back to
 
 
 class TextPass(NamedTuple):

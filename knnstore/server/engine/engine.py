@@ -17,7 +17,7 @@ from knnstore.lm import KNNLMForCausalLM, KNNSettings
 from knnstore.server.engine.admission import Admission
 from knnstore.server.engine.batch import Batch, Step
 from knnstore.server.engine.jobs import Job, Turns
-from knnstore.server.engine.prompts import Remembered
+from knnstore.server.engine.prompts import Remembered, has_attention_only
 from knnstore.server.engine.rows import Piece, Row, ends_of, prompt_scores
 from knnstore.server.engine.tickets import EngineBusyError, EngineStoppedError, Observed, Ticket
 
@@ -57,7 +57,7 @@ class Engine:
         max_waiting: int = 64,
         observe: Callable[[Observed], None] = lambda _: None,
     ) -> None:
-        if lm.base._is_stateful:
+        if not has_attention_only(lm.base):
             raise ConfigError("this model keeps a state that cannot be padded: it cannot be served yet")
         self._lm = lm
         self._settings_of = settings_of

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DummyLayer, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from knnstore.lm import (
     ForwardPass,
@@ -126,3 +126,11 @@ def read_together(lm: KNNLMForCausalLM, readings: Sequence[Reading], settings: S
 def layers_of(cache: Any) -> Layers:
     """What a cache holds."""
     return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+def has_attention_only(model: Any) -> bool:
+    """Check whether a model remembers keys and values of attention only, as `Memory` keeps them."""
+    if model._is_stateful or not model._supports_default_dynamic_cache():
+        return False
+    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer) for layer in layers)

@@ -1,0 +1,82 @@
+"""Classifier-free guidance with a store (Sanchez et al. 2023, https://arxiv.org/abs/2306.17806).
+
+    log p = log p_u + s (log p_c - log p_u)
+
+p_c is the mixture after the text, and p_u the mixture after the negative prompt and what was generated.
+transformers' own processor calls the model without the settings of the call and without the tokens before,
+which keys of several states and n-grams need.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+
+from knnstore.errors import ConfigError
+from knnstore.lm.retrieval import sequence_ids_of
+from knnstore.lm.settings import KNNSettings
+
+
+class Guidance(LogitsProcessor):
+    """Guides one call of `generate`.
+
+    Args:
+        model: the model with a store.
+        knn: the settings of the call.
+        scale: s; 1 is no guidance.
+        negative_ids: the negative prompts, int64, shape (b, m); None is the last token of each prompt.
+        negative_mask: shape (b, m), 0 for padding; None is no padding.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        knn: KNNSettings,
+        scale: float,
+        negative_ids: Tensor | None,
+        negative_mask: Tensor | None,
+    ) -> None:
+        self._model, self._knn, self._scale = model, knn, scale
+        self._negative_ids, self._negative_mask = negative_ids, negative_mask
+        self._prompt_length: int | None = None
+        self._latest: tuple[Tensor, Any] | None = None
+        """The text of the latest call, and the cache that has read it."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Guide the scores of the tokens after `input_ids`, shape (b, v)."""
+        scores = scores.log_softmax(-1)
+        if self._prompt_length is None:
+            self._prompt_length = input_ids.shape[1]
+            if self._negative_ids is None and not self._prompt_length:
+                raise ConfigError("guidance_scale with inputs_embeds needs negative_prompt_ids")
+        others = self._unconditional(input_ids).to(scores.device)
+        return self._scale * (scores - others) + others
+
+    def _unconditional(self, input_ids: Tensor) -> Tensor:
+        """Log-probabilities after the negative prompts and what was generated, shape (b, v)."""
+        assert self._prompt_length is not None
+        prompt, generated = input_ids[:, : self._prompt_length], input_ids[:, self._prompt_length :]
+        negative = prompt[:, -1:] if self._negative_ids is None else self._negative_ids.to(input_ids.device)
+        mask = torch.ones_like(negative) if self._negative_mask is None else self._negative_mask
+        if len(input_ids) % len(negative):
+            raise ConfigError(
+                f"negative_prompt_ids has {len(negative)} rows for {len(input_ids)} texts: give one for each"
+            )
+        copies = len(input_ids) // len(negative)
+        text = torch.cat([negative.repeat_interleave(copies, 0), generated], 1)
+        mask = mask.to(text.device).repeat_interleave(copies, 0)
+        mask = torch.cat([mask, torch.ones_like(generated)], 1)
+        # Rows of a beam search change places, and drafts are taken back: then the whole text is read again.
+        cache, new = None, text
+        if self._latest is not None and torch.equal(text[:, :-1], self._latest[0]):
+            cache, new = self._latest[1], text[:, -1:]
+        positions = (mask.long().cumsum(1) - 1).clamp(min=0)
+        output = self._model(
+            new, attention_mask=mask, position_ids=positions[:, -new.shape[1] :], past_key_values=cache,
+            use_cache=True, logits_to_keep=1, knn=self._knn, sequence_ids=sequence_ids_of(text, mask),
+        )  # fmt: skip
+        read = output.get("past_key_values")
+        self._latest = None if read is None else (text, read)
+        log_probs: Tensor = output.logits[:, -1].float().log_softmax(-1)
+        return log_probs
