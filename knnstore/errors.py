@@ -24,12 +24,24 @@ class UnusableDocumentError(InputError):
     Attributes:
         in_folder: whether its file was found in a folder, not named.
         id: its id, where that is known.
+        where: its file and row, or its number in a list.
+        reason: why, in few words, such as ``empty`` or ``not UTF-8``.
     """
 
-    def __init__(self, message: str, *, in_folder: bool = False, id: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        in_folder: bool = False,
+        id: str | None = None,
+        where: str = "",
+        reason: str = "unusable",
+    ) -> None:
         super().__init__(message)
         self.in_folder = in_folder
         self.id = id
+        self.where = where
+        self.reason = reason
 
 
 # -- adapters: finding and loading them

@@ -222,14 +222,17 @@ def test_tables_of_text(tmp_path: Path, name: str) -> None:
     [
         (b"", ["rows.csv: the file is empty"]),
         (b"text,id\none,a\ntwo\nthree,c\n", ["rows.csv row 3: 1 cells under 2 names of columns"]),
-        (b'text\n"one\n', ["rows.csv line 2: not a table: unexpected end of data"]),
-        (b"text\n\xe9\n", ["rows.csv line 2: not UTF-8: invalid continuation byte"]),
+        (b'text\n"one\n', ["rows.csv line 2: not a table: unexpected end of data: a quote"]),
+        (b"text\n\xe9\n", ["rows.csv row 2: not UTF-8: byte 0xe9 at 0 of line 2; save it as UTF-8"]),
         (b"text,id\n ,a\n", ["rows.csv row 2: the text is empty"]),
     ],
 )
 def test_a_table_that_cannot_be_used(tmp_path: Path, data: bytes, problems: list[str]) -> None:
     (tmp_path / "rows.csv").write_bytes(data)
-    assert refused([tmp_path / "rows.csv"]) == [f"{tmp_path}/{problem}" for problem in problems]
+    found = refused([tmp_path / "rows.csv"])
+    assert len(found) == len(problems)
+    for one, problem in zip(found, problems, strict=True):
+        assert one.startswith(f"{tmp_path}/{problem}")
 
 
 def test_parquet(tmp_path: Path) -> None:

@@ -11,8 +11,22 @@ import typer
 
 from knnstore.cli.logs import LOG
 from knnstore.cli.output import Bar, note, one_line
-from knnstore.documents import FIELDS, STDIN, Fields, OnBad, TextDocument, check_paths, read_documents
+from knnstore.documents import (
+    FIELDS,
+    NOT_MEMBERS,
+    STDIN,
+    UTF8,
+    Fields,
+    OnBad,
+    Reason,
+    TextDocument,
+    check_paths,
+    read_documents,
+)
 from knnstore.errors import UnusableDocumentError
+
+_MOST_NAMED = 5
+"""Names of each reason that are printed, of what was left out; with --json all are."""
 
 ParamsOption = Annotated[
     list[str] | None,
@@ -28,9 +42,11 @@ class Documents:
         list[str],
         typer.Argument(
             metavar="FILE",
-            help=".jsonl, .csv, .tsv or .parquet (a row a document: id, text, metadata), .txt or .md (one "
+            help=".jsonl, .csv, .tsv or .parquet (a row a document: id, text, metadata), .json (an array of "
+            "rows, or one row), .mbox (a message a document), .txt, .md, .rst, .html or .ipynb (one "
             "document), a folder of such files, - for standard input, or hf:NAME[:CONFIGURATION[:SPLIT]], a "
-            "data set of the Hugging Face hub; any file but parquet may be compressed (.gz).",
+            "data set of the Hugging Face hub; any file but parquet may be compressed (.gz). A document has "
+            "at most 256 MiB. In a folder, links out of it are left out.",
         ),
     ]
     text_field: Annotated[
@@ -39,6 +55,13 @@ class Documents:
     id_field: Annotated[
         str, typer.Option(metavar="NAME", help="The field or column of a row that is its id.")
     ] = FIELDS.id
+    encoding: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="The encoding of the files, by Python's name for it, such as cp1252 or utf-16.",
+        ),
+    ] = UTF8
     skip_bad: Annotated[
         bool,
         typer.Option(
@@ -57,6 +80,8 @@ class Documents:
     """Why the first of the skipped cannot."""
     kept: set[str] = field(default_factory=set, init=False)
     """The ids of the others of them."""
+    named: dict[str, list[str]] = field(default_factory=dict, init=False)
+    """By reason the files and rows that were left out; of unusable ones the whole message."""
 
     @property
     def fields(self) -> Fields:
@@ -70,7 +95,7 @@ class Documents:
             InputError: a file is not there, of no kind that is read, or its first row cannot be used.
         """
         if not self.skip_bad:
-            check_paths(self.files, self.fields)
+            check_paths(self.files, self.fields, self.encoding)
 
     def read(self, bar: Bar) -> Iterator[TextDocument]:
         """Read them; those that are left out are counted, and reported above a bar where that is asked for.
@@ -81,10 +106,17 @@ class Documents:
 
         def ignore(file: Path) -> None:
             self.ignored += 1
+            self.named.setdefault(Reason.KIND, []).append(str(file))
             if LOG.verbose:
                 bar.say(f"ignored {file}: no kind of file that is read")
 
-        return read_documents(self.files, fields=self.fields, on_bad=self.skipping(bar), on_ignored=ignore)
+        return read_documents(
+            self.files,
+            fields=self.fields,
+            encoding=self.encoding,
+            on_bad=self.skipping(bar),
+            on_ignored=ignore,
+        )
 
     def skipping(self, bar: Bar) -> OnBad:
         """Return what counts a document that cannot be used, and raises its error where it is to be used."""
@@ -94,10 +126,13 @@ class Documents:
                 raise error
             self.skipped += 1
             self.first = self.first or one_line(error)
-            if error.id is None:
-                self.unknown += 1
-            else:
-                self.kept.add(error.id)
+            name = one_line(error) if error.reason == Reason.OTHER else error.where
+            self.named.setdefault(error.reason, []).append(name or one_line(error))
+            if error.reason not in NOT_MEMBERS:
+                if error.id is None:
+                    self.unknown += 1
+                else:
+                    self.kept.add(error.id)
             if self.skip_bad or LOG.verbose:
                 bar.say(f"skipped {one_line(error)}")
 
@@ -113,10 +148,26 @@ class Documents:
         if parts:
             named = "" if LOG.verbose else " (-v names them)" + (f": {self.first}" if self.first else "")
             note(f"left out {' and '.join(parts)}{named}")
+        if not (LOG.verbose or self.skip_bad):  # else each was named already
+            for reason, names in self.named.items():
+                shown = names[:_MOST_NAMED]
+                if len(names) > _MOST_NAMED:
+                    shown.append(f"{len(names) - _MOST_NAMED:,} more")
+                if reason == Reason.OTHER:  # each has a message of its own
+                    note(f"  {reason} ({len(names):,}):")
+                    for one in shown:
+                        note(f"    {one}")
+                else:
+                    note(f"  {reason} ({len(names):,}): {', '.join(shown)}")
 
     @property
-    def left_out(self) -> dict[str, int]:
-        """The counts for a result."""
+    def left_out(self) -> dict[str, Any]:
+        """What was left out, for a result in JSON: counts, and all names by reason."""
+        return {"skipped": self.skipped, "ignored": self.ignored, "left_out": self.named}
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The counts of what was left out, for a table."""
         return {"skipped": self.skipped, "ignored": self.ignored}
 
 

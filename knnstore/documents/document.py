@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -24,6 +25,32 @@ class Fields(NamedTuple):
 
 
 FIELDS = Fields()
+
+
+class Reason(StrEnum):
+    """Why a document or a file was left out, in few words."""
+
+    KIND = "another kind of file"
+    EMPTY = "empty"
+    BINARY = "binary"
+    ENCODING = "not UTF-8"
+    UNREADABLE = "unreadable"
+    LINK = "links out of the folder, or to folders"
+    SPECIAL = "no regular file"
+    TOO_LARGE = "too large"
+    OTHER = "unusable"
+
+
+NOT_MEMBERS = frozenset((Reason.LINK, Reason.SPECIAL))
+"""Reasons of what is no part of a folder at all, so that `sync` does not keep what is stored of it."""
+
+
+class RefusedError(InputError):
+    """A file or a text cannot be used, for a reason of a known kind."""
+
+    def __init__(self, message: str, reason: Reason) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class Entry(NamedTuple):
@@ -75,7 +102,7 @@ class TextDocument:
     def __post_init__(self) -> None:
         check_name(self.id, "the id")
         if not self.text.strip():
-            raise InputError("the text is empty")
+            raise RefusedError("the text is empty", Reason.EMPTY)
         try:
             self.text.encode()
         except UnicodeEncodeError as error:
@@ -178,7 +205,10 @@ def unique(entries: Iterable[Entry], on_bad: OnBad | None) -> Iterator[TextDocum
                 hint = "" if id is None else ": give the folder that both are in"
                 raise InputError(f"the id {document.id!r} was already at {seen[document.id]}{hint}")
         except InputError as error:
-            located = UnusableDocumentError(f"{where}: {error}", in_folder=in_folder, id=id)
+            reason = error.reason if isinstance(error, RefusedError) else Reason.OTHER
+            located = UnusableDocumentError(
+                f"{where}: {error}", in_folder=in_folder, id=id, where=where, reason=reason
+            )
             if on_bad is None:
                 raise located from error
             on_bad(located)

@@ -1,5 +1,6 @@
 """What a folder has comes in, what it has no more goes, and nothing goes by accident."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -127,10 +128,61 @@ def test_a_folder_with_bad_files_is_added_without_them(knnstore, store, notes):
     assert (done.status, done.json["added"], done.json["skipped"], done.json["ignored"]) == (0, 3, 2, 1)
     said = "left out 2 that cannot be used and 1 file of another kind (-v names them): notes/empty.txt: "
     assert done.err.startswith(said)
+    assert done.json["left_out"] == {
+        "another kind of file": ["notes/photo.png"],
+        "empty": ["notes/empty.txt"],
+        "not UTF-8": ["notes/latin.txt"],
+    }
+    assert "\n  empty (1): notes/empty.txt\n" in done.err
     named = knnstore("-v add notes --domain notes").err.splitlines()
     assert "skipped notes/empty.txt: the file is empty" in named
     assert "ignored notes/photo.png: no kind of file that is read" in named
     assert knnstore("eval notes --json").json["skipped"] == 2
+
+
+def test_what_leads_out_of_a_folder_is_left_out_and_no_longer_kept(knnstore, store, notes, tmp_path):
+    key = tmp_path / "key.txt"
+    key.write_text("A private key of the harbour.")
+    (notes / "key.txt").write_text(key.read_text())
+    assert knnstore("sync notes --domain notes --json").json["added"] == 4
+    (notes / "key.txt").unlink()
+    (notes / "key.txt").symlink_to(key)
+    (notes / "zero.txt").symlink_to("/dev/zero")
+    os.mkfifo(notes / "pipe.txt")
+    done = knnstore("sync notes --domain notes --json")
+    assert (done.status, done.json["removed"], done.json["skipped"]) == (0, 1, 3)
+    assert done.json["left_out"] == {
+        "links out of the folder, or to folders": ["notes/key.txt", "notes/zero.txt"],
+        "no regular file": ["notes/pipe.txt"],
+    }
+    assert "key.txt" not in ids(knnstore)
+    assert knnstore("add notes/key.txt --domain named --json").json["added"] == 1
+    refused = knnstore("add notes/pipe.txt --domain named")
+    assert (refused.status, refused.err.count("\n")) == (1, 1)
+    assert refused.err.startswith("error: notes/pipe.txt: not a regular file: it is a pipe (FIFO)")
+
+
+def test_many_unusable_rows_are_named_with_what_is_wrong(knnstore, store, notes):
+    (notes / "rows.jsonl").write_text('{"body": "x"}\n' * 8 + '{"text": "The wall."}\n')
+    done = knnstore("add notes --domain notes --json")
+    assert (done.json["added"], len(done.json["left_out"]["unusable"])) == (4, 8)
+    lines = done.err.splitlines()
+    assert lines[1] == "  unusable (8):"
+    assert lines[2].startswith(
+        "    notes/rows.jsonl row 1: no 'text'; there is 'body': name the field that is"
+    )
+    assert lines[7] == "    3 more"
+
+
+def test_files_in_another_encoding(knnstore, store):
+    Path("latin.csv").write_bytes("id;text\n1;Die Mauer am Hafen, so schön.\n".encode("cp1252"))
+    refused = knnstore("add latin.csv --domain d")
+    assert (refused.status, refused.err.count("\n")) == (1, 1)
+    assert "not UTF-8: byte 0xf6 at 28 of line 2; save it as UTF-8, or give --encoding cp1252" in refused.err
+    assert knnstore("add latin.csv --domain d --encoding cp1252 --json").json["added"] == 1
+    assert "schön" in knnstore("show 1").out or knnstore("documents --domain d --json").json
+    refused = knnstore("add latin.csv --domain d --encoding nonsense")
+    assert refused.err.startswith("error: there is no encoding 'nonsense'")
 
 
 def test_a_text_that_is_stored_under_another_id_is_told(knnstore, store, notes, caplog):

@@ -1,8 +1,8 @@
 """Commands that make a store and fill it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -205,7 +205,7 @@ def add(
         )  # fmt: skip
     documents.report()
     done = {**asdict(added), "tokens_per_s": added.tokens_per_s, **documents.left_out}
-    print_result(done, pairs(done), as_json=as_json)
+    print_result(done, pairs(_without_names(done)), as_json=as_json)
     if documents.skipped and not (added.added + added.replaced + added.described + added.unchanged):
         raise InputError("no document could be used")
     if is_first and not as_json:
@@ -270,7 +270,7 @@ def sync(
             )
         if dry_run:
             lines = [f"{name} {id}" for name, ids in plan.items() for id in _some(ids)]
-            differ = [f"{count:,} {name}" for name, count in result.items() if count and name in plan]
+            differ = [f"{count:,} {name}" for name, count in result.items() if name in plan and count]
             lines.append(", ".join(differ) or f"{result['unchanged']:,} unchanged")
             print_result(
                 {**result, "dry_run": True, "ids": plan}, "\n".join(map(printable, lines)), as_json=as_json
@@ -296,7 +296,13 @@ def sync(
         if gone:
             with knnstore.open(runtime.home, "a") as store:
                 store.remove_selected(knnstore.Selection((domain,), documents=tuple(gone)))
-    print_result({**result, "tokens": tokens}, pairs({**result, "tokens": tokens}), as_json=as_json)
+    result |= {"tokens": tokens}
+    print_result(result, pairs(_without_names(result)), as_json=as_json)
+
+
+def _without_names(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a result without the names of what was left out, which are printed by reason."""
+    return {name: value for name, value in result.items() if name != "left_out"}
 
 
 def _some(ids: Sequence[str]) -> list[str]:

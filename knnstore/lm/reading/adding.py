@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from knnstore.checks import check_name, distinct_names
-from knnstore.documents import OnBad, TextDocument, documents_of
+from knnstore.documents import NOT_MEMBERS, OnBad, Origin, TextDocument, documents_of
 from knnstore.errors import (
     DiskFullError,
     InputError,
@@ -252,6 +252,8 @@ def sync(
         if on_bad is None:
             raise error
         on_bad(error)
+        if error.reason in NOT_MEMBERS:
+            return
         if error.id is None:
             nameless += 1
         else:
@@ -286,8 +288,10 @@ def _problem_of(
             raise InputError("the tokenizer makes no token of the text")
         check_tokens(tokens, vocabulary, tokenizer)
     except InputError as error:
-        in_folder = document.origin is not None and document.origin.in_folder
-        return UnusableDocumentError(f"{document.place}: {error}", in_folder=in_folder, id=document.id)
+        origin = document.origin or Origin("")
+        return UnusableDocumentError(
+            f"{document.place}: {error}", in_folder=origin.in_folder, id=document.id, where=origin.where
+        )
     return None
 
 

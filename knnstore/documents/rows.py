@@ -1,0 +1,300 @@
+"""Files that hold a document a row: JSON, JSON Lines, tables of text, parquet."""
+
+import codecs
+import csv
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any, NoReturn
+
+from knnstore.documents.document import Entry, Fields, Reason, RefusedError, TextDocument, without_text
+from knnstore.documents.files import (
+    MAX_DOCUMENT_BYTES,
+    UTF8,
+    Source,
+    decoded,
+    open_regular,
+    too_large,
+    utf8_lines,
+)
+from knnstore.documents.values import as_json
+from knnstore.errors import InputError
+
+_DELIMITERS = ",;\t|"
+_LONGEST_CELL = 1 << 30
+_ROWS_AT_ONCE = 256
+_SEPARATOR = re.compile(r'"?sep=(.)"?\s*')
+"""A first line in which Excel names the delimiter."""
+
+
+def read_json_lines(source: Source, fields: Fields) -> Iterator[Entry]:
+    """Yield the documents of JSON Lines: an object a line."""
+    with source.open() as stream:
+        yield from json_line_entries(source.name, utf8_lines(stream, source.encoding), fields)
+
+
+def json_line_entries(name: str, lines: Iterable[bytes], fields: Fields) -> Iterator[Entry]:
+    """Yield the documents of lines of JSON, in UTF-8."""
+    empty = True
+    for number, line in enumerate(lines, start=1):
+        stripped = line.removeprefix(codecs.BOM_UTF8).strip()
+        if not stripped:
+            continue
+        if empty and stripped in (b"[", b"{"):
+            value = "an array" if stripped == b"[" else "an object"
+            message = f"not JSON Lines: {value} begins here and goes on in other lines; name the file .json"
+            yield Entry.refused(f"{name} row {number}", InputError(message))
+            return
+        empty = False
+        yield Entry(f"{name} row {number}", partial(_from_line, line, fields))
+    if empty:
+        yield Entry.refused(name, RefusedError("the file is empty", Reason.EMPTY))
+
+
+def _from_line(line: bytes, fields: Fields) -> TextDocument:
+    text = decoded(line, of=" of the line")
+    try:
+        row = _loaded(text)
+    except json.JSONDecodeError as error:
+        rest = text[error.pos :].lstrip() if error.msg == "Extra data" else ""
+        hint = ""
+        if rest.startswith(","):
+            hint = "; there is a comma after the object: lines of .jsonl have none between them"
+        elif rest:
+            hint = "; there is more than one object: give each a line of its own"
+        raise InputError(f"not JSON: {error}{hint}") from error
+    if isinstance(row, list):
+        raise InputError(
+            f"a document is an object with a {fields.text!r}, not list; an array of rows belongs in a .json"
+        )
+    return TextDocument.from_row(row, fields)
+
+
+def read_json(source: Source, fields: Fields) -> Iterator[Entry]:
+    """Yield the documents of a JSON file: an array of rows, one row, or a row a line."""
+    name, text = source.name, source.text()
+    try:
+        value = _loaded(text)
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data" and isinstance(_first_value(text), dict):
+            yield from json_line_entries(name, text.encode(UTF8).splitlines(keepends=True), fields)
+            return
+        hint = "; a comma stands before it" if text[: error.pos].rstrip().endswith(",") else ""
+        raise InputError(f"not JSON: {error}{hint}") from error
+    if isinstance(value, list):
+        if not value:
+            raise RefusedError("the array has no rows", Reason.EMPTY)
+        for number, row in enumerate(value, start=1):
+            yield Entry(f"{name} row {number}", partial(TextDocument.from_row, row, fields))
+    elif isinstance(value, dict):
+        yield Entry(name, partial(TextDocument.from_row, value, fields))
+    else:
+        raise InputError(f"the file is an array of rows or one object, not {type(value).__name__}")
+
+
+def _first_value(text: str) -> Any:
+    try:
+        return json.loads(text.lstrip().split("\n", 1)[0])
+    except (ValueError, RecursionError):
+        return None
+
+
+def _loaded(text: str) -> Any:
+    """Read JSON as the standard has it.
+
+    Raises:
+        json.JSONDecodeError: it is no JSON.
+        InputError: it is nested too deep, or holds NaN or an infinity, which Python's reader takes.
+    """
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except json.JSONDecodeError:
+        raise
+    except (ValueError, RecursionError) as error:  # an integer of too many digits is a ValueError
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"not JSON: {error}") from error
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise InputError(f"the metadata cannot be stored as JSON: {name} is no JSON, write null")
+
+
+# -- tables of text
+
+
+class _Lines:
+    """Lines of a table as text. It counts them, and remembers what is not UTF-8 in the current row."""
+
+    def __init__(self, lines: Iterator[bytes]) -> None:
+        self._lines = lines
+        self._number = 0
+        self._row_bytes = 0
+        self._problem: RefusedError | None = None
+
+    def __iter__(self) -> "_Lines":
+        return self
+
+    def __next__(self) -> str:
+        line = next(self._lines)
+        self._number += 1
+        self._row_bytes += len(line)
+        if self._row_bytes > MAX_DOCUMENT_BYTES:
+            raise too_large(f"the row that ends on line {self._number}, or later,")
+        if self._number == 1:
+            line = line.removeprefix(codecs.BOM_UTF8)
+        text = line.decode(UTF8, "surrogateescape")
+        try:
+            if self._problem is None and (not text.isascii() or "\0" in text):
+                decoded(line, of=f" of line {self._number}")
+        except RefusedError as error:
+            self._problem = error
+        return text
+
+    def end_row(self) -> RefusedError | None:
+        """Begin a new row. Returns why the last one is no text, if it is none."""
+        problem, self._problem, self._row_bytes = self._problem, None, 0
+        return problem
+
+
+def read_table(source: Source, fields: Fields, *, delimiter: str) -> Iterator[Entry]:
+    """Yield the documents of a table whose first row names the columns; its cells are text.
+
+    Where the text's column is not found with `delimiter`, the others of ``, ; | tab`` are tried.
+    """
+    with source.open() as stream:
+        lines = _Lines(utf8_lines(stream, source.encoding))
+        yield from _table_entries(source.name, lines, fields, delimiter)
+
+
+def _table_entries(name: str, lines: _Lines, fields: Fields, delimiter: str) -> Iterator[Entry]:
+    csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_CELL))  # a document is longer than a cell
+    first: list[str] = []
+    for line in lines:
+        first.append(line)
+        if line.strip():
+            break
+    else:
+        raise RefusedError("the file is empty", Reason.EMPTY)
+    begin = 1
+    named = _SEPARATOR.fullmatch(first[-1])
+    if named is not None:
+        delimiter, begin, first = named[1], len(first) + 1, []
+    else:
+        delimiter = _sniffed(first[-1], delimiter, fields.text)
+    rows = csv.reader(chain(first, lines), delimiter=delimiter, strict=True)
+    columns: list[str] | None = None
+    has_rows = False
+    number, line_number = begin - 1, begin
+    while True:
+        try:
+            cells = next(rows, None)
+        except csv.Error as error:
+            yield Entry.refused(
+                f"{name} line {line_number}", InputError(f"not a table: {_csv_problem(error)}")
+            )
+            return
+        number += 1
+        problem, where = lines.end_row(), f"{name} row {number}"
+        if number != line_number:
+            where += f" (line {line_number})"
+        line_number = begin + rows.line_num
+        if cells is None:
+            break
+        if not cells:
+            continue
+        if columns is None:
+            if problem is not None:
+                raise problem
+            columns = cells
+            _check_columns(columns, fields)
+            continue
+        has_rows = True
+        if problem is not None:
+            yield Entry.refused(where, problem)
+        else:
+            yield Entry(where, partial(_from_cells, columns, cells, fields))
+    if columns is None:
+        raise RefusedError("the file is empty", Reason.EMPTY)
+    if not has_rows:
+        raise RefusedError("there are names of columns, but no row under them", Reason.EMPTY)
+
+
+def _sniffed(header: str, delimiter: str, text: str) -> str:
+    """Return the delimiter with which a header has the text's column, else that which gives most columns."""
+    found = {}
+    for one in (delimiter, *_DELIMITERS):
+        try:
+            found[one] = next(csv.reader([header], delimiter=one, strict=True), [])
+        except csv.Error:  # a name that goes on in the next line
+            continue
+    for one, columns in found.items():
+        if text in columns:
+            return one
+    return max(found, key=lambda one: len(found[one]), default=delimiter)
+
+
+def _check_columns(columns: Sequence[str], fields: Fields) -> None:
+    if fields.text not in columns:
+        raise without_text(fields, columns)
+    for at, name in enumerate(columns):
+        if name and name in columns[:at]:
+            first = columns.index(name) + 1
+            raise InputError(f"columns {first} and {at + 1} are both named {name!r}: rename one of them")
+
+
+def _from_cells(columns: list[str], cells: list[str], fields: Fields) -> TextDocument:
+    if len(cells) != len(columns):
+        raise InputError(f"{len(cells)} cells under {len(columns)} names of columns")
+    row = dict(zip(columns, cells, strict=True))
+    if columns.count("") > 1:
+        for at, (name, cell) in enumerate(zip(columns, cells, strict=True), start=1):
+            if cell and not name:
+                raise InputError(f"column {at} has no name, and here it is not empty")
+        del row[""]
+    if not row.get(fields.id):
+        row.pop(fields.id, None)
+    return TextDocument.from_row(row, fields)
+
+
+def _csv_problem(error: csv.Error) -> str:
+    said = str(error)
+    if said == "unexpected end of data":
+        return f"{said}: a quote that is opened in this row is never closed"
+    if "new-line character" in said:
+        return "a line ends in a lone carriage return: save it with line ends LF or CRLF"
+    return f"{said}; the rows after it are not read"
+
+
+# -- parquet
+
+
+def read_parquet(source: Source, fields: Fields) -> Iterator[Entry]:
+    """Yield the documents of a parquet file."""
+    name = source.name
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise InputError(
+            "reading it needs pyarrow: install it with pip install 'knnstore[parquet]'"
+        ) from error
+    try:
+        with open_regular(name, source.root) as file, ParquetFile(file) as table:
+            columns = table.schema_arrow.names
+            for at, column in enumerate(columns):
+                if column in columns[:at]:
+                    raise InputError(f"two columns are named {column!r}: rename one of them")
+            if fields.text not in columns:
+                raise without_text(fields, columns)
+            number = 0
+            for batch in table.iter_batches(_ROWS_AT_ONCE):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield Entry(f"{name} row {number}", partial(TextDocument.from_row, as_json(row), fields))
+            if not number:
+                raise RefusedError("the table has no rows", Reason.EMPTY)
+    except ArrowException as error:
+        raise InputError(f"not parquet: {' '.join(str(error).split())}") from error
