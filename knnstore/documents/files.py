@@ -84,7 +84,7 @@ class _OwningGzipFile(gzip.GzipFile):
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(fileobj=file)
-        self.myfileobj = file
+        self.myfileobj = file  # type: ignore[assignment]
 
 
 def open_regular(path: str | Path, root: Path | None = None) -> IO[bytes]:
@@ -186,7 +186,7 @@ def utf8_lines(stream: IO[bytes], encoding: str = UTF8) -> Iterator[bytes]:
                 raise too_large(f"line {number}")
             yield line
         return
-    texts = io.TextIOWrapper(stream, encoding, newline="\n")  # type: ignore[type-var]
+    texts = io.TextIOWrapper(stream, encoding, newline="\n")
     try:
         while text := texts.readline(most):
             number += 1

@@ -224,7 +224,7 @@ def _table_entries(name: str, lines: _Lines, fields: Fields, delimiter: str) -> 
 
 def _sniffed(header: str, delimiter: str, text: str) -> str:
     """Return the delimiter with which a header has the text's column, else that which gives most columns."""
-    found = {}
+    found: dict[str, list[str]] = {}
     for one in (delimiter, *_DELIMITERS):
         try:
             found[one] = next(csv.reader([header], delimiter=one, strict=True), [])
@@ -233,7 +233,8 @@ def _sniffed(header: str, delimiter: str, text: str) -> str:
     for one, columns in found.items():
         if text in columns:
             return one
-    return max(found, key=lambda one: len(found[one]), default=delimiter)
+    widths = {one: len(columns) for one, columns in found.items()}
+    return max(widths, key=widths.__getitem__, default=delimiter)
 
 
 def _check_columns(columns: Sequence[str], fields: Fields) -> None:
