@@ -37,7 +37,18 @@ from knnstore.lm.model import (
     load,
     read_part,
 )
-from knnstore.lm.reading import Added, Detokenizer, Synced, TextReader, check_tokens, decoded, load_model
+from knnstore.lm.reading import (
+    Added,
+    Detokenizer,
+    Synced,
+    TextReader,
+    TokenPiece,
+    TokenTexts,
+    check_tokens,
+    decode_tokens,
+    load_model,
+    split_text,
+)
 from knnstore.lm.retrieval import Drafts
 from knnstore.lm.scoring import (
     Audit,
@@ -124,12 +135,14 @@ __all__ = [
     "TextNeighbors",
     "TextReader",
     "TokenExplanation",
+    "TokenPiece",
     "TokenTable",
+    "TokenTexts",
     "TrainedSubstitute",
     "check_tokens",
     "completed",
     "create",
-    "decoded",
+    "decode_tokens",
     "default_settings",
     "explain_in_turns",
     "explain_tokens", "following",
@@ -149,6 +162,7 @@ __all__ = [
     "settings_for",
     "settings_from_dict",
     "settings_to_dict",
+    "split_text",
     "trained_for",
     "usable_settings_for",
 ]  # fmt: skip

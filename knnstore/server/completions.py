@@ -60,20 +60,20 @@ class _Plan:
 def _of_texts(serving: Serving, body: CompletionRequest) -> _Plan:
     prompts = tuple(serving.prompt(one) for one in body.prompts)
     max_tokens = _MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    echoed = [one if isinstance(one, str) else serving.text(one) for one in body.prompts] if body.echo else []
     for prompt in prompts:
         serving.check_window(prompt, max_tokens)
-    is_scored = bool(body.echo) and body.logprobs is not None
-    if is_scored:
-        prompts = tuple(map(serving.scored, prompts))
-    shape = Texts(
-        serving.text_of,
-        body.logprobs is not None,
-        echoed,
-        body.n or 1,
-        bool(body.return_tokens_as_token_ids),
-    )
-    return _Plan(prompts, max_tokens, shape, body.logprobs, is_scored)
+    echoed: list[str] = []
+    if body.echo:
+        pairs = zip(prompts, body.prompts, strict=True)
+        prompts = tuple(serving.echoed(one, given, is_continued=max_tokens > 0) for one, given in pairs)
+        # A text as it was given: it may have no tokens, e.g. a space.
+        echoed = [
+            given if isinstance(given, str) else "".join(one.texts)
+            for one, given in zip(prompts, body.prompts, strict=True)
+        ]
+    with_log_probs = body.logprobs is not None
+    shape = Texts(with_log_probs, echoed, body.n or 1, bool(body.return_tokens_as_token_ids))
+    return _Plan(prompts, max_tokens, shape, body.logprobs, bool(body.echo) and with_log_probs)
 
 
 def _of_messages(serving: Serving, body: ChatRequest) -> _Plan:
@@ -81,7 +81,7 @@ def _of_messages(serving: Serving, body: ChatRequest) -> _Plan:
     room = serving.window - len(prompt.tokens) + 1
     max_tokens = body.max_completion_tokens or body.max_tokens or max(1, room)
     serving.check_window(prompt, max_tokens, "messages")
-    shape = Messages(serving.text_of, bool(body.logprobs))
+    shape = Messages(bool(body.logprobs))
     return _Plan((prompt,), max_tokens, shape, (body.top_logprobs or 0) if body.logprobs else None)
 
 

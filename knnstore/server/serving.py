@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -17,7 +16,14 @@ from fastapi import Request
 
 from knnstore.datastore import Keys
 from knnstore.errors import InputError, KnnstoreError, StoreUnavailableError
-from knnstore.lm import Detokenizer, KNNLMForCausalLM, check_tokens, decoded, explain_tokens
+from knnstore.lm import (
+    Detokenizer,
+    KNNLMForCausalLM,
+    TokenTexts,
+    check_tokens,
+    explain_tokens,
+    split_text,
+)
 from knnstore.server.engine import Engine, EngineBusyError, Observed, Piece, Prompt, Task, Ticket, Turns
 from knnstore.server.errors import ApiError, refused
 from knnstore.server.scopes import Scope, Scopes
@@ -72,12 +78,12 @@ class Serving:
     def __post_init__(self) -> None:
         self._lm: KNNLMForCausalLM | None = None
         self._tokenizing = threading.Lock()
-        self._texts: dict[int, str] = {}
 
     def begin(self, lm: KNNLMForCausalLM) -> None:
         """Take in the model, warm up, and be ready."""
         tokenizer: Any = lm.tokenizer
         self._tokenizer: Any = copy.deepcopy(tokenizer)  # one for each thread: they may not be shared
+        self._token_texts = TokenTexts(self._tokenizer)
         self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
         self.window = lm.reader.max_length
         self.prefix = lm.reader.prefix
@@ -171,25 +177,34 @@ class Serving:
             lambda one: list(one(text, add_special_tokens=special, verbose=False)["input_ids"])
         )
 
-    def text_of(self, token: int) -> str:
-        """The text of one token, which is remembered."""
-        found = self._texts.get(token)
-        if found is None:
-            found = self._texts[token] = self.text([token])
-        return found
+    def echoed(self, prompt: Prompt, given: str | Sequence[int], *, is_continued: bool) -> Prompt:
+        """Return a prompt with the text of each of its tokens, for an answer that begins with it.
 
-    def scored(self, prompt: Prompt) -> Prompt:
-        """A prompt with what is told of its tokens when they are scored: where each begins."""
-        before, shown = prompt.tokens[: prompt.hidden], prompt.tokens[prompt.hidden :]
-        texts = [self.text_of(token) for token in shown]
-        if "".join(texts) != self.text(shown) or any("\ufffd" in text for text in texts):
-            # Characters of several tokens, or spaces that depend on others.
-            texts = self.tokenizer(lambda one: _pieces(Detokenizer(one, before, special=True), shown))
-        return replace(prompt, offsets=(0, *accumulate(map(len, texts[:-1]))))
+        Args:
+            prompt: the prompt.
+            given: what it was made of. The texts of the tokens of a text add up to it.
+            is_continued: whether an incomplete character at its end is left to the continuation.
+        """
+        shown = prompt.tokens[prompt.hidden :]
+
+        def texts(_: Any) -> tuple[list[str], int]:
+            if isinstance(given, str):
+                return split_text(self._token_texts, given, shown), 0
+            last = shown[-1]
+            is_part = "\ufffd" in self._token_texts.decode([last]) or self._token_texts.is_fallback_byte(last)
+            if not (is_continued and is_part):
+                return self._token_texts.pieces(shown), 0
+            detokenizer = Detokenizer(self._token_texts, special=True)
+            found = [piece.text for token in shown for piece in detokenizer.take(token)]
+            unfinished = len(shown) - len(found)
+            return [*found, *[""] * unfinished], unfinished
+
+        found, unfinished = self.tokenizer(texts)
+        return replace(prompt, texts=tuple(found), unfinished=unfinished)
 
     def text(self, tokens: Sequence[int]) -> str:
         """The text of some tokens, special ones included."""
-        return self.tokenizer(lambda one: decoded(one, tokens))
+        return self.tokenizer(lambda _: self._token_texts.decode(tokens))
 
     def prompt(self, given: str | Sequence[int], param: str = "prompt") -> Prompt:
         """A text as the model reads it, after the token that begins a document; tokens as they are."""
@@ -279,10 +294,6 @@ def _some_keys(store: KNNStore, selection: Selection) -> Keys:
     if first is None:
         return np.empty((0, 0), np.float32)
     return first.keys[:: -(-len(first.keys) // _WARMING)].astype(np.float32)
-
-
-def _pieces(detokenizer: Detokenizer, tokens: Sequence[int]) -> list[str]:
-    return [detokenizer.take(token) for token in tokens]
 
 
 async def unless_left(request: Request, work: Coroutine[Any, Any, Found]) -> Found:

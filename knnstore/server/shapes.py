@@ -1,13 +1,10 @@
 """The two shapes of what was written: texts with their tokens, and messages of a conversation."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from knnstore.server.engine import Finish, TokenScore
-
-TextOf = Callable[[int], str]
-"""The text of one token."""
 
 
 class Shape(Protocol):
@@ -49,7 +46,6 @@ def choice(shaped: dict[str, Any], finish: Finish | None) -> dict[str, Any]:
 class Texts:
     """Of ``/v1/completions``."""
 
-    text_of: TextOf
     with_log_probs: bool
     echoed: Sequence[str] = ()
     """The prompts, where each text begins with its own."""
@@ -90,29 +86,32 @@ class Texts:
 
     def _log_probs(self, scores: Sequence[TokenScore], offsets: Sequence[int]) -> dict[str, Any]:
         return {
-            "tokens": [self._written(one.token) for one in scores],
+            "tokens": [self._name(one.token, one.text) for one in scores],
             "token_logprobs": [one.log_prob for one in scores],
             "top_logprobs": [self._top(one) for one in scores],
             "text_offset": offsets,
         }
 
     def _top(self, score: TokenScore) -> dict[str, float] | None:
-        """By text; of tokens that are written alike the most probable one counts."""
-        found: dict[str, float] = {}
-        for token, log_prob in score.top:
-            text = self._written(token)
-            found[text] = max(log_prob, found.get(text, log_prob))
-        return found or None
+        """Return log-probabilities by name; the token of the text has the name that `tokens` has.
 
-    def _written(self, token: int) -> str:
-        return f"token_id:{token}" if self.by_id else self.text_of(token)
+        A token whose name is taken, by that one or a more probable one, is named by its id.
+        """
+        names = {score.token: self._name(score.token, score.text)}
+        for one in score.top:
+            if one.token not in names:
+                name = self._name(one.token, one.name)
+                names[one.token] = f"token_id:{one.token}" if name in names.values() else name
+        return {names[one.token]: one.log_prob for one in score.top} or None
+
+    def _name(self, token: int, text: str) -> str:
+        return f"token_id:{token}" if self.by_id else text
 
 
 @dataclass(frozen=True)
 class Messages:
     """Of ``/v1/chat/completions``."""
 
-    text_of: TextOf
     with_log_probs: bool
 
     kind = "chat.completion"
@@ -149,14 +148,19 @@ class Messages:
         return {
             "content": [
                 {
-                    **self._written(one.token, one.log_prob),
-                    "top_logprobs": [self._written(*other) for other in one.top],
+                    **_shown(one.text, one.data, one.log_prob),
+                    "top_logprobs": [
+                        _shown(one.text, one.data, other.log_prob)
+                        if other.token == one.token
+                        else _shown(other.name, other.data, other.log_prob)
+                        for other in one.top
+                    ],
                 }
                 for one in scores
             ],
             "refusal": None,
         }
 
-    def _written(self, token: int, log_prob: float | None) -> dict[str, Any]:
-        text = self.text_of(token)
-        return {"token": text, "logprob": log_prob, "bytes": list(text.encode())}
+
+def _shown(text: str, data: bytes, log_prob: float | None) -> dict[str, Any]:
+    return {"token": text, "logprob": log_prob, "bytes": list(data)}

@@ -17,11 +17,10 @@ from knnstore.errors import ConfigError, InputError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from knnstore.lm import Passage, Source, TextReader, TokenExplanation
+    from knnstore.lm import Detokenizer, Passage, Source, TextReader, TokenExplanation
 
 _NEIGHBORS_CREDITED = 32  # of each token; further ones hardly weigh and cost time to name
 _SOURCES_SHOWN = 5
-_HALF = "\ufffd"  # what a token ends in that has not all bytes of a character
 _LEAST_SAMPLED = 1e-6  # below it the most probable token's logit has no number
 
 
@@ -84,7 +83,7 @@ def generate(
                 "warning: the model writes alone, because with the store text repeats itself more "
                 f"(knnstore calibrate --show); {weight} 0.5 lets the store count"
             )
-        shown = Written(lm.reader, prompt)
+        shown = PromptAndContinuation(lm.reader, prompt)
         continuation = lm.generate_text(
             prompt,
             max_new_tokens=max_new_tokens,
@@ -111,42 +110,39 @@ def generate(
         print_result(result, "", as_json=True)
 
 
-class Written:
-    """Prints a text while it is written: the prompt, then each piece whose characters are whole.
+class PromptAndContinuation:
+    """Prints a text while it is generated: the prompt, then each piece whose characters are complete.
 
-    What `generate` of transformers takes as a streamer.
+    It is a streamer for `generate` of transformers. The pieces are those that `generate_text` returns.
     """
 
     def __init__(self, reader: "TextReader", prompt: str) -> None:
         self._reader = reader
-        self._prompt: str | None = prompt
-        self._tokens: list[int] = []
+        self._prompt = prompt
+        self._detokenizer: Detokenizer | None = None
         self._printed = ""
 
     def put(self, tokens: "Tensor") -> None:
-        """Take the prompt's tokens, and then those that are written."""
-        if self._prompt is not None:
-            self._begin()
+        """Take the prompt's tokens first, and then the tokens that are generated."""
+        from knnstore.lm import Detokenizer, TokenTexts
+
+        ids = tokens.flatten().tolist()
+        if self._detokenizer is None:
+            self._detokenizer = Detokenizer(TokenTexts(self._reader.tokenizer), ids)
+            echo(Verbatim(self._prompt), end="")
             return
-        self._tokens += tokens.flatten().tolist()
-        text = str(self._reader.tokenizer.decode(self._tokens, skip_special_tokens=True))
-        if text.startswith(self._printed) and not text.endswith(_HALF):
-            echo(Verbatim(text.removeprefix(self._printed)), end="")
-            self._printed = text
+        text = "".join(piece.text for token in ids for piece in self._detokenizer.take(token))
+        echo(Verbatim(text), end="")
+        self._printed += text
 
     def end(self) -> None:
-        """Nothing more is written; `finish` knows what was."""
+        """Do nothing: `finish` prints what still waits for the end of a character."""
 
     def finish(self, continuation: str) -> None:
         """Print what was not printed of the text, and the end of the line."""
-        self._begin()
-        rest = continuation.removeprefix(self._printed)
-        echo(Verbatim(rest if continuation.startswith(self._printed) else f"\n{continuation}"))
-
-    def _begin(self) -> None:
-        if self._prompt is not None:
+        if self._detokenizer is None:
             echo(Verbatim(self._prompt), end="")
-            self._prompt = None
+        echo(Verbatim(continuation.removeprefix(self._printed)))
 
 
 def explain(

@@ -86,7 +86,10 @@ def show(
         found = row_of(store.document(document, domain=domain))
         if text:
             tokens = store.tokens(document, domain=domain).tolist()
-            found["text"] = load_tokenizer(place_of_model(store, model_at)).decode(tokens)
+            tokenizer = load_tokenizer(place_of_model(store, model_at))
+            from knnstore.lm import decode_tokens
+
+            found["text"] = decode_tokens(tokenizer, tokens)
     shown = pairs({name: value for name, value in found.items() if name != "text"})
     if text:
         shown += "\n\n"

@@ -1,7 +1,6 @@
 """Reading text with a model: documents become tokens, windows, keys and log-probabilities."""
 
 from knnstore.lm.reading.adding import Added, Synced, add, sync
-from knnstore.lm.reading.detokenizing import Detokenizer, decoded
 from knnstore.lm.reading.encoder import Encoded, Encoder, LogProbs, check_logits
 from knnstore.lm.reading.models import (
     check_matches,
@@ -14,12 +13,19 @@ from knnstore.lm.reading.models import (
 )
 from knnstore.lm.reading.reader import TextReader, check_tokens, in_chunks
 from knnstore.lm.reading.sample import sample_keys, sample_tokens
-from knnstore.lm.reading.spelling import letters_of
+from knnstore.lm.reading.token_text import (
+    Detokenizer,
+    TokenPiece,
+    TokenTexts,
+    decode_tokens,
+    letters_of,
+    split_text,
+)
 from knnstore.lm.reading.windows import BATCH_TOKENS, Batch, Tokens
 
 __all__ = [
     "BATCH_TOKENS", "Added", "Batch", "Detokenizer", "Encoded", "Encoder", "LogProbs", "Synced", "TextReader",
-    "Tokens", "add", "check_logits", "check_matches", "check_tokenizer", "check_tokens", "decoded",
-    "identify", "in_chunks", "letters_of", "load_model", "loaded", "name_of", "sample_keys", "sample_tokens",
-    "sync", "window_of",
+    "TokenPiece", "TokenTexts", "Tokens", "add", "check_logits", "check_matches", "check_tokenizer",
+    "check_tokens", "decode_tokens", "identify", "in_chunks", "letters_of", "load_model", "loaded", "name_of",
+    "sample_keys", "sample_tokens", "split_text", "sync", "window_of",
 ]  # fmt: skip

@@ -11,9 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from knnstore.documents import TextDocument
 from knnstore.errors import InputError
-from knnstore.lm.reading.detokenizing import Detokenizer, decoded
 from knnstore.lm.reading.encoder import Encoder
-from knnstore.lm.reading.spelling import letters_of
+from knnstore.lm.reading.token_text import TokenTexts, decode_tokens, letters_of
 from knnstore.lm.reading.windows import BATCH_TOKENS, Batch, pack, prefix_of
 from knnstore.store import Letters
 
@@ -69,14 +68,12 @@ class TextReader:
         return texts
 
     def text(self, tokens: Sequence[int]) -> str:
-        """The text of some tokens."""
-        return decoded(self.tokenizer, tokens)
+        """Decode a text, with its special tokens."""
+        return decode_tokens(self.tokenizer, tokens)
 
     def pieces(self, tokens: Sequence[int], before: Sequence[int] = ()) -> list[str]:
-        """What each token adds to the text of those before; the last token of a character adds all of it."""
-        detokenizer = Detokenizer(self.tokenizer, before, special=True)
-        pieces = [detokenizer.take(token) for token in tokens]
-        return [*pieces[:-1], pieces[-1] + detokenizer.end()] if pieces else []
+        """Return what each token adds to the text of those before it; see `TokenTexts.pieces`."""
+        return TokenTexts(self.tokenizer).pieces(tokens, before)
 
     def batches(self, texts: Sequence[NDArray[np.integer[Any]]]) -> Iterator[Batch]:
         """Cut texts, given by their tokens, into windows and pack these into batches; see `pack`."""

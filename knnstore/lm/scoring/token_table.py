@@ -14,13 +14,15 @@ from transformers import PreTrainedTokenizerBase
 
 from knnstore.documents import TextDocument
 from knnstore.errors import ConfigError
+from knnstore.lm.reading import TokenTexts
 from knnstore.lm.scoring.scores import TokenScores
 
 COLUMNS = (
     "document", "position", "token", "text", "p_lm", "p_knn", "lambda", "p", "distance", "frequency",
 )  # fmt: skip
-"""``position`` counts a document's tokens from 0, ``token`` is the token's id, ``distance`` that of
-the nearest neighbor, null where there is none, ``frequency`` how often the token was stored."""
+"""``position`` counts a document's tokens from 0, ``token`` is the token's id, ``text`` what it adds to the
+document's text (empty inside a character; its last token has all of it), ``distance`` that of the nearest
+neighbor, null where there is none, ``frequency`` how often the token was stored."""
 
 
 class TokenTable:
@@ -46,13 +48,31 @@ class TokenTable:
         if not self._parts:
             return
         columns = [np.concatenate(column) for column in zip(*self._parts, strict=True)]
-        for at in np.lexsort((columns[1], columns[0])).tolist():
+        order = np.lexsort((columns[1], columns[0]))
+        texts = self._texts(tokenizer, *(column[order] for column in columns[:3]))
+        for at, text in zip(order.tolist(), texts, strict=True):
             document, position, token, *numbers = (column[at].item() for column in columns)
-            text = tokenizer.decode([token], clean_up_tokenization_spaces=False)
             numbers[-1] = numbers[-1] if np.isfinite(numbers[-1]) else None
             name, frequency = self._documents[document].id, int(self._counts[token])
             values = (name, position, token, text, *numbers, frequency)
             yield dict(zip(COLUMNS, values, strict=True))
+
+    def _texts(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        documents: NDArray[Any],
+        positions: NDArray[Any],
+        tokens: NDArray[Any],
+    ) -> Iterator[str]:
+        """Yield the text of each token, in order; the texts of a document's tokens add up to its text."""
+        texts = TokenTexts(tokenizer)
+        starts = np.flatnonzero(np.diff(documents, prepend=-1))
+        for start, end in zip(starts, [*starts[1:], len(tokens)], strict=True):
+            before: list[int] = []
+            if positions[start]:  # without a token that begins a text the first one is not predicted
+                text = self._documents[documents[start]].text
+                before = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            yield from texts.pieces(tokens[start:end].tolist(), before[: positions[start]])
 
     def to_pandas(self, tokenizer: PreTrainedTokenizerBase) -> Any:
         """All rows as a DataFrame of pandas, with the columns `COLUMNS`."""

@@ -34,6 +34,9 @@ class KNNModel(ReadingModel, Protocol):
 class WritingModel(KNNModel, Protocol):
     """A model that writes: `KNNLMForCausalLM`."""
 
+    generation_config: Any
+    """Its options of `generate`, a `GenerationConfig`."""
+
     def generate(self, *args: Any, knn: KNNSettings | None = None, **kwargs: Any) -> Any:
         """Write tokens as `GenerationMixin.generate` does."""
 

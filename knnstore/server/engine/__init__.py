@@ -2,10 +2,10 @@
 
 from knnstore.server.engine.engine import Engine, SettingsOf
 from knnstore.server.engine.jobs import Turns
-from knnstore.server.engine.rows import Finish, Piece, Prompt, Sampling, Task, TokenScore
+from knnstore.server.engine.rows import Finish, Piece, Prompt, Sampling, Task, TokenScore, TopToken
 from knnstore.server.engine.tickets import EngineBusyError, EngineStoppedError, Observed, Ticket
 
 __all__ = [
     "Engine", "EngineBusyError", "EngineStoppedError", "Finish", "Observed", "Piece", "Prompt", "Sampling",
-    "SettingsOf", "Task", "Ticket", "TokenScore", "Turns",
+    "SettingsOf", "Task", "Ticket", "TokenScore", "TopToken", "Turns",
 ]  # fmt: skip

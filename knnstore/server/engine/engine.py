@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from knnstore.errors import ConfigError, KnnstoreError
-from knnstore.lm import KNNLMForCausalLM, KNNSettings
+from knnstore.lm import KNNLMForCausalLM, KNNSettings, TokenTexts
 from knnstore.server.engine.admission import Admission
 from knnstore.server.engine.batch import Batch, Step
 from knnstore.server.engine.jobs import Job, Turns
@@ -64,6 +64,7 @@ class Engine:
         self._max_rows = max_rows
         self._max_waiting = max_waiting
         self._observe = observe
+        self._texts = TokenTexts(lm.reader.tokenizer)
         self._ends = ends_of(lm.generation_config, lm.tokenizer)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._jobs = 0
@@ -226,14 +227,13 @@ class Engine:
         task = ticket.task
         prompt = task.prompts[index // task.copies]
         if task.score_prompt:
-            ticket.tell(
-                Piece(index, tokens=prompt_scores(prompt, remembered.scores, task.top), is_prompt=True)
-            )
+            scores = prompt_scores(prompt, remembered.scores, task.top, self._texts)
+            ticket.tell(Piece(index, tokens=scores, is_prompt=True))
         if not task.max_tokens:
             ticket.tell(Piece(index, finish="length"))
             return
         assert remembered.next is not None
-        row = Row(task, index, self._lm.tokenizer, self._ends)
+        row = Row(task, index, self._texts, self._ends)
         # At once: it need not wait for a step.
         piece = row.take(remembered.next, int(remembered.next.argmax()))
         self._firsts += 1

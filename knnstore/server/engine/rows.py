@@ -2,14 +2,16 @@
 
 import math
 import random
+from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from knnstore.lm import Detokenizer, Likelihoods
+from knnstore.lm import Detokenizer, Likelihoods, TokenPiece, TokenTexts
 from knnstore.server.engine.text import StopStrings
 
 Finish = Literal["stop", "length"]
@@ -35,8 +37,10 @@ class Prompt:
     """At least one."""
     hidden: int = 0
     """How many of the first ones are not part of the text that was given."""
-    offsets: tuple[int, ...] = ()
-    """Where each of the others begins in that text, in characters, if it is scored; none is not known."""
+    texts: tuple[str, ...] = ()
+    """The text of each of the others, if the prompt is part of the answer; else empty."""
+    unfinished: int = 0
+    """How many of the last ones end inside a character, whose text comes with the continuation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +60,31 @@ class Task:
     """Whether the prompts' own tokens are scored."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenScore:
-    """One token and what the mixture says of it."""
+class TopToken(NamedTuple):
+    """One of the most probable tokens at a place."""
 
     token: int
-    offset: int
-    """Characters of its text before it."""
+    log_prob: float
+    name: str
+    """Its text in the middle of a text, or `bytes:...` for a part of a character."""
+    data: bytes
+    """Its bytes in the middle of a text."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScore:
+    """One token of a text and its log-probability."""
+
+    token: int
+    text: str = ""
+    """What it adds to the text. Nothing if it is special, ends inside a character or follows the end."""
+    offset: int = 0
+    """Characters of the prompt or the continuation before it."""
+    data: bytes = b""
+    """Its own bytes, as far as they are part of the text."""
     log_prob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()
-    """The most probable tokens with their log-probabilities, and always the token itself; may be empty."""
+    top: tuple[TopToken, ...] = ()
+    """The most probable tokens, and always the token itself; may be empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,20 +106,28 @@ class Row:
     Args:
         task: what is asked for.
         index: which of its texts.
-        tokenizer: the model's.
+        texts: of the model's tokenizer.
         ends: tokens that end any text.
     """
 
-    def __init__(self, task: Task, index: int, tokenizer: Any, ends: frozenset[int]) -> None:
+    def __init__(self, task: Task, index: int, texts: TokenTexts, ends: frozenset[int]) -> None:
+        prompt = task.prompts[index // task.copies]
         self.task = task
         self.index = index
-        self.tokens = [*task.prompts[index // task.copies].tokens]
+        self.tokens = [*prompt.tokens]
         """The prompt, and what was written after it."""
         self._first = len(self.tokens)
         self._ends = ends
-        self._detokenizer = Detokenizer(tokenizer, self.tokens)
+        self._texts = texts
+        before = len(self.tokens) - prompt.unfinished
+        self._detokenizer = Detokenizer(texts, self.tokens[:before])
+        self._unfinished = prompt.unfinished
+        self._early = [piece for token in self.tokens[before:] for piece in self._detokenizer.take(token)]
         self._stops = StopStrings(task.stops)
-        self._length = 0  # characters so far, those that are held back counted
+        self._chosen: deque[TokenScore] = deque()  # their text is not certain
+        self._held: deque[TokenScore] = deque()  # their text is not given out, a stop string may cut it off
+        self._length = 0  # characters that are certain
+        self._given = 0  # characters that were given out
         seed = task.sampling.seed
         self._random = random.Random(None if seed is None else f"{seed}:{index}")  # noqa: S311
 
@@ -119,24 +146,66 @@ class Row:
         sampling, top = self.task.sampling, self.task.top
         token = likeliest if sampling.temperature == 0 else drawn(log_probs, sampling, self._random.random)
         self.tokens.append(token)
-        score = TokenScore(token, self._length)
+        score = TokenScore(token)
         if top is not None:
             found = Likelihoods.of(log_probs[None], torch.tensor([token], device=log_probs.device), top)
-            score = next(scored(found, [token], [self._length], top))
+            score = next(scored(found, [token], top, self._texts))
+        self._chosen.append(score)
         if token in self._ends:
-            return self._end("stop", score)
-        new = self._detokenizer.take(token)
-        self._length += len(new)
-        text, stopped = self._stops.take(new)
-        if stopped:
-            return Piece(self.index, text, (score,), "stop")
+            return self._end("stop", [*self._detokenizer.end(), TokenPiece(token, "", b"")])
+        pieces = self._detokenizer.take(token)
         if not self.left:
-            return self._end("length", score, text)
-        return Piece(self.index, text, (score,))
+            return self._end("length", [*pieces, *self._detokenizer.end()])
+        text, stopped = self._give(pieces)
+        if stopped:
+            return self._end("stop", [], text)
+        return Piece(self.index, text, self._let_go())
 
-    def _end(self, finish: Finish, score: TokenScore, text: str = "") -> Piece:
-        last, stopped = self._stops.take(self._detokenizer.end())
-        return Piece(self.index, text + last + self._stops.end(), (score,), "stop" if stopped else finish)
+    def _end(self, finish: Finish, pieces: Sequence[TokenPiece], text: str = "") -> Piece:
+        """End the text; its last tokens have what of their texts is before a stop string."""
+        last, stopped = self._give(pieces)
+        rest = "" if stopped else self._stops.end()
+        self._given += len(rest)
+        scores = [_cut(score, self._given) for score in self._held]
+        return Piece(self.index, text + last + rest, tuple(scores), "stop" if stopped else finish)
+
+    def _give(self, pieces: Sequence[TokenPiece]) -> tuple[str, bool]:
+        """Take in tokens whose text is certain.
+
+        Returns:
+            What of the text can be given out, and whether a stop string came.
+        """
+        text, given, stopped = "", "", False
+        pieces, self._early = [*self._early, *pieces], []
+        for piece in pieces:
+            text += piece.text
+            if self._unfinished:  # a token of the prompt
+                self._unfinished -= 1
+                continue
+            score = self._chosen.popleft()
+            self._held.append(replace(score, text=text, offset=self._length, data=piece.data))
+            self._length += len(text)
+            if not stopped:
+                out, stopped = self._stops.take(text)
+                given += out
+            text = ""
+        self._given += len(given)
+        return given, stopped
+
+    def _let_go(self) -> tuple[TokenScore, ...]:
+        """Return the tokens all of whose text was given out; they are no longer held."""
+        done = []
+        while self._held and self._held[0].offset + len(self._held[0].text) <= self._given:
+            done.append(self._held.popleft())
+        return tuple(done)
+
+
+def _cut(score: TokenScore, length: int) -> TokenScore:
+    """Return a token as it is in a text of this length."""
+    left = length - score.offset
+    if left <= 0:
+        return replace(score, text="", offset=length, data=b"")
+    return replace(score, text=score.text[:left], data=score.data.removesuffix(score.text[left:].encode()))
 
 
 def drawn(log_probs: Tensor, sampling: Sampling, draw: Any) -> int:
@@ -159,44 +228,58 @@ def drawn(log_probs: Tensor, sampling: Sampling, draw: Any) -> int:
 
 
 def scored(
-    found: Likelihoods, tokens: Sequence[int], offsets: Sequence[int], top: int | None
+    found: Likelihoods, tokens: Sequence[int], top: int | None, texts: TokenTexts
 ) -> Iterator[TokenScore]:
-    """Say what the mixture says of some tokens.
+    """Say what the mixture says of some tokens; their texts are left empty.
 
     Args:
         found: of each of them, with at least `top` of the likeliest.
         tokens: which they are.
-        offsets: where they begin.
         top: as of `Task`.
+        texts: of the model's tokenizer.
     """
     if top is None:
-        yield from (TokenScore(*one) for one in zip(tokens, offsets, strict=True))
+        yield from map(TokenScore, tokens)
         return
     gold, best, which = found.gold.tolist(), found.best[:, :top].tolist(), found.tokens[:, :top].tolist()
-    for token, offset, log_prob, values, likeliest in zip(tokens, offsets, gold, best, which, strict=True):
-        listed = [(one, _finite(value)) for one, value in zip(likeliest, values, strict=True)]
+    for token, log_prob, values, likeliest in zip(tokens, gold, best, which, strict=True):
+        listed = list(zip(likeliest, values, strict=True))
         if top and token not in likeliest:
-            listed.append((token, _finite(log_prob)))
-        yield TokenScore(token, offset, _finite(log_prob), tuple(listed))
+            listed.append((token, log_prob))
+        named = (
+            TopToken(one, _finite(value), texts.name_of(one), texts.bytes_of(one)) for one, value in listed
+        )
+        yield TokenScore(token, log_prob=_finite(log_prob), top=tuple(named))
 
 
-def prompt_scores(prompt: Prompt, parts: Sequence[Likelihoods], top: int | None) -> tuple[TokenScore, ...]:
+def prompt_scores(
+    prompt: Prompt, parts: Sequence[Likelihoods], top: int | None, texts: TokenTexts
+) -> tuple[TokenScore, ...]:
     """Say what the mixture says of a prompt's tokens; the first has no log-probability.
 
     Args:
         prompt: the prompt.
         parts: of each of its tokens but the first, in parts; none where it has but one.
         top: as of `Task`.
+        texts: of the model's tokenizer.
     """
     shown = prompt.tokens[prompt.hidden :]
-    offsets = prompt.offsets or (0,) * len(shown)
-    first = tuple(TokenScore(token, 0) for token in shown[:1])
-    if len(prompt.tokens) == 1:
-        return first
-    whole = Likelihoods(
-        *(torch.cat(column)[prompt.hidden : len(prompt.tokens) - 1] for column in zip(*parts, strict=True))
+    scores = [TokenScore(token) for token in shown[:1]]
+    if len(prompt.tokens) > 1:
+        whole = Likelihoods(
+            *(
+                torch.cat(column)[prompt.hidden : len(prompt.tokens) - 1]
+                for column in zip(*parts, strict=True)
+            )
+        )
+        scores += scored(whole, shown[1:], top, texts)
+    if not prompt.texts:
+        return tuple(scores)
+    offsets = [0, *accumulate(map(len, prompt.texts[:-1]))]
+    return tuple(
+        replace(score, text=text, offset=offset)
+        for score, text, offset in zip(scores, prompt.texts, offsets, strict=True)
     )
-    return first + tuple(scored(whole, shown[1:], offsets[1:], top))
 
 
 def _finite(log_prob: float) -> float:
