@@ -1,7 +1,7 @@
 """Reading the catalog: the store's identity, its documents, domains, tags and settings."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,6 +21,7 @@ from knnstore.catalog.connection import (
     reading,
     translated_errors,
 )
+from knnstore.catalog.digests import digest_of_values
 from knnstore.catalog.queries import (
     DOCUMENTS,
     PRUNED,
@@ -28,6 +29,7 @@ from knnstore.catalog.queries import (
     by_value,
     checked_names,
     live_documents,
+    read_altered,
     read_documents,
     read_domains,
     read_engine,
@@ -62,6 +64,10 @@ from knnstore.catalog.types import (
     Snapshot,
     StoredVersion,
 )
+from knnstore.errors import CatalogError
+
+_CHECKED_AT_ONCE = 4000
+"""Documents of one statement at most."""
 
 
 class Catalog:
@@ -215,9 +221,10 @@ class Catalog:
     def tokens(self, row: int) -> np.ndarray[tuple[int], np.dtype[np.uint32]] | None:
         """The token ids of a live document, uint32 of shape (n,); None when it is live no more."""
         with reading(self.sql) as current:
-            chosen = select(TokensRow.tokens).join(DocumentRow).where(DocumentRow.id == row, IS_LIVE)
-            blob = current.scalars(chosen).one_or_none()
-        return None if blob is None else unpacked(blob)
+            columns = TokensRow.tokens, TokensRow.digest
+            chosen = select(*columns).join(DocumentRow).where(DocumentRow.id == row, IS_LIVE)
+            found = current.execute(chosen).one_or_none()
+        return None if found is None else unpacked(*found)
 
     def content_hashes(self, rows: Iterable[int]) -> dict[int, str]:
         """The content hash of each live document, by primary key."""
@@ -227,10 +234,28 @@ class Catalog:
 
     def texts(self, rows: Iterable[int]) -> Iterator[tuple[int, NDArray[np.uint32]]]:
         """Yield primary key and token ids, shape (n,), of the documents that are still live, in any order."""
-        chosen = select(DocumentRow.id, TokensRow.tokens).join(TokensRow).where(IS_LIVE)
+        chosen = select(DocumentRow.id, TokensRow.tokens, TokensRow.digest).join(TokensRow).where(IS_LIVE)
         with reading(self.sql) as current:
-            for row, blob in among(current, chosen, DocumentRow.id, rows):
-                yield row, unpacked(blob)
+            for row, blob, digest in among(current, chosen, DocumentRow.id, rows):
+                yield row, unpacked(blob, digest)
+
+    def altered(self, rows: Iterable[int]) -> set[int]:
+        """Return which of these live documents are not what was stored, by primary key."""
+        altered: set[int] = set()
+        ordered = sorted(rows)
+        waiting = [ordered[at : at + _CHECKED_AT_ONCE] for at in range(0, len(ordered), _CHECKED_AT_ONCE)]
+        while waiting:
+            chunk = waiting.pop()
+            try:
+                with reading(self.sql) as current:
+                    altered |= read_altered(current, chunk[0], chunk[-1])
+            except CatalogError:  # one has a value that cannot be read: look for it in halves
+                middle = len(chunk) // 2
+                if middle:
+                    waiting += [chunk[:middle], chunk[middle:]]
+                else:
+                    altered |= set(chunk)
+        return altered.intersection(ordered)
 
     def pruned(self, rows: Iterable[int]) -> dict[int, PrunedDocument]:
         """What was pruned of these documents, of those that are live and were pruned."""
@@ -288,11 +313,45 @@ class Catalog:
 
     def settings(self, domains: Sequence[str] = ()) -> Mapping[str, Any] | None:
         """The settings saved for exactly this set of domains; empty stands for the whole store."""
-        with reading(self.sql) as current:
+        with _naming_settings(), reading(self.sql) as current:
             row = current.get(SettingRow, scope_of(domains)[0])
-            return None if row is None else row.payload
+            return None if row is None else _sound_payload(row)
 
     def all_settings(self) -> dict[tuple[str, ...], Mapping[str, Any]]:
         """The settings saved for every set of domains."""
+        with _naming_settings(), reading(self.sql) as current:
+            return {tuple(row.domains): _sound_payload(row) for row in current.scalars(select(SettingRow))}
+
+    def damaged_settings(self) -> list[str]:
+        """Return the keys of saved settings that are not what was saved; see `drop_settings`."""
+        damaged = []
         with reading(self.sql) as current:
-            return {tuple(row.domains): row.payload for row in current.scalars(select(SettingRow))}
+            scopes = list(current.scalars(select(SettingRow.scope)))
+        for scope in scopes:
+            try:
+                with reading(self.sql) as current:
+                    row = current.get(SettingRow, scope)
+                    if row is not None:
+                        _sound_payload(row)
+            except CatalogError:
+                damaged.append(scope)
+        return damaged
+
+
+@contextmanager
+def _naming_settings() -> Iterator[None]:
+    """Say of damage that it is of saved settings, and what to do."""
+    try:
+        yield
+    except CatalogError as error:
+        raise CatalogError(
+            "settings that are saved in the catalog are damaged: restore it from a backup, or drop them with "
+            "`knnstore calibrate --reset` and calibrate anew"
+        ) from error
+
+
+def _sound_payload(row: SettingRow) -> Mapping[str, Any]:
+    """Return what was saved, or raise CatalogError if it was altered since."""
+    if row.digest != digest_of_values(row.domains, row.payload) or row.scope != scope_of(row.domains)[0]:
+        raise CatalogError("saved settings were altered")
+    return row.payload

@@ -1,6 +1,8 @@
 """Connecting to the catalog's database: SQLite in a file or in memory, PostgreSQL by URL."""
 
 import json
+import re
+import sqlite3
 import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -28,6 +30,17 @@ _EXPECTED = "expected postgresql+psycopg://USER@HOST/DATABASE or sqlite:///FILE"
 
 _DAMAGE = (ValueError, TypeError, OverflowError, LookupError, AttributeError, zlib.error)
 """What a value of a wrong kind leads to, wherever it is read."""
+
+_TOO_COMPLEX = re.compile(
+    r"at most \d+ tables|too many|tree is too large|stack overflow|too complex|too big|stack depth limit"
+)
+"""What SQLite and PostgreSQL say of a statement that they could run if it were smaller."""
+_NO_TEXT = re.compile(r"Could not decode to UTF-8 column '([^']*)'")
+_UNREACHABLE_SQLITE = (
+    "SQLITE_BUSY", "SQLITE_LOCKED", "SQLITE_IOERR", "SQLITE_CANTOPEN", "SQLITE_PROTOCOL", "SQLITE_INTERRUPT",
+    "SQLITE_NOMEM", "SQLITE_READONLY", "SQLITE_FULL", "SQLITE_PERM", "SQLITE_AUTH",
+)  # fmt: skip
+"""Errors of SQLite that come from outside of the statement and the data."""
 
 _SECONDS_TO_CONNECT = 10
 _BEGIN = "knnstore_begin"
@@ -143,6 +156,7 @@ def translated_errors(engine: Engine) -> Iterator[None]:
     Raises:
         StoreUnavailableError: the database cannot be reached; trying again is safe.
         DiskFullError, ReadOnlyError: its medium takes no more, or nothing at all.
+        ConfigError: the statement is too complex for the database, as a condition can make it.
         CatalogError: it refused a statement, or what it holds makes no sense.
     """
     try:
@@ -155,8 +169,18 @@ def translated_errors(engine: Engine) -> Iterator[None]:
             raise medium from error
         lines = str(error.orig).strip().splitlines()  # the first has no values, later ones may
         reason = lines[0] if lines else type(error.orig).__name__
-        unreachable = error.connection_invalidated or isinstance(error, OperationalError)
-        kind = StoreUnavailableError if unreachable else CatalogError
+        undecoded = _NO_TEXT.match(reason)  # quotes the value, which may be a secret
+        if undecoded is not None:
+            raise CatalogError(
+                f"the catalog's database ({place(engine.url)}) is damaged, restore it from a backup: "
+                f"the column {undecoded[1]!r} holds bytes that are not UTF-8"
+            ) from None
+        if _is_too_complex(error, reason):
+            raise ConfigError(
+                f"so complex a condition or selection is refused by the catalog's database: {reason}; make "
+                "it smaller"
+            ) from error
+        kind = StoreUnavailableError if _is_unreachable(error) else CatalogError
         raise kind(f"the catalog's database ({place(engine.url)}) failed: {reason}") from error
     except KnnstoreError:
         raise
@@ -165,6 +189,27 @@ def translated_errors(engine: Engine) -> Iterator[None]:
             f"the catalog's database ({place(engine.url)}) is damaged, restore it from a backup: it holds "
             f"a value that cannot be one ({type(error).__name__})"
         ) from error
+
+
+def _is_too_complex(error: DBAPIError, reason: str) -> bool:
+    """Check whether a smaller statement would have been run."""
+    state = str(getattr(error.orig, "sqlstate", None) or "")
+    if state:
+        return state.startswith("54")  # program limit exceeded
+    name = str(getattr(error.orig, "sqlite_errorname", ""))
+    return name in ("SQLITE_ERROR", "SQLITE_TOOBIG") and _TOO_COMPLEX.search(reason) is not None
+
+
+def _is_unreachable(error: DBAPIError) -> bool:
+    """Check whether the database may answer later; otherwise the statement or the data are at fault."""
+    if error.connection_invalidated:
+        return True
+    if not isinstance(error, OperationalError):
+        return False
+    if isinstance(error.orig, sqlite3.Error):
+        name = str(getattr(error.orig, "sqlite_errorname", ""))
+        return not name or name.startswith(_UNREACHABLE_SQLITE)  # without a name: from `sqlite._connect`
+    return True
 
 
 def place(url: URL) -> str:

@@ -14,8 +14,14 @@ from numpy.typing import NDArray
 from sqlalchemy import ColumnElement, Row, Select, case, func, select, text
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
+from knnstore.catalog.digests import (
+    digest_of_bytes,
+    digest_of_document,
+    digest_of_pruned,
+    digest_of_store,
+)
 from knnstore.catalog.representatives import PrunedDocument, Representatives
-from knnstore.catalog.tables import IS_LIVE, DocumentRow, DomainRow, PrunedRow, StoreRow, TagRow
+from knnstore.catalog.tables import IS_LIVE, DocumentRow, DomainRow, PrunedRow, StoreRow, TagRow, TokensRow
 from knnstore.catalog.types import Document, Domain, Engine, Identity, Snapshot
 from knnstore.checks import check_name
 from knnstore.datastore import POSITION_LIMIT, TOKEN_LIMIT, Metric
@@ -173,7 +179,13 @@ def read_identity(row: StoreRow) -> Identity:
             raise CatalogError(f"the catalog is damaged: {name} of the store; restore it from a backup")
     if values["metric"] not in {metric.value for metric in Metric}:
         raise CatalogError("the catalog is damaged: metric of the store; restore it from a backup")
-    return Identity(**values)
+    identity = Identity(**values)
+    if not isinstance(row.params, dict) or row.digest != digest_of_store(identity, row.params):
+        raise CatalogError(
+            "the catalog is damaged: what the store was made for, or its engine's "
+            "parameters, were altered; restore it from a backup"
+        )
+    return identity
 
 
 def read_snapshot(current: Session, *, has_prefix: bool) -> Snapshot:
@@ -222,16 +234,63 @@ def read_problems(current: Session) -> list[str]:
     if current.get_bind().dialect.name == "sqlite":
         said = "\n".join(current.scalars(text("PRAGMA integrity_check(5)")))
         found = [line for line in said.splitlines() if line not in ("ok", "*** in database main ***")]
-    given = current.scalars(select(StoreRow.next_position)).one()
-    used = current.scalars(select(func.max(DocumentRow.stop))).one() or 0
-    if not used <= given <= POSITION_LIMIT:
+    last_used = select(func.max(DocumentRow.stop)).scalar_subquery()
+    given, used = current.execute(select(StoreRow.next_position, last_used)).one()
+    if not (used or 0) <= given <= POSITION_LIMIT:
         found.append("positions would be given twice")
     return [f"the catalog is damaged, restore it from a backup: {line}" for line in found]
 
 
-def unpacked(blob: bytes) -> NDArray[np.uint32]:
-    """The tokens of a document."""
-    try:
-        return np.frombuffer(blob, "<u4")
-    except (ValueError, TypeError) as error:
-        raise CatalogError("the tokens of a document are damaged: see `knnstore verify`") from error
+def unpacked(blob: bytes, digest: str) -> NDArray[np.uint32]:
+    """Return the tokens of a document, or raise CatalogError if they are not those that were stored."""
+    if not isinstance(blob, bytes) or digest_of_bytes(blob) != digest:
+        raise CatalogError(
+            "the tokens of a document are damaged: `knnstore verify` names it; remove it and add it again"
+        )
+    return np.frombuffer(blob, "<u4")
+
+
+def read_altered(current: Session, first: int, last: int) -> set[int]:
+    """Return which live documents are not what was stored, among the primary keys from `first` to `last`.
+
+    Their keys are not read.
+    """
+    chosen = (
+        select(DocumentRow, DomainRow.name, TokensRow, PrunedRow)
+        .outerjoin(DomainRow, DomainRow.id == DocumentRow.domain_id)
+        .outerjoin(TokensRow, TokensRow.document_id == DocumentRow.id)
+        .outerjoin(PrunedRow, PrunedRow.document_id == DocumentRow.id)
+        .where(IS_LIVE, DocumentRow.id.between(first, last))
+        .execution_options(yield_per=100)  # few texts in memory at once
+    )
+    tags: dict[int, list[str]] = {}
+    chosen_tags = select(TagRow.document_id, TagRow.tag).where(TagRow.document_id.between(first, last))
+    for document, tag in current.execute(chosen_tags):
+        tags.setdefault(document, []).append(tag)
+    altered = set()
+    for row, domain, tokens, pruned in current.execute(chosen):
+        sound = (
+            tokens is not None
+            and tokens.digest == digest_of_bytes(tokens.tokens)
+            and row.digest == document_digest(row, domain, tags.get(row.id, ()), tokens.digest)
+        )
+        if pruned is not None:
+            expected = digest_of_pruned(pruned.records, pruned.scale, pruned.representatives)
+            sound = sound and pruned.digest == expected
+        if not sound:
+            altered.add(row.id)
+    return altered
+
+
+def document_digest(row: DocumentRow, domain: str, tags: Iterable[str], tokens: str) -> str:
+    """Return the digest that a document should have, with these tags and this digest of its tokens."""
+    return digest_of_document(
+        id=row.external_id,
+        domain=domain,
+        start=row.start,
+        stop=row.stop,
+        content_hash=row.content_hash,
+        metadata=row.attributes,
+        tags=tags,
+        tokens=tokens,
+    )

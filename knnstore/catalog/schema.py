@@ -13,6 +13,7 @@ from sqlalchemy import URL, Connection, delete, insert, inspect, select
 from sqlalchemy import Engine as SqlEngine
 
 from knnstore.catalog.connection import connect, exclusive, is_sqlite_file, place
+from knnstore.catalog.digests import digest_of_store
 from knnstore.catalog.tables import StoreRow
 from knnstore.catalog.types import Engine, Identity
 from knnstore.errors import (
@@ -110,6 +111,7 @@ def make(sql: SqlEngine, identity: Identity, engine: Engine, store_id: str | Non
                 store_id=store_id or uuid4().hex,
                 **asdict(engine),
                 **asdict(identity),
+                digest=digest_of_store(identity, engine.params),
             )
         )
         failpoint("catalog.create.inside")

@@ -82,6 +82,8 @@ class StoreRow(Base):
     stride: Mapped[int]
     has_prefix: Mapped[bool]
     projection: Mapped[str | None] = mapped_column(String)
+    digest: Mapped[str] = mapped_column(String(32), server_default="")
+    """Of the identity and `params`; see `knnstore.catalog.digests`."""
 
     # Where the keys are; `knnstore move` changes these three in one transaction.
     adapter: Mapped[str] = mapped_column(String)
@@ -143,6 +145,8 @@ class DocumentRow(Base):
     stop: Mapped[int] = mapped_column(BigInteger)
     content_hash: Mapped[str] = mapped_column(String(64))
     attributes: Mapped[dict[str, Any]] = mapped_column("metadata", JSON)
+    digest: Mapped[str] = mapped_column(String(32), server_default="")
+    """Of everything that says what the document is; see `knnstore.catalog.digests`."""
     added_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), default=_now)
 
 
@@ -159,6 +163,8 @@ class TokensRow(Base):
     document_id: Mapped[_DocumentId]
     tokens: Mapped[bytes] = mapped_column(LargeBinary)
     """Little-endian uint32."""
+    digest: Mapped[str] = mapped_column(String(32), server_default="")
+    """Of the tokens; see `knnstore.catalog.digests`."""
 
 
 class PrunedRow(Base):
@@ -174,6 +180,8 @@ class PrunedRow(Base):
     representatives: Mapped[bytes] = mapped_column("survivors", LargeBinary)
     """zlib of a little-endian int64 for each token: how many positions after its own the record is that
     stands for it; 0 where its own is left, the least integer where there is none."""
+    digest: Mapped[str] = mapped_column(String(32), server_default="")
+    """Of the three; see `knnstore.catalog.digests`."""
 
 
 class ChecksumRow(Base):
@@ -205,6 +213,8 @@ class SettingRow(Base):
     domains: Mapped[list[str]] = mapped_column(JSON)
     """The names, sorted; none stands for the whole store."""
     payload: Mapped[dict[str, Any]] = mapped_column(JSON)
+    digest: Mapped[str] = mapped_column(String(32), server_default="")
+    """Of the domains and the payload; see `knnstore.catalog.digests`."""
     saved_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), default=_now)
 
 

@@ -8,7 +8,7 @@ A document goes through three states::
     forget     the row is removed    after the datastore has deleted the records
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import accumulate, pairwise
@@ -20,8 +20,9 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from knnstore.catalog.catalog import Catalog
+from knnstore.catalog.digests import digest_of_bytes, digest_of_pruned, digest_of_store, digest_of_values
 from knnstore.catalog.fencing import Fence
-from knnstore.catalog.queries import among, in_chunks, scope_of
+from knnstore.catalog.queries import among, document_digest, in_chunks, read_tags, scope_of
 from knnstore.catalog.representatives import PrunedDocument
 from knnstore.catalog.tables import (
     DELETING,
@@ -88,7 +89,10 @@ class CatalogWriter:
             current.add_all(rows)
             current.flush()
             for row, document in zip(rows, documents, strict=True):
-                current.add(TokensRow(document_id=row.id, tokens=document.tokens.astype("<u4").tobytes()))
+                tokens = document.tokens.astype("<u4").tobytes()
+                digest = digest_of_bytes(tokens)
+                current.add(TokensRow(document_id=row.id, tokens=tokens, digest=digest))
+                row.digest = document_digest(row, document.domain, document.tags, digest)
                 current.add_all(TagRow(document_id=row.id, tag=tag) for tag in document.tags)
             return [PlacedDocument(row.id, row.domain_id, row.start, row.stop) for row in rows]
 
@@ -175,6 +179,7 @@ class CatalogWriter:
             live = select(DocumentRow.id).where(IS_LIVE)
             if sum(1 for _ in among(current, live, DocumentRow.id, wanted)) < len(wanted):
                 raise DocumentNotFoundError("a document was removed before it could be described")
+            sound = _sound_documents(current, wanted)
             current.execute(
                 update(DocumentRow),
                 [{"id": row, "attributes": metadata} for row, (metadata, _) in wanted.items()],
@@ -184,6 +189,7 @@ class CatalogWriter:
             current.add_all(
                 TagRow(document_id=row, tag=tag) for row, (_, tags) in wanted.items() for tag in tags
             )
+            _renew_digests(current, sound)
             _reveal(current)
 
     def rename(self, ids: Mapping[int, str]) -> None:
@@ -196,6 +202,7 @@ class CatalogWriter:
         for id in ids.values():
             check_name(id, "a document's id")
         with self._transaction("rename") as current:
+            sound = _sound_documents(current, ids)
             for row, id in ids.items():
                 renamed = update(DocumentRow).where(DocumentRow.id == row, IS_LIVE).values(external_id=id)
                 try:
@@ -204,6 +211,7 @@ class CatalogWriter:
                     raise InputError(f"there is a document {id!r} in its domain already") from error
                 if not found:
                     raise DocumentNotFoundError("a document was removed before it could be renamed")
+            _renew_digests(current, sound)
             if ids:
                 _reveal(current)
 
@@ -213,10 +221,24 @@ class CatalogWriter:
         scope, names = scope_of(domains)
         with self._transaction("settings") as current:
             if payload:
-                moment = datetime.now(UTC)
-                current.merge(SettingRow(scope=scope, domains=names, payload=dict(payload), saved_at=moment))
+                current.execute(delete(SettingRow).where(SettingRow.scope == scope))  # it may be damaged
+                current.add(
+                    SettingRow(
+                        scope=scope,
+                        domains=names,
+                        payload=dict(payload),
+                        digest=digest_of_values(names, payload),
+                        saved_at=datetime.now(UTC),
+                    )
+                )
             else:
                 current.execute(delete(SettingRow).where(SettingRow.scope == scope))
+            _reveal(current)
+
+    def drop_settings(self, scopes: Sequence[str]) -> None:
+        """Drop saved settings by their keys; see `Catalog.damaged_settings`."""
+        with self._transaction("settings") as current:
+            current.execute(delete(SettingRow).where(SettingRow.scope.in_(scopes)))
             _reveal(current)
 
     def move(
@@ -245,11 +267,18 @@ class CatalogWriter:
                 document = pruned[row]
                 left, packed = int(document.kept(start).sum()), document.packed(start)
                 current.merge(
-                    PrunedRow(document_id=row, records=left, scale=document.scale, representatives=packed)
+                    PrunedRow(
+                        document_id=row,
+                        records=left,
+                        scale=document.scale,
+                        representatives=packed,
+                        digest=digest_of_pruned(left, document.scale, packed),
+                    )
                 )
             current.execute(delete(ChecksumRow))
             _add_checksums(current, checksums)
-            current.execute(update(StoreRow).values(asdict(engine)))
+            digest = digest_of_store(self.catalog.identity, engine.params)
+            current.execute(update(StoreRow).values(**asdict(engine), digest=digest))
             _reveal(current)
 
     def check_room_to_vacuum(self) -> None:
@@ -270,6 +299,30 @@ class CatalogWriter:
         current.add_all(fresh)
         current.flush()
         return known | {row.name: row.id for row in fresh}
+
+
+def _sound_documents(current: Session, rows: Iterable[int]) -> list[int]:
+    """Return which documents have the digest that they should have: only these may get another."""
+    wanted = list(rows)
+    digests = dict(among(current, select(DocumentRow.id, DocumentRow.digest), DocumentRow.id, wanted))
+    return [row for row, digest in _digests(current, wanted) if digests[row] == digest]
+
+
+def _renew_digests(current: Session, rows: Sequence[int]) -> None:
+    """Write the digests of documents that were changed on purpose."""
+    current.flush()
+    current.expire_all()  # rows were changed by statements of their own
+    values = [{"id": row, "digest": digest} for row, digest in _digests(current, rows)]
+    if values:
+        current.execute(update(DocumentRow), values)
+
+
+def _digests(current: Session, rows: Sequence[int]) -> Iterator[tuple[int, str]]:
+    """Yield primary key and digest of documents as they are now."""
+    tags = read_tags(current, rows)
+    chosen = select(DocumentRow, DomainRow.name, TokensRow.digest).join(DomainRow).join(TokensRow)
+    for row, domain, tokens in among(current, chosen, DocumentRow.id, rows):
+        yield row.id, document_digest(row, domain, tags.get(row.id, ()), tokens)
 
 
 def _reveal(current: Session) -> None:

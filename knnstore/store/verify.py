@@ -1,5 +1,8 @@
 """Checking that catalog and datastore say the same of every token."""
 
+import base64
+import hashlib
+import json
 import logging
 
 import numpy as np
@@ -38,8 +41,29 @@ def problems_of(home: Home, catalog: Catalog, view: View) -> list[str]:
         problems += reading_on(datastore, lambda: _compare(catalog, datastore, unsettled))
     except KnnstoreError as error:
         problems.append(str(error))
-    damaged = (problem_of(home.weights, name) for name in sorted(files_in_use(catalog, view.snapshot)))
+    fingerprint = _fingerprint_problem(catalog.identity.model_fingerprint)
+    problems += [fingerprint] if fingerprint else []
+    try:
+        names = sorted(files_in_use(catalog, view.snapshot))
+        damaged = [problem_of(home.weights, name) for name in names]
+    except KnnstoreError as error:  # saved settings cannot be read
+        return [*problems, str(error)]
     return problems + [problem for problem in damaged if problem]
+
+
+def _fingerprint_problem(fingerprint: str) -> str | None:
+    """Return what is wrong with a model's fingerprint, see `knnstore.lm.keys.model_fingerprint`."""
+    digest, *parts = fingerprint.split(":")
+    try:
+        sample, *config = (base64.b64decode(part, validate=True) for part in parts or [""])
+        sound = not parts or (hashlib.sha256(sample).hexdigest() == digest and len(sample) % 4 == 0)
+        for part in config:
+            json.loads(part)
+    except (ValueError, RecursionError):
+        sound = False
+    if sound:
+        return None
+    return "the catalog is damaged: the fingerprint of the model is none; restore it from a backup"
 
 
 def orphans_in(catalog: Catalog, datastore: Datastore) -> Ids:
@@ -83,19 +107,17 @@ def _compare(catalog: Catalog, datastore: Datastore, unsettled: list[PlacedDocum
         tokens = np.concatenate([_NO_TOKENS, *read])
         there[there] = tokens[(origins[which] + offsets)[there]] == tokens_of(ids[there])
         wrong[at[~there]] = True
-    if snapshot.engine.is_keyless:
-        wrong |= np.array([_is_damaged(catalog, snapshot, document) for document in range(len(wrong))], bool)
     wrong |= records != snapshot.records
-    names = catalog.labels(snapshot.rows[wrong].tolist())  # not of what was removed meanwhile
-    problems = [
-        f"document {id!r} of domain {domain!r} has lost records or has wrong ones: remove it and add it again"
-        for id, domain in names.values()
-    ]
-    altered = set(checked.differing(stored)) - set(snapshot.rows[wrong].tolist())
-    problems += [
-        f"document {id!r} of domain {domain!r} has altered keys: remove it and add it again"
-        for id, domain in catalog.labels(altered).values()
-    ]
+    damaged = catalog.altered(snapshot.rows.tolist())
+    lacking = set(snapshot.rows[wrong].tolist()) - damaged
+    altered = set(checked.differing(stored)) - lacking - damaged
+    problems = []
+    for rows, what in (
+        (damaged, "is damaged in the catalog"),
+        (lacking, "has lost records or has wrong ones"),
+        (altered, "has altered keys"),
+    ):
+        problems += [f"{name} {what}: remove it and add it again" for name in _names(catalog, rows)]
     orphans = np.concatenate(foreign)
     if len(orphans):  # a writer may have been at work since
         for placed in (unsettled, catalog.unsettled()):
@@ -107,10 +129,19 @@ def _compare(catalog: Catalog, datastore: Datastore, unsettled: list[PlacedDocum
     return problems
 
 
-def _is_damaged(catalog: Catalog, snapshot: Snapshot, document: int) -> bool:
-    """Whether the tokens of a document cannot be what was stored; without records nothing else tells."""
-    text = _texts(catalog, snapshot, [document]).get(document)
-    return text is None or int(text.max(initial=0)) >= catalog.identity.vocab_size
+def _names(catalog: Catalog, rows: set[int]) -> list[str]:
+    """Name documents by id and domain, but for those that were removed meanwhile; by number if damaged."""
+    names = []
+    for row in sorted(rows):
+        try:
+            found = catalog.labels([row])
+        except CatalogError:
+            names.append(f"document number {row}")
+        else:
+            names += [f"document {id!r} of domain {domain!r}" for id, domain in found.values()]
+            if not found and row in catalog.content_hashes([row]):  # of no domain that is there
+                names.append(f"document number {row}")
+    return names
 
 
 def _texts(catalog: Catalog, snapshot: Snapshot, documents: list[int]) -> dict[int, Tokens]:

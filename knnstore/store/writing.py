@@ -11,10 +11,17 @@ import numpy as np
 from knnstore.catalog import CatalogWriter, NewDocument
 from knnstore.checks import distinct_names
 from knnstore.datastore import IdRanges, SupportsOptimize, ranges_of
-from knnstore.errors import DiskFullError, DocumentNotFoundError, KnnstoreError
+from knnstore.errors import CatalogError, DiskFullError, DocumentNotFoundError, KnnstoreError
 from knnstore.space import check_space
 from knnstore.store.current import Current
-from knnstore.store.fitted import SavedSettings, Weights, files_in_use, save_weights, sweep
+from knnstore.store.fitted import (
+    SavedSettings,
+    Weights,
+    drop_damaged_settings,
+    files_in_use,
+    save_weights,
+    sweep,
+)
 from knnstore.store.home import Home
 from knnstore.store.ingest import Ingest, as_it_fits, purge
 from knnstore.store.soundness import abandon_unneeded, precision_of, reading_on, taking
@@ -108,6 +115,7 @@ class Writing:
 
     def save_settings(self, saved: SavedSettings, domains: Sequence[str]) -> None:
         """Save settings, and remove the weights that none name; see `KNNStore.save_settings`."""
+        drop_damaged_settings(self.writer)
         self.writer.save_settings(domains, saved.payload())
         self._unnamed_weights -= set(saved.files())
         self._sweep_weights()
@@ -161,7 +169,10 @@ class Writing:
 
     def _sweep_weights(self) -> None:
         if self._home.weights.is_dir():
-            used = files_in_use(self.writer.catalog, self.current.view().snapshot)
+            try:
+                used = files_in_use(self.writer.catalog, self.current.view().snapshot)
+            except CatalogError:  # saved settings are damaged: nobody knows which files they name
+                return
             sweep(self._home.weights, self._unnamed_weights | used)
 
     def _rows(self, domain: str, ids: Iterable[str]) -> dict[str, int]:

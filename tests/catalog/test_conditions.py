@@ -180,6 +180,24 @@ def test_deep_and_long_conditions_are_answered_or_refused(
             catalog.rows_where(condition, [placed.group])
 
 
+def test_deep_fields_are_answered_or_refused(catalog: Catalog, writer: CatalogWriter, document: Make) -> None:
+    nested: Any = 1
+    for _ in range(63):
+        nested = {"a": nested}
+    (placed,) = writer.begin([document("a", metadata=nested)])
+    writer.publish([placed.row])
+    deepest = ".".join(["a"] * 63) + " = 1"
+    for condition in (deepest, " and ".join([deepest] * 20)):
+        assert catalog.rows_where(condition, [placed.group]) == [placed.row]
+    for levels in (64, 65, 200, 1000):
+        for condition in (
+            ".".join(["a"] * levels) + " = 1",
+            ".".join(['"a"'] * (levels // 2 + 32)) + " exists",
+        ):
+            with pytest.raises(ConfigError, match="levels, at most 63"):
+                catalog.rows_where(condition, [placed.group])
+
+
 @pytest.mark.parametrize(
     ("condition", "said"),
     [

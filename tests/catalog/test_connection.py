@@ -1,16 +1,19 @@
 """Databases that cannot be used: every failure is one line, and no line holds the password."""
 
 import socket
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import URL
+from sqlalchemy import URL, text
 
 from knnstore.catalog import Catalog, CatalogWriter, parse_url, upgrade_catalog
+from knnstore.catalog.connection import session
 from knnstore.errors import CatalogError, ConfigError, KnnstoreError, StoreUnavailableError
 
 Creator = Callable[[URL], Catalog]
@@ -144,3 +147,43 @@ def test_a_restarted_server_is_found_again(
     postgres.restart()
     writer.publish([placed.row])
     assert [d.id for d in catalog.documents()] == ["a"]
+
+
+def failure(url: URL, create: Creator, statement: str) -> KnnstoreError:
+    """What a statement fails with in a catalog."""
+    catalog = create(url)
+    with pytest.raises(KnnstoreError) as caught, session(catalog.sql) as current:
+        current.execute(text(statement)).all()
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+def test_a_statement_that_is_too_complex_is_the_users(catalog_url: URL, create: Creator) -> None:
+    """Trying again later does not help; a smaller condition does."""
+    statement = f"SELECT {'+'.join(['1'] * 100_000)}"
+    found = failure(catalog_url, create, statement)
+    assert type(found) is ConfigError
+    assert "make it smaller" in str(found)
+
+
+def test_a_table_that_is_gone_is_damage_and_no_lost_connection(catalog_url: URL, create: Creator) -> None:
+    assert type(failure(catalog_url, create, "SELECT * FROM knnstore_nothing")) is CatalogError
+
+
+def test_text_that_is_none_is_damage_and_not_quoted(tmp_path: Path, create: Creator) -> None:
+    url = parse_url(f"sqlite:///{tmp_path / 'catalog.db'}")
+    found = failure(url, create, f"SELECT CAST(X'{SECRET.encode().hex()}ff' AS TEXT) AS name")
+    assert type(found) is CatalogError
+    assert "'name' holds bytes that are not UTF-8" in str(found)
+    assert SECRET not in str(found)
+    assert SECRET not in repr(found.__cause__)
+
+
+def test_a_locked_database_can_be_tried_again(tmp_path: Path, create: Creator) -> None:
+    url = parse_url(f"sqlite:///{tmp_path / 'catalog.db'}")
+    catalog = create(url)
+    with closing(sqlite3.connect(tmp_path / "catalog.db")) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(StoreUnavailableError, match="locked"), session(catalog.sql) as current:
+            current.execute(text("PRAGMA busy_timeout = 0"))
+            current.execute(text("UPDATE knnstore_store SET revision = 1"))

@@ -29,7 +29,7 @@ import sqlalchemy as sa
 from alembic import op
 
 revision = "9998"
-down_revision = "0007"
+down_revision = "0008"
 
 
 def upgrade() -> None:

@@ -32,6 +32,8 @@ LONGEST = 4096
 """Characters of a condition."""
 DEEPEST = 12
 """Conditions within each other: SQLite's parser has 100 places on its stack."""
+DEEPEST_FIELD = 63
+"""Names of a field, one for each level of objects: SQLite joins 64 tables at most, one for each level."""
 
 _WORDS = {"or", "and", "not", "in", "like", "exists", "true", "false"}
 _GRAMMAR = r"""
@@ -144,6 +146,11 @@ def _parser() -> Any:
             return Comparison(parts[0], "in", _of_one_kind(parts[1:]), negated=True)
 
         def field(self, names: list[str]) -> tuple[str, ...]:
+            if len(names) > DEEPEST_FIELD:
+                raise ConfigError(
+                    f"the field {'.'.join(names)[:40]!r}... has {len(names):,} levels, at most "
+                    f"{DEEPEST_FIELD} are allowed"
+                )
             return tuple(names)
 
         def plain(self, parts: list[Any]) -> str:

@@ -276,11 +276,15 @@ def _show_saved(home: Path, domains: Sequence[str] | None, as_json: bool) -> Non
 def _drop_saved(home: Path, domains: Sequence[str] | None, as_json: bool) -> None:
     """Drop the settings that are saved for exactly these domains; a trained substitute stays."""
     import knnstore
+    from knnstore.errors import CatalogError
     from knnstore.store import SavedSettings
 
     chosen = tuple(domains or ())
     with knnstore.open(home, "a") as store:
-        saved = store.settings(chosen)
+        try:
+            saved = store.settings(chosen)
+        except CatalogError:  # damaged
+            saved = SavedSettings(query={"damaged": True})
         is_there = saved is not None and bool(saved.query) and saved.derived is None
         if saved is not None and is_there:
             store.save_settings(SavedSettings(trained_substitute=saved.trained_substitute), chosen)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from knnstore.errors import CatalogError
+
 _VALUES_A_TENSOR = 16
 
 _SAYS_NOTHING = frozenset(
@@ -58,9 +60,21 @@ def same_model(one: str, other: str) -> bool:
 
     Of the configuration what both know must be equal: versions of transformers add fields, and fingerprints
     of earlier versions of knnstore have none.
+
+    Raises:
+        CatalogError: one is not a fingerprint.
     """
     if one == other:
         return True
+    try:
+        return _same_sample(one, other)
+    except (ValueError, IndexError, TypeError, RecursionError) as error:  # binascii.Error is a ValueError
+        raise CatalogError(
+            "the catalog is damaged: the fingerprint of the model is none; restore it from a backup"
+        ) from error
+
+
+def _same_sample(one: str, other: str) -> bool:
     (_, *first), (_, *second) = (text.split(":") for text in (one, other))
     configs = [json.loads(base64.b64decode(of[1])) for of in (first, second) if len(of) > 1]
     if len(configs) == 2 and not _agree(*configs):

@@ -4,6 +4,7 @@ from knnstore.store.fitted.lineage import Lineage
 from knnstore.store.fitted.saved import (
     SavedSettings,
     all_saved,
+    drop_damaged_settings,
     drop_traces,
     files_in_use,
     settings_are_sound,
@@ -11,6 +12,7 @@ from knnstore.store.fitted.saved import (
 from knnstore.store.fitted.weights import Weights, load_weights, problem_of, save_weights, sweep
 
 __all__ = [
-    "Lineage", "SavedSettings", "Weights", "all_saved", "drop_traces", "files_in_use", "load_weights",
+    "Lineage", "SavedSettings", "Weights", "all_saved", "drop_damaged_settings", "drop_traces",
+    "files_in_use", "load_weights",
     "problem_of", "save_weights", "settings_are_sound", "sweep",
 ]  # fmt: skip

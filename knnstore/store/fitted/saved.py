@@ -110,9 +110,18 @@ def files_in_use(catalog: Catalog, snapshot: Snapshot) -> set[str]:
     return {name for name, lineage in named.items() if lineage is None or not lineage.gone(snapshot)}
 
 
+def drop_damaged_settings(writer: CatalogWriter) -> None:
+    """Drop saved settings that cannot be used, with a warning."""
+    damaged = writer.catalog.damaged_settings()
+    if damaged:
+        writer.drop_settings(damaged)
+        _logger.warning("saved settings were damaged, and are dropped: calibrate again")
+
+
 def drop_traces(writer: CatalogWriter) -> None:
     """Drop what is saved with traces of documents that are being removed, and are live no more."""
     catalog = writer.catalog
+    drop_damaged_settings(writer)  # nobody can tell what they were fitted on
     saved, snapshot = all_saved(catalog), catalog.snapshot()
     fitted_on = {content for one in saved.values() for content in one.fitted_on}
     removed = catalog.retired_content() & fitted_on
