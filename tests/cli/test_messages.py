@@ -5,8 +5,8 @@ import os
 import pty
 import subprocess
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -77,20 +77,21 @@ def test_what_can_be_refused_is_refused_before_torch_is_imported(store, line, pr
 
 
 def test_progress_is_said_now_and_then_without_a_terminal(capsys, monkeypatch):
-    monkeypatch.setattr("knnstore.cli.output.SECONDS_BETWEEN_LINES", 0.05)
+    now = [0.0]
+    monkeypatch.setattr("knnstore.cli.output.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("knnstore.cli.output.SECONDS_BETWEEN_LINES", 5)
     with Bar() as bar:
         bar.start("adding to d", total=400)
         for _ in range(4):
-            time.sleep(0.03)
+            now[0] += 3
             bar.advance(100)
         LOG.as_json = True
         bar.start("reading")
-        time.sleep(0.06)
+        now[0] += 6
         bar.advance(7)
     first, second, last = capsys.readouterr().err.splitlines()
-    assert first.startswith("adding to d: 200 of 400 tok, ")
-    assert first.endswith(" left")
-    assert second.startswith("adding to d: 400 of 400 tok, ")
+    assert first == "adding to d: 200 of 400 tok, 33 tok/s, 0:00:06 left"
+    assert second == "adding to d: 400 of 400 tok, 33 tok/s, 0:00:00 left"
     row = json.loads(last)
     assert (row["done"], row["total"], row["unit"]) == (7, None, "tok")
 

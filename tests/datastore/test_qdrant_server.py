@@ -256,10 +256,9 @@ def test_stalls(qdrant_server: Any, client: QdrantClient) -> None:
         with pytest.raises(ERRORS):
             hasty.count("c")
         assert hasty.count("c").count == len(stored)
-        began = time.monotonic()
-        qdrant_server.faults.add("stall", "count", seconds=0.2)
+        short = qdrant_server.faults.add("stall", "count", seconds=0.2)
         assert hasty.count("c").count == len(stored)
-        assert time.monotonic() - began >= 0.2
+        assert short.seen == 1
 
 
 def test_comes_back_without_what_it_had(client: QdrantClient, qdrant_server: Any) -> None:

@@ -2,9 +2,9 @@
 
 import math
 import re
-import time
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -173,8 +173,14 @@ def test_an_interrupted_run_goes_on_where_it_was(lm) -> None:
 
 def test_documents_are_committed_in_time_however_slow_the_model_is(lm, monkeypatch) -> None:
     """Ten tokens a document, 1,000 tokens a second, of which 3,000 were expected by the model's size."""
-    keys = lm.encoder.keys
-    monkeypatch.setattr(lm.encoder, "keys", lambda ids, at: time.sleep(len(at) / 1000) or keys(ids, at))
+    keys, now = lm.encoder.keys, [0.0]
+
+    def slowly(ids, at):
+        now[0] += len(at) / 1000
+        return keys(ids, at)
+
+    monkeypatch.setattr(lm.encoder, "keys", slowly)
+    monkeypatch.setattr(adding, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     weights = sum(one.numel() for one in lm.base.parameters())
     monkeypatch.setattr(adding, "_SLOWEST", 3000 * 2 * weights)
     before = lm.store.revision()

@@ -46,7 +46,7 @@ def impatient(served):
 
 def heard(connection: socket.socket) -> bytes:
     """All that is answered until the other side ends the connection."""
-    connection.settimeout(10)
+    connection.settimeout(60)
     said = b""
     with contextlib.suppress(ConnectionResetError):
         while part := connection.recv(1 << 16):
@@ -63,21 +63,14 @@ def test_a_head_that_does_not_come_ends_the_connection(impatient, answered, begu
             while not slow.recv(1000).endswith(b"}"):
                 pass
         slow.sendall(begun)
-        started = time.monotonic()
         assert heard(slow) == b""
-    assert 0.3 < time.monotonic() - started < 4
 
 
 def test_a_head_that_drips_ends_too(impatient):
-    with (
-        socket.create_connection(impatient) as slow,
-        contextlib.suppress(BrokenPipeError, ConnectionResetError),
-    ):
-        started = time.monotonic()
+    with socket.create_connection(impatient) as slow, pytest.raises((BrokenPipeError, ConnectionResetError)):
         for byte in HEAD * 50:
             slow.sendall(bytes([byte]))
             time.sleep(0.02)
-            assert time.monotonic() - started < 5
 
 
 def test_a_body_that_does_not_come_is_refused(impatient):
@@ -99,12 +92,13 @@ def test_an_idle_connection_outlives_what_clients_keep_one_for(server):
 
 def test_an_answer_that_takes_longer_than_a_body_may_is_given(served, impatient):
     body = json.dumps(PROMPT).encode()
-    served.serving.engine.call(lambda: time.sleep(1))
+    let_go = threading.Event()
+    served.serving.engine.call(let_go.wait)
     with socket.create_connection(impatient) as patient:
         patient.sendall(HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-        started = time.monotonic()
+        time.sleep(0.7)  # longer than a body may take; more does not matter
+        let_go.set()
         assert heard(patient).startswith(b"HTTP/1.1 200 ")
-    assert time.monotonic() - started > 0.6
 
 
 def resident(server) -> int:
