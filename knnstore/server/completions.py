@@ -268,4 +268,5 @@ def _task(serving: Serving, body: Writing, plan: _Plan, who: Access) -> Task:
         stops=body.stops,
         top=plan.top,
         score_prompt=plan.score_prompt,
+        constraint=serving.json_constraints.constraint_for(body.response_format),
     )

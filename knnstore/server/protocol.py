@@ -94,7 +94,6 @@ _NO_PENALTIES = "this server cannot penalize repetition"
 _NO_SAMPLER = "this server samples with temperature, top_p and seed only"
 _NO_CACHE_CONTROL = "this server keeps no prompts between requests"
 _NO_AUDIO = "this server reads and writes text only"
-_NO_FORMAT = "this server cannot hold an answer to a format"
 
 # The fields below are in OpenAI's protocol or in what other servers add to it.
 UNSUPPORTED_STREAM_OPTIONS = {
@@ -115,7 +114,6 @@ _UNSUPPORTED_SAMPLING = {
     "use_beam_search": Unsupported("this server has no beam search", (False,)),
     "min_tokens": Unsupported("this server cannot forbid a text to end", (0,)),
     "ignore_eos": Unsupported("this server cannot forbid a text to end", (False,)),
-    "response_format": Unsupported(_NO_FORMAT, ({"type": "text"},)),
 }
 UNSUPPORTED_COMPLETION = {
     **_UNSUPPORTED_SAMPLING,
@@ -228,6 +226,28 @@ class StreamOptions(Body):
     include_usage: StrictBool = False
 
 
+class JsonSchemaFormat(Body):
+    """The JSON schema that an answer is held to; it is always held to it strictly."""
+
+    name: str | None = None
+    description: str | None = None
+    json_schema: dict[str, Any] = Field(default={}, alias="schema")
+    strict: StrictBool | None = None
+
+
+class ResponseFormat(Body):
+    """What an answer is held to."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise field_error("json_schema", "is needed for the type 'json_schema', and for no other")
+        return self
+
+
 class Writing(Body):
     """What completions of both kinds have in common."""
 
@@ -243,6 +263,7 @@ class Writing(Body):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     knn: Retrieval | None = None
+    response_format: ResponseFormat | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:

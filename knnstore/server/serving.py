@@ -27,6 +27,7 @@ from knnstore.lm import (
 from knnstore.server.engine import Engine, EngineBusyError, Observed, Piece, Prompt, Task, Ticket, Turns
 from knnstore.server.errors import ApiError, refused
 from knnstore.server.scopes import Scope, Scopes
+from knnstore.server.structured import JsonConstraints
 from knnstore.store import KNNStore, Selection
 
 _logger = logging.getLogger(__name__)
@@ -94,6 +95,9 @@ class Serving:
             max_rows=self.limits.rows,
             max_waiting=self.limits.waiting,
             observe=self.observe,
+        )
+        self.json_constraints = JsonConstraints(
+            self.tokenizer, lm.store.identity.vocab_size, self.engine.ends
         )
         self.engine.start()
         for scope in self.scopes.first():

@@ -1,8 +1,8 @@
 """Requests recorded from clients of OpenAI's protocol, and the rule for fields that ask for nothing.
 
 `assets/clients` has the bodies that each client sent to a server of ours, as JSON: conversations of three
-turns, streams, every optional field null or at its default. All answers of the assistant in them were
-replaced by the same text.
+turns, streams, structured answers, every optional field null or at its default. All answers of the assistant
+in them were replaced by the same text.
 """
 
 import json
@@ -97,6 +97,10 @@ def test_recorded_requests_are_answered(talking, client):
                 prompts
             )
             assert answer.usage.completion_tokens > 0
+            if (body.get("response_format") or {}).get("type") == "json_schema":
+                held = [one for one in answer.choices if one.finish_reason == "stop"]
+                assert held
+                assert all(isinstance(json.loads(one.message.content), dict) for one in held)
 
 
 def test_a_conversation_of_the_sdk_goes_on(talking):

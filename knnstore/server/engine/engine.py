@@ -95,6 +95,11 @@ class Engine:
         """Whether the thread runs."""
         return self._thread.is_alive()
 
+    @property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end a text."""
+        return self._ends
+
     def submit(self, ticket: Ticket) -> None:
         """Take in a task.
 

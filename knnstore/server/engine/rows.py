@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -43,6 +43,22 @@ class Prompt:
     """How many of the last ones end inside a character, whose text comes with the continuation."""
 
 
+class Constraint(Protocol):
+    """Decides which tokens may come next in one text."""
+
+    def fork(self) -> "Constraint":
+        """Return a constraint at the same place for another text."""
+
+    def restrict(self, log_probs: Tensor) -> Tensor:
+        """Return log-probabilities of shape (v,) with -inf for each token that is not allowed next.
+
+        At least one stays finite.
+        """
+
+    def advance(self, token: int) -> bool:
+        """Take in the chosen token; return whether the text is complete, so that nothing can follow."""
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """What is to be written after each of some prompts, `copies` times."""
@@ -58,6 +74,8 @@ class Task:
     """So many of the most probable tokens are listed for each; None wants no log-probabilities."""
     score_prompt: bool = False
     """Whether the prompts' own tokens are scored."""
+    constraint: Constraint | None = None
+    """What each text is held to, as it is before the first token; each text forks it."""
 
 
 class TopToken(NamedTuple):
@@ -118,6 +136,7 @@ class Row:
         """The prompt, and what was written after it."""
         self._first = len(self.tokens)
         self._ends = ends
+        self._constraint = None if task.constraint is None else task.constraint.fork()
         self._texts = texts
         before = len(self.tokens) - prompt.unfinished
         self._detokenizer = Detokenizer(texts, self.tokens[:before])
@@ -144,7 +163,12 @@ class Row:
             likeliest: the most probable one.
         """
         sampling, top = self.task.sampling, self.task.top
-        token = likeliest if sampling.temperature == 0 else drawn(log_probs, sampling, self._random.random)
+        allowed = log_probs
+        if self._constraint is not None:
+            allowed = self._constraint.restrict(log_probs)
+            likeliest = int(allowed.argmax())
+        token = likeliest if sampling.temperature == 0 else drawn(allowed, sampling, self._random.random)
+        is_complete = self._constraint is not None and self._constraint.advance(token)
         self.tokens.append(token)
         score = TokenScore(token)
         if top is not None:
@@ -154,6 +178,8 @@ class Row:
         if token in self._ends:
             return self._end("stop", [*self._detokenizer.end(), TokenPiece(token, "", b"")])
         pieces = self._detokenizer.take(token)
+        if is_complete:
+            return self._end("stop", [*pieces, *self._detokenizer.end()])
         if not self.left:
             return self._end("length", [*pieces, *self._detokenizer.end()])
         text, stopped = self._give(pieces)
