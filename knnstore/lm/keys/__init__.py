@@ -11,10 +11,12 @@ from knnstore.lm.keys.capture import (
 from knnstore.lm.keys.fingerprint import model_fingerprint, same_model, tokenizer_fingerprint
 from knnstore.lm.keys.joining import Joining
 from knnstore.lm.keys.places import AUTO, FINAL_PLACES, LAYER_PLACES, layer_count, locate
+from knnstore.lm.keys.precision import full_precision, in_full_precision, model_precision
 from knnstore.lm.keys.projection import Projection, described, fit_projection
 
 __all__ = [
     "AUTO", "FINAL_PLACES", "LAYER_PLACES", "Joining", "KeyCapture", "KeyLocation", "Projection", "described",
-    "fit_projection", "hidden_forward", "keep_positions", "key_dim", "keys_forward", "layer_count", "locate",
-    "model_fingerprint", "same_model", "tokenizer_fingerprint",
+    "fit_projection", "full_precision", "hidden_forward", "in_full_precision", "keep_positions", "key_dim",
+    "keys_forward", "layer_count", "locate", "model_fingerprint", "model_precision", "same_model",
+    "tokenizer_fingerprint",
 ]  # fmt: skip

@@ -1,6 +1,7 @@
 """How keys are read from the forward pass of a model."""
 
 import threading
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
@@ -12,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from knnstore.errors import ConfigError
+from knnstore.lm.keys.precision import model_precision
 
 Side = Literal["input", "output"]
 
@@ -81,6 +83,7 @@ _registration = threading.Lock()  # torch numbers its hooks without a lock of it
 class KeyCapture:
     """A context in which forward passes of the calling thread leave their keys behind.
 
+    The passes have the precision that the caller's autocast asks for, see `knnstore.lm.keys.precision`.
     The hook is removed when the context ends, also by an exception. Other threads may run the
     same model at the same time, each with a capture of its own.
 
@@ -97,9 +100,11 @@ class KeyCapture:
         self._captured: Tensor | None = None
         self._thread: int | None = None
         self._hook: RemovableHandle | None = None
+        self._precision = ExitStack()
 
     def __enter__(self) -> Self:
         self._thread = threading.get_ident()
+        self._precision.enter_context(model_precision())
         with _registration:
             if self.location.side == "input":
                 self._hook = self._module.register_forward_pre_hook(self._keep_input, with_kwargs=True)
@@ -111,6 +116,7 @@ class KeyCapture:
         assert self._hook is not None
         with _registration:
             self._hook.remove()
+        self._precision.close()
         return isinstance(error, _Reached)
 
     def keys(self, batch: int, length: int) -> Tensor:

@@ -16,7 +16,7 @@ from knnstore.errors import ConfigError
 from knnstore.lm import scoring
 from knnstore.lm.calibration import calibrate
 from knnstore.lm.explanation import explain
-from knnstore.lm.keys import KeyCapture, keep_positions
+from knnstore.lm.keys import KeyCapture, in_full_precision, keep_positions
 from knnstore.lm.model.delegating import delegate_to_base, is_answered_by_base
 from knnstore.lm.model.generation import StoreGeneration
 from knnstore.lm.model.logits import LogitMixer
@@ -71,21 +71,21 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
     _can_compile_fullgraph = False
 
     # Each is documented, and tested, as the function that it is.
-    add = add
-    audit = scoring.audit
-    calibrate = calibrate
-    evaluate = scoring.evaluate
-    explain = explain
+    add = in_full_precision(add)
+    audit = in_full_precision(scoring.audit)
+    calibrate = in_full_precision(calibrate)
+    evaluate = in_full_precision(scoring.evaluate)
+    explain = in_full_precision(explain)
     export = scoring.export
-    keys = scoring.keys
-    neighbors = scoring.neighbors
-    p_knn = scoring.p_knn
+    keys = in_full_precision(scoring.keys)
+    neighbors = in_full_precision(scoring.neighbors)
+    p_knn = in_full_precision(scoring.p_knn)
     generate_text = generate_text
-    measure_size_curve = scoring.measure_size_curve
-    prune = scoring.prune
-    search = scoring.search
-    sync = sync
-    train_substitute = train_substitute
+    measure_size_curve = in_full_precision(scoring.measure_size_curve)
+    prune = in_full_precision(scoring.prune)
+    search = in_full_precision(scoring.search)
+    sync = in_full_precision(sync)
+    train_substitute = in_full_precision(train_substitute)
 
     def __init__(
         self,
@@ -198,6 +198,7 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
         write_config(Path(save_directory), self.base, self.store, self.knn)
         write_type(save_directory, self.base.config, self.tokenizer)
 
+    @in_full_precision
     def forward(
         self,
         input_ids: Tensor | None = None,

@@ -20,6 +20,7 @@ from knnstore.lm.keys import (
     hidden_forward,
     keys_forward,
     locate,
+    model_precision,
 )
 from knnstore.store import Reader
 
@@ -219,7 +220,7 @@ class Encoder:
         with torch.inference_mode():
             for start in range(0, len(states), rows):
                 part = slice(start, start + rows)
-                logits = (self.head(states[part]) if self._head_suffices else states[part]).float()
+                logits = self._logits(states[part]).float()
                 probs = logits.softmax(1)
                 best = probs.amax(1).log()
                 total = logits.amax(1) - best
@@ -232,6 +233,14 @@ class Encoder:
         if not found.best.isfinite().all():
             raise not_finite(self.model)
         return found
+
+    def _logits(self, states: Tensor) -> Tensor:
+        """Return the logits of some states from `encode`, in the model's precision."""
+        if not self._head_suffices:
+            return states
+        with model_precision():
+            logits: Tensor = self.head(states)
+        return logits
 
     def projected(self, keys: Tensor) -> Tensor:
         """The keys as the store has them, float32, from joined states, shape (..., d)."""
