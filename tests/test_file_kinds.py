@@ -111,6 +111,11 @@ def test_tables_with_any_delimiter(
     assert read(file) == expected
 
 
+def test_the_column_of_the_text_chooses_the_delimiter(tmp_path: Path) -> None:
+    file = written(tmp_path, "a.csv", "text,a;b;c\nx,y\n")
+    assert [(one.text, one.metadata) for one in read(file)] == [("x", {"a;b;c": "y"})]
+
+
 def test_excel_names_the_delimiter_in_the_first_line(tmp_path: Path) -> None:
     file = written(tmp_path, "a.csv", "sep=|\nid|text\n1|one\n2|\n")
     assert [one.id for one in read_documents([file], on_bad=lambda _: None)] == ["1"]

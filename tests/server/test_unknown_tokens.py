@@ -1,5 +1,7 @@
 """Tokens that the tokenizer has and the model lacks, and token ids that nobody has, are answered with 400."""
 
+import json
+
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -27,7 +29,8 @@ def wide(model_path, inside, tmp_path_factory):
 
     def post(path, **body):
         named = body if "documents" in body else {"model": "tiny", **body}
-        return found.call("POST", path, key, json=named)
+        headers = {"Content-Type": "application/json"}
+        return found.call("POST", path, key, content=json.dumps(named), headers=headers)
 
     return post
 
@@ -85,6 +88,13 @@ def test_tokens_that_nobody_has_are_not_turned_into_text(wide) -> None:
     answer = wide("/detokenize", tokens=[4, 99_999])
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tokens")
     assert "token 99999 at position 1" in answer.json()["error"]["message"]
+
+
+def test_values_that_are_no_json_are_refused(wide) -> None:
+    rows = [{"id": "n", "text": "One.", "score": float("nan")}]
+    answer = wide("/v1/documents", domain="d", documents=rows)
+    assert (answer.status_code, "NaN" in answer.text) == (400, True)
+    assert "null" in answer.text
 
 
 @pytest.mark.parametrize("stream", [False, True])
