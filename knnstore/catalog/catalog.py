@@ -166,7 +166,14 @@ class Catalog:
             return read_snapshot(current, has_prefix=self.identity.has_prefix)
 
     def documents(
-        self, *, domain: str | None = None, id: str | None = None, tag: str | None = None
+        self,
+        *,
+        domain: str | None = None,
+        domains: Sequence[str] | None = None,
+        id: str | None = None,
+        tag: str | None = None,
+        offset: int = 0,
+        limit: int | None = None,
     ) -> list[Document]:
         """List live documents in the order in which they were added.
 
@@ -174,8 +181,16 @@ class Catalog:
             domain: only those of this domain.
             id: only those of this external id; several domains may have one.
             tag: only those that carry this tag.
+            domains: only those of these domains.
+            offset: so many of the first ones are left out; the database does that.
+            limit: documents at most; None is all.
         """
         chosen = live_documents(DOCUMENTS, domain=domain, id=id, tag=tag)
+        if domains is not None:
+            names = checked_names(domains, "the domain's name")
+            chosen = chosen.where(DomainRow.name.in_(names))
+        if limit is not None:
+            chosen = chosen.offset(offset).limit(limit)
         with reading(self.sql) as current:
             return list(read_documents(current, current.execute(chosen)).values())
 

@@ -40,6 +40,7 @@ from knnstore.lm.model import (
 from knnstore.lm.reading import (
     Added,
     Detokenizer,
+    Encoder,
     Synced,
     TextReader,
     TokenPiece,
@@ -49,6 +50,7 @@ from knnstore.lm.reading import (
     load_model,
     split_text,
 )
+from knnstore.lm.reading import add as add_documents
 from knnstore.lm.retrieval import Drafts
 from knnstore.lm.scoring import (
     Audit,
@@ -102,6 +104,7 @@ __all__ = [
     "DocumentScore",
     "DomainWeights",
     "Drafts",
+    "Encoder",
     "Evaluation",
     "Explanation",
     "FixedLambda",
@@ -139,6 +142,7 @@ __all__ = [
     "TokenTable",
     "TokenTexts",
     "TrainedSubstitute",
+    "add_documents",
     "check_tokens",
     "completed",
     "create",

@@ -6,6 +6,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from anyio import CapacityLimiter, to_thread
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
@@ -26,6 +27,7 @@ from knnstore.server.access import (
     whole_paths,
 )
 from knnstore.server.asking import declare_asking
+from knnstore.server.bodies import BodyRoute
 from knnstore.server.completions import declare_completions
 from knnstore.server.documents import declare_documents
 from knnstore.server.engine import EngineBusyError, EngineStoppedError
@@ -86,6 +88,7 @@ def make_endpoints(
         lifespan=lifespan,
         redirect_slashes=False,
     )
+    app.router.route_class = BodyRoute
     routes = Endpoints(app)
     _declare_about(app, routes, serving, metrics, options)
     for declare in (declare_asking, declare_completions, declare_documents):
@@ -103,15 +106,17 @@ def _declare_about(
     app: FastAPI, routes: Endpoints, serving: Serving, metrics: Metrics, options: Options
 ) -> None:
     """Declare the endpoints that are about the server itself."""
+    looking = CapacityLimiter(1)  # a thread that no other request can take
+    described: list[dict[str, Any]] = []
 
     @routes.add("GET", "/health", None)
-    def health() -> Response:
+    async def health() -> Response:
         """Whether requests are answered: 200, else 503 with the reason."""
-        status = serving.status()
+        status = await to_thread.run_sync(serving.status, limiter=looking)
         return JSONResponse({"status": status}, 200 if status == "ready" else 503)
 
     @routes.add("GET", "/health/live", None)
-    def live() -> dict[str, str]:
+    async def live() -> dict[str, str]:
         """Whether the process is there, though perhaps still loading the model."""
         return {"status": "alive"}
 
@@ -125,7 +130,9 @@ def _declare_about(
     @routes.add("GET", "/openapi.json", Right.PREDICT)
     def description() -> dict[str, Any]:
         """This description."""
-        return get_openapi(title=app.title, version=app.version, routes=app.routes)
+        if not described:
+            described.append(get_openapi(title=app.title, version=app.version, routes=app.routes))
+        return described[0]
 
 
 async def _known(_: Request, error: Exception) -> JSONResponse:

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 from fastapi import Request
-from fastapi.concurrency import run_in_threadpool
-from fastapi.responses import Response
+from fastapi.responses import JSONResponse, Response
 
 from knnstore.catalog import Right
 from knnstore.lm import DocumentEffect, FixedLambda, KNNSettings, TokenExplanation, explain_in_turns
@@ -60,17 +59,30 @@ def declare_asking(routes: Endpoints, serving: Serving) -> None:
         return {**models_of(access(request))[0], "id": name}
 
     @routes.add("POST", "/tokenize", Right.PREDICT)
-    def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest) -> Response:
         """The tokens of a text."""
         serving.lm  # noqa: B018
-        tokens = serving.tokens(body.prompt, special=body.add_special_tokens)
-        return {"tokens": tokens, "count": len(tokens), "max_model_len": serving.window}
+
+        def answer() -> Response:
+            serving.check_length(len(body.prompt), serving.most_tokens, "prompt")
+            tokens = serving.tokens(body.prompt, special=body.add_special_tokens)
+            return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": serving.window})
+
+        return await serving.read(answer)
 
     @routes.add("POST", "/detokenize", Right.PREDICT)
-    def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+    async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of some tokens."""
-        serving.check_tokens(body.tokens, "tokens")
-        return {"prompt": serving.text(body.tokens) if body.tokens else ""}
+        serving.lm  # noqa: B018
+        if len(body.tokens) > serving.most_tokens:
+            most = serving.most_tokens
+            raise refused(f"tokens: {len(body.tokens):,} are more than the {most:,} read at once", "tokens")
+
+        def answer() -> Response:
+            serving.check_tokens(body.tokens, "tokens")
+            return JSONResponse({"prompt": serving.text(body.tokens) if body.tokens else ""})
+
+        return await serving.read(answer)
 
     @routes.add("GET", "/tokenizer_info", Right.PREDICT)
     def tokenizer_info() -> dict[str, Any]:
@@ -96,7 +108,7 @@ def declare_asking(routes: Endpoints, serving: Serving) -> None:
             scope = serving.scopes.scope(body.model, body.knn, access(request))
             return scope, *_explained_tokens(serving, body)
 
-        scope, start, tokens = await run_in_threadpool(planned)
+        scope, start, tokens = await serving.read(planned)
         access(request).quota.spend(len(tokens))
 
         def work() -> Turns[bytes]:

@@ -6,19 +6,21 @@ import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from knnstore.catalog import Right
 from knnstore.server.access import Access, Endpoints, Quota, access
 from knnstore.server.asking import sources_of
 from knnstore.server.engine import Piece, Prompt, Task, TokenScore
-from knnstore.server.errors import error_of, refused
+from knnstore.server.errors import ApiError, error_of, refused
 from knnstore.server.protocol import (
+    MOST_SOURCES,
     ChatRequest,
     CompletionRequest,
     Message,
@@ -29,6 +31,10 @@ from knnstore.server.protocol import (
 from knnstore.server.serving import Serving, unless_left
 from knnstore.server.shapes import Messages, Shape, Texts, choice
 
+_SCORE_BYTES = 32
+"""Of an answer, for each token and each of the likeliest ones, about."""
+_EVENT_TOKENS = 128
+"""Of a prompt, whose scores are in one event."""
 _MAX_TOKENS = 16  # where a completion says nothing, as OpenAI's
 
 
@@ -87,6 +93,7 @@ def _of_messages(serving: Serving, body: ChatRequest) -> _Plan:
 
 def _conversation(serving: Serving, body: ChatRequest) -> list[int]:
     """The tokens of a conversation, up to where the assistant is to speak."""
+    serving.check_length(sum(len(one.text) for one in body.messages), serving.window, "messages")
 
     def tokens(tokenizer: Any) -> list[int]:
         if not tokenizer.chat_template:
@@ -152,6 +159,21 @@ def _call_for_template(call: ToolCall) -> dict[str, Any]:
     }
 
 
+class _Stream(StreamingResponse):
+    """The events of an answer; when the client has left, or never read one, nothing more is written."""
+
+    def __init__(self, answer: "_Answer", headers: dict[str, str]) -> None:
+        super().__init__(answer.events(), media_type="text/event-stream", headers=headers)
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._answer.close()
+
+
 class _Answer:
     """The answer to one request."""
 
@@ -172,7 +194,9 @@ class _Answer:
         }
 
     @classmethod
-    async def to(cls, request: Request, body: Writing, serving: Serving, plan_of: Any) -> Response:
+    async def to(
+        cls, request: Request, body: CompletionRequest | ChatRequest, serving: Serving, plan_of: Any
+    ) -> Response:
         """Begin to answer: whatever is wrong with the request is told here."""
         knn, who = body.knn or Retrieval(), access(request)
         if knn.sources:
@@ -183,32 +207,52 @@ class _Answer:
             return plan, _task(serving, body, plan, who)
 
         serving.lm  # noqa: B018  is it there?
-        plan, task = await run_in_threadpool(planned)
+        plan, task = await serving.read(planned)
+        _check_size(serving, body, task)
         answer = cls(serving, body, plan, task, who.quota)
         if body.stream:
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-            return StreamingResponse(answer.events(), media_type="text/event-stream", headers=headers)
-        return JSONResponse(await unless_left(request, answer.whole()))
+            return _Stream(answer, headers)
+        try:
+            return await unless_left(request, answer.whole())
+        finally:
+            answer.close()
 
-    async def whole(self) -> dict[str, Any]:
-        """All texts at once."""
+    def close(self) -> None:
+        """Have no more written."""
+        self._pieces.close()
+
+    async def whole(self) -> Response:
+        """All texts at once; what is large is put together in another thread."""
         shape, texts = self._shape, defaultdict[int, list[Piece]](list)
-        choices = []
+        left = self._serving.limits.answer_bytes
         async for piece in self._pieces:
             texts[piece.index].append(self._noted(piece))
-        for index, parts in sorted(texts.items()):
-            text = shape.before(index) + "".join(part.text for part in parts)
-            prompt = [score for part in parts if part.is_prompt for score in part.tokens]
-            written = [score for part in parts if not part.is_prompt for score in part.tokens]
-            shaped = choice(shape.whole(index, text, prompt, written), parts[-1].finish)
-            choices.append({**shaped, **await self._sources(index)})
-        return {**self._head, "object": shape.kind, "choices": choices, "usage": self._usage()}
+            if self._task.top is not None:
+                left -= _SCORE_BYTES * len(piece.tokens) * (1 + self._task.top)
+            if left < 0:
+                raise _too_large(self._serving)
+        sources = {index: await self._sources(index) for index in sorted(texts)}
+
+        def shaped() -> Response:
+            choices = []
+            for index, parts in sorted(texts.items()):
+                text = shape.before(index) + "".join(part.text for part in parts)
+                prompt = [score for part in parts if part.is_prompt for score in part.tokens]
+                written = [score for part in parts if not part.is_prompt for score in part.tokens]
+                made = choice(shape.whole(index, text, prompt, written), parts[-1].finish)
+                choices.append({**made, **sources[index]})
+            return JSONResponse(
+                {**self._head, "object": shape.kind, "choices": choices, "usage": self._usage()}
+            )
+
+        return await run_in_threadpool(shaped)
 
     async def events(self) -> AsyncIterator[str]:
         """A stream of events: the texts as they are written."""
         begun: set[int] = set()
         try:
-            async for piece in self._pieces:
+            async for piece in _in_parts(self._pieces):
                 index, first = piece.index, piece.index not in begun
                 text = (self._shape.before(index) if first else "") + self._noted(piece).text
                 if not (text or piece.finish or (piece.tokens and self._task.top is not None)):
@@ -225,7 +269,7 @@ class _Answer:
         except Exception as error:  # the answer has begun: its status can say nothing any more
             yield f"data: {json.dumps(error_of(error).body)}\n\n"
         finally:
-            await self._pieces.aclose()  # type: ignore[attr-defined]
+            self.close()
         yield "data: [DONE]\n\n"
 
     def _event(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> str:
@@ -254,8 +298,58 @@ class _Answer:
         if not count:
             return {}
         prompt = self._task.prompts[index // self._task.copies]
+        _check_sources(self._body, len(self._written[index]))
+        self._quota.take(len(prompt.tokens) + len(self._written[index]))  # they are read once more
         found = await sources_of(self._serving, self._task.knn, prompt, self._written[index], count)
         return {"knn": {"sources": found}}
+
+
+async def _in_parts(pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
+    """Cut the scores of long prompts into parts, so that each event takes a short time to write."""
+    async for piece in pieces:
+        ends = range(_EVENT_TOKENS, len(piece.tokens), _EVENT_TOKENS)
+        for end in ends:
+            yield replace(piece, tokens=piece.tokens[end - _EVENT_TOKENS : end], finish=None)
+        yield replace(piece, tokens=piece.tokens[len(ends) * _EVENT_TOKENS :]) if ends else piece
+
+
+def _check_size(serving: Serving, body: CompletionRequest | ChatRequest, task: Task) -> None:
+    """Refuse what is known beforehand to be too large for an answer, or to take too long to be traced.
+
+    Raises:
+        ApiError: 400.
+    """
+    texts = len(task.prompts) * task.copies
+    if task.score_prompt and not body.stream:
+        scored = sum(len(prompt.tokens) for prompt in task.prompts) * task.copies
+        if _SCORE_BYTES * scored * (1 + (task.top or 0)) > serving.limits.answer_bytes:
+            raise _too_large(serving)
+    is_named = isinstance(body, CompletionRequest) or body.max_tokens or body.max_completion_tokens
+    if is_named:
+        _check_sources(body, task.max_tokens * texts)
+
+
+def _check_sources(body: Writing, tokens: int) -> None:
+    """Refuse to name more sources than one explanation names.
+
+    Raises:
+        ApiError: 400.
+    """
+    sources = body.knn.sources if body.knn else 0
+    if sources * tokens > MOST_SOURCES:
+        raise refused(
+            f"knn.sources: {sources} for each of {tokens:,} tokens are more than {MOST_SOURCES:,}: ask for "
+            "fewer",
+            "knn.sources",
+        )
+
+
+def _too_large(serving: Serving) -> ApiError:
+    return refused(
+        f"logprobs: the answer is larger than {serving.limits.answer_bytes:,} bytes (`--max-answer`): ask "
+        "for fewer of the likeliest tokens, for fewer prompts, or for a stream",
+        "logprobs",
+    )
 
 
 def _task(serving: Serving, body: Writing, plan: _Plan, who: Access) -> Task:

@@ -1,11 +1,11 @@
 """``/v1/domains`` and ``/v1/documents``: what is in the store, put in and taken out while texts are written.
 
-Adding and removing is done in the engine's thread, between two steps: when a removal has been answered,
-no token that comes later, of any text, was retrieved from what is gone.
+Adding and removing is done in a thread of its own, see `StoreWriter`: when a removal has been answered, no
+token that comes later, of any text, was retrieved from what is gone.
 """
 
+import json
 from dataclasses import asdict
-from functools import partial
 from typing import Annotated, Any
 
 from fastapi import Query, Request
@@ -14,17 +14,13 @@ from knnstore.catalog import Right
 from knnstore.checks import MAX_NAME
 from knnstore.documents import documents_of
 from knnstore.errors import DocumentNotFoundError, UnusableDocumentError
-from knnstore.progress import Progress
 from knnstore.server.access import Access, Endpoints, access
-from knnstore.server.engine import Engine
 from knnstore.server.errors import ApiError, refused
 from knnstore.server.protocol import NewDocuments
 from knnstore.server.serving import Serving
-from knnstore.store import Document, KNNStore
+from knnstore.store import Document
 
 _MOST_LISTED = 1000
-_BATCH_TOKENS = 512
-"""Of a document that is added, read at a time; texts go on in between."""
 
 Given = Annotated[str, Query(min_length=1, max_length=MAX_NAME)]
 Wanted = Annotated[str | None, Query(min_length=1, max_length=MAX_NAME)]
@@ -51,13 +47,25 @@ def declare_documents(routes: Endpoints, serving: Serving) -> None:
         offset: Annotated[int, Query(ge=0, le=2**53)] = 0,
     ) -> dict[str, Any]:
         """List documents in the order in which they were added, or show one, with its text if wanted."""
-        found = [one for one in _seen(serving.lm.store, access(request), domain, tag) if id in (None, one.id)]
-        page = found[offset : offset + limit]
-        return {
-            "object": "list",
-            "data": [_shown(one, _text_of(serving, one) if text else None) for one in page],
-            "has_more": len(found) > offset + limit,
-        }
+        who = access(request)
+        if domain is not None and not who.sees(domain):
+            return {"object": "list", "data": [], "has_more": False}
+        seen = (
+            None
+            if who.domains is None and domain is None
+            else [domain]
+            if domain
+            else sorted(who.domains or ())
+        )
+        found = serving.lm.store.documents(domains=seen, id=id, tag=tag, offset=offset, limit=limit + 1)
+        page, left = list[dict[str, Any]](), serving.limits.answer_bytes
+        for one in found[:limit]:
+            shown = _shown(one, _text_of(serving, one) if text else None)
+            left -= len(json.dumps(shown, ensure_ascii=False).encode())
+            if left < 0 and page:
+                break
+            page.append(shown)
+        return {"object": "list", "data": page, "has_more": len(found) > len(page)}
 
     @routes.add("POST", "/v1/documents", Right.WRITE)
     async def add(request: Request, body: NewDocuments) -> dict[str, Any]:
@@ -66,18 +74,15 @@ def declare_documents(routes: Endpoints, serving: Serving) -> None:
         A document whose tokens the model does not have is refused with 400; the others are stored.
         """
         _check_seen(access(request), body.domain)
-        lm, given, quota = serving.lm, list(documents_of(body.documents)), access(request).quota
+        serving.lm  # noqa: B018
+        quota = access(request).quota
         quota.spend(0)
+        given = await serving.read(lambda: list(documents_of(body.documents)))
         counts = {"added": 0, "replaced": 0, "described": 0, "unchanged": 0, "tokens": 0}
         bad: list[UnusableDocumentError] = []
-        for document in given:  # one at a time: other calls have their turn between them
-            work = partial(
-                lm.add, [document], domain=body.domain, tags=body.tags, on_bad=bad.append,
-                batch_tokens=_BATCH_TOKENS, progress=_Turns(serving.engine),
-            )  # fmt: skip
-            done = asdict(await serving.call(work))
+        for document in given:  # one at a time: other changes have their turn between them
+            done = await serving.writer.add(document, body.domain, body.tags, quota.take, bad.append)
             counts = {name: count + done[name] for name, count in counts.items()}
-            quota.take(done["tokens"])
         if bad:
             raise refused(
                 f"{bad[0]}; {len(given) - len(bad)} of {len(given)} documents are stored", "documents"
@@ -88,40 +93,19 @@ def declare_documents(routes: Endpoints, serving: Serving) -> None:
     async def remove(request: Request, domain: Given, id: Given) -> dict[str, Any]:
         """Remove a document."""
         _check_seen(access(request), domain)
-        store = serving.lm.store
-        gone = await serving.call(lambda: store.remove_document(id, domain=domain))
+        serving.lm  # noqa: B018
+        gone = await serving.writer.remove(lambda store: store.remove_document(id, domain=domain))
         return {"object": "document.deleted", "deleted": True, "id": gone.id, "domain": gone.domain}
 
     @routes.add("DELETE", "/v1/domains", Right.WRITE)
     async def remove_domain(request: Request, domain: Given) -> dict[str, Any]:
         """Remove a domain with all its documents."""
         _check_seen(access(request), domain)
-        store = serving.lm.store
-        gone = await serving.call(lambda: store.remove_domain(domain))
+        serving.lm  # noqa: B018
+        gone = await serving.writer.remove(lambda store: store.remove_domain(domain))
         return {
             "object": "domain.deleted", "deleted": True, "domain": gone.name, "documents": gone.documents,
         }  # fmt: skip
-
-
-class _Turns(Progress):
-    """Lets an engine go on with its texts while a call of it adds a document."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def advance(self, amount: int) -> None:
-        """A part of the document was read."""
-        self._engine.go_on()
-
-
-def _seen(store: KNNStore, who: Access, domain: str | None, tag: str | None) -> list[Document]:
-    """The documents that are there for whoever asks; no others are read, so that these cost no time."""
-    if domain is not None and not who.sees(domain):
-        return []
-    if domain is not None or who.domains is None:
-        return store.documents(domain=domain, tag=tag)
-    found = [one for seen in sorted(who.domains) for one in store.documents(domain=seen, tag=tag)]
-    return sorted(found, key=lambda one: one.added_at)
 
 
 def _check_seen(who: Access, domain: str) -> None:

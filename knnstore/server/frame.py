@@ -5,7 +5,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,6 +21,9 @@ _logger = logging.getLogger("knnstore.server.requests")
 
 _LOCAL = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?", re.IGNORECASE)
 _REQUEST_ID = re.compile(r"[\w.-]{1,64}")
+
+_PART_BYTES = 1 << 16
+"""Of an answer, that are handed on at once."""
 
 Count = Callable[[str, int, float, float | None], None]
 
@@ -79,7 +82,8 @@ class Frame:
                 MutableHeaders(scope=message)["x-request-id"] = id
             elif seen["first"] is None and message.get("body"):
                 seen["first"] = time.perf_counter() - started
-            await send(message)
+            for part in _parts(message):  # each waits until the client has read enough of those before
+                await send(part)
 
         try:
             who = await self._checked(scope, headers)
@@ -137,6 +141,19 @@ class Frame:
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the request is larger than {self._body_bytes:,} bytes", code="too_large")
+
+
+def _parts(message: Message) -> Iterator[Message]:
+    """Cut a large part of an answer into small ones, so that no more is copied than the client reads."""
+    body = message.get("body", b"")
+    if len(body) <= _PART_BYTES:
+        yield message
+        return
+    whole = memoryview(body)
+    for start in range(0, len(body), _PART_BYTES):
+        end = start + _PART_BYTES
+        more = end < len(body) or message.get("more_body", False)
+        yield {**message, "body": bytes(whole[start:end]), "more_body": more}
 
 
 def _error(error: ApiError) -> JSONResponse:

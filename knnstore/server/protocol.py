@@ -31,6 +31,11 @@ MOST_TEXTS = 128
 """Prompts × n."""
 MOST_TOP = 20
 MOST_STOPS = 16
+MOST_STOP = 1024
+"""Characters of a string that ends a text."""
+MOST_MESSAGES = 4096
+MOST_FIELDS = 64
+"""Of one object of a body."""
 MOST_NEIGHBORS = 64
 MOST_NAMES = 64
 MOST_EXPLAINED = 4096
@@ -40,8 +45,9 @@ MOST_SOURCES = 32_768
 
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 Names = Annotated[list[Name], Field(min_length=1, max_length=MOST_NAMES)]
+Stop = Annotated[str, Field(max_length=MOST_STOP)]
 TokenId = Annotated[StrictInt, Field(ge=0)]
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
 
 
 def field_error(field: str, message: str) -> PydanticCustomError:
@@ -181,6 +187,8 @@ class Body(BaseModel):
         """
         if not isinstance(given, dict):  # pydantic refuses it for its type
             return given
+        if len(given) > MOST_FIELDS:
+            raise ValueError(f"an object has {len(given):,} fields, at most {MOST_FIELDS} are known")
         try:
             json.dumps(given, ensure_ascii=False, allow_nan=False).encode()
         except UnicodeEncodeError as error:
@@ -256,7 +264,7 @@ class Writing(Body):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     n: Annotated[StrictInt, Field(ge=1, le=MOST_COPIES)] | None = None
     seed: Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=MOST_STOPS)] | None = None
     stream: StrictBool | None = False
     stream_options: StreamOptions | None = None
     user: str | None = Field(default=None, description="A label, which changes nothing; so are the next two.")
@@ -318,8 +326,8 @@ class CompletionRequest(Writing):
     prompt: (
         str
         | TokenIds
-        | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS)]
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
     ) = ""
     max_tokens: Annotated[StrictInt, Field(ge=0)] | None = None
     echo: StrictBool | None = False
@@ -452,7 +460,7 @@ class ChatRequest(Writing):
 
     unsupported = UNSUPPORTED_CHAT
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
     max_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
     logprobs: StrictBool | None = False
@@ -477,7 +485,7 @@ class DetokenizeRequest(Body):
     """The body of ``/detokenize``."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 class ExplainRequest(Body):

@@ -6,6 +6,7 @@ import ipaddress
 import logging
 import signal
 import socket
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -27,6 +28,7 @@ from knnstore.store import Home
 
 _logger = logging.getLogger(__name__)
 
+_SWITCH_SECONDS = 0.0005
 _IDLE_SECONDS = 75
 """An idle connection is kept longer than clients keep one (httpx 5 s): a request on one that ends is lost."""
 
@@ -119,7 +121,7 @@ def _serve(config: Config, load: Callable[[], KNNLMForCausalLM], gate: Gate) -> 
     options = Options(local_only=not config.needs_keys, public_metrics=config.public_metrics)
     running = uvicorn.Config(
         make_app(serving, gate, metrics, options, lifespan),
-        http=connections(config.limits.head_seconds),
+        http=connections(config.limits.head_seconds, config.limits.answer_seconds),
         host=config.host,
         port=config.port,
         log_config=None,
@@ -138,6 +140,8 @@ def _serve(config: Config, load: Callable[[], KNNLMForCausalLM], gate: Gate) -> 
     listening.setsockopt(
         socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
     )  # else a first event waits 40 ms for an ACK
+    # Threads that read requests hold up the engine's, at each of its many calls, by this long at most.
+    sys.setswitchinterval(_SWITCH_SECONDS)
     address = listening.getsockname()
     host = f"[{address[0]}]" if ":" in address[0] else address[0]
     _logger.info("listening at http://%s:%d", host, address[1])

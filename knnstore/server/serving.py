@@ -4,7 +4,7 @@ import asyncio
 import copy
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
+from anyio import CapacityLimiter, to_thread
 from fastapi import Request
 
 from knnstore.datastore import Keys
@@ -24,16 +25,30 @@ from knnstore.lm import (
     explain_tokens,
     split_text,
 )
-from knnstore.server.engine import Engine, EngineBusyError, Observed, Piece, Prompt, Task, Ticket, Turns
+from knnstore.server.engine import (
+    MOST_UNREAD,
+    Engine,
+    EngineBusyError,
+    Observed,
+    Piece,
+    Prompt,
+    Task,
+    Ticket,
+    Turns,
+)
 from knnstore.server.errors import ApiError, refused
+from knnstore.server.protocol import MOST_EXPLAINED
 from knnstore.server.scopes import Scope, Scopes
 from knnstore.server.structured import JsonConstraints
+from knnstore.server.writing import StoreWriter
 from knnstore.store import KNNStore, Selection
 
 _logger = logging.getLogger(__name__)
 
 _WARMING, _AT_ONCE = 1024, 128
 """Stored keys whose cells are read before a server is ready, and how many of them at a time."""
+_READING = 4
+"""Threads that read requests."""
 _BEGINNING = 32
 """Tokens of a document that is explained and continued then."""
 
@@ -54,6 +69,8 @@ class Limits:
     """In which the head of a request must come, from its connection's beginning or its first byte."""
     body_seconds: float = 60.0
     """In which its body must come, from there."""
+    answer_seconds: float = 30.0
+    """In which a client must read something of its answer."""
     k: int = 16_384
     """Neighbors of each token that a request may ask for."""
     probes: int = 128
@@ -79,6 +96,7 @@ class Serving:
     def __post_init__(self) -> None:
         self._lm: KNNLMForCausalLM | None = None
         self._tokenizing = threading.Lock()
+        self._reading = CapacityLimiter(_READING)
 
     def begin(self, lm: KNNLMForCausalLM) -> None:
         """Take in the model, warm up, and be ready."""
@@ -100,6 +118,7 @@ class Serving:
             self.tokenizer, lm.store.identity.vocab_size, self.engine.ends
         )
         self.engine.start()
+        self.writer = StoreWriter(lm, self.engine)
         for scope in self.scopes.first():
             self._warm_up(lm, scope)
         self._lm = lm
@@ -166,9 +185,22 @@ class Serving:
         """Stop the engine and close the store."""
         if self._lm is not None:
             self.engine.stop()
+            self.writer.end()
             self._lm.store.close()
 
+    async def read(self, work: Callable[[], Found]) -> Found:
+        """Read a request in one of a few threads: tokenize it, look up what it names.
+
+        Requests that wait for a tokenizer take no thread from others.
+        """
+        return await to_thread.run_sync(work, limiter=self._reading)
+
     # -- tokens and texts
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of a text that is tokenized at most, which may be longer than the model's window."""
+        return max(self.window, MOST_EXPLAINED)
 
     def tokenizer(self, use: Callable[[Any], Found]) -> Found:
         """Use the tokenizer, as the only one meanwhile."""
@@ -213,12 +245,19 @@ class Serving:
     def prompt(self, given: str | Sequence[int], param: str = "prompt") -> Prompt:
         """A text as the model reads it, after the token that begins a document; tokens as they are."""
         if isinstance(given, str):
+            self.check_length(len(given), self.window, param)
             before = [] if self.prefix is None else [self.prefix]
             found = Prompt((*before, *self.tokens(given)), len(before))
             if not found.tokens:
                 raise refused("the prompt is empty, and the model has no token to begin with", param)
             self.check_tokens(found.tokens[len(before) :], param)
             return found
+        if len(given) > self.window:
+            raise refused(
+                f"{param}: {len(given):,} tokens are more than this model reads, {self.window:,}",
+                param,
+                "context_length_exceeded",
+            )
         self.check_tokens(given, param)
         return Prompt(tuple(given))
 
@@ -229,6 +268,7 @@ class Serving:
             raise refused(
                 f"{param}: the text has {characters:,} characters, more than {tokens:,} tokens can have",
                 param,
+                "context_length_exceeded",
             )
 
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:
@@ -254,34 +294,13 @@ class Serving:
 
     # -- the engine
 
-    def write(self, task: Task) -> AsyncIterator[Piece]:
-        """Have a task written; its pieces come as they are written, and leaving them ends it.
+    def write(self, task: Task) -> "Pieces":
+        """Have a task written; its pieces come as they are written, and closing them ends it.
 
         Raises:
             EngineBusyError, EngineStoppedError: at once; or whatever fails, later.
         """
-        loop, box = asyncio.get_running_loop(), asyncio.Queue[Piece | Exception]()
-
-        def tell(piece: Piece | Exception) -> None:
-            with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(box.put_nowait, piece)
-
-        ticket = Ticket(task, tell)
-        self.engine.submit(ticket)
-
-        async def pieces() -> AsyncIterator[Piece]:
-            left = len(task.prompts) * task.copies
-            try:
-                while left:
-                    piece = await box.get()
-                    if isinstance(piece, Exception):
-                        raise piece
-                    left -= piece.finish is not None
-                    yield piece
-            finally:
-                ticket.cancelled = True
-
-        return pieces()
+        return Pieces(self.engine, task)
 
     async def call(self, work: Callable[[], Found]) -> Found:
         """Do some work with the model, in the engine's thread."""
@@ -290,6 +309,58 @@ class Serving:
     async def call_in_turns(self, work: Callable[[], Turns[Found]]) -> Found:
         """Do some work with the model in turns; when the caller is cancelled it has no further turn."""
         return await asyncio.wrap_future(self.engine.call_in_turns(work))
+
+
+class Pieces:
+    """The pieces of a task as an asynchronous iterator, which waits for whoever reads them.
+
+    Where many pieces are not taken, no further text of the task begins; where far too many are not, the task
+    fails. Nobody else waits.
+
+    Args:
+        engine: writes the task.
+        task: what is to be written.
+    """
+
+    def __init__(self, engine: Engine, task: Task) -> None:
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+        self._box = asyncio.Queue[Piece | Exception]()
+        self._left = len(task.prompts) * task.copies
+        self._ticket = Ticket(task, self._tell)
+        engine.submit(self._ticket)
+
+    def __aiter__(self) -> "Pieces":
+        return self
+
+    async def __anext__(self) -> Piece:
+        if not self._left:
+            raise StopAsyncIteration
+        piece = await self._box.get()
+        was_behind = self._ticket.is_behind
+        self._ticket.taken += 1
+        if was_behind and not self._ticket.is_behind:
+            self._engine.wake()
+        if isinstance(piece, Exception):
+            raise piece
+        self._left -= piece.finish is not None
+        return piece
+
+    def close(self) -> None:
+        """End the task: the engine drops it before its next turn."""
+        self._left = 0
+        self._ticket.cancelled = True
+        self._engine.wake()
+
+    def _tell(self, piece: Piece | Exception) -> None:
+        """Hand a piece on to the event loop; called in the engine's thread."""
+        ticket = self._ticket
+        ticket.told += 1
+        if ticket.told - ticket.taken > MOST_UNREAD:
+            ticket.cancelled = True
+            piece = ApiError(400, "the answer is read more slowly than it is written", code="too_slow")
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._box.put_nowait, piece)
 
 
 def _some_keys(store: KNNStore, selection: Selection) -> Keys:

@@ -154,9 +154,29 @@ class StoreReader:
         """Every domain with its documents and tokens, by name."""
         return self._catalog.domains()
 
-    def documents(self, *, domain: str | None = None, tag: str | None = None) -> list[Document]:
-        """The live documents in the order in which they were added."""
-        return self._catalog.documents(domain=domain, tag=tag)
+    def documents(
+        self,
+        *,
+        domain: str | None = None,
+        domains: Sequence[str] | None = None,
+        id: str | None = None,
+        tag: str | None = None,
+        offset: int = 0,
+        limit: int | None = None,
+    ) -> list[Document]:
+        """List live documents in the order in which they were added.
+
+        Args:
+            domain: only those of this domain.
+            domains: only those of these domains; an empty list gives no documents.
+            id: only those of this id; several domains may have one.
+            tag: only those that carry this tag.
+            offset: so many of the first ones are left out.
+            limit: documents at most; None is all.
+        """
+        return self._catalog.documents(
+            domain=domain, domains=domains, id=id, tag=tag, offset=offset, limit=limit
+        )
 
     def select(self, selection: Selection) -> list[Document]:
         """The selected documents in the order in which they were added."""

@@ -58,10 +58,11 @@ class Client:
             await self.left.wait()
             return {"type": "http.disconnect"}
 
-        async def send(message) -> None:
-            self.sent.append(message)
+        await self._server.app(self._scope, receive, self.send)
 
-        await self._server.app(self._scope, receive, send)
+    async def send(self, message) -> None:
+        """Take what is sent."""
+        self.sent.append(message)
 
     @property
     def events(self) -> int:
@@ -139,7 +140,7 @@ def test_an_explanation_ends_when_its_client_has_left(server, observed):
         await asyncio.wrap_future(server.serving.engine.call(lambda: None))
         # At most the turn that ran while the client left; the two calls have a turn each.
         assert sum(turn.turns for turn in observed[done:]) <= 3
-        assert server.serving.engine._jobs == 0
+        await until(lambda: server.serving.engine._jobs == 0)
 
     server.loop.run_until_complete(ask())
 

@@ -2,10 +2,13 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import wraps
+from inspect import iscoroutinefunction
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 
 from knnstore.catalog import AccessKey, AccessKeys, Right
@@ -117,8 +120,9 @@ class Endpoints:
         def declare(function: Callable[..., Any]) -> Callable[..., Any]:
             dependencies = [] if right is None else [Depends(_Needs(right))]
             extra = {_RIGHT: right.value if right else _NONE}
+            answer = function if iscoroutinefunction(function) else _as_json(function)
             self._app.add_api_route(
-                path, function, methods=[method], dependencies=dependencies, openapi_extra=extra, **options
+                path, answer, methods=[method], dependencies=dependencies, openapi_extra=extra, **options
             )
             if method == "GET":  # load balancers ask with HEAD; the HTTP server leaves the body out
                 hidden = {**options, "include_in_schema": False}
@@ -128,6 +132,17 @@ class Endpoints:
             return function
 
         return declare
+
+
+def _as_json(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Write what an endpoint returns as JSON in its own thread, and not in that of the event loop."""
+
+    @wraps(function)
+    def answer(*args: Any, **kwargs: Any) -> Response:
+        result = function(*args, **kwargs)
+        return result if isinstance(result, Response) else JSONResponse(result)
+
+    return answer
 
 
 class _Needs:

@@ -3,9 +3,16 @@
 from knnstore.server.engine.engine import Engine, SettingsOf
 from knnstore.server.engine.jobs import Turns
 from knnstore.server.engine.rows import Finish, Piece, Prompt, Sampling, Task, TokenScore, TopToken
-from knnstore.server.engine.tickets import EngineBusyError, EngineStoppedError, Observed, Ticket
+from knnstore.server.engine.tickets import (
+    MOST_BEHIND,
+    MOST_UNREAD,
+    EngineBusyError,
+    EngineStoppedError,
+    Observed,
+    Ticket,
+)
 
 __all__ = [
-    "Engine", "EngineBusyError", "EngineStoppedError", "Finish", "Observed", "Piece", "Prompt", "Sampling",
-    "SettingsOf", "Task", "Ticket", "TokenScore", "TopToken", "Turns",
+    "MOST_BEHIND", "MOST_UNREAD", "Engine", "EngineBusyError", "EngineStoppedError", "Finish", "Observed",
+    "Piece", "Prompt", "Sampling", "SettingsOf", "Task", "Ticket", "TokenScore", "TopToken", "Turns",
 ]  # fmt: skip

@@ -1,7 +1,8 @@
 """Tasks whose texts have not all begun: prompts are read in turns; what a turn reads is scored at once."""
 
 import logging
-from collections import deque
+import time
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -20,6 +21,41 @@ _AT_MOST, _IN_PARTS = 1024, 128
 texts that are being written, more where more tasks wait than texts do. Short prompts are read whole, at once:
 eight together take little more than half of the time, and a step between would hold up those behind it.
 Parts have other rounding, so any prompt is read whole where nobody waits."""
+
+
+_NEIGHBORS = 1 << 20
+"""Of all tokens that are scored in a turn, until it is known how long that takes."""
+_CELL = 1024
+"""Records that a cell is taken to have until then."""
+_SHORT, _LONG = 0.1, 0.4
+"""Seconds: after a shorter turn more tokens are scored in the next one, after a longer one fewer."""
+_PACES_KEPT = 256
+
+
+class _Paces:
+    """How many tokens are scored in a turn, for each scope: as many as take a part of a second."""
+
+    def __init__(self) -> None:
+        self._tokens: OrderedDict[Hashable, int] = OrderedDict()
+
+    def most(self, scope: Hashable, settings: KNNSettings) -> int:
+        """Tokens that may be scored in a turn, between 1 and `_AT_MOST`."""
+        if scope not in self._tokens:
+            neighbors = settings.probes * _CELL if settings.probes else settings.k
+            self._tokens[scope] = max(1, min(_AT_MOST, _NEIGHBORS // neighbors))
+            if len(self._tokens) > _PACES_KEPT:
+                self._tokens.popitem(last=False)
+        return self._tokens[scope]
+
+    def learn(self, scope: Hashable, tokens: int, seconds: float) -> None:
+        """Learn how long it took to score some tokens in one turn."""
+        most = self._tokens.get(scope)
+        if most is None:
+            return
+        if seconds > _LONG:
+            self._tokens[scope] = max(1, min(most, tokens) // 2)
+        elif seconds < _SHORT and tokens >= most:
+            self._tokens[scope] = min(_AT_MOST, 2 * most)
 
 
 @dataclass(eq=False)
@@ -108,9 +144,15 @@ class Admission:
         self._receive = receive
         self._begin, self._fail, self._admitted = begin, fail, admitted
         self._waiting: list[_Waiting] = []
+        self._paces = _Paces()
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether a task waits for anything but its own reader."""
+        return any(one.ticket.cancelled or not one.ticket.is_behind for one in self._waiting)
 
     @property
     def tickets(self) -> list[Ticket]:
@@ -154,12 +196,14 @@ class Admission:
         by_settings: dict[int, tuple[KNNSettings, list[_Part]]] = {}
         taken: list[_Taken] = []
         most, at = left, 0
+        scored: dict[Hashable, int] = {}  # tokens in this turn
         while left > 0 and at < len(self._waiting):
             waiting = self._waiting[at]
             try:
                 needs = waiting.task.copies if waiting.task.max_tokens else 0
                 settings = self._settings_of(waiting.task.knn)
-                prompt = waiting.to_read(self._lm) if room > 0 or not needs else None
+                has_room = (room > 0 or not needs) and not waiting.ticket.is_behind
+                prompt = waiting.to_read(self._lm) if has_room else None
                 if prompt is None:
                     at += 1
                     continue
@@ -173,9 +217,15 @@ class Admission:
                     taken.append(_Taken(waiting, prompt, settings))
                     left -= reading.left
                 while reading.left and in_parts > 0 and not prompt.is_taken:
-                    read, came = reading.go_on(settings, reading.left if is_alone else in_parts)
+                    part, scope = reading.left if is_alone else in_parts, waiting.task.knn
+                    if reading.is_scored:
+                        part = min(part, self._paces.most(scope, settings) - scored.get(scope, 0))
+                        if part <= 0:
+                            break
+                    read, came = reading.go_on(settings, part)
                     left, in_parts = left - len(came), in_parts - len(came)
                     if reading.is_scored:
+                        scored[scope] = scored.get(scope, 0) + len(came)
                         parts = by_settings.setdefault(id(settings), (settings, []))[1]
                         parts.append(_Part(waiting, reading, read, came))
             except Exception as error:
@@ -210,6 +260,7 @@ class Admission:
     def _score(self, parts: Sequence[_Part], settings: KNNSettings) -> None:
         """Score parts of prompts; what fails fails alone."""
         count = max(part.waiting.task.top or 0 for part in parts)
+        began = time.perf_counter()
         try:
             came = [part.came for part in parts]
             found = likelihoods(self._lm, [part.read for part in parts], came, settings, count)
@@ -221,6 +272,8 @@ class Admission:
             return
         for part, scores in zip(parts, found, strict=True):
             part.reading.scores.append(scores)
+        tokens = sum(len(part.came) for part in parts)
+        self._paces.learn(parts[0].waiting.task.knn, tokens, time.perf_counter() - began)
 
     def _begin_texts(self, room: int) -> int:
         """Begin texts whose prompts were read, as many as there is room for; how much is left."""
@@ -230,7 +283,11 @@ class Admission:
                 while waiting.prompts and not waiting.prompts[0].reading.left:
                     prompt = waiting.prompts[0]
                     remembered = prompt.reading.remembered()
-                    while prompt.begun < task.copies and (room > 0 or not task.max_tokens):
+                    while (
+                        prompt.begun < task.copies
+                        and (room > 0 or not task.max_tokens)
+                        and not waiting.ticket.is_behind
+                    ):
                         self._begin(waiting.ticket, prompt.number * task.copies + prompt.begun, remembered)
                         prompt.begun += 1
                         room -= bool(task.max_tokens)

@@ -18,7 +18,7 @@ from knnstore.server.engine.admission import Admission
 from knnstore.server.engine.batch import Batch, Step
 from knnstore.server.engine.jobs import Job, Turns
 from knnstore.server.engine.prompts import Remembered, has_attention_only
-from knnstore.server.engine.rows import Piece, Row, ends_of, prompt_scores
+from knnstore.server.engine.rows import Piece, Row, TokenScore, ends_of, prompt_scores
 from knnstore.server.engine.tickets import EngineBusyError, EngineStoppedError, Observed, Ticket
 
 _logger = logging.getLogger(__name__)
@@ -76,6 +76,8 @@ class Engine:
         )
         self._calls: deque[Job[Any]] = deque()
         self._firsts = self._turns = 0
+        self._scored: tuple[Ticket | None, int, tuple[TokenScore, ...]] = None, 0, ()
+        """The latest prompt that was scored, by its task and number, and its scores."""
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="knnstore-engine", daemon=True)
 
@@ -127,7 +129,7 @@ class Engine:
 
         return self._promise(turns, is_part=is_part)
 
-    def call_in_turns(self, work: Callable[[], Turns[Found]]) -> "Future[Found]":
+    def call_in_turns(self, work: Callable[[], Turns[Found]], *, is_part: bool = False) -> "Future[Found]":
         """Do some work in the engine's thread in turns, between each two of which all texts have a step.
 
         Several works have their turns one after another. The work ends before its next turn when the
@@ -135,11 +137,16 @@ class Engine:
 
         Args:
             work: makes a generator that yields where a turn ends, and returns the result.
+            is_part: as of `call`.
 
         Raises:
             EngineBusyError, EngineStoppedError: as `submit`.
         """
-        return self._promise(work, is_part=False)
+        return self._promise(work, is_part=is_part)
+
+    def wake(self) -> None:
+        """Have the engine look again at what waits: a reader has caught up, or has left."""
+        self._inbox.put(lambda: None)
 
     def go_on(self) -> None:
         """Let what is being written go on: for work that takes long, in its thread."""
@@ -214,7 +221,7 @@ class Engine:
 
     def _receive(self, *, wait: bool) -> bool:
         """Take in what came, or wait for something where nothing is to be done; False is the end."""
-        idle = wait and not (self._batch.rows or self._waiting or self._calls or self._stopping)
+        idle = wait and not (self._batch.rows or self._waiting.can_go_on or self._calls or self._stopping)
         with suppress(queue.Empty):
             while True:
                 received = self._inbox.get() if idle else self._inbox.get_nowait()
@@ -232,8 +239,10 @@ class Engine:
         task = ticket.task
         prompt = task.prompts[index // task.copies]
         if task.score_prompt:
-            scores = prompt_scores(prompt, remembered.scores, task.top, self._texts)
-            ticket.tell(Piece(index, tokens=scores, is_prompt=True))
+            scored = ticket, index // task.copies
+            if self._scored[:2] != scored:  # copies share what is made for the first
+                self._scored = *scored, prompt_scores(prompt, remembered.scores, task.top, self._texts)
+            ticket.tell(Piece(index, tokens=self._scored[2], is_prompt=True))
         if not task.max_tokens:
             ticket.tell(Piece(index, finish="length"))
             return

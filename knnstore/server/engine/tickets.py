@@ -34,6 +34,12 @@ class Observed:
     """Turns of other work, as explanations, since the step before."""
 
 
+MOST_BEHIND = 1024
+"""Pieces that are not taken yet, beyond which no further text of a task begins."""
+MOST_UNREAD = 16_384
+"""Pieces that are not taken yet, beyond which a task fails."""
+
+
 class Ticket:
     """A task in the engine's hands.
 
@@ -47,3 +53,10 @@ class Ticket:
         self.tell = tell
         self.cancelled = False
         """Set to True by whoever wants nothing more of it."""
+        self.told = self.taken = 0
+        """Pieces that were told, and how many of them its reader has taken; kept by whoever hands them on."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether so much is not taken yet that no further text of the task is to begin."""
+        return self.told - self.taken > MOST_BEHIND
