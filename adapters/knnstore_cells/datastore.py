@@ -17,6 +17,7 @@ from knnstore.datastore import (
     KeySegments,
     Metric,
     Mode,
+    Neighbors,
     Segment,
     StoredFile,
     Visits,
@@ -83,17 +84,26 @@ class CellsDatastore(EmbeddedDatastore):
             codes=coding.kind if coding else None, coded_from=coding.least if coding else None,
         )  # fmt: skip
 
+    def search(self, queries: Keys, k: int, *, where: Filter | None = None) -> Neighbors:
+        """Find the k nearest records of each query; see `Datastore.search`."""
+        from knnstore_cells.device import full_precision
+
+        with full_precision():
+            return super().search(queries, k, where=where)
+
     def visit(self, queries: Keys, probes: int, *, where: Filter | None = None) -> list[Visits]:
         """Measure queries against all records of their nearest cells; see `SupportsCells.visit`."""
         queries, probes = checked_keys(queries, self._dim, what="queries"), checked_k(probes, what="probes")
         ids = where.ids if where and where.groups is None else None
+        from knnstore_cells.device import full_precision
         from knnstore_cells.group import CellGroup
         from knnstore_cells.visiting import visit
 
         def visited(groups: Sequence[GroupSearch]) -> list[Visits]:
             return visit([group for group in groups if isinstance(group, CellGroup)], queries, probes, ids)
 
-        found = self._searches.look(where.groups if where else None, visited, self._new_group)
+        with full_precision():
+            found = self._searches.look(where.groups if where else None, visited, self._new_group)
         if len(queries) and not found:
             self._check_readable(where)
         return found
@@ -136,9 +146,16 @@ class CellsDatastore(EmbeddedDatastore):
         return {"centers": self._policy.cells_for(group_rows)}
 
     def _build_index(self, segment: Segment, parameters: dict[str, Any], path: Path) -> None:
+        from knnstore_cells.device import full_precision
+
+        with full_precision():
+            self._arrange(segment, parameters["centers"], path)
+
+    def _arrange(self, segment: Segment, cells: int, path: Path) -> None:
+        """Assign a segment's rows to the cells of its group, and write which row is in which."""
         from knnstore_cells.partition import arranged, fit_centers
 
-        cells, group = parameters["centers"], segment.group
+        group = segment.group
         former = (self._former or {}).get(group, [])
         centers = self._centers.get(group)
         if centers is None:

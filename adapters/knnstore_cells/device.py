@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,16 @@ _RECORDS = 128
 _COMPONENTS_AT_ONCE = 1 << 28
 _ROWS_AT_ONCE = 1 << 18
 _SHARE_OF_MEMORY = 0.7  # the rest is for distances, and for the model's next batch
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Switch torch's autocast off: it would round distances, and mix dtypes that cannot be added up."""
+    with ExitStack() as switched_off:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                switched_off.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 class Order(NamedTuple):

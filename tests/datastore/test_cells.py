@@ -378,6 +378,21 @@ def test_a_device_follows_a_group_that_has_grown(
     np.testing.assert_allclose(found[1].distances, found[0].distances, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_changes_nothing(tmp_path: Path, dtype: torch.dtype) -> None:
+    keys = clustered(2000)
+    found = []
+    for name, is_rounding in (("plain", False), ("autocast", True)):
+        with CellsDatastore.open(tmp_path / name, dim=DIM, cells=8) as store:
+            put(store, np.arange(2000), keys)
+            with torch.autocast("cpu", dtype=dtype, enabled=is_rounding):
+                store.optimize()
+                nearest = store.search(keys[:20], 5)
+                visited = [(visit.ids, visit.distances) for visit in apart(store.visit(keys[:20], 2))]
+            found.append((nearest.ids, nearest.distances, visited))
+    np.testing.assert_equal(found[1], found[0])
+
+
 @pytest.mark.parametrize("metric", list(Metric))
 def test_a_query_alone_meets_what_it_meets_among_others(tmp_path: Path, metric: Metric) -> None:
     """In several groups, one of which has codes and so a space of its own, and with a filter of ids."""
