@@ -11,7 +11,7 @@ import typer
 from knnstore.cli.options import DEFAULT_HOME, HomeOption, ModelAtOption
 from knnstore.cli.output import one_line, working
 from knnstore.errors import ConfigError
-from knnstore.model_names import check_model
+from knnstore.model_names import check_model, split_gguf_file
 
 if TYPE_CHECKING:
     from knnstore import KNNLMForCausalLM
@@ -117,7 +117,11 @@ def load_tokenizer(model: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(model, trust_remote_code=False, local_files_only=is_cached)
+        folder, gguf_file = split_gguf_file(model)
+        options = {} if gguf_file is None else {"gguf_file": gguf_file}
+        return AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=is_cached, **options
+        )
     except (OSError, ValueError) as error:
         raise ConfigError(f"the tokenizer of {model!r} cannot be loaded: {one_line(error)}") from error
 

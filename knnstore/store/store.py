@@ -1,15 +1,18 @@
 """The store: a catalog and a datastore as one thing."""
 
 import os
+import shutil
+import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from numpy.typing import NDArray
 
 from knnstore.catalog import Catalog, CatalogWriter, Document, Domain, Engine, Identity, NewDocument
-from knnstore.errors import ConfigError, ReadOnlyError
+from knnstore.errors import ConfigError, KnnstoreError, ReadOnlyError
 from knnstore.progress import Progress
 from knnstore.store.current import Current, Mode, check_mode
 from knnstore.store.erasing import Erased, erase
@@ -38,6 +41,7 @@ class KNNStore(StoreReader):
         self, home: Home, catalog: Catalog, mode: Mode, params: Params = None, *, copied: bool = False
     ) -> None:
         self.mode: Mode = mode
+        self._before: _Before | None = None
         self._writing: Writing | None = None
         with ExitStack() as opened:
             opened.callback(catalog.close)
@@ -85,8 +89,28 @@ class KNNStore(StoreReader):
             AdapterError: the adapter is not installed.
         """
         engine = Engine(store, location or "keys", dict(params or {}))
-        made = make_store(Path(home), identity, engine, catalog, projection)
-        return cls(made, Catalog.open(made.catalog_url), "a")
+        folder = Path(home)
+        before = _Before.of(folder)
+        made = make_store(folder, identity, engine, catalog, projection)
+        try:
+            new = cls(made, Catalog.open(made.catalog_url), "a")
+        except BaseException:
+            _remove_home(made, before)
+            raise
+        new._before = before
+        return new
+
+    def discard_new(self) -> None:
+        """Close and remove a store that `create` has just made, because what was to follow has failed.
+
+        An empty folder that was there before is left there. Keys outside the home are erased; a catalog in
+        a database of its own stays.
+        """
+        place = self._current.place(self.engine)
+        self.close()
+        with suppress(KnnstoreError, OSError):
+            place.erase()
+        _remove_home(self.home, self._before)
 
     @classmethod
     def open(cls, home: Folder, mode: Mode = "r", *, params: Params = None, copied: bool = False) -> Self:
@@ -298,3 +322,33 @@ class KNNStore(StoreReader):
         with self._writing.lock:
             self._current.check_owned(copied)
             yield self._writing
+
+
+@dataclass(frozen=True)
+class _Before:
+    """What was at the place of a home before it was made."""
+
+    mode: int | None
+    """Permissions of the empty folder there; None if there was none."""
+    absent: tuple[Path, ...]
+    """Folders above it that did not exist, the innermost first."""
+
+    @classmethod
+    def of(cls, folder: Path) -> Self:
+        path = folder.resolve()
+        mode = stat.S_IMODE(path.stat().st_mode) if path.is_dir() else None
+        return cls(mode, tuple(parent for parent in path.parents if not parent.exists()))
+
+
+def _remove_home(home: Home, before: _Before | None) -> None:
+    """Remove a home that was just made, and make the empty folder again if there was one."""
+    path = home.path.resolve()
+    shutil.rmtree(path, ignore_errors=True)
+    if before is None:
+        return
+    if before.mode is not None:
+        path.mkdir()
+        path.chmod(before.mode)
+    with suppress(OSError):
+        for parent in before.absent:
+            parent.rmdir()

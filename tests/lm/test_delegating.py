@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Trainer, TrainingArguments
 
 import knnstore
 from knnstore import KNNLMForCausalLM, KNNSettings
+from knnstore.errors import ConfigError, FingerprintMismatchError
 
 SHAPE = {
     "vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -78,3 +79,62 @@ def test_the_base_answers(lm) -> None:
     assert KNNLMForCausalLM.can_generate()
     assert KNNLMForCausalLM._supports_sdpa is PreTrainedModel._supports_sdpa
     assert KNNLMForCausalLM.set_attn_implementation is PreTrainedModel.set_attn_implementation
+
+
+def trainer(lm, folder, kind=Trainer, **options):
+    data = [{"input_ids": IDS[0], "labels": IDS[0]}] * 4
+    options |= {"max_steps": 2, "report_to": [], "use_cpu": True, "save_strategy": "no", "disable_tqdm": True}
+    arguments = TrainingArguments(output_dir=str(folder), **options)
+    return kind(model=lm, args=arguments, train_dataset=data, eval_dataset=data)
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing_factor": 0.1}, {"activation_checkpointing": True}])
+def test_a_trainer_is_refused_before_its_first_step(lm, tmp_path, options) -> None:
+    class Own(Trainer):
+        def training_step(self, *args, **kwargs):
+            return super().training_step(*args, **kwargs)
+
+    before = [weight.clone() for weight in lm.parameters()]
+    for kind in (Trainer, Own):
+        made = trainer(lm, tmp_path / "out", kind, **options)
+        made.evaluate()
+        with pytest.raises(ConfigError, match=r"Train the base model \(Trainer\(model=lm\.base\)\)"):
+            made.train()
+    assert all(torch.equal(one, other) for one, other in zip(before, lm.parameters(), strict=True))
+    trainer(lm.base, tmp_path / "out", **options).train()
+
+
+def test_weights_that_changed_are_not_lost_in_silence(lm, tmp_path) -> None:
+    """A loop of one's own may train the base model, but then the saved folder would not hold what it has."""
+    lm.train()
+    optimizer = torch.optim.SGD(lm.parameters(), lr=0.1)
+    lm(IDS, labels=IDS).loss.backward()
+    optimizer.step()
+    lm.eval()
+    with pytest.raises(FingerprintMismatchError, match="make a store for this one"):
+        lm.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
+def test_what_would_make_the_keys_wrong_is_refused(lm) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    refused = {
+        "adapter first": (lambda: lm.add_adapter(config), lambda: lm.load_adapter("a/b")),
+        "continuous batching of transformers": (lambda: lm.generate_batch([[0, 5]]),),
+        "lm.base.push_to_hub": (lambda: lm.push_to_hub("a/b"),),
+    }
+    for match, calls in refused.items():
+        for call in calls:
+            with pytest.raises(ConfigError, match=match):
+                call()
+
+
+def test_the_base_is_compiled(lm) -> None:
+    knn = KNNSettings(k=2, lam=0.5, temperature=1.0)
+    with torch.no_grad():
+        expected = lm(IDS, knn=knn).logits
+        lm.compile(backend="eager")
+        assert torch.allclose(lm(IDS, knn=knn).logits, expected, atol=1e-5)
+        compiled = torch.compile(lm, backend="eager")
+        assert torch.allclose(compiled(IDS, knn=knn).logits, expected, atol=1e-5)

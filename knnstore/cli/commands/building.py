@@ -29,7 +29,11 @@ _NO_KEYS = "none"
 
 def init(
     model: Annotated[
-        str, typer.Option(metavar="PATH_OR_HUB_ID", help="The causal language model to make the store for.")
+        str,
+        typer.Option(
+            metavar="PATH_OR_HUB_ID",
+            help="The causal language model to make the store for; also a GGUF file.",
+        ),
     ],
     *,
     store: Annotated[

@@ -147,6 +147,7 @@ class KeyCapture:
     def _keep_output(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
         self._keep((output,) if isinstance(output, Tensor) else output[:])
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _keep(self, values: tuple[Any, ...]) -> None:
         if threading.get_ident() == self._thread:
             tensors = (v for v in values if isinstance(v, Tensor) and v.is_floating_point())

@@ -6,6 +6,8 @@ layers, and the model with a store has none of its own. So the base model answer
 that later versions of transformers add.
 """
 
+import sys
+from types import FrameType
 from typing import Any, TypeVar
 
 from torch import nn
@@ -95,3 +97,18 @@ def is_answered_by_base(base: Any, name: str) -> bool:
     A private attribute of one object, such as a hook or a compiled call, belongs to that object alone.
     """
     return not name.startswith("_") or hasattr(type(base), name)
+
+
+def is_trainer_calling() -> bool:
+    """Whether a method of a `transformers.Trainer` is among the callers.
+
+    `Trainer.train` gives a model no other sign: it calls ``model.train()`` before each step, as anyone's own
+    loop does. `Trainer.evaluate` calls ``model.eval()``.
+    """
+    trainer: Any = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
+    frame: FrameType | None = sys._getframe(1)
+    while trainer is not None and frame is not None:
+        if isinstance(frame.f_locals.get("self"), trainer):
+            return True
+        frame = frame.f_back
+    return False

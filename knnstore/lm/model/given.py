@@ -53,7 +53,8 @@ def following(lm: KNNLMForCausalLM, part: ForwardPass, knn: KNNSettings) -> Tens
     """Say what comes after a part of a text: log p of the mixture, float32, shape (v,)."""
     last = replace(part, logits=part.logits[:, -1:], logits_to_keep=1)
     with torch.inference_mode():
-        return lm._mixer.mix(last, [lm._completed(knn)])[0, -1].float().log_softmax(-1)
+        mixed: Tensor = lm._mixer.mix(last, [lm._completed(knn)])
+    return mixed[0, -1].float().log_softmax(-1)
 
 
 def likelihoods(

@@ -59,6 +59,7 @@ class LogitMixer:
         self._heads = heads
         self._text_keys = TextKeys(encoder, store.identity.metric)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def mix(self, read: ForwardPass, each: Sequence[KNNSettings]) -> Tensor:
         """Mix with one settings for all texts, or with those of each; equal objects are searched for at once.
 

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -17,7 +17,7 @@ from knnstore.lm import scoring
 from knnstore.lm.calibration import calibrate
 from knnstore.lm.explanation import explain
 from knnstore.lm.keys import KeyCapture, in_full_precision, keep_positions
-from knnstore.lm.model.delegating import delegate_to_base, is_answered_by_base
+from knnstore.lm.model.delegating import delegate_to_base, is_answered_by_base, is_trainer_calling
 from knnstore.lm.model.generation import StoreGeneration
 from knnstore.lm.model.logits import LogitMixer
 from knnstore.lm.model.passes import ForwardPass
@@ -38,6 +38,11 @@ from knnstore.lm.retrieval import PointerStates, TextStates, check_sequence_ids,
 from knnstore.lm.settings import Completing, KNNSettings, keep_defaults, settings_for
 from knnstore.lm.substitute import Heads, train_substitute
 from knnstore.store import KNNStore
+
+_OTHER_WEIGHTS = (
+    "a model with a store keeps its weights, for the store's keys are of these: give the base model {} "
+    "first, and make a store for that with knnstore.create"
+)
 
 
 @delegate_to_base
@@ -105,7 +110,8 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
         self.tokenizer = tokenizer
         self.knn = knn or KNNSettings()
         self.encoder = Encoder.of(base, store)
-        self.generation_config = with_cache(base.generation_config)
+        of_base: GenerationConfig | None = getattr(base, "generation_config", None)
+        self.generation_config = with_cache(of_base or GenerationConfig())  # type: ignore[no-untyped-call]
         self._completed = Completing(store)
         self._text_states = TextStates(self.encoder)
         self._mixer = LogitMixer(store, Heads(store, base.device), self.encoder)
@@ -194,9 +200,45 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
 
         Raises:
             ConfigError: the base model was never saved, so nothing could load it again.
+            FingerprintMismatchError: its weights have changed since the store was opened, and would be lost.
         """
+        check_matches(self.base, None, self.store.identity)
         write_config(Path(save_directory), self.base, self.store, self.knn)
         write_type(save_directory, self.base.config, self.tokenizer)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the base model's forward pass, see `torch.compile`; the search runs as it is."""
+        self.base.compile(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set training mode, or evaluation mode, of the base model.
+
+        Raises:
+            ConfigError: a `Trainer` is about to train the model.
+        """
+        if mode and is_trainer_calling():
+            raise ConfigError(
+                "a model with a store cannot be trained: its keys are of the weights as they are now. Train "
+                "the base model (Trainer(model=lm.base)), save it, and make a store for that with "
+                "knnstore.create"
+            )
+        super().train(mode)
+        return self
+
+    def load_adapter(self, *_: Any, **__: Any) -> Any:
+        """Raise a `ConfigError`: an adapter changes the states that the store's keys are."""
+        raise ConfigError(_OTHER_WEIGHTS.format("an adapter"))
+
+    def add_adapter(self, *_: Any, **__: Any) -> None:
+        """Raise a `ConfigError`: an adapter changes the states that the store's keys are."""
+        raise ConfigError(_OTHER_WEIGHTS.format("an adapter"))
+
+    def push_to_hub(self, *_: Any, **__: Any) -> Any:  # type: ignore[override]
+        """Raise a `ConfigError`: what `save_pretrained` writes names a store on this machine."""
+        raise ConfigError(
+            "a model with a store cannot be pushed to the hub, which would get the path of the store alone: "
+            "push the base model (lm.base.push_to_hub), and copy the store's folder"
+        )
 
     @in_full_precision
     def forward(

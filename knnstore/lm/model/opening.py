@@ -12,7 +12,7 @@ from knnstore.documents import documents_of
 from knnstore.errors import ConfigError
 from knnstore.lm.keys import AUTO, Joining, described, fit_projection, locate
 from knnstore.lm.model.modeling import KNNLMForCausalLM
-from knnstore.lm.reading import Encoder, TextReader, identify, loaded, name_of, sample_keys
+from knnstore.lm.reading import Encoder, TextReader, check_runs, identify, loaded, name_of, sample_keys
 from knnstore.lm.settings import KNNSettings, default_settings, settings_for, usable_settings_for
 from knnstore.progress import Progress
 from knnstore.store import KEYLESS, KNNStore, Mode, check_new
@@ -44,11 +44,11 @@ def create(
     progress: Progress | None = None,
     **options: Any,
 ) -> KNNLMForCausalLM:
-    """Make an empty store for a model and open both, the store for writing.
+    """Make an empty store for a model and open both, the store for writing. If it fails, nothing is left.
 
     Args:
         home: the folder that the store is known by; new or empty.
-        model: folder or hub id of a causal language model, or one that was loaded.
+        model: folder or hub id of a causal language model, or a GGUF file in one; or one that was loaded.
         tokenizer: the model's; default is that of its folder or hub id.
         store: the adapter that holds the keys.
         location: where it keeps them: a URL or a folder; default ``HOME/keys``.
@@ -69,7 +69,7 @@ def create(
         dtype: of its weights; see `load_model`.
         progress: is told of the sample's keys.
         **options: passed on to ``AutoModelForCausalLM.from_pretrained`` (revision, device_map,
-            quantization_config, ...). The store remembers none: give `load` the same.
+            quantization_config, ...). The store remembers ``gguf_file`` alone: give `load` the others.
 
     Raises:
         StoreExistsError: there is a store already.
@@ -85,9 +85,11 @@ def create(
     if (dim is None) != (sample is None):
         raise ConfigError("dim and sample belong together: the keys are projected as fits those of a sample")
     base, tokenizer = loaded(model, tokenizer, device=device, dtype=dtype, **options)
+    check_runs(base)
     identity = identify(
         base, tokenizer,
-        name=name_of(model), key=key, joining=joining, metric=metric, max_length=max_length, stride=stride,
+        name=name_of(base if options.get("gguf_file") else model), key=key, joining=joining, metric=metric,
+        max_length=max_length, stride=stride,
     )  # fmt: skip
     projection = None
     if sample is not None and dim is not None:
@@ -100,7 +102,11 @@ def create(
     made = KNNStore.create(
         home, identity, store=store, location=location, params=params, catalog=catalog, projection=projection
     )
-    return KNNLMForCausalLM.from_base(base, made, tokenizer=tokenizer)
+    try:
+        return KNNLMForCausalLM.from_base(base, made, tokenizer=tokenizer)
+    except BaseException:
+        made.discard_new()
+        raise
 
 
 def load(

@@ -4,6 +4,7 @@ from knnstore.lm.reading.adding import Added, Synced, add, sync
 from knnstore.lm.reading.encoder import Encoded, Encoder, LogProbs, check_logits
 from knnstore.lm.reading.models import (
     check_matches,
+    check_runs,
     check_tokenizer,
     identify,
     load_model,
@@ -25,7 +26,7 @@ from knnstore.lm.reading.windows import BATCH_TOKENS, Batch, Tokens
 
 __all__ = [
     "BATCH_TOKENS", "Added", "Batch", "Detokenizer", "Encoded", "Encoder", "LogProbs", "Synced", "TextReader",
-    "TokenPiece", "TokenTexts", "Tokens", "add", "check_logits", "check_matches", "check_tokenizer",
-    "check_tokens", "decode_tokens", "identify", "in_chunks", "letters_of", "load_model", "loaded", "name_of",
-    "sample_keys", "sample_tokens", "split_text", "sync", "window_of",
+    "TokenPiece", "TokenTexts", "Tokens", "add", "check_logits", "check_matches", "check_runs",
+    "check_tokenizer", "check_tokens", "decode_tokens", "identify", "in_chunks", "letters_of", "load_model",
+    "loaded", "name_of", "sample_keys", "sample_tokens", "split_text", "sync", "window_of",
 ]  # fmt: skip

@@ -1,5 +1,6 @@
 """Loading a model and its tokenizer, and telling whether they are the ones a store was made with."""
 
+import logging
 import os
 from typing import Any, NamedTuple
 
@@ -25,8 +26,13 @@ from knnstore.lm.keys import (
     tokenizer_fingerprint,
 )
 from knnstore.lm.reading.windows import check_window, max_length_of, prefix_of
-from knnstore.model_names import check_model
+from knnstore.model_names import add_gguf_file, check_model, split_gguf_file
 from knnstore.store import Identity
+
+_logger = logging.getLogger(__name__)
+
+_ALIKE = 0.05
+"""By how much, of the largest one, logits may differ through rounding alone."""
 
 _NO_CODE = "knnstore runs no code that comes with a model"
 
@@ -39,15 +45,21 @@ class Loaded(NamedTuple):
 
 
 def load_model(
-    name: str, *, device: str | None = None, dtype: str | torch.dtype | None = None, **options: Any
+    name: str,
+    *,
+    device: str | None = None,
+    dtype: str | torch.dtype | None = None,
+    gguf_file: str | None = None,
+    **options: Any,
 ) -> Loaded:
     """Load a causal language model and its tokenizer.
 
     Args:
-        name: a folder or a hub id.
+        name: a folder or a hub id; or a GGUF file in one, as in ``models/small.gguf``.
         device: as torch names it; default is the GPU if there is one, else the CPU.
         dtype: ``float32``, ``bfloat16`` or ``float16``; default is what the model was saved in on
             a GPU, and float32 on the CPU.
+        gguf_file: the file in `name` that has the model.
         **options: passed on to ``AutoModelForCausalLM.from_pretrained`` (revision, device_map, ...).
 
     Raises:
@@ -59,6 +71,9 @@ def load_model(
     wanted = dtype or ("float32" if place == "cpu" else "auto")
     if isinstance(wanted, str) and wanted not in ("auto", "float32", "bfloat16", "float16"):
         raise ConfigError(f"dtype {wanted!r} is none of float32, bfloat16, float16")
+    name = add_gguf_file(name, gguf_file)
+    folder, gguf_file = split_gguf_file(name)
+    of_file = {} if gguf_file is None else {"gguf_file": gguf_file}
     try:
         _check_present(torch.device(place))
         # Without this transformers would ask on the terminal whether to run the folder's code.
@@ -66,14 +81,14 @@ def load_model(
         if check_model(name, options.get("revision")):
             safe["local_files_only"] = True
         options |= safe
-        pinned = {"revision": options.get("revision", "main"), **safe}
-        config = AutoConfig.from_pretrained(name, **pinned)
-        tokenizer = _tokenizer_of(name, **pinned)
+        pinned = {"revision": options.get("revision", "main"), **safe, **of_file}
+        config = AutoConfig.from_pretrained(folder, **pinned)
+        tokenizer = _tokenizer_of(folder, **pinned)
         wanted_attention = options.get("attn_implementation") or config._attn_implementation
         if "/" in str(wanted_attention):  # a repository whose code transformers would fetch and run
             raise ConfigError(f"the model {name!r} wants code from {wanted_attention!r}: {_NO_CODE}")
         loading: Any = AutoModelForCausalLM.from_pretrained(
-            name, dtype=wanted, use_safetensors=True, output_loading_info=True, **options | safe
+            folder, dtype=wanted, use_safetensors=True, output_loading_info=True, **options | safe | of_file
         )
         model, found = loading
         missing = sorted(found["missing_keys"])
@@ -82,6 +97,8 @@ def load_model(
                 f"the files of the model {name!r} lack {len(missing):,} of the weights that its config.json "
                 f"asks for, {missing[0]!r} for one: they are not of one model"
             )
+        if gguf_file is not None:
+            model.name_or_path = model.config.name_or_path = name_of(name)
         placed = model if "device_map" in options else model.to(place)
         return Loaded(placed.eval(), tokenizer)
     except ConfigError:
@@ -129,7 +146,9 @@ def loaded(
         raise ConfigError(f"a model is a name or a transformers model, not {type(model).__name__}")
     if tokenizer is None:
         try:
-            tokenizer = _tokenizer_of(name_of(model), trust_remote_code=False)
+            folder, gguf_file = split_gguf_file(name_of(model))
+            of_file = {} if gguf_file is None else {"gguf_file": gguf_file}
+            tokenizer = _tokenizer_of(folder, trust_remote_code=False, **of_file)
         except (OSError, ValueError) as error:
             raise ConfigError("the model's folder has no tokenizer: give it as tokenizer=...") from error
     model.eval()  # type: ignore[no-untyped-call]
@@ -147,7 +166,7 @@ def _tokenizer_of(name: str, **options: Any) -> PreTrainedTokenizerBase:
 def name_of(model: str | PreTrainedModel) -> str:
     """The folder, as an absolute path, or the hub id to load a model from again; else empty."""
     name = os.fspath(model) if isinstance(model, str | os.PathLike) else str(model.config.name_or_path or "")
-    return os.path.abspath(name) if name and os.path.isdir(name) else name
+    return os.path.abspath(name) if name and os.path.exists(name) else name
 
 
 def _check_present(device: torch.device) -> None:
@@ -156,6 +175,36 @@ def _check_present(device: torch.device) -> None:
     if device.type == "cuda" and (device.index or 0) >= count:
         there = f"cuda:0 to cuda:{count - 1}" if count > 1 else "cuda:0" if count else "no CUDA device"
         raise ConfigError(f"there is no {device} here: torch finds {there}; name another device, e.g. cpu")
+
+
+def check_runs(model: PreTrainedModel) -> None:
+    """Refuse a model that cannot predict the next token of a text, tried on three tokens.
+
+    Logs a warning if what it predicts depends on later tokens, as in BERT without ``is_decoder``.
+
+    Raises:
+        ConfigError: the forward pass fails, or gives no logits for each token.
+    """
+    name = type(model).__name__
+    ids = torch.tensor([[0, 1, 2], [0, 1, 0]], device=model.device)
+    try:
+        with torch.inference_mode():
+            logits: Any = model(ids, use_cache=False).logits
+        shape = tuple(logits.shape)
+    except Exception as error:  # of any kind: whatever a model meets in its layers
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"the model cannot read text: {name} fails on three tokens: {reason}") from error
+    if len(shape) != 3 or shape[:2] != (2, 3):
+        raise ConfigError(
+            f"the model does not predict text: {name} gives logits of shape {shape} for 2 x 3 tokens"
+        )
+    before = logits[:, :2].float()
+    if (before[0] - before[1]).abs().amax() > _ALIKE * before.abs().amax():
+        _logger.warning(
+            "%s looks at later tokens, so perplexities are too low: a model like BERT needs is_decoder=True "
+            "in its configuration",
+            name,
+        )
 
 
 def identify(

@@ -28,6 +28,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers.cache_utils import Cache
@@ -89,6 +90,7 @@ def check_sequence_ids(sequence_ids: Tensor, batch: int, length: int, read: int 
         )
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def whole_texts(
     input_ids: Tensor | None, attention_mask: Tensor | None, position_ids: Tensor | None, read: int | None
 ) -> Tensor | None:

@@ -23,6 +23,7 @@ class TextStates:
         self._states: PrefixStates[Tensor] = PrefixStates(_STATES_KEPT)
         """What the next key takes of the states up to each token, oldest first, shape (count, d)."""
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def keys(
         self,
         states: Tensor,

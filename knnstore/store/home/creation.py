@@ -102,7 +102,13 @@ def make_store(
             creation.write(unfinished)
         if begun and whose is Whose.ANOTHERS:
             raise place.taken()
-        with place.open("a" if begun else "x") as made:
+        try:
+            opened = place.open("a" if begun else "x")
+        except BaseException:
+            if not (begun or place.folder is None or place.folder.exists()):
+                (unfinished / NOTE).unlink(missing_ok=True)  # there is nothing outside to know again
+            raise
+        with opened as made:
             if made.count():
                 raise place.taken()
             if projection is not None:

@@ -20,12 +20,13 @@ NOTE = "creation.json"
 def alone_in(folder: Path) -> Iterator[None]:
     """Have the folder to make a home in, empty but for the note.
 
-    In the end it was renamed, or what was made goes.
+    In the end it was renamed, or what was made goes, with the folders above it that were not there before.
 
     Raises:
         LockedError: another process makes the same home.
         ConfigError: something is there that no creation has left.
     """
+    absent = [parent for parent in folder.parents if not parent.exists()]
     lock = _taken(folder)
     try:
         _clear(folder)
@@ -37,6 +38,8 @@ def alone_in(folder: Path) -> Iterator[None]:
             (folder / LOCK).unlink(missing_ok=True)
             with suppress(OSError):
                 folder.rmdir()
+                for parent in absent:
+                    parent.rmdir()
             raise
     finally:
         os.close(lock)
