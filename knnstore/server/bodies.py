@@ -40,6 +40,10 @@ class BodyRoute(APIRoute):
             return handler
 
         async def handle(request: Request) -> Response:
+            # The body of a client that lacks the right is not read.
+            for needed in self.dependencies:
+                assert needed.dependency is not None
+                await needed.dependency(request)
             parsed = _ParsedRequest(request, model)
             try:
                 return await handler(parsed)

@@ -120,10 +120,17 @@ def put(store: CellsDatastore, positions: np.ndarray, group: int = 0) -> None:
 KEYS = clustered(4000)
 
 
-def held(store: CellsDatastore) -> dict[int, bytes]:
-    return {
-        int(id): key.tobytes() for ids, keys, _ in store.iterate() for id, key in zip(ids, keys, strict=True)
-    }
+def held(store: CellsDatastore) -> dict[int, np.ndarray]:
+    return {int(id): key for ids, keys, _ in store.iterate() for id, key in zip(ids, keys, strict=True)}
+
+
+def are_same(one: dict[int, np.ndarray], other: dict[int, np.ndarray]) -> bool:
+    """Compare records; a decoded key is a product of matrices, whose last bit depends on the batch."""
+    return one.keys() == other.keys() and all(is_same(one[id], other[id]) for id in one)
+
+
+def is_same(one: np.ndarray, other: np.ndarray) -> bool:
+    return np.allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
 def met(store: CellsDatastore) -> set[int]:
@@ -148,12 +155,12 @@ def test_the_life_of_a_coded_group(tmp_path: Path, kind: str, metric: Metric) ->
         put(store, np.arange(300))
         store.optimize()
         half = KEYS[:300].astype(np.float16).astype(np.float32)
-        assert list(held(store).values()) == [key.tobytes() for key in half]
+        np.testing.assert_array_equal([*held(store).values()], half)
         put(store, np.arange(300, 1500))
         put(store, np.arange(0, 400), group=1)
         store.optimize()
         first = held(store)
-        found = np.stack([np.frombuffer(key, np.float32) for key in first.values()])
+        found = np.stack([*first.values()])
         assert lost(KEYS[400:1500], found[400:]) < 0.2
         assert (found[400:] != KEYS[400:1500].astype(np.float16)).any(1).mean() > 0.9
         np.testing.assert_array_equal(found[:400], KEYS[:400].astype(np.float16))  # group 1 is small
@@ -163,15 +170,17 @@ def test_the_life_of_a_coded_group(tmp_path: Path, kind: str, metric: Metric) ->
             store.flush()
         store.delete(IdRanges([(int(id), int(id) + 1) for id in list(first)[900:1200]]))
         before = held(store)
-        assert {id: key for id, key in first.items() if id in before} == {
-            id: before[id] for id in first if id in before
-        }
+        assert are_same(
+            {id: key for id, key in first.items() if id in before},
+            {id: before[id] for id in first if id in before},
+        )
         store.optimize()
         store.vacuum()
-        assert held(store) == before == held(reader)
+        assert are_same(held(store), before)
+        assert are_same(held(reader), before)
         queries, now = (
             clustered(20, seed=2),
-            np.stack([np.frombuffer(key, np.float32) for key in before.values()]),
+            np.stack([*before.values()]),
         )
         products = queries.astype(np.float64) @ now.T.astype(np.float64)
         squares = (queries.astype(np.float64) ** 2).sum(1)[:, None] + (now.astype(np.float64) ** 2).sum(1)
@@ -186,7 +195,7 @@ def test_the_life_of_a_coded_group(tmp_path: Path, kind: str, metric: Metric) ->
             assert met == truth.size
         assert store.verify() == []
     with closing(coded(root, kind=kind, metric=metric)) as store:
-        assert held(store) == before
+        assert are_same(held(store), before)
         codecs = list(root.rglob("*.codec"))
         assert len(codecs) == 1
         store.delete(IdRanges([(int(record_ids(np.array([400]), np.array([0]))[0]), 1 << 60)]))
@@ -252,11 +261,8 @@ def test_not_too_many_keys_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         store.optimize()
         assert key_files(root) == 2300 * 7
         after = held(store)
-        assert [before[id] == after[id] for id in before] == [False] * 1900 + [True] * 400
-        assert (
-            lost(KEYS[:1900], np.stack([np.frombuffer(key, np.float32) for key in after.values()])[:1900])
-            < 0.2
-        )
+        assert [is_same(before[id], after[id]) for id in before] == [False] * 1900 + [True] * 400
+        assert lost(KEYS[:1900], np.stack([*after.values()])[:1900]) < 0.2
 
 
 def test_damage_among_keys_that_wait_costs_what_is_damaged(tmp_path: Path) -> None:

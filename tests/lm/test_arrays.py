@@ -32,12 +32,18 @@ def lm(make_lm):
 
 
 def brute_force(lm, queries, k, temperature):
-    """Ids and weights of the nearest records, and p_kNN, one query at a time."""
+    """Ids and distances of the nearest records, and p_kNN, one query at a time.
+
+    None where the k-th nearest and the next are as near, up to rounding.
+    """
     records = list(lm.store.records())
     ids, stored = (np.concatenate([one[at] for one in records]) for at in (0, 1))
     for query in queries:
         squares = ((stored.astype(np.float64) - query) ** 2).sum(1)
-        near = np.argsort(squares, kind="stable")[:k]
+        near, after = np.split(np.argsort(squares, kind="stable")[: k + 1], [k])
+        if squares[after[0]] - squares[near[-1]] <= 1e-3 * (1 + squares[near[-1]]):
+            yield None
+            continue
         weights = np.exp(-(squares[near] - squares[near[0]]) / temperature)
         probs = np.zeros(lm.store.identity.vocab_size)
         np.add.at(probs, tokens_of(ids[near]), weights / weights.sum())
@@ -50,7 +56,10 @@ def test_keys_neighbors_and_p_knn_are_those_of_a_search_by_hand(lm) -> None:
     assert found.tokens.tolist() == lm.tokenizer(text, add_special_tokens=False)["input_ids"]
     assert found.positions.tolist() == list(range(37))
     assert (keys.shape, keys.dtype, probs.dtype) == ((37, lm.store.identity.dim), np.float32, np.float32)
-    for row, (ids, squares, expected) in enumerate(brute_force(lm, keys, 9, 7.0)):
+    searched = [*enumerate(brute_force(lm, keys, 9, 7.0))]
+    compared = [(row, *nearest) for row, nearest in searched if nearest is not None]
+    assert len(compared) > 20
+    for row, ids, squares, expected in compared:
         assert set(found.ids[row]) == set(ids)
         assert found.distances[row] == pytest.approx(squares, rel=1e-3, abs=1e-3)
         assert probs[row] == pytest.approx(expected, abs=1e-3)

@@ -42,7 +42,7 @@ def pieces_of(texts, before, tokens, *, special=False):
     return [[*map(detokenizer.take, tokens)], detokenizer.end()]
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(KIND, st.data())
 def test_a_continuation_is_the_difference_of_two_decoded_texts(kind, data):
     tokenizer = small_tokenizer(kind)
@@ -57,7 +57,7 @@ def test_a_continuation_is_the_difference_of_two_decoded_texts(kind, data):
     assert Detokenizer(texts, before, special=special).peek(tokens) == whole[common(prompt, whole) :]
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(KIND, TEXT, TEXT)
 def test_texts_that_decode_to_themselves_are_continued_exactly(kind, prompt, text):
     tokenizer = small_tokenizer(kind)
