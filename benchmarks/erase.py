@@ -9,12 +9,13 @@ clustered keys. Seconds are those of `KNNStore.erase` after the removal, which t
 
 import argparse
 import json
+import shutil
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from move import copied, fill
+from move import fill
 from search import clustered
 
 from knnstore.store import KNNStore
@@ -61,13 +62,13 @@ def main() -> None:
             fill(Path(folder) / "home", keys, DOMAINS)
             for engine in given.engine:
                 home = Path(folder) / engine
-                copied(Path(folder) / "home", home)
+                shutil.copytree(Path(folder) / "home", home)
                 if engine != "faiss":
                     with KNNStore.open(home, "a") as store:
                         store.move(engine, "moved")
                 for what in ("document", "domain"):
                     copy = Path(folder) / f"{engine}-{what}"
-                    copied(home, copy)
+                    shutil.copytree(home, copy)
                     result = {"engine": engine, "what": what, "dim": given.dim, **erased(copy, what)}
                     results.append(result)
                     print(result, file=sys.stderr)

@@ -56,16 +56,6 @@ def fill(home: Path, keys: Keys, domains: int) -> None:
         store.optimize()
 
 
-def copied(home: Path, copy: Path) -> None:
-    """Copy a store; its immutable files are linked."""
-
-    def link(source: str, target: str) -> object:
-        immutable = Path(source).parent.name in ("segments", "indexes")
-        return os.link(source, target) if immutable else shutil.copy2(source, target)
-
-    shutil.copytree(home, copy, copy_function=link)
-
-
 def moved(home: Path, engine: str) -> tuple[float, dict[str, Any]]:
     """Move a store; returns the seconds and what was found out."""
     with KNNStore.open(home, "a") as store:
@@ -143,7 +133,7 @@ def compare(home: Path, engine: str, keys: Keys, domains: int, repeats: int) -> 
             with tempfile.TemporaryDirectory() as temporary:
                 folder = Path(temporary)
                 if side == "move":
-                    copied(home, folder / "home")
+                    shutil.copytree(home, folder / "home")
                     taken, found = moved(folder / "home", engine)
                 elif side == "adapter":
                     taken = loaded(folder / "store", engine, keys, domains)
