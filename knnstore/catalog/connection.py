@@ -34,7 +34,7 @@ _DAMAGE = (ValueError, TypeError, OverflowError, LookupError, AttributeError, zl
 _TOO_COMPLEX = re.compile(
     r"at most \d+ tables|too many|tree is too large|stack overflow|too complex|too big|stack depth limit"
 )
-"""What SQLite and PostgreSQL say of a statement that they could run if it were smaller."""
+"""Matches errors of SQLite and PostgreSQL about a statement that is too large or too deeply nested."""
 _NO_TEXT = re.compile(r"Could not decode to UTF-8 column '([^']*)'")
 _UNREACHABLE_SQLITE = (
     "SQLITE_BUSY", "SQLITE_LOCKED", "SQLITE_IOERR", "SQLITE_CANTOPEN", "SQLITE_PROTOCOL", "SQLITE_INTERRUPT",

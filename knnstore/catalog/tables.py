@@ -83,7 +83,7 @@ class StoreRow(Base):
     has_prefix: Mapped[bool]
     projection: Mapped[str | None] = mapped_column(String)
     digest: Mapped[str] = mapped_column(String(32), server_default="")
-    """Of the identity and `params`; see `knnstore.catalog.digests`."""
+    """Digest (BLAKE2b) of the identity and `params`; see `knnstore.catalog.digests`."""
 
     # Where the keys are; `knnstore move` changes these three in one transaction.
     adapter: Mapped[str] = mapped_column(String)
@@ -146,7 +146,7 @@ class DocumentRow(Base):
     content_hash: Mapped[str] = mapped_column(String(64))
     attributes: Mapped[dict[str, Any]] = mapped_column("metadata", JSON)
     digest: Mapped[str] = mapped_column(String(32), server_default="")
-    """Of everything that says what the document is; see `knnstore.catalog.digests`."""
+    """Digest of id, domain, tags, metadata and positions; see `knnstore.catalog.digests`."""
     added_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), default=_now)
 
 
@@ -164,7 +164,7 @@ class TokensRow(Base):
     tokens: Mapped[bytes] = mapped_column(LargeBinary)
     """Little-endian uint32."""
     digest: Mapped[str] = mapped_column(String(32), server_default="")
-    """Of the tokens; see `knnstore.catalog.digests`."""
+    """Digest of the tokens; see `knnstore.catalog.digests`."""
 
 
 class PrunedRow(Base):
@@ -181,7 +181,7 @@ class PrunedRow(Base):
     """zlib of a little-endian int64 for each token: how many positions after its own the record is that
     stands for it; 0 where its own is left, the least integer where there is none."""
     digest: Mapped[str] = mapped_column(String(32), server_default="")
-    """Of the three; see `knnstore.catalog.digests`."""
+    """Digest of the three columns above; see `knnstore.catalog.digests`."""
 
 
 class ChecksumRow(Base):
@@ -214,7 +214,7 @@ class SettingRow(Base):
     """The names, sorted; none stands for the whole store."""
     payload: Mapped[dict[str, Any]] = mapped_column(JSON)
     digest: Mapped[str] = mapped_column(String(32), server_default="")
-    """Of the domains and the payload; see `knnstore.catalog.digests`."""
+    """Digest of the domains and the payload; see `knnstore.catalog.digests`."""
     saved_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), default=_now)
 
 

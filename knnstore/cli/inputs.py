@@ -162,7 +162,7 @@ class Documents:
 
     @property
     def left_out(self) -> dict[str, Any]:
-        """What was left out, for a result in JSON: counts, and all names by reason."""
+        """Counts of the files and documents that were left out, and all names by reason, for `--json`."""
         return {"skipped": self.skipped, "ignored": self.ignored, "left_out": self.named}
 
     @property

@@ -82,7 +82,7 @@ class Origin(NamedTuple):
     where: str
     """The file and row, or the number in a list, for messages."""
     in_folder: bool = False
-    """Whether its file was found in a folder, not named."""
+    """True if the file was found in a folder; False if the caller named it."""
 
 
 @dataclass(frozen=True, slots=True)
