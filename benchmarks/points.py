@@ -6,9 +6,9 @@
     python benchmarks/points.py --smoke             a few seconds
 
 With a URL also a server, through the adapter and through the client's own call, into a collection that is
-removed afterwards. Its API key is what the file holds, or KNNSTORE_QDRANT_API_KEY. JSON goes to stdout. The
-two sides of a ratio alternate within one process; a figure is the median of their ratios, once of wall time
-and once of this process's processor time.
+removed afterwards. Its API key is what the file holds, or KNNSTORE_QDRANT_API_KEY(_FILE). JSON goes to
+stdout. The two sides of a ratio alternate within one process; a figure is the median of their ratios, once of
+wall time and once of this process's processor time.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from knnstore_qdrant.connecting import API_KEY_VARIABLE, SERVER_VARIABLE
 from qdrant_client import QdrantClient, models
 from search import KS, clustered
 
-from knnstore.datastore import Distances, Keys
+from knnstore.datastore import Distances, Keys, read_secret
 
 COLLECTION = "knnstore-benchmark"
 EF = 128
@@ -85,7 +85,7 @@ def in_process(keys: Keys, queries: Keys, truth: dict[int, Distances], repeats: 
 def server(url: str, grpc_port: int, keys: Keys, queries: Keys, repeats: int) -> list[dict[str, Any]]:
     """The adapter against the client's own batch call, over gRPC and over REST."""
     results = []
-    key = os.environ.get(API_KEY_VARIABLE)
+    key = read_secret(API_KEY_VARIABLE)
     place: dict[str, Any] = {"collection": COLLECTION, "grpc_port": grpc_port, "timeout": 60.0}
     QdrantDatastore.erase(url, **place)
     try:
@@ -144,7 +144,8 @@ def main() -> None:
     truth = {k: np.sort(np.partition(squares, k - 1, axis=1)[:, :k], axis=1) for k in KS}
     results = in_process(keys, queries, truth, repeats)
     if options.api_key_file:
-        os.environ[API_KEY_VARIABLE] = options.api_key_file.read_text().strip()
+        os.environ.pop(API_KEY_VARIABLE, None)
+        os.environ[f"{API_KEY_VARIABLE}_FILE"] = str(options.api_key_file)
         os.environ[SERVER_VARIABLE] = options.url or ""
     if options.url:
         results += server(options.url, options.grpc_port, keys, queries, repeats)

@@ -12,7 +12,7 @@ import httpx
 from packaging.version import InvalidVersion, Version
 from qdrant_client import QdrantClient
 
-from knnstore.datastore import Metric, Mode
+from knnstore.datastore import Metric, Mode, read_secret
 from knnstore.errors import ConfigError, KnnstoreError
 from knnstore_qdrant.attempts import Attempts
 from knnstore_qdrant.collection import Collection
@@ -21,12 +21,18 @@ from knnstore_qdrant.server import ServerPoints
 from knnstore_qdrant.wire import GrpcPoints, answers_over_grpc
 
 API_KEY_VARIABLE = "KNNSTORE_QDRANT_API_KEY"
-"""Environment variable with the API key of a server; several keys stand apart by spaces."""
+"""Environment variable with the API key of a server; several keys stand apart by spaces.
+
+KNNSTORE_QDRANT_API_KEY_FILE may name a file with the same content instead.
+"""
 
 SERVER_VARIABLE = "KNNSTORE_QDRANT_URL"
 """Environment variable with the address that the key is for; as many as there are keys, in their order."""
 
-_HOW_TO_GIVE_A_KEY = f"give the key in {API_KEY_VARIABLE} and the address of its server in {SERVER_VARIABLE}"
+_HOW_TO_GIVE_A_KEY = (
+    f"give the key in {API_KEY_VARIABLE}, or in a file that {API_KEY_VARIABLE}_FILE names, and the address "
+    f"of its server in {SERVER_VARIABLE}"
+)
 
 _log = logging.getLogger(__name__)
 _compared: set[str] = set()  # servers whose version was asked for
@@ -162,13 +168,17 @@ def _api_key(place: str) -> str | None:
     server that the user has named beside it, and never comes from a file that the store names.
 
     Raises:
-        ConfigError: there are not as many keys as servers, or what is named is no server.
+        ConfigError: there are not as many keys as servers, what is named is no server, a key cannot be sent
+            as a header, or the file of keys cannot be read.
     """
-    keys = os.environ.get(API_KEY_VARIABLE, "").split()
+    keys = (read_secret(API_KEY_VARIABLE) or "").split()
     servers = [_checked(url) for url in os.environ.get(SERVER_VARIABLE, "").split()]
     if keys and servers and len(keys) != len(servers):
         raise ConfigError(
             f"{API_KEY_VARIABLE} holds {len(keys)} keys and {SERVER_VARIABLE} names {len(servers)} servers: "
             "give each key its server, in the same order"
         )
-    return dict(zip(servers, keys, strict=False)).get(place)
+    key = dict(zip(servers, keys, strict=False)).get(place)
+    if key is not None and not (key.isascii() and key.isprintable()):
+        raise ConfigError(f"the key in {API_KEY_VARIABLE} for {place} has characters that no key has")
+    return key

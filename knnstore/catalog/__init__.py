@@ -4,7 +4,15 @@ from sqlalchemy import URL
 
 from knnstore.catalog.catalog import Catalog
 from knnstore.catalog.conditions import check_condition, fields_of
-from knnstore.catalog.connection import identify_file, parse_url, place, shown, sqlite_url, without_password
+from knnstore.catalog.connection import (
+    PASSWORD_VARIABLE,
+    identify_file,
+    parse_url,
+    place,
+    shown,
+    sqlite_url,
+    without_password,
+)
 from knnstore.catalog.differing import Difference, change_of, other_ids
 from knnstore.catalog.keys import AccessKey, AccessKeys, Right
 from knnstore.catalog.representatives import DROPPED, PrunedDocument, Representatives
@@ -25,6 +33,7 @@ from knnstore.catalog.writer import CatalogWriter
 __all__ = [
     "DROPPED",
     "KEYLESS",
+    "PASSWORD_VARIABLE",
     "URL",
     "AccessKey",
     "AccessKeys",

@@ -19,6 +19,7 @@ from sqlalchemy.orm import Session
 from knnstore.catalog import sqlite
 from knnstore.checks import TOO_DEEP
 from knnstore.errors import CatalogError, ConfigError, KnnstoreError, StoreUnavailableError
+from knnstore.secret_files import read_secret
 
 _DRIVERS = {
     "sqlite": "sqlite",
@@ -41,6 +42,9 @@ _UNREACHABLE_SQLITE = (
     "SQLITE_NOMEM", "SQLITE_READONLY", "SQLITE_FULL", "SQLITE_PERM", "SQLITE_AUTH",
 )  # fmt: skip
 """Errors of SQLite that come from outside of the statement and the data."""
+
+PASSWORD_VARIABLE = "PGPASSWORD"  # noqa: S105  # its name
+"""Environment variable of PostgreSQL's own clients with the password; that with a file's path is ours."""
 
 _SECONDS_TO_CONNECT = 10
 _BEGIN = "knnstore_begin"
@@ -94,14 +98,20 @@ def is_sqlite_file(url: URL) -> bool:
 def connect(url: URL) -> Engine:
     """Make an engine with the durability settings that the commit protocol relies on.
 
+    The password of PostgreSQL is the URL's, else that of PGPASSWORD, or of the file that PGPASSWORD_FILE
+    names.
+
     Raises:
-        ConfigError: the database driver is not installed.
+        ConfigError: the database driver is not installed, or the file of the password cannot be read.
     """
     options: dict[str, Any] = {}
     if url.get_backend_name() == "postgresql":
         options["pool_pre_ping"] = True
+        arguments = options["connect_args"] = {}
         if "connect_timeout" not in url.query:
-            options["connect_args"] = {"connect_timeout": _SECONDS_TO_CONNECT}
+            arguments["connect_timeout"] = _SECONDS_TO_CONNECT
+        if url.password is None and (password := read_secret(PASSWORD_VARIABLE)) is not None:
+            arguments["password"] = password
     elif is_sqlite_file(url):
         options["connect_args"] = {"timeout": SECONDS_TO_WAIT}
     else:  # a second connection would have a database of its own, so threads take turns

@@ -80,6 +80,7 @@ from knnstore.durable import (
     remove_folder,
     sync_directory,
 )
+from knnstore.secret_files import read_secret
 from knnstore.space import allocate, check_space, free_space, medium_errors
 
 __all__ = [
@@ -93,6 +94,6 @@ __all__ = [
     "allocate", "apart", "check_space", "checked_k", "checked_keys", "checked_kind", "checked_params",
     "checked_records", "code_size", "compare_rows", "free_space", "medium_errors", "nearest_rows",
     "open_file", "paired", "pairwise", "positions_of", "publish", "ranges_of", "read_file", "read_keys",
-    "read_owner", "record_ids", "registry", "remove", "remove_folder", "sample_size", "stored_keys",
-    "sync_directory", "tokens_of", "whole_positions", "write_owner",
+    "read_owner", "read_secret", "record_ids", "registry", "remove", "remove_folder", "sample_size",
+    "stored_keys", "sync_directory", "tokens_of", "whole_positions", "write_owner",
 ]  # fmt: skip

@@ -115,6 +115,12 @@ def confidence(service: dict[str, Any], compose: Compose) -> Iterator[str]:
     for variable in service.get("environment", {}):
         if re.search("PASSWORD|KEY|SECRET|TOKEN", variable) and not variable.endswith("_FILE"):
             yield f"{variable} is in the file itself"
+    for part in service.get("command", []):
+        if re.search(r"export [A-Z_]*(PASSWORD|KEY|SECRET|TOKEN)", part):
+            yield "its command puts a secret into the environment"
+    for secret in service.get("secrets", []):
+        if f"/run/secrets/{secret}" not in str(service.get("environment", {})) + str(service.get("command")):
+            yield f"the secret {secret} is read by nothing"
     for secret in service.get("secrets", []):
         if set(compose["secrets"].get(secret, {"file": ""})) != {"file"}:
             yield f"the secret {secret} is not in a file"
@@ -166,6 +172,16 @@ MISTAKES = {
     "capability": ("services/postgres/cap_add", ["CHOWN"], "capabilities"),
     "no limits": ("services/knnstore/deploy", {}, "limits"),
     "password in the file": ("services/postgres/environment/POSTGRES_PASSWORD", "x", "in the file itself"),
+    "exported secret": (
+        "services/qdrant/command",
+        [
+            "bash",
+            "-c",
+            'export QDRANT__SERVICE__API_KEY="$$(cat /run/secrets/qdrant_api_key)"; exec ./entrypoint.sh',
+        ],
+        "into the environment",
+    ),
+    "idle secret": ("services/knnstore/environment", {}, "is read by nothing"),
     "secret in the environment": ("secrets/qdrant_api_key", {"environment": "KEY"}, "not in a file"),
 }
 

@@ -3,6 +3,7 @@
 import http.server
 import json
 import os
+import re
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -129,14 +130,14 @@ def shell(service: Compose, key: str, **changes: str) -> list[str]:
 
 
 @pytest.fixture
-def answering() -> Iterator[Callable[[int], int]]:
-    """Starts an HTTP server that has one answer; gives its port."""
+def answering() -> Iterator[Callable[[int, int], int]]:
+    """Starts an HTTP server with one answer to /readyz and one to /collections; gives its port."""
     servers: list[http.server.HTTPServer] = []
 
-    def start(status: int) -> int:
+    def start(ready: int, collections: int) -> int:
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                self.send_response(status if self.path == "/readyz" else 404)
+                self.send_response({"/readyz": ready, "/collections": collections}.get(self.path, 404))
                 self.end_headers()
 
             def log_message(self, *_: Any) -> None: ...
@@ -151,28 +152,48 @@ def answering() -> Iterator[Callable[[int], int]]:
         server.server_close()
 
 
-def test_qdrants_healthcheck_tells_ready_from_loading_from_down(
-    compose: Compose, answering: Callable[[int], int]
+def test_qdrants_healthcheck_tells_ready_from_loading_from_open_from_down(
+    compose: Compose, answering: Callable[[int, int], int]
 ) -> None:
     def healthy(port: int) -> bool:
         kind, *command = shell(compose["services"]["qdrant"]["healthcheck"], "test", port=str(port))
         assert kind == "CMD"
-        return subprocess.run(command, capture_output=True, timeout=10, check=False).returncode == 0
+        return subprocess.run(command, capture_output=True, timeout=600, check=False).returncode == 0
 
-    assert healthy(answering(200))
-    assert not healthy(answering(503))
+    assert healthy(answering(200, 401))
+    assert healthy(answering(200, 403))
+    assert not healthy(answering(503, 401))
+    assert not healthy(answering(200, 200))  # it would serve everybody
     closed = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
     closed.server_close()
     assert not healthy(closed.server_address[1])
 
 
-@pytest.mark.parametrize("key", ["k3y", "", None])
+# Shows what a program in its place is told: the configuration, whom it is readable by, and the environment.
+PROGRAM = """#!/bin/sh
+[ "$#" = 2 ] && [ "$1" = --config-path ] && cat "$2" && stat -c %a "$2" && env
+"""
+
+
+@pytest.mark.parametrize("key", ["k3y", 'it\'s "$(x)" \\n%s', "", None])
 def test_qdrant_starts_with_its_key_or_not_at_all(compose: Compose, key: str | None, tmp_path: Path) -> None:
     image = tmp_path / "entrypoint.sh"
-    image.write_text('#!/bin/sh\necho "started with $QDRANT__SERVICE__API_KEY"\n')
+    image.write_text(PROGRAM)
     image.chmod(0o755)
     if key is not None:
         (tmp_path / "qdrant_api_key").write_text(key)
     command = shell(compose["services"]["qdrant"], "command", secrets=str(tmp_path))
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode == 0, done.stdout) == ((True, "started with k3y\n") if key else (False, ""))
+    command = [part.replace("/tmp/qdrant-key", f"{tmp_path}/qdrant-key") for part in command]
+    variables = {"PATH": os.environ["PATH"]}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=variables, umask=0o022, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode == 0) is bool(key), done.stderr
+    if key:
+        configuration, mode, seen = re.split(r"^(\d+)$", done.stdout, maxsplit=1, flags=re.MULTILINE)
+        assert yaml.safe_load(configuration) == {"service": {"api_key": key}}
+        assert mode == "600"
+        assert key not in seen
+    else:
+        assert done.stdout == ""
+        assert not (tmp_path / "qdrant-key.yaml").exists()

@@ -9,14 +9,18 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from knnstore.catalog import URL, shown
+from knnstore.catalog import PASSWORD_VARIABLE, URL, shown
 from knnstore.errors import ConfigError
+from knnstore.secret_files import find_secret_variable
 
 DESCRIPTION = "knnstore.json"
 """The file that makes a folder a home."""
 
 CATALOG_VARIABLE = "KNNSTORE_CATALOG"
-"""Environment variable with the catalog's URL and its password, which is not written in the home."""
+"""Environment variable with the catalog's URL and its password, which is not written in the home.
+
+KNNSTORE_CATALOG_FILE may name a file with the same content instead.
+"""
 
 _FILES = [
     name + end
@@ -201,7 +205,7 @@ def check_catalog(home: Path, url: URL, environment: Mapping[str, str], *, writi
 
     Raises:
         ConfigError: the catalog is a file outside the home that would be written, a URL that names other
-            files, or a server that is not the one that PGPASSWORD is for.
+            files, or a server that is not the one that PGPASSWORD or PGPASSWORD_FILE is for.
     """
     meant = f"if that is meant, set {CATALOG_VARIABLE} to this URL"
     if url.get_backend_name() == "sqlite":
@@ -213,10 +217,11 @@ def check_catalog(home: Path, url: URL, environment: Mapping[str, str], *, writi
     if strange:
         raise ConfigError(f"{home} names a catalog with the option {strange[0]!r}, {shown(url)}: {meant}")
     hosts = {url.host or "", *_words(url.query.get("host", ""))} - {""}
-    if "PGPASSWORD" in environment and not hosts <= _words(environment.get("PGHOST", "")):
+    variable = find_secret_variable(PASSWORD_VARIABLE, environment)
+    if variable and not hosts <= _words(environment.get("PGHOST", "")):
         raise ConfigError(
-            f"{home} has its catalog at {shown(url)}, and nothing says that PGPASSWORD is for that server: "
-            f"set PGHOST to {','.join(sorted(hosts))}, or unset PGPASSWORD"
+            f"{home} has its catalog at {shown(url)}, and nothing says that {variable} is for that server: "
+            f"set PGHOST to {','.join(sorted(hosts))}, or unset {variable}"
         )
 
 

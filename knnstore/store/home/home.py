@@ -22,6 +22,7 @@ from typing import Self
 from knnstore.catalog import URL, parse_url, shown, sqlite_url, without_password
 from knnstore.durable import WriterLock, publish, read_file
 from knnstore.errors import ConfigError, StoreNotFoundError
+from knnstore.secret_files import read_secret
 from knnstore.space import Reserve
 from knnstore.store.home.following import (
     CATALOG_VARIABLE,
@@ -90,8 +91,9 @@ class Home:
     def open(cls, path: str | os.PathLike[str], catalog: str | None = None, *, writing: bool = False) -> Self:
         """Read a home's description; `writing` says whether the store is to be changed.
 
-        The catalog's URL with its password is the one given, else that of the environment, else the one
-        written. For writing the reserve is given back if the disk is full.
+        The catalog's URL with its password is the one given, else that of KNNSTORE_CATALOG or of the file
+        that KNNSTORE_CATALOG_FILE names, else the one written. For writing the reserve is given back if the
+        disk is full.
 
         Raises:
             StoreNotFoundError: the folder is no home.
@@ -112,7 +114,7 @@ class Home:
         if written != FORMAT:
             raise ConfigError(f"{folder} has format {written}, this package reads {FORMAT}: upgrade knnstore")
         url = cls._catalog_url(folder, saved)
-        given = catalog or (saved and os.environ.get(CATALOG_VARIABLE))
+        given = catalog or (saved and read_secret(CATALOG_VARIABLE))
         if given:
             url = cls._same_database(url, given)
         else:

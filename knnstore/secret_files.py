@@ -1,0 +1,71 @@
+"""Secrets of the user: passwords and API keys from an environment variable, or from a file that one names.
+
+A process's environment is readable by whoever may look at the process, and goes to every program that it
+starts. So each variable NAME with a secret has a second one, NAME_FILE, with the path of a file that holds
+the secret, as Docker, Kubernetes and systemd hand secrets over.
+"""
+
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from knnstore.errors import ConfigError
+
+FILE_SUFFIX = "_FILE"
+"""What the name of a secret's variable and the name of the variable with its file differ by."""
+
+MAX_BYTES = 65_536
+"""Largest secret file that is read; a path of another file, as of a model, is a mistake."""
+
+
+def read_secret(name: str, environment: Mapping[str, str] | None = None) -> str | None:
+    """Return the secret of a variable, or of the file that NAME_FILE names; None if neither is set.
+
+    A variable that is set to nothing counts as not set. The file is read at each call, so a changed secret
+    is found by the next connection. One line break at its end is left out.
+
+    Args:
+        name: the variable, such as "KNNSTORE_QDRANT_API_KEY".
+        environment: the variables; those of this process by default.
+
+    Raises:
+        ConfigError: both variables are set, or the file cannot be read, is no regular file, is empty, larger
+            than 64 KiB, or no text. The message names the variable and the path, never the secret.
+    """
+    environment = os.environ if environment is None else environment
+    value, file = environment.get(name), environment.get(name + FILE_SUFFIX)
+    if not file:
+        return value or None
+    if value:
+        raise ConfigError(f"{name} and {name + FILE_SUFFIX} are both set: unset one of them")
+    where = f"{name + FILE_SUFFIX} names {file}"
+    try:
+        content = _read_file(Path(file))
+    except OSError as error:
+        raise ConfigError(f"{where}, which cannot be read: {error.strerror}") from None
+    if len(content) > MAX_BYTES:
+        raise ConfigError(f"{where}, which is larger than {MAX_BYTES // 1024} KiB and so no secret")
+    try:
+        secret = content.decode()
+    except UnicodeDecodeError:  # would quote the bytes: not chained
+        raise ConfigError(f"{where}, which is no text in UTF-8") from None
+    if "\0" in secret:  # libpq would use what stands before it
+        raise ConfigError(f"{where}, which holds a NUL byte and so no secret")
+    secret = secret.removesuffix("\r\n") if secret.endswith("\r\n") else secret.removesuffix("\n")
+    if not secret:
+        raise ConfigError(f"{where}, which is empty: write the secret there, or unset the variable")
+    return secret
+
+
+def find_secret_variable(name: str, environment: Mapping[str, str]) -> str | None:
+    """Return which variable gives a secret, NAME or NAME_FILE; None if neither is set. No file is read."""
+    return next((each for each in (name, name + FILE_SUFFIX) if environment.get(each)), None)
+
+
+def _read_file(path: Path) -> bytes:
+    """Return up to one byte more than a secret may have; raises OSError for anything but a regular file."""
+    if not stat.S_ISREG(path.stat().st_mode):  # a pipe would block, a device never end
+        raise OSError(0, "it is no regular file")
+    with path.open("rb") as file:
+        return file.read(MAX_BYTES + 1)
