@@ -137,9 +137,9 @@ class Attempts:
             return DatastoreNotFoundError(f"{self.place}: {line}")
         if code in (401, 403):
             return DatastoreError(
-                f"{self.place} refuses the API key, or misses it ({code}): set KNNSTORE_QDRANT_API_KEY to it, "
-                "or KNNSTORE_QDRANT_API_KEY_FILE to a file with it, and KNNSTORE_QDRANT_URL to the server "
-                f"that it is for, {self.place}"
+                f"{self.place} refuses the API key, or misses it ({code}): set KNNSTORE_QDRANT_API_KEY to "
+                "it, or KNNSTORE_QDRANT_API_KEY_FILE to a file with it, and KNNSTORE_QDRANT_URL to the "
+                f"server that it is for, {self.place}"
             )
         return DatastoreError(f"{self.place} refuses the request: {line}")
 
