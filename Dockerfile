@@ -1,31 +1,34 @@
 # The command line of knnstore: docker build -t knnstore .
 #
-# For a GPU, with the CUDA version of your driver: --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu130
+# For a GPU, with a driver for CUDA 13: --build-arg TORCH=cuda
+# All packages have their hashes in requirements/, which `make lock` writes; the base image can have a digest,
+# see docs/operations.md.
 
-FROM python:3.11-slim-trixie AS build
+ARG PYTHON_DIGEST=
+FROM python:3.11-slim-trixie${PYTHON_DIGEST} AS build
 
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-ARG EXTRAS=faiss,qdrant,postgres,server
+ARG TORCH=cpu
 
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
-RUN python -m venv /opt/knnstore
-ENV PATH=/opt/knnstore/bin:$PATH
+RUN python -m venv /opt/build && python -m venv /opt/knnstore
 WORKDIR /source
 
-# The constraints also bind what the wheel is built with; newer versions of pip read the second name.
-COPY constraints.txt ./
-ENV PIP_CONSTRAINT=/source/constraints.txt PIP_BUILD_CONSTRAINT=/source/constraints.txt
-# By itself and first: it is large and seldom changes, and the package index has it for GPUs only.
-RUN pip install --no-deps --index-url "$TORCH_INDEX" torch
+COPY requirements requirements
+# By itself and first: it is large and seldom changes.
+RUN /opt/knnstore/bin/pip install --no-deps --require-hashes -r requirements/torch-$TORCH.txt
+RUN /opt/knnstore/bin/pip install --no-deps --require-hashes -r requirements/image.txt
+RUN /opt/build/bin/pip install --no-deps --require-hashes -r requirements/build.txt
 
 COPY pyproject.toml README.md LICENSE ./
 COPY knnstore knnstore
 COPY adapters adapters
 COPY migrations migrations
-RUN pip wheel --no-deps --wheel-dir dist . && pip install "$(echo dist/*.whl)[$EXTRAS]" && pip check
+RUN /opt/build/bin/pip wheel --no-index --no-deps --no-build-isolation --wheel-dir dist . \
+    && /opt/knnstore/bin/pip install --no-index --no-deps dist/*.whl \
+    && /opt/knnstore/bin/pip check
 
 
-FROM python:3.11-slim-trixie
+FROM python:3.11-slim-trixie${PYTHON_DIGEST}
 
 RUN groupadd --gid 10001 knnstore \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /data --shell /usr/sbin/nologin knnstore \

@@ -1,10 +1,10 @@
-# make demo | make test | make test-slow | make check | make site, in an environment of its own that is made when missing.
+# make demo | make test | make test-slow | make check | make site | make lock, in an environment of its own that is made when missing.
 
 PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
 
-.PHONY: demo test test-slow check site
+.PHONY: demo test test-slow check site lock
 
 demo: $(VENV)/installed-base
 	$(VENV)/bin/knnstore demo
@@ -25,6 +25,10 @@ check: $(VENV)/installed-dev
 # The pages as a site in build/site; a link or an anchor that leads nowhere is an error.
 site: $(VENV)/installed-dev
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
+
+# The packages of the image with their hashes, in requirements/.
+lock: $(VENV)/installed-dev
+	$(VENV)/bin/python scripts/lock-requirements
 
 # The stamps of what is installed, without extras and with those of `dev`: pip is asked again only when what it reads has changed.
 $(VENV)/installed-base: EXTRAS =

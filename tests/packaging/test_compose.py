@@ -75,7 +75,9 @@ def confinement(service: dict[str, Any], compose: Compose) -> Iterator[str]:
 
 
 def image(service: dict[str, Any], compose: Compose) -> Iterator[str]:
-    name, _, tag = service.get("image", "").partition(":")
+    name, tag = name_and_tag(service)
+    if not ("build" in service or re.search(r"\$\{[A-Z]+_DIGEST:-\}$", service.get("image", ""))):
+        yield "its image cannot be pinned by a digest"
     if not re.match(r"v?\d", tag):
         yield "its image has no version"
     if name == "qdrant/qdrant":
@@ -90,6 +92,12 @@ def image(service: dict[str, Any], compose: Compose) -> Iterator[str]:
             yield f"is not this version, {version}"
 
 
+def name_and_tag(service: dict[str, Any]) -> tuple[str, str]:
+    """The name and the tag of its image, without the variable for the digest."""
+    name, _, tag = service.get("image", "").partition("${")[0].partition(":")
+    return name, tag
+
+
 def published(service: dict[str, Any], compose: Compose) -> Iterator[str]:
     for port in service.get("ports", []):
         if not port.startswith("127.0.0.1:"):
@@ -97,7 +105,7 @@ def published(service: dict[str, Any], compose: Compose) -> Iterator[str]:
 
 
 def storage(service: dict[str, Any], compose: Compose) -> Iterator[str]:
-    name, _, tag = service.get("image", "").partition(":")
+    name, tag = name_and_tag(service)
     targets = [volume.split(":")[1] for volume in service.get("volumes", [])]
     if name == "postgres" and (major := re.match(r"\d+", tag)):
         wanted = "/var/lib/postgresql" + ("" if int(major[0]) >= 18 else "/data")
@@ -159,8 +167,9 @@ MISTAKES = {
     "one that ends": ("services/knnstore/deploy/replicas", None, "taken for a failure"),
     "many files": ("services/qdrant/ulimits", {"nofile": 65536}, "own limits are lower"),
     "volume of 17": ("services/postgres/volumes", ["postgres:/var/lib/postgresql/data"], "is lost"),
-    "volume of 18": ("services/postgres/image", "postgres:17-trixie", "is lost"),
-    "no version": ("services/postgres/image", "postgres:latest", "no version"),
+    "volume of 18": ("services/postgres/image", "postgres:17-trixie${POSTGRES_DIGEST:-}", "is lost"),
+    "no digest": ("services/postgres/image", "postgres:18-trixie", "cannot be pinned"),
+    "no version": ("services/postgres/image", "postgres:latest${POSTGRES_DIGEST:-}", "no version"),
     "other Qdrant": ("services/qdrant/image", "qdrant/qdrant:v1.19.0-unprivileged", "minor version"),
     "root's Qdrant": ("services/qdrant/image", "qdrant/qdrant:v1.20.0", "unprivileged"),
     "old package": ("services/knnstore/image", "knnstore:0.0.9", "not this version"),

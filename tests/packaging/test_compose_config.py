@@ -19,7 +19,7 @@ SINGLE = [REPOSITORY / "docker-compose.yml"]
 CLUSTER = [*SINGLE, REPOSITORY / "docker-compose.cluster.yml"]
 
 Compose = dict[str, Any]
-Config = Callable[[list[Path]], "subprocess.CompletedProcess[str]"]
+Config = Callable[..., "subprocess.CompletedProcess[str]"]
 
 # Mistakes, each in docker-compose.yml; of some of them the schema knows nothing.
 WRONG = {
@@ -50,11 +50,11 @@ def config(docker_compose: list[str]) -> Config:
     It shows what is active without naming anything, which is what ``down`` takes away.
     """
 
-    def run(files: list[Path]) -> "subprocess.CompletedProcess[str]":
+    def run(files: list[Path], **variables: str) -> "subprocess.CompletedProcess[str]":
         given = [argument for file in files for argument in ("--file", file)]
         return subprocess.run(
             [*docker_compose, *given, "config", "--format", "json"],
-            env={"PATH": os.environ["PATH"], "HOME": "/nonexistent"},
+            env={"PATH": os.environ["PATH"], "HOME": "/nonexistent", **variables},
             capture_output=True,
             text=True,
             check=False,
@@ -109,8 +109,21 @@ def test_docker_compose_reads_what_our_rules_are_applied_to(
         )
         assert set(seen.get("depends_on", ())) == set(service.get("depends_on", ())), name
         assert set(seen.get("environment", ())) == set(service.get("environment", ())), name
-        for key in ("image", "user", "read_only", "cap_drop", "security_opt", "restart"):
+        assert seen.get("image") == re.sub(r"\$\{.*\}$", "", service["image"]), name
+        for key in ("user", "read_only", "cap_drop", "security_opt", "restart"):
             assert seen.get(key) == service.get(key), (name, key)
+
+
+def test_docker_compose_takes_the_digests_of_variables(config: Config) -> None:
+    names = {"QDRANT_DIGEST": "a", "POSTGRES_DIGEST": "b", "PYTHON_DIGEST": "c"}
+    digests = {name: f"@sha256:{digit * 64}" for name, digit in names.items()}
+    done = config(CLUSTER, **digests)
+    assert done.returncode == 0, done.stderr
+    services = json.loads(done.stdout)["services"]
+    for name in ("qdrant", "qdrant-2", "qdrant-3"):
+        assert services[name]["image"].endswith("-unprivileged@sha256:" + "a" * 64)
+    assert services["postgres"]["image"] == "postgres:18-trixie@sha256:" + "b" * 64
+    assert services["knnstore"]["build"]["args"] == {"PYTHON_DIGEST": "@sha256:" + "c" * 64, "TORCH": "cpu"}
 
 
 @pytest.mark.parametrize("wrong", list(WRONG), indirect=True)

@@ -6,7 +6,6 @@ import shutil
 import stat
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,24 @@ def test_the_bases_are_pinned_and_the_same() -> None:
     bases = [rest.split()[0] for word, rest in instructions() if word == "FROM"]
     assert len(bases) == 2
     assert len(set(bases)) == 1
-    assert re.fullmatch(r"python:3\.\d+-slim-[a-z]+", bases[0])
+    assert re.fullmatch(r"python:3\.\d+-slim-[a-z]+\$\{PYTHON_DIGEST\}", bases[0])
+    before = [rest for word, rest in instructions()[: [word for word, _ in instructions()].index("FROM")]]
+    assert before == ["PYTHON_DIGEST="]  # an ARG is known in FROM only where it stands before the first
+
+
+def test_every_package_is_installed_by_its_hash() -> None:
+    """Or is our own, made here; nothing but the three lists comes from an index."""
+    lines = [rest for word, rest in instructions() if word == "RUN"]
+    calls = re.findall(r"/bin/pip (install|wheel) ([^&]*)", " && ".join(lines))
+    assert len(calls) == 5
+    from_an_index = [rest.split() for _, rest in calls if "--no-index" not in rest]
+    for arguments in from_an_index:
+        assert arguments[:3] == ["--no-deps", "--require-hashes", "-r"]
+        assert len(arguments) == 4
+    assert [arguments[3] for arguments in from_an_index] == [
+        f"requirements/{name}.txt" for name in ("torch-$TORCH", "image", "build")
+    ]
+    assert lines[-2].endswith("pip check")  # so the lists are complete: before the user is made
 
 
 def test_the_program_runs_as_the_user_and_in_the_folders_that_compose_expects(
@@ -59,12 +75,6 @@ def test_nothing_secret_or_unneeded_gets_in() -> None:
     assert first == "*"
     let_in = {line.removeprefix("!") for line in rest if line.startswith("!")}
     assert let_in == set(copied())
-
-
-def test_the_extras_exist() -> None:
-    (extras,) = (rest for word, rest in instructions() if word == "ARG" and rest.startswith("EXTRAS="))
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    assert set(extras.removeprefix("EXTRAS=").split(",")) <= set(project["optional-dependencies"])
 
 
 @pytest.mark.slow

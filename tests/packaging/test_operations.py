@@ -44,6 +44,7 @@ def test_the_services_and_volumes_that_are_named_exist(compose: dict[str, Any]) 
     for loop in re.findall(r"for volume in ([\w -]+);", PAGE):
         named |= set(loop.split())
     assert named == {"home", "postgres", "qdrant"}
+    assert set(re.findall(r"\bknnstore:\d[\d.]*", PAGE)) == {compose["services"]["knnstore"]["image"]}
     assert named <= set(compose["volumes"])
     for first, *rest in commands("docker compose"):
         if first in ("build", "exec", "run"):
