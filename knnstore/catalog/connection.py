@@ -46,7 +46,16 @@ _UNREACHABLE_SQLITE = (
 PASSWORD_VARIABLE = "PGPASSWORD"  # noqa: S105  # its name
 """Environment variable of PostgreSQL's own clients with the password; that with a file's path is ours."""
 
-_SECONDS_TO_CONNECT = 10
+_POSTGRESQL = {
+    "connect_timeout": 10,
+    "keepalives_idle": 30,
+    "keepalives_interval": 10,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 60_000,
+}
+"""Options of libpq, unless the URL has others: where a network loses the server without a word, a command
+ends after a minute, not after two hours. The last one is in milliseconds, the times before it in seconds."""
+
 _BEGIN = "knnstore_begin"
 
 SECONDS_TO_WAIT = 30
@@ -107,11 +116,12 @@ def connect(url: URL) -> Engine:
     options: dict[str, Any] = {}
     if url.get_backend_name() == "postgresql":
         options["pool_pre_ping"] = True
-        arguments = options["connect_args"] = {}
-        if "connect_timeout" not in url.query:
-            arguments["connect_timeout"] = _SECONDS_TO_CONNECT
+        arguments: dict[str, Any] = {
+            name: value for name, value in _POSTGRESQL.items() if name not in url.query
+        }
         if url.password is None and (password := read_secret(PASSWORD_VARIABLE)) is not None:
             arguments["password"] = password
+        options["connect_args"] = arguments
     elif is_sqlite_file(url):
         options["connect_args"] = {"timeout": SECONDS_TO_WAIT}
     else:  # a second connection would have a database of its own, so threads take turns
@@ -191,6 +201,8 @@ def translated_errors(engine: Engine) -> Iterator[None]:
                 "it smaller"
             ) from error
         kind = StoreUnavailableError if _is_unreachable(error) else CatalogError
+        if error.connection_invalidated:  # where it was lost in a commit, nobody knows whether that was made
+            reason += "; try again: nothing is half done"
         raise kind(f"the catalog's database ({place(engine.url)}) failed: {reason}") from error
     except KnnstoreError:
         raise

@@ -200,7 +200,7 @@ def writing(root: Path) -> Iterator[None]:
             raise
         raise kind_of(error)(
             f"cannot write {error.filename or root}: {error.strerror}; what was flushed is safe: "
-            "free space or repair the disk, then flush again"
+            "free space or repair the disk, then try again"
         ) from error
 
 

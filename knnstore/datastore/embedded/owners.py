@@ -5,6 +5,7 @@ from pathlib import Path
 
 from knnstore.durable import publish, read_file
 from knnstore.errors import CorruptDatastoreError, DatastoreError
+from knnstore.space import kind_of
 
 OWNER_FILES = ("owner.tmp", "owner")
 
@@ -32,11 +33,18 @@ def read_owner(root: Path) -> str | None:
 
 
 def write_owner(root: Path, owner: str) -> None:
-    """Claim a directory, durably; whoever writes there holds its lock. See `SupportsOwner.claim`."""
+    """Claim a directory, durably; whoever writes there holds its lock. See `SupportsOwner.claim`.
+
+    Raises:
+        DiskFullError: there is no room for it.
+        DatastoreError: it cannot be written.
+    """
     try:
         publish(root / "owner", f"{_digest(owner)} {owner}\n".encode(), "owner")
     except OSError as error:
-        raise DatastoreError(f"cannot write {root / 'owner'}: {error.strerror}") from error
+        raise kind_of(error)(
+            f"cannot write {root / 'owner'}: {error.strerror}; free space or repair the disk, then try again"
+        ) from error
 
 
 def _digest(owner: str) -> str:
