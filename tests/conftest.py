@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from sqlalchemy import URL, create_engine, text
 
 from knnstore import failpoints
@@ -22,6 +23,9 @@ from knnstore import failpoints
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores already
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+settings.register_profile("untimed", deadline=None)  # a busy machine is no fault
+settings.load_profile("untimed")
 
 MEMORY = Path("/dev/shm")
 
@@ -237,6 +241,9 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     patience = SimpleNamespace(is_in_vain=lambda: False)
     seconds = property(lambda _: 0.4 if patience.is_in_vain() else 60.0, lambda _, __: None)
     monkeypatch.setattr(Attempts, "_timeout", seconds, raising=False)
+    left = Attempts.seconds_left
+    # Asked before each request, of which one call may make several.
+    monkeypatch.setattr(Attempts, "seconds_left", lambda self: min(left(self), self._timeout))
     return patience
 
 

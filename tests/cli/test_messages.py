@@ -1,5 +1,6 @@
 """What is said while a command works, and in which form; what can be refused is refused before torch."""
 
+import itertools
 import json
 import os
 import pty
@@ -106,18 +107,37 @@ def test_tables_fit_the_terminal():
     assert fitted[1].count("…") == 2
 
 
+# The command, which says on stderr when it writes to the system and when the model has run.
+WATCHED = """
+import io, sys
+import torch
+
+class Watched(io.FileIO):
+    def write(self, data):
+        print("wrote", file=sys.stderr)
+        return super().write(data)
+
+def ran(module, *_):
+    if type(module).__name__.endswith("LMHeadModel"):
+        print("ran", file=sys.stderr)
+
+torch.nn.modules.module.register_module_forward_hook(ran)
+sys.stdout = io.TextIOWrapper(io.BufferedWriter(Watched(1, "w", closefd=False)), encoding="utf-8")
+from knnstore.cli import main
+main()
+"""
+
+
 def test_text_comes_as_it_is_written(knnstore, store):
     """The prompt is there before the text is done, and together they are what they are without a stream."""
     line = ["generate", "The harbour", "--max-new-tokens", "24", "--lambda", "0.9"]
     expected = knnstore(*line, "--json").json
-    with subprocess.Popen([*KNNSTORE, *line], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        pieces = []
-        while piece := os.read(process.stdout.fileno(), 1 << 16):
-            pieces.append(piece)
-    assert process.returncode == 0
-    assert b"".join(pieces).decode() == f"The harbour{expected['continuation']}\n"
-    assert len(pieces) > 3
+    done = subprocess.run([sys.executable, "-c", WATCHED, *line], capture_output=True, check=True)
+    assert done.stdout.decode() == f"The harbour{expected['continuation']}\n"
+    events = [event for event in done.stderr.decode().split() if event in ("wrote", "ran")]
+    assert events[-1] == "wrote"
+    changes = sum(one != other for one, other in itertools.pairwise(events))
+    assert changes > 6, "it was not written between the runs of the model"
 
 
 def test_a_domain_is_not_removed_at_a_terminal_without_a_yes(store):
@@ -128,7 +148,7 @@ def test_a_domain_is_not_removed_at_a_terminal_without_a_yes(store):
             stdin=theirs, stdout=subprocess.PIPE, stderr=theirs,
         ) as process:  # fmt: skip
             os.write(ours, answer)
-            process.wait(30)
+            process.wait(60)
         os.close(theirs)
         said = os.read(ours, 1 << 16).decode()
         os.close(ours)

@@ -61,6 +61,11 @@ class Fault:
     seconds: float = 0
     seen: int = 0
 
+    @property
+    def is_due(self) -> bool:
+        """Whether the next call that is for it will be spoilt, or one is being spoilt."""
+        return self.first - 1 <= self.seen < self.first + self.times
+
     def hits(self, endpoint: str) -> bool:
         """Count a call, and say whether this is one to spoil."""
         is_for_updates = self.kind in (Kind.ACKNOWLEDGED, Kind.WAIT_TIMEOUT)
@@ -127,8 +132,13 @@ class Faults:
 
     @property
     def leave_unanswered(self) -> bool:
-        """Whether there are calls that nobody answers, however long one waits or how often one asks."""
-        return any(fault.kind is Kind.STALL or fault.times == FOREVER for fault in self._faults)
+        """Whether the next call is one that nobody answers, however long one waits or how often one asks.
+
+        Those before it are answered, and a client must have the time to see that.
+        """
+        return any(
+            (fault.kind is Kind.STALL or fault.times == FOREVER) and fault.is_due for fault in self._faults
+        )
 
     def counted(self) -> Counter[str]:
         """How often each endpoint was called."""

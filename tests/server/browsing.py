@@ -5,6 +5,8 @@ import re
 
 from playwright.sync_api import Browser, Page, Response, expect
 
+expect.set_options(timeout=60_000)
+
 TEXT = "The council voted to repair the harbour.\nThe boat went out 🙂 again."
 
 
@@ -14,7 +16,7 @@ class Opened:
     def __init__(self, browser: Browser, server, **options) -> None:
         self.server = server
         self.context = browser.new_context(**{"viewport": {"width": 1200, "height": 900}, **options})
-        self.context.set_default_timeout(15_000)
+        self.context.set_default_timeout(60_000)  # which only ends a test that hangs
         self.page: Page = self.context.new_page()
         self.said: list[str] = []
         self.asked: list[str] = []

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,6 +20,7 @@ import httpx
 import openai
 import pytest
 import torch
+import uvicorn
 from playwright.sync_api import Browser, sync_playwright
 from tokenizers import ByteLevelBPETokenizer
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
@@ -245,6 +246,31 @@ def inside() -> Iterator[Callable[..., Inside]]:
     yield start
     for one in started:
         one.close()
+
+
+@contextmanager
+def listening(app: Any, connection: type, **options: Any) -> Iterator[uvicorn.Server]:
+    """Serve an application over real sockets in this process; its attribute `address` says where."""
+    config = uvicorn.Config(app, port=0, http=connection, log_config=None, lifespan="off", **options)
+    socket, server = config.bind_socket(), uvicorn.Server(config)
+    server.address = socket.getsockname()  # type: ignore[attr-defined]
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]})
+    thread.start()
+    try:
+        wait_until(lambda: server.started)
+        yield server
+    finally:
+        server.should_exit = True
+        thread.join()
+        socket.close()
+
+
+def wait_until(is_there: Callable[[], bool], seconds: float = 120) -> None:
+    """Wait for something that must come; the time only ends a test that hangs."""
+    until = time.monotonic() + seconds
+    while not is_there():
+        assert time.monotonic() < until, "it has not come"
+        time.sleep(0.002)
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,11 @@
 """Completions as OpenAI's client reads them from a real process."""
 
+import json
 import math
+import shutil
+import socket
 import threading
-import time
 
-import httpx
 import numpy as np
 import openai
 import pytest
@@ -13,6 +14,9 @@ import torch
 import knnstore
 from knnstore import KNNSettings, Selection
 from knnstore.lm import settings_for
+from knnstore.server.connections import connections
+from knnstore.server.engine import Observed, Ticket
+from tests.server.conftest import listening, wait_until
 
 HARBOUR = "The harbour was"
 
@@ -314,20 +318,46 @@ def test_other_errors_have_the_same_shape(server):
         server.client().chat.completions.create(model="tiny", messages=[{"role": "user", "content": "a"}])
 
 
-def test_a_client_that_leaves_ends_its_texts(server):
+@pytest.fixture(scope="module")
+def within(inside, prepared, tmp_path_factory):
+    """A server in this process, whose engine a test can stop between two steps."""
+    return inside(shutil.copytree(prepared, tmp_path_factory.mktemp("within") / "home"), require_keys=False)
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_client_that_leaves_ends_its_texts(within, monkeypatch, streamed):
+    """The engine stands still after a step, until the server has seen that the client is gone."""
+    engine = within.serving.engine
+    standing, free = threading.Event(), threading.Event()
+    written: list[int] = []
+    tickets: list[Ticket] = []
+
+    def observe(turn: Observed) -> None:
+        written.append(turn.tokens)
+        if turn.rows and not standing.is_set():
+            tickets.extend(engine._tickets.values())
+            standing.set()
+            assert free.wait(120)
+
+    monkeypatch.setattr(engine, "_observe", observe)
     body = {"model": "tiny+news", "prompt": "The", "max_tokens": 90, "n": 16, "temperature": 1.6}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json={**body, "stream": True}) as stream:
-        next(stream.iter_lines())
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{server.url}/v1/completions", json=body, timeout=0.05)
-    before = counted(server)
-    time.sleep(0.5)
-    assert counted(server) == before, "texts that nobody waits for are written on"
-    assert before < 2 * 16 * 90
-
-
-def counted(server) -> float:
-    lines = server.call("GET", "/metrics").text.splitlines()
-    return float(
-        next(line.split()[1] for line in lines if line.startswith("knnstore_server_tokens_written_total"))
-    )
+    sent = json.dumps({**body, "stream": streamed}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    try:
+        with listening(within.app, connections(20)) as server:
+            with socket.create_connection(server.address) as client:
+                client.sendall(head + b"Content-Length: %d\r\n\r\n" % len(sent) + sent)
+                if streamed:
+                    client.settimeout(120)
+                    assert client.recv(1)
+                assert standing.wait(120)
+            before = sum(written)
+            wait_until(lambda: all(ticket.cancelled for ticket in tickets))
+            free.set()
+            engine.call(lambda: None).result(120)
+            engine.call(lambda: None).result(120)
+            assert not engine._batch.rows
+    finally:
+        free.set()
+    assert 16 <= before < 16 * 90
+    assert sum(written) == before, "texts that nobody waits for are written on"

@@ -1,9 +1,12 @@
 """Documents put in and taken out of a store while texts are written from it."""
 
+import asyncio
 import threading
 
 import openai
 import pytest
+
+from tests.server.test_turns import Client, until
 
 SENTENCE = "The council voted to repair the harbour wall before the winter storms."
 
@@ -80,43 +83,56 @@ def test_what_cannot_be_stored_is_refused_and_nothing_is(serve):
     assert server.call("DELETE", "/v1/domains", params={"domain": "nothing"}).status_code == 404
 
 
-def test_no_token_after_a_removal_is_retrieved_from_what_is_gone(serve):
-    """With λ = 1 and k = 1 a text is the copy of a stored one, up to where this is removed."""
-    server = serve().ready()
+def test_no_token_after_a_removal_is_retrieved_from_what_is_gone(inside, home, monkeypatch):
+    """With λ = 1 and k = 1 a text is the copy of a stored one, up to where this is removed.
+
+    The engine stands still after its fourth step, but for what the removal has to do in it.
+    """
+    server = inside(home, require_keys=False)
+    engine = server.serving.engine
     repeated = " ".join(f"{SENTENCE[:-1]} {number}." for number in range(4))
-    assert add(server, [{"id": "long", "text": repeated}]).status_code == 200
+    body = {"domain": "new", "documents": [{"id": "long", "text": repeated}]}
+    assert server.call("POST", "/v1/documents", json=body).status_code == 200
     ids = server.call("POST", "/tokenize", json={"prompt": "The council"}).json()["tokens"]
     asked = {
         "model": "tiny+new+letters", "prompt": "The council", "max_tokens": 90 - len(ids), "temperature": 0,
-        "extra_body": {"knn": {"lam": 1, "k": 1, "domains": ["new"]}},
+        "knn": {"lam": 1, "k": 1, "domains": ["new"]},
     }  # fmt: skip
-    whole = server.client().completions.create(**asked).choices[0].text
+    whole = server.call("POST", "/v1/completions", json=asked).json()["choices"][0]["text"]
     assert repeated.startswith("The council" + whole)
     stored = set(server.call("POST", "/tokenize", json={"prompt": repeated}).json()["tokens"])
-    begun, removed = threading.Event(), threading.Event()
-    after: list[int] = []
 
-    def read() -> None:
-        options = {"stream": True, "logprobs": 0, "n": 16}
-        asked["extra_body"]["return_tokens_as_token_ids"] = True
-        for event in server.client().completions.create(**asked, **options):
-            begun.set()
-            was_removed = removed.is_set()
-            for choice in event.choices:
-                tokens = choice.logprobs.tokens if choice.logprobs else []
-                after.extend(int(token.removeprefix("token_id:")) for token in tokens if was_removed)
+    steps, removed = [], threading.Event()
 
-    reader = threading.Thread(target=read)
-    reader.start()
-    assert begun.wait(30)
-    gone = server.call("DELETE", "/v1/documents", params={"domain": "new", "id": "long"})
-    assert gone.status_code == 200
-    removed.set()
-    reader.join(60)
-    assert after, "the text had ended before the document was removed"
+    def observe(turn) -> None:
+        steps.append(turn)
+        while len(steps) >= 4 and engine._inbox.empty() and not removed.is_set():
+            removed.wait(0.001)
+
+    monkeypatch.setattr(engine, "_observe", observe)
+    options = {"stream": True, "logprobs": 0, "n": 16, "return_tokens_as_token_ids": True}
+
+    async def ask() -> tuple[list[int], int]:
+        stream = Client(server, "/v1/completions", {**asked, **options})
+        streaming = asyncio.ensure_future(stream.run())
+        await until(lambda: len(steps) >= 4)
+        gone = await server.client.delete("/v1/documents", params={"domain": "new", "id": "long"})
+        assert gone.status_code == 200
+        await asyncio.sleep(0)
+        before = stream.tokens()
+        removed.set()
+        await streaming
+        return stream.tokens()[len(before) :], len(before)
+
+    try:
+        after, before = server.loop.run_until_complete(ask())
+    finally:
+        removed.set()
+    assert before < 16 * 20
+    assert len(after) > 16 * 20, "the text had ended before the document was removed"
     assert set(after) - stored, "the model alone says other things"
-    again = server.client().completions.create(**{**asked, "model": "tiny", "extra_body": {}})
-    assert again.choices[0].text != whole
+    again = server.call("POST", "/v1/completions", json={**asked, "model": "tiny", "knn": None})
+    assert again.json()["choices"][0]["text"] != whole
 
 
 def test_adding_and_removing_beside_many_texts(serve):

@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
@@ -267,12 +268,16 @@ def test_stopping_tells_whoever_waits(lm):
     for listener in listeners:
         engine.submit(listener.ticket)
     late = engine.call(lambda: None)
-    threading.Timer(0.1, held.set).start()
-    engine.stop()
-    assert all(listener.done.wait(1) for listener in listeners)
+    stopping = threading.Thread(target=engine.stop)
+    stopping.start()
+    while not engine._stopping:  # the engine stands still: it can begin nothing before
+        time.sleep(0.001)
+    held.set()
+    stopping.join(60)
+    assert all(listener.done.is_set() for listener in listeners)
     assert all(isinstance(listener.error, EngineStoppedError) for listener in listeners)
     with pytest.raises(EngineStoppedError):
-        late.result(1)
+        late.result(0)
 
 
 @pytest.mark.parametrize("knn", ["cache", "n-grams", "news"])

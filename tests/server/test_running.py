@@ -5,6 +5,8 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack, closing
+from http.client import HTTPConnection
 
 import httpx
 import numpy as np
@@ -25,22 +27,26 @@ def test_it_is_there_before_its_model_and_ends_what_runs(serve):
     assert early.status_code in (200, 503)
     server.ready()
     assert server.call("GET", "/health").json() == {"status": "ready"}
-    texts, begun = [], threading.Event()
+    texts, finished = [], []
+    begun, ending = threading.Event(), threading.Event()
 
     def read() -> None:
         stream = server.client().completions.create(**LONG, n=16, seed=1, stream=True)
         for event in stream:
             begun.set()
+            assert ending.wait(60)  # what comes later is read after the signal
             texts.append(event.choices[0].text)
+            finished.append(event.choices[0].finish_reason)
 
     reader = threading.Thread(target=read)
     reader.start()
-    assert begun.wait(30)
-    before = len(texts)
-    assert server.end() == 0
-    reader.join(30)
-    assert len(texts) > before
+    assert begun.wait(60)
+    server.process.send_signal(signal.SIGTERM)
+    ending.set()
+    reader.join(60)
+    assert server.process.wait(60) == 0
     assert sum(1 for text in texts if text) > 16
+    assert sum(1 for finish in finished if finish) == 16, "texts that had begun were not ended"
     with pytest.raises(httpx.ConnectError):
         server.call("GET", "/health")
 
@@ -61,26 +67,26 @@ def test_what_takes_too_long_to_end_is_ended(serve):
 
     reader = threading.Thread(target=read)
     reader.start()
-    assert begun.wait(30)
+    assert begun.wait(60)
     assert server.end(signal.SIGINT) == 0  # all that was asked for would take many minutes
-    reader.join(30)
+    reader.join(60)
     assert failed
 
 
 def test_too_many_are_told_to_come_back(serve):
     server = serve("--max-batch", "1", "--max-queue", "2", "--max-body", "2000").ready()
-    statuses: list[httpx.Response] = []
-
-    def ask() -> None:
-        statuses.append(server.call("POST", "/v1/completions", json={**LONG, "n": 4}))
-
-    askers = [threading.Thread(target=ask) for _ in range(12)]
-    for asker in askers:
-        asker.start()
-    for asker in askers:
-        asker.join(60)
-    refused = [answer for answer in statuses if answer.status_code == 429]
-    assert {answer.status_code for answer in statuses} == {200, 429}
+    host, port = "127.0.0.1", int(server.url.rpartition(":")[2])
+    body, kind = json.dumps({**LONG, "n": 4}), {"Content-Type": "application/json"}
+    with ExitStack() as opened:
+        askers = [opened.enter_context(closing(HTTPConnection(host, port, timeout=60))) for _ in range(12)]
+        server.process.send_signal(signal.SIGSTOP)  # so that all have asked before it sees the first
+        for asker in askers:
+            asker.request("POST", "/v1/completions", body, kind)
+        server.process.send_signal(signal.SIGCONT)
+        answers = [asker.getresponse() for asker in askers]
+        assert all(answer.read() for answer in answers)
+    assert {answer.status for answer in answers} == {200, 429}
+    refused = [answer for answer in answers if answer.status == 429]
     assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
     assert server.call("POST", "/v1/completions", json={**LONG, "n": 4}).status_code == 200
     assert server.call("POST", "/tokenize", json={"prompt": "a" * 3000}).status_code == 413
@@ -147,10 +153,10 @@ def test_sighup_ends_nothing(serve):
 
     reader = threading.Thread(target=read)
     reader.start()
-    assert begun.wait(30)
+    assert begun.wait(60)
     server.process.send_signal(signal.SIGHUP)
     server.wait_for("reloaded: ")
-    reader.join(30)
+    reader.join(60)
     assert sum(1 for finish in texts if finish) == 16
     assert server.call("GET", "/health").json() == {"status": "ready"}
     assert server.end() == 0

@@ -10,11 +10,11 @@ from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
-import uvicorn
 
 from knnstore.server.app import Options, make_app
 from knnstore.server.connections import connections
 from knnstore.server.metrics import Metrics
+from tests.server.conftest import listening
 
 PROMPT = {"model": "tiny+news", "prompt": "The", "max_tokens": 3, "temperature": 0}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -32,16 +32,8 @@ def impatient(served):
     """The address of a server in this process that waits half a second."""
     served.serving.limits = type(served.serving.limits)(head_seconds=0.5, body_seconds=0.5)
     app = make_app(served.serving, served.gate, Metrics(), Options(local_only=False))
-    config = uvicorn.Config(app, port=0, http=connections(0.5), log_config=None, lifespan="off")
-    listening, server = config.bind_socket(), uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    yield listening.getsockname()
-    server.should_exit = True
-    thread.join()
-    listening.close()
+    with listening(app, connections(0.5)) as server:
+        yield server.address
 
 
 def heard(connection: socket.socket) -> bytes:
@@ -82,7 +74,7 @@ def test_a_body_that_does_not_come_is_refused(impatient):
 
 
 def test_an_idle_connection_outlives_what_clients_keep_one_for(server):
-    idle = HTTPConnection(*address(server), timeout=10)  # which fails where the server has ended it
+    idle = HTTPConnection(*address(server), timeout=60)  # which fails where the server has ended it
     for pause in (0, 5.5):
         time.sleep(pause)
         idle.request("GET", "/health/live")
@@ -115,7 +107,7 @@ def test_a_body_of_a_hundred_megabytes_takes_no_memory(server, chunked):
     assert server.call("POST", "/v1/completions", json=PROMPT).status_code == 200
     before, sent = resident(server), 0
     with socket.create_connection(address(server)) as large:
-        large.settimeout(10)
+        large.settimeout(60)
         length = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: %d" % LARGE
         large.sendall(HEAD + length + b"\r\n\r\n")
         part = b"10000\r\n" + b" " * 65_536 + b"\r\n" if chunked else b" " * 65_536

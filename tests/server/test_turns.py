@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import shutil
 from collections.abc import Callable
 
@@ -67,6 +68,11 @@ class Client:
     @property
     def events(self) -> int:
         return sum(message.get("body", b"").count(b"data: ") for message in self.sent)
+
+    def tokens(self) -> list[int]:
+        """Return the tokens of a stream that was asked for with `return_tokens_as_token_ids`."""
+        body = b"".join(message.get("body", b"") for message in self.sent)
+        return [int(id) for id in re.findall(rb'"token_id:(\d+)"', body)]
 
     @property
     def status(self) -> int | None:

@@ -6,15 +6,16 @@ import json
 import shutil
 import socket
 import threading
-import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-import uvicorn
 
 from knnstore.server.connections import connections
 from knnstore.server.engine import MOST_BEHIND, MOST_UNREAD
 from knnstore.server.frame import Frame
-from tests.server.conftest import Inside
+from tests.server.conftest import Inside, listening, wait_until
 from tests.server.test_turns import Client, until
 
 BODY = bytes(range(256)) * (100 << 10)  # 25 MiB
@@ -26,70 +27,96 @@ def server(inside, prepared, tmp_path_factory) -> Inside:
     return inside(home, require_keys=False)
 
 
+class Clock:
+    """The loop of one connection, whose timers wait for the test's clock; all else is the loop's."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop, self._now = loop, 0.0
+        self._timers: list[tuple[float, Callable[[], None]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop, name)
+
+    def time(self) -> float:
+        return self._now
+
+    def call_later(self, seconds: float, act: Callable[[], None], *_: object) -> SimpleNamespace:
+        timer = (self._now + seconds, act)
+        self._timers.append(timer)
+        return SimpleNamespace(cancel=lambda: self._timers.remove(timer) if timer in self._timers else None)
+
+    def advance(self, seconds: float) -> None:
+        """Let time go on, and do in its order what is due; from any thread, in the loop's."""
+        done = threading.Event()
+
+        def go_on() -> None:
+            until = self._now + seconds
+            while due := min((timer for timer in self._timers if timer[0] <= until), default=None):
+                self._timers.remove(due)
+                self._now = due[0]
+                due[1]()
+            self._now = until
+            done.set()
+
+        self._loop.call_soon_threadsafe(go_on)
+        assert done.wait(120)
+
+
 class Serving:
     """A server in this process whose every answer is large; clients must read something in a second."""
 
-    def __init__(self, gate) -> None:
-        self.handed_on: list[int] = []
-        nothing = frozenset[str]()
-        frame = Frame(
-            self._answer,
-            gate,
-            frozenset(["/", "/parts"]),
-            nothing,
-            1000,
-            60,
-            local_only=False,
-            count=lambda *_: None,
-        )
-        kind = connections(20, 1)
-        config = uvicorn.Config(frame, port=0, http=kind, log_config=None, lifespan="off")
-        self._listening, self.server = config.bind_socket(), uvicorn.Server(config)
-        self.address = self._listening.getsockname()
-        self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self._listening]})
-        self._thread.start()
-        while not self.server.started:
-            time.sleep(0.01)
-
-    async def _answer(self, scope, receive, send) -> None:
-        async def counted(message) -> None:
-            await send(message)
-            self.handed_on.append(1)
-
-        await counted({"type": "http.response.start", "status": 200, "headers": []})
-        if scope["path"] == "/":
-            await counted({"type": "http.response.body", "body": BODY})
-            return
-        for start in range(0, len(BODY), 1000):
-            await counted(
-                {"type": "http.response.body", "body": BODY[start : start + 1000], "more_body": True}
-            )
-        await counted({"type": "http.response.body"})
+    def __init__(self, server: Any, clocks: list[Clock]) -> None:
+        self.server, self.address, self._clocks = server, server.address, clocks
 
     def wait_for(self, connected: int) -> None:
-        until = time.monotonic() + 60
-        while len(self.server.server_state.connections) != connected:
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        """Wait until so many clients are answered."""
+        wait_until(lambda: len(self._clocks) >= connected)
+        wait_until(lambda: len(self.server.server_state.connections) == connected)
 
-    def close(self) -> None:
-        self.server.should_exit = True
-        self._thread.join()
-        self._listening.close()
+    def wait_for_none(self) -> None:
+        """Wait until all connections have ended."""
+        wait_until(lambda: not self.server.server_state.connections)
+
+    def advance(self, seconds: float) -> None:
+        """Let time go on for all connections."""
+        for clock in list(self._clocks):
+            clock.advance(seconds)
 
 
 @pytest.fixture
 def large(server):
-    made = Serving(server.gate)
-    yield made
-    made.close()
+    clocks: list[Clock] = []
+
+    class Clocked(connections(20, 1)):
+        def connection_made(self, transport: Any) -> None:
+            self.loop = Clock(self.loop)
+            clocks.append(self.loop)
+            super().connection_made(transport)
+
+    async def answer(scope, receive, send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        if scope["path"] == "/":
+            await send({"type": "http.response.body", "body": BODY})
+            return
+        for start in range(0, len(BODY), 1000):
+            body = BODY[start : start + 1000]
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body"})
+
+    paths = frozenset(["/", "/parts"])
+    frame = Frame(answer, server.gate, paths, frozenset(), 1000, 60, local_only=False, count=lambda *_: None)
+    with listening(frame, Clocked) as running:
+        yield Serving(running, clocks)
 
 
 def ask(address, path: bytes) -> socket.socket:
+    """Send a request; returns when the answer has begun, with its first byte read."""
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.settimeout(120)
     client.connect(address)
     client.sendall(b"GET " + path + b" HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    assert client.recv(1)
     return client
 
 
@@ -97,21 +124,25 @@ def ask(address, path: bytes) -> socket.socket:
 def test_an_answer_that_nobody_reads_is_dropped(large, path):
     clients = [ask(large.address, path) for _ in range(4)]
     large.wait_for(connected=4)
-    large.wait_for(connected=0)
+    large.advance(0.9)
+    assert len(large.server.server_state.connections) == 4, "it was given up too soon"
+    large.advance(1.6)  # it was last seen to read up to half a second after it began
+    large.wait_for_none()
     for client in clients:
         client.close()
 
 
 @pytest.mark.parametrize("path", [b"/", b"/parts"])
 def test_who_reads_slowly_is_given_all(large, path):
+    """All of it takes longer than nothing may be read for."""
     with ask(large.address, path) as client:
-        client.settimeout(60)
         read, pauses = bytearray(), 0
         while part := client.recv(1 << 16):
             read += part
             if len(read) > pauses << 21:
                 pauses += 1
-                time.sleep(0.2)  # all of it takes longer than nothing may be read for
+                large.advance(0.2)
+    assert pauses * 0.2 > 2
     assert BODY[-1000:] in read
     assert len(read) >= len(BODY)
 
