@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -263,6 +264,55 @@ def listening(app: Any, connection: type, **options: Any) -> Iterator[uvicorn.Se
         server.should_exit = True
         thread.join()
         socket.close()
+
+
+class Clock:
+    """The loop of one connection, whose timers wait for the test's clock; all else is the loop's."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop, self._now = loop, 0.0
+        self._timers: list[tuple[float, Callable[[], None]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop, name)
+
+    def time(self) -> float:
+        return self._now
+
+    def call_later(self, seconds: float, act: Callable[[], None], *_: object) -> SimpleNamespace:
+        timer = (self._now + seconds, act)
+        self._timers.append(timer)
+        return SimpleNamespace(cancel=lambda: self._timers.remove(timer) if timer in self._timers else None)
+
+    def advance(self, seconds: float) -> None:
+        """Let time go on, and do in its order what is due; from any thread, in the loop's."""
+        done = threading.Event()
+
+        def go_on() -> None:
+            until = self._now + seconds
+            while due := [timer for timer in self._timers if timer[0] <= until]:
+                first = min(due, key=lambda timer: timer[0])
+                self._timers.remove(first)
+                self._now = first[0]
+                first[1]()
+            self._now = until
+            done.set()
+
+        self._loop.call_soon_threadsafe(go_on)
+        assert done.wait(120)
+
+
+def clocked(connection: type) -> tuple[type, list[Clock]]:
+    """A kind of connections whose time the test sets, and the clocks of those that were made."""
+    clocks: list[Clock] = []
+
+    class Clocked(connection):  # type: ignore[misc]
+        def connection_made(self, transport: Any) -> None:
+            self.loop = Clock(self.loop)
+            clocks.append(self.loop)
+            super().connection_made(transport)
+
+    return Clocked, clocks
 
 
 def wait_until(is_there: Callable[[], bool], seconds: float = 120) -> None:

@@ -14,7 +14,7 @@ import pytest
 from knnstore.server.app import Options, make_app
 from knnstore.server.connections import connections
 from knnstore.server.metrics import Metrics
-from tests.server.conftest import listening
+from tests.server.conftest import clocked, listening, wait_until
 
 PROMPT = {"model": "tiny+news", "prompt": "The", "max_tokens": 3, "temperature": 0}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -28,12 +28,25 @@ def served(inside, prepared):
 
 
 @pytest.fixture(scope="module")
-def impatient(served):
-    """The address of a server in this process that waits half a second."""
-    served.serving.limits = type(served.serving.limits)(head_seconds=0.5, body_seconds=0.5)
-    app = make_app(served.serving, served.gate, Metrics(), Options(local_only=False))
-    with listening(app, connections(0.5)) as server:
+def application(served):
+    """An application that waits half a second for a body."""
+    served.serving.limits = type(served.serving.limits)(body_seconds=0.5)
+    return make_app(served.serving, served.gate, Metrics(), Options(local_only=False))
+
+
+@pytest.fixture(scope="module")
+def impatient(application):
+    """The address of a server in this process with that application."""
+    with listening(application, connections(60)) as server:
         yield server.address
+
+
+@pytest.fixture
+def timed(application):
+    """The address of a server that waits half a second for a head, and the clocks of its connections."""
+    kind, clocks = clocked(connections(0.5))
+    with listening(application, kind) as server:
+        yield server.address, clocks
 
 
 def heard(connection: socket.socket) -> bytes:
@@ -48,21 +61,36 @@ def heard(connection: socket.socket) -> bytes:
 
 @pytest.mark.parametrize("answered", [False, True])
 @pytest.mark.parametrize("begun", [b"", b"GET /health HT", HEAD])
-def test_a_head_that_does_not_come_ends_the_connection(impatient, answered, begun):
-    with socket.create_connection(impatient) as slow:
+def test_a_head_that_does_not_come_ends_the_connection(timed, answered, begun):
+    place, clocks = timed
+    with socket.create_connection(place) as slow:
+        slow.settimeout(60)
         if answered and begun:  # a connection that has been answered and is silent ends by itself
             slow.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             while not slow.recv(1000).endswith(b"}"):
                 pass
         slow.sendall(begun)
-        assert heard(slow) == b""
+        wait_until(lambda: clocks)
+        clocks[0].advance(0.4)
+        slow.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            slow.recv(1)
+        for _ in range(1000):  # what has begun may be read only after some of it
+            clocks[0].advance(0.2)
+            with contextlib.suppress(TimeoutError):
+                assert slow.recv(1) == b""
+                return
+        pytest.fail("the connection stays")
 
 
-def test_a_head_that_drips_ends_too(impatient):
-    with socket.create_connection(impatient) as slow, pytest.raises((BrokenPipeError, ConnectionResetError)):
-        for byte in HEAD * 50:
-            slow.sendall(bytes([byte]))
-            time.sleep(0.02)
+def test_a_head_that_drips_ends_too(timed):
+    place, clocks = timed
+    with socket.create_connection(place) as slow:
+        wait_until(lambda: clocks)
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            for byte in HEAD * 50:
+                slow.sendall(bytes([byte]))
+                clocks[0].advance(0.02)
 
 
 def test_a_body_that_does_not_come_is_refused(impatient):

@@ -5,17 +5,14 @@ import contextlib
 import json
 import shutil
 import socket
-import threading
-from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from knnstore.server.connections import connections
-from knnstore.server.engine import MOST_BEHIND, MOST_UNREAD
+from knnstore.server.engine import MOST_BEHIND, MOST_UNREAD, Ticket
 from knnstore.server.frame import Frame
-from tests.server.conftest import Inside, listening, wait_until
+from tests.server.conftest import Clock, Inside, clocked, listening, wait_until
 from tests.server.test_turns import Client, until
 
 BODY = bytes(range(256)) * (100 << 10)  # 25 MiB
@@ -25,41 +22,6 @@ BODY = bytes(range(256)) * (100 << 10)  # 25 MiB
 def server(inside, prepared, tmp_path_factory) -> Inside:
     home = shutil.copytree(prepared, tmp_path_factory.mktemp("unread") / "home")
     return inside(home, require_keys=False)
-
-
-class Clock:
-    """The loop of one connection, whose timers wait for the test's clock; all else is the loop's."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop, self._now = loop, 0.0
-        self._timers: list[tuple[float, Callable[[], None]]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loop, name)
-
-    def time(self) -> float:
-        return self._now
-
-    def call_later(self, seconds: float, act: Callable[[], None], *_: object) -> SimpleNamespace:
-        timer = (self._now + seconds, act)
-        self._timers.append(timer)
-        return SimpleNamespace(cancel=lambda: self._timers.remove(timer) if timer in self._timers else None)
-
-    def advance(self, seconds: float) -> None:
-        """Let time go on, and do in its order what is due; from any thread, in the loop's."""
-        done = threading.Event()
-
-        def go_on() -> None:
-            until = self._now + seconds
-            while due := min((timer for timer in self._timers if timer[0] <= until), default=None):
-                self._timers.remove(due)
-                self._now = due[0]
-                due[1]()
-            self._now = until
-            done.set()
-
-        self._loop.call_soon_threadsafe(go_on)
-        assert done.wait(120)
 
 
 class Serving:
@@ -85,13 +47,7 @@ class Serving:
 
 @pytest.fixture
 def large(server):
-    clocks: list[Clock] = []
-
-    class Clocked(connections(20, 1)):
-        def connection_made(self, transport: Any) -> None:
-            self.loop = Clock(self.loop)
-            clocks.append(self.loop)
-            super().connection_made(transport)
+    kind, clocks = clocked(connections(20, 1))
 
     async def answer(scope, receive, send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -105,7 +61,7 @@ def large(server):
 
     paths = frozenset(["/", "/parts"])
     frame = Frame(answer, server.gate, paths, frozenset(), 1000, 60, local_only=False, count=lambda *_: None)
-    with listening(frame, Clocked) as running:
+    with listening(frame, kind) as running:
         yield Serving(running, clocks)
 
 
@@ -198,6 +154,10 @@ def test_an_answer_is_given_up_where_far_too_much_is_unread(server, monkeypatch)
     monkeypatch.setattr("knnstore.server.serving.MOST_UNREAD", 10)
     asked = {"model": "tiny", "prompt": [3, 4, 5], "max_tokens": 80, "temperature": 0, "stream": True}
     reading = asyncio.Event()
+    tickets: list[Ticket] = []
+    engine = server.serving.engine
+    submit = engine.submit
+    monkeypatch.setattr(engine, "submit", lambda ticket: (tickets.append(ticket), submit(ticket)))
 
     class Deaf(Client):
         async def send(self, message) -> None:
@@ -207,9 +167,7 @@ def test_an_answer_is_given_up_where_far_too_much_is_unread(server, monkeypatch)
     async def run() -> None:
         deaf = Deaf(server, "/v1/completions", asked)
         waiting = asyncio.ensure_future(deaf.run())
-        engine = server.serving.engine
-        await until(lambda: bool(engine._batch.rows))
-        await until(lambda: not engine._batch.rows)
+        await until(lambda: any(ticket.cancelled for ticket in tickets))
         reading.set()
         with contextlib.suppress(Exception):
             await waiting
