@@ -1,7 +1,7 @@
 """transformers carries a layer of ours through `generate`: in every kind of cache that it has.
 
 What a text's past is needed for (joined keys, the recent-text cache, n-grams) can therefore ride in
-``past_key_values`` as one more layer, behind the model's own. Here the layer holds the tokens alone, so that
+the cache as one more layer, behind the model's own. Here the layer holds the tokens alone, so that
 after each pass it can be compared with the tokens that `generate` has.
 """
 
@@ -22,6 +22,8 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.cache_utils import Cache, DummyLayer
+
+from knnstore.lm.reading import find_cache
 
 SPECIAL: dict[str, Any] = {"vocab_size": 101, "bos_token_id": 0, "eos_token_id": None, "pad_token_id": 2}
 SHAPE = {
@@ -85,9 +87,9 @@ class TokensLayer(DummyLayer):
 
 
 def cache_in(values: Any) -> Cache | None:
-    """The cache among a pass's arguments or results; state space models have another name for it."""
-    named = (values.get(name) for name in ("past_key_values", "cache_params"))
-    return next((value for value in named if isinstance(value, Cache)), None)
+    """The cache among a pass's arguments or results, under whichever name."""
+    found = find_cache(values)
+    return found if isinstance(found, Cache) else None
 
 
 def tokens_layer(cache: Cache, batch: int) -> TokensLayer:
@@ -140,7 +142,9 @@ def test_a_layer_of_ours_follows_the_text(kind: str, way: str) -> None:
     model = make_model(kind)
     options = {"do_sample": False, "max_new_tokens": 12, **WAYS[way]}
     if (kind, way) in REFUSED:
-        with pytest.raises(ValueError, match=r"not supported|without a cache"):
+        with pytest.raises(
+            ValueError, match=r"not supported|without a cache|only be called on Attention layers"
+        ):
             model.generate(PROMPT, **options)
         return
     expected = model.generate(PROMPT, **options) if not options["do_sample"] else None
@@ -153,7 +157,7 @@ def test_a_layer_of_ours_follows_the_text(kind: str, way: str) -> None:
 def test_every_operation_of_a_cache_reaches_the_layer() -> None:
     model = make_model("attention")
     with torch.inference_mode():
-        cache = model(PROMPT, use_cache=True).past_key_values
+        cache = cache_in(model(PROMPT, use_cache=True))
     tokens_layer(cache, 1).append(PROMPT)
     cache.batch_repeat_interleave(3)
     assert torch.equal(cache.layers[-1].rows, PROMPT.expand(3, -1))

@@ -9,6 +9,7 @@ from transformers import DynamicCache
 
 from knnstore.errors import ConfigError
 from knnstore.lm import CacheSettings, FixedLambda, KNNSettings, NGramSettings, PointerSettings
+from knnstore.lm.reading import as_cache_argument
 from tests.lm.phrases import documents, phrases
 
 RNG = np.random.default_rng(8)
@@ -66,7 +67,7 @@ def cache_of(lm, prompt, count, *, model=None):
     """Let a model read some of a prompt."""
     cache = DynamicCache(config=lm.config)
     with torch.no_grad():
-        (model or lm)(prompt[:, :count], past_key_values=cache, use_cache=True)
+        (model or lm)(prompt[:, :count], use_cache=True, **as_cache_argument(model or lm, cache))
     return cache
 
 

@@ -5,11 +5,12 @@ import copy
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2LMHeadModel
+from transformers import DynamicCache, GPT2LMHeadModel
 
 from knnstore.datastore import tokens_of
 from knnstore.errors import ConfigError, FingerprintMismatchError
 from knnstore.lm import Chosen, KNNLMForCausalLM, KNNSettings, SimpleMixer
+from knnstore.lm.reading import as_cache_argument
 from knnstore.store import Selection
 
 SEQUENCE = [0, 40, 41, 42, 50, 51, 52, 40, 41, 60, 70, 71, 72, 90, 33, 44, 40, 13, 14, 15]
@@ -153,6 +154,51 @@ def test_incremental_logits_are_those_of_the_whole(knn_model):
             cache = out.past_key_values
             steps.append(out.logits)
     torch.testing.assert_close(torch.cat(steps, 1), whole, atol=2e-4, rtol=1e-4)
+
+
+class CacheIsCache(GPT2LMHeadModel):
+    """Takes its cache as `cache`, as models do since transformers 5.24."""
+
+    def forward(self, input_ids=None, cache=None, **inputs):
+        return super().forward(input_ids, **as_cache_argument(super(), cache), **inputs)
+
+
+class CacheIsPast(GPT2LMHeadModel):
+    """Takes its cache as `past_key_values`, as models did before."""
+
+    def forward(self, input_ids=None, past_key_values=None, **inputs):
+        return super().forward(input_ids, **as_cache_argument(super(), past_key_values), **inputs)
+
+
+class NoCache(GPT2LMHeadModel):
+    """Takes no cache."""
+
+    def forward(self, input_ids=None, logits_to_keep=0, return_dict=None):
+        return super().forward(input_ids, logits_to_keep=logits_to_keep, use_cache=False)
+
+
+@pytest.mark.parametrize("given", ["cache", "past_key_values"])
+@pytest.mark.parametrize("kind", [CacheIsCache, CacheIsPast])
+def test_a_cache_reaches_the_model_under_the_name_that_it_takes(gpt2, make_store, kind, given):
+    renamed = kind(gpt2.config).eval()
+    renamed.load_state_dict(gpt2.state_dict())
+    lm = KNNLMForCausalLM(renamed, make_store(gpt2, [SEQUENCE]), KNNSettings(k=4, lam=0.5))
+    cache, text = DynamicCache(), torch.tensor([SEQUENCE])
+    with torch.no_grad():
+        whole = lm(text).logits
+        lm(text[:, :6], **{given: cache}, use_cache=True)
+        step = lm(text[:, 6:], **{given: cache}, use_cache=True, sequence_ids=text).logits
+    torch.testing.assert_close(step, whole[:, 6:], atol=2e-4, rtol=1e-4)
+
+
+def test_a_model_that_takes_no_cache_is_not_given_a_part_of_a_text(gpt2, make_store):
+    model = NoCache(gpt2.config).eval()
+    model.load_state_dict(gpt2.state_dict())
+    lm = KNNLMForCausalLM(model, make_store(gpt2, [SEQUENCE]), KNNSettings(k=4, lam=0.5))
+    with torch.no_grad():
+        assert lm(torch.tensor([SEQUENCE])).logits.shape[1] == len(SEQUENCE)
+        with pytest.raises(ConfigError, match="NoCache takes no cache of earlier tokens"):
+            lm(torch.tensor([SEQUENCE[:6]]), cache=DynamicCache())
 
 
 @pytest.mark.parametrize("mode", ["greedy", "beams"])

@@ -21,6 +21,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.cache_utils import Cache, StaticLayer
 from transformers.generation.streamers import BaseStreamer
 
+from knnstore.lm.reading import CACHE_NAMES, find_cache
 from knnstore.lm.retrieval import Drafts
 from knnstore.lm.settings import KNNSettings
 from knnstore.store import KNNStore
@@ -34,7 +35,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "token_healing": (None, False), "penalty_alpha": (None,), "guidance_scale": (None, 1, 1.0),
 }  # fmt: skip
 """Options of `generate` with the values that they have where one text is generated token by token."""
-_OTHERWISE = ("assistant_model", "custom_generate", "inputs_embeds", "past_key_values")
+_OTHERWISE = ("assistant_model", "custom_generate", "inputs_embeds", *CACHE_NAMES)
 _CANNOT_TAKE_BACK = "the model's cache cannot take tokens back"
 
 
@@ -120,7 +121,7 @@ def generate_with_drafts(
     Returns:
         The text, shape (1, t + new).
     """
-    if not _may_take_back(model_kwargs.get("past_key_values")):
+    if not _may_take_back(find_cache(model_kwargs)):
         warn_undrafted(_CANNOT_TAKE_BACK)
         text: Tensor = model._sample(
             input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
@@ -130,7 +131,7 @@ def generate_with_drafts(
     # 1) Read the prompt. Only then a cache knows its layers, and the window of a sliding layer is full.
     output = model._prefill(input_ids, generation_config, model_kwargs)
     model_kwargs = model._update_model_kwargs_for_generation(output, model_kwargs)
-    cache = output.past_key_values
+    cache = find_cache(output)
     cache.activate_past_recording()
     is_drafting = bool(cache.is_croppable)
     if not is_drafting:

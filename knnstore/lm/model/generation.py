@@ -15,7 +15,7 @@ from knnstore.errors import ConfigError
 from knnstore.lm.model.drafting import warn_undrafted, why_no_drafts, with_drafts
 from knnstore.lm.model.guidance import Guidance
 from knnstore.lm.model.pointing import with_pointers
-from knnstore.lm.reading import check_tokens
+from knnstore.lm.reading import cache_argument, check_tokens
 from knnstore.lm.retrieval import PointerStates, past_length, sequence_ids_of
 from knnstore.lm.settings import KNNSettings
 
@@ -44,6 +44,7 @@ class StoreGeneration(GenerationMixin):
             ConfigError: a mode of `generate` does not work with a store.
         """
         _refuse_modes(self, kwargs)
+        kwargs = _with_named_cache(kwargs)
         prompt = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
         if isinstance(prompt, Tensor) and not prompt.is_floating_point():
             check_tokens(prompt.flatten().cpu().numpy(), self.encoder.vocabulary, self.tokenizer)
@@ -115,7 +116,7 @@ class StoreGeneration(GenerationMixin):
             raise ConfigError(
                 f"the cache holds {'a text' if read is None else f'{read} tokens'} not in input_ids: "
                 "keys of several states, n-grams, a cache of the text and pointers depend on all; give "
-                "the ids of the whole text as input_ids, and its attention_mask, with past_key_values"
+                "the ids of the whole text as input_ids, and its attention_mask, with the cache"
             )
         return {**inputs, "knn": knn, "sequence_ids": sequence_ids, "pointer_states": pointer_states}
 
@@ -129,16 +130,15 @@ class StoreGeneration(GenerationMixin):
         self: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], **options: Any
     ) -> Any:
         """Read the prompts, perhaps in parts; each part is given with the tokens before it."""
-        mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values")
-        read = past_length({"past_key_values": cache})
+        mask, read = model_kwargs.get("attention_mask"), past_length(model_kwargs)
         covered = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
         length = input_ids.shape[1]
         is_whole = read == 0 or covered == length
         if read and is_whole and read >= length and model_kwargs.get("inputs_embeds") is None:
             raise ConfigError(
-                f"past_key_values hold {read} tokens, and input_ids with attention_mask {length}: give both "
+                f"the cache holds {read} tokens, and input_ids with attention_mask {length}: give both "
                 "for the whole text; at least its last token must not be in the cache yet "
-                "(past_key_values.crop(-1) takes it out)"
+                "(cache.crop(-1) takes it out)"
             )
         if is_whole and length and generation_config.prefill_chunk_size is not None:
             model_kwargs["whole_ids"] = input_ids
@@ -183,6 +183,17 @@ _ELSEWHERE = {
     "constrained_beam_search": "constraints or force_words_ids",
 }
 """The option that chooses each mode of `generate` whose code is not in transformers."""
+
+
+def _with_named_cache(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Give the cache among the options of `generate` the name that it has in the installed transformers."""
+    name = cache_argument(GenerationMixin.prepare_inputs_for_generation)
+    others = {"cache", "past_key_values"} - {name}
+    found = {key: value for key, value in options.items() if key not in others}
+    cache = next((options[key] for key in others if options.get(key) is not None), None)
+    if cache is not None and name is not None:
+        found.setdefault(name, cache)
+    return found
 
 
 def _option(model: Any, options: Mapping[str, Any], name: str) -> Any:

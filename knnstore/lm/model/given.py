@@ -11,7 +11,7 @@ from knnstore.lm.keys import KeyCapture
 from knnstore.lm.mixing import Likelihoods
 from knnstore.lm.model.modeling import KNNLMForCausalLM
 from knnstore.lm.model.passes import ForwardPass
-from knnstore.lm.reading import check_logits
+from knnstore.lm.reading import as_cache_argument, check_logits
 from knnstore.lm.settings import KNNSettings
 
 
@@ -31,8 +31,8 @@ def read_part(
     with torch.inference_mode():
         with KeyCapture(lm.base, lm.encoder.location) as capture:
             output = lm.base(
-                input_ids=text[:, read:], attention_mask=torch.ones_like(text), past_key_values=past,
-                use_cache=True, logits_to_keep=logits_to_keep,
+                input_ids=text[:, read:], attention_mask=torch.ones_like(text), use_cache=True,
+                logits_to_keep=logits_to_keep, **as_cache_argument(lm.base, past),
             )  # fmt: skip
         check_logits(lm.base, output.logits)
         states = capture.keys(1, text.shape[1] - read)

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from knnstore.errors import ConfigError
+from knnstore.lm.reading import find_cache
 from knnstore.lm.retrieval import sequence_ids_of
 from knnstore.lm.settings import KNNSettings
 
@@ -73,10 +74,10 @@ class Guidance(LogitsProcessor):
             cache, new = self._latest[1], text[:, -1:]
         positions = (mask.long().cumsum(1) - 1).clamp(min=0)
         output = self._model(
-            new, attention_mask=mask, position_ids=positions[:, -new.shape[1] :], past_key_values=cache,
+            new, attention_mask=mask, position_ids=positions[:, -new.shape[1] :], cache=cache,
             use_cache=True, logits_to_keep=1, knn=self._knn, sequence_ids=sequence_ids_of(text, mask),
         )  # fmt: skip
-        read = output.get("past_key_values")
+        read = find_cache(output)
         self._latest = None if read is None else (text, read)
         log_probs: Tensor = output.logits[:, -1].float().log_softmax(-1)
         return log_probs

@@ -28,6 +28,7 @@ from knnstore.lm.reading import (
     Encoder,
     TextReader,
     add,
+    as_cache_argument,
     check_logits,
     check_matches,
     check_tokens,
@@ -255,6 +256,7 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
         sequence_ids: Tensor | None = None,
         pointer_states: PointerStates | None = None,
         return_dict: bool | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Run the base model and mix what its keys retrieve into its predictions.
@@ -267,7 +269,7 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
             input_ids: int64, shape (b, t).
             attention_mask: shape (b, past + t), 0 for padding; other shapes reach the base model only.
             position_ids: shape (b, t).
-            past_key_values: the cache.
+            past_key_values: the same as `cache`, under its name before transformers 5.24.
             inputs_embeds: in place of input_ids, shape (b, t, h).
             labels: shape (b, t), -100 is ignored; gives the loss of the mixture.
             use_cache: whether to return a cache.
@@ -278,6 +280,7 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
                 see `knnstore.lm.retrieval.prefix_states`. `generate` gives them.
             pointer_states: what lets pointers go on from the pass before; `generate` gives it.
             return_dict: False returns a tuple.
+            cache: what the model remembers of earlier tokens; given to it under the name that it takes.
             **kwargs: whatever else the base model takes, and ``num_items_in_batch`` for the loss.
 
         Returns:
@@ -289,14 +292,14 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
         of_loss = {key: kwargs.pop(key) for key in ("num_items_in_batch", "shift_labels") if key in kwargs}
         inputs: dict[str, Any] = {
             "input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
-            "past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "use_cache": use_cache,
-            "logits_to_keep": logits_to_keep,
+            "inputs_embeds": inputs_embeds, "use_cache": use_cache, "logits_to_keep": logits_to_keep,
         }  # fmt: skip
         inputs = {name: value for name, value in inputs.items() if name in self._base_accepts}
+        inputs |= as_cache_argument(self.base, past_key_values if cache is None else cache)
         looks_back = self.encoder.joining.discounts or any(one.needs_text for one in each)
         is_mixed = not all(one.is_model_alone for one in each)
         if looks_back and is_mixed:
-            past = past_length({"past_key_values": past_key_values, **kwargs})
+            past = past_length({**inputs, **kwargs})
             if sequence_ids is None:
                 sequence_ids = whole_texts(input_ids, attention_mask, position_ids, past)
             else:

@@ -2,6 +2,7 @@
 
 from knnstore.lm.reading.adding import Added, Synced, add, sync
 from knnstore.lm.reading.encoder import Encoded, Encoder, LogProbs, check_logits
+from knnstore.lm.reading.model_cache import CACHE_NAMES, as_cache_argument, cache_argument, find_cache
 from knnstore.lm.reading.models import (
     check_matches,
     check_runs,
@@ -25,8 +26,9 @@ from knnstore.lm.reading.token_text import (
 from knnstore.lm.reading.windows import BATCH_TOKENS, Batch, Tokens
 
 __all__ = [
-    "BATCH_TOKENS", "Added", "Batch", "Detokenizer", "Encoded", "Encoder", "LogProbs", "Synced", "TextReader",
-    "TokenPiece", "TokenTexts", "Tokens", "add", "check_logits", "check_matches", "check_runs",
-    "check_tokenizer", "check_tokens", "decode_tokens", "identify", "in_chunks", "letters_of", "load_model",
-    "loaded", "name_of", "sample_keys", "sample_tokens", "split_text", "sync", "window_of",
+    "BATCH_TOKENS", "CACHE_NAMES", "Added", "Batch", "Detokenizer", "Encoded", "Encoder", "LogProbs",
+    "Synced", "TextReader", "TokenPiece", "TokenTexts", "Tokens", "add", "as_cache_argument",
+    "cache_argument", "check_logits", "check_matches", "check_runs", "check_tokenizer", "check_tokens",
+    "decode_tokens", "find_cache", "identify", "in_chunks", "letters_of", "load_model", "loaded",
+    "name_of", "sample_keys", "sample_tokens", "split_text", "sync", "window_of",
 ]  # fmt: skip

@@ -22,6 +22,7 @@ from knnstore.lm.keys import (
     locate,
     model_precision,
 )
+from knnstore.lm.reading.model_cache import as_cache_argument
 from knnstore.store import Reader
 
 _CHUNK_VALUES = 1 << 24
@@ -191,8 +192,8 @@ class Encoder:
                 output: Any = read(
                     input_ids=part,
                     attention_mask=torch.ones_like(ids[:, : start + most]),
-                    past_key_values=cache,
                     use_cache=True,
+                    **as_cache_argument(read, cache),
                 )
             keys.append(capture.keys(*part.shape))
             states.append(output[0] if self._head_suffices else output.logits)

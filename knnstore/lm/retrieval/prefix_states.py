@@ -34,7 +34,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from knnstore.errors import ConfigError
-from knnstore.lm.reading import Tokens
+from knnstore.lm.reading import Tokens, find_cache
 
 PADDING = -1
 """In ``sequence_ids``, where a row has no token."""
@@ -57,10 +57,6 @@ def sequence_ids_of(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     return input_ids.masked_fill(attention_mask.to(input_ids.device) == 0, PADDING)
 
 
-_CACHES = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")
-"""The names under which models of transformers take what they remember of the tokens before."""
-
-
 def past_length(inputs: Mapping[str, Any]) -> int | None:
     """Count the tokens that a model has read before, from the arguments of its forward pass.
 
@@ -68,7 +64,7 @@ def past_length(inputs: Mapping[str, Any]) -> int | None:
         Their number, padding included; 0 without a cache. None where there are some, and the cache, that of a
         recurrent model, does not tell how many.
     """
-    cache = next((inputs[name] for name in _CACHES if inputs.get(name) is not None), None)
+    cache = find_cache(inputs)
     if cache is None:
         return 0
     if not isinstance(cache, Cache):
@@ -109,7 +105,7 @@ def whole_texts(
     if read != 0:
         raise ConfigError(
             "a continuous cache, n-grams and keys of several states need the tokens read before: begin with "
-            "input_ids, and give sequence_ids with past_key_values"
+            "input_ids, and give sequence_ids with a cache"
         )
     if attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.ndim == 2):
         raise ConfigError(

@@ -85,7 +85,7 @@ class Batch:
                 input_ids=texts[:, -count:],
                 attention_mask=(texts != PADDING).long(),
                 position_ids=lengths[:, None] + torch.arange(count, device=texts.device),
-                past_key_values=cache,
+                cache=cache,
                 use_cache=True,
                 knn=settings,
                 sequence_ids=texts,

@@ -113,7 +113,7 @@ def read_together(lm: KNNLMForCausalLM, readings: Sequence[Reading], settings: S
     with torch.inference_mode():
         output = lm(
             input_ids=texts.clamp(min=0), attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0),
-            past_key_values=cache, use_cache=True, logits_to_keep=1,
+            cache=cache, use_cache=True, logits_to_keep=1,
             knn=[writing[id(one)] for one in settings], sequence_ids=texts,
         )  # fmt: skip
         following = output.logits[:, -1].float().log_softmax(-1)
