@@ -16,6 +16,8 @@ from knnstore.errors import InputError
 _DATED = re.compile(rb"From .*\d\d?:\d\d.*\d{4}")
 _HEADER = re.compile(rb"[!-9;-~]+:|>From ")
 _QUOTED = re.compile(rb"^>(>*From )", re.MULTILINE)
+_LONGEST_HEADER = 20_000
+"""Characters of a header that are read: the time to decode its words grows with their square."""
 _METADATA = {"subject": "Subject", "from": "From", "date": "Date"}
 
 
@@ -120,6 +122,7 @@ def _header_of(message: Message, name: str) -> str:
     """Return a header as one line, its encoded words decoded; empty where it is not there."""
     try:
         raw = message.get(name, "")
+        raw = raw[:_LONGEST_HEADER] if isinstance(raw, str) else raw
         value = str(make_header(decode_header(raw)))
     except (LookupError, ValueError, IndexError):  # encoded words that are none
         value = str(message.get(name, ""))

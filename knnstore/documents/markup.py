@@ -19,6 +19,9 @@ _BLOCKS = frozenset(
 )  # fmt: skip
 _CELLS = frozenset(("td", "th"))
 _CHARSET = re.compile(rb"<meta[^>]{0,200}charset\s*=\s*[\"']?\s*([A-Za-z0-9_.:-]{1,40})", re.IGNORECASE)
+_LONGEST_TAG = 1 << 16  # of which attributes are read
+_TAG_NAME = re.compile(r"[^\s/>]+")
+_TAG = re.compile(r"""<(?:[^>"']|"[^"]*"|'[^']*')*+>""")
 _CHARSET_WITHIN = 4096
 """A page names its encoding in its first bytes."""
 
@@ -60,7 +63,7 @@ def html_text(page: str) -> tuple[str, str]:
     parser = _TextParser()
     try:
         parser.feed(page)
-        parser.close()
+        parser.finish()
     except AssertionError as error:  # how Python's parser ends at some broken declarations
         raise InputError(f"not HTML: {error}") from error
     return parser.text(), " ".join("".join(parser.title).split())
@@ -77,9 +80,32 @@ class _TextParser(HTMLParser):
         self._in_title = False
         self._in_pre = 0
 
+    def finish(self) -> None:
+        """End the page. A tag or comment that never ends takes the rest of it with it, as in browsers.
+
+        Python's parser would look for an end of each one that stands in that rest, which takes hours.
+        """
+        if self.rawdata.startswith("<"):
+            self.rawdata = ""
+        self.close()
+
+    def parse_starttag(self, i: int) -> int:
+        """Read a tag; of a very long one no attributes, each of which takes hundreds of bytes of memory."""
+        if self.rawdata.find(">", i, i + _LONGEST_TAG) >= 0 or len(self.rawdata) - i <= _LONGEST_TAG:
+            return super().parse_starttag(i)
+        whole = _TAG.match(self.rawdata, i)
+        end = whole.end() if whole is not None else self.rawdata.find(">", i) + 1
+        if end <= 0:  # it never ends
+            return -1
+        name = _TAG_NAME.match(self.rawdata, i + 1)
+        if name is not None:
+            self.handle_starttag(name[0].lower(), [])
+        return end
+
     def handle_starttag(self, tag: str, attrs: object) -> None:
         if tag in _UNSEEN:
-            self._unseen.append(tag)
+            if tag not in self._unseen:  # its first end ends all
+                self._unseen.append(tag)
         elif self._unseen:
             return
         elif tag == "title":

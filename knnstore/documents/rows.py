@@ -25,6 +25,10 @@ from knnstore.errors import InputError
 _DELIMITERS = ",;\t|"
 _LONGEST_CELL = 1 << 30
 _ROWS_AT_ONCE = 256
+_EXPANSION = 200
+"""Times that a large column of parquet may be larger than in the file."""
+_LARGE_COLUMN = 1 << 30  # bytes
+_MANY_VALUES = 1 << 25
 _SEPARATOR = re.compile(r'"?sep=(.)"?\s*')
 """A first line in which Excel names the delimiter."""
 
@@ -240,10 +244,20 @@ def _sniffed(header: str, delimiter: str, text: str) -> str:
 def _check_columns(columns: Sequence[str], fields: Fields) -> None:
     if fields.text not in columns:
         raise without_text(fields, columns)
+    for first, at in _repeated_names(columns):
+        if columns[at]:
+            raise InputError(
+                f"columns {first + 1} and {at + 1} are both named {columns[at]!r}: rename one of them"
+            )
+
+
+def _repeated_names(columns: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """Yield the places of each name that was there before: the first one's, and its own."""
+    places: dict[str, int] = {}
     for at, name in enumerate(columns):
-        if name and name in columns[:at]:
-            first = columns.index(name) + 1
-            raise InputError(f"columns {first} and {at + 1} are both named {name!r}: rename one of them")
+        first = places.setdefault(name, at)
+        if first != at:
+            yield first, at
 
 
 def _from_cells(columns: list[str], cells: list[str], fields: Fields) -> TextDocument:
@@ -285,17 +299,70 @@ def read_parquet(source: Source, fields: Fields) -> Iterator[Entry]:
     try:
         with open_regular(name, source.root) as file, ParquetFile(file) as table:
             columns = table.schema_arrow.names
-            for at, column in enumerate(columns):
-                if column in columns[:at]:
-                    raise InputError(f"two columns are named {column!r}: rename one of them")
+            for _, at in _repeated_names(columns):
+                raise InputError(f"two columns are named {columns[at]!r}: rename one of them")
             if fields.text not in columns:
                 raise without_text(fields, columns)
             number = 0
-            for batch in table.iter_batches(_ROWS_AT_ONCE):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield Entry(f"{name} row {number}", partial(TextDocument.from_row, as_json(row), fields))
+            for group in range(table.num_row_groups):
+                _check_expansion(table, group)
+                at_once = _rows_at_once(table.metadata.row_group(group))
+                for batch in table.iter_batches(at_once, row_groups=[group]):
+                    for row in _rows_of_batch(batch):
+                        number += 1
+                        where = f"{name} row {number}"
+                        if isinstance(row, InputError):
+                            yield Entry.refused(where, row)
+                        else:
+                            yield Entry(where, partial(TextDocument.from_row, row, fields))
             if not number:
                 raise RefusedError("the table has no rows", Reason.EMPTY)
     except ArrowException as error:
         raise InputError(f"not parquet: {' '.join(str(error).split())}") from error
+    except MemoryError as error:
+        raise too_large("a row, unpacked,") from error
+
+
+def _rows_at_once(group: Any) -> int:
+    """Return how many rows of a row group to decode together.
+
+    A value is stored whole at least once in its column, so that none is longer than its column; but a few
+    bytes may repeat it in any number of rows.
+    """
+    longest: int = sum(group.column(at).total_uncompressed_size for at in range(group.num_columns))
+    return max(1, min(_ROWS_AT_ONCE, MAX_DOCUMENT_BYTES // max(1, longest)))
+
+
+def _check_expansion(table: Any, number: int) -> None:
+    """Refuse a row group that would not fit in memory although it is small in the file.
+
+    Raises:
+        RefusedError: a column has far more bytes, or values in lists, than it has in the file.
+    """
+    group = table.metadata.row_group(number)
+    for at in range(group.num_columns):
+        column, is_list = group.column(at), table.schema.column(at).max_repetition_level > 0
+        stored, unpacked = max(1, column.total_compressed_size), column.total_uncompressed_size
+        values = column.num_values if is_list else 0
+        for count, of, large in ((unpacked, "bytes", _LARGE_COLUMN), (values, "values", _MANY_VALUES)):
+            if count > large and count > _EXPANSION * stored:
+                raise RefusedError(
+                    f"the column {column.path_in_schema!r} has {stored:,} bytes in the file and {count:,} "
+                    f"{of} when unpacked: it is not read",
+                    Reason.TOO_LARGE,
+                )
+
+
+def _rows_of_batch(batch: Any) -> Iterator[Any]:
+    """Yield the rows as JSON values, or for one that cannot be used the error."""
+    for at in range(batch.num_rows):
+        row = batch.slice(at, 1)
+        if row.nbytes > MAX_DOCUMENT_BYTES:
+            yield too_large("the row")
+            continue
+        try:
+            yield as_json(row.to_pylist()[0])
+        except UnicodeDecodeError as error:
+            yield RefusedError(f"not UTF-8: byte {error.object[error.start]:#04x}", Reason.ENCODING)
+        except (ValueError, OverflowError, ArithmeticError) as error:  # a date that Python does not have
+            yield InputError(f"a value cannot be read: {' '.join(str(error).split())}")
