@@ -135,7 +135,8 @@ def _serve(config: Config, load: Callable[[], KNNLMForCausalLM], gate: Gate) -> 
     server = uvicorn.Server(running)
     try:
         listening = running.bind_socket()
-    except SystemExit as error:  # which says so in its own log
+        listening.listen(running.backlog)  # at once: who reads the log connects, and waits for the loop
+    except (SystemExit, OSError) as error:  # uvicorn says so in its own log
         raise ConfigError(f"{config.host} port {config.port} cannot be listened to: is it in use?") from error
     listening.setsockopt(
         socket.IPPROTO_TCP, socket.TCP_NODELAY, 1

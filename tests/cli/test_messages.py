@@ -148,7 +148,7 @@ def test_a_domain_is_not_removed_at_a_terminal_without_a_yes(store):
             stdin=theirs, stdout=subprocess.PIPE, stderr=theirs,
         ) as process:  # fmt: skip
             os.write(ours, answer)
-            process.wait(60)
+            process.wait(240)
         os.close(theirs)
         said = os.read(ours, 1 << 16).decode()
         os.close(ours)

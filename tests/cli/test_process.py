@@ -57,7 +57,7 @@ def test_ctrl_c_keeps_what_was_committed_and_the_same_command_goes_on(knnstore, 
             assert process.poll() is None
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=240)
     finally:
         os.close(pipe)
         process.kill()
@@ -121,7 +121,7 @@ def test_ctrl_c_before_and_after_a_command_is_one_line(tmp_path, moment):
             while process.stdout.readline() not in ("here\n", ""):
                 pass
             process.send_signal(signal.SIGINT)
-            _, err = process.communicate(timeout=60)
+            _, err = process.communicate(timeout=240)
         finally:
             process.kill()
     assert err == "interrupted; what was committed stays, run the same command again\n"

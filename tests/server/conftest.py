@@ -112,7 +112,7 @@ class Server:
         self._reader.start()
         self.url = self.wait_for(r"listening at http://\S+:(\d+)", "http://127.0.0.1:{}")
 
-    def wait_for(self, pattern: str, form: str = "{}", seconds: float = 60) -> str:
+    def wait_for(self, pattern: str, form: str = "{}", seconds: float = 240) -> str:
         """Wait for a line of the log."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
@@ -130,14 +130,14 @@ class Server:
         return self
 
     def client(self, key: str = "none", **options: Any) -> openai.OpenAI:
-        made = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60, **options)
+        made = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=240, **options)
         return self._clients.enter_context(made)
 
     def call(self, method: str, path: str, key: str = "", kind: str = "", **options: Any) -> httpx.Response:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         headers |= {"Content-Type": kind} if kind else {}
         # Without TLS; certificates would take 50 ms to load for each request.
-        return httpx.request(method, self.url + path, headers=headers, timeout=60, verify=False, **options)
+        return httpx.request(method, self.url + path, headers=headers, timeout=240, verify=False, **options)
 
     def log(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.lines]
@@ -145,7 +145,7 @@ class Server:
     def end(self, number: int = signal.SIGTERM) -> int:
         """Send a signal, and wait for the exit status."""
         self.process.send_signal(number)
-        status = self.process.wait(60)
+        status = self.process.wait(240)
         self._reader.join()
         return status
 
@@ -315,7 +315,7 @@ def clocked(connection: type) -> tuple[type, list[Clock]]:
     return Clocked, clocks
 
 
-def wait_until(is_there: Callable[[], bool], seconds: float = 120) -> None:
+def wait_until(is_there: Callable[[], bool], seconds: float = 240) -> None:
     """Wait for something that must come; the time only ends a test that hangs."""
     until = time.monotonic() + seconds
     while not is_there():

@@ -31,7 +31,7 @@ class Held:
 
     def __call__(self, *args, **kwargs):
         self.begun.set()
-        assert self.free.wait(60)
+        assert self.free.wait(240)
         return self._function(*args, **kwargs)
 
 

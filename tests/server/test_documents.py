@@ -161,7 +161,7 @@ def test_adding_and_removing_beside_many_texts(serve):
             assert gone.status_code == 200
     assert server.call("DELETE", "/v1/domains", params={"domain": "letters"}).json()["documents"] == 2
     for writer in writers:
-        writer.join(60)
+        writer.join(240)
     assert all(isinstance(error, openai.NotFoundError) for error in errors)  # of what began after the removal
     assert server.end() == 0
     import knnstore

@@ -82,7 +82,7 @@ class Listener:
             self.done.set()
 
     def written(self) -> dict[int, tuple[list[int], str, str | None]]:
-        assert self.done.wait(60)
+        assert self.done.wait(240)
         assert self.error is None, self.error
         found: dict[int, list[Piece]] = defaultdict(list)
         for piece in self.pieces:
@@ -142,7 +142,7 @@ def test_two_hundred_mixes_are_what_each_would_be_alone(lm, engine):
         listeners.append(Listener(task))
         engine.submit(listeners[-1].ticket)
         if rng.random() < 0.3:  # the others have gone on when the next one comes
-            listeners[rng.randrange(len(listeners))].done.wait(60)
+            listeners[rng.randrange(len(listeners))].done.wait(240)
     ended_early, sampled = 0, set()
     for listener in listeners:
         for index, (tokens, text, finish) in listener.written().items():
@@ -211,7 +211,7 @@ def test_prompts_are_scored_with_what_counts_in_scoring_only(lm, engine):
     )
     listener = Listener(Task((prompt,), "scoring", 0, score_prompt=True, top=0))
     engine.submit(listener.ticket)
-    assert listener.done.wait(60)
+    assert listener.done.wait(240)
     with torch.inference_mode():
         log_probs = lm(torch.tensor([prompt.tokens]), knn=SETTINGS["cache"]).logits[0].log_softmax(-1)
     expected = log_probs[:-1].gather(1, torch.tensor(prompt.tokens)[1:, None])[:, 0].tolist()
@@ -238,8 +238,8 @@ def test_a_full_engine_refuses_and_a_failing_task_fails_alone(lm):
     engine = Engine(lm, lambda name: SETTINGS[name], max_rows=2, max_waiting=3)
     engine.start()
     held, free = threading.Event(), threading.Event()
-    blocking = engine.call(lambda: (held.set(), free.wait(60)))
-    assert held.wait(60)
+    blocking = engine.call(lambda: (held.set(), free.wait(240)))
+    assert held.wait(240)
     prompt = Prompt(tuple(lm.reader.tokens("The").tolist()))
     good, bad = (
         Listener(Task((prompt,), "news", 3)),
@@ -252,7 +252,7 @@ def test_a_full_engine_refuses_and_a_failing_task_fails_alone(lm):
     free.set()
     blocking.result(60)
     assert len(good.written()[0][0]) <= 3
-    assert bad.done.wait(60)
+    assert bad.done.wait(240)
     engine.stop()
     with pytest.raises(EngineStoppedError):
         engine.submit(good.ticket)
@@ -273,7 +273,7 @@ def test_stopping_tells_whoever_waits(lm):
     while not engine._stopping:  # the engine stands still: it can begin nothing before
         time.sleep(0.001)
     held.set()
-    stopping.join(60)
+    stopping.join(240)
     assert all(listener.done.is_set() for listener in listeners)
     assert all(isinstance(listener.error, EngineStoppedError) for listener in listeners)
     with pytest.raises(EngineStoppedError):
@@ -446,7 +446,7 @@ def test_a_store_that_fails_for_some_texts_fails_no_others(lm):
             engine.go_on()
 
     engine.call(work).result(60)
-    assert listeners[1].done.wait(60)
+    assert listeners[1].done.wait(240)
     for listener in (listeners[0], listeners[2]):
         assert listener.written()[0][0] == write_alone(lm, good, 0)
     engine.stop()

@@ -23,9 +23,11 @@ def server(inside, prepared, tmp_path_factory) -> Inside:
 def held(server):
     """The tokenizer is in use, by a thread that this test holds, as by a tokenization that takes long."""
     begun, free = threading.Event(), threading.Event()
-    holder = threading.Thread(target=lambda: server.serving.tokenizer(lambda _: (begun.set(), free.wait(60))))
+    holder = threading.Thread(
+        target=lambda: server.serving.tokenizer(lambda _: (begun.set(), free.wait(240)))
+    )
     holder.start()
-    assert begun.wait(60)
+    assert begun.wait(240)
     yield free
     free.set()
     holder.join()
@@ -37,7 +39,7 @@ def test_the_loop_waits_for_no_tokenization(server, held):
 
     async def ask() -> None:
         stream = Client(server, "/v1/completions", asked)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             await stream.run()
             assert stream.status == 200
             assert stream.events > 2
@@ -72,7 +74,7 @@ def test_bodies_are_parsed_in_other_threads(server, monkeypatch):
             threads.append(threading.get_ident())
             if b"held" in body:
                 begun.set()
-                assert free.wait(60)
+                assert free.wait(240)
             return parse(body)
 
     monkeypatch.setattr(bodies, "json", Held)

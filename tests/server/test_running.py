@@ -1,7 +1,9 @@
 """A server as a process: its beginning, its end, its log, and how much it takes."""
 
 import json
+import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +16,7 @@ import openai
 import pytest
 
 from knnstore.catalog import NewDocument
+from knnstore.server import running
 from knnstore.store import KNNStore
 
 KNNSTORE = [sys.executable, "-c", "from knnstore.cli import main; main()"]
@@ -34,21 +37,36 @@ def test_it_is_there_before_its_model_and_ends_what_runs(serve):
         stream = server.client().completions.create(**LONG, n=16, seed=1, stream=True)
         for event in stream:
             begun.set()
-            assert ending.wait(60)  # what comes later is read after the signal
+            assert ending.wait(240)  # what comes later is read after the signal
             texts.append(event.choices[0].text)
             finished.append(event.choices[0].finish_reason)
 
     reader = threading.Thread(target=read)
     reader.start()
-    assert begun.wait(60)
+    assert begun.wait(240)
     server.process.send_signal(signal.SIGTERM)
     ending.set()
-    reader.join(60)
-    assert server.process.wait(60) == 0
+    reader.join(240)
+    assert server.process.wait(240) == 0
     assert sum(1 for text in texts if text) > 16
     assert sum(1 for finish in finished if finish) == 16, "texts that had begun were not ended"
     with pytest.raises(httpx.ConnectError):
         server.call("GET", "/health")
+
+
+def test_who_reads_that_it_listens_can_connect(home, monkeypatch, caplog):
+    """At once, before the event loop runs: the connection waits for it."""
+    connected: list[str] = []
+
+    def run(self, sockets) -> None:
+        (port,) = re.findall(r"listening at http://127\.0\.0\.1:(\d+)", caplog.text)
+        socket.create_connection(("127.0.0.1", int(port)), timeout=240).close()
+        connected.append(port)
+
+    monkeypatch.setattr("uvicorn.Server.run", run)
+    with caplog.at_level("INFO", "knnstore"):
+        running.serve(running.Config(home=home, name="tiny", port=0), lambda: pytest.fail("it is not loaded"))
+    assert connected
 
 
 def test_what_takes_too_long_to_end_is_ended(serve):
@@ -67,9 +85,9 @@ def test_what_takes_too_long_to_end_is_ended(serve):
 
     reader = threading.Thread(target=read)
     reader.start()
-    assert begun.wait(60)
+    assert begun.wait(240)
     assert server.end(signal.SIGINT) == 0  # all that was asked for would take many minutes
-    reader.join(60)
+    reader.join(240)
     assert failed
 
 
@@ -78,7 +96,7 @@ def test_too_many_are_told_to_come_back(serve):
     host, port = "127.0.0.1", int(server.url.rpartition(":")[2])
     body, kind = json.dumps({**LONG, "n": 4}), {"Content-Type": "application/json"}
     with ExitStack() as opened:
-        askers = [opened.enter_context(closing(HTTPConnection(host, port, timeout=60))) for _ in range(12)]
+        askers = [opened.enter_context(closing(HTTPConnection(host, port, timeout=240))) for _ in range(12)]
         server.process.send_signal(signal.SIGSTOP)  # so that all have asked before it sees the first
         for asker in askers:
             asker.request("POST", "/v1/completions", body, kind)
@@ -153,10 +171,10 @@ def test_sighup_ends_nothing(serve):
 
     reader = threading.Thread(target=read)
     reader.start()
-    assert begun.wait(60)
+    assert begun.wait(240)
     server.process.send_signal(signal.SIGHUP)
     server.wait_for("reloaded: ")
-    reader.join(60)
+    reader.join(240)
     assert sum(1 for finish in texts if finish) == 16
     assert server.call("GET", "/health").json() == {"status": "ready"}
     assert server.end() == 0

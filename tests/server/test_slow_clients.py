@@ -51,7 +51,7 @@ def timed(application):
 
 def heard(connection: socket.socket) -> bytes:
     """All that is answered until the other side ends the connection."""
-    connection.settimeout(60)
+    connection.settimeout(240)
     said = b""
     with contextlib.suppress(ConnectionResetError):
         while part := connection.recv(1 << 16):
@@ -64,7 +64,7 @@ def heard(connection: socket.socket) -> bytes:
 def test_a_head_that_does_not_come_ends_the_connection(timed, answered, begun):
     place, clocks = timed
     with socket.create_connection(place) as slow:
-        slow.settimeout(60)
+        slow.settimeout(240)
         if answered and begun:  # a connection that has been answered and is silent ends by itself
             slow.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             while not slow.recv(1000).endswith(b"}"):
@@ -102,7 +102,7 @@ def test_a_body_that_does_not_come_is_refused(impatient):
 
 
 def test_an_idle_connection_outlives_what_clients_keep_one_for(server):
-    idle = HTTPConnection(*address(server), timeout=60)  # which fails where the server has ended it
+    idle = HTTPConnection(*address(server), timeout=240)  # which fails where the server has ended it
     for pause in (0, 5.5):
         time.sleep(pause)
         idle.request("GET", "/health/live")
@@ -135,7 +135,7 @@ def test_a_body_of_a_hundred_megabytes_takes_no_memory(server, chunked):
     assert server.call("POST", "/v1/completions", json=PROMPT).status_code == 200
     before, sent = resident(server), 0
     with socket.create_connection(address(server)) as large:
-        large.settimeout(60)
+        large.settimeout(240)
         length = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: %d" % LARGE
         large.sendall(HEAD + length + b"\r\n\r\n")
         part = b"10000\r\n" + b" " * 65_536 + b"\r\n" if chunked else b" " * 65_536

@@ -80,7 +80,7 @@ class Client:
 
 
 async def until(is_there: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while not is_there():
             await asyncio.sleep(0.001)
 
