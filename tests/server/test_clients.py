@@ -309,6 +309,25 @@ def test_the_template_gets_what_it_knows_of_a_message(talking, plain):
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
+def test_an_answer_without_content_may_stand_in_a_conversation(talking):
+    user = {"role": "user", "content": "A"}
+    function = {"name": "weather", "arguments": '{"city": "Ghent"}'}
+    calls = [{"id": "c", "type": "function", "function": function}]
+    result = {"role": "tool", "content": "rain", "tool_call_id": "c"}
+    called = {"role": "assistant", "tool_calls": calls}
+    lengths = {
+        written_after(talking, [user, {**called, **content}, result, user])
+        for content in ({"content": None}, {"content": ""}, {}, {"content": None, "reasoning_content": None})
+    }
+    assert len(lengths) == 1
+    empty = {
+        written_after(talking, [user, {"role": "assistant", **content}, user])
+        for content in ({"content": None}, {"content": ""}, {"content": None, "tool_calls": None})
+    }
+    assert len(empty) == 1
+    assert max(empty) < min(lengths)  # the call and its result are not left out
+
+
 def test_null_counts_as_not_given_at_our_own_endpoints(talking):
     explained = {
         "model": "tiny+talks",

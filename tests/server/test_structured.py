@@ -83,6 +83,17 @@ def test_a_text_of_no_more_tokens_is_cut(server):
     assert exact["choices"] == whole["choices"]  # nothing can follow, so it is complete and not cut
 
 
+def test_a_text_ends_with_the_token_that_completes_it(server):
+    body = {"model": "tiny", "prompt": "The", "temperature": 0, "max_tokens": 80, "logprobs": 0}
+    answer = server.call("POST", "/v1/completions", json={**body, "response_format": held_to(COUNTRY)}).json()
+    choice = answer["choices"][0]
+    tokens = choice["logprobs"]["tokens"]
+    assert choice["finish_reason"] == "stop"
+    assert tokens[-1].endswith("}")  # no token after it, not even the one that ends a text
+    assert "".join(tokens) == choice["text"]
+    assert answer["usage"]["completion_tokens"] == len(tokens) < 80
+
+
 def test_drafts_and_streams_change_nothing(talking):
     """A text alone is drafted from the store's n-grams; two at once are not."""
     body = {"model": "tiny+talks", "max_tokens": 90, "temperature": 0, "prompt": "user: Which?\nassistant:"}
