@@ -1,5 +1,7 @@
 """Approximate search: a FAISS inverted file over the rows of one segment."""
 
+import errno
+import os
 from pathlib import Path
 
 import faiss
@@ -19,6 +21,7 @@ from knnstore.datastore import (
     StoredFile,
     StoredKeys,
     compare_rows,
+    free_space,
     paired,
 )
 from knnstore.errors import CorruptDatastoreError, DatastoreError
@@ -26,6 +29,7 @@ from knnstore_faiss.flat import found_by_faiss, nearest_rows
 from knnstore_faiss.policy import METRICS, Policy, new_index
 
 _CHUNK = 1 << 16  # rows given to FAISS at a time
+_LITTLE_SPACE = 1 << 20  # bytes that a disk has at most when a write to it has failed for want of space
 _FEW_ROWS = 4096  # matching rows up to which they are compared one by one
 _TABLES = 1 << 31  # bytes: the most that FAISS computes beside what is in the file of a product quantizer
 
@@ -37,6 +41,7 @@ def build(segment: Segment, factory: str, dim: int, metric: Metric, path: Path) 
 
     Raises:
         DatastoreError: FAISS cannot build or write it.
+        OSError: the disk is full.
     """
     index = new_index(factory, dim, metric)
     keys = segment.columns.keys
@@ -46,7 +51,12 @@ def build(segment: Segment, factory: str, dim: int, metric: Metric, path: Path) 
         index.train(keys[sample].astype(np.float32))
         for start in range(0, segment.rows, _CHUNK):
             index.add(keys[start : start + _CHUNK].astype(np.float32))
-        faiss.write_index(index, str(path))
+        try:
+            faiss.write_index(index, str(path))
+        except RuntimeError as error:
+            if free_space(path.parent) < _LITTLE_SPACE:  # FAISS says that it failed, and not why
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
+            raise
     except RuntimeError as error:
         raise DatastoreError(f"FAISS cannot build {factory!r} over {segment.rows} rows: {error}") from error
 

@@ -100,6 +100,13 @@ def add(home: str, domain: str, ids: list[str], tokens: int, *, unchecked: bool 
             print(id, flush=True)
 
 
+def optimize_unchecked(home: str) -> None:
+    """Build indexes, as when something else fills the disk after the look at it."""
+    knnstore.space.MARGIN = -(1 << 60)
+    with knnstore.open(home, "a") as store:
+        store.optimize()
+
+
 def fill_and_add_points(folder: str, points: int) -> None:
     """Use Qdrant's engine without a store, on a disk that becomes full meanwhile."""
     with registry.load("qdrant").open(folder, dim=DIM) as opened:
@@ -149,6 +156,7 @@ STEPS: dict[str, Callable[..., None]] = {
     "add": add,
     "add_many": add_many,
     "erase": erase,
+    "optimize_unchecked": optimize_unchecked,
     "open_to_others": open_to_others,
     "fill_and_add_points": fill_and_add_points,
     "fill_and_remove": fill_and_remove,

@@ -181,6 +181,22 @@ def test_a_disk_of_any_size(engine, size, unchecked, disk, steps) -> None:
     assert acknowledged | set(IDS) <= set(steps.well("check", home, N).ids)
 
 
+@pytest.mark.parametrize("engine", ["faiss", "hnswlib"])
+def test_an_index_that_finds_no_room_names_the_disk(engine, disk, steps) -> None:
+    """FAISS says that writing failed, and not why; hnswlib says nothing."""
+    full = disk(24 << 20)
+    home = full.path / "home"
+    steps.well("create", home, engine)
+    steps.well("add", home, "x", ["a"], 20_000)
+    full.fill()
+    said = steps.refused("optimize_unchecked", home)
+    assert f"cannot write {home}" in said
+    assert "what was flushed is safe: free space" in said
+    assert steps.well("check", home, 20_000).ids == ["a"]
+    full.relieve()
+    steps.well("command", "optimize", "--home", home)
+
+
 def test_the_disk_refuses_and_not_the_kernel(disk, steps) -> None:
     """Qdrant's engine writes through maps: where that finds no space, the process ends by a signal."""
     full = disk(200 << 20)
