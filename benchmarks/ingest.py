@@ -25,7 +25,7 @@ import torch
 import knnstore
 from knnstore.datastore import tokens_of
 from knnstore.documents import TextDocument, read_documents
-from knnstore.lm.mixing import Component, Mixture, neighbor_weights
+from knnstore.lm.mixing import Contribution, Mixture, neighbor_weights
 from knnstore.store import EVERYTHING
 
 PARAMS: dict[str, dict[str, object]] = {
@@ -104,7 +104,7 @@ def main() -> None:
             searched = time.perf_counter()
             weights = neighbor_weights(torch.from_numpy(found.distances), 20.0)
             neighbors = torch.from_numpy(tokens_of(found.ids))
-            mixture = Mixture([Component(weights, torch.full((len(weights),), 0.5), neighbors)])
+            mixture = Mixture([Contribution(weights, torch.full((len(weights),), 0.5), neighbors)])
             mixture.gold(log_probs, torch.from_numpy(batch.gold))
             mixed = time.perf_counter()
             for name, seconds in zip(

@@ -18,10 +18,10 @@ from torch import Tensor
 from knnstore.datastore import tokens_of
 from knnstore.lm import KNNLMForCausalLM, NGramSettings
 from knnstore.lm.calibration.on_grid import GoldOnGrid
-from knnstore.lm.calibration.scored_text import ScoredNGrams, ScoredText, score_once
+from knnstore.lm.calibration.scored_text import ScoredText, score_once
 from knnstore.lm.calibration.searches import FurtherSearches
+from knnstore.lm.components import DocumentKeys, TargetContinuation
 from knnstore.lm.mixing import distinct_tokens
-from knnstore.lm.retrieval import Reading
 from knnstore.store import KNNStore, Selection
 
 if TYPE_CHECKING:
@@ -198,9 +198,11 @@ def load_scored(file: Path) -> ScoredText:
         metadata = opened.metadata()
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     keys, gold = tensors.pop("reading.keys"), tensors.pop("reading.gold")
-    reading = Reading(keys, gold, tensors["documents"], metadata["metric"])
+    reading = DocumentKeys(keys, gold, tensors["documents"], metadata["metric"])
     said = {
-        name: ScoredNGrams(int(metadata[name]), tensors.pop(f"{name}.probs"), tensors.pop(f"{name}.suffixes"))
+        name: TargetContinuation(
+            int(metadata[name]), tensors.pop(f"{name}.probs"), tensors.pop(f"{name}.suffixes")
+        )
         for name in _SAID
         if name in metadata
     }

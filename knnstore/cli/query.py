@@ -1,5 +1,6 @@
 """The options of commands that retrieve, and the settings they make: what was given, else what is saved."""
 
+import json
 import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -96,6 +97,15 @@ class Query:
         float | None,
         typer.Option(min=0, max=1, metavar="L", help="Weight of the n-grams."),
     ] = None
+    others: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--component",
+            metavar="NAME=JSON",
+            help="Settings of a component of another package, e.g. title='{\"lam\": 0.2}'; NAME=null leaves "
+            "it out. May be given several times.",
+        ),
+    ] = None
     pointers: Annotated[
         int | None,
         typer.Option(
@@ -157,7 +167,7 @@ class Query:
                 "or run knnstore calibrate"
             )
         cache, ngrams = self._cache(saved, settings), self._ngrams(saved, settings)
-        pointers = self._pointers(settings)
+        pointers, others = self._pointers(settings), self._others(settings)
         by_hand = self.cache_lambda is not None or self.ngram_lambda is not None  # not to count with a gate
         is_asked_for = {
             "cache": cache is not settings.cache,
@@ -168,6 +178,7 @@ class Query:
             settings,
             cache=cache,
             ngrams=ngrams,
+            others=others,
             gate=None if by_hand else settings.gate,
             pointers=pointers,
             scoring_only=tuple(name for name in settings.scoring_only if not is_asked_for.get(name)),
@@ -194,6 +205,20 @@ class Query:
         if self.ngram_lambda is not None:
             given["by_length"] = None
         return replace(saved.ngrams or NGramSettings(), **given)
+
+    def _others(self, settings: "KNNSettings") -> dict[str, Any]:
+        others = {**settings.others}
+        for given in self.others or ():
+            name, _, values = given.partition("=")
+            try:
+                others[name] = json.loads(values)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"--component {given}: what follows the = is not JSON: {error}") from error
+            if others[name] is None:
+                del others[name]
+            elif not isinstance(others[name], dict):
+                raise ConfigError(f"--component {given}: give an object of JSON, as in {name}='{{}}'")
+        return others
 
     def _pointers(self, settings: "KNNSettings") -> "PointerSettings | None":
         from knnstore.lm import PointerSettings

@@ -1,6 +1,7 @@
 """The language model: keys, windows, mixing, and a transformers model with a store."""
 
 from knnstore.lm.calibration import Calibration, Comparison, Probe, Probed, probe_keys
+from knnstore.lm.components import DistributionComponent
 from knnstore.lm.explanation import (
     DocumentEffect,
     Explanation,
@@ -30,9 +31,9 @@ from knnstore.lm.model import (
     ForwardPass,
     KeylessText,
     KNNLMForCausalLM,
+    TextStateLayer,
     create,
     following,
-    keep_keys,
     likelihoods,
     load,
     read_part,
@@ -80,6 +81,7 @@ from knnstore.lm.settings import (
     is_substitute_outdated,
     overridden,
     own_settings_for,
+    register_component,
     save_settings,
     saved_for,
     settings_for,
@@ -88,6 +90,7 @@ from knnstore.lm.settings import (
     trained_for,
     usable_settings_for,
 )
+from knnstore.lm.text_state import TextState
 
 __all__ = [
     "Added",
@@ -100,6 +103,7 @@ __all__ = [
     "Chosen",
     "Comparison",
     "Detokenizer",
+    "DistributionComponent",
     "DocumentEffect",
     "DocumentScore",
     "DomainWeights",
@@ -137,6 +141,8 @@ __all__ = [
     "Synced",
     "TextNeighbors",
     "TextReader",
+    "TextState",
+    "TextStateLayer",
     "TokenExplanation",
     "TokenPiece",
     "TokenTable",
@@ -151,7 +157,6 @@ __all__ = [
     "explain_in_turns",
     "explain_tokens", "following",
     "is_substitute_outdated",
-    "keep_keys",
     "likelihoods",
     "load",
     "load_model",
@@ -159,6 +164,7 @@ __all__ = [
     "own_settings_for",
     "probe_keys",
     "read_part",
+    "register_component",
     "register_mixer",
     "replacing",
     "save_settings",

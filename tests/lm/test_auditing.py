@@ -7,8 +7,8 @@ import pytest
 
 from knnstore.errors import InputError
 from knnstore.lm import CacheSettings, KNNSettings, NGramSettings
-from knnstore.lm.mixing.interpolation import Component
-from knnstore.lm.retrieval.cache import ReadText
+from knnstore.lm.components import Recent, RecentText
+from knnstore.lm.mixing.interpolation import Contribution
 from knnstore.lm.scoring import held_out
 from tests.lm.phrases import documents, phrases
 
@@ -47,13 +47,15 @@ def test_stored_text_is_named(lm):
 
 
 def test_a_cache_that_has_read_the_token_itself_is_found(lm, monkeypatch):
-    follow = ReadText.follow
+    look_up = RecentText.look_up
 
-    def with_itself(self, keys, gold, *rest):
-        recent = follow(self, keys, gold, *rest)
+    def with_itself(self, *given):
+        recent = look_up(self, *given)
+        if isinstance(recent, Recent):
+            return recent
         return recent._replace(counts=recent.counts + 1, probs=(1 + recent.probs) / 2)
 
-    monkeypatch.setattr(ReadText, "follow", with_itself)
+    monkeypatch.setattr(RecentText, "look_up", with_itself)
     assert failed(lm) >= {"scored as among all tokens", "no token saw itself or a later one"}
 
 
@@ -70,12 +72,12 @@ def test_a_little_on_every_token_is_found(lm, monkeypatch):
 
 
 def test_a_token_that_is_told_of_the_next_is_found(lm, monkeypatch):
-    mix = Component.probs
+    mix = Contribution.probs
 
     def ahead(self, gold):
         return (mix(self, gold) + 0.2 * (gold.roll(-1) % 2)).clamp(max=1.0)
 
-    monkeypatch.setattr(Component, "probs", ahead)
+    monkeypatch.setattr(Contribution, "probs", ahead)
     assert "no token saw itself or a later one" in failed(lm)
 
 

@@ -15,6 +15,7 @@ from knnstore.errors import InputError, ReadOnlyError
 from knnstore.lm import (
     CalibrationRecord,
     KNNSettings,
+    TextState,
     TokenTable,
     default_settings,
     likelihoods,
@@ -208,7 +209,9 @@ def test_merged_duplicates_predict_as_each_of_them_did(make_lm):
         on_grid = [between_points(one, evidence.temperatures, 8.0) for one in gridded]
         with torch.no_grad():
             ppl, logits = lm.evaluate(HELD_OUT[:4], knn).knn_ppl, lm(ids, knn=knn).logits
-        (given,) = likelihoods(lm, [read_part(lm, ids, DynamicCache(), knn)], [ids[0].roll(-1)], knn, 1)
+        (given,) = likelihoods(
+            lm, [read_part(lm, ids, DynamicCache(), TextState(), knn)], [ids[0].roll(-1)], knn, 1
+        )
         return ppl, logits, mixed, given.gold, *on_grid
 
     before = measured()

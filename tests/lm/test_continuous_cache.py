@@ -14,8 +14,9 @@ from knnstore.errors import ConfigError
 from knnstore.lm import FixedLambda, KNNLMForCausalLM, TokenTable
 from knnstore.lm.calibration.fits.cache import fit_cache, gather_cache_evidence
 from knnstore.lm.calibration.scored_text import ScoredText
+from knnstore.lm.components import DocumentKeys
+from knnstore.lm.components.recent import look_back
 from knnstore.lm.explanation.explained import THIS_TEXT
-from knnstore.lm.retrieval.cache import Reading, look_back
 from knnstore.lm.scoring import evaluate
 from knnstore.lm.settings import CacheSettings, KNNSettings, ReadingParts
 from tests.lm.phrases import words
@@ -152,10 +153,7 @@ def test_generation_scores_each_step_as_the_whole_text_does(knn_gpt2):
 
 
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"do_sample": True}, {"prompt_lookup_num_tokens": 3}])
-@pytest.mark.parametrize("forgetful", [False, True])
-def test_beams_samples_and_guesses_are_those_of_generation_without_kept_state(
-    knn_gpt2, options, forgetful, monkeypatch
-):
+def test_beams_samples_and_guesses_are_those_of_generation_without_kept_state(knn_gpt2, options):
     rows = slice(1, 2) if "prompt_lookup_num_tokens" in options else slice(None)  # for one text only
 
     def generate(**options):
@@ -169,8 +167,6 @@ def test_beams_samples_and_guesses_are_those_of_generation_without_kept_state(
             **options,
         )
 
-    if forgetful:  # what was forgotten is computed again
-        monkeypatch.setattr(knn_gpt2._mixer._text_keys._states, "get", lambda names: [None] * len(names))
     found = generate(**options)
     without = {name: value for name, value in options.items() if name != "prompt_lookup_num_tokens"}
     assert torch.equal(found, generate(use_cache=False, **without))
@@ -178,10 +174,9 @@ def test_beams_samples_and_guesses_are_those_of_generation_without_kept_state(
 
 def test_what_the_cache_cannot_know_is_said(knn_gpt2):
     with torch.no_grad():
-        past = knn_gpt2(IDS[1:, :4]).past_key_values
-        with pytest.raises(ConfigError, match="sequence_ids"):
-            knn_gpt2(IDS[1:, 4:], past_key_values=past)
-        step = knn_gpt2(IDS[1:, 4:], past_key_values=past, sequence_ids=IDS[1:]).logits
+        with pytest.raises(ConfigError, match="has not read"):
+            knn_gpt2(IDS[1:, 4:], past_key_values=knn_gpt2.base(IDS[1:, :4]).past_key_values)
+        step = knn_gpt2(IDS[1:, 4:], past_key_values=knn_gpt2(IDS[1:, :4]).past_key_values).logits
         torch.testing.assert_close(step, knn_gpt2(IDS[1:]).logits[:, 4:], atol=1e-4, rtol=1e-4)
         with pytest.raises(ConfigError, match="input_ids"):
             knn_gpt2(inputs_embeds=knn_gpt2.get_input_embeddings()(IDS[1:]))
@@ -204,8 +199,8 @@ def test_documents_longer_than_the_window_match_an_oracle_that_has_all_keys(lm, 
         compared.append(found.tokens.numel())
         return found
 
-    monkeypatch.setattr("knnstore.lm.retrieval.cache.look_back", spied)
-    monkeypatch.setattr("knnstore.lm.retrieval.cache._BLOCK_ROWS", weighed_at_once)
+    monkeypatch.setattr("knnstore.lm.components.recent.look_back", spied)
+    monkeypatch.setattr("knnstore.lm.components.recent._BLOCK_ROWS", weighed_at_once)
     rng = np.random.default_rng(1)
     texts = [words(rng, size, 4, 9) for size in (50, 7, 64, 1, 30)]
     cache = CacheSettings(size=20, temperature=15.0, lam=0.3)
@@ -261,7 +256,7 @@ def test_sources_in_the_text_itself_are_named(lm):
 
 @pytest.mark.parametrize(("length", "sizes"), [(90, 1), (102, 2), (1601, 3), (1602, 4)])
 def test_no_reach_is_tried_that_no_document_has_use_for(length, sizes):
-    reading = Reading(
+    reading = DocumentKeys(
         torch.zeros(length, 1), torch.arange(length), torch.zeros(length, dtype=torch.long), "l2"
     )
     assert gather_cache_evidence(reading).sizes == (100, 400, 1600, 6400)[:sizes]
@@ -274,7 +269,7 @@ def test_the_fit_finds_how_a_text_repeats_itself():
     gold = torch.from_numpy(np.concatenate(documents))
     codes = rng.normal(size=(50, 8)).astype(np.float32)
     before = np.concatenate([np.roll(document, 1) for document in documents])
-    reading = Reading(
+    reading = DocumentKeys(
         torch.from_numpy(codes[before] + rng.normal(0, 0.02, (len(gold), 8)).astype(np.float32)),
         gold,
         torch.arange(4).repeat_interleave(300),

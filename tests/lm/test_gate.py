@@ -15,6 +15,7 @@ from knnstore.lm.calibration.judging import in_halves
 from knnstore.lm.calibration.savings import judge_savings
 from knnstore.lm.calibration.scored_text import ScoredText, score_once
 from knnstore.lm.calibration.trying import Trial
+from knnstore.lm.components import DocumentKeys
 from knnstore.lm.mixing import (
     GateLambda,
     Retrieved,
@@ -25,7 +26,6 @@ from knnstore.lm.mixing import (
     skip_features,
 )
 from knnstore.lm.mixing.network import Network
-from knnstore.lm.retrieval import Reading
 from knnstore.lm.settings import settings_for, settings_from_dict, settings_to_dict, weights_for, weights_of
 from knnstore.store import EVERYTHING, KNNStore, SavedSettings
 from tests.lm.phrases import documents, phrases, words
@@ -48,7 +48,7 @@ def synthetic(n: int, seed: int) -> tuple[ScoredText, torch.Tensor]:
         noise(rng.random((n, K)).astype(np.float32)).sort(1).values,
         right[:, None].repeat(1, K),
         documents,
-        reading=Reading(keys, torch.zeros(n, dtype=torch.long), documents, "l2"),
+        reading=DocumentKeys(keys, torch.zeros(n, dtype=torch.long), documents, "l2"),
         lm_entropy=noise(rng.random(n).astype(np.float32)),
         distinct=torch.ones((n, 4), dtype=torch.int16),
         fitted_for={},

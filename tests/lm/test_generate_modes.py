@@ -26,7 +26,7 @@ NEW = 4
 
 @pytest.fixture(scope="module")
 def single(make_lm):
-    return make_lm({"d": STORED}, max_length=64, stride=32)
+    return make_lm({"d": STORED}, max_length=64, stride=32, states=1)
 
 
 @pytest.fixture(scope="module")
@@ -119,24 +119,44 @@ def test_beams_with_a_kept_cache(lm, knn, prompt) -> None:
 
 
 @pytest.mark.parametrize("size", [None, 3])
-def test_new_tokens_alone_are_right_or_refused(lm, knn, prompt, size) -> None:
-    """Keys of one state need no other token; everything else is told how to call."""
+def test_new_tokens_alone(lm, knn, prompt, size) -> None:
     given = {
         "inputs": prompt[:, 11:], "attention_mask": torch.ones_like(prompt), "prefill_chunk_size": size,
         "past_key_values": cache_of(lm, prompt, 11),
     }  # fmt: skip
-    if knn is KEYS and not lm.encoder.joining.discounts:
+    check_steps(lm, knn, prompt.tolist(), **given)
+
+
+@pytest.mark.parametrize("size", [None, 3])
+def test_new_tokens_alone_with_a_cache_of_the_bare_model(lm, knn, prompt, size) -> None:
+    """Keys of one state need no other token; everything else is told how to call."""
+    given = {
+        "inputs": prompt[:, 11:], "attention_mask": torch.ones_like(prompt), "prefill_chunk_size": size,
+        "past_key_values": cache_of(lm, prompt, 11, model=lm.base),
+    }  # fmt: skip
+    if not lm.needs_text(knn):
         check_steps(lm, knn, prompt.tolist(), **given)
         return
-    with pytest.raises(ConfigError, match=r"holds 11 tokens .* give the ids of the whole text as input_ids"):
+    with pytest.raises(ConfigError, match=r"holds 11 tokens .* give the whole text as input_ids"):
         check_steps(lm, knn, prompt.tolist(), **given)
 
 
-def test_pointers_with_new_tokens_alone_are_refused(single, prompt) -> None:
+def test_pointers_go_on_from_a_kept_cache(single, prompt) -> None:
+    """In as many calls as one likes the same records are pointed at as in one."""
     knn = replace(KEYS, pointers=PointerSettings(4))
-    given = {"attention_mask": torch.ones_like(prompt), "past_key_values": cache_of(single, prompt, 11)}
-    with pytest.raises(ConfigError, match="the whole text"):
-        single.generate(prompt[:, 11:], knn=knn, max_new_tokens=2, pad_token_id=2, **given)
+    options = {"knn": knn, "do_sample": False, "pad_token_id": 2, "return_dict_in_generate": True}
+    expected = single.generate(prompt, max_new_tokens=6, output_logits=True, **options)
+    first = single.generate(prompt, max_new_tokens=3, **options)
+    second = single.generate(
+        first.sequences,
+        past_key_values=first.past_key_values,
+        max_new_tokens=3,
+        output_logits=True,
+        **options,
+    )  # fmt: skip
+    torch.testing.assert_close(
+        torch.stack(second.logits), torch.stack(expected.logits[3:]), atol=2e-4, rtol=1e-3
+    )
 
 
 def test_a_cache_that_leaves_nothing_to_read_is_refused(lm, knn, prompt) -> None:
@@ -163,26 +183,26 @@ def test_embeddings_with_their_tokens(lm, knn, prompt) -> None:
 
 def test_embeddings_alone_are_right_or_refused(lm, knn, prompt) -> None:
     given = {"inputs_embeds": lm.get_input_embeddings()(prompt).detach()}
-    if knn is KEYS and not lm.encoder.joining.discounts:
+    if not knn.needs_text:
         check_steps(lm, knn, prompt.tolist(), **given)
         return
     with pytest.raises(ConfigError, match="input_ids"):
         check_steps(lm, knn, prompt.tolist(), **given)
 
 
-def test_forward_in_pieces_is_right_or_refused(lm, knn, prompt) -> None:
+def test_forward_in_pieces(lm, knn, prompt) -> None:
     with torch.no_grad():
         whole = lm(prompt, knn=knn, use_cache=False).logits
         cache = DynamicCache(config=lm.config)
-        first = lm(prompt[:, :7], knn=knn, past_key_values=cache, use_cache=True).logits
-        rest = {"past_key_values": cache, "use_cache": True, "knn": knn}
-        if lm.encoder.joining.discounts or knn.needs_text:
-            with pytest.raises(ConfigError, match="give sequence_ids"):
-                lm(prompt[:, 7:], **rest)
-            with pytest.raises(ConfigError, match=r"give all tokens of the texts, shape \(1, 20\)"):
-                lm(prompt[:, 7:], sequence_ids=prompt[:, 7:], **rest)
-        second = lm(prompt[:, 7:], sequence_ids=prompt, **rest).logits
-    torch.testing.assert_close(torch.cat([first, second], 1), whole, atol=2e-4, rtol=1e-3)
+        given = {"past_key_values": cache, "use_cache": True, "knn": knn}
+        parts = [lm(part, **given).logits for part in (prompt[:, :7], prompt[:, 7:8], prompt[:, 8:])]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=2e-4, rtol=1e-3)
+
+
+def test_a_cache_of_other_rows_is_refused(joined, prompt) -> None:
+    cache = cache_of(joined, prompt, 7)
+    with torch.no_grad(), pytest.raises(ConfigError, match="1 texts and this pass 2"):
+        joined(prompt[:, 7:].repeat(2, 1), past_key_values=cache)
 
 
 def test_several_texts_in_one_row_are_right_or_refused(lm, knn, prompt) -> None:

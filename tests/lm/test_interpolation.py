@@ -9,14 +9,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from knnstore.lm.mixing import Component, Mixture, neighbor_weights
+from knnstore.lm.mixing import Contribution, Mixture, neighbor_weights
 
 MISSING_TOKEN = 2**20 - 1  # the token of id -1
 
 
 def mixture(distances, temperature, tokens, lam) -> Mixture:
     lambdas = torch.as_tensor(lam).expand(len(distances))
-    return Mixture([Component(neighbor_weights(distances, temperature), lambdas, tokens)])
+    return Mixture([Contribution(neighbor_weights(distances, temperature), lambdas, tokens)])
 
 
 def oracle(lm, distances, tokens, temperature, lam):
@@ -157,9 +157,9 @@ def test_a_weight_counts_for_as_many_copies_at_any_temperature(case, copies, tem
     once, ids = torch.from_numpy(distances), torch.from_numpy(tokens)
     lam, repeats = torch.ones(len(ids)), torch.from_numpy(counts)
     weights = neighbor_weights(once, temperature, repeats.log().expand_as(once))
-    merged = Component(weights, lam, ids)
+    merged = Contribution(weights, lam, ids)
     apart = [column.repeat_interleave(repeats, 1) for column in (once, ids)]
-    unmerged = Component(neighbor_weights(apart[0], temperature), lam, apart[1])
+    unmerged = Contribution(neighbor_weights(apart[0], temperature), lam, apart[1])
     for gold in range(7):
         wanted = torch.full((len(ids),), gold)
         torch.testing.assert_close(merged.probs(wanted), unmerged.probs(wanted), rtol=1e-4, atol=1e-6)
@@ -169,7 +169,7 @@ def test_weights_that_sum_to_more_than_one_by_rounding_leave_nothing_to_the_mode
     lams = torch.rand((4, 4096), generator=torch.Generator().manual_seed(0))
     lams[0] = 1.0
     tokens = torch.arange(4)[None].expand(4096, -1)
-    found = Mixture([Component(torch.full((4096, 4), 0.25), lam, tokens) for lam in lams])
+    found = Mixture([Contribution(torch.full((4096, 4), 0.25), lam, tokens) for lam in lams])
     model = torch.full((4096, 5), 0.2).log()
     expected = torch.tensor([0.25] * 4 + [0.0]).expand(4096, -1)
     torch.testing.assert_close(found.distribution(model).exp(), expected, atol=1e-6, rtol=0)

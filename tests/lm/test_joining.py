@@ -137,18 +137,12 @@ def test_generation_scores_each_step_as_the_whole_text_does(knn_model, knn):
     torch.testing.assert_close(torch.stack(out.logits, 1), whole, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("forgetful", [False, True])
-def test_states_follow_the_beams(knn_gpt2, forgetful, monkeypatch):
-    read = []
-    read_again = knn_gpt2.encoder.key_states
-    monkeypatch.setattr(knn_gpt2.encoder, "key_states", lambda ids: read.append(ids) or read_again(ids))
-    if forgetful:  # what was forgotten is computed again
-        monkeypatch.setattr(knn_gpt2._text_states._states, "get", lambda names: [None] * len(names))
+def test_states_follow_the_beams(knn_gpt2, monkeypatch):
+    monkeypatch.setattr(knn_gpt2.encoder, "key_states", lambda _: pytest.fail("a text was read again"))
     found = knn_gpt2.generate(
         IDS, attention_mask=MASK, max_new_tokens=9, min_new_tokens=9, pad_token_id=2, num_beams=4,
         num_return_sequences=4, length_penalty=0.0, output_scores=True, return_dict_in_generate=True,
     )  # fmt: skip
-    assert bool(read) == forgetful
     parents = found.beam_indices[:, 1:9] % 4
     assert (parents != parents[:, :1]).any(), "no beam changed its row"
     mask = torch.cat([MASK.repeat_interleave(4, 0), torch.ones(12, 9, dtype=torch.long)], 1)
@@ -188,14 +182,13 @@ def test_padding_anywhere_is_no_state(knn_gpt2):
 @pytest.mark.parametrize("split", [2, 4, 5])
 def test_a_prompt_read_in_parts_has_the_keys_of_the_whole(knn_gpt2, split, monkeypatch):
     """Some rows begin in the first part, others in the second, one with a single token behind it."""
-    monkeypatch.setattr(knn_gpt2.encoder, "key_states", lambda _: pytest.fail("states were forgotten"))
-    texts, given = torch.where(MASK.bool(), IDS, -1), padded(IDS, MASK)
+    monkeypatch.setattr(knn_gpt2.encoder, "key_states", lambda _: pytest.fail("a text was read again"))
+    given = padded(IDS, MASK)
     with torch.no_grad():
         whole, found, past = knn_gpt2(**given).logits, [], None
         for part in (slice(0, split), slice(split, 6)):
             output = knn_gpt2(
-                IDS[:, part], MASK[:, : part.stop], given["position_ids"][:, part], past,
-                sequence_ids=texts[:, : part.stop], use_cache=True,
+                IDS[:, part], MASK[:, : part.stop], given["position_ids"][:, part], past, use_cache=True,
             )  # fmt: skip
             past = output.past_key_values
             found.append(output.logits)
@@ -205,12 +198,14 @@ def test_a_prompt_read_in_parts_has_the_keys_of_the_whole(knn_gpt2, split, monke
 def test_what_came_before_must_be_known(knn_gpt2):
     with torch.no_grad():
         whole = knn_gpt2(IDS[2:]).logits
+        others = knn_gpt2.base(IDS[2:, :4]).past_key_values
+        with pytest.raises(ConfigError, match="4 tokens that the model with a store has not read"):
+            knn_gpt2(IDS[2:, 4:], past_key_values=others)
+        knn_gpt2(IDS[2:, 4:], past_key_values=others, knn=KNNSettings(lam=0.0))  # needs no key
         past = knn_gpt2(IDS[2:, :4]).past_key_values
-        with pytest.raises(ConfigError, match="sequence_ids"):
-            knn_gpt2(IDS[2:, 4:], past_key_values=past)
-        alone = knn_gpt2(IDS[2:, 4:], past_key_values=past, knn=KNNSettings(lam=0.0))  # needs no key
-        alone.past_key_values.crop(-2)
-        step = knn_gpt2(IDS[2:, 4:], past_key_values=past, sequence_ids=IDS[2:]).logits
+        knn_gpt2(IDS[2:, 4:], past_key_values=past, knn=KNNSettings(lam=0.0))
+        past.crop(-2)
+        step = knn_gpt2(IDS[2:, 4:], past_key_values=past).logits
         torch.testing.assert_close(step, whole[:, 4:], atol=1e-4, rtol=1e-4)
         embeds = knn_gpt2.get_input_embeddings()(IDS)
         inputs = padded(IDS, MASK)

@@ -12,10 +12,10 @@ from knnstore.lm import DomainWeights, JointGate, KNNSettings, NGramSettings, To
 from knnstore.lm.calibration.evidence import gather_evidence
 from knnstore.lm.calibration.fits import fit_fixed, fit_joint, fit_together, gather_cache_evidence, joint
 from knnstore.lm.calibration.scored_text import score_once
-from knnstore.lm.mixing import Component, FixedLambda, fit_network, shares_of
+from knnstore.lm.components import experts_of, factors_in_use, mixture
+from knnstore.lm.mixing import Contribution, FixedLambda, fit_network, shares_of
 from knnstore.lm.mixing.network import Network
-from knnstore.lm.retrieval import Drafts, experts_of, factors_in_use
-from knnstore.lm.retrieval.components import mixture
+from knnstore.lm.retrieval import Drafts
 from knnstore.lm.settings import CacheSettings, CalibrationRecord, settings_for
 from knnstore.store import EVERYTHING, KNNStore
 from tests.lm.phrases import documents, phrases
@@ -64,7 +64,7 @@ def definition(scored, settings) -> np.ndarray:
     network = Network.of(gate.weights)
     logits = network(features.where(features.isfinite(), network.mean)).double().numpy()
     near, hits = retrieved.distances.double().numpy(), retrieved.hits.numpy()
-    recent = retrieved.recent.distances.double().numpy() if settings.cache else None
+    recent = retrieved.found["cache"].distances.double().numpy() if settings.cache else None
     probs, there = [scored.lm_log_probs.double().exp().numpy()], [np.ones(len(gold), bool)]
     for factor in FACTORS:
         weights = np.exp((near[:, :1] - near) / (4.0 * factor))
@@ -80,7 +80,7 @@ def definition(scored, settings) -> np.ndarray:
         found = np.isfinite(recent)
         weights = np.exp((recent.min(1, where=found, initial=1e9)[:, None] - recent) / (8.0 * factor)) * found
         probs.append(
-            (weights * (retrieved.recent.tokens == gold[:, None]).numpy()).sum(1)
+            (weights * (retrieved.found["cache"].tokens == gold[:, None]).numpy()).sum(1)
             / np.maximum(weights.sum(1), 1e-300)
         )
         there.append(found.any(1))
@@ -268,19 +268,19 @@ def test_another_component_is_a_module_and_a_line(lm, scored, gated, monkeypatch
     class Always:
         name, factors, width = "always", (1.0,), 1
 
-        def in_use(self, settings):
+        def is_used(self, settings):
             return True
 
-        def component(self, settings, retrieved, factor=1.0):
+        def contribute(self, settings, retrieved, factor=1.0):
             like = retrieved.lm_max
             weights, lam = torch.ones(len(like), 1), torch.full((len(like),), 0.5)
-            return Component(weights, lam, torch.full((len(like), 1), 7), name="always")
+            return Contribution(weights, lam, torch.full((len(like), 1), 7), name="always")
 
         def features(self, retrieved, unit):
             return torch.ones(len(retrieved.lm_max), 1)
 
     before = scored.log_probs(gated).log_probs
-    monkeypatch.setattr(mixture, "_PARTS", (*mixture._PARTS, Always()))
+    monkeypatch.setattr(mixture, "_BUILT_IN", (*mixture._BUILT_IN, Always()))
     hit = (scored.reading.gold == 7).float()
     mixed = scored.log_probs(gated).log_probs.exp()  # the gate does not know it: its own weight counts
     torch.testing.assert_close(mixed, 0.5 * hit + 0.5 * before.exp(), atol=1e-6, rtol=1e-5)

@@ -13,10 +13,10 @@ from knnstore.lm.calibration.fits import fit_cache, fit_fixed, gather_cache_evid
 from knnstore.lm.calibration.fits.gate import fit_skipping, known_before
 from knnstore.lm.calibration.judging import in_halves
 from knnstore.lm.calibration.savings import judge_savings, unsearched
-from knnstore.lm.calibration.scored_text import ScoredNGrams, ScoredSubstitute, ScoredText
+from knnstore.lm.calibration.scored_text import ScoredSubstitute, ScoredText
 from knnstore.lm.calibration.trying import Trial
+from knnstore.lm.components import DocumentKeys, TargetContinuation
 from knnstore.lm.mixing import FixedLambda, distinct_tokens
-from knnstore.lm.retrieval import Reading
 from knnstore.lm.settings import CacheSettings, KNNSettings, Substitute
 from knnstore.store import Lineage
 
@@ -34,7 +34,7 @@ def scored() -> ScoredText:
 
     documents = torch.arange(TOKENS) // (TOKENS // DOCUMENTS)
     distances = torch.from_numpy(np.sort(rng.exponential(9, (TOKENS, K)).astype(np.float32)) + 1)
-    reading = Reading(
+    reading = DocumentKeys(
         torch.from_numpy(rng.standard_normal((TOKENS, 6)).astype(np.float32)),
         torch.from_numpy(rng.integers(0, 5, TOKENS)), documents, "l2",
     )  # fmt: skip
@@ -50,7 +50,7 @@ def scored() -> ScoredText:
         distinct=distinct_tokens(torch.from_numpy(rng.integers(0, 5, (TOKENS, K))), distances),
         fitted_for={},
         substitute=ScoredSubstitute(substitute, torch.from_numpy(known(0.2)).log()),
-        ngrams=ScoredNGrams(
+        ngrams=TargetContinuation(
             4, torch.from_numpy(known(0.2)), torch.from_numpy(rng.integers(0, 4, (TOKENS, 3)))
         ),
     )

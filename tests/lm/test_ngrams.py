@@ -22,11 +22,13 @@ from knnstore.lm import (
 from knnstore.lm.calibration.evidence import gather_evidence
 from knnstore.lm.calibration.fits import fit_fixed, fit_ngrams, fit_with_ngrams
 from knnstore.lm.calibration.scored_text import score_once
-from knnstore.lm.retrieval import WrittenNGrams, WrittenTexts
+from knnstore.lm.components import Form, NGrams
+from knnstore.lm.contexts import Contexts
 from knnstore.lm.settings import CacheSettings, ReadingParts
 from knnstore.store import EVERYTHING, Selection
 from tests.kneser_ney import KneserNey
 from tests.lm.phrases import documents, phrases, words
+from tests.lm.written import batch_of
 
 V = 101
 NGRAMS = NGramSettings(order=4, lam=0.4)
@@ -112,9 +114,8 @@ def test_in_an_empty_store_the_model_is_alone(make_lm):
 
 def test_without_a_prefix_every_text_is_the_beginning_of_a_document(lm):
     def after(ids, prefix):
-        written = WrittenTexts.of(torch.tensor([ids]), 1, prefix)
-        said = WrittenNGrams.of(lm.store, ALONE, written, torch.tensor([0]))
-        found = said.rows(slice(0, 1), V, torch.device("cpu"))
+        contexts = Contexts.of_pass(batch_of(torch.tensor([ids]), 1), prefix, torch.tensor([0]))
+        found = NGrams().look_up(lm.store, ALONE, contexts, Form.DISTRIBUTION, V)
         rows = found.rest[:, None] * found.unigrams
         return rows.scatter_add_(1, found.tokens, found.weights)
 

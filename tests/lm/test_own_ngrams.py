@@ -13,11 +13,13 @@ from knnstore.documents import TextDocument
 from knnstore.lm import TokenTable, save_settings
 from knnstore.lm.calibration.fits import fit_cache, fit_ngrams, gather_cache_evidence
 from knnstore.lm.calibration.scored_text import score_once
+from knnstore.lm.components import Form, OwnNGrams
+from knnstore.lm.contexts import Contexts
 from knnstore.lm.explanation.explained import THIS_TEXT
-from knnstore.lm.retrieval import ReadOwnNGrams, WrittenOwnNGrams, WrittenTexts
 from knnstore.lm.settings import CacheSettings, KNNSettings, NGramSettings, settings_for, settings_from_dict
 from knnstore.store import EVERYTHING
 from tests.lm.phrases import words
+from tests.lm.written import batch_of
 
 DISCOUNT = 0.6
 NGRAMS = NGramSettings(4, 0.3, (0.9, 0.2, 0.4, 0.6))
@@ -46,12 +48,15 @@ def definition(before: list[int], order: int) -> tuple[dict[int, float], tuple[i
 
 @given(texts=TEXTS, order=st.integers(2, 6))
 def test_scored_text_has_the_probabilities_of_the_definition(texts, order) -> None:
-    read = ReadOwnNGrams([np.array(text, np.uint32) for text in texts], order)
+    whole = Contexts.of_documents([np.array(text, np.uint32) for text in texts])
+    settings = KNNSettings(lam=0.0, cache=CacheSettings(ngrams=NGramSettings(order)))
     every = np.arange(len(texts[0]) if texts else 0)
     if len(every):
-        found, best = (read.occurrences(every, most) for most in (len(every), 2))
+        first = whole.at_positions(np.zeros_like(every), every)
+        found, best = (OwnNGrams().occurrences(settings, first, most) for most in (len(every), 2))
     for number, text in enumerate(texts):
-        probs, suffixes = read.gold(np.full(len(text), number), np.arange(len(text)))
+        at = whole.at_positions(np.full(len(text), number), np.arange(len(text)))
+        _, probs, suffixes = OwnNGrams().target(at, order)
         for at, token in enumerate(text):
             expected, suffix = definition(text[:at], order)
             assert tuple(suffixes[at].tolist()) == suffix
@@ -78,8 +83,8 @@ def test_written_text_has_the_distributions_of_the_definition(texts, order, new,
     ids, new = torch.tensor([[-1] * (width - len(row)) + row for row in rows]), min(new, width)
     settings = KNNSettings(lam=0.0, cache=CacheSettings(ngrams=NGramSettings(order)))
     kept = torch.randperm(len(rows) * new)
-    found = WrittenOwnNGrams.of(settings, WrittenTexts.of(ids, new, prefix), kept)
-    said = found.rows(slice(None), torch.device("cpu"))
+    contexts = Contexts.of_pass(batch_of(ids, new), prefix, kept)
+    said = OwnNGrams().look_up(None, settings, contexts, Form.DISTRIBUTION, 10)
     for at, position in enumerate(kept.tolist()):
         row, column = divmod(position, new)
         text = ids[row, : width - new + column + 1].tolist()

@@ -2,16 +2,24 @@
 
 import random
 
+import numpy as np
 import torch
 
+from knnstore.lm import TextState
 from knnstore.server.engine.memory import Memory
-from knnstore.server.engine.prompts import PADDING, layers_of
+from knnstore.server.engine.prompts import layers_of
 
 HEADS, WIDTH, LAYERS = 2, 3, 2
 
 
+def text_of(tokens: list[int]) -> TextState:
+    text = TextState()
+    text.append(np.array(tokens), torch.zeros(len(tokens), 1), None)
+    return text
+
+
 def test_rows_come_and_go_and_each_keeps_its_own():
-    drawn, memory = random.Random(0), Memory(torch.device("cpu"))
+    drawn, memory = random.Random(0), Memory()
     rows: list[tuple[list[int], torch.Tensor]] = []  # tokens; shape (layers, 2, heads, t, width)
 
     def values(count: int) -> torch.Tensor:
@@ -28,18 +36,25 @@ def test_rows_come_and_go_and_each_keeps_its_own():
             tokens = [drawn.randrange(100) for _ in range(drawn.choice([1, 7, 90]))]
             rows.append((tokens, values(len(tokens))))
             layers = [(keys[None], others[None]) for keys, others in rows[-1][1].unbind(0)]
-            memory.join(tokens, layers)
+            memory.join(layers, text_of(tokens))
         count = drawn.choice([1, 1, 3, 17])
         new = [[drawn.randrange(100) for _ in range(count)] for _ in rows]
-        texts, cache = memory.step(new)
+        cache = memory.step(count)
+        texts = cache.layers[-1].texts
         width, steps = count + max(len(tokens) for tokens, _ in rows), [values(count) for _ in rows]
         assert cache.get_seq_length() == width - count
         for layer in range(LAYERS):  # a step that is tried again writes the same columns
             cache.update(*torch.stack([of_row[layer] for of_row in steps], 1), layer)
+        for text, tokens in zip(texts, new, strict=True):
+            text.append(np.array(tokens), torch.zeros(count, 1), None)
+        if drawn.random() < 0.3:
+            memory.step(count)
+            for text, tokens in zip(texts, new, strict=True):
+                text.append(np.array(tokens), torch.zeros(count, 1), None)
         kept = drawn.randint(0, count)  # none is an error
         for at, (tokens, known) in enumerate(rows):
             padding = width - len(tokens) - count
-            assert texts[at].tolist() == [PADDING] * padding + tokens + new[at]
+            assert texts[at].tokens(0, texts[at].length).tolist() == tokens + new[at]
             before = known.new_zeros(LAYERS, 2, HEADS, padding, WIDTH)
             whole = torch.cat([before, known, steps[at]], 3)
             for layer, (keys, others) in enumerate(whole):

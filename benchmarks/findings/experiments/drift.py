@@ -11,8 +11,8 @@ from lab import Lab
 from torch import Tensor
 
 from knnstore.lm import Interval, KNNSettings
+from knnstore.lm.components import mixture_of
 from knnstore.lm.reading import Batch
-from knnstore.lm.retrieval import mixture_of
 from knnstore.lm.scoring.held_out import read_batch, search_for
 
 TITLE = "In free generation retrieval becomes less certain the longer the text"

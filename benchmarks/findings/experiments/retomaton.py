@@ -10,7 +10,8 @@ from torch import Tensor
 
 from knnstore.datastore import Neighbors
 from knnstore.lm import KNNSettings, PointerSettings
-from knnstore.lm.retrieval import mixture_of, retrieve_in_step
+from knnstore.lm.components import mixture_of
+from knnstore.lm.retrieval import retrieve_in_step
 from knnstore.lm.scoring import score_held_out
 from knnstore.lm.scoring.scores import TokenScores, together
 from knnstore.store import Selection

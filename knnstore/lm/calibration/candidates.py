@@ -71,7 +71,8 @@ class Comparison:
     candidates: tuple[Candidate, ...]
     """Where there are keys a fixed λ with each k, then the other mixers, then a substitute without the store,
     and below the best of some of these; then n-grams without the keys, and on top of the best of these; then
-    a continuous cache without the store, and on top of the best of all; then one gate over all of them."""
+    a continuous cache without the store, and on top of the best of all; then the same for each component of
+    another package; then one gate over all of them."""
     current: Candidate | None
     """The settings in force until now, with at most the k of the pass if theirs was not searched; nothing
     was fitted here. None where there are none, or none that can be judged."""
@@ -143,6 +144,7 @@ def compare(
     candidates += trial.with_substitute(candidates, evidence, again)
     candidates += trial.with_ngrams(candidates, evidence, again)
     candidates += trial.with_cache(candidates)
+    candidates += trial.with_others(candidates)
     if networks:
         candidates += trial.with_gate(candidates, evidence, fit_fixed)
     before = None

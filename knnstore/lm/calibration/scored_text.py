@@ -3,17 +3,26 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from knnstore.documents import TextDocument
 from knnstore.lm.calibration.on_grid import CHUNK_VALUES, GoldOnGrid
+from knnstore.lm.components import (
+    DocumentKeys,
+    Found,
+    NGrams,
+    OwnNGrams,
+    RecentText,
+    TargetContinuation,
+    mixture_of,
+)
+from knnstore.lm.contexts import Contexts
 from knnstore.lm.keys import described
 from knnstore.lm.mixing import (
     DISTINCT_AMONG,
-    Continuation,
     FixedLambda,
     NearnessLambda,
     Retrieved,
@@ -22,9 +31,8 @@ from knnstore.lm.mixing import (
     powers_up_to,
 )
 from knnstore.lm.reading import TextReader
-from knnstore.lm.retrieval import Reading, ReadOwnNGrams, mixture_of
 from knnstore.lm.scoring import score_held_out
-from knnstore.lm.settings import KNNSettings, NGramSettings, Substitute
+from knnstore.lm.settings import KNNSettings, NGramSettings, Substitute, other_components
 from knnstore.progress import Progress
 from knnstore.store import Reader, Selection
 
@@ -51,31 +59,6 @@ class ScoredSubstitute(NamedTuple):
     """log p_sub of each token, float32, shape (n,)."""
 
 
-class ScoredNGrams(NamedTuple):
-    """What n-grams say of n tokens."""
-
-    order: int
-    """The length of the longest."""
-    probs: Tensor
-    """What they give to each token, float32, shape (n,), nan where there are none."""
-    suffixes: Tensor
-    """The longest end of what comes before it, see `Continuation`, int64, shape (n, 3)."""
-
-    @classmethod
-    def empty(cls, order: int, count: int) -> Self:
-        """To be filled, with what is said of so many tokens."""
-        return cls(order, torch.full((count,), torch.nan), torch.zeros((count, 3), dtype=torch.long))
-
-    @property
-    def lengths(self) -> Tensor:
-        """Tokens before it that the longest has, int64, shape (n,)."""
-        return self.suffixes[:, 0]
-
-    def of(self, tokens: Tensor) -> Continuation:
-        """What they say of some tokens, given by their indices."""
-        return Continuation.of_gold(self.probs[tokens], self.suffixes[tokens])
-
-
 @dataclass(frozen=True, slots=True)
 class ScoredText:
     """n tokens with k neighbors each; no model and no search is needed any more.
@@ -96,7 +79,7 @@ class ScoredText:
     """Index of each token's document, int64, shape (n,)."""
     log_weights: Tensor | None = None
     """Of the neighbors, float32, shape (n, k); None where each stands for itself."""
-    reading: Reading | None = None
+    reading: DocumentKeys | None = None
     """What a continuous cache needs, and the keys for a gate; None where it was not asked for."""
     lm_entropy: Tensor | None = None
     """Entropy of p_LM in nats, float32, shape (n,)."""
@@ -106,10 +89,12 @@ class ScoredText:
     """What weights that are fitted on this text are for; see `described`."""
     substitute: ScoredSubstitute | None = None
     """What a substitute predicts; None where the text was not scored with one."""
-    ngrams: ScoredNGrams | None = None
+    ngrams: TargetContinuation | None = None
     """What n-grams say; None where the text was scored without them."""
-    own_ngrams: ScoredNGrams | None = None
+    own_ngrams: TargetContinuation | None = None
     """What the own n-grams of each document say."""
+    others: Mapping[str, Found] = field(default_factory=dict)
+    """What components of other packages found, by their names."""
     visited: Mapping[int, GoldOnGrid] = field(default_factory=dict)
     """p_kNN over the cells visited, by how many these were; then only the nearest are among the neighbors."""
 
@@ -144,6 +129,9 @@ class ScoredText:
 
     def retrieved(self, k: int, tokens: Tensor, probes: int | None = None) -> Retrieved:
         """What a mixer chooses from, with the k nearest neighbors of some tokens, or so many cells."""
+        counted = {NGrams.name: self.ngrams, OwnNGrams.name: self.own_ngrams}
+        known = {**counted, **self.others}
+        found = {name: one.rows(tokens) for name, one in known.items() if one is not None}
         return Retrieved(
             self.distances[tokens, :k],
             self.lm_max[tokens],
@@ -151,8 +139,7 @@ class ScoredText:
             lm_entropy=None if self.lm_entropy is None else self.lm_entropy[tokens],
             distinct=None if self.distinct is None else self.distinct[tokens],
             log_weights=None if self.log_weights is None else self.log_weights[tokens, :k],
-            continuation=None if self.ngrams is None else self.ngrams.of(tokens),
-            own=None if self.own_ngrams is None else self.own_ngrams.of(tokens),
+            found=found,
             hits=self.hits[tokens, :k],
             visited=None if probes is None else [self.visited[probes].rows(tokens)],
         )
@@ -163,7 +150,8 @@ class ScoredText:
         if settings.cache is None or self.reading is None:
             return retrieved, tokens  # anything: looked at by the cache alone
         recent = self.reading.look_back(tokens, settings.cache.size)
-        return replace(retrieved, recent=recent), self.reading.gold[tokens]
+        found = {**retrieved.found, RecentText.name: recent}
+        return replace(retrieved, found=found), self.reading.gold[tokens]
 
     def log_probs(self, settings: KNNSettings, tokens: Tensor | None = None) -> Mixed:
         """Mix as `settings` say; its selection is not looked at, nor a substitute that was not scored.
@@ -211,13 +199,17 @@ def score_once(
     )  # fmt: skip
     keys, gold = torch.empty(total, store.identity.dim), torch.empty(total, dtype=torch.int64)
     lm_entropy = torch.empty(total)
-    said, own = (ScoredNGrams.empty(order, total) for order in ((ngrams or _NGRAMS).order, OWN_ORDER))
-    read = ReadOwnNGrams(reader.tokenized(documents), OWN_ORDER)
+    said, own = (TargetContinuation.empty(order, total) for order in ((ngrams or _NGRAMS).order, OWN_ORDER))
+    own_ngrams, texts = OwnNGrams(), Contexts.of_documents(reader.tokenized(documents))
     distinct = torch.empty((total, len(powers_up_to(min(k, DISTINCT_AMONG)))), dtype=torch.int16)
     log_weights = None
     done = 0
     mixer = FixedLambda(0.0) if store.is_keyless else _SEES_NEIGHBORS
-    settings = KNNSettings(k=k, mixer=mixer, selection=selection, probes=probes, ngrams=ngrams)
+    others: dict[str, list[Found]] = {name: [] for name in other_components()}
+    settings = KNNSettings(
+        k=k, mixer=mixer, selection=selection, probes=probes, ngrams=ngrams,
+        others={name: {} for name in others},
+    )  # fmt: skip
     for part in score_held_out(
         store, reader, documents, settings, left_out=left_out, progress=shown,
     ):  # fmt: skip
@@ -230,9 +222,12 @@ def score_once(
         scored.documents[rows] = torch.from_numpy(part.documents)
         keys[rows], gold[rows] = part.keys, part.gold
         lm_entropy[rows] = part.lm_entropy
-        if part.ngram_probs is not None and part.ngram_suffixes is not None:
-            said.probs[rows], said.suffixes[rows] = part.ngram_probs, part.ngram_suffixes
-        own.probs[rows], own.suffixes[rows] = read.gold(part.documents, part.positions)
+        if ngrams is not None:
+            _copy_rows(part.found[NGrams.name], said, rows)
+        for name, parts in others.items():
+            parts.append(part.found[name])
+        at = texts.at_positions(part.documents, part.positions)
+        _copy_rows(own_ngrams.target(at, OWN_ORDER), own, rows)
         distinct[rows] = distinct_tokens(part.tokens, part.distances)
         if part.log_weights is not None:
             log_weights = torch.zeros(total, k) if log_weights is None else log_weights
@@ -242,10 +237,16 @@ def score_once(
     return replace(
         scored,
         log_weights=log_weights,
-        reading=Reading(keys, gold, scored.documents, store.identity.metric),
+        reading=DocumentKeys(keys, gold, scored.documents, store.identity.metric),
         lm_entropy=lm_entropy,
         distinct=distinct,
         ngrams=None if ngrams is None else said,
         own_ngrams=own,
+        others={name: parts[0].joined(parts) for name, parts in others.items() if parts},
         fitted_for=described(store.identity),
     )
+
+
+def _copy_rows(found: Any, target: TargetContinuation, rows: slice) -> None:
+    """Copy what n-grams give to some tokens into the rows of all tokens."""
+    target.probs[rows], target.suffixes[rows] = found.probs, found.suffixes

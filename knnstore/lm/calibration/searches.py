@@ -16,8 +16,9 @@ from knnstore.lm.calibration.evidence import Evidence, evidence_of, temperatures
 from knnstore.lm.calibration.fits import DomainEvidence
 from knnstore.lm.calibration.on_grid import GoldOnGrid, between_points, gold_on_grid
 from knnstore.lm.calibration.scored_text import Mixed, ScoredText
+from knnstore.lm.components import DocumentKeys
 from knnstore.lm.mixing import LEAST_PROBABILITY, Retrieved, Visited, mix_probs
-from knnstore.lm.retrieval import Reading, visit
+from knnstore.lm.retrieval import visit
 from knnstore.lm.scoring import grouped
 from knnstore.lm.settings import KNNSettings
 from knnstore.progress import Progress
@@ -128,7 +129,7 @@ class FurtherSearches:
         self._shown.finish()
 
     @property
-    def _reading(self) -> Reading:
+    def _reading(self) -> DocumentKeys:
         assert self.scored.reading is not None
         return self.scored.reading
 

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import TypeVar
+from operator import attrgetter, itemgetter
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,14 +25,15 @@ from knnstore.lm.calibration.fits import (
 )
 from knnstore.lm.calibration.judging import Judge, check_enough, in_halves
 from knnstore.lm.calibration.scored_text import Mixed, ScoredText
+from knnstore.lm.mixing import mix_gold
 from knnstore.lm.scoring import Interval
-from knnstore.lm.settings import CacheSettings, KNNSettings, NGramSettings
+from knnstore.lm.settings import CacheSettings, KNNSettings, NGramSettings, other_components
 
 Fit = Callable[[Evidence], KNNSettings]
 Mix = Callable[[KNNSettings, Tensor], Mixed]
 """Judges settings by some tokens, given by their indices."""
 E = TypeVar("E", Evidence, DomainEvidence)
-P = TypeVar("P", CacheSettings, NGramSettings)
+P = TypeVar("P", CacheSettings, NGramSettings, dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +172,32 @@ class Trial:
 
         return self._on_top(candidates, "cache", partial(fit_cache, self._cache), self._cache.mix, put)
 
+    def with_others(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Each component of another package without the store, and on top of the best candidate."""
+        found = list[Candidate]()
+        if self._scored.reading is not None:
+            for name, component in other_components().items():
+                found += self._with_other(name, component, [*candidates, *found])
+        return found
+
+    def _with_other(self, name: str, component: Any, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """One component of another package without the store, and on top of the best candidate."""
+        assert self._scored.reading is not None
+        found, targets = self._scored.others[name], self._scored.reading.gold
+
+        def fit(log_probs: Tensor, wanted: Tensor) -> dict[str, Any]:
+            fitted: dict[str, Any] = component.fit(found, log_probs, targets, wanted)
+            return fitted
+
+        def mix(log_probs: Tensor, settings: dict[str, Any]) -> Tensor:
+            weighed = component.weigh(found, settings)
+            return mix_gold(log_probs, weighed.probs(targets), weighed.lam.where(weighed.is_found, 0.0))
+
+        def put(settings: KNNSettings, fitted: dict[str, Any]) -> KNNSettings:
+            return replace(settings, others={**settings.others, name: fitted})
+
+        return self._on_top(candidates, name, fit, mix, put, itemgetter("lam"))
+
     def with_gate(
         self, candidates: Sequence[Candidate], evidence: Sequence[Evidence], fit: Fit
     ) -> list[Candidate]:
@@ -189,6 +217,7 @@ class Trial:
         fit: Callable[[Tensor, Tensor], P],
         mix: Callable[[Tensor, P], Tensor],
         put: Callable[[KNNSettings, P], KNNSettings],
+        lam_of: Callable[[P], float] = attrgetter("lam"),
     ) -> list[Candidate]:
         """A part of settings without the store, and on top of the best candidate, if there is one.
 
@@ -198,6 +227,7 @@ class Trial:
             fit: fits it to log p of each token below it, where the second argument is True.
             mix: mixes it into that.
             put: makes it a part of settings.
+            lam_of: its weight over what is below.
         """
 
         def over(name: str, below: Candidate | None) -> Candidate:
@@ -213,7 +243,7 @@ class Trial:
                 log_probs[~half] = mix(before, part)[~half]
             found = fit(before, torch.ones_like(self.first_half))
             held_out, change = self.judge(log_probs)
-            lam = 1 - (1 - (0.0 if below is None else below.lam)) * (1 - found.lam)
+            lam = 1 - (1 - (0.0 if below is None else below.lam)) * (1 - lam_of(found))
             one, other = (put(*both) for both in zip(by_half, parts, strict=True))
             return Candidate(name, put(settings, found), held_out, lam, change, log_probs, (one, other))
 

@@ -7,6 +7,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knnstore.datastore import record_ids
+from knnstore.lm.components import NGrams, OwnNGrams, Recent, RecentText, mixture_of
+from knnstore.lm.contexts import Contexts
 from knnstore.lm.explanation.crediting import Credits, Given, Mixed
 from knnstore.lm.explanation.explained import DocumentEffect, Explanation, Part, TokenExplanation
 from knnstore.lm.explanation.sourcing import (
@@ -17,9 +19,8 @@ from knnstore.lm.explanation.sourcing import (
     found_by_own_ngrams,
     found_here,
 )
-from knnstore.lm.mixing import Mixture, Recent
+from knnstore.lm.mixing import Mixture
 from knnstore.lm.reading import check_tokens
-from knnstore.lm.retrieval import ReadNGrams, ReadOwnNGrams, mixture_of
 from knnstore.lm.scoring import TokenScores, score_text_in_turns, score_texts
 from knnstore.lm.settings import KNNSettings, ReadingModel, completed
 from knnstore.lm.substitute import Heads
@@ -118,7 +119,7 @@ def _explain(
     store, reader = lm.store, lm.reader
     check_tokens(tokens, reader.encoder.vocabulary, reader.tokenizer)
     heads = Heads(store, reader.encoder.model.device)
-    ngrams, own_ngrams = ReadNGrams.of(store, [tokens], settings), ReadOwnNGrams.of([tokens], settings)
+    whole = Contexts.of_documents([tokens])
     texts = reader.pieces(tokens[start:].tolist(), tokens[:start].tolist())
     credits, sources = Credits(store), Sources(store, reader)
     for scores in scored:
@@ -135,11 +136,15 @@ def _explain(
             p_sub = heads(settings.substitute).gold_log_probs(scores.keys, scores.gold).exp().tolist()
         own = [component.probs(scores.gold) for component in mixture.components]
         rows = np.flatnonzero(scores.positions >= start)
-        found = _occurrences(ngrams, scores, rows, max(neighbors, _PLACES)) if neighbors else {}
+        found: dict[int, list[Occurrence]] = {}
+        contexts = whole.at_positions(np.zeros(len(rows), np.int64), scores.positions[rows])
+        if neighbors and settings.ngrams is not None:
+            places = NGrams().occurrences(store, settings, contexts, max(neighbors, _PLACES))
+            found = dict(zip(rows.tolist(), places, strict=True))
         if neighbors:
             credits.add(*_to_credit(scores, mixture, rows, below.exp(), p, found))
         nearest, causes = map(
-            sources.of, _places(scores, mixture, settings, tokens, rows, found, own_ngrams, neighbors)
+            sources.of, _places(scores, mixture, settings, contexts, rows, found, neighbors)
         )
         for row, near, giving in zip(rows.tolist(), nearest, causes, strict=True):
             position, lam = int(scores.positions[row]), float(mixture.lam[row])
@@ -173,10 +178,9 @@ def _places(
     scores: TokenScores,
     mixture: Mixture,
     settings: KNNSettings,
-    tokens: NDArray[np.uint32],
+    contexts: Contexts,
     rows: NDArray[np.int64],
     occurrences: dict[int, list[Occurrence]],
-    own_ngrams: ReadOwnNGrams | None,
     count: int,
 ) -> tuple[list[list[Found]], list[list[Found]]]:
     """For some tokens the places nearest to each, and those that give most to it."""
@@ -187,7 +191,8 @@ def _places(
     causes = found_by_keys(*of_store, given.topk(wanted).indices)
     numbers = {component.name: number for number, component in enumerate(mixture.components)}
     here = mixture.weights_in(numbers.get("cache", 0))
-    own = [] if own_ngrams is None else own_ngrams.occurrences(scores.positions[rows], count)
+    own = OwnNGrams().occurrences(settings, contexts, count) if settings.own_ngrams is not None else []
+    tokens, recent = contexts.texts[0].astype(np.uint32, copy=False), scores.found.get(RecentText.name)
     for at, row in enumerate(rows.tolist()):
         position, token = int(scores.positions[row]), int(scores.gold[row])
         if row in occurrences:
@@ -201,10 +206,10 @@ def _places(
             more = found_by_own_ngrams(tokens, position, own[at], share)
             nearest[at] += more
             causes[at] += more
-        if isinstance(scores.recent, Recent):
-            has_token = scores.recent.tokens[row] == token
+        if isinstance(recent, Recent):
+            has_token = recent.tokens[row] == token
             for found, weights in ((nearest, here[row]), (causes, here[row] * has_token)):
-                found[at] += found_here(tokens, position, scores.recent.distances[row], weights, count)
+                found[at] += found_here(tokens, position, recent.distances[row], weights, count)
         if settings.needs_text:
             nearest[at] = sorted(nearest[at], key=lambda one: -one.share)[:count]
         giving = (one for one in causes[at] if one.token == token and one.share > 0)
@@ -218,15 +223,6 @@ def _below(settings: KNNSettings, weight: float, p_lm: float, p_sub: float | Non
         return [Part("model", weight, p_lm)]
     lam = settings.substitute.lam
     return [Part("model", weight * (1 - lam), p_lm), Part("substitute", weight * lam, p_sub)]
-
-
-def _occurrences(
-    ngrams: ReadNGrams | None, scores: TokenScores, rows: NDArray[np.int64], most: int
-) -> dict[int, list[Occurrence]]:
-    """The places where n-grams that end in some of the tokens were found."""
-    if ngrams is None:
-        return {}
-    return dict(zip(rows.tolist(), ngrams.occurrences(scores.positions[rows], most), strict=True))
 
 
 def _to_credit(

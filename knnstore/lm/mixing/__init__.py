@@ -15,7 +15,7 @@ from knnstore.lm.mixing.gate import (
 )
 from knnstore.lm.mixing.interpolation import (
     LEAST_PROBABILITY,
-    Component,
+    Contribution,
     Likelihoods,
     Mixture,
     PerQuery,
@@ -26,17 +26,17 @@ from knnstore.lm.mixing.interpolation import (
 )
 from knnstore.lm.mixing.joint import JointGate, known, shares_of
 from knnstore.lm.mixing.likelihood import fit_lambdas, fit_weight
-from knnstore.lm.mixing.meetings import RecentGold, VisitedCells
-from knnstore.lm.mixing.mixer import MAX_LAMBDA, Chosen, Continuation, Mixer, Recent, Retrieved, SimpleMixer
+from knnstore.lm.mixing.meetings import VisitedCells
+from knnstore.lm.mixing.mixer import MAX_LAMBDA, Chosen, Mixer, Retrieved, SimpleMixer
 from knnstore.lm.mixing.network import fit_network
 from knnstore.lm.mixing.registry import is_registered, mixer_of, register_mixer
 from knnstore.lm.mixing.skipping import Skipping, entropy_of, skip_features
 from knnstore.lm.mixing.visited import Visited, VisitedTokens, halving, nearest_of
 
 __all__ = [
-    "DISTINCT_AMONG", "LEAST_PROBABILITY", "MAX_LAMBDA", "BinnedLambda", "Chosen", "Component",
-    "Continuation", "DomainWeights", "FixedLambda", "GateLambda", "JointGate", "Likelihoods", "Mixer",
-    "Mixture", "NearnessLambda", "PerQuery", "Recent", "RecentGold", "RelativeConfidence", "Retrieved",
+    "DISTINCT_AMONG", "LEAST_PROBABILITY", "MAX_LAMBDA", "BinnedLambda", "Chosen", "Contribution",
+    "DomainWeights", "FixedLambda", "GateLambda", "JointGate", "Likelihoods", "Mixer",
+    "Mixture", "NearnessLambda", "PerQuery", "RelativeConfidence", "Retrieved",
     "SimpleMixer", "Skipping", "Visited", "VisitedCells", "VisitedTokens", "bins_of", "chosen_by",
     "distinct_tokens", "entropy_of", "fit_lambdas", "fit_network", "fit_weight", "gate_features", "halving",
     "is_registered", "known", "mix_gold", "mix_log_probs", "mix_probs", "mixer_of", "nearest_of",

@@ -51,7 +51,7 @@ def neighbor_weights(distances: Tensor, temperature: PerQuery, log_weights: Tens
     return scores.softmax(-1).nan_to_num(nan=0.0)  # where all are missing it is inf - inf
 
 
-class Component(NamedTuple):
+class Contribution(NamedTuple):
     """A distribution over few tokens for each of n positions, and how much it counts."""
 
     weights: Tensor
@@ -124,7 +124,7 @@ class Mixture:
         temperature: T in force for the neighbors from the store, for reports.
     """
 
-    def __init__(self, components: Sequence[Component], temperature: PerQuery = 1.0) -> None:
+    def __init__(self, components: Sequence[Contribution], temperature: PerQuery = 1.0) -> None:
         self.components = components
         self.temperature = temperature
         lams = [component.lam.where(component.is_found, 0.0) for component in components]

@@ -63,40 +63,6 @@ class Shares(Protocol):
         ...
 
 
-class RecentGold(NamedTuple):
-    """What n queries find before them in their own texts, as far as the token that came asks for it.
-
-    Beside `Recent` it is little, which lets more queries be searched for at once.
-    """
-
-    nearest: Tensor
-    """The distance to the nearest, float32, shape (n,), +inf where the text had not begun."""
-
-    counts: Tensor
-    """How many there are, int64, shape (n,)."""
-
-    probs: Tensor
-    """What they give to the token that came, float32, shape (n, t)."""
-
-    temperatures: tuple[float, ...]
-    """At which, t of them."""
-
-    def weights(self, temperature: float) -> Tensor:
-        """What the token that came has, and what all others have, at one of these; shape (n, 2)."""
-        probs = self.probs[:, self.temperatures.index(temperature)]
-        return torch.stack([probs, (self.counts > 0).float() - probs], 1)
-
-    def rows(self, rows: slice | Tensor) -> "RecentGold":
-        """Some of the queries."""
-        return self._replace(nearest=self.nearest[rows], counts=self.counts[rows], probs=self.probs[rows])
-
-    @classmethod
-    def joined(cls, parts: Sequence["RecentGold"]) -> "RecentGold":
-        """What several groups of queries find, one after another, at the same temperatures."""
-        nearest, counts, probs, (temperatures, *_) = zip(*parts, strict=True)
-        return cls(torch.cat(nearest), torch.cat(counts), torch.cat(probs), temperatures)
-
-
 class Hits(NamedTuple):
     """Of h meetings, each of a query with a record that carries the token that came after it."""
 

@@ -1,119 +1,19 @@
 """How much to trust retrieval: the protocol that chooses λ and T for each query."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from knnstore.lm.mixing.interpolation import PerQuery, neighbor_weights
-from knnstore.lm.mixing.meetings import RecentGold, Shares
+from knnstore.lm.mixing.meetings import Shares
 from knnstore.store import Selection
 
 MAX_LAMBDA = 0.999
 """The largest λ that is fitted or computed, so that what was not retrieved remains possible."""
-
-
-class Recent(NamedTuple):
-    """What n queries find before them in their own texts: m tokens each, the latest in the last column."""
-
-    distances: Tensor
-    """float32, shape (n, m), +inf where the text had not begun."""
-
-    tokens: Tensor
-    """int64, shape (n, m); anything where the text had not begun."""
-
-    def rows(self, rows: slice | Tensor) -> "Recent":
-        """Some of the queries."""
-        return Recent(self.distances[rows], self.tokens[rows])
-
-    def to(self, device: torch.device) -> "Recent":
-        """The same on a device."""
-        return Recent(self.distances.to(device), self.tokens.to(device))
-
-    @property
-    def nearest(self) -> Tensor:
-        """The distance to the nearest, float32, shape (n,)."""
-        return self.distances.amin(1)
-
-    @property
-    def counts(self) -> Tensor:
-        """How many there are, int64, shape (n,)."""
-        return self.distances.isfinite().sum(1)
-
-    @classmethod
-    def joined(cls, parts: Sequence["Recent"]) -> "Recent":
-        """What several groups of queries find, one after another; shorter texts begin later."""
-        width = max(part.tokens.shape[1] for part in parts)
-        short = [(part, (width - part.tokens.shape[1], 0)) for part in parts]
-        return cls(
-            torch.cat([pad(part.distances, before, value=torch.inf) for part, before in short]),
-            torch.cat([pad(part.tokens, before) for part, before in short]),
-        )
-
-
-class Continuation(NamedTuple):
-    """What counts of n-grams say comes next in n contexts: what was seen there, and a rest for all tokens."""
-
-    weights: Tensor
-    """Of k places, float32, shape (n, k)."""
-
-    tokens: Tensor | None = None
-    """At the places, int64, shape (n, k); anything where the weight is zero."""
-
-    hits: Tensor | None = None
-    """Whether each place has the token that came, bool, shape (n, k), where `tokens` are not known."""
-
-    rest: Tensor | None = None
-    """What each context leaves to `unigrams`, float32, shape (n,); None is nothing."""
-
-    unigrams: Tensor | None = None
-    """A distribution over the vocabulary, float32, shape (v,)."""
-
-    suffixes: Tensor | None = None
-    """Of the longest end of each context that was found: its tokens, how often it is there, and how many
-    different tokens come after it, int64, shape (n, 3); None where none was."""
-
-    @property
-    def lengths(self) -> Tensor:
-        """Tokens of the longest end of each context, int64, shape (n,)."""
-        none = self.weights.new_zeros(len(self.weights)).long()
-        return none if self.suffixes is None else self.suffixes[:, 0]
-
-    @classmethod
-    def nothing(cls, like: Tensor) -> "Continuation":
-        """What is said where nothing is counted, of as many contexts as a tensor has rows."""
-        weights = like.new_zeros((len(like), 1))
-        return cls(weights, weights.long())
-
-    @classmethod
-    def joined(cls, parts: Sequence["Continuation"]) -> "Continuation":
-        """What is said in several groups of contexts by the same counts, one after another."""
-
-        def rows(columns: Sequence[Tensor | None]) -> Tensor | None:
-            there = [column for column in columns if column is not None]
-            return torch.cat(there) if there else None
-
-        if len(parts) == 1:
-            return parts[0]
-        width = max(part.weights.shape[1] for part in parts)
-        short = [(part, (0, width - part.weights.shape[1])) for part in parts]
-        return parts[0]._replace(
-            weights=torch.cat([pad(part.weights, after) for part, after in short]),
-            tokens=rows([None if part.tokens is None else pad(part.tokens, after) for part, after in short]),
-            rest=rows([one.rest for one in parts]),
-            suffixes=rows([one.suffixes for one in parts]),
-        )
-
-    @classmethod
-    def of_gold(cls, probs: Tensor, suffixes: Tensor | None) -> "Continuation":
-        """Of the n tokens that came alone, by their probabilities, which are nan where nothing is counted."""
-        known = probs.isfinite()
-        weights = torch.stack([probs, 1 - probs], 1).where(known[:, None], 0.0)
-        return cls(weights, hits=torch.tensor([[True, False]]).expand(len(probs), -1), suffixes=suffixes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,14 +42,8 @@ class Retrieved:
     """The log of how many records each neighbor stands for, float32, shape (n, k); None where each stands
     for itself, as in a store that was not pruned."""
 
-    recent: Recent | RecentGold | None = None
-    """What stands before in the same text; None where no cache is in use."""
-
-    continuation: Continuation | None = None
-    """What n-grams say; None where they are not in use."""
-
-    own: Continuation | None = None
-    """What the own n-grams of each text say; None where they are not in use."""
+    found: Mapping[str, Any] = field(default_factory=dict)
+    """What each other component found, by its name; only of those in use. See `knnstore.lm.components`."""
 
     hits: Tensor | None = None
     """Whether each neighbor carries the token that came, bool, shape (n, k), if `tokens` are not known."""

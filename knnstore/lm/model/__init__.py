@@ -1,19 +1,20 @@
 """The model with a store, as transformers knows models."""
 
-from knnstore.lm.model.given import following, keep_keys, likelihoods, read_part
+from knnstore.lm.model.given import following, likelihoods, read_part
 from knnstore.lm.model.keyless import KeylessText
 from knnstore.lm.model.modeling import KNNLMForCausalLM
 from knnstore.lm.model.opening import create, load
 from knnstore.lm.model.passes import ForwardPass
 from knnstore.lm.model.registering import register
+from knnstore.lm.model.text_layer import TextStateLayer
 
 __all__ = [
     "ForwardPass",
     "KNNLMForCausalLM",
     "KeylessText",
+    "TextStateLayer",
     "create",
     "following",
-    "keep_keys",
     "likelihoods",
     "load",
     "read_part",

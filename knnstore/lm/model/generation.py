@@ -1,25 +1,30 @@
 """How `generate` of transformers works with a store: what of it concerns the model with its store.
 
-`generate` keeps the arguments of each call (``knn``, ``pointer_states``) among those for the model, and hands
-all of these to whatever else takes part: an assistant model, the second text of classifier-free guidance.
-Here each receives its own. What `generate` cannot do with a store is refused by name before anything runs.
+`generate` keeps the settings of each call (``knn``) among the arguments for the model, and hands all of these
+to whatever else takes part: an assistant model, the second text of classifier-free guidance. Here each
+receives its own. The texts so far ride in the cache, see `knnstore.lm.model.text_layer`. What `generate`
+cannot do with a store is refused by name before anything runs.
 """
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import GenerationMixin, LogitsProcessorList, UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 from knnstore.errors import ConfigError
 from knnstore.lm.model.drafting import warn_undrafted, why_no_drafts, with_drafts
 from knnstore.lm.model.guidance import Guidance
-from knnstore.lm.model.pointing import with_pointers
+from knnstore.lm.model.text_layer import attach_texts, past_length, texts_in
 from knnstore.lm.reading import cache_argument, check_tokens
-from knnstore.lm.retrieval import PointerStates, past_length, sequence_ids_of
 from knnstore.lm.settings import KNNSettings
+from knnstore.lm.text_state import TextState
 
-_OURS = ("knn", "pointer_states", "whole_ids")
+_logger = logging.getLogger(__name__)
+
+_OURS = ("knn",)
 """Arguments of `generate` and `prepare_inputs_for_generation` that no other model takes."""
 _NO_OTHER_CODE = "needs code from another repository, and knnstore runs no code but its own"
 
@@ -52,7 +57,8 @@ class StoreGeneration(GenerationMixin):
         if knn.pointers is not None:
             if _option(self, kwargs, "guidance_scale") not in (None, 1):
                 raise ConfigError("guidance_scale does not go with pointers: leave one of them out")
-            kwargs = with_pointers(self, kwargs)
+            if _option(self, kwargs, "use_cache") is False:
+                _logger.warning("with use_cache=False no pointer is followed: every token is searched for")
         if draft:
             reason = why_no_drafts(self, args, kwargs)
             if reason is None:
@@ -76,76 +82,69 @@ class StoreGeneration(GenerationMixin):
         *args: Any,
         inputs_embeds: Tensor | None = None,
         knn: KNNSettings | None = None,
-        pointer_states: PointerStates | None = None,
-        whole_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Let the base model prepare its inputs, and add the settings and the texts so far.
+        """Let the base model prepare its inputs; add the settings, and which new positions are padding.
 
         Args:
             input_ids: as in transformers: the texts so far, or the next part of the prompts.
             *args: as in transformers.
             inputs_embeds: as in transformers.
             knn: the settings in use.
-            pointer_states: of the call of `generate`.
-            whole_ids: the whole prompts, where `input_ids` may be a part of them.
             **kwargs: as in transformers.
-
-        Raises:
-            ConfigError: the cache holds tokens that are not given, and keys, n-grams or pointers depend on
-                them.
         """
         if inputs_embeds is not None:
             kwargs["inputs_embeds"] = inputs_embeds
         mask = kwargs.get("attention_mask")  # the base model may make another of it
         inputs: dict[str, Any] = self.base.prepare_inputs_for_generation(input_ids, *args, **kwargs)
-        tokens = inputs.get("input_ids")
-        new = inputs["inputs_embeds"].shape[1] if tokens is None else tokens.shape[1]
-        read = past_length(inputs)
-        texts = input_ids if whole_ids is None else whole_ids
-        # How many tokens the texts have at the end of this pass. A recurrent state does not say what it has
-        # read, but a pass that is not the first has all of the text.
-        length = None if read is None else read + new
-        if read is None and not kwargs.get("is_first_iteration"):
-            length = texts.shape[1]
-        sequence_ids = None
-        is_known = length is not None and (texts.shape[1] == length or whole_ids is not None)
-        if is_known and (mask is None or mask.shape[1] >= length):
-            sequence_ids = sequence_ids_of(texts[:, :length], None if mask is None else mask[:, :length])
-        elif read != 0 and self.looks_back(self._completed(knn or self.knn)):
-            raise ConfigError(
-                f"the cache holds {'a text' if read is None else f'{read} tokens'} not in input_ids: "
-                "keys of several states, n-grams, a cache of the text and pointers depend on all; give "
-                "the ids of the whole text as input_ids, and its attention_mask, with the cache"
-            )
-        return {**inputs, "knn": knn, "sequence_ids": sequence_ids, "pointer_states": pointer_states}
-
-    def looks_back(self: Any, knn: KNNSettings) -> bool:
-        """Check whether more than the model's own state of a text counts with these settings."""
-        if knn.is_model_alone:
-            return False
-        return bool(self.encoder.joining.discounts) or knn.needs_text or knn.pointers is not None
+        embeds = inputs.get("inputs_embeds")
+        new = (inputs["input_ids"] if embeds is None else embeds).shape[1]
+        if embeds is not None and input_ids.shape[1] >= new:
+            inputs["input_ids"] = input_ids[:, -new:]
+        text_mask = None
+        if isinstance(mask, Tensor) and mask.ndim == 2:
+            stop = (past_length(inputs) or mask.shape[1] - new) + new
+            text_mask = mask[:, stop - new : stop]
+        elif mask is None and inputs.get("attention_mask") is not None:
+            text_mask = torch.ones((len(input_ids), new), dtype=torch.long)
+        return {**inputs, "knn": knn, "text_mask": text_mask}
 
     def _prefill(  # type: ignore[override]
         self: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], **options: Any
     ) -> Any:
-        """Read the prompts, perhaps in parts; each part is given with the tokens before it."""
+        """Read the prompts, after the texts of a cache that another model has filled."""
         mask, read = model_kwargs.get("attention_mask"), past_length(model_kwargs)
         covered = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
-        length = input_ids.shape[1]
-        is_whole = read == 0 or covered == length
-        if read and is_whole and read >= length and model_kwargs.get("inputs_embeds") is None:
-            raise ConfigError(
-                f"the cache holds {read} tokens, and input_ids with attention_mask {length}: give both "
-                "for the whole text; at least its last token must not be in the cache yet "
-                "(cache.crop(-1) takes it out)"
-            )
-        if is_whole and length and generation_config.prefill_chunk_size is not None:
-            model_kwargs["whole_ids"] = input_ids
-        try:
-            return super()._prefill(input_ids, generation_config, model_kwargs, **options)  # type: ignore[misc, arg-type]
-        finally:
-            model_kwargs.pop("whole_ids", None)
+        if read and covered == input_ids.shape[1]:
+            if read >= covered and model_kwargs.get("inputs_embeds") is None:
+                raise ConfigError(
+                    f"the cache holds {read} tokens, and input_ids with attention_mask {covered}: give "
+                    "both for the whole text; at least its last token must not be in the cache yet "
+                    "(cache.crop(-1) takes it out)"
+                )
+            if texts_in(model_kwargs) is None:
+                knn = self._completed(model_kwargs.get("knn") or self.knn)
+                if self.needs_text(knn):
+                    texts = self._read_texts(input_ids[:, :read], None if mask is None else mask[:, :read])
+                    attach_texts(model_kwargs, texts)
+        return super()._prefill(input_ids, generation_config, model_kwargs, **options)  # type: ignore[misc, arg-type]
+
+    def _read_texts(self: Any, input_ids: Tensor, mask: Tensor | None) -> list[TextState]:
+        """Read texts once more that another model has read into a cache.
+
+        Args:
+            input_ids: shape (b, n).
+            mask: shape (b, n), 0 for padding; None is no padding.
+        """
+        texts = []
+        for row, tokens in enumerate(input_ids):
+            text = TextState()
+            if mask is not None:
+                tokens = tokens[mask[row].to(tokens.device) != 0]  # noqa: PLW2901
+            if len(tokens):
+                self.extend_texts([text], tokens[None], self.encoder.key_states(tokens[None]), None)
+            texts.append(text)
+        return texts
 
     def _get_candidate_generator(  # type: ignore[override]
         self: Any, *, model_kwargs: dict[str, Any], **kwargs: Any

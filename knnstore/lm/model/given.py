@@ -13,17 +13,25 @@ from knnstore.lm.model.modeling import KNNLMForCausalLM
 from knnstore.lm.model.passes import ForwardPass
 from knnstore.lm.reading import as_cache_argument, check_logits
 from knnstore.lm.settings import KNNSettings
+from knnstore.lm.text_state import TextState
 
 
 def read_part(
-    lm: KNNLMForCausalLM, text: Tensor, past: Any, knn: KNNSettings, *, logits_to_keep: int = 0
+    lm: KNNLMForCausalLM,
+    tokens: Tensor,
+    past: Any,
+    text: TextState,
+    knn: KNNSettings,
+    *,
+    logits_to_keep: int = 0,
 ) -> ForwardPass:
-    """Let the model read on in a text, retrieving nothing; what later parts need of its keys is kept.
+    """Let the model read on in a text, retrieving nothing.
 
     Args:
         lm: the model.
-        text: all its tokens up to the last that is to be read, int64, shape (1, n).
+        tokens: all tokens up to the last that is to be read, int64, shape (1, n).
         past: the cache of attention, which is lengthened.
+        text: the state of the text that belongs to the cache; it is lengthened as well.
         knn: with which the text is scored or continued.
         logits_to_keep: of how many of the last positions; 0 is all.
     """
@@ -31,22 +39,15 @@ def read_part(
     with torch.inference_mode():
         with KeyCapture(lm.base, lm.encoder.location) as capture:
             output = lm.base(
-                input_ids=text[:, read:], attention_mask=torch.ones_like(text), use_cache=True,
+                input_ids=tokens[:, read:], attention_mask=torch.ones_like(tokens), use_cache=True,
                 logits_to_keep=logits_to_keep, **as_cache_argument(lm.base, past),
             )  # fmt: skip
         check_logits(lm.base, output.logits)
-        states = capture.keys(1, text.shape[1] - read)
-        keys = lm._text_states.keys(states, None, text)
+        states = capture.keys(1, tokens.shape[1] - read)
+        keys, batch = lm.extend_texts([text], tokens[:, read:], states, None)
         return ForwardPass(
-            output.logits, keys, text[:, read:], None, text, logits_to_keep, None,
-            lm.reader.prefix if knn.ngrams else None, True,
-        )  # fmt: skip
-
-
-def keep_keys(lm: KNNLMForCausalLM, part: ForwardPass, knn: KNNSettings) -> None:
-    """Let a part of a text that is not scored be found by what comes after it."""
-    with torch.inference_mode():
-        lm._mixer.keep_keys(part, lm._completed(knn))
+            output.logits, keys, tokens[:, read:], None, batch, logits_to_keep, lm.prefix_for([knn])
+        )
 
 
 def following(lm: KNNLMForCausalLM, part: ForwardPass, knn: KNNSettings) -> Tensor:

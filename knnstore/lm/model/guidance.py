@@ -3,8 +3,7 @@
     log p = log p_u + s (log p_c - log p_u)
 
 p_c is the mixture after the text, and p_u the mixture after the negative prompt and what was generated.
-transformers' own processor calls the model without the settings of the call and without the tokens before,
-which keys of several states and n-grams need.
+transformers' own processor calls the model without the settings of the call.
 """
 
 from typing import Any
@@ -15,7 +14,6 @@ from transformers import LogitsProcessor
 
 from knnstore.errors import ConfigError
 from knnstore.lm.reading import find_cache
-from knnstore.lm.retrieval import sequence_ids_of
 from knnstore.lm.settings import KNNSettings
 
 
@@ -75,7 +73,7 @@ class Guidance(LogitsProcessor):
         positions = (mask.long().cumsum(1) - 1).clamp(min=0)
         output = self._model(
             new, attention_mask=mask, position_ids=positions[:, -new.shape[1] :], cache=cache,
-            use_cache=True, logits_to_keep=1, knn=self._knn, sequence_ids=sequence_ids_of(text, mask),
+            use_cache=True, logits_to_keep=1, knn=self._knn,
         )  # fmt: skip
         read = find_cache(output)
         self._latest = None if read is None else (text, read)

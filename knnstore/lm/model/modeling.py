@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
@@ -23,6 +25,7 @@ from knnstore.lm.model.logits import LogitMixer
 from knnstore.lm.model.passes import ForwardPass
 from knnstore.lm.model.registering import KNNLMConfig, of_base_model, write_type
 from knnstore.lm.model.saving import read_config, write_config
+from knnstore.lm.model.text_layer import attach_texts, texts_of_pass
 from knnstore.lm.model.writing import generate_text, with_cache
 from knnstore.lm.reading import (
     Encoder,
@@ -35,9 +38,9 @@ from knnstore.lm.reading import (
     load_model,
     sync,
 )
-from knnstore.lm.retrieval import PointerStates, TextStates, check_sequence_ids, past_length, whole_texts
 from knnstore.lm.settings import Completing, KNNSettings, keep_defaults, settings_for
 from knnstore.lm.substitute import Heads, train_substitute
+from knnstore.lm.text_state import TextBatch, TextState, append_pass
 from knnstore.store import KNNStore
 
 _OTHER_WEIGHTS = (
@@ -114,8 +117,7 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
         of_base: GenerationConfig | None = getattr(base, "generation_config", None)
         self.generation_config = with_cache(of_base or GenerationConfig())  # type: ignore[no-untyped-call]
         self._completed = Completing(store)
-        self._text_states = TextStates(self.encoder)
-        self._mixer = LogitMixer(store, Heads(store, base.device), self.encoder)
+        self._mixer = LogitMixer(store, Heads(store, base.device))
         self._base_accepts = frozenset(inspect.signature(base.forward).parameters)
         self.training = base.training
 
@@ -241,6 +243,31 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
             "push the base model (lm.base.push_to_hub), and copy the store's folder"
         )
 
+    def needs_text(self, knn: KNNSettings) -> bool:
+        """Check whether predictions with these settings need more of the text than the model's own cache."""
+        return not knn.is_model_alone and (knn.needs_text or bool(self.encoder.joining.discounts))
+
+    def prefix_for(self, each: Sequence[KNNSettings]) -> int | None:
+        """Return the token before every document, which n-grams and other components leave out of a text.
+
+        None where there is no such token, or where no settings look at a text's tokens: only then a model
+        without a tokenizer will do.
+        """
+        reads_tokens = any(one.ngrams or one.own_ngrams or one.others for one in each)
+        return self.reader.prefix if reads_tokens else None
+
+    def extend_texts(
+        self,
+        texts: Sequence[TextState],
+        tokens: Tensor | None,
+        states: Tensor,
+        is_text: NDArray[np.bool_] | None,
+    ) -> tuple[Tensor, TextBatch]:
+        """Extend texts by a forward pass, and make its keys; see `append_pass`."""
+        joining, project = self.encoder.joining, self.encoder.projected
+        extended: tuple[Tensor, TextBatch] = append_pass(texts, tokens, states, is_text, joining, project)
+        return extended
+
     @in_full_precision
     def forward(
         self,
@@ -253,8 +280,7 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         knn: KNNSettings | Sequence[KNNSettings] | None = None,
-        sequence_ids: Tensor | None = None,
-        pointer_states: PointerStates | None = None,
+        text_mask: Tensor | None = None,
         return_dict: bool | None = None,
         cache: Cache | None = None,
         **kwargs: Any,
@@ -270,17 +296,20 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
             attention_mask: shape (b, past + t), 0 for padding; other shapes reach the base model only.
             position_ids: shape (b, t).
             past_key_values: the same as `cache`, under its name before transformers 5.24.
-            inputs_embeds: in place of input_ids, shape (b, t, h).
+            inputs_embeds: what the base model reads in place of input_ids, shape (b, t, h). With both,
+                input_ids are the tokens that these embeddings stand for.
             labels: shape (b, t), -100 is ignored; gives the loss of the mixture.
             use_cache: whether to return a cache.
             logits_to_keep: how many of the last positions to predict from (0 is all), or which ones.
             knn: settings of this call, or of each row; default ``self.knn``. Rows that share an object are
                 searched for together.
-            sequence_ids: with a cache, the whole texts: int64, shape (b, past + t), -1 for padding;
-                see `knnstore.lm.retrieval.prefix_states`. `generate` gives them.
-            pointer_states: what lets pointers go on from the pass before; `generate` gives it.
+            text_mask: 0 where a new position is padding, shape (b, t), if attention_mask has not two
+                dimensions; `generate` gives it.
             return_dict: False returns a tuple.
-            cache: what the model remembers of earlier tokens; given to it under the name that it takes.
+            cache: what the model remembers of earlier tokens; given to it under the name that it takes. This
+                model adds a layer: the texts that were read, which keys of several states, n-grams, the
+                recent text and pointers go by. A cache that another model has filled does for settings
+                without these.
             **kwargs: whatever else the base model takes, and ``num_items_in_batch`` for the loss.
 
         Returns:
@@ -296,16 +325,17 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
         }  # fmt: skip
         inputs = {name: value for name, value in inputs.items() if name in self._base_accepts}
         inputs |= as_cache_argument(self.base, past_key_values if cache is None else cache)
-        looks_back = self.encoder.joining.discounts or any(one.needs_text for one in each)
-        is_mixed = not all(one.is_model_alone for one in each)
-        if looks_back and is_mixed:
-            past = past_length({**inputs, **kwargs})
-            if sequence_ids is None:
-                sequence_ids = whole_texts(input_ids, attention_mask, position_ids, past)
-            else:
-                tokens = input_ids if input_ids is not None else inputs_embeds
-                assert tokens is not None
-                check_sequence_ids(sequence_ids, tokens.shape[0], tokens.shape[1], past)
+        if inputs_embeds is not None:
+            inputs.pop("input_ids", None)
+        read_tokens = input_ids if inputs_embeds is None else inputs_embeds
+        assert read_tokens is not None
+        batch, length = read_tokens.shape[:2]
+        # 1) Find the texts that the pass continues, before the model reads on in its cache.
+        known = {**inputs, **kwargs, "attention_mask": attention_mask, "position_ids": position_ids}
+        texts, is_text, why_not = texts_of_pass(known, batch, length, text_mask)
+        if texts is None and any(self.needs_text(one) for one in each):
+            raise ConfigError(why_not)
+        # 2) Run the base model.
         try:
             with KeyCapture(self.base, self.encoder.location) as capture:
                 output = self.base(**inputs, **kwargs, return_dict=True)
@@ -318,16 +348,19 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
             logits = keep_positions(logits, logits_to_keep)
         if not self.training:  # in training a step that overflows is left to the loss scaler
             check_logits(self.base, logits, attention_mask)
+        # 3) Extend the texts, and let them ride in the cache that the model returns.
+        is_mixed = not all(one.is_model_alone for one in each)
+        states = capture.keys(batch, length)
+        if texts is None:
+            keys, batch_of_texts = self.encoder.projected(states), None
+        else:
+            keys, batch_of_texts = self.extend_texts(texts, input_ids, states, is_text)
+        attach_texts(output, texts)
+        # 4) Mix.
         if is_mixed:
-            tokens = input_ids if input_ids is not None else inputs_embeds
-            assert tokens is not None
-            states, goes_on = capture.keys(*tokens.shape[:2]), use_cache is not False
-            keys = self._text_states.keys(states, attention_mask, sequence_ids, goes_on=goes_on)
-            prefix = self.reader.prefix if any(one.ngrams or one.own_ngrams for one in each) else None
             read = ForwardPass(
-                logits, keys, input_ids, attention_mask, sequence_ids, logits_to_keep, pointer_states,
-                prefix, goes_on,
-            )  # fmt: skip
+                logits, keys, input_ids, is_text, batch_of_texts, logits_to_keep, self.prefix_for(each)
+            )
             logits = self._mixer.mix(read, each)
         mixed: CausalLMOutputWithPast = output
         mixed.logits = logits

@@ -8,46 +8,42 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knnstore.datastore import Ids, Keys, Neighbors
-from knnstore.lm.reading import Tokens
 from knnstore.lm.retrieval.pointers import SearchRows, retrieve_next
-from knnstore.lm.retrieval.prefix_states import PADDING, PrefixStates, prefix_names, unpadded
 from knnstore.lm.settings import KNNSettings
+from knnstore.lm.text_state import NO_TOKEN, TextBatch
 from knnstore.store import Reader
-
-PointerStates = PrefixStates[Ids]
-"""The records retrieved at the end of each text. Each call of `generate` makes its own: where pointers begin
-depends on the prompt, so that a call must not find those of another."""
-
-STATES_KEPT = 1 << 11
-"""Of 8 kB each with k = 1024: far more than the rows and beams of a call need."""
-_OF_A_PASS = 256  # of each text: its end, and where a pass that drafts may fall back to
 
 
 class TextPass(NamedTuple):
     """One forward pass over the last t positions of b texts."""
 
     tokens: NDArray[np.int64]
-    """At these positions, `PADDING` where there is none or none is known: shape (b, t)."""
+    """At these positions, `NO_TOKEN` at padding or where none is known: shape (b, t)."""
     kept: NDArray[np.int64]
     """Which of the b * t positions are predicted from, any shape."""
-    sequence_ids: Tensor | None
-    """The whole texts, see `knnstore.lm.retrieval.prefix_states`; None where they are not known."""
-    states: PointerStates | None
-    """Of the call of `generate`."""
+    batch: TextBatch | None
+    """The texts, which keep the records that were retrieved; None where they cannot be followed."""
 
     @classmethod
     def of(
-        cls, read: Tensor | None, batch: int, length: int, kept: Tensor, states: PointerStates | None
+        cls,
+        tokens: Tensor | None,
+        is_text: NDArray[np.bool_] | None,
+        shape: tuple[int, int],
+        kept: Tensor,
+        batch: TextBatch | None,
     ) -> Self:
-        """Describe a pass over `length` positions of so many texts.
+        """Describe a pass.
 
-        What was read goes up to its end and at least from its beginning on: the texts as
-        `knnstore.lm.retrieval.prefix_states` has them, or their end; None is not known.
+        Args:
+            tokens: at the positions, shape (b, t); None where they are not known.
+            is_text: which positions are no padding, shape (b, t); None is all.
+            shape: (b, t).
+            kept: see the class.
+            batch: see the class.
         """
-        tokens = np.full((batch, length), PADDING, np.int64)
-        if read is not None:
-            tokens[:] = read[:, -length:].cpu().numpy()
-        return cls(tokens, kept.numpy(), read, states)
+        known = np.full(shape, NO_TOKEN, np.int64) if tokens is None else tokens.cpu().numpy()
+        return cls(known if is_text is None else np.where(is_text, known, NO_TOKEN), kept.numpy(), batch)
 
 
 def retrieve_for_pass(
@@ -61,7 +57,7 @@ def retrieve_for_pass(
     """Retrieve for positions of a forward pass, in the order of their texts, all rows together.
 
     A position goes on from the one before it if that is among those asked for, or if it is the first of the
-    pass and `TextPass.states` has the one before; else pointers begin with it.
+    pass and the text has kept what the one before it retrieved; else pointers begin with it.
 
     Args:
         store: where to follow pointers.
@@ -71,16 +67,15 @@ def retrieve_for_pass(
         settings: with pointers.
         search: searches for some of the n queries.
     """
-    tokens, kept, sequence_ids, states = text_pass
+    tokens, kept, batch = text_pass
     length = tokens.shape[1]
     owners, columns = np.divmod(kept[attended], length)
     nothing = np.empty(0, np.int64)
-    before: list[Ids | None] = [None] * len(tokens)
-    if states is not None and sequence_ids is not None and sequence_ids.shape[1] > length:
-        before = states.get([_name(text) for text in unpadded(sequence_ids[:, :-length])])
-    firsts = (tokens != PADDING).argmax(1).tolist()
-    last = [(first - 1, nothing if ids is None else ids) for first, ids in zip(firsts, before, strict=True)]
-    reached: list[tuple[int, int, Ids]] = []
+    before = [nothing] * len(tokens)
+    if batch is not None:
+        before = [text.retrieved.get(at, nothing) for text, at in zip(batch.texts, batch.starts, strict=True)]
+    is_text = tokens != NO_TOKEN if batch is None else batch.is_text
+    last = list(zip((is_text.argmax(1) - 1).tolist(), before, strict=True))
     found, order = [Neighbors.nothing(0, settings.k)], [np.empty(0, np.int64)]
     for column in np.unique(columns).tolist():
         rows = np.flatnonzero(columns == column)
@@ -92,18 +87,10 @@ def retrieve_for_pass(
         order.append(rows)
         for owner, ids in zip(mine, retrieved.ids, strict=True):
             last[owner] = column, ids[ids >= 0]
-            reached.append((owner, *last[owner]))
-    if states is not None and sequence_ids is not None:
-        texts = unpadded(sequence_ids)
-        # Not the end alone: of a draft some tokens may be taken back.
-        latest = [(owner, length - 1 - at, ids) for owner, at, ids in reached if at >= length - _OF_A_PASS]
-        names = [_name(texts[owner][: len(texts[owner]) - after]) for owner, after, _ in latest]
-        states.put(names, [ids for _, _, ids in latest])
+            if batch is not None:
+                after = int(batch.is_text[owner, column + 1 :].sum())
+                batch.texts[owner].keep_retrieved(batch.stops[owner] - after, last[owner][1])
     return Neighbors.joined(found, axis=0).rows(np.argsort(np.concatenate(order)))
-
-
-def _name(text: Tokens) -> bytes:
-    return prefix_names(text, len(text) - 1)[0] if len(text) else b""
 
 
 def _together(parts: Sequence[Ids]) -> Ids:

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knnstore.datastore import Keys
-from knnstore.lm.retrieval import mixture_of
+from knnstore.lm.components import mixture_of
 from knnstore.lm.scoring.held_out import score_texts
 from knnstore.lm.scoring.scores import TokenScores
 from knnstore.lm.scoring.token_table import table_of
@@ -104,9 +104,11 @@ def p_knn(lm: ReadingModel, text: str, knn: KNNSettings | None = None) -> NDArra
 
 
 def store_alone(lm: ReadingModel, knn: KNNSettings | None) -> KNNSettings:
-    """Settings without what else is mixed in than the store."""
+    """Return settings in which the store's keys are the only component."""
     settings = completed(lm.store, knn or lm.knn)
-    return replace(settings, cache=None, ngrams=None, gate=None, substitute=None, unset=frozenset())
+    return replace(
+        settings, cache=None, ngrams=None, others={}, gate=None, substitute=None, unset=frozenset()
+    )
 
 
 def weighed(

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from knnstore.errors import ConfigError, InputError
+from knnstore.lm.components import mixture_of
 from knnstore.lm.mixing import FixedLambda
-from knnstore.lm.retrieval import mixture_of, visits_cells
+from knnstore.lm.retrieval import visits_cells
 from knnstore.lm.scoring.by_document import DocumentLosses, DocumentScore, GroupScore, Intervals, grouped
 from knnstore.lm.scoring.held_out import HeldOut, score_held_out
 from knnstore.lm.scoring.slices import Slice, TokenLosses, perplexity
@@ -133,15 +134,15 @@ def evaluate(
     started = time.perf_counter()
     heads = Heads(store, reader.encoder.model.device)
     # The mixture, its parts, each without the other, and the store alone, with what each is mixed into.
-    store_alone = replace(settings, cache=None, ngrams=None)
+    store_alone = replace(settings, cache=None, ngrams=None, others={})
     alone = replace(store_alone, substitute=None)
     variants = {"knn": settings}
     if settings.needs_text:
         variants["store"] = store_alone
     if settings.cache is not None:
-        variants["cache"] = replace(settings, mixer=FixedLambda(0.0), ngrams=None)
+        variants["cache"] = replace(settings, mixer=FixedLambda(0.0), ngrams=None, others={})
     if settings.ngrams is not None:
-        variants["ngrams"] = replace(settings, mixer=FixedLambda(0.0), cache=None)
+        variants["ngrams"] = replace(settings, mixer=FixedLambda(0.0), cache=None, others={})
     totals, losses, of_documents = defaultdict[str, float](float), TokenLosses(), DocumentLosses()
     left_out = stored if leave_out else {}
     for scores in score_held_out(store, reader, listed, settings, left_out=left_out, progress=progress):

@@ -9,8 +9,8 @@ import numpy as np
 
 from knnstore.documents import TextDocument, documents_of
 from knnstore.errors import ConfigError
+from knnstore.lm.components import mixture_of
 from knnstore.lm.reading import in_chunks
-from knnstore.lm.retrieval import mixture_of
 from knnstore.lm.scoring.arrays import store_alone, weighed
 from knnstore.lm.scoring.held_out import score_texts
 from knnstore.lm.scoring.scores import TokenScores

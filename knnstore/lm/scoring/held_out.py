@@ -12,20 +12,10 @@ from numpy.typing import NDArray
 from knnstore.datastore import Neighbors
 from knnstore.documents import TextDocument, documents_of
 from knnstore.errors import InputError
-from knnstore.lm.mixing import Recent
+from knnstore.lm.components import Form, look_up_texts
+from knnstore.lm.contexts import DocumentTexts
 from knnstore.lm.reading import BATCH_TOKENS, Batch, Encoded, LogProbs, TextReader, in_chunks
-from knnstore.lm.retrieval import (
-    ReadNGrams,
-    ReadOwnNGrams,
-    ReadText,
-    columns_of,
-    reachable,
-    recent_temperatures,
-    retrieve,
-    retrieve_in_step,
-    visit,
-    visits_cells,
-)
+from knnstore.lm.retrieval import columns_of, reachable, retrieve, retrieve_in_step, visit, visits_cells
 from knnstore.lm.scoring.scores import TokenScores, together
 from knnstore.lm.settings import KNNSettings
 from knnstore.progress import Progress
@@ -148,15 +138,12 @@ def score_texts(
     """
     settings = replace(settings, k=reachable(store, settings))
     most = max(1, _NEIGHBORS // columns_of(store, settings))
+    form = Form.SOURCES if apart else Form.TARGET
     for members in [range(len(texts))] if settings.pointers is None else _few_tokens(texts, most):
-        read = None
-        if settings.cache is not None:
-            temperatures = None if apart else recent_temperatures(settings)
-            read = ReadText(settings.cache.size, store.identity.metric, temperatures)
         some = [texts[at] for at in members]
-        ngrams, own = ReadNGrams.of(store, some, settings), ReadOwnNGrams.of(some, settings)
+        known = follow_documents(reader, some, settings)
         batches = (
-            with_ngrams(read_batch(reader, batch, settings, read), ngrams, own)
+            with_texts(store, read_batch(reader, batch, settings), known, settings, form)
             for batch in reader.batches(some)
         )
         parts: Iterator[TokenScores]
@@ -192,28 +179,30 @@ def score_text_in_turns(
         The scores of a few tokens, or None where a turn has ended without any.
     """
     settings = replace(settings, k=reachable(store, settings))
-    read = None
-    if settings.cache is not None:
-        read = ReadText(settings.cache.size, store.identity.metric)
-    ngrams, own = ReadNGrams.of(store, [text], settings), ReadOwnNGrams.of([text], settings)
+    known = follow_documents(reader, [text], settings)
     for batch in replace(reader, batch_tokens=1).batches([text]):
         yield None
-        scores = yield from _read_batch_in_turns(reader, batch, settings, read)
-        scores = with_ngrams(scores, ngrams, own)
+        scores = yield from _read_batch_in_turns(reader, batch, settings)
+        scores = with_texts(store, scores, known, settings, Form.SOURCES)
         at_once = min(most, max(1, _TURN_NEIGHBORS // columns_of(store, settings)))
         yield from _score(store, [scores], settings, at_once, apart=True, growing_to=most)
 
 
-def read_batch(
-    reader: TextReader, batch: Batch, settings: KNNSettings, read: ReadText | None = None
-) -> TokenScores:
-    """Run the model over one batch of windows; what is to be searched is marked, no neighbor is there."""
+def follow_documents(
+    reader: TextReader, texts: Sequence[NDArray[np.integer[Any]]], settings: KNNSettings
+) -> DocumentTexts:
+    """Prepare to follow texts as they are read, as far back as the settings look."""
+    return DocumentTexts(texts, reader.prefix, 0 if settings.cache is None else settings.cache.size)
+
+
+def read_batch(reader: TextReader, batch: Batch, settings: KNNSettings) -> TokenScores:
+    """Run the model over one batch of windows; what is to be searched is marked, nothing is looked up yet."""
     encoded = reader.encoder.encode(batch.input_ids, batch.at)
-    return _read(encoded, reader.encoder.log_probs(encoded.states, batch.gold), batch, settings, read)
+    return _read(encoded, reader.encoder.log_probs(encoded.states, batch.gold), batch, settings)
 
 
 def _read_batch_in_turns(
-    reader: TextReader, batch: Batch, settings: KNNSettings, read: ReadText | None
+    reader: TextReader, batch: Batch, settings: KNNSettings
 ) -> Generator[None, None, TokenScores]:
     """Do what `read_batch` does for one window, a few tokens in each turn; yields between turns."""
     encoder = reader.encoder
@@ -225,13 +214,11 @@ def _read_batch_in_turns(
         found.append(encoder.log_probs(encoded.states[part], batch.gold[part]))
     log_probs = LogProbs(*map(torch.cat, zip(*found, strict=True)))
     yield
-    return _read(encoded, log_probs, batch, settings, read)
+    return _read(encoded, log_probs, batch, settings)
 
 
-def _read(
-    encoded: Encoded, log_probs: LogProbs, batch: Batch, settings: KNNSettings, read: ReadText | None
-) -> TokenScores:
-    """Put together what the model says of a batch; see `read_batch`."""
+def _read(encoded: Encoded, log_probs: LogProbs, batch: Batch, settings: KNNSettings) -> TokenScores:
+    """Put together what the model predicts of a batch; see `read_batch`."""
     keys = encoded.keys.cpu()
     lm_max, lm_entropy = log_probs.best.cpu(), log_probs.entropy.cpu()
     gold, nothing = torch.from_numpy(batch.gold), np.empty((len(keys), 0), np.int64)
@@ -250,22 +237,25 @@ def _read(
         keys=keys,
         documents=batch.documents,
         positions=batch.positions,
-        recent=None if read is None else read.follow(keys, gold, batch.documents, batch.positions),
     )
 
 
-def with_ngrams(
-    scores: TokenScores, ngrams: ReadNGrams | None, own: ReadOwnNGrams | None = None
+def with_texts(
+    store: Reader, scores: TokenScores, known: DocumentTexts, settings: KNNSettings, form: Form
 ) -> TokenScores:
-    """The same tokens of some texts with what n-grams of these say, and their own; None is none."""
-    at = scores.documents, scores.positions
-    if ngrams is not None:
-        probs, suffixes = ngrams.gold(*at)
-        scores = replace(scores, ngram_probs=probs, ngram_suffixes=suffixes)
-    if own is not None:
-        probs, suffixes = own.gold(*at)
-        scores = replace(scores, own_probs=probs, own_suffixes=suffixes)
-    return scores
+    """Look up what the components that go by the text know of some tokens.
+
+    Args:
+        store: where to look up.
+        scores: the tokens of a batch, as they were read.
+        known: their texts, which go on to the end of the batch.
+        settings: in force.
+        form: how much is kept of what is found.
+    """
+    if not settings.needs_text:
+        return scores
+    contexts = known.read_on(scores.keys, scores.documents, scores.positions)
+    return replace(scores, found=look_up_texts(store, settings, contexts, form))
 
 
 def _score(
@@ -290,7 +280,7 @@ def _score(
     neighbors = _NEIGHBORS if growing_to is None else _TURN_NEIGHBORS
     for batch in batches:
         start, count = 0, len(batch.gold)
-        reach = batch.recent.tokens.shape[1] if isinstance(batch.recent, Recent) else 1
+        reach = max([1, *(one.width for one in batch.found.values())])
         while start < count:
             parts = -(-(count - start) // min(most, max(1, _RECENT // reach)))
             rows = np.arange(start, start - (start - count) // parts)

@@ -1,7 +1,7 @@
 """What is known of the tokens of held-out text before λ is chosen."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -10,15 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knnstore.datastore import Ids, Neighbors, tokens_of
-from knnstore.lm.mixing import (
-    DISTINCT_AMONG,
-    Continuation,
-    Recent,
-    RecentGold,
-    Retrieved,
-    Visited,
-    nearest_of,
-)
+from knnstore.lm.components import Found
+from knnstore.lm.mixing import DISTINCT_AMONG, Retrieved, Visited, nearest_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,30 +42,14 @@ class TokenScores:
     """Of each token in its document, shape (n,)."""
     log_weights: Tensor | None = None
     """Of the neighbors, float32, shape (n, k); see `Retrieved`."""
-    recent: Recent | RecentGold | None = None
-    """What stands before each token in its document; None without a cache."""
-    ngram_probs: Tensor | None = None
-    """What n-grams give to each token, float32, shape (n,), nan where there are none; None where they are not
-    in use."""
-    ngram_suffixes: Tensor | None = None
-    """The longest end of what comes before each, see `Continuation`, int64, shape (n, 3); None where they are
-    not in use."""
-    own_probs: Tensor | None = None
-    """What the own n-grams of its text give to each token, as above; None where they are not in use."""
-    own_suffixes: Tensor | None = None
+    found: Mapping[str, Found] = field(default_factory=dict)
+    """What each component but the keys found, by its name; only of those in use."""
     visited: Sequence[Visited] | None = None
     """What was visited, for each search, where records were not kept apart: see `Retrieved`; `ids` has no
     column then."""
 
     def retrieved(self) -> Retrieved:
         """What a mixer chooses from."""
-        said, own = [
-            None if probs is None else Continuation.of_gold(probs, suffixes)
-            for probs, suffixes in (
-                (self.ngram_probs, self.ngram_suffixes),
-                (self.own_probs, self.own_suffixes),
-            )
-        ]
         return Retrieved(
             self.distances,
             self.lm_max,
@@ -80,9 +57,7 @@ class TokenScores:
             keys=self.keys,
             lm_entropy=self.lm_entropy,
             log_weights=self.log_weights,
-            recent=self.recent,
-            continuation=said,
-            own=own,
+            found=self.found,
             visited=self.visited,
         )
 
@@ -92,8 +67,8 @@ class TokenScores:
         at = torch.from_numpy(rows)
 
         def chosen(column: Any) -> Any:
-            if isinstance(column, Recent | RecentGold):
-                return column.rows(at)
+            if isinstance(column, Mapping):
+                return {name: one.rows(at) for name, one in column.items()}
             return None if column is None else column[at if isinstance(column, Tensor) else rows]
 
         return TokenScores(**{one.name: chosen(getattr(self, one.name)) for one in fields(self)})
@@ -124,8 +99,8 @@ def together(parts: Sequence[TokenScores]) -> TokenScores:
     """Put tokens one after another, which have as many neighbors each."""
 
     def joined(columns: list[Any]) -> Any:
-        if isinstance(columns[0], Recent | RecentGold):
-            return columns[0].joined(columns)
+        if isinstance(columns[0], Mapping):
+            return {name: one.joined([of[name] for of in columns]) for name, one in columns[0].items()}
         if isinstance(columns[0], Tensor):
             return torch.cat(columns)
         return None if columns[0] is None else np.concatenate(columns)

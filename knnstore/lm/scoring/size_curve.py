@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from knnstore.errors import InputError
+from knnstore.lm.components import Form, look_up_texts, mixture_of
 from knnstore.lm.reading import in_chunks
-from knnstore.lm.retrieval import ReadNGrams, ReadOwnNGrams, ReadText, mixture_of
-from knnstore.lm.scoring.held_out import HeldOut, read_batch, search_in_parts, with_ngrams
+from knnstore.lm.scoring.held_out import HeldOut, follow_documents, read_batch, search_in_parts
 from knnstore.lm.scoring.slices import perplexity
 from knnstore.lm.settings import KNNModel, KNNSettings, completed
 from knnstore.progress import Progress
@@ -63,17 +63,17 @@ def measure_size_curve(
         progress.start("evaluating", total=reader.count_predicted(held_out.documents))
     tokens, totals = 0, [0.0] * (1 + len(parts))
     for ahead in in_chunks(held_out.documents):
-        read = None if settings.cache is None else ReadText(settings.cache.size, store.identity.metric)
         texts = reader.tokenized(ahead)
+        known = follow_documents(reader, texts, settings)
         smaller = [replace(settings, selection=part) for part, _ in parts]
-        ngrams = [ReadNGrams.of(store, texts, one) for one in smaller]
-        own = ReadOwnNGrams.of(texts, settings)
         for batch in reader.batches(texts):
-            scores = read_batch(reader, batch, settings, read)
+            scores = read_batch(reader, batch, settings)
+            contexts = known.read_on(scores.keys, scores.documents, scores.positions)
             tokens += len(scores.gold)
             totals[0] += float(scores.lm_log_probs.double().sum())
-            for number, (one, counted) in enumerate(zip(smaller, ngrams, strict=True), 1):
-                for found in search_in_parts(store, with_ngrams(scores, counted, own), one):
+            for number, one in enumerate(smaller, 1):
+                of_part = replace(scores, found=look_up_texts(store, one, contexts, Form.TARGET))
+                for found in search_in_parts(store, of_part, one):
                     mixture = mixture_of(one, found.retrieved())
                     totals[number] += float(mixture.gold(found.lm_log_probs, found.gold).double().sum())
             if progress is not None:

@@ -36,7 +36,7 @@ def completed(store: Reader, settings: KNNSettings) -> KNNSettings:
     taken = {name: getattr(saved, name) for name in settings.unset}
     if "scoring_only" in taken:
         taken["scoring_only"] = tuple(
-            name for name in saved.scoring_only if _GIVEN_BY[name] <= settings.unset
+            name for name in saved.scoring_only if _GIVEN_BY.get(name, {"others"}) <= settings.unset
         )
     return replace(settings, **taken, unset=frozenset())
 

@@ -147,7 +147,7 @@ def overridden(
     if given or probes:
         given["scoring_only"] = tuple(name for name in settings.scoring_only if name != "keys")
     if lam is not None:
-        given |= {"skip": None, "substitute": None, "cache": None, "ngrams": None, "gate": None}
+        given |= {"skip": None, "substitute": None, "cache": None, "ngrams": None, "gate": None, "others": {}}
     if probes is not None or k is not None:
         given["probes"] = probes or None
     return replace(settings, **given)

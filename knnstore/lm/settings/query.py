@@ -1,12 +1,14 @@
 """The settings of a query, values only: how many neighbors, how far they count, how much λ is."""
 
 import math
-from dataclasses import InitVar, dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import InitVar, dataclass, field, fields, replace
 from enum import Enum
 from typing import Any
 
 from knnstore.errors import ConfigError
 from knnstore.lm.mixing import FixedLambda, JointGate, Mixer, RelativeConfidence, Skipping
+from knnstore.lm.settings.others import check_others, other_components
 from knnstore.lm.settings.parts import (
     LEAST_TEMPERATURE,
     CacheSettings,
@@ -22,7 +24,7 @@ _COMPONENTS: dict[str, dict[str, Any]] = {
     "keys": {"mixer": FixedLambda(0.0), "skip": None, "pointers": None},
     "substitute": {"substitute": None},
 }
-"""What is mixed with the model, and the settings with which it is not."""
+"""The built-in components, and the settings with which each is not in use."""
 
 
 class _Unset(Enum):
@@ -32,10 +34,12 @@ class _Unset(Enum):
 _UNSET: Any = _Unset.UNSET
 _DEFAULTS: dict[str, Any] = {
     "k": 1024, "temperature": 1.0, "mixer": FixedLambda(0.25), "cache": None, "ngrams": None, "gate": None,
-    "skip": None, "pointers": None, "substitute": None, "probes": None, "scoring_only": (),
+    "skip": None, "pointers": None, "substitute": None, "probes": None, "scoring_only": (), "others": {},
 }  # fmt: skip
 """What stands for an unset field until it is known of which store: the values of Khandelwal et al. 2020."""
-_WITH_MIXER = frozenset({"cache", "ngrams", "gate", "skip", "pointers", "substitute", "scoring_only"})
+_WITH_MIXER = frozenset(
+    {"cache", "ngrams", "gate", "skip", "pointers", "substitute", "scoring_only", "others"}
+)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -89,6 +93,10 @@ class KNNSettings:
     scoring_only: tuple[str, ...] = _UNSET
     """Components that count where given text is scored, and not where text is written: see `components`."""
 
+    others: Mapping[str, Mapping[str, Any]] = field(default=_UNSET, hash=False)
+    """Settings of components of other packages, by their names; see
+    `knnstore.lm.components.DistributionComponent`."""
+
     lam: InitVar[float | None] = None
     """Short for ``mixer=FixedLambda(lam)``; not kept as an attribute."""
 
@@ -118,10 +126,12 @@ class KNNSettings:
                 "the selection leaves out documents that the substitute was trained on: train one on the "
                 "domains selected, or use none"
             )
+        object.__setattr__(self, "others", check_others(self.others))
         object.__setattr__(self, "scoring_only", tuple(self.scoring_only))
         for name in self.scoring_only:
-            if name not in _COMPONENTS:
-                raise ConfigError(f"no component {name!r}; known: {', '.join(_COMPONENTS)}")
+            if name not in _COMPONENTS and name not in other_components():
+                known = ", ".join((*_COMPONENTS, *other_components()))
+                raise ConfigError(f"no component {name!r}; known: {known}")
         if self.probes is not None and isinstance(self.mixer, RelativeConfidence):
             raise ConfigError(
                 f"the mixer {self.mixer.name!r} goes by the farthest of the k nearest and does not go with "
@@ -161,7 +171,7 @@ class KNNSettings:
         unlike = [
             f"{name}={value!r}"
             for name, value in given.items()
-            if name not in self.unset and value not in (None, (), EVERYTHING)
+            if name not in self.unset and value not in (None, (), {}, EVERYTHING)
         ]
         return f"KNNSettings({', '.join(unlike)})"
 
@@ -188,18 +198,18 @@ class KNNSettings:
     @property
     def needs_text(self) -> bool:
         """Whether it counts which tokens come before: the keys do not tell."""
-        return self.cache is not None or self.ngrams is not None
+        return self.cache is not None or self.ngrams is not None or bool(self.others)
 
     @property
     def components(self) -> tuple[str, ...]:
-        """What is mixed with the model: of "cache", "n-grams", "keys" and "substitute", in this order."""
+        """Names of what is mixed with the model: "cache", "n-grams", "keys", "substitute", then others."""
         in_use = {
             "cache": self.cache is not None,
             "n-grams": self.ngrams is not None,
             "keys": self.retrieves,
             "substitute": self.substitute is not None,
         }
-        return tuple(name for name, is_used in in_use.items() if is_used)
+        return (*(name for name, is_used in in_use.items() if is_used), *self.others)
 
     @property
     def for_writing(self) -> "KNNSettings":
@@ -216,5 +226,8 @@ class KNNSettings:
         if not components:
             return self
         left = tuple(name for name in self.scoring_only if name not in components)
-        given = {name: value for component in components for name, value in _COMPONENTS[component].items()}
-        return replace(self, **given, scoring_only=left)
+        given = {
+            name: value for component in components for name, value in _COMPONENTS.get(component, {}).items()
+        }
+        others = {name: values for name, values in self.others.items() if name not in components}
+        return replace(self, **given, others=others, scoring_only=left)

@@ -47,6 +47,8 @@ def settings_to_dict(settings: KNNSettings) -> dict[str, Any]:
     values = {
         name: value for name, value in _values(settings).items() if name not in (*settings.unset, "unset")
     }
+    if not values.get("others"):
+        values.pop("others", None)
     if "mixer" in values:
         values["mixer"] = {"name": mixer.name, **values["mixer"]}
     return values

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from knnstore.lm import Drafts, KNNLMForCausalLM, KNNSettings
 from knnstore.server.engine.memory import Memory
-from knnstore.server.engine.prompts import PADDING, Remembered
+from knnstore.server.engine.prompts import Remembered
 from knnstore.server.engine.rows import Row
 
 
@@ -47,13 +47,13 @@ class Batch:
     def __init__(self, lm: KNNLMForCausalLM) -> None:
         self.rows: list[Row] = []
         self._lm = lm
-        self._memory = Memory(lm.base.device)
+        self._memory = Memory()
         self._drafting: _Drafting | None = None
 
     @torch.inference_mode()
     def join(self, row: Row, remembered: Remembered) -> None:
         """Take in a row, which has one token more than was read."""
-        self._memory.join(row.tokens[: remembered.length], remembered.layers)
+        self._memory.join(remembered.layers, remembered.text.fork())
         self.rows.append(row)
 
     @torch.inference_mode()
@@ -77,18 +77,18 @@ class Batch:
         """
         self._drafting = self._drafting_for(self.rows[0], settings[0]) if len(self.rows) == 1 else None
         ahead = [] if self._drafting is None else self._drafting.ahead()
-        count = 1 + len(ahead)
+        count, device = 1 + len(ahead), self._lm.base.device
         with torch.inference_mode():
-            texts, cache = self._memory.step([[row.tokens[-1], *ahead] for row in self.rows])
-            lengths = torch.tensor(self._memory.lengths, device=texts.device)
+            cache = self._memory.step(count)
+            lengths = torch.tensor(self._memory.lengths, device=device)
+            columns = torch.arange(max(self._memory.lengths) + count, device=device)
             output = self._lm(
-                input_ids=texts[:, -count:],
-                attention_mask=(texts != PADDING).long(),
-                position_ids=lengths[:, None] + torch.arange(count, device=texts.device),
+                input_ids=torch.tensor([[row.tokens[-1], *ahead] for row in self.rows], device=device),
+                attention_mask=(columns >= lengths.amax() - lengths[:, None]).long(),
+                position_ids=lengths[:, None] + torch.arange(count, device=device),
                 cache=cache,
                 use_cache=True,
                 knn=settings,
-                sequence_ids=texts,
             )
             return Step(ahead, output.logits.float().log_softmax(-1))
 

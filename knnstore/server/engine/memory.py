@@ -1,99 +1,101 @@
-"""What the model remembers of the texts of a batch: they grow in place, so a step copies nothing.
+"""What the model remembers of the texts of a batch: it grows in place, so a step copies nothing.
 
 All texts end in one column; shorter ones are padded on the left. Beyond it there is room for the next steps,
 where `DynamicCache` copies everything to add a column.
 """
 
-from collections.abc import Sequence
-
-import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from knnstore.server.engine.prompts import PADDING, Layers
+from knnstore.lm import TextState, TextStateLayer
+from knnstore.server.engine.prompts import Layers
 
 _ROOM = 64
 """Columns that are added at once, at least as many as a step has."""
 
 
 class Memory:
-    """Tokens of rows, and keys and values of each layer's attention; padding is zeros, for NaN would spread.
+    """The texts of the rows, and keys and values of their attention; padding is zeros, for NaN spreads."""
 
-    Args:
-        device: of the tokens.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._tokens = torch.empty((0, 0), dtype=torch.long, device=device)
+    def __init__(self) -> None:
+        self._texts: list[TextState] = []
         self._layers: Layers = []
+        self._rows = self._columns = 0
+        """Rows and columns that the layers have room for."""
         self._end = 0
         self.lengths: list[int] = []
         """Tokens of each row that the model has read."""
 
-    def join(self, tokens: Sequence[int], layers: Layers) -> None:
-        """Take in a row: tokens that were read, at least one, and their keys and values."""
-        row, length = len(self.lengths), len(tokens)
-        if row == len(self._tokens) or length > self._end:
+    def join(self, layers: Layers, text: TextState) -> None:
+        """Take in a row.
+
+        Args:
+            layers: keys and values of the tokens that were read, at least one.
+            text: these tokens; it is changed from now on.
+        """
+        row, length = len(self.lengths), text.length
+        if row == self._rows or length > self._end:
             self._make_room(row + 1, length, layers)
         at = slice(self._end - length, self._end)
-        self._tokens[row] = PADDING
-        self._tokens[row, at] = torch.tensor(tokens, device=self._tokens.device)
         for of_all, of_row in zip(self._layers, layers, strict=True):
             for values, new in zip(of_all, of_row, strict=True):
                 values[row] = 0
                 values[row, :, at] = new[0]
         self.lengths.append(length)
+        self._texts.append(text)
 
     def leave(self, row: int) -> None:
         """Let a row go; the last one takes its place."""
-        self.lengths[row] = self.lengths[-1]
+        self.lengths[row], self._texts[row] = self.lengths[-1], self._texts[-1]
         self.lengths.pop()
+        self._texts.pop()
         last = len(self.lengths)
         if not last:
-            self._tokens, self._layers, self._end = self._tokens[:0, :0], [], 0
+            self._layers, self._rows, self._columns, self._end = [], 0, 0, 0
         elif row < last:
-            self._tokens[row] = self._tokens[last]
             for of_all in self._layers:
                 for values in of_all:
                     values[row, :, : self._end] = values[last, :, : self._end]
 
-    def step(self, tokens: Sequence[Sequence[int]]) -> tuple[Tensor, DynamicCache]:
-        """Put some tokens after each row, as many after one as after another; `keep` lets them count.
+    def step(self, count: int) -> DynamicCache:
+        """Make a cache for a pass that reads `count` tokens more of each row.
 
-        Returns:
-            The texts with them, int64, shape (b, t), `PADDING` on the left; and a cache for a pass over them.
+        What the pass reads is forgotten unless `keep` is called before the next step.
         """
-        count, rows = len(tokens[0]), len(self.lengths)
-        if self._end + count > self._tokens.shape[1]:
+        rows = len(self.lengths)
+        if self._end + count > self._columns:
             self._make_room(rows, 0, self._layers)
         columns = slice(self._end - max(self.lengths), self._end + count)
-        new = torch.tensor(tokens, device=self._tokens.device)
-        self._tokens[:rows, self._end : columns.stop] = new
         cache = DynamicCache()
         cache.layers = [
             _Layer(keys[:rows, :, columns], values[:rows, :, columns], count) for keys, values in self._layers
         ]
-        return self._tokens[:rows, columns], cache
+        self._forget_unkept()
+        cache.layers.append(TextStateLayer(self._texts))
+        return cache
 
     def keep(self, count: int) -> None:
-        """Let so many tokens of the last step count."""
+        """Let the first `count` tokens of the last step count."""
         self._end += count
         self.lengths = [length + count for length in self.lengths]
+        self._forget_unkept()
+
+    def _forget_unkept(self) -> None:
+        for text, length in zip(self._texts, self.lengths, strict=True):
+            text.truncate(length)
 
     def _make_room(self, rows: int, length: int, like: Layers) -> None:
         """Make room for so many rows, of which a new one has a length, and for the next steps."""
         old = slice(self._end - max(self.lengths, default=0), self._end)
         kept, end = len(self.lengths), max([length, *self.lengths])
         at = slice(end - (old.stop - old.start), end)
-        tokens = self._tokens.new_full((rows, end + _ROOM), PADDING)
-        tokens[:kept, at] = self._tokens[:kept, old]
         layers = []
         for number, pair in enumerate(like):
             made = [one.new_zeros((rows, one.shape[1], end + _ROOM, one.shape[3])) for one in pair]
             for new, values in zip(made, self._layers[number], strict=True) if kept else ():
                 new[:kept, :, at] = values[:kept, :, old]
             layers.append((made[0], made[1]))
-        self._tokens, self._layers, self._end = tokens, layers, end
+        self._layers, self._rows, self._columns, self._end = layers, rows, end + _ROOM, end
 
 
 class _Layer(DynamicLayer):

@@ -14,13 +14,11 @@ from knnstore.lm import (
     KNNLMForCausalLM,
     KNNSettings,
     Likelihoods,
+    TextState,
+    TextStateLayer,
     following,
-    keep_keys,
     read_part,
 )
-
-PADDING = -1
-"""In place of a token, before a text that is shorter than others."""
 
 Layers = list[tuple[Tensor, Tensor]]
 """Keys and values of each layer's attention, shape (b, heads, t, width)."""
@@ -36,6 +34,7 @@ class Remembered:
     layers: Layers
     """Of one row; none where nothing was read."""
     length: int
+    text: TextState
     scores: tuple[Likelihoods, ...] = ()
     """What the mixture says of its tokens after the first, part by part; none unless asked for."""
     next: Tensor | None = None
@@ -62,6 +61,7 @@ class Reading:
         self._tokens = torch.tensor([tokens], device=lm.base.device)
         self.is_scored = is_scored
         self._layers: Layers = []
+        self._text = TextState()
         self._read = 0
         self.scores: list[Likelihoods] = []
         """Of what was read, added by whoever scores it."""
@@ -84,11 +84,10 @@ class Reading:
         settings = settings if self.is_scored else writing
         cache = DynamicCache(self._layers) if self._layers else DynamicCache()
         keep = 0 if self.is_scored else 1
-        part = read_part(self._lm, self._tokens[:, :end], cache, settings, logits_to_keep=keep)
+        self._text.truncate(self._read)
+        part = read_part(self._lm, self._tokens[:, :end], cache, self._text, settings, logits_to_keep=keep)
         if end == self._length and self._is_continued:
             self._next = following(self._lm, part, writing)
-        elif not self.is_scored:
-            keep_keys(self._lm, part, settings)
         came = pad(self._tokens[0, self._read + 1 : end + 1], (0, 1))[: end - self._read]
         self._layers, self._read = layers_of(cache), end
         return part, came
@@ -100,32 +99,36 @@ class Reading:
 
     def remembered(self) -> Remembered:
         """What it has come to."""
-        return Remembered(self._layers, self._read, tuple(self.scores), self._next)
+        return Remembered(self._layers, self._read, self._text, tuple(self.scores), self._next)
 
 
 def read_together(lm: KNNLMForCausalLM, readings: Sequence[Reading], settings: Sequence[KNNSettings]) -> None:
     """Read some prompts whole in one left-padded pass, with settings for each; after an error none is."""
     lengths = [reading.left for reading in readings]
     width = max(lengths)
-    texts = torch.cat([pad(one._tokens, (width - one.left, 0), value=PADDING) for one in readings])
-    mask, cache = (texts != PADDING).long(), DynamicCache()
+    tokens = torch.cat([pad(one._tokens, (width - one.left, 0)) for one in readings])
+    begins = torch.tensor([width - length for length in lengths], device=tokens.device)
+    mask, cache = (torch.arange(width, device=tokens.device) >= begins[:, None]).long(), DynamicCache()
     writing = {id(one): one.for_writing for one in settings}  # equal ones stay the same object
     with torch.inference_mode():
         output = lm(
-            input_ids=texts.clamp(min=0), attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0),
+            input_ids=tokens, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0),
             cache=cache, use_cache=True, logits_to_keep=1,
-            knn=[writing[id(one)] for one in settings], sequence_ids=texts,
+            knn=[writing[id(one)] for one in settings],
         )  # fmt: skip
         following = output.logits[:, -1].float().log_softmax(-1)
+    layer = cache.layers[-1]
+    assert isinstance(layer, TextStateLayer)
     for row, (reading, length) in enumerate(zip(readings, lengths, strict=True)):
         at = slice(row, row + 1), slice(None), slice(width - length, None)
         reading._layers = [(keys[at], values[at]) for keys, values in layers_of(cache)]
+        reading._text = layer.texts[row]
         reading._read, reading._next = length, following[row]
 
 
 def layers_of(cache: Any) -> Layers:
-    """What a cache holds."""
-    return [(layer.keys, layer.values) for layer in cache.layers]
+    """Return the keys and values of the model's layers in a cache."""
+    return [(layer.keys, layer.values) for layer in cache.layers if not isinstance(layer, TextStateLayer)]
 
 
 def has_attention_only(model: Any) -> bool:

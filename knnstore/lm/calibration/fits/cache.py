@@ -7,9 +7,8 @@ from torch import Tensor
 
 from knnstore.lm.calibration.fits.ngrams import fit_ngrams, mix_ngrams
 from knnstore.lm.calibration.on_grid import CHUNK_VALUES, gold_on_grid
-from knnstore.lm.calibration.scored_text import ScoredNGrams
+from knnstore.lm.components import DocumentKeys, TargetContinuation
 from knnstore.lm.mixing import LEAST_PROBABILITY, fit_lambdas, mix_gold
-from knnstore.lm.retrieval import Reading
 from knnstore.lm.settings import CacheSettings
 
 SIZES = (100, 400, 1600, 6400)
@@ -32,7 +31,7 @@ class CacheEvidence:
     found: Tensor
     """Which tokens have any before them, bool, shape (n,)."""
 
-    own: ScoredNGrams | None = None
+    own: TargetContinuation | None = None
     """What the own n-grams of each document say, which are fitted on top; None is nothing."""
 
     def mix(self, log_probs: Tensor, cache: CacheSettings) -> Tensor:
@@ -48,7 +47,7 @@ class CacheEvidence:
         return mix_gold(log_probs, probs, cache.lam * self.found)
 
 
-def gather_cache_evidence(reading: Reading, own: ScoredNGrams | None = None) -> CacheEvidence:
+def gather_cache_evidence(reading: DocumentKeys, own: TargetContinuation | None = None) -> CacheEvidence:
     """Compute p_cache of every token at each size and each temperature of a grid.
 
     Args:

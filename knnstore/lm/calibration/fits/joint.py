@@ -10,10 +10,10 @@ from knnstore.lm.calibration.evidence import Evidence
 from knnstore.lm.calibration.fits.cache import CacheEvidence, fit_cache
 from knnstore.lm.calibration.fits.gate import blocks_among
 from knnstore.lm.calibration.fits.ngrams import fit_with_ngrams
-from knnstore.lm.calibration.scored_text import ScoredNGrams, ScoredText
+from knnstore.lm.calibration.scored_text import ScoredText
+from knnstore.lm.components import TargetContinuation, experts_of, factors_in_use
 from knnstore.lm.mixing import LEAST_PROBABILITY, JointGate, fit_network, known, shares_of
-from knnstore.lm.retrieval import experts_of, factors_in_use
-from knnstore.lm.settings import KNNSettings
+from knnstore.lm.settings import KNNSettings, other_components
 
 _LEAST_SHARE = 1e-3
 _ROUNDS = 50  # of expectation maximization, for where the network begins
@@ -22,7 +22,7 @@ _ROUNDS = 50  # of expectation maximization, for where the network begins
 def fit_together(
     evidence: Evidence,
     scored: ScoredText,
-    said: ScoredNGrams | None,
+    said: TargetContinuation | None,
     cache: CacheEvidence,
     fit: Callable[[Evidence], KNNSettings],
 ) -> KNNSettings:
@@ -32,6 +32,11 @@ def fit_together(
     log_probs, wanted = torch.zeros(len(scored)), torch.zeros(len(scored), dtype=torch.bool)
     log_probs[at], wanted[at] = scored.log_probs(settings, at).log_probs, True
     settings = replace(settings, cache=fit_cache(cache, log_probs, wanted))
+    for name, component in other_components().items():
+        assert scored.reading is not None
+        log_probs[at] = scored.log_probs(settings, at).log_probs
+        fitted = component.fit(scored.others[name], log_probs, scored.reading.gold, wanted)
+        settings = replace(settings, others={**settings.others, name: fitted})
     return replace(settings, gate=fit_joint(scored, settings, at))
 
 

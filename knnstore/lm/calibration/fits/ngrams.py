@@ -8,15 +8,15 @@ from torch import Tensor
 
 from knnstore.lm.calibration.evidence import Evidence
 from knnstore.lm.calibration.fits.mixers import PRIOR_TOKENS
-from knnstore.lm.calibration.scored_text import ScoredNGrams, ScoredText
+from knnstore.lm.calibration.scored_text import ScoredText
+from knnstore.lm.components import TargetContinuation, ngram_lambdas
 from knnstore.lm.mixing import LEAST_PROBABILITY, fit_lambdas, mix_gold
-from knnstore.lm.retrieval import ngram_lambdas
 from knnstore.lm.settings import KNNSettings, NGramSettings
 
 _ROUNDS = 2  # of fitting the weight of n-grams and what is below them in turn
 
 
-def fit_ngrams(said: ScoredNGrams, log_probs: Tensor, wanted: Tensor) -> NGramSettings:
+def fit_ngrams(said: TargetContinuation, log_probs: Tensor, wanted: Tensor) -> NGramSettings:
     """Find the likeliest λ of n-grams, by their length, that are mixed with what predicts already.
 
     Each is drawn towards the best for all lengths by `PRIOR_TOKENS`. `log_probs` is log p of each token
@@ -32,17 +32,17 @@ def fit_ngrams(said: ScoredNGrams, log_probs: Tensor, wanted: Tensor) -> NGramSe
     return NGramSettings(said.order, float(lam[lengths].mean()), tuple(lam[:, 0].tolist()))
 
 
-def mix_ngrams(said: ScoredNGrams, log_probs: Tensor, ngrams: NGramSettings) -> Tensor:
+def mix_ngrams(said: TargetContinuation, log_probs: Tensor, ngrams: NGramSettings) -> Tensor:
     """Mix them into log p of each token, shape (n,)."""
     return mix_gold(log_probs, said.probs.nan_to_num(), _lambdas(said, ngrams))
 
 
 def fit_with_ngrams(
-    evidence: Evidence, scored: ScoredText, said: ScoredNGrams, fit: Callable[[Evidence], KNNSettings]
+    evidence: Evidence, scored: ScoredText, said: TargetContinuation, fit: Callable[[Evidence], KNNSettings]
 ) -> KNNSettings:
     """Fit the weight of n-grams and, in turn by `fit`, the settings of the store below them."""
     at = evidence.tokens
-    of_tokens = ScoredNGrams(said.order, said.probs[at], said.suffixes[at])
+    of_tokens = said.rows(at)
     every = torch.ones(len(at), dtype=torch.bool)
     settings, ngrams = KNNSettings(), NGramSettings(said.order, 0.0)
     for _ in range(_ROUNDS):
@@ -56,6 +56,6 @@ def fit_with_ngrams(
     return replace(settings, ngrams=ngrams)
 
 
-def _lambdas(said: ScoredNGrams, ngrams: NGramSettings) -> Tensor:
+def _lambdas(said: TargetContinuation, ngrams: NGramSettings) -> Tensor:
     """λ of each token, 0 where there are no n-grams."""
     return ngram_lambdas(ngrams, said.lengths) * said.probs.isfinite()

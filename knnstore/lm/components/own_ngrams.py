@@ -1,29 +1,26 @@
-"""What came after the same words before in the text itself: counts of its own n-grams.
+"""N-grams of the text itself: what came after the same words earlier in the text that is being read.
 
 Absolute discounting. Of a context h, its end h' without the first token, and a token w:
 
     p(w | h) = max(c(h w) - D, 0) / c(h) + D n(h) / c(h) p(w | h')
 
-c counts what stands before in this text, n(h) how many different tokens came after h. The shortest context is
-one token. What that leaves goes to no token: all are divided by what they have together, and where the last
-token stands here for the first time nothing is said. Nothing is kept from pass to pass: each counts in the
-tokens behind it, so the rows of a batch may be reordered, copied and dropped.
+c counts in the text before this position; n(h) is the number of different tokens that came after h. The
+shortest context is one token. The probability that it leaves goes to no token: all are divided by their sum,
+and where the last token stands in the text for the first time, nothing is found.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from knnstore.lm.mixing import Continuation
-from knnstore.lm.reading import Tokens
-from knnstore.lm.retrieval.ngrams import in_columns
-from knnstore.lm.retrieval.prefix_states import WrittenTexts
-from knnstore.lm.settings import KNNSettings
-from knnstore.store import Occurrence
+from knnstore.lm.components.component import Form
+from knnstore.lm.components.ngrams import Continuation, CountedNGrams, TargetContinuation, in_columns
+from knnstore.lm.contexts import Contexts
+from knnstore.lm.settings import KNNSettings, NGramSettings
+from knnstore.store import Occurrence, Reader
 
 _DISCOUNT = 0.6
 """D, of all lengths."""
@@ -34,86 +31,79 @@ Places = NDArray[np.int64]
 Texts = Sequence[NDArray[np.integer[Any]]]
 
 
-class ReadOwnNGrams:
-    """The own n-grams of whole texts.
+class OwnNGrams(CountedNGrams):
+    """N-grams of each text itself, which go with the recent-text cache."""
 
-    Args:
-        texts: token ids, shapes (n_i,).
-        order: tokens of the longest n-grams.
-    """
+    name = "own n-grams"
 
-    def __init__(self, texts: Texts, order: int) -> None:
-        self._laid, self._order = _LaidOut.of(texts), order
-        self._probs, self._suffixes = _gold(self._laid, order)
+    def settings_of(self, settings: KNNSettings) -> NGramSettings | None:
+        """Return how much these n-grams count; None where they are not in use."""
+        return settings.own_ngrams
 
-    @classmethod
-    def of(cls, texts: Texts, settings: KNNSettings) -> Self | None:
-        """Count in texts as the settings say; None where these do not count."""
-        if settings.own_ngrams is None:
-            return None
-        return cls(texts, settings.own_ngrams.order)
+    def look_up(
+        self, reader: Reader, settings: KNNSettings, contexts: Contexts, form: Form, vocabulary: int
+    ) -> Continuation | TargetContinuation:
+        """Look up which tokens followed the ends of the contexts before, in the same text."""
+        assert settings.own_ngrams is not None
+        order = settings.own_ngrams.order
+        if form is not Form.DISTRIBUTION:
+            return self.target(contexts, order)
+        laid, rows, at = _lay_out(contexts)
+        seen = _before(laid, at, order)
+        weights, tokens = in_columns(
+            rows[seen.rows], seen.probs, laid.symbols[seen.places] - 1, len(contexts)
+        )
+        suffixes = torch.zeros((len(contexts), 3), dtype=torch.int64)
+        suffixes[rows] = torch.from_numpy(seen.suffixes)
+        return Continuation(weights, tokens, suffixes)
 
-    def gold(self, documents: Tokens, positions: Tokens) -> tuple[Tensor, Tensor]:
-        """What is said of n tokens: see `ReadNGrams.gold`; nan where nothing is."""
-        at = self._laid.firsts[documents] + positions - 1
-        return torch.from_numpy(self._probs[at]), torch.from_numpy(self._suffixes[at])
+    def target(self, contexts: Contexts, order: int) -> TargetContinuation:
+        """Look up what n-grams up to a length give to the next token of each context."""
+        key = self.name, order
+        if key not in contexts.known:  # once for all positions of the texts
+            laid = _LaidOut.of(contexts.texts)
+            contexts.known[key] = laid.firsts, *_gold(laid, order)
+        firsts, probs, suffixes = contexts.known[key]
+        found, rows = TargetContinuation.empty(order, len(contexts)), np.flatnonzero(contexts.owners >= 0)
+        at = firsts[contexts.owners[rows]] + contexts.lengths[rows] - 1
+        found.probs[rows], found.suffixes[rows] = torch.from_numpy(probs[at]), torch.from_numpy(suffixes[at])
+        return found
 
-    def occurrences(self, positions: Tokens, most: int) -> list[list[Occurrence]]:
-        """Where the tokens at some positions of the first text came after the same words before.
+    def occurrences(self, settings: KNNSettings, contexts: Contexts, most: int) -> list[list[Occurrence]]:
+        """Find where the next token of each context followed the same words earlier in the text.
 
-        At most so many places of each, those that give most to it.
+        Returns:
+            For each context at most `most` positions of the text, those with the largest shares first.
         """
-        symbols, first = self._laid.symbols, int(self._laid.firsts[0])
-        at = first + positions
-        found = _before(self._laid, at - 1, self._order)
-        same = np.flatnonzero(symbols[found.places] == symbols[at][found.rows])
+        assert settings.own_ngrams is not None
+        laid, _, at = _lay_out(contexts)
+        symbols, firsts = laid.symbols, laid.firsts[laid.text[at]]
+        found = _before(laid, at, settings.own_ngrams.order)
+        same = np.flatnonzero(symbols[found.places] == symbols[at + 1][found.rows])
         same = same[np.lexsort((-found.probs[same], found.rows[same]))]
         ends = np.searchsorted(found.rows[same], np.arange(1, len(at)))
         return [
             [
-                Occurrence(int(found.places[one]) - first, int(found.matched[one]), float(found.probs[one]))
-                for one in of[:most]
+                Occurrence(int(found.places[one] - first), int(found.matched[one]), float(found.probs[one]))
+                for one in places[:most]
             ]
-            for of in np.split(same, ends)
+            for first, places in zip(firsts, np.split(same, ends), strict=True)
         ]
 
 
-class WrittenOwnNGrams:
-    """The own n-grams that positions of a forward pass are predicted from.
+def _lay_out(contexts: Contexts) -> tuple["_LaidOut", Places, Places]:
+    """Lay out the texts up to the contexts.
 
-    Args:
-        laid: the texts, as far as they were read.
-        at: the context of each position by its last token among all, -1 for none, shape (n,).
-        order: tokens of the longest n-grams.
+    Returns:
+        The texts; which contexts are positions of a text, shape (m,); and the places of their last tokens.
     """
+    cut = contexts.cut(_WHOLE)
+    laid = _LaidOut.of(cut.texts)
+    return laid, cut.rows, laid.firsts[cut.owners] + cut.lengths - 1
 
-    def __init__(self, laid: "_LaidOut", at: Places, order: int) -> None:
-        self._laid, self._at, self._order = laid, at, order
 
-    @classmethod
-    def of(cls, settings: KNNSettings, written: WrittenTexts, kept: Tensor) -> Self | None:
-        """Look back in texts; None where the settings do not count their n-grams.
-
-        Args:
-            settings: in force.
-            written: the texts.
-            kept: indices into the positions of the pass, int64, shape (n,), in any order.
-        """
-        if settings.own_ngrams is None:
-            return None
-        laid = _LaidOut.of(written.tokens)
-        return cls(laid, written.places(laid.firsts, kept), settings.own_ngrams.order)
-
-    def rows(self, rows: slice, device: torch.device) -> Continuation:
-        """What they say at some of the n positions."""
-        at = self._at[rows]
-        asked = np.flatnonzero(at >= 0)
-        found = _before(self._laid, at[asked], self._order)
-        came = self._laid.symbols[found.places] - 1
-        weights, tokens = in_columns(asked[found.rows], found.probs, came, len(at))
-        suffixes = torch.zeros((len(at), 3), dtype=torch.int64)
-        suffixes[asked] = torch.from_numpy(found.suffixes)
-        return Continuation(weights.to(device), tokens.to(device), suffixes=suffixes.to(device))
+_WHOLE = 1 << 62
+"""Tokens before a position, if the whole text counts."""
 
 
 class _LaidOut(NamedTuple):

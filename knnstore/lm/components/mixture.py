@@ -1,4 +1,4 @@
-"""From settings and what was retrieved to the mixture: here alone stands what it is made of."""
+"""All components: what they find for some positions, and the mixture that settings make of it."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -7,20 +7,19 @@ import torch
 from torch import Tensor
 
 from knnstore.errors import ConfigError
-from knnstore.lm.mixing import Component, JointGate, Mixture, PerQuery, Retrieved
-from knnstore.lm.retrieval.components.keys import Keys
-from knnstore.lm.retrieval.components.ngrams import NGrams
-from knnstore.lm.retrieval.components.part import Part
-from knnstore.lm.retrieval.components.recent import RecentText
-from knnstore.lm.settings import KNNSettings
+from knnstore.lm.components.component import Component, Form, Found, TextComponent
+from knnstore.lm.components.keys import Keys
+from knnstore.lm.components.ngrams import NGrams
+from knnstore.lm.components.own_ngrams import OwnNGrams
+from knnstore.lm.components.recent import RecentText
+from knnstore.lm.contexts import Contexts
+from knnstore.lm.mixing import Contribution, JointGate, Mixture, PerQuery, Retrieved
+from knnstore.lm.settings import KNNSettings, other_components
+from knnstore.store import Reader
 
-_PARTS: Sequence[Part] = (
-    Keys(),
-    NGrams("n-grams", lambda settings: settings.ngrams, lambda retrieved: retrieved.continuation),
-    RecentText(),
-    NGrams("own n-grams", lambda settings: settings.own_ngrams, lambda retrieved: retrieved.own),
-)
-"""By their own weights each lies over those before it; a gate knows them by name."""
+_TEXT_COMPONENTS: Sequence[TextComponent] = (NGrams(), RecentText(), OwnNGrams())
+_BUILT_IN: Sequence[Component] = (Keys(), *_TEXT_COMPONENTS)
+"""Order matters: by their own weights each component is mixed over the result of the earlier ones."""
 
 Factors = Mapping[str, Sequence[float]]
 """By which the temperature of each component is multiplied, for each of its experts in a gate."""
@@ -29,7 +28,7 @@ Factors = Mapping[str, Sequence[float]]
 class Experts(NamedTuple):
     """What a gate weighs at n tokens: e experts of all components, side by side."""
 
-    said: Mapping[str, Sequence[Component]]
+    said: Mapping[str, Sequence[Contribution]]
     """Of each component; of one that is not in use nothing."""
 
     features: Tensor
@@ -42,6 +41,35 @@ class Experts(NamedTuple):
     """The features that are the query itself."""
 
 
+def all_components() -> Sequence[Component]:
+    """Return the built-in components, then those of other packages."""
+    return (*_BUILT_IN, *other_components().values())
+
+
+def look_up_texts(
+    reader: Reader, settings: KNNSettings, contexts: Contexts, form: Form, vocabulary: int | None = None
+) -> dict[str, Found]:
+    """Look up what every component in use, but the keys, knows of some positions.
+
+    Args:
+        reader: the store.
+        settings: in force.
+        contexts: the positions.
+        form: how much is kept of what is found.
+        vocabulary: tokens that the model predicts; default is the store's.
+
+    Returns:
+        What was found, by the components' names.
+    """
+    vocabulary = vocabulary or reader.identity.vocab_size
+    components: Sequence[TextComponent] = (*_TEXT_COMPONENTS, *other_components().values())
+    return {
+        component.name: component.look_up(reader, settings, contexts, form, vocabulary)
+        for component in components
+        if component.is_used(settings)
+    }
+
+
 def mixture_of(settings: KNNSettings, retrieved: Retrieved) -> Mixture:
     """Weigh what was retrieved for n queries.
 
@@ -50,7 +78,7 @@ def mixture_of(settings: KNNSettings, retrieved: Retrieved) -> Mixture:
         retrieved: what was found by the mixer's searches, and what else the settings have in use.
     """
     weighed = {} if settings.gate is None else _weighed(settings.gate, settings, retrieved)
-    every = [weighed.get(part.name) or part.component(settings, retrieved) for part in _PARTS]
+    every = [weighed.get(part.name) or part.contribute(settings, retrieved) for part in all_components()]
     components = [one for one in every if one is not None]
     temperature = components[0].temperature
     return Mixture(components, 1.0 if temperature is None else temperature)
@@ -58,7 +86,7 @@ def mixture_of(settings: KNNSettings, retrieved: Retrieved) -> Mixture:
 
 def factors_in_use(settings: KNNSettings) -> Factors:
     """Those of the components that settings have in use."""
-    return {part.name: part.factors for part in _PARTS if part.in_use(settings)}
+    return {part.name: part.factors for part in all_components() if part.is_used(settings)}
 
 
 def experts_of(settings: KNNSettings, retrieved: Retrieved, factors: Factors, unit: float) -> Experts:
@@ -73,7 +101,7 @@ def experts_of(settings: KNNSettings, retrieved: Retrieved, factors: Factors, un
     Raises:
         ConfigError: a component is not known.
     """
-    unknown = factors.keys() - {part.name for part in _PARTS}
+    unknown = factors.keys() - {part.name for part in all_components()}
     if unknown:
         raise ConfigError(
             f"the gate weighs {min(unknown)!r}, which this version does not know; upgrade knnstore"
@@ -81,12 +109,12 @@ def experts_of(settings: KNNSettings, retrieved: Retrieved, factors: Factors, un
     assert retrieved.keys is not None
     assert retrieved.lm_entropy is not None
     like = retrieved.lm_max
-    said: dict[str, list[Component]] = {}
+    said: dict[str, list[Contribution]] = {}
     features = [torch.stack([like, retrieved.lm_entropy], 1), retrieved.keys.float()]
     found = []
-    for part in (one for one in _PARTS if one.name in factors):
-        asked = factors[part.name] if part.in_use(settings) else ()
-        every = [part.component(settings, retrieved, factor) for factor in asked]
+    for part in (one for one in all_components() if one.name in factors):
+        asked = factors[part.name] if part.is_used(settings) else ()
+        every = [part.contribute(settings, retrieved, factor) for factor in asked]
         said[part.name] = [one for one in every if one is not None]
         if said[part.name]:
             is_found = said[part.name][0].is_found
@@ -99,7 +127,7 @@ def experts_of(settings: KNNSettings, retrieved: Retrieved, factors: Factors, un
     return Experts(said, torch.cat(features, 1), torch.stack(found, 1), query)
 
 
-def _weighed(gate: JointGate, settings: KNNSettings, retrieved: Retrieved) -> dict[str, Component]:
+def _weighed(gate: JointGate, settings: KNNSettings, retrieved: Retrieved) -> dict[str, Contribution]:
     """Each component that is in use, over those before it as the gate weighs them."""
     experts = experts_of(settings, retrieved, gate.factors, gate.unit)
     shares = gate.shares(experts.features, experts.found)
@@ -112,7 +140,7 @@ def _weighed(gate: JointGate, settings: KNNSettings, retrieved: Retrieved) -> di
     return weighed
 
 
-def _merged(said: Sequence[Component], shares: Tensor, below: Tensor) -> Component:
+def _merged(said: Sequence[Contribution], shares: Tensor, below: Tensor) -> Contribution:
     """One component of several, by their shares, shape (n, len(said)), over what has the share `below`."""
     total = shares.sum(1)
     merged = said[0]._replace(lam=total / (below + total))

@@ -1,0 +1,26 @@
+"""What is mixed with the model: each component is one file, and stands in the list of `mixture`."""
+
+from knnstore.lm.components.component import Form, Found
+from knnstore.lm.components.distribution import DistributionComponent, Places
+from knnstore.lm.components.mixture import experts_of, factors_in_use, look_up_texts, mixture_of
+from knnstore.lm.components.ngrams import NGrams, TargetContinuation, ngram_lambdas
+from knnstore.lm.components.own_ngrams import OwnNGrams
+from knnstore.lm.components.recent import DocumentKeys, Recent, RecentText
+
+__all__ = [
+    "DistributionComponent",
+    "DocumentKeys",
+    "Form",
+    "Found",
+    "NGrams",
+    "OwnNGrams",
+    "Places",
+    "Recent",
+    "RecentText",
+    "TargetContinuation",
+    "experts_of",
+    "factors_in_use",
+    "look_up_texts",
+    "mixture_of",
+    "ngram_lambdas",
+]

@@ -1,0 +1,118 @@
+"""The protocol of a component: something that is mixed with the model, in one file.
+
+A component looks up what its memory knows of some positions, and makes a distribution of it, with a weight
+of its own over all that lies below. A gate over all components chooses in place of these weights, and between
+several temperatures of each component.
+"""
+
+from enum import Enum
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from knnstore.lm.contexts import Contexts
+from knnstore.lm.mixing import Contribution, Retrieved
+from knnstore.lm.settings import KNNSettings
+from knnstore.store import Reader
+
+
+class Form(Enum):
+    """How much of what is found has to be kept."""
+
+    DISTRIBUTION = "distribution"
+    """The probability of any token can be asked for."""
+    TARGET = "target"
+    """Only the probability of the next token, which the texts hold, can be asked for: much less memory."""
+    SOURCES = "sources"
+    """That of the next token, and the places that it comes from."""
+
+
+class Found(Protocol):
+    """What a component has found for n positions."""
+
+    @property
+    def width(self) -> int:
+        """Values that are kept for each position."""
+        ...
+
+    def rows(self, rows: slice | Tensor) -> Self:
+        """Return what was found for some of the positions."""
+        ...
+
+    def to(self, device: torch.device) -> Self:
+        """Return the same on a device."""
+        ...
+
+    @classmethod
+    def joined(cls, parts: list[Self]) -> Self:
+        """Put what was found for several groups of positions, in the same form, one after another."""
+        ...
+
+
+class Component(Protocol):
+    """One kind of memory."""
+
+    @property
+    def name(self) -> str:
+        """The name under which settings, gates and explanations know it."""
+        ...
+
+    @property
+    def factors(self) -> tuple[float, ...]:
+        """Factors of its temperature, one for each of its experts in a gate."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """How many features it has."""
+        ...
+
+    def is_used(self, settings: KNNSettings) -> bool:
+        """Check whether settings have it in use."""
+        ...
+
+    def contribute(
+        self, settings: KNNSettings, retrieved: Retrieved, factor: float = 1.0
+    ) -> Contribution | None:
+        """Weigh what was found for n positions.
+
+        Args:
+            settings: in force.
+            retrieved: what was found.
+            factor: the component's temperature is multiplied by it.
+
+        Returns:
+            The distribution with its λ; None where the settings do not use the component.
+        """
+        ...
+
+    def features(self, retrieved: Retrieved, unit: float) -> Tensor:
+        """Compute what a gate sees of the component, where it is in use.
+
+        Args:
+            retrieved: what was found for n positions.
+            unit: of distances.
+
+        Returns:
+            Float32, shape (n, width); anything where nothing was found.
+        """
+        ...
+
+
+class TextComponent(Component, Protocol):
+    """A component that looks at the tokens of a text or at its own past, and not at the query."""
+
+    def look_up(
+        self, reader: Reader, settings: KNNSettings, contexts: Contexts, form: Form, vocabulary: int
+    ) -> Found:
+        """Look up what comes next at some positions.
+
+        Args:
+            reader: the store.
+            settings: in force; they have the component in use.
+            contexts: the positions.
+            form: how much is kept of what is found.
+            vocabulary: tokens of the model.
+        """
+        ...

@@ -1,0 +1,147 @@
+"""The base of a component that another package adds: it gives a distribution over a few tokens."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from knnstore.errors import ConfigError
+from knnstore.lm.components.component import Form
+from knnstore.lm.contexts import Contexts
+from knnstore.lm.mixing import LEAST_PROBABILITY, Contribution, Retrieved, fit_lambdas
+from knnstore.lm.settings import KNNSettings
+from knnstore.store import Reader
+
+
+class Places(NamedTuple):
+    """Distributions over k tokens each, at n positions."""
+
+    weights: Tensor
+    """Probabilities, float32, shape (n, k); rows sum to 1, or to 0 where nothing is known."""
+    tokens: Tensor
+    """int64, shape (n, k); anything where the weight is zero."""
+
+    @property
+    def width(self) -> int:
+        """Tokens of each position."""
+        return self.weights.shape[1]
+
+    def rows(self, rows: slice | Tensor) -> "Places":
+        """Return the distributions at some of the positions."""
+        return Places(self.weights[rows], self.tokens[rows])
+
+    def to(self, device: torch.device) -> "Places":
+        """Return the same on a device."""
+        return Places(self.weights.to(device), self.tokens.to(device))
+
+    @classmethod
+    def joined(cls, parts: Sequence["Places"]) -> "Places":
+        """Put the distributions at several groups of positions one after another."""
+        width = max(part.width for part in parts)
+        columns = (torch.cat([pad(part[at], (0, width - part.width)) for part in parts]) for at in (0, 1))
+        return cls(*columns)
+
+
+class DistributionComponent(ABC):
+    """A component that knows a distribution over a few tokens at some positions of a text.
+
+    A package offers it as an entry point of the group `knnstore.components`. It is then in use where the
+    settings name it, ``KNNSettings(others={"title": {"lam": 0.2}})``; `calibrate` fits its λ and gives it to
+    the gate over all components; what is saved, explained and served has it without further code.
+
+    Example, in the package's ``pyproject.toml``::
+
+        [project.entry-points."knnstore.components"]
+        title = "my_package:TitleWords"
+    """
+
+    name: ClassVar[str]
+    """Its name in settings, gates and explanations; unique."""
+    factors: ClassVar[tuple[float, ...]] = (1.0,)
+    width: ClassVar[int] = 1
+    default_settings: ClassVar[Mapping[str, Any]] = {"lam": 0.1}
+    """Values of JSON; `lam` is λ, its weight over the components before it, between 0 and 1."""
+
+    @abstractmethod
+    def distribution(
+        self, reader: Reader, contexts: Contexts, settings: Mapping[str, Any], vocabulary: int
+    ) -> tuple[Tensor, Tensor]:
+        """Say what comes next at n positions.
+
+        Args:
+            reader: the store.
+            contexts: the positions. Only the tokens before a position may be looked at; where its text is -1
+                (padding) nothing may be given.
+            settings: of this component.
+            vocabulary: tokens of the model.
+
+        Returns:
+            Weights and tokens, see `Places`.
+        """
+
+    def check_settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return its settings if they are valid.
+
+        Raises:
+            ConfigError: a name is unknown or a value is out of range.
+        """
+        unknown = sorted(set(settings) - set(self.default_settings))
+        if unknown:
+            known = ", ".join(self.default_settings)
+            raise ConfigError(f"the component {self.name!r} has no setting {unknown[0]!r}; known: {known}")
+        lam = settings["lam"]
+        if isinstance(lam, bool) or not isinstance(lam, int | float) or not 0 <= lam <= 1:
+            raise ConfigError(f"lambda of the component {self.name!r} must be between 0 and 1, got {lam!r}")
+        return dict(settings)
+
+    def is_used(self, settings: KNNSettings) -> bool:
+        """Check whether settings name it."""
+        return self.name in settings.others
+
+    def look_up(
+        self, reader: Reader, settings: KNNSettings, contexts: Contexts, form: Form, vocabulary: int
+    ) -> Places:
+        """Look up its distributions; all forms are the same."""
+        return Places(*self.distribution(reader, contexts, settings.others[self.name], vocabulary))
+
+    def contribute(
+        self, settings: KNNSettings, retrieved: Retrieved, factor: float = 1.0
+    ) -> Contribution | None:
+        """Weigh its distributions by one λ."""
+        if not self.is_used(settings):
+            return None
+        return self.weigh(retrieved.found[self.name], settings.others[self.name])
+
+    def weigh(self, found: Places, settings: Mapping[str, Any]) -> Contribution:
+        """Weigh distributions that were found by the component's own settings."""
+        lam = torch.full((len(found.weights),), float(settings["lam"]), device=found.weights.device)
+        return Contribution(found.weights, lam, found.tokens, name=self.name)
+
+    def features(self, retrieved: Retrieved, unit: float) -> Tensor:
+        """Return the largest weight of each distribution."""
+        found: Places = retrieved.found[self.name]
+        return found.weights.amax(1, keepdim=True)
+
+    def fit(self, found: Places, log_probs: Tensor, targets: Tensor, wanted: Tensor) -> dict[str, Any]:
+        """Fit its settings to text that was scored.
+
+        Args:
+            found: its distributions at n tokens.
+            log_probs: log p of each token without this component, float32, shape (n,).
+            targets: the tokens, int64, shape (n,).
+            wanted: which tokens to fit on, bool, shape (n,).
+
+        Returns:
+            Its settings with the likeliest λ; 0 where it knows nothing.
+        """
+        contribution = self.weigh(found, self.default_settings)
+        rows = wanted & contribution.is_found
+        if not rows.any():
+            return {**self.default_settings, "lam": 0.0}
+        below = log_probs[rows].exp().clamp(min=LEAST_PROBABILITY)[:, None]
+        probs = contribution.probs(targets)[rows][:, None]
+        lam, _ = fit_lambdas(below, probs, torch.zeros(len(below), dtype=torch.int64), 1)
+        return {**self.default_settings, "lam": float(lam[0, 0])}

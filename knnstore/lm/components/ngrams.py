@@ -1,0 +1,243 @@
+"""N-grams of the stored text: which tokens followed the last words of the text there, and how often."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import pad
+
+from knnstore.lm.components.component import Form
+from knnstore.lm.contexts import Contexts
+from knnstore.lm.mixing import Contribution, Retrieved
+from knnstore.lm.settings import KNNSettings, NGramSettings
+from knnstore.store import Matches, NGramCounts, Occurrence, Reader, Suffixes
+
+Rows = slice | Tensor
+
+
+class Continuation(NamedTuple):
+    """Distributions of counted n-grams in n contexts, over few tokens each, and a rest for all tokens."""
+
+    weights: Tensor
+    """Probability of each of k places, float32, shape (n, k)."""
+    tokens: Tensor
+    """Tokens at the places, int64, shape (n, k); anything where the weight is zero."""
+    suffixes: Tensor
+    """Of the longest end of each context that was found: its length in tokens, its count, and the number of
+    different tokens after it; zeros where none was. int64, shape (n, 3)."""
+    rest: Tensor | None = None
+    """Probability that each context leaves to `unigrams`, float32, shape (n,); None is nothing."""
+    unigrams: Tensor | None = None
+    """A distribution over the vocabulary, float32, shape (v,)."""
+
+    @classmethod
+    def empty(cls, count: int) -> "Continuation":
+        """Return what is found in `count` contexts if nothing is counted."""
+        tokens = torch.zeros((count, 1), dtype=torch.int64)
+        return cls(tokens.float(), tokens, torch.zeros((count, 3), dtype=torch.int64))
+
+    @property
+    def width(self) -> int:
+        """Places of each context."""
+        return self.weights.shape[1]
+
+    def rows(self, rows: Rows) -> "Continuation":
+        """Return the distributions in some of the contexts."""
+        rest = None if self.rest is None else self.rest[rows]
+        return self._replace(
+            weights=self.weights[rows], tokens=self.tokens[rows], suffixes=self.suffixes[rows], rest=rest
+        )
+
+    def to(self, device: torch.device) -> "Continuation":
+        """Return the same on a device."""
+        return Continuation(*(None if one is None else one.to(device) for one in self))  # type: ignore[arg-type]
+
+    @classmethod
+    def joined(cls, parts: Sequence["Continuation"]) -> "Continuation":
+        """Put the distributions of the same counts in several groups of contexts one after another."""
+        width = max(part.width for part in parts)
+        weights, tokens = (
+            torch.cat([pad(getattr(part, name), (0, width - part.width)) for part in parts])
+            for name in ("weights", "tokens")
+        )
+        rests = [part.rest for part in parts if part.rest is not None]
+        suffixes = torch.cat([part.suffixes for part in parts])
+        return cls(weights, tokens, suffixes, torch.cat(rests) if rests else None, parts[0].unigrams)
+
+    def contribution(self, settings: NGramSettings, name: str) -> Contribution:
+        """Weigh the distributions by the λ of their lengths."""
+        lam = ngram_lambdas(settings, self.suffixes[:, 0])
+        return Contribution(self.weights, lam, self.tokens, rest=self.rest, base=self.unigrams, name=name)
+
+
+class TargetContinuation(NamedTuple):
+    """What counted n-grams give to n tokens: the probability of the target token of each context."""
+
+    order: int
+    """Tokens of the longest n-grams."""
+    probs: Tensor
+    """Probability of each token, float32, shape (n,); NaN where nothing is counted."""
+    suffixes: Tensor
+    """See `Continuation`, int64, shape (n, 3)."""
+
+    @classmethod
+    def empty(cls, order: int, count: int) -> "TargetContinuation":
+        """Return what is found in `count` contexts if nothing is counted."""
+        suffixes = torch.zeros((count, 3), dtype=torch.int64)
+        return cls(order, torch.full((count,), torch.nan), suffixes)
+
+    @property
+    def width(self) -> int:
+        """Always 1."""
+        return 1
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens of the longest end of each context that was found, int64, shape (n,)."""
+        return self.suffixes[:, 0]
+
+    def rows(self, rows: Rows) -> "TargetContinuation":
+        """Return the probabilities in some of the contexts."""
+        return self._replace(probs=self.probs[rows], suffixes=self.suffixes[rows])
+
+    def to(self, device: torch.device) -> "TargetContinuation":
+        """Return the same on a device."""
+        return self._replace(probs=self.probs.to(device), suffixes=self.suffixes.to(device))
+
+    @classmethod
+    def joined(cls, parts: Sequence["TargetContinuation"]) -> "TargetContinuation":
+        """Put the probabilities in several groups of contexts one after another."""
+        probs, suffixes = (
+            torch.cat([getattr(part, name) for part in parts]) for name in ("probs", "suffixes")
+        )
+        return cls(parts[0].order, probs, suffixes)
+
+    def contribution(self, settings: NGramSettings, name: str) -> Contribution:
+        """Weigh the probabilities by the λ of their lengths."""
+        known = self.probs.isfinite()
+        weights = torch.stack([self.probs, 1 - self.probs], 1).where(known[:, None], 0.0)
+        hits = torch.tensor([[True, False]]).expand(len(weights), -1)
+        return Contribution(weights, ngram_lambdas(settings, self.lengths), hits=hits, name=name)
+
+
+class CountedNGrams:
+    """The component's part that all counts of n-grams share: λ by length, and features of the context."""
+
+    name: str
+    factors = (1.0,)
+    width = 3
+
+    def settings_of(self, settings: KNNSettings) -> NGramSettings | None:
+        """Return how much these n-grams count; None where they are not in use."""
+        raise NotImplementedError
+
+    def is_used(self, settings: KNNSettings) -> bool:
+        """Check whether settings have them in use."""
+        return self.settings_of(settings) is not None
+
+    def contribute(
+        self, settings: KNNSettings, retrieved: Retrieved, factor: float = 1.0
+    ) -> Contribution | None:
+        """Weigh what was found by the λ of the longest end of each context; there is no temperature."""
+        ngrams = self.settings_of(settings)
+        if ngrams is None:
+            return None
+        found: Continuation | TargetContinuation = retrieved.found[self.name]
+        return found.contribution(ngrams, self.name)
+
+    def features(self, retrieved: Retrieved, unit: float) -> Tensor:
+        """Return length, log count and log successors of the longest end of each context."""
+        found: Continuation | TargetContinuation = retrieved.found[self.name]
+        length, *counts = found.suffixes.to(torch.float32).unbind(1)
+        return torch.stack([length, *(count.log1p() for count in counts)], 1)
+
+
+class NGrams(CountedNGrams):
+    """N-grams of the selected documents, with interpolated Kneser-Ney smoothing, see `NGramCounts`."""
+
+    name = "n-grams"
+
+    def settings_of(self, settings: KNNSettings) -> NGramSettings | None:
+        """Return how much these n-grams count; None where they are not in use."""
+        return settings.ngrams
+
+    def look_up(
+        self, reader: Reader, settings: KNNSettings, contexts: Contexts, form: Form, vocabulary: int
+    ) -> Continuation | TargetContinuation:
+        """Look up which tokens followed the ends of the contexts; see `TextComponent`."""
+        assert settings.ngrams is not None
+        order, counts = settings.ngrams.order, reader.ngrams(settings.selection)
+        is_empty = not counts.unigrams.any()
+        if form is not Form.DISTRIBUTION:
+            found = TargetContinuation.empty(order, len(contexts))
+            if not is_empty:
+                matches, rows, at = _matches(counts, contexts, order)
+                found.probs[rows] = torch.from_numpy(matches.gold(at, order))
+                found.suffixes[rows] = side_by_side(matches.suffixes(at, order))
+            return found
+        if is_empty:
+            return Continuation.empty(len(contexts))
+        matches, rows, at = _matches(counts, contexts, order)
+        seen = matches.distribution(at, order)
+        weights, tokens = in_columns(rows[seen.rows], seen.probs, seen.tokens, len(contexts))
+        rest, suffixes = torch.zeros(len(contexts)), torch.zeros((len(contexts), 3), dtype=torch.int64)
+        rest[rows] = torch.from_numpy(seen.rest)
+        suffixes[rows] = side_by_side(seen.suffixes)
+        unigrams = torch.from_numpy(counts.unigrams)
+        if len(unigrams) < vocabulary:
+            unigrams = pad(unigrams, (0, vocabulary - len(unigrams)))
+        return Continuation(weights, tokens, suffixes, rest, unigrams)
+
+    def occurrences(
+        self, reader: Reader, settings: KNNSettings, contexts: Contexts, most: int
+    ) -> list[list[Occurrence]]:
+        """Find where the next token of each context followed its end in the stored text.
+
+        Returns:
+            For each context at most `most` places of each length; see `Matches.occurrences`.
+        """
+        assert settings.ngrams is not None
+        order = settings.ngrams.order
+        matches, _, at = _matches(reader.ngrams(settings.selection), contexts, order)
+        return matches.occurrences(at, order, most)
+
+
+def _matches(
+    counts: NGramCounts, contexts: Contexts, order: int
+) -> tuple[Matches, NDArray[np.int64], NDArray[np.int64]]:
+    """Find the n-grams that end in the contexts.
+
+    Returns:
+        The matches; which contexts are positions of a text, shape (m,); and their places in the matches.
+    """
+    cut = contexts.cut(order)
+    matches = Matches.of(counts, cut.texts, cut.is_whole)
+    return matches, cut.rows, matches.firsts[cut.owners] + cut.lengths - 1
+
+
+def ngram_lambdas(ngrams: NGramSettings, lengths: Tensor) -> Tensor:
+    """Return the λ of n-grams by the tokens of the longest end that was found: float32, like `lengths`."""
+    table = torch.tensor(ngrams.by_length or (ngrams.lam,), device=lengths.device)
+    return table[lengths.clamp(max=len(table) - 1)]
+
+
+def in_columns(
+    rows: NDArray[np.int64], probs: NDArray[np.float32], tokens: NDArray[np.int64], count: int
+) -> tuple[Tensor, Tensor]:
+    """Arrange entries of `count` rows, given by row, ascending, in columns: probabilities and tokens."""
+    if count == 1 and len(rows):
+        return torch.from_numpy(probs)[None], torch.from_numpy(tokens)[None]
+    per_row = np.bincount(rows, minlength=count)
+    column = np.arange(len(rows)) - np.repeat(np.cumsum(per_row) - per_row, per_row)
+    shape = count, max(1, int(per_row.max(initial=0)))
+    weights, spread = np.zeros(shape, np.float32), np.zeros(shape, np.int64)
+    weights[rows, column], spread[rows, column] = probs, tokens
+    return torch.from_numpy(weights), torch.from_numpy(spread)
+
+
+def side_by_side(suffixes: Suffixes) -> Tensor:
+    """Return the longest ends of contexts as `Continuation` has them."""
+    return torch.from_numpy(np.stack(suffixes, 1))

@@ -1,0 +1,309 @@
+"""The recent text: keys of the same text, retrieved like records of a store (a continuous cache).
+
+    p_cache(y) ∝ Σ_{i < t: x_i+1 = y} exp(-d(key_i, key_t) / T)        over the last M tokens before t
+
+(Grave et al. 2017, https://arxiv.org/abs/1612.04426.) Keys and distances are those of the store. A key can be
+retrieved once the token that it predicts has been read, and only in its own text.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import pad
+
+from knnstore.datastore import Metric, pairwise
+from knnstore.lm.components.component import Form
+from knnstore.lm.contexts import Contexts
+from knnstore.lm.mixing import LEAST_PROBABILITY, Contribution, Retrieved, halving, neighbor_weights
+from knnstore.lm.settings import KNNSettings
+from knnstore.store import Reader
+
+_BLOCK_ROWS = 256
+"""Queries that are compared with their past at once; the larger, the more distances are computed in vain."""
+
+Rows = slice | Tensor
+
+
+class Recent(NamedTuple):
+    """The last m tokens before each of n positions, the latest in the last column."""
+
+    distances: Tensor
+    """Of their keys, float32, shape (n, m); +inf before the beginning of the text."""
+    tokens: Tensor
+    """That the keys predicted, int64, shape (n, m); anything before the beginning of the text."""
+
+    @property
+    def width(self) -> int:
+        """Tokens before each position."""
+        return self.distances.shape[1]
+
+    @property
+    def nearest(self) -> Tensor:
+        """Distance of the nearest key, float32, shape (n,); +inf where there is none."""
+        return self.distances.amin(1)
+
+    @property
+    def counts(self) -> Tensor:
+        """Number of keys, int64, shape (n,)."""
+        return self.distances.isfinite().sum(1)
+
+    def rows(self, rows: Rows) -> "Recent":
+        """Return the past of some of the positions."""
+        return Recent(self.distances[rows], self.tokens[rows])
+
+    def to(self, device: torch.device) -> "Recent":
+        """Return the same on a device."""
+        return Recent(self.distances.to(device), self.tokens.to(device))
+
+    @classmethod
+    def joined(cls, parts: Sequence["Recent"]) -> "Recent":
+        """Put the past of several groups of positions one after another."""
+        width = max(part.width for part in parts)
+        short = [(part, (width - part.width, 0)) for part in parts]
+        return cls(
+            torch.cat([pad(part.distances, before, value=torch.inf) for part, before in short]),
+            torch.cat([pad(part.tokens, before) for part, before in short]),
+        )
+
+
+class TargetRecent(NamedTuple):
+    """What the past of each of n positions gives to its next token; little beside `Recent`."""
+
+    nearest: Tensor
+    """Distance of the nearest key, float32, shape (n,); +inf where there is none."""
+    counts: Tensor
+    """Number of keys, int64, shape (n,)."""
+    probs: Tensor
+    """Probability of the next token, float32, shape (n, t)."""
+    temperatures: tuple[float, ...]
+    """The t temperatures, ascending."""
+
+    @property
+    def width(self) -> int:
+        """Always 1."""
+        return 1
+
+    def rows(self, rows: Rows) -> "TargetRecent":
+        """Return the probabilities at some of the positions."""
+        return self._replace(nearest=self.nearest[rows], counts=self.counts[rows], probs=self.probs[rows])
+
+    def to(self, device: torch.device) -> "TargetRecent":
+        """Return the same on a device."""
+        nearest, counts, probs = (one.to(device) for one in (self.nearest, self.counts, self.probs))
+        return TargetRecent(nearest, counts, probs, self.temperatures)
+
+    @classmethod
+    def joined(cls, parts: Sequence["TargetRecent"]) -> "TargetRecent":
+        """Put the probabilities at several groups of positions one after another."""
+        nearest, counts, probs, (temperatures, *_) = zip(*parts, strict=True)
+        return cls(torch.cat(nearest), torch.cat(counts), torch.cat(probs), temperatures)
+
+    def weights(self, temperature: float) -> Tensor:
+        """Return the share of the next token, and of all others, at one of the temperatures; shape (n, 2)."""
+        probs = self.probs[:, self.temperatures.index(temperature)]
+        return torch.stack([probs, (self.counts > 0).float() - probs], 1)
+
+
+class RecentText:
+    """The last tokens of the text, weighed by the distances of their keys."""
+
+    name = "cache"
+    factors = (0.25, 0.5, 1.0, 2.0, 4.0)
+    width = 2
+
+    def is_used(self, settings: KNNSettings) -> bool:
+        """Check whether settings have it in use."""
+        return settings.cache is not None
+
+    def look_up(
+        self, reader: Reader, settings: KNNSettings, contexts: Contexts, form: Form, vocabulary: int
+    ) -> Recent | TargetRecent:
+        """Compare the key of each position with those before it in its text; see `TextComponent`."""
+        assert settings.cache is not None
+        size, metric = settings.cache.size, reader.identity.metric
+        if not (contexts.owners >= 0).any():  # nothing but padding
+            return Recent(torch.full((len(contexts), 1), torch.inf), torch.zeros((len(contexts), 1)).long())
+        laid = _LaidOut.of(contexts, size)
+        given = laid.keys, laid.tokens, laid.at, laid.starts
+        if form is Form.TARGET:
+            targets = torch.from_numpy(contexts.targets(laid.firsts)).to(laid.keys.device)
+            found = target_before(*given, targets, size, metric, recent_temperatures(settings))
+            return found.rows(laid.order)
+        recent = look_back(*given, size, metric)
+        # Padding is a last row with nothing before it.
+        nothing = Recent(torch.full_like(recent.distances[:1], torch.inf), recent.tokens[:1])
+        return Recent.joined([recent, nothing]).rows(laid.order)
+
+    def contribute(
+        self, settings: KNNSettings, retrieved: Retrieved, factor: float = 1.0
+    ) -> Contribution | None:
+        """Weigh the tokens before each position by their distances, with one λ."""
+        if settings.cache is None:
+            return None
+        found, temperature = retrieved.found[self.name], settings.cache.temperature * factor
+        tokens, hits = None, None
+        if isinstance(found, TargetRecent):
+            weights = found.weights(temperature)
+            hits = torch.tensor([[True, False]]).expand(len(weights), -1)
+        else:
+            weights, tokens = neighbor_weights(found.distances, temperature), found.tokens
+        lam = torch.full((len(weights),), settings.cache.lam, device=weights.device)
+        return Contribution(weights, lam, tokens, hits, name=self.name, temperature=temperature)
+
+    def features(self, retrieved: Retrieved, unit: float) -> Tensor:
+        """Return the distance of the nearest key and the log of their number."""
+        found: Recent | TargetRecent = retrieved.found[self.name]
+        return torch.stack([(found.nearest / unit).asinh(), found.counts.float().log1p()], 1)
+
+
+def recent_temperatures(settings: KNNSettings) -> tuple[float, ...]:
+    """Return the temperatures at which settings with a cache weigh the recent text, ascending."""
+    assert settings.cache is not None
+    factors = () if settings.gate is None else settings.gate.factors.get(RecentText.name, ())
+    return tuple(sorted({settings.cache.temperature * factor for factor in (1.0, *factors)}))
+
+
+def look_back(
+    keys: Tensor, tokens: Tensor, at: Tensor, starts: Tensor, size: int, metric: Metric | str
+) -> Recent:
+    """Compare some keys with those before them.
+
+    Args:
+        keys: of one text after another, float32, shape (m, d).
+        tokens: that each key predicts, int64, shape (m,); not read where nothing comes after it.
+        at: the queries: rows of `keys`, int64, shape (n,), ascending.
+        starts: the first row of each query's text, int64, shape (n,).
+        size: how many rows back a query reaches at most.
+        metric: how distances are measured.
+    """
+    reach = int((at - starts).max()) if len(at) else 0
+    width = min(size, max(reach, 1))
+    before = at[:, None] + torch.arange(-width, 0, device=at.device)
+    distances = torch.full(before.shape, torch.inf, device=keys.device)
+    done = 0
+    for count in torch.unique_consecutive(at // _BLOCK_ROWS, return_counts=True)[1].tolist():
+        rows = slice(done, done + count)
+        first = max(0, int(at[done]) - width)
+        reached = keys[first : int(at[done + count - 1]) + 1]
+        compared = pairwise(keys[at[rows]], reached, metric)
+        distances[rows] = compared.gather(1, (before[rows] - first).clamp(min=0))
+        done += count
+    distances.masked_fill_(before < starts[:, None], torch.inf)
+    return Recent(distances, tokens[before.clamp(min=0)])
+
+
+def target_before(
+    keys: Tensor,
+    tokens: Tensor,
+    at: Tensor,
+    starts: Tensor,
+    targets: Tensor,
+    size: int,
+    metric: Metric | str,
+    temperatures: Sequence[float],
+) -> TargetRecent:
+    """Compare keys with those before them, a few at a time, and keep what these give to the target tokens.
+
+    Args:
+        keys: of one text after another, float32, shape (m, d).
+        tokens: that each key predicts, int64, shape (m,).
+        at: the queries: rows of `keys`, int64, shape (n,), ascending.
+        starts: the first row of each query's text, int64, shape (n,).
+        targets: the token that each query predicts, int64, shape (n,).
+        size: how many rows back a query reaches at most.
+        metric: how distances are measured.
+        temperatures: at which the keys are weighed.
+    """
+    parts, ascending = list[TargetRecent](), tuple(sorted(temperatures))
+    for rows in torch.split(torch.arange(len(at), device=at.device), _BLOCK_ROWS):
+        recent = look_back(keys, tokens, at[rows], starts[rows], size, metric)
+        row, column = (recent.tokens == targets[rows, None]).nonzero(as_tuple=True)
+        nearest, probs = recent.nearest, torch.empty(len(rows), len(ascending), device=keys.device)
+        gaps = nearest.where(nearest.isfinite(), 0)[:, None] - recent.distances
+        for chain in halving(ascending):
+            powers = (gaps / chain[0]).exp_()
+            for temperature in chain:
+                if temperature != chain[0]:
+                    powers.square_()  # e^(-2d/T) is the square of e^(-d/T)
+                gold = torch.zeros_like(nearest).index_add_(0, row, powers[row, column])
+                shares = gold / powers.sum(1).clamp_(min=LEAST_PROBABILITY)
+                probs[:, ascending.index(temperature)] = shares.clamp_(max=1.0)
+        parts.append(TargetRecent(nearest, recent.counts, probs, ascending))
+    return TargetRecent.joined(parts)
+
+
+class _LaidOut(NamedTuple):
+    """The keys that some contexts reach, one text after another."""
+
+    keys: Tensor
+    """float32, shape (m, d)."""
+    tokens: Tensor
+    """That each key predicts, int64, shape (m,); anything at the end of a text."""
+    at: Tensor
+    """The contexts' own keys, each once, int64, shape (q,), ascending."""
+    starts: Tensor
+    """The first key of the text of each, shape (q,)."""
+    order: Tensor
+    """Which of these q each context is, shape (n,); q is padding."""
+    firsts: NDArray[np.int64]
+    """Which context is the first with each of these q, shape (q,)."""
+
+    @classmethod
+    def of(cls, contexts: Contexts, size: int) -> "_LaidOut":
+        """Lay out the texts of contexts, each from `size` tokens before the first of its positions on."""
+        rows = np.flatnonzero(contexts.owners >= 0)
+        used, owners = np.unique(contexts.owners[rows], return_inverse=True)
+        ends = contexts.ends[rows]
+        firsts, stops = np.full(len(used), np.iinfo(np.int64).max), np.zeros(len(used), np.int64)
+        np.minimum.at(firsts, owners, ends)
+        firsts = np.maximum(firsts - 1 - size, 0)
+        np.maximum.at(stops, owners, ends)
+        keys, tokens = list[Tensor](), [np.empty(0, np.int64)]
+        for text, first, stop in zip(used.tolist(), firsts.tolist(), stops.tolist(), strict=True):
+            keys.append(contexts.states[text].keys(first, stop))
+            tokens += [contexts.states[text].tokens(first + 1, stop), np.zeros(1, np.int64)]
+        laid = torch.cat(keys) if len(keys) != 1 else keys[0]
+        begins = np.cumsum(stops - firsts) - (stops - firsts)
+        places = begins[owners] + ends - 1 - firsts[owners]
+        at, first_rows, back = np.unique(places, return_index=True, return_inverse=True)
+        order = np.full(len(contexts), len(at))
+        order[rows] = back
+        return cls(
+            laid,
+            torch.from_numpy(np.concatenate(tokens)).to(laid.device),
+            torch.from_numpy(at).to(laid.device),
+            torch.from_numpy(begins[owners[first_rows]]).to(laid.device),
+            torch.from_numpy(order).to(laid.device),
+            rows[first_rows],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentKeys:
+    """The keys of whole documents, one after another: n tokens."""
+
+    keys: Tensor
+    """float32, shape (n, d)."""
+    gold: Tensor
+    """The tokens that they predict, int64, shape (n,)."""
+    documents: Tensor
+    """The document of each token; those of a document are together and in order; int64, shape (n,)."""
+    metric: Metric | str
+    """How distances are measured."""
+
+    def look_back(self, tokens: Tensor, size: int) -> Recent:
+        """Compare the keys of some tokens with at most `size` keys before each in its document.
+
+        Args:
+            tokens: their indices, int64, shape (m,), ascending.
+            size: see above.
+        """
+        rows = torch.arange(len(self.documents))
+        begins = torch.cat([torch.tensor([True]), self.documents.diff() != 0])
+        starts = rows.where(begins, 0).cummax(0).values
+        return look_back(self.keys, self.gold, tokens, starts[tokens], size, self.metric)

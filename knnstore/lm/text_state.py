@@ -1,0 +1,243 @@
+"""The memory of a text that a model is reading: its tokens, and what the model's states made of them.
+
+A prediction needs more than the model's own cache: a key may join the states of several tokens, the
+recent-text cache compares with the keys of the same text, and n-grams need its tokens. A host keeps one
+`TextState` for each text, next to the model's cache of that text, and lets `append_pass` extend it after
+every forward pass::
+
+    texts = [TextState() for _ in prompts]
+    ...                                             # one forward pass over t new tokens of each text
+    keys, batch = append_pass(texts, tokens, states, is_text, joining, project)
+    ...                                             # retrieve with the keys; predict
+    texts[0].truncate(length)                       # tokens were taken back, e.g. a rejected draft
+    beam = texts[0].fork()                          # the text continues in two ways
+
+Nothing is shared between texts, so rows of a batch may be reordered, copied and dropped.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from knnstore.datastore import Ids
+from knnstore.lm.keys import Joining
+
+Tokens = NDArray[np.int64]
+
+NO_TOKEN = -1
+"""In place of a token that is not known, because the model was given embeddings, and at padding."""
+
+_ROOM = 64
+"""Positions that are allocated beyond a text's end at least, so that most steps copy nothing."""
+_POINTERS_KEPT = 256
+"""Latest positions of a text whose retrieved records are kept: more than a draft is long."""
+
+
+class TextState:
+    """The tokens of one text, with the keys, and the states where keys join several, that belong to them.
+
+    Attributes:
+        length: number of tokens, >= 0.
+        retrieved: records that were retrieved after the first n tokens, by n, nearest first; kept for the
+            latest positions, and only while pointers are in use.
+    """
+
+    def __init__(self) -> None:
+        self.length = 0
+        self.retrieved: dict[int, Ids] = {}
+        self._tokens = np.empty(0, np.int64)
+        self._keys: Tensor | None = None
+        self._states: Tensor | None = None
+        self._unknown_stop = 0
+        self._first_key = 0  # position of the first key that is kept
+
+    @property
+    def has_all_tokens(self) -> bool:
+        """Whether every token is known; False where a part of the text was given as embeddings."""
+        return self._unknown_stop == 0
+
+    def tokens(self, start: int, stop: int) -> Tokens:
+        """Return the tokens from position start to stop - 1: int64, shape (stop - start,); read only."""
+        return self._tokens[start:stop]
+
+    def keys(self, start: int, stop: int) -> Tensor:
+        """Return the keys from position start to stop - 1: float32, shape (stop - start, d); read only.
+
+        Undefined for a text without tokens, and for positions whose keys were dropped.
+        """
+        assert self._keys is not None
+        assert start >= self._first_key
+        return self._keys[start - self._first_key : stop - self._first_key]
+
+    def last_states(self, count: int, like: Tensor) -> Tensor:
+        """Return the states of the last `count` tokens, oldest first; zeros before the text's beginning.
+
+        Args:
+            count: >= 0.
+            like: a tensor of the states' width in its last dimension, and of their dtype and device.
+
+        Returns:
+            Shape (count, width).
+        """
+        known = min(count, self.length)
+        states = like.new_zeros((count, like.shape[-1]))
+        if known:
+            assert self._states is not None
+            states[count - known :] = self._states[self.length - known : self.length]
+        return states
+
+    def append(self, tokens: Tokens | None, keys: Tensor, states: Tensor | None) -> None:
+        """Add the tokens of a forward pass.
+
+        Args:
+            tokens: int64, shape (n,); None where the model was given embeddings without tokens.
+            keys: float32, shape (n, d).
+            states: shape (n, width); None where a key is one state, so that nobody needs them again.
+        """
+        start, stop = self.length, self.length + len(keys)
+        if stop == start:
+            return
+        if stop > len(self._tokens):
+            grown = np.empty(max(stop + _ROOM, 2 * len(self._tokens)), np.int64)
+            grown[:start] = self._tokens[:start]
+            self._tokens = grown
+        self._tokens[start:stop] = NO_TOKEN if tokens is None else tokens
+        if tokens is None:
+            self._unknown_stop = stop
+        self._keys = _write(self._keys, keys, start - self._first_key)
+        if states is not None:
+            self._states = _write(self._states, states, start)
+        self.length = stop
+
+    def truncate(self, length: int) -> None:
+        """Take back all tokens from position `length` on; nothing where the text is no longer than that."""
+        if length >= self.length:
+            return
+        self.length = max(0, length)
+        if not self.length:
+            self._unknown_stop = 0
+        self.retrieved = {at: ids for at, ids in self.retrieved.items() if at <= self.length}
+
+    def drop_keys(self, stop: int) -> None:
+        """Free the memory of the keys before position `stop`, which nobody needs any more."""
+        dropped = min(stop, self.length) - self._first_key
+        if self._keys is not None and dropped > 0:
+            self._keys = self._keys[dropped : self.length - self._first_key].clone()
+            self._first_key += dropped
+
+    def fork(self) -> "TextState":
+        """Return a copy that is continued on its own."""
+        copy = TextState()
+        copy.length, copy._unknown_stop, copy.retrieved = self.length, self._unknown_stop, {**self.retrieved}
+        copy._tokens = self._tokens[: self.length].copy()
+        if self.length:
+            assert self._keys is not None
+            copy._keys, copy._first_key = self._keys[: self.length - self._first_key].clone(), self._first_key
+            copy._states = None if self._states is None else self._states[: self.length].clone()
+        return copy
+
+    def keep_retrieved(self, length: int, ids: Ids) -> None:
+        """Keep the records that were retrieved after the first `length` tokens, shape (k,), nearest first."""
+        self.retrieved[length] = ids
+        if len(self.retrieved) > 2 * _POINTERS_KEPT:
+            latest = sorted(self.retrieved)[-_POINTERS_KEPT:]
+            self.retrieved = {at: self.retrieved[at] for at in latest}
+
+
+class TextBatch(NamedTuple):
+    """The b texts of a forward pass over t positions, as they are after the pass.
+
+    Later passes may extend the texts: what this pass has read ends at `stops`.
+    """
+
+    texts: Sequence[TextState]
+    stops: Sequence[int]
+    """Length of each text after the pass."""
+    is_text: NDArray[np.bool_]
+    """Which positions of the pass are tokens of a text, shape (b, t); the others are padding."""
+
+    @property
+    def starts(self) -> list[int]:
+        """Length of each text before the pass."""
+        counts = self.is_text.sum(1).tolist()
+        return [stop - count for stop, count in zip(self.stops, counts, strict=True)]
+
+    @property
+    def has_all_tokens(self) -> bool:
+        """Whether every token of every text is known."""
+        return all(text.has_all_tokens for text in self.texts)
+
+    def select_rows(self, rows: Sequence[int]) -> Self:
+        """Return the batch with some of its texts, in the order of `rows`."""
+        return self._replace(
+            texts=[self.texts[row] for row in rows],
+            stops=[self.stops[row] for row in rows],
+            is_text=self.is_text[list(rows)],
+        )
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def append_pass(
+    texts: Sequence[TextState],
+    tokens: Tensor | None,
+    states: Tensor,
+    is_text: NDArray[np.bool_] | None,
+    joining: Joining,
+    project: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, TextBatch]:
+    """Extend texts by the tokens of one forward pass, and make the keys of these.
+
+    Args:
+        texts: b texts.
+        tokens: of the pass, int64, shape (b, t); None where it was given embeddings alone.
+        states: what the model had at the place of the keys, shape (b, t, width).
+        is_text: which positions are tokens of the texts and no padding, shape (b, t); None is all.
+        joining: which states make a key.
+        project: makes the store's keys of joined states.
+
+    Returns:
+        The keys, float32, shape (b, t, d), undefined at padding; and the batch.
+    """
+    length, states = states.shape[1], states.detach()
+    if is_text is None:
+        is_text = np.ones(states.shape[:2], np.bool_)
+    is_padded = not is_text.all()
+    keys = project(_join(texts, states, is_text, joining) if joining.discounts else states)
+    ids = None if tokens is None else tokens.cpu().numpy()
+    for row, text in enumerate(texts):
+        at: slice | NDArray[np.int64] = slice(0, length)
+        if is_padded:
+            at = np.flatnonzero(is_text[row])
+        own_tokens = None if ids is None else ids[row, at]
+        text.append(own_tokens, keys[row, at], states[row, at] if joining.discounts else None)
+    return keys, TextBatch(texts, [text.length for text in texts], is_text)
+
+
+def _join(texts: Sequence[TextState], states: Tensor, is_text: NDArray[np.bool_], joining: Joining) -> Tensor:
+    """Join the states of a pass with each other and with those before them, shape (b, t, width)."""
+    count = len(joining.discounts)
+    before = torch.stack([text.last_states(count, states) for text in texts])
+    all_states = torch.cat([before, states], 1)
+    if is_text.all():
+        return joining.after(all_states)
+    back = np.arange(count, 0, -1)
+    is_known = back <= np.array([text.length for text in texts])[:, None]
+    attended = torch.from_numpy(np.concatenate([is_known, is_text], 1)).to(states.device)
+    return joining(all_states, attended)[:, count:]
+
+
+def _write(buffer: Tensor | None, rows: Tensor, start: int) -> Tensor:
+    """Write rows into a buffer from `start` on; return it, or a larger one with the rows before `start`."""
+    stop = start + len(rows)
+    if buffer is None or stop > len(buffer):
+        capacity = max(stop + _ROOM, 0 if buffer is None else 2 * len(buffer))
+        grown = rows.new_empty((capacity, *rows.shape[1:]))
+        if buffer is not None:
+            grown[:start] = buffer[:start]
+        buffer = grown
+    buffer[start:stop] = rows
+    return buffer
