@@ -17,8 +17,8 @@ from transformers import GenerationMixin, LogitsProcessorList, UnbatchedClassifi
 from knnstore.errors import ConfigError
 from knnstore.lm.model.drafting import warn_undrafted, why_no_drafts, with_drafts
 from knnstore.lm.model.guidance import Guidance
-from knnstore.lm.model.text_layer import attach_texts, past_length, texts_in
-from knnstore.lm.reading import cache_argument, check_tokens
+from knnstore.lm.model.text_layer import attach_texts, check_rows, past_length, texts_in
+from knnstore.lm.reading import CACHE_NAMES, cache_argument, check_tokens
 from knnstore.lm.settings import KNNSettings
 from knnstore.lm.text_state import TextState
 
@@ -107,6 +107,9 @@ class StoreGeneration(GenerationMixin):
             text_mask = mask[:, stop - new : stop]
         elif mask is None and inputs.get("attention_mask") is not None:
             text_mask = torch.ones((len(input_ids), new), dtype=torch.long)
+        if cache_argument(self.base.forward) is None:  # `generate` makes one for every model
+            inputs = {name: value for name, value in inputs.items() if name not in CACHE_NAMES}
+        check_rows(inputs, input_ids, new)
         return {**inputs, "knn": knn, "text_mask": text_mask}
 
     def _prefill(  # type: ignore[override]

@@ -35,6 +35,7 @@ from knnstore.lm.reading import (
     check_logits,
     check_matches,
     check_tokens,
+    find_cache,
     load_model,
     sync,
 )
@@ -355,7 +356,8 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
             keys, batch_of_texts = self.encoder.projected(states), None
         else:
             keys, batch_of_texts = self.extend_texts(texts, input_ids, states, is_text)
-        attach_texts(output, texts)
+        # Some models change the cache that they are given, and return none.
+        attach_texts(output if find_cache(output) is not None else known, texts)
         # 4) Mix.
         if is_mixed:
             read = ForwardPass(

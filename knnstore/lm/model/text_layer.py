@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers.cache_utils import Cache, DummyLayer, EncoderDecoderCache
 
+from knnstore.errors import ConfigError
 from knnstore.lm.reading import CACHE_NAMES, find_cache
 from knnstore.lm.text_state import TextState
 
@@ -57,10 +58,12 @@ class TextStateLayer(DummyLayer):
         self.texts = texts
 
 
-class _StateWithTexts(list[Tensor]):
-    """The state of a recurrent model without a `Cache` (RWKV): its tensors, and the texts that were read."""
+class _ListWithTexts(list[Any]):
+    """What a model keeps as a list (RWKV), with the texts that were read; a list takes no attribute."""
 
-    texts: Sequence[TextState] = ()
+
+_ATTRIBUTE = "knnstore_texts"
+"""Where the texts ride on what is no `Cache` of transformers."""
 
 
 def past_length(values: Mapping[str, Any]) -> int | None:
@@ -84,17 +87,17 @@ def past_length(values: Mapping[str, Any]) -> int | None:
 def texts_in(values: Mapping[str, Any]) -> Sequence[TextState] | None:
     """Return the texts that ride in the cache among a pass's arguments or results; None if there are none."""
     cache = _text_cache(values)
-    if isinstance(cache, _StateWithTexts):
-        return cache.texts
+    if cache is not None and not isinstance(cache, Cache):
+        return getattr(cache, _ATTRIBUTE, None)
     layer = cache.layers[-1] if isinstance(cache, Cache) and cache.layers else None
     return layer.texts if isinstance(layer, TextStateLayer) and layer.texts else None
 
 
 def attach_texts(values: Any, texts: Sequence[TextState] | None) -> None:
-    """Let texts ride in the cache among a forward pass's results, in place of others.
+    """Let texts ride in the cache among a forward pass's arguments or results, in place of others.
 
     Args:
-        values: the results; nothing is done where they have no cache.
+        values: the arguments or results; nothing is done where they have no cache.
         texts: one for each row; None removes those that ride there.
     """
     cache = _text_cache(values)
@@ -103,11 +106,36 @@ def attach_texts(values: Any, texts: Sequence[TextState] | None) -> None:
             cache.layers.pop()
         if texts is not None:
             cache.layers.append(TextStateLayer(texts))
-    elif isinstance(cache, list) and texts is not None:
+        return
+    if type(cache) in (list, tuple):
         named = dict(values.items())  # a `ModelOutput` logs a warning when it is asked for an old name
         name = next(name for name in CACHE_NAMES if named.get(name) is cache)
-        values[name] = _StateWithTexts(cache)
-        values[name].texts = texts
+        cache = values[name] = _ListWithTexts(cache)
+    if cache is not None:
+        setattr(cache, _ATTRIBUTE, texts)
+
+
+def check_rows(values: Mapping[str, Any], input_ids: Tensor, new: int) -> None:
+    """Refuse rows that have changed places in what is no `Cache` of transformers, as beams do.
+
+    Args:
+        values: arguments of a forward pass.
+        input_ids: the texts so far, shape (b, n), or only the new tokens.
+        new: tokens of the pass.
+
+    Raises:
+        ConfigError: a row goes on with another text than that which rides in its place.
+    """
+    texts = texts_in(values)
+    if texts is None or isinstance(_text_cache(values), Cache) or input_ids.shape[1] <= new:
+        return
+    for text, row in zip(texts, input_ids[:, :-new].cpu().numpy(), strict=True):
+        tokens = text.tokens(max(0, text.length - len(row)), text.length)
+        if text.has_all_tokens and not np.array_equal(tokens, row[len(row) - len(tokens) :]):
+            raise ConfigError(
+                "this model's memory of earlier tokens does not follow when rows change places, as beams "
+                "do: generate with use_cache=False"
+            )
 
 
 class PassTexts(NamedTuple):
