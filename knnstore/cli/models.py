@@ -122,8 +122,12 @@ def load_tokenizer(model: str) -> Any:
         return AutoTokenizer.from_pretrained(
             folder, trust_remote_code=False, local_files_only=is_cached, **options
         )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the tokenizer of {model!r} cannot be loaded: {one_line(error)}") from error
+    except MemoryError:
+        raise
+    except BaseException as error:  # of any kind: transformers uses the values of its files unchecked
+        if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
+            raise
+        raise ConfigError(f"the tokenizer of {model!r} cannot be loaded: {one_line(error)[:300]}") from error
 
 
 def quiet_transformers() -> None:

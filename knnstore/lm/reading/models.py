@@ -1,11 +1,12 @@
 """Loading a model and its tokenizer, and telling whether they are the ones a store was made with."""
 
+import json
 import logging
 import os
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -35,6 +36,9 @@ _ALIKE = 0.05
 """By how much, of the largest one, logits may differ through rounding alone."""
 
 _NO_CODE = "knnstore runs no code that comes with a model"
+
+_MOST_LAYERS = 10_000
+"""Most layers of a model. Transformers builds each before it reads a weight: a wrong number costs hours."""
 
 
 class Loaded(NamedTuple):
@@ -83,10 +87,12 @@ def load_model(
         options |= safe
         pinned = {"revision": options.get("revision", "main"), **safe, **of_file}
         config = AutoConfig.from_pretrained(folder, **pinned)
+        _check_layers(name, config)
         tokenizer = _tokenizer_of(folder, **pinned)
         wanted_attention = options.get("attn_implementation") or config._attn_implementation
         if "/" in str(wanted_attention):  # a repository whose code transformers would fetch and run
             raise ConfigError(f"the model {name!r} wants code from {wanted_attention!r}: {_NO_CODE}")
+        _check_shards(name, Path(folder, options.get("subfolder") or ""), options.get("variant"))
         loading: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=wanted, use_safetensors=True, output_loading_info=True, **options | safe | of_file
         )
@@ -103,10 +109,13 @@ def load_model(
         return Loaded(placed.eval(), tokenizer)
     except ConfigError:
         raise
-    # Torch asserts that it was made for a device; a configuration may name a package that is not installed.
-    except (OSError, ValueError, RuntimeError, AssertionError, ImportError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"the model {name!r} cannot be loaded on {place}: {reason}") from error
+    except MemoryError:
+        raise
+    # Of any kind: transformers and torch use the values of a model's files without asking for their types.
+    except BaseException as error:
+        if not is_of_files(error):
+            raise
+        raise ConfigError(f"the model {name!r} cannot be loaded on {place}: {reason_of(error)}") from error
 
 
 def loaded(
@@ -149,7 +158,9 @@ def loaded(
             folder, gguf_file = split_gguf_file(name_of(model))
             of_file = {} if gguf_file is None else {"gguf_file": gguf_file}
             tokenizer = _tokenizer_of(folder, trust_remote_code=False, **of_file)
-        except (OSError, ValueError) as error:
+        except BaseException as error:
+            if not is_of_files(error):
+                raise
             raise ConfigError("the model's folder has no tokenizer: give it as tokenizer=...") from error
     model.eval()  # type: ignore[no-untyped-call]
     return Loaded(model, tokenizer)
@@ -161,6 +172,60 @@ def _tokenizer_of(name: str, **options: Any) -> PreTrainedTokenizerBase:
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ConfigError(f"the model {name!r} has no tokenizer: save that beside it (save_pretrained)")
     return tokenizer
+
+
+def _check_layers(name: str, config: Any) -> None:
+    """Refuse a configuration with more layers than a model has, before they are built."""
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if isinstance(layers, int) and layers > _MOST_LAYERS:
+        raise ConfigError(
+            f"the config.json of the model {name!r} asks for {layers:,} layers, and at most "
+            f"{_MOST_LAYERS:,} are loaded: it is damaged"
+        )
+
+
+def _check_shards(name: str, folder: Path, variant: str | None) -> None:
+    """Refuse an index of weights that names anything but safetensors files of its own folder.
+
+    Transformers opens each file that the index names, wherever it is, and unpickles one of another kind.
+    A folder that is not there, as for a hub id, and a folder without an index are accepted.
+
+    Raises:
+        ConfigError: the index is not an index, or names such a file.
+    """
+    file = folder / f"model.safetensors.index.{f'{variant}.' if variant else ''}json"
+    if not file.is_file():
+        return
+    try:
+        index = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} cannot be read: {reason_of(error)}; copy the model again") from error
+    shards = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(shards, dict) or not shards or not isinstance(index.get("metadata", {}), dict):
+        raise ConfigError(f"{file} is not an index of weights: copy the model again")
+    for shard in shards.values():
+        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise ConfigError(
+                f"{file} names {str(shard)[:200]!r}: only safetensors files of its own folder are loaded"
+            )
+
+
+def is_of_files(error: BaseException) -> bool:
+    """Return whether loading may raise this for what is in a model's files.
+
+    Tokenizers' panics are no `Exception`.
+    """
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the first line of an error's message that says what is wrong, or its type where it has none."""
+    lines = str(error).strip().strip('"').strip().splitlines()
+    if not lines:
+        return type(error).__name__
+    if isinstance(error, KeyError | AttributeError | TypeError | IndexError | ZeroDivisionError):
+        return f"its files hold a value that makes no sense ({' '.join(' '.join(lines).split())[:300]})"
+    return lines[0][:300]
 
 
 def name_of(model: str | PreTrainedModel) -> str:
