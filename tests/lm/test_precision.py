@@ -57,12 +57,15 @@ def figures(tokenizer, home, engine, kind, dtype, states=3):
         found["evaluate"] = math.log(lm.evaluate(HELD_OUT, knn).knn_ppl)
         found["explain"] = -sum(math.log(one.p) for one in lm.explain(HELD_OUT[1], knn)) / 48
         # A pass over several tokens rounds otherwise than passes over one: of two likely tokens another wins.
+        texts = []
         for draft in (True, False):
             text = lm.generate(ids[:, :9], knn=knn, max_new_tokens=8, do_sample=False, draft=draft)
             with torch.no_grad():
                 probs = lm(text, knn=knn).logits[0, 8:-1].exp()
             chosen = probs.gather(1, text[0, 9:, None])[:, 0]
             assert (probs.amax(1) - chosen).max() <= (TOLERANCE[dtype] if kind else 1e-4)
+            texts.append(text)
+        assert kind or torch.equal(*texts)
     lm.store.close()
     return found
 

@@ -94,7 +94,7 @@ class ScoredText:
     own_ngrams: TargetContinuation | None = None
     """What the own n-grams of each document say."""
     others: Mapping[str, Found] = field(default_factory=dict)
-    """What components of other packages found, by their names."""
+    """Findings of components of other packages, by their names."""
     visited: Mapping[int, GoldOnGrid] = field(default_factory=dict)
     """p_kNN over the cells visited, by how many these were; then only the nearest are among the neighbors."""
 

@@ -1,4 +1,4 @@
-"""What is mixed with the model: each component is one file, and stands in the list of `mixture`."""
+"""Components that are mixed with the model: each is one file, and stands in the list of `mixture`."""
 
 from knnstore.lm.components.component import Form, Found
 from knnstore.lm.components.distribution import DistributionComponent, Places

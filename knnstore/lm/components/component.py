@@ -18,18 +18,18 @@ from knnstore.store import Reader
 
 
 class Form(Enum):
-    """How much of what is found has to be kept."""
+    """The part of a finding that is kept, by what will be asked of it."""
 
     DISTRIBUTION = "distribution"
     """The probability of any token can be asked for."""
     TARGET = "target"
     """Only the probability of the next token, which the texts hold, can be asked for: much less memory."""
     SOURCES = "sources"
-    """That of the next token, and the places that it comes from."""
+    """The probability of the next token, and the places that it comes from."""
 
 
 class Found(Protocol):
-    """What a component has found for n positions."""
+    """The finding of a component for n positions."""
 
     @property
     def width(self) -> int:
@@ -65,7 +65,7 @@ class Component(Protocol):
 
     @property
     def width(self) -> int:
-        """How many features it has."""
+        """Number of its features, see `features`."""
         ...
 
     def is_used(self, settings: KNNSettings) -> bool:

@@ -1,5 +1,6 @@
 """N-grams of the stored text: which tokens followed the last words of the text there, and how often."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -26,8 +27,8 @@ class Continuation(NamedTuple):
     tokens: Tensor
     """Tokens at the places, int64, shape (n, k); anything where the weight is zero."""
     suffixes: Tensor
-    """Of the longest end of each context that was found: its length in tokens, its count, and the number of
-    different tokens after it; zeros where none was. int64, shape (n, 3)."""
+    """Length in tokens, count, and number of different next tokens of the longest end of each context that is
+    found; zeros where none is. int64, shape (n, 3)."""
     rest: Tensor | None = None
     """Probability that each context leaves to `unigrams`, float32, shape (n,); None is nothing."""
     unigrams: Tensor | None = None
@@ -74,7 +75,7 @@ class Continuation(NamedTuple):
 
 
 class TargetContinuation(NamedTuple):
-    """What counted n-grams give to n tokens: the probability of the target token of each context."""
+    """Probability that counted n-grams give to the target token of each of n contexts."""
 
     order: int
     """Tokens of the longest n-grams."""
@@ -123,16 +124,16 @@ class TargetContinuation(NamedTuple):
         return Contribution(weights, ngram_lambdas(settings, self.lengths), hits=hits, name=name)
 
 
-class CountedNGrams:
+class CountedNGrams(ABC):
     """The component's part that all counts of n-grams share: λ by length, and features of the context."""
 
     name: str
     factors = (1.0,)
     width = 3
 
+    @abstractmethod
     def settings_of(self, settings: KNNSettings) -> NGramSettings | None:
         """Return how much these n-grams count; None where they are not in use."""
-        raise NotImplementedError
 
     def is_used(self, settings: KNNSettings) -> bool:
         """Check whether settings have them in use."""
