@@ -49,7 +49,9 @@ def declare_completions(routes: Endpoints, serving: Serving) -> None:
     @routes.add("POST", "/v1/chat/completions", Right.PREDICT)
     async def chat(request: Request, body: ChatRequest) -> Response:
         """Continue a conversation, with models that have a template for one."""
-        return await _Answer.to(request, body, serving, lambda: _of_messages(serving, body))
+        serving.lm  # noqa: B018  is it there?
+        text = await serving.render(lambda: _conversation(serving, body))
+        return await _Answer.to(request, body, serving, lambda: _of_messages(serving, body, text))
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,13 @@ def _of_texts(serving: Serving, body: CompletionRequest) -> _Plan:
     return _Plan(prompts, max_tokens, shape, body.logprobs, bool(body.echo) and with_log_probs)
 
 
-def _of_messages(serving: Serving, body: ChatRequest) -> _Plan:
-    prompt = Prompt(tuple(_conversation(serving, body)))
+def _of_messages(serving: Serving, body: ChatRequest, text: str) -> _Plan:
+    """Plan the answer to a conversation whose text the template has made."""
+    tokens = serving.tokens(text)
+    if not tokens:
+        raise refused("the messages are empty", "messages")
+    serving.check_tokens(tokens, "messages")
+    prompt = Prompt(tuple(tokens))
     room = serving.window - len(prompt.tokens) + 1
     max_tokens = body.max_completion_tokens or body.max_tokens or max(1, room)
     serving.check_window(prompt, max_tokens, "messages")
@@ -91,29 +98,17 @@ def _of_messages(serving: Serving, body: ChatRequest) -> _Plan:
     return _Plan((prompt,), max_tokens, shape, (body.top_logprobs or 0) if body.logprobs else None)
 
 
-def _conversation(serving: Serving, body: ChatRequest) -> list[int]:
-    """The tokens of a conversation, up to where the assistant is to speak."""
+def _conversation(serving: Serving, body: ChatRequest) -> str:
+    """Return the text of a conversation, up to where the assistant is to speak."""
     serving.check_length(sum(len(one.text) for one in body.messages), serving.window, "messages")
-
-    def tokens(tokenizer: Any) -> list[int]:
-        if not tokenizer.chat_template:
-            raise refused(
-                "this model has no template for conversations: use /v1/completions",
-                "model",
-                "no_chat_template",
-            )
-        messages = _messages_for(str(tokenizer.chat_template), body.messages)
-        try:
-            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # whatever the template, a program, makes of it
-            raise refused(f"the model's template refuses these messages: {error}", "messages") from error
-        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-    found = serving.tokenizer(tokens)
-    if not found:
-        raise refused("the messages are empty", "messages")
-    serving.check_tokens(found, "messages")
-    return found
+    template = serving.chat_template
+    if not template.text:
+        raise refused(
+            "this model has no template for conversations: use /v1/completions",
+            "model",
+            "no_chat_template",
+        )
+    return template.render(_messages_for(template.text, body.messages))
 
 
 def _messages_for(template: str, messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -150,7 +145,7 @@ def _messages_for(template: str, messages: Sequence[Message]) -> list[dict[str, 
 def _call_for_template(call: ToolCall) -> dict[str, Any]:
     """Return a tool call with its arguments parsed, as templates expect; text that is no JSON stays text."""
     arguments: Any = call.function.arguments
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         arguments = json.loads(arguments)
     return {
         "id": call.id,

@@ -25,6 +25,7 @@ from knnstore.lm import (
     explain_tokens,
     split_text,
 )
+from knnstore.server.chat_templates import ChatTemplate
 from knnstore.server.engine import (
     MOST_UNREAD,
     Engine,
@@ -97,6 +98,7 @@ class Serving:
         self._lm: KNNLMForCausalLM | None = None
         self._tokenizing = threading.Lock()
         self._reading = CapacityLimiter(_READING)
+        self._rendering = CapacityLimiter(1)
 
     def begin(self, lm: KNNLMForCausalLM) -> None:
         """Take in the model, warm up, and be ready."""
@@ -121,6 +123,7 @@ class Serving:
         self.writer = StoreWriter(lm, self.engine)
         for scope in self.scopes.first():
             self._warm_up(lm, scope)
+        self.chat_template = ChatTemplate(tokenizer, self.window * self._longest_token)
         self._lm = lm
 
     def reload(self) -> None:
@@ -186,6 +189,7 @@ class Serving:
         if self._lm is not None:
             self.engine.stop()
             self.writer.end()
+            self.chat_template.close()
             self._lm.store.close()
 
     async def read(self, work: Callable[[], Found]) -> Found:
@@ -194,6 +198,10 @@ class Serving:
         Requests that wait for a tokenizer take no thread from others.
         """
         return await to_thread.run_sync(work, limiter=self._reading)
+
+    async def render(self, work: Callable[[], Found]) -> Found:
+        """Render a chat template in a thread of its own, so that a slow one delays no other request."""
+        return await to_thread.run_sync(work, limiter=self._rendering)
 
     # -- tokens and texts
 
