@@ -65,7 +65,7 @@ class StoreGeneration(GenerationMixin):
                 kwargs = with_drafts(self.store, knn, self.tokenizer, kwargs)
             else:
                 warn_undrafted(reason)
-        return super().generate(*args, knn=knn, **kwargs)  # type: ignore[misc]
+        return super().generate(*args, knn=knn, **kwargs)
 
     def generate_batch(self: Any, *_: Any, **__: Any) -> Any:
         """Always raises: continuous batching of transformers mixes the texts of a batch in one row."""
