@@ -71,3 +71,13 @@ def test_the_walks_name_modules_that_are_there() -> None:
             places = [ROOT / "knnstore" / name, ROOT / "knnstore" / folder / name]
             assert any(place.is_dir() or place.with_suffix(".py").is_file() for place in places), name
             folder = Path(name).parent if "/" in name else folder
+
+
+def test_former_names_of_resolve_are_not_used_within() -> None:
+    former = {"settings_for", "usable_settings_for", "own_settings_for", "completed", "overridden"}
+    former |= {"default_settings", "saved_for", "trained_for"}
+    faces = {"knnstore.lm", "knnstore.lm.settings"}
+    for module, path in MODULES.items():
+        for imported, names in imports_of(path):
+            if module not in faces and imported in {*faces, "knnstore.lm.settings.former_names"}:
+                assert not former & set(names), f"{module} imports {former & set(names)}"

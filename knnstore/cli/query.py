@@ -1,4 +1,4 @@
-"""The options of commands that retrieve, and the settings they make: what was given, else what is saved."""
+"""The options of commands that retrieve."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from knnstore.errors import ConfigError
 
 if TYPE_CHECKING:
     from knnstore import KNNSettings, KNNStore, Selection
-    from knnstore.lm import CacheSettings, NGramSettings, PointerSettings
+    from knnstore.lm import Overrides
 
 
 _TEMPERATURE = "Divides the distances: larger gives far neighbors more weight."
@@ -126,17 +126,16 @@ class Query:
     ] = None
 
     def settings(self, store: "KNNStore", selection: "Selection") -> "KNNSettings":
-        """The settings of this call: what was given, else what is saved for the domains selected.
+        """Resolve the settings of this call; see `knnstore.lm.resolve`.
 
-        Says so where calibrated settings are used, where they are stale, and where there is nothing to
-        retrieve.
+        Also prints notes if calibrated settings are used, if they are stale, and if nothing is retrieved.
 
         Raises:
             ConfigError: a value is out of range, clusters are given without pointers, or k with probes.
         """
-        from knnstore.lm import is_substitute_outdated
+        from knnstore.lm import is_substitute_outdated, resolve
 
-        settings = self._in_force(store, selection)
+        settings = resolve(store, self._overrides(selection))
         if self.lam is None and is_substitute_outdated(store, selection):
             note(
                 "warning: the substitute in these settings was trained on documents that were removed or "
@@ -150,84 +149,46 @@ class Query:
             note(f"warning: nothing is retrieved{alone}: {why}")
         return settings
 
-    def _in_force(self, store: "KNNStore", selection: "Selection") -> "KNNSettings":
-        from knnstore.lm import default_settings, overridden, settings_for, usable_settings_for
+    def _overrides(self, selection: "Selection") -> "Overrides":
+        """Convert the options to what `resolve` takes.
+
+        Raises:
+            ConfigError: clusters are given without pointers, k with probes, or a component's JSON is wrong.
+        """
+        from knnstore.lm import Overrides
 
         if self.probes and self.k is not None:
             raise ConfigError("give --k or --probes, not both: of the cells visited all records count")
-        if self.lam is None:
-            saved = settings_for(store, selection)
-        else:
-            saved = usable_settings_for(store, selection) or default_settings(store)
-            saved = replace(saved, substitute=None, selection=selection)
-        settings = overridden(saved, k=self.k, probes=self.probes, temperature=self.temperature, lam=self.lam)
-        if self.cache and saved.cache is None and self.cache_temperature is None and store.is_keyless:
-            raise ConfigError(
-                "where no keys are stored the temperature of a cache is not known: give --cache-temperature, "
-                "or run knnstore calibrate"
-            )
-        cache, ngrams = self._cache(saved, settings), self._ngrams(saved, settings)
-        pointers, others = self._pointers(settings), self._others(settings)
-        by_hand = self.cache_lambda is not None or self.ngram_lambda is not None  # not to count with a gate
-        is_asked_for = {
-            "cache": cache is not settings.cache,
-            "n-grams": ngrams is not settings.ngrams,
-            "keys": pointers is not settings.pointers,
-        }
-        return replace(
-            settings,
-            cache=cache,
-            ngrams=ngrams,
-            others=others,
-            gate=None if by_hand else settings.gate,
-            pointers=pointers,
-            scoring_only=tuple(name for name in settings.scoring_only if not is_asked_for.get(name)),
+        if self.clusters is not None and self.pointers is None:
+            raise ConfigError("--clusters says where pointers lead to: give --pointers N as well")
+        return Overrides(
+            selection=selection,
+            k=self.k,
+            probes=self.probes,
+            temperature=self.temperature,
+            lam=self.lam,
+            cache_size=self.cache,
+            cache_temperature=self.cache_temperature,
+            cache_lam=self.cache_lambda,
+            ngram_order=self.ngrams,
+            ngram_lam=self.ngram_lambda,
+            pointers=self.pointers,
+            cluster_size=self.clusters,
+            others=self._parse_others(),
         )
 
-    def _cache(self, saved: "KNNSettings", settings: "KNNSettings") -> "CacheSettings | None":
-        from knnstore.lm import CacheSettings
-
-        given = _given(size=self.cache, temperature=self.cache_temperature, lam=self.cache_lambda)
-        if self.cache == 0:
-            return None
-        if not given:
-            return settings.cache
-        return replace(saved.cache or CacheSettings(temperature=settings.temperature), **given)
-
-    def _ngrams(self, saved: "KNNSettings", settings: "KNNSettings") -> "NGramSettings | None":
-        from knnstore.lm import NGramSettings
-
-        given = _given(order=self.ngrams, lam=self.ngram_lambda)
-        if self.ngrams == 0:
-            return None
-        if not given:
-            return settings.ngrams
-        if self.ngram_lambda is not None:
-            given["by_length"] = None
-        return replace(saved.ngrams or NGramSettings(), **given)
-
-    def _others(self, settings: "KNNSettings") -> dict[str, Any]:
-        others = {**settings.others}
+    def _parse_others(self) -> dict[str, Any]:
+        """Parse the options ``--component NAME=JSON``: settings by name, None for NAME=null."""
+        others: dict[str, Any] = {}
         for given in self.others or ():
             name, _, values = given.partition("=")
             try:
                 others[name] = json.loads(values)
             except json.JSONDecodeError as error:
                 raise ConfigError(f"--component {given}: what follows the = is not JSON: {error}") from error
-            if others[name] is None:
-                del others[name]
-            elif not isinstance(others[name], dict):
+            if others[name] is not None and not isinstance(others[name], dict):
                 raise ConfigError(f"--component {given}: give an object of JSON, as in {name}='{{}}'")
         return others
-
-    def _pointers(self, settings: "KNNSettings") -> "PointerSettings | None":
-        from knnstore.lm import PointerSettings
-
-        if self.pointers is not None:
-            return PointerSettings(self.pointers, cluster_size=self.clusters) if self.pointers else None
-        if self.clusters is not None:
-            raise ConfigError("--clusters says where pointers lead to: give --pointers N as well")
-        return settings.pointers
 
     def is_default(self, store: "KNNStore", selection: "Selection") -> bool:
         """Whether a search is made with settings that nobody chose: nothing was given, nothing calibrated."""
@@ -298,7 +259,3 @@ def _reached(store: "KNNStore", settings: "KNNSettings") -> int:
     if settings.retrieves and not store.is_keyless:
         return store.record_count(settings.selection)
     return sum(store.lengths(settings.selection).values()) if settings.ngrams else 1
-
-
-def _given(**options: Any) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}

@@ -10,7 +10,14 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from knnstore.catalog import Right
-from knnstore.lm import DocumentEffect, FixedLambda, KNNSettings, TokenExplanation, explain_in_turns
+from knnstore.lm import (
+    DocumentEffect,
+    FixedLambda,
+    KNNSettings,
+    Purpose,
+    TokenExplanation,
+    explain_in_turns,
+)
 from knnstore.server.access import Access, Endpoints, access
 from knnstore.server.engine import Prompt, Turns
 from knnstore.server.errors import refused
@@ -134,7 +141,8 @@ async def sources_of(
     tokens = np.array([*before, *written], np.uint32)
 
     def work() -> Turns[list[dict[str, Any]]]:
-        settings, shown = serving.scopes.settings(scope).for_writing, list[dict[str, Any]]()
+        shown = list[dict[str, Any]]()
+        settings = serving.lm.resolve_settings(serving.scopes.settings(scope), Purpose.GENERATION)
         turns = explain_in_turns(serving.lm, tokens, settings, neighbors=count, start=len(before))
         yield from _shown_in_turns(turns, lambda part: shown.extend(map(_shown, part)))
         return shown

@@ -1,4 +1,4 @@
-"""What a model's name and a request's field `knn` mean: which documents, and which settings.
+"""What a model's name and a request's field `knn` mean: which documents are retrieved from, and how.
 
 `MODEL` is the model alone, `MODEL+DOMAIN+DOMAIN` the model with these domains. In a domain's name ``%`` and
 ``+`` are written ``%25`` and ``%2B``.
@@ -9,7 +9,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 from knnstore.errors import ConfigError
-from knnstore.lm import KNNSettings, overridden, own_settings_for, settings_for
+from knnstore.lm import KNNSettings, Overrides, resolve
 from knnstore.server.access import Access
 from knnstore.server.errors import ApiError, refused
 from knnstore.server.protocol import Retrieval
@@ -102,35 +102,37 @@ class Scopes:
         try:
             if knn.where is not None:
                 Selection(where=knn.where)
-            overridden(KNNSettings(), k=knn.k, probes=knn.probes, temperature=knn.temperature, lam=knn.lam)
+            Overrides(k=knn.k, probes=knn.probes, temperature=knn.temperature, lam=knn.lam)
         except ConfigError as error:
             raise refused(str(error), "knn") from error
         return scope
 
     def settings(self, scope: Hashable) -> KNNSettings:
-        """The settings of a scope as the store is now; the same object where nothing has changed.
+        """Return the settings of a scope for scoring, at the store's current revision.
 
-        What is removed since narrows the scope. To be called in the engine's thread alone.
+        The result is cached: it is the same object until the revision changes. Domains that no longer exist
+        are left out of the scope; if none is left, λ is 0. Only the engine's thread may call this.
         """
         assert isinstance(scope, Scope)
         name = self._store.revision(), scope
         found = self._settings.get(name)
         if found is None:
-            found = self._settings[name] = self._made(scope)
+            found = self._settings[name] = self._resolve(scope)
             if len(self._settings) > _KEPT:
                 self._settings.popitem(last=False)
         return found
 
-    def _made(self, scope: Scope) -> KNNSettings:
+    def _resolve(self, scope: Scope) -> KNNSettings:
+        """Resolve the settings of a scope at the store's current revision."""
         there = self._there()
         domains = tuple(domain for domain in scope.domains if domain in there)
         if not domains:
             return _ALONE
-        selection = Selection(domains=domains, tags=scope.tags, where=scope.where)
-        saved = (own_settings_for if scope.own else settings_for)(self._store, selection)
-        settings = overridden(
-            saved, k=scope.k, probes=scope.probes, temperature=scope.temperature, lam=scope.lam
-        )
+        asked = Overrides(
+            selection=Selection(domains=domains, tags=scope.tags, where=scope.where),
+            k=scope.k, probes=scope.probes, temperature=scope.temperature, lam=scope.lam,
+        )  # fmt: skip
+        settings = resolve(self._store, asked, only_selected=scope.own)
         return replace(settings, pointers=None)  # they begin with a prompt: texts would not be independent
 
     def _there(self) -> frozenset[str]:

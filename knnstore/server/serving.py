@@ -20,6 +20,7 @@ from knnstore.errors import InputError, KnnstoreError, StoreUnavailableError
 from knnstore.lm import (
     Detokenizer,
     KNNLMForCausalLM,
+    Purpose,
     TokenTexts,
     check_tokens,
     explain_tokens,
@@ -152,7 +153,8 @@ class Serving:
                 text = lm.store.text(max(lengths, key=lengths.__getitem__))[:_BEGINNING]
             explain_tokens(lm, text, settings, neighbors=1)
             with torch.inference_mode():
-                lm(torch.from_numpy(text[None].astype(np.int64)), knn=settings.for_writing)
+                generating = lm.resolve_settings(settings, Purpose.GENERATION)
+                lm(torch.from_numpy(text[None].astype(np.int64)), knn=generating)
 
         try:
             keys = self.engine.call(lambda: _some_keys(lm.store, selection)).result()

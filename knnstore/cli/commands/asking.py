@@ -75,7 +75,10 @@ def generate(
     if 0 < sampling_temperature < _LEAST_SAMPLED:
         raise ConfigError(f"--temperature must be 0 or at least {_LEAST_SAMPLED}, got {sampling_temperature}")
     with runtime.open_model("r", domains=selected.domains) as lm:
+        from knnstore.lm import Purpose, resolve
+
         settings = query.settings(lm.store, selected.selection())
+        generating = resolve(lm.store, settings, Purpose.GENERATION)
         prompt = read_text(prompt)
         if settings.writes_alone:
             weight = "--ngram-lambda" if lm.store.is_keyless else "--lambda"
@@ -92,7 +95,7 @@ def generate(
             top_p=top_p,
             seed=seed,
             num_beams=beams,
-            draft=settings.for_writing.ngrams is not None and beams == 1 if draft is None else draft,
+            draft=generating.ngrams is not None and beams == 1 if draft is None else draft,
             knn=settings,
             streamer=shown if beams == 1 and not as_json else None,
         )
@@ -100,9 +103,7 @@ def generate(
         if not as_json:
             shown.finish(continuation)
         if explain:
-            explained = lm.explain(
-                continuation, settings.for_writing, neighbors=_NEIGHBORS_CREDITED, after=prompt
-            )
+            explained = lm.explain(continuation, generating, neighbors=_NEIGHBORS_CREDITED, after=prompt)
             result["sources"] = credits_of(explained)
             if not as_json:
                 echo("\n", table_of_sources(result["sources"]))
@@ -193,10 +194,10 @@ def search(
       knnstore search "The harbour was quiet" --domain letters --limit 1 --json
     """
     with runtime.open_model("r", domains=selected.domains) as lm:
-        from knnstore.lm import settings_for
+        from knnstore import KNNSettings
 
         selection = selected.selection()
-        passages = lm.search(read_text(text), settings_for(lm.store, selection), limit=limit)
+        passages = lm.search(read_text(text), KNNSettings(selection=selection), limit=limit)
         if not passages:
             note(f"nothing is found: {why_nothing(lm.store, selection)}")
     shown = "\n".join(line for passage in passages for line in _lines_of(passage))

@@ -227,11 +227,11 @@ def intervals_of(found: "Evaluation") -> dict[str, dict[str, float]]:
 
 def trained_substitute(store: "KNNStore", selection: "Selection") -> "Substitute":
     """The substitute that was trained on exactly these domains; that there is none is an error."""
-    from knnstore.lm import trained_for
+    from knnstore.lm import find_trained_substitute
 
     if selection.tags or selection.where:
         raise ConfigError("a substitute is of whole domains: leave out --tag and --where")
-    found = trained_for(store, selection)
+    found = find_trained_substitute(store, selection)
     if found is None:
         options = "".join(f" --domain {printable(name)}" for name in selection.domains or ())
         raise ConfigError(f"no substitute was trained on exactly this: run knnstore substitute{options}")

@@ -1,13 +1,20 @@
 """Finding the settings for a user's own model, store and text, and keeping a record of how."""
 
 import hashlib
+import logging
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 
 from knnstore.documents import TextDocument
-from knnstore.errors import ConfigError, InputError, ReadOnlyError
+from knnstore.errors import (
+    ConfigError,
+    CorruptWeightsError,
+    FingerprintMismatchError,
+    InputError,
+    ReadOnlyError,
+)
 from knnstore.lm.calibration.candidates import Comparison, compare, ks_up_to
 from knnstore.lm.calibration.fits import MOST_DOMAINS, score_substitute
 from knnstore.lm.calibration.judging import in_halves
@@ -23,11 +30,10 @@ from knnstore.lm.settings import (
     KNNSettings,
     NGramSettings,
     WritingModel,
-    records_of,
+    count_records,
+    find_saved_settings,
+    resolve,
     save_settings,
-    saved_for,
-    settings_for,
-    usable_settings_for,
 )
 from knnstore.progress import Progress
 from knnstore.store import KNNStore, Lineage, Selection
@@ -38,6 +44,8 @@ PASS_K = 1024
 """Neighbors that are kept of each token, for mixers that look at them; of more, only p_kNN is."""
 PROBES = (4, 8, 16, 32, 64)
 """Cells that are tried, in a store that has some: of the numbers the smallest that is enough is taken."""
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +124,13 @@ def calibrate(
         raise ConfigError(f"stored_tokens must be at least 0, got {stored_tokens}")
     names = tuple(sorted(set(domains or ())))
     selection = Selection(domains=names or None)
-    revision, lineage, records = store.revision(), store.lineage(names), records_of(store, names)
+    revision, lineage, records = store.revision(), store.lineage(names), count_records(store, names)
     if not records:
         raise InputError("the store is empty: add documents before calibrating")
     text = text_to_fit(store, reader, documents, selection, stored_tokens, leave_out=leave_out)
     listed, reached = text.documents, text.reached
     started = time.perf_counter()
-    current, saved = usable_settings_for(store, selection), saved_for(store, selection)
+    current, saved = _resolve_usable(store, selection), find_saved_settings(store, selection)
     if saved is not None and text.is_known_to(saved.fitted_on):
         current = None  # what it has learned by heart would pass for quality
     probes = DEFAULT_PROBES if store.has_cells else None
@@ -199,6 +207,15 @@ def calibrate(
     )  # fmt: skip
 
 
+def _resolve_usable(store: KNNStore, selection: Selection) -> KNNSettings | None:
+    """Return the settings that candidates are compared with; None if their network cannot be used."""
+    try:
+        return resolve(store, KNNSettings(selection=selection))
+    except (CorruptWeightsError, FingerprintMismatchError) as error:
+        _logger.warning("the saved settings are not used: %s", error)
+        return None
+
+
 def _renew(store: KNNStore, selection: Selection, records: int, lineage: Lineage) -> bool:
     """Settings that were compared again and stay are not stale; returns whether these were calibrated."""
     domains = selection.domains or ()
@@ -238,4 +255,4 @@ def _measure_writing(
 def _use_saved(lm: WritingModel, domains: Sequence[str]) -> None:
     """Let the model use what is saved, if it selects these domains."""
     if set(domains) == set(lm.knn.selection.domains or ()):
-        lm.knn = settings_for(lm.store, lm.knn.selection)
+        lm.knn = resolve(lm.store, KNNSettings(selection=lm.knn.selection))

@@ -22,7 +22,7 @@ from knnstore.lm.explanation.sourcing import (
 from knnstore.lm.mixing import Mixture
 from knnstore.lm.reading import check_tokens
 from knnstore.lm.scoring import TokenScores, score_text_in_turns, score_texts
-from knnstore.lm.settings import KNNSettings, ReadingModel, completed
+from knnstore.lm.settings import KNNSettings, ReadingModel, resolve
 from knnstore.lm.substitute import Heads
 from knnstore.store import Occurrence
 
@@ -64,7 +64,7 @@ def explain_tokens(
     start: int = 0,
 ) -> Explanation:
     """Do what `explain` does for a text given by its tokens, shape (n,), from one of them on."""
-    settings = completed(lm.store, knn or lm.knn)
+    settings = resolve(lm.store, knn or lm.knn)
     scored = score_texts(lm.store, lm.reader, [tokens], settings, apart=True)
     explained: list[TokenExplanation] = []
     turns = _explain(lm, tokens, settings, scored, neighbors, start)
@@ -93,7 +93,7 @@ def explain_in_turns(
     Returns:
         What each document did to them.
     """
-    settings = completed(lm.store, knn or lm.knn)
+    settings = resolve(lm.store, knn or lm.knn)
     most = min(_TURN_TOKENS, max(1, _TURN_SOURCES // max(1, neighbors)))
     scored = score_text_in_turns(lm.store, lm.reader, tokens, settings, most)
     return (yield from _explain(lm, tokens, settings, scored, neighbors, start))

@@ -19,7 +19,7 @@ from knnstore.lm.model.drafting import warn_undrafted, why_no_drafts, with_draft
 from knnstore.lm.model.guidance import Guidance
 from knnstore.lm.model.text_layer import attach_texts, check_rows, past_length, texts_in
 from knnstore.lm.reading import CACHE_NAMES, cache_argument, check_tokens
-from knnstore.lm.settings import KNNSettings
+from knnstore.lm.settings import KNNSettings, Purpose
 from knnstore.lm.text_state import TextState
 
 _logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class StoreGeneration(GenerationMixin):
         prompt = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
         if isinstance(prompt, Tensor) and not prompt.is_floating_point():
             check_tokens(prompt.flatten().cpu().numpy(), self.encoder.vocabulary, self.tokenizer)
-        knn = self._completed(knn or self.knn).for_writing
+        knn = self.resolve_settings(knn, Purpose.GENERATION)
         if knn.pointers is not None:
             if _option(self, kwargs, "guidance_scale") not in (None, 1):
                 raise ConfigError("guidance_scale does not go with pointers: leave one of them out")
@@ -126,7 +126,7 @@ class StoreGeneration(GenerationMixin):
                     "(cache.crop(-1) takes it out)"
                 )
             if texts_in(model_kwargs) is None:
-                knn = self._completed(model_kwargs.get("knn") or self.knn)
+                knn = self.resolve_settings(model_kwargs.get("knn"))
                 if self.needs_text(knn):
                     texts = self._read_texts(input_ids[:, :read], None if mask is None else mask[:, :read])
                     attach_texts(model_kwargs, texts)

@@ -35,7 +35,7 @@ def read_part(
         knn: with which the text is scored or continued.
         logits_to_keep: of how many of the last positions; 0 is all.
     """
-    read, knn = int(past.get_seq_length()), lm._completed(knn)
+    read, knn = int(past.get_seq_length()), lm.resolve_settings(knn)
     with torch.inference_mode():
         with KeyCapture(lm.base, lm.encoder.location) as capture:
             output = lm.base(
@@ -54,7 +54,7 @@ def following(lm: KNNLMForCausalLM, part: ForwardPass, knn: KNNSettings) -> Tens
     """Say what comes after a part of a text: log p of the mixture, float32, shape (v,)."""
     last = replace(part, logits=part.logits[:, -1:], logits_to_keep=1)
     with torch.inference_mode():
-        mixed: Tensor = lm._mixer.mix(last, [lm._completed(knn)])
+        mixed: Tensor = lm._mixer.mix(last, [lm.resolve_settings(knn)])
     return mixed[0, -1].float().log_softmax(-1)
 
 
@@ -74,7 +74,7 @@ def likelihoods(
         Of each part, on the processor.
     """
     with torch.inference_mode():
-        found = lm._mixer.likelihoods(parts, torch.cat([*gold]), lm._completed(knn), count)
+        found = lm._mixer.likelihoods(parts, torch.cat([*gold]), lm.resolve_settings(knn), count)
     lengths = [len(one) for one in gold]
     columns = (torch.split(column.cpu(), lengths) for column in found)
     return [Likelihoods(*one) for one in zip(*columns, strict=True)]

@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from knnstore.errors import ConfigError
 from knnstore.lm.reading import TextReader, add, check_tokenizer
-from knnstore.lm.settings import keep_defaults
+from knnstore.lm.settings import save_default_settings
 from knnstore.store import KNNStore
 
 
@@ -34,4 +34,4 @@ class KeylessText:
 
     def after_adding(self) -> None:
         """Keep the default settings."""
-        keep_defaults(self.store)
+        save_default_settings(self.store)

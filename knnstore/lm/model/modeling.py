@@ -39,7 +39,7 @@ from knnstore.lm.reading import (
     load_model,
     sync,
 )
-from knnstore.lm.settings import Completing, KNNSettings, keep_defaults, settings_for
+from knnstore.lm.settings import KNNSettings, Purpose, Resolver, resolve, save_default_settings
 from knnstore.lm.substitute import Heads, train_substitute
 from knnstore.lm.text_state import TextBatch, TextState, append_pass
 from knnstore.store import KNNStore
@@ -117,7 +117,7 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
         self.encoder = Encoder.of(base, store)
         of_base: GenerationConfig | None = getattr(base, "generation_config", None)
         self.generation_config = with_cache(of_base or GenerationConfig())  # type: ignore[no-untyped-call]
-        self._completed = Completing(store)
+        self._resolver = Resolver(store)
         self._mixer = LogitMixer(store, Heads(store, base.device))
         self._base_accepts = frozenset(inspect.signature(base.forward).parameters)
         self.training = base.training
@@ -140,11 +140,20 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
         identity = self.store.identity
         return TextReader(self.encoder, self.tokenizer, identity.max_length, identity.stride)
 
+    def resolve_settings(
+        self, knn: KNNSettings | None = None, purpose: Purpose = Purpose.SCORING
+    ) -> KNNSettings:
+        """Return the settings in force for a call with `knn`; see `knnstore.lm.resolve`.
+
+        The default is ``self.knn``. The result is cached: it is the same object until the store changes.
+        """
+        return self._resolver(knn or self.knn, purpose)
+
     def after_adding(self) -> None:
         """Keep the default settings of these documents, so that later ones do not change them."""
         is_unchosen = self.knn == KNNSettings(selection=self.knn.selection)
-        if keep_defaults(self.store) and is_unchosen:
-            self.knn = settings_for(self.store, self.knn.selection)
+        if save_default_settings(self.store) and is_unchosen:
+            self.knn = resolve(self.store, KNNSettings(selection=self.knn.selection))
 
     def __enter__(self) -> Self:
         return self
@@ -318,7 +327,7 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
             shape (b, kept, vocabulary), and ``loss``.
         """
         given = [knn or self.knn] if isinstance(knn, KNNSettings | None) else knn
-        each = [self._completed(one) for one in given]
+        each = [self.resolve_settings(one) for one in given]
         of_loss = {key: kwargs.pop(key) for key in ("num_items_in_batch", "shift_labels") if key in kwargs}
         inputs: dict[str, Any] = {
             "input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,

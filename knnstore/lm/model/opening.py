@@ -13,7 +13,7 @@ from knnstore.errors import ConfigError
 from knnstore.lm.keys import AUTO, Joining, described, fit_projection, locate
 from knnstore.lm.model.modeling import KNNLMForCausalLM
 from knnstore.lm.reading import Encoder, TextReader, check_runs, identify, loaded, name_of, sample_keys
-from knnstore.lm.settings import KNNSettings, default_settings, settings_for, usable_settings_for
+from knnstore.lm.settings import KNNSettings, resolve
 from knnstore.progress import Progress
 from knnstore.store import KEYLESS, KNNStore, Mode, check_new
 
@@ -146,10 +146,8 @@ def load(
     try:
         place = opened.identity.model if model is None else model
         base, tokenizer = loaded(place, tokenizer, device=device, dtype=dtype, **options)
-        if knn is None and mode == "r":
-            knn = settings_for(opened)
-        elif knn is None:
-            knn = usable_settings_for(opened) or default_settings(opened)
+        if knn is None:
+            knn = resolve(opened, default_if_unusable=mode == "a")
         return KNNLMForCausalLM.from_base(base, opened, tokenizer=tokenizer, knn=knn)
     except BaseException:
         opened.close()

@@ -11,7 +11,7 @@ from knnstore.lm.components import mixture_of
 from knnstore.lm.scoring.held_out import score_texts
 from knnstore.lm.scoring.scores import TokenScores
 from knnstore.lm.scoring.token_table import table_of
-from knnstore.lm.settings import KNNSettings, ReadingModel, completed
+from knnstore.lm.settings import KNNSettings, ReadingModel, resolve
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -105,7 +105,7 @@ def p_knn(lm: ReadingModel, text: str, knn: KNNSettings | None = None) -> NDArra
 
 def store_alone(lm: ReadingModel, knn: KNNSettings | None) -> KNNSettings:
     """Return settings in which the store's keys are the only component."""
-    settings = completed(lm.store, knn or lm.knn)
+    settings = resolve(lm.store, knn or lm.knn)
     return replace(
         settings, cache=None, ngrams=None, others={}, gate=None, substitute=None, unset=frozenset()
     )

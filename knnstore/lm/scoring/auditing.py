@@ -19,7 +19,7 @@ from knnstore.documents import documents_of
 from knnstore.errors import InputError
 from knnstore.lm.components import mixture_of
 from knnstore.lm.scoring.held_out import score_texts
-from knnstore.lm.settings import KNNSettings, ReadingModel, completed
+from knnstore.lm.settings import KNNSettings, ReadingModel, resolve
 from knnstore.lm.substitute import Heads
 from knnstore.store import KNOWN
 
@@ -95,7 +95,7 @@ def audit(
     Raises:
         InputError: no document has two tokens to predict.
     """
-    settings, reader = completed(lm.store, knn or lm.knn), lm.reader
+    settings, reader = resolve(lm.store, knn or lm.knn), lm.reader
     listed, rng = list(documents_of(documents)), np.random.default_rng(seed)
     texts = reader.tokenized(listed)
     long_enough = [number for number, tokens in enumerate(texts) if len(tokens) > 2]

@@ -20,7 +20,7 @@ from knnstore.lm.scoring.by_document import DocumentLosses, DocumentScore, Group
 from knnstore.lm.scoring.held_out import HeldOut, score_held_out
 from knnstore.lm.scoring.slices import Slice, TokenLosses, perplexity
 from knnstore.lm.scoring.token_table import TokenTable, table_of
-from knnstore.lm.settings import KNNSettings, ReadingModel, Substitute, completed, saved_for
+from knnstore.lm.settings import KNNSettings, ReadingModel, Substitute, find_saved_settings, resolve
 from knnstore.lm.substitute import Heads
 from knnstore.progress import Progress
 
@@ -122,7 +122,7 @@ def evaluate(
         InputError: there is not one token to predict.
         ConfigError: a substitute was trained on a document that is to be left out.
     """
-    settings, store, reader = completed(lm.store, knn or lm.knn), lm.store, lm.reader
+    settings, store, reader = resolve(lm.store, knn or lm.knn), lm.store, lm.reader
     listed, stored = HeldOut.of(store, reader, documents, settings.selection)
     if leave_out and stored and (substitute or settings.substitute):
         raise ConfigError(
@@ -181,7 +181,7 @@ def evaluate(
     if table is not None:
         table.name(listed, counts)
     words = sum(len(document.text.split()) for document in listed)
-    saved = saved_for(store, settings.selection)
+    saved = find_saved_settings(store, settings.selection)
     fitted_on = frozenset[str]() if saved is None else saved.fitted_on
     in_bytes = sum(len(document.text.encode()) for document in listed)
     base, mixed, gain = totals["base"], totals["knn"], totals["store alone"] - totals["base"]

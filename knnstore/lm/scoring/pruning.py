@@ -16,7 +16,7 @@ from knnstore.errors import ConfigError
 from knnstore.lm.reading import TextReader
 from knnstore.lm.scoring.evaluating import Evaluation, evaluate
 from knnstore.lm.scoring.held_out import HeldOut
-from knnstore.lm.settings import KNNModel, ReadingParts, settings_for
+from knnstore.lm.settings import KNNModel, KNNSettings, ReadingParts, resolve
 from knnstore.progress import Progress
 from knnstore.store import (
     EVERYTHING,
@@ -104,7 +104,7 @@ def prune(
     texts = HeldOut.of(store, lm.reader, held_out, selection)
     if not leave_out:
         texts.refuse_stored()
-    settings = settings_for(store, selection) if texts.documents else None
+    settings = resolve(store, KNNSettings(selection=selection)) if texts.documents else None
     measured: list[Evaluation] = []
 
     def compare(preview: Reader) -> None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from knnstore.datastore import Keys, record_ids
 from knnstore.errors import InputError
-from knnstore.lm.settings import KNNSettings, ReadingModel
+from knnstore.lm.settings import KNNSettings, ReadingModel, resolve
 from knnstore.store import LONGEST_NGRAM, Matches, Provenance, Reader, Selection
 
 _NEIGHBORS = 32  # of each token of the text
@@ -59,7 +59,7 @@ def search(lm: ReadingModel, text: str, knn: KNNSettings | None = None, *, limit
     Raises:
         InputError: the text is empty.
     """
-    settings, reader, store = knn or lm.knn, lm.reader, lm.store
+    settings, reader, store = resolve(lm.store, knn or lm.knn), lm.reader, lm.store
     prefix = [] if reader.prefix is None else [reader.prefix]
     tokens = reader.tokens(text).tolist()[-(reader.max_length - len(prefix)) :]
     if not tokens:

@@ -10,7 +10,7 @@ from knnstore.lm.components import Form, look_up_texts, mixture_of
 from knnstore.lm.reading import in_chunks
 from knnstore.lm.scoring.held_out import HeldOut, follow_documents, read_batch, search_in_parts
 from knnstore.lm.scoring.slices import perplexity
-from knnstore.lm.settings import KNNModel, KNNSettings, completed
+from knnstore.lm.settings import KNNModel, KNNSettings, resolve
 from knnstore.progress import Progress
 from knnstore.store import KNNStore, Selection
 
@@ -55,7 +55,7 @@ def measure_size_curve(
         InputError: a document is in the store, or there is not one token to predict.
     """
     store, reader = lm.store, lm.reader
-    settings = replace(completed(lm.store, knn or lm.knn), substitute=None, pointers=None)
+    settings = replace(resolve(lm.store, knn or lm.knn), substitute=None, pointers=None)
     held_out = HeldOut.of(store, reader, documents, settings.selection)
     held_out.refuse_stored()
     parts = _parts(store, settings.selection)

@@ -1,30 +1,40 @@
-"""What a query is made with: values, and how they are saved."""
+"""Settings: their values, which of them are in force (`resolve`), and how they are saved."""
 
-from knnstore.lm.settings.completing import Completing, completed
-from knnstore.lm.settings.defaults import (
-    DEFAULT_PROBES,
+from knnstore.lm.settings.calibration_record import (
+    CalibrationRecord,
+    TrainedSubstitute,
+    count_records,
+    find_trained_substitute,
+)
+from knnstore.lm.settings.former_names import (
+    completed,
     default_settings,
-    is_substitute_outdated,
-    keep_defaults,
     overridden,
     own_settings_for,
+    saved_for,
     settings_for,
+    trained_for,
     usable_settings_for,
 )
 from knnstore.lm.settings.model import KNNModel, ReadingModel, ReadingParts, WritingModel
 from knnstore.lm.settings.others import other_components, register_component
 from knnstore.lm.settings.parts import CacheSettings, NGramSettings, PointerSettings, Substitute
+from knnstore.lm.settings.precedence import (
+    DEFAULT_PROBES,
+    Overrides,
+    Purpose,
+    Resolver,
+    find_saved_settings,
+    is_substitute_outdated,
+    resolve,
+    save_default_settings,
+)
 from knnstore.lm.settings.query import KNNSettings
 from knnstore.lm.settings.repetition import Repetition
 from knnstore.lm.settings.saved import (
-    CalibrationRecord,
-    TrainedSubstitute,
-    records_of,
     save_settings,
-    saved_for,
     settings_from_dict,
     settings_to_dict,
-    trained_for,
     weights_for,
     weights_of,
 )
@@ -33,26 +43,31 @@ __all__ = [
     "DEFAULT_PROBES",
     "CacheSettings",
     "CalibrationRecord",
-    "Completing",
     "KNNModel",
     "KNNSettings",
     "NGramSettings",
+    "Overrides",
     "PointerSettings",
+    "Purpose",
     "ReadingModel",
     "ReadingParts",
     "Repetition",
+    "Resolver",
     "Substitute",
     "TrainedSubstitute",
     "WritingModel",
     "completed",
+    "count_records",
     "default_settings",
+    "find_saved_settings",
+    "find_trained_substitute",
     "is_substitute_outdated",
-    "keep_defaults",
     "other_components",
     "overridden",
     "own_settings_for",
-    "records_of",
     "register_component",
+    "resolve",
+    "save_default_settings",
     "save_settings",
     "saved_for",
     "settings_for",

@@ -46,11 +46,11 @@ _WITH_MIXER = frozenset(
 class KNNSettings:
     """How a language model uses a store.
 
-    What is not given is `unset`, and means what the store has for the selection: whoever predicts asks
-    `completed`. A mixer or λ that is given is the only one in force: cache, n-grams, gate, skipping, pointers
-    and substitute are none unless they are given too. A cache or n-grams that are given go without a gate. A
-    `k` that is given searches for the k nearest, in a store that has cells too. `dataclasses.replace` leaves
-    unset what is.
+    Fields that are not given are `unset`: `resolve` fills them with what the store has for the selection. A
+    mixer or λ that is given is the only one in force: cache, n-grams, gate, skipping, pointers and
+    substitute are none unless they are given too. A cache or n-grams that are given go without a gate. A
+    `k` that is given searches for the k nearest, in a store that has cells too. `dataclasses.replace`
+    leaves unset what is.
 
     Raises:
         ConfigError: a value is out of range.
@@ -213,13 +213,13 @@ class KNNSettings:
 
     @property
     def for_writing(self) -> "KNNSettings":
-        """With which text is written: without what counts in scoring only."""
+        """Former name of what `resolve` returns for `Purpose.GENERATION`."""
         return self.without(*self.scoring_only)
 
     @property
     def writes_alone(self) -> bool:
-        """Whether text is written by the model alone, though something is mixed with it in scoring."""
-        return bool(self.components) and self.for_writing.is_model_alone
+        """Check whether the model generates text alone, though something is mixed with it in scoring."""
+        return bool(self.components) and set(self.components) <= set(self.scoring_only)
 
     def without(self, *components: str) -> "KNNSettings":
         """Leave out some `components`; these very settings where none is named."""

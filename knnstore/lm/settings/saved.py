@@ -1,18 +1,16 @@
-"""What is saved of settings: each payload with its type, to and from values for JSON."""
+"""Settings as values for JSON, and saving them in a store."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from knnstore.errors import ConfigError, FingerprintMismatchError
 from knnstore.lm.keys import described
 from knnstore.lm.mixing import JointGate, Skipping, is_registered, mixer_of
 from knnstore.lm.settings.parts import CacheSettings, NGramSettings, PointerSettings, Substitute
 from knnstore.lm.settings.query import KNNSettings
-from knnstore.lm.settings.repetition import Repetition
 from knnstore.store import (
-    EVERYTHING,
     KNNStore,
     Lineage,
     Reader,
@@ -22,10 +20,8 @@ from knnstore.store import (
     load_weights,
 )
 
-STALE_GROWTH = 1.25
-"""Settings are stale when the records retrieved from have grown or shrunk by more than this factor."""
-STALE_GONE = 0.2
-"""And when more than this share of the documents was removed or replaced."""
+if TYPE_CHECKING:
+    from knnstore.lm.settings.calibration_record import CalibrationRecord
 
 LoadWeights = Callable[[str], Weights]
 """Reads the weights that settings name."""
@@ -146,110 +142,6 @@ def weights_for(store: Reader, folder: Path | None = None) -> LoadWeights:
     return load
 
 
-def saved_for(store: Reader, selection: Selection = EVERYTHING) -> SavedSettings | None:
-    """What is saved for the domains selected, else for the whole store, where that has settings at all."""
-    for domains in (selection.domains or (), ()):
-        saved = store.settings(domains)
-        if saved is not None and saved.query:
-            return saved
-    return None
-
-
-@dataclass(frozen=True, slots=True)
-class CalibrationRecord:
-    """How saved settings were found."""
-
-    date: str
-    """ISO 8601, UTC."""
-    mixer: str
-    """Name of the candidate."""
-    documents: int
-    tokens: int
-    """Of the held-out text."""
-    text_hash: str
-    """SHA-256 over `held_out`, in order."""
-    revision: int
-    """Of the store."""
-    records: int
-    """How many were retrieved from, when they were found or last compared with others."""
-    base_ppl: float
-    knn_ppl: float
-    """Expected: of documents that were neither fitted on nor chosen by; see `Comparison.expected`."""
-    domains: tuple[str, ...]
-    """What the settings were found for; none is the whole store."""
-    skipped: float = 0.0
-    """Share of searches that they leave out of the held-out text."""
-    stored: Lineage | None = None
-    """The documents that were retrieved from; None in records of earlier versions."""
-    held_out: tuple[str, ...] = ()
-    """Content hashes of the documents, and of stored ones that have their text: once one of these is
-    removed, the settings go."""
-    written: tuple[Repetition, ...] = ()
-    """How much continuations of the held-out text repeat themselves: by it `KNNSettings.scoring_only` was
-    chosen. Empty where nothing was measured."""
-
-    @classmethod
-    def of(cls, store: Reader, selection: Selection = EVERYTHING) -> Self | None:
-        """The record of the settings that `settings_for` returns; None when they were not calibrated."""
-        saved = saved_for(store, selection)
-        if saved is None or saved.calibration is None:
-            return None
-        values = dict(saved.calibration)
-        stored = Lineage.from_dict(values["stored"]) if values.get("stored") else None
-        several = {name: tuple(values.get(name, ())) for name in ("domains", "held_out")}
-        written = tuple(Repetition(**one) for one in values.get("written", ()))
-        return cls(**{**values, **several, "stored": stored, "written": written})
-
-    def growth(self, store: Reader) -> float:
-        """By which factor the records have become more since."""
-        return records_of(store, self.domains) / self.records
-
-    def gone(self, store: Reader) -> float:
-        """The share of the documents that were removed or replaced since."""
-        return store.gone(self.stored) if self.stored else 0.0
-
-    def is_stale(self, store: Reader) -> bool:
-        """Whether the store has changed so much that other settings will be better."""
-        grown = not 1 / STALE_GROWTH <= self.growth(store) <= STALE_GROWTH
-        return grown or self.gone(store) > STALE_GONE
-
-
-@dataclass(frozen=True, slots=True)
-class TrainedSubstitute:
-    """A substitute and how it was made."""
-
-    substitute: Substitute
-    rows: int
-    """Of each token."""
-    tokens: int
-    """How many tokens of the vocabulary have rows: all that the documents hold."""
-    records: int
-    """Trained on."""
-    epochs: int
-    """Until the loss of the held-out documents was lowest."""
-    held_out_tokens: int
-    """In the documents of the store that were kept from training."""
-    held_out_base_ppl: float
-    """Of the model alone on these."""
-    held_out_ppl: float
-    """Of model and substitute together."""
-    date: str
-    """ISO 8601, UTC."""
-    seconds: float
-
-
-def trained_for(store: Reader, selection: Selection) -> Substitute | None:
-    """The substitute that was trained on exactly the domains selected, or on the whole store, if any.
-
-    None too where the selection is by more than domains, which no substitute can follow.
-    """
-    saved = store.settings(selection.domains or ())
-    if saved is None or saved.trained_substitute is None:
-        return None
-    trained = substitute_of(saved.trained_substitute["substitute"])
-    return trained if trained.traces.are_within(selection) else None
-
-
 def substitute_of(values: Mapping[str, Any]) -> Substitute:
     """Make a substitute from its values.
 
@@ -260,12 +152,6 @@ def substitute_of(values: Mapping[str, Any]) -> Substitute:
         return Substitute(**{**values, "traces": Lineage.from_dict(values["traces"])})
     except (KeyError, TypeError) as error:
         raise ConfigError(f"not the settings of a substitute: {error}") from error
-
-
-def records_of(store: Reader, domains: Sequence[str]) -> int:
-    """Records stored under these domains, or under all when none is named; tokens where no keys are kept."""
-    chosen = [domain for domain in store.domains() if not domains or domain.name in domains]
-    return sum(domain.tokens if store.is_keyless else domain.records for domain in chosen)
 
 
 def _values(part: Any) -> Any:

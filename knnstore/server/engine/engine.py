@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from knnstore.errors import ConfigError, KnnstoreError
-from knnstore.lm import KNNLMForCausalLM, KNNSettings, TokenTexts
+from knnstore.lm import KNNLMForCausalLM, KNNSettings, Purpose, TokenTexts
 from knnstore.server.engine.admission import Admission
 from knnstore.server.engine.batch import Batch, Step
 from knnstore.server.engine.jobs import Job, Turns
@@ -317,8 +317,8 @@ class Engine:
             try:
                 scopes = [row.task.knn for row in self._batch.rows]
                 found = {scope: self._settings_of(scope) for scope in set(scopes)}
-                shared = {id(settings): settings.for_writing for settings in found.values()}
-                return self._batch.step([shared[id(found[scope])] for scope in scopes])
+                each = [self._lm.resolve_settings(found[scope], Purpose.GENERATION) for scope in scopes]
+                return self._batch.step(each)
             except KnnstoreError:
                 if attempt == _ATTEMPTS - 1:
                     raise

@@ -14,6 +14,7 @@ from knnstore.lm import (
     KNNLMForCausalLM,
     KNNSettings,
     Likelihoods,
+    Purpose,
     TextState,
     TextStateLayer,
     following,
@@ -80,14 +81,14 @@ class Reading:
         if self.is_scored:
             most = min(most, max(1, _VALUES // self._lm.store.identity.vocab_size))
         end = self._read + min(most, self.left)
-        writing = settings.for_writing
-        settings = settings if self.is_scored else writing
+        generating = self._lm.resolve_settings(settings, Purpose.GENERATION)
+        settings = settings if self.is_scored else generating
         cache = DynamicCache(self._layers) if self._layers else DynamicCache()
         keep = 0 if self.is_scored else 1
         self._text.truncate(self._read)
         part = read_part(self._lm, self._tokens[:, :end], cache, self._text, settings, logits_to_keep=keep)
         if end == self._length and self._is_continued:
-            self._next = following(self._lm, part, writing)
+            self._next = following(self._lm, part, generating)
         came = pad(self._tokens[0, self._read + 1 : end + 1], (0, 1))[: end - self._read]
         self._layers, self._read = layers_of(cache), end
         return part, came
@@ -109,12 +110,11 @@ def read_together(lm: KNNLMForCausalLM, readings: Sequence[Reading], settings: S
     tokens = torch.cat([pad(one._tokens, (width - one.left, 0)) for one in readings])
     begins = torch.tensor([width - length for length in lengths], device=tokens.device)
     mask, cache = (torch.arange(width, device=tokens.device) >= begins[:, None]).long(), DynamicCache()
-    writing = {id(one): one.for_writing for one in settings}  # equal ones stay the same object
     with torch.inference_mode():
         output = lm(
             input_ids=tokens, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0),
             cache=cache, use_cache=True, logits_to_keep=1,
-            knn=[writing[id(one)] for one in settings],
+            knn=[lm.resolve_settings(one, Purpose.GENERATION) for one in settings],
         )  # fmt: skip
         following = output.logits[:, -1].float().log_softmax(-1)
     layer = cache.layers[-1]

@@ -8,7 +8,7 @@ import torch
 from knnstore.lm.calibration.evidence import Evidence
 from knnstore.lm.calibration.scored_text import ScoredSubstitute, ScoredText
 from knnstore.lm.mixing import LEAST_PROBABILITY, FixedLambda, fit_weight
-from knnstore.lm.settings import KNNSettings, trained_for
+from knnstore.lm.settings import KNNSettings, find_trained_substitute
 from knnstore.lm.substitute import load_head
 from knnstore.store import Reader, Selection
 
@@ -19,7 +19,7 @@ def score_substitute(
     scored: ScoredText, store: Reader, selection: Selection, device: torch.device
 ) -> ScoredText:
     """Let the substitute trained for a selection predict a text that was scored, if there is one in use."""
-    trained = trained_for(store, selection)
+    trained = find_trained_substitute(store, selection)
     if trained is None or trained.is_outdated(store) or scored.reading is None:
         return scored
     head = load_head(store, trained, device)

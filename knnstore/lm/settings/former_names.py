@@ -1,0 +1,72 @@
+"""Former names of what `resolve` does, kept for one release. Nothing in knnstore uses them.
+
+Below, ``asked`` is ``KNNSettings(selection=selection)``.
+
+| former name | now |
+|---|---|
+| ``settings_for(store, selection)`` | ``resolve(store, asked)`` |
+| ``usable_settings_for(store, selection)`` | ``resolve(store, asked, default_if_unusable=True)`` |
+| ``own_settings_for(store, selection)`` | ``resolve(store, asked, only_selected=True)`` |
+| ``completed(store, settings)`` | ``resolve(store, settings)`` |
+| ``overridden(settings, k=...)`` | ``resolve(store, Overrides(k=...))`` |
+| ``settings.for_writing`` | ``resolve(store, settings, Purpose.GENERATION)`` |
+| ``default_settings(store)`` | ``resolve(store)`` in a store that has no saved settings |
+| ``saved_for(store, selection)`` | ``find_saved_settings(store, selection)`` |
+| ``trained_for(store, selection)`` | ``find_trained_substitute(store, selection)`` |
+"""
+
+import logging
+
+from knnstore.errors import CorruptWeightsError, FingerprintMismatchError
+from knnstore.lm.settings.calibration_record import find_trained_substitute
+from knnstore.lm.settings.precedence import (
+    Overrides,
+    derive_default,
+    find_saved_settings,
+    override_keys,
+    resolve,
+)
+from knnstore.lm.settings.query import KNNSettings
+from knnstore.store import EVERYTHING, Reader, Selection
+
+_logger = logging.getLogger(__name__)
+
+default_settings = derive_default
+saved_for = find_saved_settings
+trained_for = find_trained_substitute
+
+
+def settings_for(store: Reader, selection: Selection = EVERYTHING) -> KNNSettings:
+    """Return the settings in force for a selection."""
+    return resolve(store, KNNSettings(selection=selection))
+
+
+def usable_settings_for(store: Reader, selection: Selection = EVERYTHING) -> KNNSettings | None:
+    """Return the settings in force; None, with a warning, if a network cannot be used."""
+    try:
+        return resolve(store, KNNSettings(selection=selection))
+    except (CorruptWeightsError, FingerprintMismatchError) as error:
+        _logger.warning("the saved settings are not used: %s", error)
+        return None
+
+
+def own_settings_for(store: Reader, selection: Selection) -> KNNSettings:
+    """Return the settings in force that no document outside the selection has shaped."""
+    return resolve(store, KNNSettings(selection=selection), only_selected=True)
+
+
+def completed(store: Reader, settings: KNNSettings) -> KNNSettings:
+    """Return ``resolve(store, settings)``."""
+    return resolve(store, settings)
+
+
+def overridden(
+    settings: KNNSettings,
+    *,
+    k: int | None = None,
+    probes: int | None = None,
+    temperature: float | None = None,
+    lam: float | None = None,
+) -> KNNSettings:
+    """Replace values of settings, as ``resolve(store, Overrides(...))`` does with those of a store."""
+    return override_keys(settings, Overrides(k=k, probes=probes, temperature=temperature, lam=lam))

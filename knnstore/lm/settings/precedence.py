@@ -1,0 +1,364 @@
+"""`resolve` decides which settings are in force. Nothing else does.
+
+The order of precedence, for each field of the settings:
+
+1. What the caller asks for: fields of `KNNSettings` that are set, or values of `Overrides`. A λ (or mixer)
+   that is asked for is the only weight in force: cache, n-grams, gate, skipping, substitute and components
+   of other packages do not count unless they are asked for too. A cache or n-grams weight that is asked for
+   goes without a gate.
+2. The settings saved for exactly the domains selected.
+3. The settings saved for the whole store. With ``only_selected`` they do not count: other documents shaped
+   them.
+4. The derived default: n-grams in a store without keys; otherwise T and λ from the spread of the store's
+   keys, with ``only_selected`` from the keys of the selected domains alone.
+
+Then two rules leave components out:
+
+5. A saved substitute is left out if it was trained on documents outside the selection, or on documents that
+   are gone. If nothing else is saved, the derived default takes its place.
+6. `Purpose.GENERATION` leaves out the components that count in scoring only. A component counts in
+   generation after all if the caller asks for one of its values.
+
+Settings whose network is missing, damaged or fitted for other keys raise an error, unless a λ or mixer is
+asked for: then no network is needed, and the derived default takes the place of the saved settings.
+
+This module also has `Resolver` (a cache of resolved settings), `find_saved_settings` (the record that steps
+2 and 3 use), `save_default_settings` and `is_substitute_outdated`.
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+from knnstore.datastore import Metric
+from knnstore.errors import ConfigError, CorruptWeightsError, FingerprintMismatchError
+from knnstore.lm.mixing import BinnedLambda, FixedLambda, Mixer
+from knnstore.lm.settings.parts import CacheSettings, NGramSettings, PointerSettings
+from knnstore.lm.settings.query import KNNSettings
+from knnstore.lm.settings.saved import save_settings, settings_from_dict, substitute_of, weights_for
+from knnstore.store import EVERYTHING, KNNStore, Reader, SavedSettings, Selection
+
+DEFAULT_PROBES = 16
+"""Cells that a query visits by default, in a store that has cells."""
+
+_DEFAULT_K = 1024
+_DEFAULT_LAMBDA = 0.25
+"""The λ of Khandelwal et al. 2020, used where the distances do not say what is near."""
+_DEFAULT_NGRAMS = NGramSettings(lam=0.25, by_length=(0.01, 0.06, 0.14, 0.26, 0.36, 0.42, 0.55))
+"""In a store without keys."""
+_NEAR = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
+_LAMBDAS = (0.9, 0.83, 0.7, 0.57, 0.4, 0.28, 0.12, 0.04, 0.005)
+"""λ by the distance to the nearest record, in variances of the keys. Text like the stored text finds a
+record within 0.3 to 0.8, other text beyond 0.6 or 1.2. The bins fit weak and strong models, and text like
+and unlike the stored text: see "Before and after calibration" in docs/benchmarks.md."""
+_TEMPERATURE_SHARE = 0.1
+_SAMPLE_RECORDS = 8192
+
+_KEY_FIELDS = {"mixer", "k", "temperature"}
+_ASKED_BY = {"cache": {"cache"}, "n-grams": {"ngrams"}, "keys": _KEY_FIELDS, "substitute": {"substitute"}}
+"""Step 6, for `KNNSettings`: the fields that make a component count in generation if one of them is set."""
+
+_CACHED_SETTINGS = 64
+
+_logger = logging.getLogger(__name__)
+
+
+class Purpose(Enum):
+    """What settings are used for; some components count in scoring only, see `KNNSettings.scoring_only`."""
+
+    SCORING = "scoring"
+    """The text is known: evaluation, scoring, explanation, forward passes."""
+    GENERATION = "generation"
+    """The model writes the text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overrides:
+    """Single values that a command or a request gives in place of the settings in force.
+
+    `KNNSettings` replaces a whole cache; this changes one value and keeps the others: with
+    ``cache_lam=0.3`` the saved cache keeps its size and temperature. None means that a value is not given.
+
+    Raises:
+        ConfigError: `k`, `probes`, `temperature` or `lam` is out of range, or k is given with probes.
+    """
+
+    selection: Selection = EVERYTHING
+    """Which documents are retrieved from."""
+    k: int | None = None
+    probes: int | None = None
+    """0 searches for the k nearest in a store that has cells, too."""
+    temperature: float | None = None
+    lam: float | None = None
+    """The only weight in force, unless a cache or n-grams are given too. Pointers stay."""
+    cache_size: int | None = None
+    """0 leaves the cache out."""
+    cache_temperature: float | None = None
+    cache_lam: float | None = None
+    ngram_order: int | None = None
+    """0 leaves n-grams out."""
+    ngram_lam: float | None = None
+    """One λ for all contexts, in place of λ by length."""
+    pointers: int | None = None
+    """The fewest pointers that take the place of a search; 0 leaves pointers out."""
+    cluster_size: int | None = None
+    """Used together with `pointers`."""
+    others: Mapping[str, Mapping[str, Any] | None] = field(default_factory=dict)
+    """Settings of components of other packages, by name; None leaves a component out."""
+
+    def __post_init__(self) -> None:
+        if self.probes and self.k is not None:
+            raise ConfigError("give k or probes, not both: of the cells visited all records count")
+        probes = self.probes or None
+        KNNSettings(**_given(k=self.k, probes=probes, temperature=self.temperature, lam=self.lam))
+
+
+def resolve(
+    store: Reader,
+    asked: KNNSettings | Overrides | None = None,
+    purpose: Purpose = Purpose.SCORING,
+    *,
+    only_selected: bool = False,
+    default_if_unusable: bool = False,
+) -> KNNSettings:
+    """Return the settings in force, with no field unset; the module says what takes precedence.
+
+    Settings without unset fields are returned without a look at the store.
+
+    Args:
+        store: where settings are saved, and whose keys the default is derived from.
+        asked: what the caller gives. ``KNNSettings(selection=...)`` gives nothing but a selection; None
+            stands for the whole store.
+        purpose: what the settings are used for.
+        only_selected: nothing counts that is known of documents outside the selected domains.
+        default_if_unusable: if a network of the saved settings cannot be used, log a warning and return the
+            derived default, instead of raising an error.
+
+    Raises:
+        CorruptWeightsError: the file of a network that they need is missing or damaged.
+        FingerprintMismatchError: a network that they need was fitted for other keys.
+        ConfigError: `asked` is of another type, or does not go with what is saved.
+    """
+    if asked is None:
+        asked = KNNSettings()
+    if not isinstance(asked, KNNSettings | Overrides):
+        raise ConfigError(f"settings are KNNSettings(...), not {type(asked).__name__}")
+    if isinstance(asked, KNNSettings) and not asked.unset:
+        return _for_purpose(asked, purpose)
+    asks_for_weight = asked.lam is not None if isinstance(asked, Overrides) else "mixer" not in asked.unset
+    stored = _load_stored(store, asked.selection, only_selected, default_if_unusable or asks_for_weight)
+    if isinstance(asked, Overrides):
+        settings = _override(stored, asked, is_keyless=store.is_keyless)
+    else:
+        settings = _complete(asked, stored)
+    return _for_purpose(settings, purpose)
+
+
+class Resolver:
+    """`resolve` for one store, cached: returns the same object until the store's revision changes.
+
+    Rows of a batch that share an object are searched for together. Not safe for several threads.
+    """
+
+    def __init__(self, store: Reader) -> None:
+        self._store = store
+        self._latest: OrderedDict[tuple[int, Purpose], tuple[int | None, KNNSettings, KNNSettings]]
+        self._latest = OrderedDict()
+
+    def __call__(self, asked: KNNSettings, purpose: Purpose) -> KNNSettings:
+        """Return `resolve(store, asked, purpose)`."""
+        is_complete = isinstance(asked, KNNSettings) and not asked.unset
+        if is_complete and (purpose is Purpose.SCORING or not asked.scoring_only):
+            return asked
+        key, revision = (id(asked), purpose), None if is_complete else self._store.revision()
+        cached = self._latest.get(key)
+        if cached is None or cached[:2] != (revision, asked):
+            cached = self._latest[key] = revision, asked, resolve(self._store, asked, purpose)
+            if len(self._latest) > _CACHED_SETTINGS:
+                self._latest.popitem(last=False)
+        return cached[2]
+
+
+def find_saved_settings(
+    store: Reader, selection: Selection = EVERYTHING, *, exact: bool = False
+) -> SavedSettings | None:
+    """Return what is saved for exactly the domains selected, otherwise for the whole store (steps 2 and 3).
+
+    None if no settings are saved for either. With `exact` the whole store's do not count for some domains.
+    """
+    for domains in (selection.domains or (),) if exact else (selection.domains or (), ()):
+        saved = store.settings(domains)
+        if saved is not None and saved.query:
+            return saved
+    return None
+
+
+def save_default_settings(store: KNNStore) -> bool:
+    """Save the derived default, so that documents that are added later do not change it.
+
+    Returns:
+        False if settings are saved for the whole store already; then nothing is changed.
+    """
+    if find_saved_settings(store) is not None:
+        return False
+    save_settings(store, derive_default(store), derived=store.lineage())
+    return True
+
+
+def is_substitute_outdated(store: Reader, selection: Selection = EVERYTHING) -> bool:
+    """Check whether step 5 leaves a saved substitute out because documents it was trained on are gone."""
+    saved = find_saved_settings(store, selection)
+    values = saved.query.get("substitute") if saved else None
+    return values is not None and substitute_of(values).is_outdated(store)
+
+
+def derive_default(store: Reader, selection: Selection = EVERYTHING) -> KNNSettings:
+    """Derive settings from the spread of the first keys of a selection (step 4).
+
+    The best temperature grows with the scale of the distances, which differs between models by orders of
+    magnitude. Twice the keys' variance is the mean squared distance between two keys. A tenth of the
+    variance is near the optimum in the domains of docs/benchmarks.md; T=1 is far from it. λ falls with the
+    distance in the same unit, so that text unlike the stored text loses next to nothing. Calibration on
+    held-out text is better.
+
+    Returns:
+        Settings for all documents, whatever the selection; without keys, those of n-grams.
+    """
+    if store.is_keyless:
+        return KNNSettings(k=1, lam=0.0, ngrams=_DEFAULT_NGRAMS)
+    sample = next(store.records(selection, batch_size=_SAMPLE_RECORDS), None)
+    variance = float(sample.keys.var(axis=0).sum()) if sample else 0.0
+    probes = DEFAULT_PROBES if store.has_cells else None
+    if variance == 0:
+        return KNNSettings(k=_DEFAULT_K, lam=_DEFAULT_LAMBDA, probes=probes)
+    # d² = |q|² + |x|² - 2 q·x: an inner product moves half as far as a squared distance.
+    scale = variance if store.identity.metric == Metric.L2 else variance / 2
+    temperature = _TEMPERATURE_SHARE * scale
+    mixer: Mixer = FixedLambda(_DEFAULT_LAMBDA)
+    if store.identity.metric == Metric.L2:  # an inner product does not say what is near
+        mixer = BinnedLambda(tuple(near * variance for near in _NEAR), _LAMBDAS)
+    return KNNSettings(k=_DEFAULT_K, temperature=temperature, mixer=mixer, probes=probes)
+
+
+def override_keys(settings: KNNSettings, asked: Overrides) -> KNNSettings:
+    """Replace k, probes, T and λ of complete settings by the values that are given (step 1)."""
+    values = _given(k=asked.k, temperature=asked.temperature, lam=asked.lam)
+    if values or asked.probes:
+        values["scoring_only"] = tuple(name for name in settings.scoring_only if name != "keys")
+    if asked.lam is not None:
+        values |= dict.fromkeys(("skip", "substitute", "cache", "ngrams", "gate")) | {"others": {}}
+    if asked.probes is not None or asked.k is not None:
+        values["probes"] = asked.probes or None
+    return replace(settings, **values)
+
+
+def _load_stored(
+    store: Reader, selection: Selection, only_selected: bool, default_if_unusable: bool
+) -> KNNSettings:
+    """Return what the store has for a selection: steps 2 to 5."""
+
+    def derive() -> KNNSettings:
+        return derive_default(store, Selection(domains=selection.domains) if only_selected else EVERYTHING)
+
+    # Steps 2 and 3: what is saved.
+    try:
+        settings = _load_saved(store, selection, exact=only_selected)
+    except (CorruptWeightsError, FingerprintMismatchError) as error:
+        if not default_if_unusable:
+            raise
+        _logger.warning("the saved settings are not used: %s", error)
+        settings = None
+    # Step 4: the default.
+    if settings is None:
+        return replace(derive(), selection=selection)
+    # Step 5: no substitute that knows other documents, or documents that are gone.
+    substitute = settings.substitute
+    if substitute and (not substitute.traces.are_within(selection) or substitute.is_outdated(store)):
+        settings = replace(settings, substitute=None)
+        if settings.is_model_alone:
+            settings = derive()
+    return replace(settings, selection=selection)
+
+
+def _load_saved(store: Reader, selection: Selection, *, exact: bool) -> KNNSettings | None:
+    """Load the saved settings with their networks; None if none are saved.
+
+    They are read a second time if a writer replaced them, and removed their network, after they were read.
+    """
+    saved = find_saved_settings(store, selection, exact=exact)
+    if saved is None:
+        return None
+    try:
+        settings = settings_from_dict(saved.query, weights_for(store))
+    except CorruptWeightsError:
+        again = find_saved_settings(store, selection, exact=exact)
+        if again is None or again.query == saved.query:
+            raise
+        settings = settings_from_dict(again.query, weights_for(store))
+    return replace(settings, unset=frozenset())  # what they do not name, an earlier version did not have
+
+
+def _complete(asked: KNNSettings, stored: KNNSettings) -> KNNSettings:
+    """Fill the unset fields of settings with those of the store (step 1)."""
+    values = {name: getattr(stored, name) for name in asked.unset}
+    if "scoring_only" in values:
+        values["scoring_only"] = tuple(
+            name for name in stored.scoring_only if _ASKED_BY.get(name, {"others"}) <= asked.unset
+        )
+    return replace(asked, **values, unset=frozenset())
+
+
+def _override(stored: KNNSettings, asked: Overrides, *, is_keyless: bool) -> KNNSettings:
+    """Replace values of the store's settings by those that are given (step 1)."""
+    settings = override_keys(stored, asked)
+    cache, ngrams, pointers = settings.cache, settings.ngrams, settings.pointers
+    # The saved cache and n-grams are changed even if a λ of the keys has left them out.
+    values = _given(size=asked.cache_size, temperature=asked.cache_temperature, lam=asked.cache_lam)
+    if asked.cache_size == 0:
+        cache = None
+    elif values:
+        if asked.cache_size and stored.cache is None and asked.cache_temperature is None and is_keyless:
+            raise ConfigError(
+                "where no keys are stored the temperature of a cache is not known: give one "
+                "(--cache-temperature), or run knnstore calibrate"
+            )
+        cache = replace(stored.cache or CacheSettings(temperature=settings.temperature), **values)
+    values = _given(order=asked.ngram_order, lam=asked.ngram_lam)
+    if asked.ngram_order == 0:
+        ngrams = None
+    elif values:
+        if asked.ngram_lam is not None:
+            values["by_length"] = None
+        ngrams = replace(stored.ngrams or NGramSettings(), **values)
+    if asked.pointers == 0:
+        pointers = None
+    elif asked.pointers is not None:
+        pointers = PointerSettings(asked.pointers, cluster_size=asked.cluster_size)
+    others = {**settings.others, **asked.others}
+    is_asked_for = {
+        "cache": cache is not settings.cache,
+        "n-grams": ngrams is not settings.ngrams,
+        "keys": pointers is not settings.pointers,
+    }
+    has_weight_of_text = asked.cache_lam is not None or asked.ngram_lam is not None
+    return replace(
+        settings,
+        cache=cache,
+        ngrams=ngrams,
+        pointers=pointers,
+        others={name: values for name, values in others.items() if values is not None},
+        gate=None if has_weight_of_text else settings.gate,
+        scoring_only=tuple(name for name in settings.scoring_only if not is_asked_for.get(name)),
+    )
+
+
+def _for_purpose(settings: KNNSettings, purpose: Purpose) -> KNNSettings:
+    """Leave out what counts in scoring only, if text is generated (step 6); else return the same object."""
+    return settings.without(*settings.scoring_only) if purpose is Purpose.GENERATION else settings
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
