@@ -27,7 +27,7 @@ from cells import TINY_LM, Parts, smoke_parts
 import knnstore
 from knnstore.documents import TextDocument
 from knnstore.lm import KNNLMForCausalLM, KNNSettings
-from knnstore.lm.settings import default_settings
+from knnstore.lm.settings import derive_default
 
 DIGITS = 3
 PARTS = ("test", "other")
@@ -49,7 +49,7 @@ def measure(folder: Path, parts: Parts, options: argparse.Namespace) -> dict[str
     """Judge both stores of a domain."""
     model, max_length = options.model, options.max_length
     keyless = opened(folder / "n-grams", model, parts["store"], key=None, max_length=max_length)
-    ngrams = default_settings(keyless.store)
+    ngrams = derive_default(keyless.store)
     result: dict[str, Any] = {"n-grams, by default": both(keyless, ngrams, parts)}
     keyless.store.close()
 
@@ -57,7 +57,7 @@ def measure(folder: Path, parts: Parts, options: argparse.Namespace) -> dict[str
     asked = {name: value for name, value in asked.items() if value is not None}
     name = "-".join(["keys", *(str(one) for one in (options.states, options.codes) if one is not None)])
     lm = opened(folder / name, model, parts["store"], max_length=max_length, **asked)
-    result["by default"] = both(lm, default_settings(lm.store), parts)
+    result["by default"] = both(lm, derive_default(lm.store), parts)
     calibrated = lm.calibrate(parts["dev"])
     fixed = next(one for one in calibrated.comparison.candidates if one.name == "fixed")
     classic = replace(fixed.settings, cache=None, ngrams=None, probes=calibrated.settings.probes)

@@ -27,7 +27,7 @@ from cells import TINY_LM, Parts, documents, smoke_parts
 
 import knnstore
 from knnstore.documents import TextDocument
-from knnstore.lm import CacheSettings, KNNLMForCausalLM, KNNSettings, NGramSettings
+from knnstore.lm import CacheSettings, KNNLMForCausalLM, KNNSettings, NGramSettings, Purpose
 from knnstore.lm.calibration import writing
 from knnstore.lm.calibration.writing import Beginnings, Repeated
 
@@ -53,7 +53,7 @@ def measure(lm: KNNLMForCausalLM, parts: Parts, settings: KNNSettings) -> dict[s
     if settings.writes_alone:
         of_writing = "model"
     else:
-        sides.setdefault(of_writing, settings.for_writing)
+        sides.setdefault(of_writing, lm.resolve_settings(settings, Purpose.GENERATION))
     written = {"model": Repeated.of(begun.continued(lm, KNNSettings(k=1, lam=0.0)))}
     seconds = {}
     for name, side in sides.items():

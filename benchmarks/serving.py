@@ -42,7 +42,7 @@ from load import MANY, NEW, PROMPT, Body, Load, Mixture, mixed
 import knnstore
 from knnstore import Selection
 from knnstore.documents import TextDocument, read_documents
-from knnstore.lm import KNNLMForCausalLM, settings_for
+from knnstore.lm import KNNLMForCausalLM, KNNSettings, Purpose, resolve
 
 EXPLAINED = 200
 """Tokens."""
@@ -75,9 +75,10 @@ async def streams(load: Load, lm: KNNLMForCausalLM, settings: Any, prompts: list
         for prompt in some:
             ids = lm.reader.tokens(prompt).tolist()
             given = torch.tensor([ids if lm.reader.prefix is None else [lm.reader.prefix, *ids]])
+            generating = lm.resolve_settings(settings, Purpose.GENERATION)
             written = lm.generate(
                 given, attention_mask=torch.ones_like(given), max_new_tokens=NEW, do_sample=False,
-                pad_token_id=0, knn=settings, draft=settings.for_writing.ngrams is not None,
+                pad_token_id=0, knn=settings, draft=generating.ngrams is not None,
             )  # fmt: skip
             tokens += written.shape[1] - given.shape[1]
         return tokens / (time.perf_counter() - started)
@@ -209,7 +210,7 @@ async def measured(home: Path, texts: list[TextDocument], options: argparse.Name
     lm = knnstore.load(home, "r")
     fitting = [one for one in texts if PROMPT < len(lm.reader.tokens(one.text)) < lm.reader.max_length - 2]
     prompts = [lm.reader.text(lm.reader.tokens(one.text)[:PROMPT].tolist()) for one in fitting[:64]]
-    settings = settings_for(lm.store, Selection(domains=(options.domain,)))
+    settings = resolve(lm.store, KNNSettings(selection=Selection(domains=(options.domain,))))
     long = next(one for one in texts if len(lm.reader.tokens(one.text)) >= EXPLAINED or options.smoke)
     explained = lm.reader.text(lm.reader.tokens(long.text)[:EXPLAINED].tolist())
     found: Body = {"threads": torch.get_num_threads(), "records": lm.store.record_count()}

@@ -32,7 +32,7 @@ from torch import Tensor
 
 import knnstore
 from knnstore.documents import TextDocument, read_documents
-from knnstore.lm import KNNLMForCausalLM, KNNSettings
+from knnstore.lm import KNNLMForCausalLM, KNNSettings, Purpose
 from knnstore.lm.model import drafting
 
 PROMPT, NEW, ROWS = 80, 64, 8
@@ -120,7 +120,7 @@ def measure(lm: KNNLMForCausalLM, options: argparse.Namespace) -> dict[str, Any]
         texts = list(islice(read_documents([options.texts]), 4 * options.prompts))
     result: dict[str, Any] = {
         "threads": torch.get_num_threads(),
-        "writes_with": settings.for_writing.components,
+        "writes_with": lm.resolve_settings(settings, Purpose.GENERATION).components,
         "scores_with": settings.components,
         "writing": writing(lm, texts, options.prompts),
         "scoring": scoring(lm, texts, options.rounds),

@@ -10,8 +10,9 @@
 Importing this package loads neither torch nor a vector engine.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from knnstore.lazy_imports import attach_lazy_imports
 
 if TYPE_CHECKING:
     from knnstore.documents import TextDocument, read_documents
@@ -20,20 +21,14 @@ if TYPE_CHECKING:
     from knnstore.store import KNNStore, Selection
 
     open = KNNStore.open
+else:
+    _import_name, _ = attach_lazy_imports(__name__)
+
+    def __getattr__(name: str) -> Any:
+        return _import_name("KNNStore").open if name == "open" else _import_name(name)
+
 
 __version__ = "0.1.0"
-
-_HOMES = {
-    "KNNLMForCausalLM": "knnstore.lm",
-    "KNNSettings": "knnstore.lm",
-    "KNNStore": "knnstore.store",
-    "Progress": "knnstore.progress",
-    "Selection": "knnstore.store",
-    "TextDocument": "knnstore.documents",
-    "create": "knnstore.lm",
-    "load": "knnstore.lm",
-    "read_documents": "knnstore.documents",
-}
 
 __all__ = [
     "KNNLMForCausalLM", "KNNSettings", "KNNStore", "Progress", "Selection", "TextDocument", "create", "load",
@@ -43,11 +38,3 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return sorted({*__all__, "__version__"})
-
-
-def __getattr__(name: str) -> Any:
-    if name == "open":
-        return import_module("knnstore.store").KNNStore.open
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'knnstore' has no attribute {name!r}")

@@ -1,11 +1,16 @@
 """The house: each folder has one face, and nobody imports past it but its own folder."""
 
 import ast
+import importlib
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from knnstore.lazy_imports import find_type_checking_imports
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("knnstore", *(f"adapters/knnstore_{name}" for name in ("cells", "faiss", "hnswlib", "qdrant")))
@@ -81,3 +86,35 @@ def test_former_names_of_resolve_are_not_used_within() -> None:
         for imported, names in imports_of(path):
             if module not in faces and imported in {*faces, "knnstore.lm.settings.former_names"}:
                 assert not former & set(names), f"{module} imports {former & set(names)}"
+
+
+@pytest.mark.parametrize("package", ["knnstore.lm.mixing", "knnstore.lm.components"])
+def test_the_mixture_loads_neither_sql_nor_transformers(package: str) -> None:
+    program = f"import sys, {package}; print(*sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    loaded = {name.partition(".")[0] for name in done.stdout.split()}
+    assert "torch" in loaded
+    assert not loaded & {"sqlalchemy", "alembic", "transformers"}
+
+
+LAZY_FACES = [
+    face
+    for face, path in MODULES.items()
+    if is_folder(face) and "attach_lazy_imports(__name__)" in path.read_text()
+]
+
+
+@pytest.mark.parametrize("face", LAZY_FACES)
+def test_a_lazy_face_gives_each_name_that_it_offers(face: str) -> None:
+    package = importlib.import_module(face)
+    places = find_type_checking_imports(MODULES[face].read_text())
+    assert set(package.__all__) - set(places) <= {"open"}
+    assert set(places) <= set(package.__all__), "imported for type checkers and not offered"
+    assert set(package.__all__) <= set(dir(package))
+    for name, (home, attribute) in places.items():
+        # An attribute of the same name would be the module once that is imported, and the name until then.
+        assert f"{face}.{name}" not in MODULES or home == face, f"{face} has a module {name}"
+        module = importlib.import_module(f"{home}.{attribute}" if home == face else home)
+        assert getattr(package, name) is (module if home == face else getattr(module, attribute))
+    with pytest.raises(AttributeError, match=f"module '{face}' has no attribute 'nothing'"):
+        package.nothing  # noqa: B018

@@ -1,34 +1,41 @@
 """The catalog in SQL: what is stored, under which domain and tags, and with which settings."""
 
-from sqlalchemy import URL
+from typing import TYPE_CHECKING
 
-from knnstore.catalog.catalog import Catalog
-from knnstore.catalog.conditions import check_condition, fields_of
-from knnstore.catalog.connection import (
-    PASSWORD_VARIABLE,
-    identify_file,
-    parse_url,
-    place,
-    shown,
-    sqlite_url,
-    without_password,
-)
-from knnstore.catalog.differing import Difference, change_of, other_ids
-from knnstore.catalog.keys import AccessKey, AccessKeys, Right
-from knnstore.catalog.representatives import DROPPED, PrunedDocument, Representatives
-from knnstore.catalog.schema import upgrade_catalog
-from knnstore.catalog.types import (
-    KEYLESS,
-    Document,
-    Domain,
-    Engine,
-    Identity,
-    NewDocument,
-    PlacedDocument,
-    Snapshot,
-    StoredVersion,
-)
-from knnstore.catalog.writer import CatalogWriter
+from knnstore.lazy_imports import attach_lazy_imports
+
+if TYPE_CHECKING:
+    from sqlalchemy import URL
+
+    from knnstore.catalog.catalog import Catalog
+    from knnstore.catalog.conditions import check_condition, fields_of
+    from knnstore.catalog.connection import (
+        PASSWORD_VARIABLE,
+        identify_file,
+        parse_url,
+        place,
+        shown,
+        sqlite_url,
+        without_password,
+    )
+    from knnstore.catalog.differing import Difference, change_of, other_ids
+    from knnstore.catalog.keys import AccessKey, AccessKeys, Right
+    from knnstore.catalog.representatives import DROPPED, PrunedDocument, Representatives
+    from knnstore.catalog.schema import upgrade_catalog
+    from knnstore.catalog.types import (
+        KEYLESS,
+        Document,
+        Domain,
+        Engine,
+        Identity,
+        NewDocument,
+        PlacedDocument,
+        Snapshot,
+        StoredVersion,
+    )
+    from knnstore.catalog.writer import CatalogWriter
+else:
+    __getattr__, __dir__ = attach_lazy_imports(__name__)
 
 __all__ = [
     "DROPPED",

@@ -4,84 +4,91 @@ Adapters import from here and from `knnstore.errors` alone. No engine is importe
 are found through `registry`.
 """
 
-from knnstore.datastore import registry
-from knnstore.datastore.arguments import checked_k, checked_keys, checked_params, checked_records
-from knnstore.datastore.arrays import (
-    Capabilities,
-    DamagedPart,
-    Distances,
-    Filter,
-    Groups,
-    Ids,
-    Keys,
-    Metric,
-)
-from knnstore.datastore.distances import BLOCK_VALUES, nearest_rows, paired, pairwise
-from knnstore.datastore.embedded import (
-    OWNER_FILES,
-    Codec,
-    CodecFile,
-    Coding,
-    EmbeddedDatastore,
-    GroupSearch,
-    KeySegments,
-    MappedColumns,
-    MappedFile,
-    ProductCodec,
-    RoundedCodec,
-    Segment,
-    StoredKeys,
-    checked_kind,
-    code_size,
-    compare_rows,
-    read_owner,
-    sample_size,
-    stored_keys,
-    write_owner,
-)
-from knnstore.datastore.keyless import KeylessDatastore
-from knnstore.datastore.memory import MemoryDatastore
-from knnstore.datastore.neighbors import Neighbors
-from knnstore.datastore.optional import (
-    SupportsBeside,
-    SupportsCells,
-    SupportsDamage,
-    SupportsErase,
-    SupportsGet,
-    SupportsOptimize,
-    SupportsOwner,
-    SupportsSize,
-    SupportsVacuum,
-    SupportsVerify,
-)
-from knnstore.datastore.protocol import BATCH_SIZE, Datastore, Mode
-from knnstore.datastore.ranges import IdRanges
-from knnstore.datastore.reading import read_keys
-from knnstore.datastore.records import (
-    ID_LIMIT,
-    POSITION_LIMIT,
-    TOKEN_LIMIT,
-    positions_of,
-    ranges_of,
-    record_ids,
-    tokens_of,
-    whole_positions,
-)
-from knnstore.datastore.visits import Visit, Visits, apart
-from knnstore.durable import (
-    BLOCK,
-    NoFileError,
-    StoredFile,
-    WriterLock,
-    open_file,
-    publish,
-    read_file,
-    remove,
-    remove_folder,
-    sync_directory,
-)
-from knnstore.secret_files import read_secret
-from knnstore.space import allocate, check_space, free_space, medium_errors
+from typing import TYPE_CHECKING
+
+from knnstore.lazy_imports import attach_lazy_imports
+
+if TYPE_CHECKING:
+    from knnstore.datastore import registry
+    from knnstore.datastore.arguments import checked_k, checked_keys, checked_params, checked_records
+    from knnstore.datastore.arrays import (
+        Capabilities,
+        DamagedPart,
+        Distances,
+        Filter,
+        Groups,
+        Ids,
+        Keys,
+        Metric,
+    )
+    from knnstore.datastore.distances import BLOCK_VALUES, nearest_rows, paired, pairwise
+    from knnstore.datastore.embedded import (
+        OWNER_FILES,
+        Codec,
+        CodecFile,
+        Coding,
+        EmbeddedDatastore,
+        GroupSearch,
+        KeySegments,
+        MappedColumns,
+        MappedFile,
+        ProductCodec,
+        RoundedCodec,
+        Segment,
+        StoredKeys,
+        checked_kind,
+        code_size,
+        compare_rows,
+        read_owner,
+        sample_size,
+        stored_keys,
+        write_owner,
+    )
+    from knnstore.datastore.keyless import KeylessDatastore
+    from knnstore.datastore.memory import MemoryDatastore
+    from knnstore.datastore.neighbors import Neighbors
+    from knnstore.datastore.optional import (
+        SupportsBeside,
+        SupportsCells,
+        SupportsDamage,
+        SupportsErase,
+        SupportsGet,
+        SupportsOptimize,
+        SupportsOwner,
+        SupportsSize,
+        SupportsVacuum,
+        SupportsVerify,
+    )
+    from knnstore.datastore.protocol import BATCH_SIZE, Datastore, Mode
+    from knnstore.datastore.ranges import IdRanges
+    from knnstore.datastore.reading import read_keys
+    from knnstore.datastore.records import (
+        ID_LIMIT,
+        POSITION_LIMIT,
+        TOKEN_LIMIT,
+        positions_of,
+        ranges_of,
+        record_ids,
+        tokens_of,
+        whole_positions,
+    )
+    from knnstore.datastore.visits import Visit, Visits, apart
+    from knnstore.durable import (
+        BLOCK,
+        NoFileError,
+        StoredFile,
+        WriterLock,
+        open_file,
+        publish,
+        read_file,
+        remove,
+        remove_folder,
+        sync_directory,
+    )
+    from knnstore.secret_files import read_secret
+    from knnstore.space import allocate, check_space, free_space, medium_errors
+else:
+    __getattr__, __dir__ = attach_lazy_imports(__name__)
 
 __all__ = [
     "BATCH_SIZE", "BLOCK", "BLOCK_VALUES", "ID_LIMIT", "OWNER_FILES", "POSITION_LIMIT", "TOKEN_LIMIT",

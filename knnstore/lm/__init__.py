@@ -1,102 +1,110 @@
 """The language model: keys, windows, mixing, and a transformers model with a store."""
 
-from knnstore.lm.calibration import Calibration, Comparison, Probe, Probed, probe_keys
-from knnstore.lm.components import DistributionComponent
-from knnstore.lm.explanation import (
-    DocumentEffect,
-    Explanation,
-    Part,
-    Source,
-    TokenExplanation,
-    explain_in_turns,
-    explain_tokens,
-)
-from knnstore.lm.mixing import (
-    BinnedLambda,
-    Chosen,
-    DomainWeights,
-    FixedLambda,
-    GateLambda,
-    JointGate,
-    Likelihoods,
-    Mixer,
-    NearnessLambda,
-    RelativeConfidence,
-    Retrieved,
-    SimpleMixer,
-    Skipping,
-    register_mixer,
-)
-from knnstore.lm.model import (
-    ForwardPass,
-    KeylessText,
-    KNNLMForCausalLM,
-    TextStateLayer,
-    create,
-    following,
-    likelihoods,
-    load,
-    read_part,
-)
-from knnstore.lm.reading import (
-    Added,
-    Detokenizer,
-    Encoder,
-    Synced,
-    TextReader,
-    TokenPiece,
-    TokenTexts,
-    check_tokens,
-    decode_tokens,
-    load_model,
-    split_text,
-)
-from knnstore.lm.reading import add as add_documents
-from knnstore.lm.retrieval import Drafts
-from knnstore.lm.scoring import (
-    Audit,
-    Check,
-    DocumentScore,
-    Evaluation,
-    GroupScore,
-    Interval,
-    Passage,
-    PruningCost,
-    SizePoint,
-    TextNeighbors,
-    TokenTable,
-    replacing,
-)
-from knnstore.lm.settings import (
-    CacheSettings,
-    CalibrationRecord,
-    KNNSettings,
-    NGramSettings,
-    Overrides,
-    PointerSettings,
-    Purpose,
-    Repetition,
-    Resolver,
-    Substitute,
-    TrainedSubstitute,
-    completed,
-    default_settings,
-    find_saved_settings,
-    find_trained_substitute,
-    is_substitute_outdated,
-    overridden,
-    own_settings_for,
-    register_component,
-    resolve,
-    save_settings,
-    saved_for,
-    settings_for,
-    settings_from_dict,
-    settings_to_dict,
-    trained_for,
-    usable_settings_for,
-)
-from knnstore.lm.text_state import TextState
+from typing import TYPE_CHECKING
+
+from knnstore.lazy_imports import attach_lazy_imports
+
+if TYPE_CHECKING:
+    from knnstore.lm.calibration import Calibration, Comparison, Probe, Probed, probe_keys
+    from knnstore.lm.components import DistributionComponent
+    from knnstore.lm.explanation import (
+        DocumentEffect,
+        Explanation,
+        Part,
+        Source,
+        TokenExplanation,
+        explain_in_turns,
+        explain_tokens,
+    )
+    from knnstore.lm.mixing import (
+        BinnedLambda,
+        Chosen,
+        DomainWeights,
+        FixedLambda,
+        GateLambda,
+        JointGate,
+        Likelihoods,
+        Mixer,
+        NearnessLambda,
+        RelativeConfidence,
+        Retrieved,
+        SimpleMixer,
+        Skipping,
+        register_mixer,
+    )
+    from knnstore.lm.model import (
+        ForwardPass,
+        KeylessText,
+        KNNLMForCausalLM,
+        TextStateLayer,
+        create,
+        following,
+        likelihoods,
+        load,
+        read_part,
+    )
+    from knnstore.lm.reading import (
+        Added,
+        Detokenizer,
+        Encoder,
+        Synced,
+        TextReader,
+        TokenPiece,
+        TokenTexts,
+        check_tokens,
+        decode_tokens,
+        load_model,
+        split_text,
+    )
+    from knnstore.lm.reading import add as add_documents
+    from knnstore.lm.retrieval import Drafts
+    from knnstore.lm.scoring import (
+        Audit,
+        Check,
+        DocumentScore,
+        Evaluation,
+        GroupScore,
+        Interval,
+        Passage,
+        PruningCost,
+        SizePoint,
+        TextNeighbors,
+        TokenTable,
+        replacing,
+    )
+    from knnstore.lm.settings import (
+        CacheSettings,
+        CalibrationRecord,
+        KNNSettings,
+        NGramSettings,
+        Overrides,
+        PointerSettings,
+        Purpose,
+        Repetition,
+        Resolver,
+        Substitute,
+        TrainedSubstitute,
+        completed,
+        default_settings,
+        derive_default,
+        find_saved_settings,
+        find_trained_substitute,
+        is_substitute_outdated,
+        overridden,
+        own_settings_for,
+        register_component,
+        resolve,
+        save_settings,
+        saved_for,
+        settings_for,
+        settings_from_dict,
+        settings_to_dict,
+        trained_for,
+        usable_settings_for,
+    )
+    from knnstore.lm.text_state import TextState
+else:
+    __getattr__, __dir__ = attach_lazy_imports(__name__)
 
 __all__ = [
     "Added",
@@ -163,6 +171,7 @@ __all__ = [
     "create",
     "decode_tokens",
     "default_settings",
+    "derive_default",
     "explain_in_turns",
     "explain_tokens",
     "find_saved_settings",

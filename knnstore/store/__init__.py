@@ -1,47 +1,54 @@
 """The store: documents in SQL and their keys in a vector engine, kept as one thing."""
 
-from knnstore.catalog import (
-    KEYLESS,
-    Difference,
-    Document,
-    Domain,
-    Engine,
-    Identity,
-    NewDocument,
-    StoredVersion,
-    change_of,
-)
-from knnstore.store.current import Mode
-from knnstore.store.erasing import Erased
-from knnstore.store.fitted import Lineage, SavedSettings, Weights, load_weights, save_weights
-from knnstore.store.home import Home, check_new
-from knnstore.store.ingest import Ingest
-from knnstore.store.ngrams import DEPTH as LONGEST_NGRAM
-from knnstore.store.ngrams import (
-    KNOWN,
-    Draft,
-    Letters,
-    Matches,
-    NGramCounts,
-    Occurrence,
-    Suffixes,
-    draft_from,
-)
-from knnstore.store.provenance import Provenance
-from knnstore.store.reader import Reader
-from knnstore.store.relocation import (
-    Choice,
-    Chooser,
-    DomainRecords,
-    Moved,
-    Pruned,
-    PrunedDomain,
-    drop_highest,
-    merge_chooser,
-    random_chooser,
-)
-from knnstore.store.selection import EVERYTHING, Selection
-from knnstore.store.store import KNNStore
+from typing import TYPE_CHECKING
+
+from knnstore.lazy_imports import attach_lazy_imports
+
+if TYPE_CHECKING:
+    from knnstore.catalog import (
+        KEYLESS,
+        Difference,
+        Document,
+        Domain,
+        Engine,
+        Identity,
+        NewDocument,
+        StoredVersion,
+        change_of,
+    )
+    from knnstore.store.current import Mode
+    from knnstore.store.erasing import Erased
+    from knnstore.store.fitted import Lineage, SavedSettings, Weights, load_weights, save_weights
+    from knnstore.store.home import Home, check_new
+    from knnstore.store.ingest import Ingest
+    from knnstore.store.ngrams import DEPTH as LONGEST_NGRAM
+    from knnstore.store.ngrams import (
+        KNOWN,
+        Draft,
+        Letters,
+        Matches,
+        NGramCounts,
+        Occurrence,
+        Suffixes,
+        draft_from,
+    )
+    from knnstore.store.provenance import Provenance
+    from knnstore.store.reader import Reader
+    from knnstore.store.relocation import (
+        Choice,
+        Chooser,
+        DomainRecords,
+        Moved,
+        Pruned,
+        PrunedDomain,
+        drop_highest,
+        merge_chooser,
+        random_chooser,
+    )
+    from knnstore.store.selection import EVERYTHING, Selection
+    from knnstore.store.store import KNNStore
+else:
+    __getattr__, __dir__ = attach_lazy_imports(__name__)
 
 __all__ = [
     "EVERYTHING",

@@ -2,12 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from knnstore.catalog import Catalog, Snapshot
+from knnstore.catalog import Snapshot
 from knnstore.datastore import Ids, positions_of, tokens_of
+
+if TYPE_CHECKING:
+    from knnstore.catalog import Catalog
 
 _DOCUMENTS_KEPT = 1024
 
@@ -39,7 +43,7 @@ class Provenance:
 class Tracer:
     """Finds the provenance of records; remembers the documents read last."""
 
-    def __init__(self, catalog: Catalog) -> None:
+    def __init__(self, catalog: "Catalog") -> None:
         self._catalog = catalog
         self._kept: dict[int, tuple[str, str, Tokens]] = {}
 

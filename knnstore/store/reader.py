@@ -1,7 +1,7 @@
 """What a language model needs of a store: to read it."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,10 +9,12 @@ from numpy.typing import NDArray
 from knnstore.catalog import Domain, Identity
 from knnstore.datastore import Ids, Keys, Neighbors, Visits
 from knnstore.store.fitted import Lineage, SavedSettings, Weights
-from knnstore.store.home import Home
 from knnstore.store.ngrams import Letters, NGramCounts, Overlap
 from knnstore.store.provenance import Provenance, Tokens
 from knnstore.store.selection import EVERYTHING, Selection
+
+if TYPE_CHECKING:
+    from knnstore.store.home import Home
 
 
 class Records(NamedTuple):
@@ -29,7 +31,7 @@ class Records(NamedTuple):
 class Reader(Protocol):
     """A store as it is read; `KNNStore` says more of each method."""
 
-    home: Home
+    home: "Home"
     identity: Identity
 
     def search(self, queries: Keys, k: int, selection: Selection = EVERYTHING) -> Neighbors:

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from knnstore.catalog import check_condition
 from knnstore.errors import ConfigError
 
 
@@ -42,6 +41,8 @@ class Selection:
         for name in ("domains", "tags", "documents", "exclude"):
             object.__setattr__(self, name, _names(getattr(self, name), name))
         if self.where is not None:
+            from knnstore.catalog import check_condition  # its parser is loaded only if a condition is given
+
             check_condition(self.where)
 
     def __repr__(self) -> str:

@@ -1,18 +1,25 @@
 """Where keys come from: places in a model, capture in a forward pass, joining, projection, fingerprints."""
 
-from knnstore.lm.keys.capture import (
-    KeyCapture,
-    KeyLocation,
-    hidden_forward,
-    keep_positions,
-    key_dim,
-    keys_forward,
-)
-from knnstore.lm.keys.fingerprint import model_fingerprint, same_model, tokenizer_fingerprint
-from knnstore.lm.keys.joining import Joining
-from knnstore.lm.keys.places import AUTO, FINAL_PLACES, LAYER_PLACES, layer_count, locate
-from knnstore.lm.keys.precision import full_precision, in_full_precision, model_precision
-from knnstore.lm.keys.projection import Projection, described, fit_projection
+from typing import TYPE_CHECKING
+
+from knnstore.lazy_imports import attach_lazy_imports
+
+if TYPE_CHECKING:
+    from knnstore.lm.keys.capture import (
+        KeyCapture,
+        KeyLocation,
+        hidden_forward,
+        keep_positions,
+        key_dim,
+        keys_forward,
+    )
+    from knnstore.lm.keys.fingerprint import model_fingerprint, same_model, tokenizer_fingerprint
+    from knnstore.lm.keys.joining import Joining
+    from knnstore.lm.keys.places import AUTO, FINAL_PLACES, LAYER_PLACES, layer_count, locate
+    from knnstore.lm.keys.precision import full_precision, in_full_precision, model_precision
+    from knnstore.lm.keys.projection import Projection, described, fit_projection
+else:
+    __getattr__, __dir__ = attach_lazy_imports(__name__)
 
 __all__ = [
     "AUTO", "FINAL_PLACES", "LAYER_PLACES", "Joining", "KeyCapture", "KeyLocation", "Projection", "described",

@@ -1,43 +1,51 @@
 """Settings: their values, which of them are in force (`resolve`), and how they are saved."""
 
-from knnstore.lm.settings.calibration_record import (
-    CalibrationRecord,
-    TrainedSubstitute,
-    count_records,
-    find_trained_substitute,
-)
-from knnstore.lm.settings.former_names import (
-    completed,
-    default_settings,
-    overridden,
-    own_settings_for,
-    saved_for,
-    settings_for,
-    trained_for,
-    usable_settings_for,
-)
-from knnstore.lm.settings.model import KNNModel, ReadingModel, ReadingParts, WritingModel
-from knnstore.lm.settings.others import other_components, register_component
-from knnstore.lm.settings.parts import CacheSettings, NGramSettings, PointerSettings, Substitute
-from knnstore.lm.settings.precedence import (
-    DEFAULT_PROBES,
-    Overrides,
-    Purpose,
-    Resolver,
-    find_saved_settings,
-    is_substitute_outdated,
-    resolve,
-    save_default_settings,
-)
-from knnstore.lm.settings.query import KNNSettings
-from knnstore.lm.settings.repetition import Repetition
-from knnstore.lm.settings.saved import (
-    save_settings,
-    settings_from_dict,
-    settings_to_dict,
-    weights_for,
-    weights_of,
-)
+from typing import TYPE_CHECKING
+
+from knnstore.lazy_imports import attach_lazy_imports
+
+if TYPE_CHECKING:
+    from knnstore.lm.settings.calibration_record import (
+        CalibrationRecord,
+        TrainedSubstitute,
+        count_records,
+        find_trained_substitute,
+    )
+    from knnstore.lm.settings.former_names import (
+        completed,
+        default_settings,
+        overridden,
+        own_settings_for,
+        saved_for,
+        settings_for,
+        trained_for,
+        usable_settings_for,
+    )
+    from knnstore.lm.settings.model import KNNModel, ReadingModel, ReadingParts, WritingModel
+    from knnstore.lm.settings.others import other_components, register_component
+    from knnstore.lm.settings.parts import CacheSettings, NGramSettings, PointerSettings, Substitute
+    from knnstore.lm.settings.precedence import (
+        DEFAULT_PROBES,
+        Overrides,
+        Purpose,
+        Resolver,
+        derive_default,
+        find_saved_settings,
+        is_substitute_outdated,
+        resolve,
+        save_default_settings,
+    )
+    from knnstore.lm.settings.query import KNNSettings
+    from knnstore.lm.settings.repetition import Repetition
+    from knnstore.lm.settings.saved import (
+        save_settings,
+        settings_from_dict,
+        settings_to_dict,
+        weights_for,
+        weights_of,
+    )
+else:
+    __getattr__, __dir__ = attach_lazy_imports(__name__)
 
 __all__ = [
     "DEFAULT_PROBES",
@@ -59,6 +67,7 @@ __all__ = [
     "completed",
     "count_records",
     "default_settings",
+    "derive_default",
     "find_saved_settings",
     "find_trained_substitute",
     "is_substitute_outdated",

@@ -10,7 +10,7 @@ Below, ``asked`` is ``KNNSettings(selection=selection)``.
 | ``completed(store, settings)`` | ``resolve(store, settings)`` |
 | ``overridden(settings, k=...)`` | ``resolve(store, Overrides(k=...))`` |
 | ``settings.for_writing`` | ``resolve(store, settings, Purpose.GENERATION)`` |
-| ``default_settings(store)`` | ``resolve(store)`` in a store that has no saved settings |
+| ``default_settings(store)`` | ``derive_default(store)``; saved settings do not count in it |
 | ``saved_for(store, selection)`` | ``find_saved_settings(store, selection)`` |
 | ``trained_for(store, selection)`` | ``find_trained_substitute(store, selection)`` |
 """

@@ -4,11 +4,14 @@ import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from knnstore.catalog import Catalog, CatalogWriter, Snapshot
+from knnstore.catalog import Snapshot
 from knnstore.errors import CatalogError, KnnstoreError
 from knnstore.store.fitted.lineage import Lineage
+
+if TYPE_CHECKING:
+    from knnstore.catalog import Catalog, CatalogWriter
 
 _logger = logging.getLogger(__name__)
 
@@ -95,13 +98,13 @@ def settings_are_sound() -> Iterator[None]:
         ) from error
 
 
-def all_saved(catalog: Catalog) -> dict[tuple[str, ...], SavedSettings]:
+def all_saved(catalog: "Catalog") -> dict[tuple[str, ...], SavedSettings]:
     """What is saved for every set of domains."""
     found = catalog.all_settings().items()
     return {domains: SavedSettings.of_payload(payload) for domains, payload in found}
 
 
-def files_in_use(catalog: Catalog, snapshot: Snapshot) -> set[str]:
+def files_in_use(catalog: "Catalog", snapshot: Snapshot) -> set[str]:
     """The files of weights that are to be there: not those with traces of a document that is gone."""
     projection = catalog.identity.projection
     named: dict[str, Lineage | None] = {} if projection is None else {projection: None}
@@ -110,7 +113,7 @@ def files_in_use(catalog: Catalog, snapshot: Snapshot) -> set[str]:
     return {name for name, lineage in named.items() if lineage is None or not lineage.gone(snapshot)}
 
 
-def drop_damaged_settings(writer: CatalogWriter) -> None:
+def drop_damaged_settings(writer: "CatalogWriter") -> None:
     """Drop saved settings that cannot be used, with a warning."""
     damaged = writer.catalog.damaged_settings()
     if damaged:
@@ -118,7 +121,7 @@ def drop_damaged_settings(writer: CatalogWriter) -> None:
         _logger.warning("saved settings were damaged, and are dropped: calibrate again")
 
 
-def drop_traces(writer: CatalogWriter) -> None:
+def drop_traces(writer: "CatalogWriter") -> None:
     """Drop what is saved with traces of documents that are being removed, and are live no more."""
     catalog = writer.catalog
     drop_damaged_settings(writer)  # nobody can tell what they were fitted on
