@@ -113,7 +113,9 @@ def declare_asking(routes: Endpoints, serving: Serving) -> None:
 
         def planned() -> tuple[Scope, int, list[int]]:
             scope = serving.scopes.scope(body.model, body.knn, access(request))
-            return scope, *_explained_tokens(serving, body)
+            found = scope, *_explained_tokens(serving, body)
+            serving.scopes.prepare(scope)
+            return found
 
         scope, start, tokens = await serving.read(planned)
         access(request).quota.spend(len(tokens))

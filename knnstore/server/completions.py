@@ -348,9 +348,11 @@ def _too_large(serving: Serving) -> ApiError:
 
 
 def _task(serving: Serving, body: Writing, plan: _Plan, who: Access) -> Task:
+    scope = serving.scopes.scope(body.model, body.knn, who)
+    serving.scopes.prepare(scope)
     return Task(
         prompts=plan.prompts,
-        knn=serving.scopes.scope(body.model, body.knn, who),
+        knn=scope,
         max_tokens=plan.max_tokens,
         copies=body.n or 1,
         sampling=body.sampling,

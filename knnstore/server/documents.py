@@ -83,6 +83,7 @@ def declare_documents(routes: Endpoints, serving: Serving) -> None:
         for document in given:  # one at a time: other changes have their turn between them
             done = await serving.writer.add(document, body.domain, body.tags, quota.take, bad.append)
             counts = {name: count + done[name] for name, count in counts.items()}
+        await serving.writer.count_ngrams()  # so that whoever asks next retrieves from all of it
         if bad:
             raise refused(
                 f"{bad[0]}; {len(given) - len(bad)} of {len(given)} documents are stored", "documents"

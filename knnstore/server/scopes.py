@@ -4,11 +4,13 @@
 ``+`` are written ``%25`` and ``%2B``.
 """
 
+import threading
 from collections import OrderedDict
 from collections.abc import Hashable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from knnstore.errors import ConfigError
+from knnstore.errors import ConfigError, KnnstoreError
 from knnstore.lm import KNNSettings, Overrides, resolve
 from knnstore.server.access import Access
 from knnstore.server.errors import ApiError, refused
@@ -56,6 +58,7 @@ class Scopes:
         self._most = {"k": most_k, "probes": most_probes}
         self._store = store
         self._settings: OrderedDict[tuple[int, Scope], KNNSettings] = OrderedDict()
+        self._keeping = threading.Lock()
         self._names: tuple[int, frozenset[str]] = -1, frozenset()
 
     def first(self) -> list[Scope]:
@@ -65,8 +68,9 @@ class Scopes:
         return [*each, Scope(domains)] if 1 < len(domains) <= _MOST_FIRST else each
 
     def forget(self) -> None:
-        """Make all settings anew when they are asked for. To be called in the engine's thread alone."""
-        self._settings.clear()
+        """Make all settings anew when they are asked for."""
+        with self._keeping:
+            self._settings.clear()
 
     def scope(self, name: str, knn: Retrieval | None, access: Access) -> Scope:
         """Read a model's name and a field `knn`.
@@ -111,16 +115,36 @@ class Scopes:
         """Return the settings of a scope for scoring, at the store's current revision.
 
         The result is cached: it is the same object until the revision changes. Domains that no longer exist
-        are left out of the scope; if none is left, λ is 0. Only the engine's thread may call this.
+        are left out of the scope; if none is left, λ is 0.
         """
         assert isinstance(scope, Scope)
         name = self._store.revision(), scope
         found = self._settings.get(name)
-        if found is None:
-            found = self._settings[name] = self._resolve(scope)
+        return self._keep(name, self._resolve(scope)) if found is None else found
+
+    def prepare(self, scope: Scope) -> None:
+        """Do in the caller's thread what the engine would else do when it first uses the scope.
+
+        Settings are read or derived, the condition on metadata is resolved, n-grams are counted. An error is
+        not raised: the engine meets it again and tells the request.
+        """
+        name = self._store.revision(), scope
+        if name in self._settings:
+            return
+        with suppress(KnnstoreError):
+            settings = self._keep(name, self._resolve(scope))
+            if settings.retrieves:
+                self._store.record_count(settings.selection)
+            if settings.ngrams is not None:
+                self._store.ngrams(settings.selection)
+
+    def _keep(self, name: tuple[int, Scope], settings: KNNSettings) -> KNNSettings:
+        """Remember settings, and return those that another thread has remembered sooner, if any."""
+        with self._keeping:
+            kept = self._settings.setdefault(name, settings)
             if len(self._settings) > _KEPT:
                 self._settings.popitem(last=False)
-        return found
+        return kept
 
     def _resolve(self, scope: Scope) -> KNNSettings:
         """Resolve the settings of a scope at the store's current revision."""

@@ -120,6 +120,7 @@ class Serving:
         self.json_constraints = JsonConstraints(
             self.tokenizer, lm.store.identity.vocab_size, self.engine.ends
         )
+        lm.store.count_ngrams_in_background()
         self.engine.start()
         self.writer = StoreWriter(lm, self.engine)
         for scope in self.scopes.first():
@@ -157,6 +158,7 @@ class Serving:
                 lm(torch.from_numpy(text[None].astype(np.int64)), knn=generating)
 
         try:
+            self.scopes.prepare(scope)
             keys = self.engine.call(lambda: _some_keys(lm.store, selection)).result()
             for at in range(0, len(keys), _AT_ONCE):  # others are not to wait long
                 self.engine.call(partial(visited, keys[at : at + _AT_ONCE])).result()

@@ -70,9 +70,14 @@ class StoreWriter:
     async def remove(self, work: Callable[[KNNStore], Found]) -> Found:
         """Remove something; when this returns, every later token is predicted without it."""
         gone = await self._do(lambda: work(self._adding.store))
+        await self.count_ngrams()
         # A step that began before has ended then, and its tokens were told.
         await asyncio.wrap_future(self._engine.call(lambda: None, is_part=True))
         return gone
+
+    async def count_ngrams(self) -> None:
+        """Count the n-grams of what has changed, in the writing thread; texts go on with older counts."""
+        await self._do(self._adding.store.catch_up_ngrams)
 
     def end(self) -> None:
         """Wait for what is being written; the engine has stopped."""

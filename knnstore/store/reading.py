@@ -133,6 +133,19 @@ class StoreReader:
             )
         return counts
 
+    def count_ngrams_in_background(self) -> None:
+        """From now on let `ngrams` answer at once where documents were only added to the selected ones.
+
+        The counts lack the added documents until another thread has counted them, or `catch_up_ngrams` was
+        called. Removed documents are never counted. For servers, whose other requests would wait; `close`
+        ends the thread.
+        """
+        self._counting.count_in_background()
+
+    def catch_up_ngrams(self) -> None:
+        """Count the n-grams anew, in this thread, of each remembered selection that has changed."""
+        self._counting.catch_up(self.view)
+
     def provenance(self, ids: Ids, *, before: int = 16, after: int = 8) -> list[Provenance | None]:
         """Say where retrieved records come from.
 

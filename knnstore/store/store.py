@@ -136,6 +136,7 @@ class KNNStore(StoreReader):
 
     def close(self) -> None:
         """Flush and release everything; a second call does nothing."""
+        self._counting.stop_background()
         self._opened.close()
 
     def __repr__(self) -> str:

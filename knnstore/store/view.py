@@ -64,6 +64,7 @@ class View:
         self._catalog = catalog
         self._scopes: OrderedDict[Selection, Scope] = OrderedDict()
         self._counts: tuple[Selection, NDArray[np.int64]] | None = None
+        self._chosen: OrderedDict[Selection, NDArray[np.bool_]] = OrderedDict()
 
     def holders(self, ids: Ids) -> NDArray[np.int64]:
         """The number of the document that each record is of, -1 where none is live; of the shape of `ids`."""
@@ -221,7 +222,26 @@ class View:
         return Scope(live, Filter(live, groups), records)
 
     def chosen(self, selection: Selection) -> NDArray[np.bool_]:
-        """Which documents of the snapshot meet every condition."""
+        """Return a mask of the documents that the selection contains; all True for an empty one.
+
+        Masks of selections with a condition are remembered, since the database looks at every document.
+        Metadata and tags do not change within a view: each change of them is a new revision.
+
+        Raises:
+            DomainNotFoundError, DocumentNotFoundError: as `scope`.
+        """
+        if selection.where is None:
+            return self._choose(selection)
+        chosen = self._chosen.get(selection)
+        if chosen is None:
+            chosen = self._choose(selection)
+            chosen.setflags(write=False)
+            self._chosen[selection] = chosen
+            while len(self._chosen) > _SCOPES_KEPT:
+                self._chosen.popitem(last=False)
+        return chosen
+
+    def _choose(self, selection: Selection) -> NDArray[np.bool_]:
         snapshot = self.snapshot
         chosen = np.ones(len(snapshot.rows), bool)
         if selection.domains is not None:

@@ -356,7 +356,7 @@ def test_a_client_that_leaves_ends_its_texts(within, monkeypatch, streamed):
             free.set()
             engine.call(lambda: None).result(120)
             engine.call(lambda: None).result(120)
-            assert not engine._batch.rows
+            assert not engine.rows
     finally:
         free.set()
     assert 16 <= before < 16 * 90

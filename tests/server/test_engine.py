@@ -230,7 +230,7 @@ def test_a_cancelled_task_makes_room_and_the_others_go_on(lm, engine):
         listener.ticket.cancelled = True
     for listener in listeners[1::2]:
         assert listener.written()[0][0] == write_alone(lm, listener.task, 0)
-    assert engine.call(lambda: len(engine._batch.rows)).result(60) == 0
+    assert engine.call(lambda: len(engine.rows)).result(60) == 0
     assert all(len(listener.pieces) < 80 for listener in listeners[2::2])
 
 

@@ -4,12 +4,18 @@ import asyncio
 import json
 import re
 import shutil
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
-from knnstore.server.engine import Observed
+import knnstore
+from knnstore.catalog import Catalog
+from knnstore.lm import NGramSettings, resolve, save_settings
+from knnstore.server.engine import Observed, admission
 from knnstore.server.serving import Limits
+from knnstore.store import counting
 from tests.server.conftest import Inside
 
 LONG = "The council said the harbour wall was in the storm, and the boats were lost. " * 8
@@ -183,3 +189,141 @@ def test_what_is_too_much_is_refused_by_name(server):
         assert refused("/v1/explain", text=LONG, neighbors=8) == "neighbors"
     finally:
         server.serving.limits = limits
+
+
+def test_texts_that_search_for_much_hold_up_no_others(server, observed):
+    many = {"model": "tiny+news", "prompt": "The", "max_tokens": 12, "n": 8, "knn": {"k": 16_384}}
+
+    async def ask() -> None:
+        stream = Client(server, "/v1/completions", {**STREAM, "n": 3})
+        streaming = asyncio.ensure_future(stream.run())
+        await until(lambda: stream.events > 4)
+        heavy = Client(server, "/v1/completions", many)
+        await heavy.run()
+        assert heavy.status == 200, heavy.sent
+        stream.left.set()
+        await streaming
+
+    server.loop.run_until_complete(ask())
+    rows = [turn.rows for turn in observed if turn.rows]
+    first = rows.index(4)  # of the eight, as many as search for 65,536 neighbors together
+    steps = rows[first - 1 : first + 16]
+    assert steps == [3, 4] * 8 + [3], "each step of many is between two of the others"
+
+
+def test_prompts_scored_with_several_settings_share_one_turn(server, observed, monkeypatch):
+    scored: list[int] = []
+    likelihoods = admission.likelihoods
+
+    def record(lm, parts, came, *rest):
+        scored.append(sum(map(len, came)))
+        return likelihoods(lm, parts, came, *rest)
+
+    monkeypatch.setattr(admission, "likelihoods", record)
+    monkeypatch.setattr(admission, "_SHORT", 0.0)  # however fast it is, no turn becomes longer
+    observe = server.serving.engine._observe
+    server.serving.engine._observe = lambda turn: (scored.append(0), observe(turn))
+
+    async def ask() -> None:
+        stream = Client(server, "/v1/completions", STREAM)
+        streaming = asyncio.ensure_future(stream.run())
+        await until(lambda: stream.events > 4)
+        heavy = [
+            Client(
+                server, "/v1/completions",
+                {
+                    "model": "tiny+news", "prompt": LONG[:90], "max_tokens": 0, "echo": True, "logprobs": 1,
+                    "knn": {"k": 16_383 - number},
+                },
+            )
+            for number in range(5)
+        ]  # fmt: skip
+        await asyncio.gather(*(one.run() for one in heavy))
+        assert [one.status for one in heavy] == [200] * 5
+        stream.left.set()
+        await streaming
+
+    server.loop.run_until_complete(ask())
+    turns = [sum(map(int, turn.split())) for turn in " ".join(map(str, scored)).split(" 0")]
+    assert sum(turns) >= 5 * 20
+    assert max(turns) <= 4, "65,536 neighbors are searched for in a turn, whosever they are"
+
+
+@pytest.fixture
+def counted(inside, prepared, tmp_path):
+    """An application over a store whose settings have n-grams."""
+    home = shutil.copytree(prepared, tmp_path / "home")
+    with knnstore.KNNStore.open(home, "a") as store:
+        settings = replace(resolve(store), ngrams=NGramSettings(order=4, lam=0.5))
+        save_settings(store, settings)
+    return inside(home, require_keys=False)
+
+
+def test_conditions_are_resolved_and_n_grams_counted_beside_the_engine(counted, monkeypatch):
+    threads: dict[str, set[str]] = {"condition": set(), "n-grams": set()}
+
+    def recorded(what, work):
+        def record(*given):
+            threads[what].add(threading.current_thread().name)
+            return work(*given)
+
+        return record
+
+    monkeypatch.setattr(Catalog, "rows_where", recorded("condition", Catalog.rows_where))
+    monkeypatch.setattr(counting, "NGramCounts", recorded("n-grams", counting.NGramCounts))
+
+    async def ask() -> None:
+        stream = Client(counted, "/v1/completions", STREAM)
+        streaming = asyncio.ensure_future(stream.run())
+        await until(lambda: stream.events > 4)
+        knn = {"where": "not draft = true"}
+        for path, asked in (
+            ("/v1/completions", {"prompt": "The", "max_tokens": 2, "knn": knn}),
+            ("/v1/explain", {"text": "The boat", "knn": {"where": "not draft = false"}}),
+        ):
+            one = Client(counted, path, {"model": "tiny+news", **asked})
+            await one.run()
+            assert one.status == 200, one.sent
+        new = {"id": "new", "text": "Zebra zebra zebra zebra."}
+        one = Client(counted, "/v1/documents", {"domain": "news", "documents": [new]})
+        await one.run()
+        assert one.status == 200, one.sent
+        assert not streaming.done()
+        stream.left.set()
+        await streaming
+
+    counted.loop.run_until_complete(ask())
+    assert all(threads.values())
+    assert "knnstore-engine" not in set().union(*threads.values())
+    text = {"model": "tiny+news", "text": "Zebra zebra zebra zebra.", "neighbors": 8}
+    named = counted.call("POST", "/v1/explain", json=text).json()["documents"]
+    assert "new" in {one["document"] for one in named}, "what an answered request has added counts"
+
+
+def test_texts_that_search_for_much_begin_a_few_at_a_time(server, observed):
+    before: list[int] = []
+
+    async def ask() -> None:
+        stream = Client(server, "/v1/completions", {**STREAM, "n": 3})
+        streaming = asyncio.ensure_future(stream.run())
+        await until(lambda: stream.events > 4)
+        heavy = [
+            Client(
+                server, "/v1/completions",
+                {"model": "tiny+news", "prompt": "The", "max_tokens": 1, "knn": {"k": 16_384 - number}},
+            )
+            for number in range(12)
+        ]  # fmt: skip
+        before.append(len(observed))
+        await asyncio.gather(*(one.run() for one in heavy))
+        assert [one.status for one in heavy] == [200] * 12
+        # A turn is observed after its pieces were told.
+        await asyncio.wrap_future(server.serving.engine.call(lambda: None))
+        stream.left.set()
+        await streaming
+
+    server.loop.run_until_complete(ask())
+    begun = [turn.tokens - turn.rows for turn in observed[before[0] :]]
+    beside = [count for count in begun if count > 0]
+    assert sum(beside) >= 12
+    assert max(beside) <= 4, "65,536 neighbors are searched for between two steps"

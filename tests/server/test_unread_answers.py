@@ -130,7 +130,7 @@ def test_no_further_text_begins_for_who_does_not_read(server, monkeypatch):
         engine = server.serving.engine
         await until(lambda: len(engine._waiting) == 1)
         ticket = engine._waiting.tickets[0]
-        await until(lambda: ticket.is_behind and not engine._batch.rows)
+        await until(lambda: ticket.is_behind and not engine.rows)
         await other.run()
         written = ticket.told
         # Sixteen texts were being written when the reader fell behind.

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from knnstore.catalog import NewDocument
 from knnstore.errors import DomainNotFoundError
-from knnstore.store import EVERYTHING, KNNStore, Matches, NGramCounts, Selection, random_chooser
+from knnstore.store import EVERYTHING, KNNStore, Matches, NGramCounts, Selection, counting, random_chooser
 from knnstore.store.ngrams import DEPTH, SortedText
 from knnstore.store.ngrams.ranks import RankedBits
 from tests.kneser_ney import KneserNey
@@ -226,3 +226,28 @@ def test_counts_are_made_once_for_a_revision(store):
     assert store.ngrams() is counts
     store.remove_document("a")
     assert len(store.ngrams().text.order) == len(documents["news", "b"].tokens) + 1
+
+
+def test_added_documents_are_counted_in_the_background(store, monkeypatch):
+    rng, numbers, documents = np.random.default_rng(0), count(), {}
+    add(store, rng, numbers, documents, ("news", "a"), ("news", "b"), ("mail", "c"))
+    before, of_mail = store.ngrams(), store.ngrams(Selection(domains=("mail",)))
+    store.count_ngrams_in_background()
+    going, sort = threading.Event(), counting.SortedText.of
+
+    def wait_and_sort(*given):
+        assert going.wait(120)
+        return sort(*given)
+
+    monkeypatch.setattr(counting.SortedText, "of", wait_and_sort)
+    add(store, rng, numbers, documents, ("news", "d"))
+    assert store.ngrams() is before, "nobody waits for the thread that counts"
+    assert store.ngrams(Selection(domains=("mail",))) is of_mail, "other domains need no counting"
+    store.remove_document("a")
+    left = len(documents["news", "b"].tokens) + len(documents["mail", "c"].tokens) + 2
+    assert len(store.ngrams().text.order) == left, "what is removed counts no more"
+    going.set()
+    store.catch_up_ngrams()
+    del documents["news", "a"]
+    assert len(store.ngrams().text.order) == left + len(documents["news", "d"].tokens) + 1
+    check(store, EVERYTHING, documents.values())

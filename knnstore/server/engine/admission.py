@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from knnstore.lm import ForwardPass, KNNLMForCausalLM, KNNSettings, likelihoods
+from knnstore.lm import ForwardPass, KNNLMForCausalLM, KNNSettings, Purpose, likelihoods
 from knnstore.server.engine.prompts import Reading, Remembered, read_together
 from knnstore.server.engine.rows import Task
 from knnstore.server.engine.tickets import Ticket
@@ -23,10 +23,11 @@ eight together take little more than half of the time, and a step between would 
 Parts have other rounding, so any prompt is read whole where nobody waits."""
 
 
-_NEIGHBORS = 1 << 20
-"""Of all tokens that are scored in a turn, until it is known how long that takes."""
-_CELL = 1024
-"""Records that a cell is taken to have until then."""
+NEIGHBORS_AT_ONCE = 1 << 16
+"""Neighbors that are searched for between two steps of the other texts, for all tokens together: some .2 s on
+one core. Prompts that are scored begin with so many, until it is known how long that takes."""
+_CELL = 64
+"""How many neighbors a visit of one cell counts as in that turn: its records are summed and not sorted."""
 _SHORT, _LONG = 0.1, 0.4
 """Seconds: after a shorter turn more tokens are scored in the next one, after a longer one fewer."""
 _PACES_KEPT = 256
@@ -41,8 +42,8 @@ class _Paces:
     def most(self, scope: Hashable, settings: KNNSettings) -> int:
         """Tokens that may be scored in a turn, between 1 and `_AT_MOST`."""
         if scope not in self._tokens:
-            neighbors = settings.probes * _CELL if settings.probes else settings.k
-            self._tokens[scope] = max(1, min(_AT_MOST, _NEIGHBORS // neighbors))
+            neighbors = max(1, count_neighbors(settings))
+            self._tokens[scope] = max(1, min(_AT_MOST, NEIGHBORS_AT_ONCE // neighbors))
             if len(self._tokens) > _PACES_KEPT:
                 self._tokens.popitem(last=False)
         return self._tokens[scope]
@@ -56,6 +57,13 @@ class _Paces:
             self._tokens[scope] = max(1, min(most, tokens) // 2)
         elif seconds < _SHORT and tokens >= most:
             self._tokens[scope] = min(_AT_MOST, 2 * most)
+
+
+def count_neighbors(settings: KNNSettings) -> int:
+    """Return for how many neighbors each token is searched for, about; 0 where none is."""
+    if not settings.retrieves:
+        return 0
+    return settings.probes * _CELL if settings.probes else settings.k
 
 
 @dataclass(eq=False)
@@ -145,6 +153,8 @@ class Admission:
         self._begin, self._fail, self._admitted = begin, fail, admitted
         self._waiting: list[_Waiting] = []
         self._paces = _Paces()
+        self._searched = 0
+        """Neighbors that were searched for in this turn, for the first tokens of texts."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -176,6 +186,7 @@ class Admission:
             beside: how many are being written, which are not to wait long.
         """
         left = in_parts = _AT_MOST
+        self._searched = 0
         if beside:
             in_parts = min(_AT_MOST, _IN_PARTS * max(1, len(self._waiting) // beside))
         room = self._begin_texts(room)
@@ -196,7 +207,8 @@ class Admission:
         by_settings: dict[int, tuple[KNNSettings, list[_Part]]] = {}
         taken: list[_Taken] = []
         most, at = left, 0
-        scored: dict[Hashable, int] = {}  # tokens in this turn
+        share = 1.0  # of the time in which prompts are scored in a turn, for all scopes together
+        scored: list[_Waiting] = []
         while left > 0 and at < len(self._waiting):
             waiting = self._waiting[at]
             try:
@@ -208,6 +220,13 @@ class Admission:
                     at += 1
                     continue
                 reading = prompt.reading
+                # Each prompt ends with a search for its first token.
+                neighbors = 0
+                if not (reading.is_scored or is_alone):
+                    neighbors = count_neighbors(self._lm.resolve_settings(settings, Purpose.GENERATION))
+                if self._searched and self._searched + neighbors > NEIGHBORS_AT_ONCE:
+                    at += 1
+                    continue
                 prompt.is_taken = reading.can_be_read_with_others and reading.left <= max(in_parts, _IN_PARTS)
                 if prompt.is_taken and not _fit([*(one.prompt.reading for one in taken), reading]):
                     prompt.is_taken = False
@@ -219,13 +238,16 @@ class Admission:
                 while reading.left and in_parts > 0 and not prompt.is_taken:
                     part, scope = reading.left if is_alone else in_parts, waiting.task.knn
                     if reading.is_scored:
-                        part = min(part, self._paces.most(scope, settings) - scored.get(scope, 0))
+                        most_scored = self._paces.most(scope, settings)
+                        part = min(part, round(most_scored * share))
                         if part <= 0:
                             break
                     read, came = reading.go_on(settings, part)
                     left, in_parts = left - len(came), in_parts - len(came)
                     if reading.is_scored:
-                        scored[scope] = scored.get(scope, 0) + len(came)
+                        share -= len(came) / most_scored
+                        if waiting not in scored:
+                            scored.append(waiting)
                         parts = by_settings.setdefault(id(settings), (settings, []))[1]
                         parts.append(_Part(waiting, reading, read, came))
             except Exception as error:
@@ -233,10 +255,14 @@ class Admission:
                 continue
             if prompt.is_taken or not reading.left:
                 room -= needs
+                self._searched += neighbors
                 # A task of many prompts does not hold up the others.
                 self._waiting.append(self._waiting.pop(at))
             else:
                 at += 1  # short ones do not wait for a long one
+        for waiting in scored:  # in the next turn the others come first
+            if waiting in self._waiting:
+                self._waiting.append(self._waiting.pop(self._waiting.index(waiting)))
         self._read_together(taken)
         return most - left, list(by_settings.values())
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from knnstore.errors import ConfigError, KnnstoreError
 from knnstore.lm import KNNLMForCausalLM, KNNSettings, Purpose, TokenTexts
-from knnstore.server.engine.admission import Admission
+from knnstore.server.engine.admission import NEIGHBORS_AT_ONCE, Admission, count_neighbors
 from knnstore.server.engine.batch import Batch, Step
 from knnstore.server.engine.jobs import Job, Turns
 from knnstore.server.engine.prompts import Remembered, has_attention_only
@@ -26,6 +26,9 @@ _logger = logging.getLogger(__name__)
 _ATTEMPTS = 3  # at a step: another process may write to the store meanwhile
 
 _NOTHING = KNNSettings(lam=0.0)
+
+_LIGHT = 1 << 12
+"""Neighbors of each token up to which a text is written with all the others, in one batch."""
 
 Found = TypeVar("Found")
 SettingsOf = Callable[[Hashable], KNNSettings]
@@ -69,7 +72,10 @@ class Engine:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._jobs = 0
         self._counting = threading.Lock()
-        self._batch = Batch(lm)
+        self._light = Batch(lm)
+        self._heavy: deque[Batch] = deque()
+        """Texts that search for many neighbors. One of these batches has a step after each step of the
+        others, so that no step of many such texts holds up the texts that search for few."""
         self._tickets: dict[Row, Ticket] = {}
         self._waiting = Admission(
             lm, settings_of, lambda: self._receive(wait=False), self._begin, self._give_up, self._begun
@@ -96,6 +102,11 @@ class Engine:
     def is_alive(self) -> bool:
         """Whether the thread runs."""
         return self._thread.is_alive()
+
+    @property
+    def rows(self) -> list[Row]:
+        """The texts that are being written."""
+        return [row for batch in (self._light, *self._heavy) for row in batch.rows]
 
     @property
     def ends(self) -> frozenset[int]:
@@ -211,17 +222,20 @@ class Engine:
     def _write(self) -> None:
         """Go on with all texts."""
         self._drop_cancelled()
-        rows = len(self._batch.rows)
+        rows = len(self.rows)
         self._waiting.go_on(self._max_rows - rows, rows)
-        if self._batch.rows:
-            self._step()
-        elif self._firsts or self._turns:
+        self._heavy.rotate(-1)
+        batches = [batch for batch in (self._light, *[*self._heavy][:1]) if batch.rows]
+        for batch in batches:
+            self._step(batch)
+            self._firsts = self._turns = 0
+        if self._firsts or self._turns:
             self._observe(Observed(0, self._firsts, self._jobs, 0.0, turns=self._turns))
         self._firsts = self._turns = 0
 
     def _receive(self, *, wait: bool) -> bool:
         """Take in what came, or wait for something where nothing is to be done; False is the end."""
-        idle = wait and not (self._batch.rows or self._waiting.can_go_on or self._calls or self._stopping)
+        idle = wait and not (self.rows or self._waiting.can_go_on or self._calls or self._stopping)
         with suppress(queue.Empty):
             while True:
                 received = self._inbox.get() if idle else self._inbox.get_nowait()
@@ -231,7 +245,7 @@ class Engine:
         return not self._stopping
 
     def _drop_cancelled(self) -> None:
-        self._leave([row for row in self._batch.rows if self._tickets[row].cancelled])
+        self._leave([row for row in self.rows if self._tickets[row].cancelled])
         self._waiting.drop_cancelled()
 
     def _begin(self, ticket: Ticket, index: int, remembered: Remembered) -> None:
@@ -254,27 +268,43 @@ class Engine:
         ticket.tell(piece)
         if piece.finish:
             return
-        self._batch.join(row, remembered)
+        self._batch_for(task.knn).join(row, remembered)
         self._tickets[row] = ticket
+
+    def _batch_for(self, scope: Hashable) -> Batch:
+        """Return the batch that a new text of a scope joins; makes one where the heavy ones are full."""
+        neighbors = self._neighbors_of(scope)
+        if neighbors <= _LIGHT:
+            return self._light
+        for batch in self._heavy:
+            if sum(self._neighbors_of(row.task.knn) for row in batch.rows) + neighbors <= NEIGHBORS_AT_ONCE:
+                return batch
+        self._heavy.append(Batch(self._lm))
+        return self._heavy[-1]
+
+    def _neighbors_of(self, scope: Hashable) -> int:
+        """Return for how many neighbors the next token of a text of a scope searches, about."""
+        return count_neighbors(self._lm.resolve_settings(self._settings_of(scope), Purpose.GENERATION))
 
     def _give_up(self, ticket: Ticket, error: Exception) -> None:
         _logger.error("a prompt could not be read", exc_info=error)
         self._fail([ticket], error)
 
-    def _step(self) -> None:
+    def _step(self, batch: Batch) -> None:
+        """Give each text of a batch its next token."""
         started = time.perf_counter()
-        rows = self._batch.rows
+        rows = batch.rows
         done, taken, drafted = list[Row](), 1, 0
         try:
-            step = self._predict()
+            step = self._predict(batch)
         except Exception as error:
             _logger.exception("a step failed")
-            failing = {scope for scope in {row.task.knn for row in rows} if self._fails(scope)}
+            failing = {scope for scope in {row.task.knn for row in rows} if self._fails(batch, scope)}
             done = [row for row in rows if row.task.knn in failing] or rows
             self._fail([self._tickets[row] for row in done], error)
         else:
             done, taken = self._take(rows, step)
-            self._batch.keep(step, taken)
+            batch.keep(step, taken)
             drafted = len(step.ahead)
         tokens, seconds = taken * len(rows) + self._firsts, (time.perf_counter() - started) / taken
         observed = Observed(len(rows), tokens, self._jobs, seconds, drafted, taken - 1, self._turns)
@@ -311,32 +341,36 @@ class Engine:
             self._tickets[row].tell(piece)
         return done
 
-    def _predict(self) -> Step:
+    def _predict(self, batch: Batch) -> Step:
         """Do a step, again if the store changed in the middle of it."""
         for attempt in range(_ATTEMPTS):
             try:
-                scopes = [row.task.knn for row in self._batch.rows]
+                scopes = [row.task.knn for row in batch.rows]
                 found = {scope: self._settings_of(scope) for scope in set(scopes)}
                 each = [self._lm.resolve_settings(found[scope], Purpose.GENERATION) for scope in scopes]
-                return self._batch.step(each)
+                return batch.step(each)
             except KnnstoreError:
                 if attempt == _ATTEMPTS - 1:
                     raise
         raise AssertionError
 
-    def _fails(self, scope: Hashable) -> bool:
+    def _fails(self, batch: Batch, scope: Hashable) -> bool:
         """Whether a step fails with the settings of one scope, all other texts being without a store."""
         try:
             one = self._settings_of(scope)
-            each = [one if row.task.knn == scope else _NOTHING for row in self._batch.rows]
-            self._batch.step(each)
+            each = [one if row.task.knn == scope else _NOTHING for row in batch.rows]
+            batch.step(each)
         except Exception:
             return True
         return False
 
     def _leave(self, rows: Sequence[Row]) -> None:
-        self._batch.leave(rows)
-        for row in rows:
+        gone = set(rows)
+        for batch in [self._light, *self._heavy]:
+            batch.leave([row for row in batch.rows if row in gone])
+            if not batch.rows and batch is not self._light:
+                self._heavy.remove(batch)
+        for row in gone:
             del self._tickets[row]
 
     @staticmethod
