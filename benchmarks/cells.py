@@ -32,7 +32,7 @@ import torch
 import knnstore
 from knnstore.documents import TextDocument, read_documents
 from knnstore.lm import KNNLMForCausalLM, KNNSettings
-from knnstore.lm.mixing import fit_weight, neighbor_weights
+from knnstore.lm.mixing import fit_weight
 from knnstore.lm.scoring.held_out import score
 
 TINY_LM = Path(__file__).parent.parent / "examples" / "tiny-lm"
@@ -71,12 +71,9 @@ def gold_probs(
     base, found = [], []
     for part in score(lm.store, lm.reader, texts, settings):
         base.append(part.lm_log_probs)
-        if part.visited is not None:
-            columns = [part.visited[0].weights(one)[:, 0] for one in temperatures]
-        else:
-            hits = part.tokens == part.gold[:, None]
-            columns = [(neighbor_weights(part.distances, one) * hits).sum(1) for one in temperatures]
-        found.append(torch.stack(columns, 1))
+        (search,) = part.evidence.searches
+        assert search.hits is not None
+        found.append(torch.stack([(search.weights(one) * search.hits).sum(1) for one in temperatures], 1))
     return torch.cat(base), torch.cat(found).clamp(max=1.0)
 
 

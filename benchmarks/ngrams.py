@@ -58,7 +58,7 @@ def probs_of(
     """What each component gives to each token: for each temperature a matrix, float64, shape (n, 3)."""
     base, knn = gold_probs(lm, list(texts), replace(settings, ngrams=None), temperatures)
     parts = score(lm.store, lm.reader, texts, replace(settings, k=1, lam=0.0))
-    ngrams = torch.cat([part.found["n-grams"].probs for part in parts])
+    ngrams = torch.cat([part.evidence.found["n-grams"].probs for part in parts])
     return [torch.stack([base.exp(), column, ngrams], 1).double() for column in knn.T]
 
 

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from knnstore.documents import TextDocument
-from knnstore.lm.reading import Batch, TextReader, in_chunks
+from knnstore.lm.reading import TextReader, WindowBatch, in_chunks
 
 WARMUP = 0.05
 """Share of the steps in which the learning rate rises; then it falls linearly to 0."""
@@ -93,7 +93,7 @@ def predictions(reader: TextReader, documents: Sequence[TextDocument]) -> Iterat
                 yield _predicted(reader.encoder.model, batch)
 
 
-def _predicted(lm: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
+def _predicted(lm: PreTrainedModel, batch: WindowBatch) -> tuple[Tensor, Tensor]:
     logits = lm(torch.from_numpy(batch.input_ids).to(lm.device), use_cache=False).logits.flatten(0, 1)
     at, gold = (torch.from_numpy(one).to(lm.device) for one in (batch.at, batch.gold))
     return logits[at].float(), gold

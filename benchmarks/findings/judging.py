@@ -14,7 +14,7 @@ from knnstore.lm.calibration.fits.cache import fit_cache, gather_cache_evidence
 from knnstore.lm.calibration.fits.mixers import fit_fixed
 from knnstore.lm.calibration.judging import Judge
 from knnstore.lm.calibration.scored_text import ScoredText
-from knnstore.lm.mixing import fit_lambdas, neighbor_weights
+from knnstore.lm.mixing import fit_lambdas
 
 LAMBDAS = torch.arange(0, 100) / 100
 _LEAST = 1e-30
@@ -87,9 +87,8 @@ def knn_probs(scored: ScoredText, k: int, temperature: float) -> Tensor:
     """p_kNN of each token, shape (n,)."""
     parts = []
     for chunk in scored.chunks(k):
-        found = scored.retrieved(k, chunk)
-        weights = neighbor_weights(found.distances, temperature, found.log_weights)
-        parts.append((weights * scored.hits[chunk, :k]).sum(1).clamp_(max=1.0))
+        found = scored.sums.nearest(k).select_rows(chunk)
+        parts.append((found.weights(temperature) * found.hits).sum(1).clamp_(max=1.0))
     return torch.cat(parts)
 
 

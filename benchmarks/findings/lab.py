@@ -238,9 +238,9 @@ class Lab:
                 keys.append(encoded.keys.cpu())
                 gold.append(torch.from_numpy(batch.gold))
         scored = self.base.scored(domain, split)
-        assert torch.equal(torch.cat(gold), scored.reading.gold), "in another order"
-        reading = replace(scored.reading, keys=torch.cat(keys))
-        return replace(scored, lm_log_probs=torch.cat(log_probs), reading=reading)
+        assert torch.equal(torch.cat(gold), scored.targets), "in another order"
+        evidence = replace(scored.evidence, keys=torch.cat(keys))
+        return replace(scored, lm_log_probs=torch.cat(log_probs), evidence=evidence)
 
 
 def store_alone(found: Comparison) -> Candidate:

@@ -15,13 +15,13 @@ from safetensors.torch import save_file
 from texts import leveled
 from torch import Tensor
 
-from knnstore.datastore import tokens_of
-from knnstore.lm import KNNLMForCausalLM, NGramSettings
-from knnstore.lm.calibration.on_grid import GoldOnGrid
+from knnstore.lm import KNNLMForCausalLM, KNNSettings, NearnessLambda, NGramSettings
+from knnstore.lm.batch import Batch
+from knnstore.lm.calibration.on_grid import TargetSums
 from knnstore.lm.calibration.scored_text import ScoredText, score_once
 from knnstore.lm.calibration.searches import FurtherSearches
-from knnstore.lm.components import DocumentKeys, TargetContinuation
-from knnstore.lm.mixing import distinct_tokens
+from knnstore.lm.components import Form, TargetContinuation, look_up
+from knnstore.lm.mixing import Evidence, NeighborSums
 from knnstore.store import KNNStore, Selection
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 PROBES = 16
 """Cells that are visited, where there are some."""
-_SAID = ("ngrams", "own_ngrams")
+_EVIDENCE, _SUMS, _FOUND = "evidence.", "sums.", "found."
 _VISITED = "visited."
 _NEIGHBOURS = 1 << 22
 """Of all queries that are searched for at once."""
@@ -156,36 +156,31 @@ class Memory:
 
 def search_again(scored: ScoredText, store: KNNStore, k: int, selection: Selection) -> ScoredText:
     """Another search for a text that was scored with the same model, which need not run again."""
-    reading = scored.reading
+    settings, evidence = KNNSettings(k=k, mixer=NearnessLambda(), selection=selection), scored.evidence
     parts = []
     for at in torch.split(torch.arange(len(scored)), max(1, _NEIGHBOURS // k)):
-        found = store.search(reading.keys[at].numpy(), k, selection)
-        distances, tokens = torch.from_numpy(found.distances), torch.from_numpy(tokens_of(found.ids))
-        weights = torch.zeros(0) if found.log_weights is None else torch.from_numpy(found.log_weights)
-        hits = tokens == reading.gold[at, None]
-        parts.append((distances, hits, distinct_tokens(tokens, distances), weights))
-    distances, hits, distinct, log_weights = (torch.cat(column) for column in zip(*parts, strict=True))
-    return replace(
-        scored, distances=distances, hits=hits, distinct=distinct,
-        log_weights=log_weights if len(log_weights) else None,
-    )  # fmt: skip
+        batch = Batch(
+            evidence.keys[at], evidence.lm_max[at], evidence.lm_entropy[at], store.identity.vocab_size,
+            targets=scored.targets[at],
+        )  # fmt: skip
+        parts.append(look_up(store, settings, batch, Form.TARGET))
+    searches = Evidence.joined(parts, k).searches
+    return replace(scored, evidence=replace(evidence, searches=searches))
 
 
 def save_scored(file: Path, scored: ScoredText) -> None:
     """Write a pass whole or not at all."""
-    values = {field.name: getattr(scored, field.name) for field in fields(scored)}
-    reading, visited = values.pop("reading"), values.pop("visited")
-    said = {name: values.pop(name) for name in _SAID}
-    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-    rest = {name: value for name, value in values.items() if name not in tensors}
-    tensors |= {"reading.keys": reading.keys, "reading.gold": reading.gold}
-    metadata = {"rest": json.dumps(rest), "metric": str(reading.metric)}
-    for name, of in said.items():
-        if of is not None:
-            tensors |= {f"{name}.probs": of.probs, f"{name}.suffixes": of.suffixes}
-            metadata[name] = str(of.order)
-    for probes, found in visited.items():
-        tensors |= {f"{_VISITED}{probes}.{name}": value for name, value in vars_of(found).items()}
+    tensors, metadata = (
+        dict[str, Tensor](),
+        {"fitted_for": json.dumps(scored.fitted_for), "metric": str(scored.metric)},
+    )
+    for prefix, part in (("", scored), (_EVIDENCE, scored.evidence), (_SUMS, scored.sums)):
+        tensors |= {f"{prefix}{name}": value for name, value in tensors_of(part).items()}
+    for name, found in scored.evidence.found.items():
+        tensors |= {f"{_FOUND}{name}.{column}": value for column, value in tensors_of(found).items()}
+        metadata[f"{_FOUND}{name}"] = str(found.order)
+    for probes, visited in scored.visited.items():
+        tensors |= {f"{_VISITED}{probes}.{name}": value for name, value in tensors_of(visited).items()}
     file.parent.mkdir(exist_ok=True)
     part = file.with_suffix(".part")
     save_file({name: value.contiguous() for name, value in tensors.items()}, part, metadata)
@@ -197,26 +192,30 @@ def load_scored(file: Path) -> ScoredText:
     with safe_open(file, "pt") as opened:
         metadata = opened.metadata()
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    keys, gold = tensors.pop("reading.keys"), tensors.pop("reading.gold")
-    reading = DocumentKeys(keys, gold, tensors["documents"], metadata["metric"])
-    said = {
-        name: TargetContinuation(
-            int(metadata[name]), tensors.pop(f"{name}.probs"), tensors.pop(f"{name}.suffixes")
-        )
-        for name in _SAID
-        if name in metadata
+
+    def taken(prefix: str) -> dict[str, Tensor]:
+        names = [name for name in tensors if name.startswith(prefix)]
+        return {name.removeprefix(prefix): tensors.pop(name) for name in names}
+
+    found = {
+        name.removeprefix(_FOUND): TargetContinuation(int(order), **taken(f"{name}."))
+        for name, order in metadata.items()
+        if name.startswith(_FOUND)
     }
-    grids = dict[int, dict[str, Tensor]]()
-    for name in [name for name in tensors if name.startswith(_VISITED)]:
-        probes, _, of = name.removeprefix(_VISITED).partition(".")
-        grids.setdefault(int(probes), {})[of] = tensors.pop(name)
-    visited = {probes: GoldOnGrid(**grid) for probes, grid in grids.items()}
-    return ScoredText(**tensors, **json.loads(metadata["rest"]), **said, reading=reading, visited=visited)
+    visited = {probes: TargetSums(**grid) for probes in [PROBES] if (grid := taken(f"{_VISITED}{probes}."))}
+    sums = NeighborSums(**taken(_SUMS))
+    evidence = Evidence(searches=[sums], found=found, **taken(_EVIDENCE))
+    return ScoredText(
+        evidence=evidence, fitted_for=json.loads(metadata["fitted_for"]), metric=metadata["metric"],
+        visited=visited, **tensors,
+    )  # fmt: skip
 
 
-def vars_of(found: GoldOnGrid) -> dict[str, Tensor]:
-    """Its fields, by their names."""
-    return {field.name: getattr(found, field.name) for field in fields(found)}
+def tensors_of(part: Any) -> dict[str, Tensor]:
+    """Return the fields of a dataclass or a named tuple that are tensors, by their names."""
+    names = part._fields if isinstance(part, tuple) else [field.name for field in fields(part)]
+    values = {name: getattr(part, name) for name in names}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
 def write_json(file: Path, values: Any) -> None:

@@ -199,8 +199,7 @@ class Workshop:
         """Log p of each test token by the model and with T = 1, outside of what is tried; its document."""
         parts, documents = [], []
         for part in score_held_out(lm.store, lm.reader, self.test, _PUBLISHED):
-            assert part.visited is not None
-            knn = part.visited[0].weights(_PUBLISHED.temperature)[:, 0]
+            knn = part.evidence.searches[0].weights(_PUBLISHED.temperature)[:, 0]
             mixed = mix_log_probs(part.lm_log_probs, knn.log(), _LAM)
             parts.append(torch.stack([part.lm_log_probs, mixed]))
             documents.append(part.documents)

@@ -20,18 +20,20 @@ if TYPE_CHECKING:
         BinnedLambda,
         Chosen,
         DomainWeights,
+        Evidence,
         FixedLambda,
         GateLambda,
         JointGate,
         Likelihoods,
         Mixer,
         NearnessLambda,
+        NeighborSums,
         RelativeConfidence,
-        Retrieved,
         SimpleMixer,
         Skipping,
         register_mixer,
     )
+    from knnstore.lm.mixing import Evidence as Retrieved  # its former name, for one release
     from knnstore.lm.model import (
         ForwardPass,
         KeylessText,
@@ -106,6 +108,9 @@ if TYPE_CHECKING:
 else:
     __getattr__, __dir__ = attach_lazy_imports(__name__)
 
+Retrieved = Evidence
+"""The former name of `Evidence`, for one release."""
+
 __all__ = [
     "Added",
     "Audit",
@@ -124,6 +129,7 @@ __all__ = [
     "Drafts",
     "Encoder",
     "Evaluation",
+    "Evidence",
     "Explanation",
     "FixedLambda",
     "ForwardPass",
@@ -138,6 +144,7 @@ __all__ = [
     "Mixer",
     "NGramSettings",
     "NearnessLambda",
+    "NeighborSums",
     "Overrides",
     "Part",
     "Passage",

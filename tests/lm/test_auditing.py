@@ -9,7 +9,7 @@ from knnstore.errors import InputError
 from knnstore.lm import CacheSettings, KNNSettings, NGramSettings
 from knnstore.lm.components import Recent, RecentText
 from knnstore.lm.mixing.interpolation import Contribution
-from knnstore.lm.scoring import held_out
+from knnstore.lm.scoring import TokenScores, held_out
 from tests.lm.phrases import documents, phrases
 
 RNG = np.random.default_rng(11)
@@ -98,7 +98,8 @@ def test_a_mixture_that_is_judged_by_other_tokens_is_found(lm, monkeypatch):
 
     def easy(*args, **options):
         for scores in score(*args, **options):
-            yield scores.rows(np.flatnonzero(scores.lm_log_probs.numpy() > -5))
+            kept = scores.lm_log_probs > -5
+            yield TokenScores(scores.read.select_rows(kept), scores.evidence.select_rows(kept))
 
     monkeypatch.setattr("knnstore.lm.scoring.auditing.score_texts", easy)
     assert "model and mixture on the same tokens" in failed(lm)

@@ -27,7 +27,7 @@ from knnstore.lm.calibration.evidence import gather_evidence
 from knnstore.lm.calibration.on_grid import between_points
 from knnstore.lm.calibration.scored_text import score_once
 from knnstore.lm.calibration.searches import FurtherSearches
-from knnstore.lm.mixing import Retrieved
+from knnstore.lm.mixing import Evidence, NeighborSums
 from knnstore.store import EVERYTHING, Selection
 from tests.lm.phrases import documents, phrases, words
 
@@ -286,7 +286,7 @@ def test_settings_fitted_on_a_text_go_when_it_was_stored_and_is_removed(lm):
 def test_by_default_records_count_less_the_farther_the_nearest_is(lm):
     keys = np.concatenate([batch.keys for batch in lm.store.records()]).astype(np.float64)
     between_two = 2 * float(keys.var(axis=0).sum())
-    asked = Retrieved(torch.tensor([[0.0], [0.2], [1.0]]) * between_two, torch.zeros(3))
+    asked = Evidence(torch.zeros(3), [NeighborSums(torch.tensor([[0.0], [0.2], [1.0]]) * between_two)])
     near, within, far = default_settings(lm.store).mixer(asked, 1.0).lam.tolist()
     assert near == pytest.approx(0.9)
     assert near > within > 0.1 > 0.01 > far > 0

@@ -15,7 +15,7 @@ from knnstore.lm import DomainWeights, KNNSettings, RelativeConfidence
 from knnstore.lm.calibration.candidates import compare, fewest_enough
 from knnstore.lm.calibration.scored_text import ScoredText, score_once
 from knnstore.lm.calibration.searches import FurtherSearches
-from knnstore.lm.mixing import Visited, VisitedCells
+from knnstore.lm.mixing import CellSums, ProbedCells
 from knnstore.store import EVERYTHING
 from tests.lm.phrases import documents, phrases
 
@@ -125,15 +125,15 @@ def test_p_knn_on_a_grid_is_what_it_is_at_each_temperature() -> None:
     generator = torch.Generator().manual_seed(0)
     gold = torch.tensor([1, 2, 3, 1])
     cells = [
-        VisitedCells(
+        ProbedCells(
             torch.tensor([[0, 2]]), torch.tensor([[1, 1, 3, 2]]), torch.rand(1, 2, 4, generator=generator) * 9
         ),
-        VisitedCells(
+        ProbedCells(
             torch.tensor([[2, 1]]), torch.tensor([[3, 2]]), torch.rand(1, 2, 2, generator=generator) * 9,
             torch.tensor([[0.5, 2.0]]),
         ),
     ]  # fmt: skip
-    found = Visited(cells, gold)
+    found = CellSums(cells, gold)
     near, tokens = found.near(3)
     of_two = torch.cat([cells[0].distances[0, 1], cells[1].distances[0, 0]])  # of query 2, in both cells
     least = of_two.sort()
@@ -142,7 +142,7 @@ def test_p_knn_on_a_grid_is_what_it_is_at_each_temperature() -> None:
     for count in (1, 7):
         temperatures = 0.5 * 2 ** (0.5 * torch.arange(count))
         expected = torch.stack([found.weights(float(one))[:, 0] for one in temperatures], 1)
-        torch.testing.assert_close(found.gold_on_grid(temperatures), expected, atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(found.target_weights(temperatures), expected, atol=1e-6, rtol=1e-4)
     assert not expected[3].any()
 
 

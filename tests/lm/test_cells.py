@@ -81,11 +81,11 @@ def test_p_knn_is_the_sum_over_the_cells_visited(lm, probes) -> None:
     settings = KNNSettings(temperature=temperature(lm), lam=0.4, probes=probes)
     losses = []
     for part in score(lm.store, lm.reader, HELD_OUT, settings):
-        total, gold = np.zeros((2, len(part.gold)))
-        for visit in apart(lm.store.visit(part.keys.numpy(), probes)):
+        total, gold = np.zeros((2, len(part)))
+        for visit in apart(lm.store.visit(part.read.keys.numpy(), probes)):
             weights = np.exp(-visit.distances.astype(np.float64) / settings.temperature)
             total[visit.queries] += weights.sum(1)
-            hits = tokens_of(visit.ids) == part.gold.numpy()[visit.queries, None]
+            hits = tokens_of(visit.ids) == part.targets.numpy()[visit.queries, None]
             gold[visit.queries] += (weights * hits).sum(1)
         assert 0 < (total > 0).mean() == 1
         losses.append(-np.log(0.4 * gold / total + 0.6 * part.lm_log_probs.double().exp().numpy()))

@@ -13,13 +13,13 @@ from knnstore.documents import TextDocument
 from knnstore.errors import ConfigError
 from knnstore.lm import FixedLambda, KNNLMForCausalLM, TokenTable
 from knnstore.lm.calibration.fits.cache import fit_cache, gather_cache_evidence
-from knnstore.lm.calibration.scored_text import ScoredText
 from knnstore.lm.components import DocumentKeys
 from knnstore.lm.components.recent import look_back
 from knnstore.lm.explanation.explained import THIS_TEXT
 from knnstore.lm.scoring import evaluate
 from knnstore.lm.settings import CacheSettings, KNNSettings, ReadingParts
 from tests.lm.phrases import words
+from tests.lm.scored import scored_text
 
 STORED = [[0, 40, 41, 42, 50, 51, 52, 40, 41, 60, 70, 71], [0, 7, 5, 3, 40, 41, 99, 98, 97, 40]]
 CACHE = CacheSettings(size=6, temperature=15.0, lam=0.3)
@@ -276,9 +276,9 @@ def test_the_fit_finds_how_a_text_repeats_itself():
         "l2",
     )
     count = len(gold)
-    scored = ScoredText(
+    scored = scored_text(
         torch.full((count,), 1 / 50).log(), torch.zeros(count), torch.full((count, 1), torch.inf),
-        torch.zeros((count, 1), dtype=torch.bool), reading.documents, reading=reading,
+        torch.zeros((count, 1), dtype=torch.bool), reading.documents, keys=reading.keys, targets=gold,
     )  # fmt: skip
     evidence = gather_cache_evidence(reading)
     cache = fit_cache(evidence, scored.lm_log_probs, torch.ones(count, dtype=torch.bool))

@@ -14,12 +14,13 @@ from knnstore.datastore import Neighbors
 from knnstore.errors import ConfigError, DomainNotFoundError
 from knnstore.lm import (
     DomainWeights,
+    Evidence,
     KNNSettings,
-    Retrieved,
+    NeighborSums,
     TokenTable,
 )
 from knnstore.lm.calibration.fits.domains import DomainEvidence, fit_domains, mixture_weights
-from knnstore.lm.retrieval import retrieve
+from knnstore.lm.components import search_records
 from knnstore.store import Selection
 from tests.lm.phrases import documents, phrases, text, words
 
@@ -93,11 +94,15 @@ def test_the_mixture_is_that_of_separate_distributions(seed, weighted):
     tokens = rng.integers(0, vocabulary, (n, 2 * k))
     factors = rng.integers(1, 5, (n, 2 * k)) if weighted else np.ones((n, 2 * k))
     log_weights = torch.tensor(np.log(factors)).float() if weighted else None
-    retrieved = Retrieved(
-        torch.from_numpy(distances.reshape(n, -1)), torch.zeros(n), torch.from_numpy(tokens),
-        log_weights=log_weights,
-    )  # fmt: skip
-    found = mixer.weigh(retrieved, 2.0)
+    searches = [
+        NeighborSums(
+            torch.from_numpy(distances[:, at]),
+            torch.from_numpy(tokens[:, at * k : at * k + k]),
+            log_weights=None if log_weights is None else log_weights[:, at * k : at * k + k],
+        )
+        for at in range(2)
+    ]
+    found = mixer.weigh(Evidence(torch.zeros(n), searches), 2.0)
     for row in range(n):
         expected, total = np.zeros(vocabulary), 0.0
         for at, (lam, temperature) in enumerate(((0.5, 2.0), (0.3, 1.0))):
@@ -134,7 +139,9 @@ def test_only_domains_with_a_weight_are_searched_and_a_lost_one_is_reported_once
     given = KNNSettings(3, mixer=DomainWeights(("b", "c", "a"), (0.5, 0.2, 0.0)))
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            found = retrieve(store, queries, replace(given, selection=Selection(tags=("t",))))
+            found = Neighbors.joined(
+                search_records(store, queries, replace(given, selection=Selection(tags=("t",))))
+            )
     assert [selection.domains for selection in store.selections] == [("b",), ("c",)] * 2
     assert all(selection.tags == ("t",) for selection in store.selections)
     assert found.ids.tolist() == [[98] * 3 + [-1] * 3] * 2
@@ -145,7 +152,7 @@ def test_only_domains_with_a_weight_are_searched_and_a_lost_one_is_reported_once
         replace(given, selection=Selection(domains=("a", "d"))),
         replace(given, mixer=DomainWeights(("a",), (0.0,))),
     ):
-        assert (retrieve(store, queries, nowhere).ids == -1).all()
+        assert all((one.ids == -1).all() for one in search_records(store, queries, nowhere))
     assert store.selections == []
 
 

@@ -15,9 +15,10 @@ from knnstore.lm.calibration.candidates import compare
 from knnstore.lm.calibration.evidence import gather_evidence
 from knnstore.lm.calibration.fits.mixers import fit_bins, fit_fixed, fit_nearness, fit_relative
 from knnstore.lm.calibration.judging import MIN_TOKENS
-from knnstore.lm.calibration.on_grid import gold_on_grid
+from knnstore.lm.calibration.on_grid import targets_on_grid
 from knnstore.lm.calibration.scored_text import ScoredText
 from knnstore.lm.mixing import bins_of, fit_lambdas
+from tests.lm.scored import scored_text
 
 
 def made(seed: int = 0, tokens: int = 1200, k: int = 16, documents: int = 12) -> ScoredText:
@@ -27,7 +28,7 @@ def made(seed: int = 0, tokens: int = 1200, k: int = 16, documents: int = 12) ->
     distances = nearest + np.sort(rng.exponential(20, (tokens, k)), axis=1)
     # The nearer a neighbor, the likelier it has the token.
     hits = rng.random((tokens, k)) < 0.9 * np.exp(-distances / 60)
-    return ScoredText(
+    return scored_text(
         torch.from_numpy(np.log(rng.uniform(0.001, 0.4, tokens)).astype(np.float32)),
         torch.from_numpy(np.log(rng.uniform(0.4, 0.9, tokens)).astype(np.float32)),
         torch.from_numpy(distances.astype(np.float32)),
@@ -39,7 +40,7 @@ def made(seed: int = 0, tokens: int = 1200, k: int = 16, documents: int = 12) ->
 def knn_probs(scored: ScoredText, k: int, temperature: float) -> np.ndarray:
     distances = scored.distances[:, :k].double().numpy()
     weights = np.exp(-(distances - distances[:, :1]) / temperature)
-    return (weights * scored.hits[:, :k].numpy()).sum(1) / weights.sum(1)
+    return (weights * scored.sums.hits[:, :k].numpy()).sum(1) / weights.sum(1)
 
 
 def loss(scored: ScoredText, k: int, temperature: float, lam: float) -> float:
@@ -99,13 +100,13 @@ def test_a_bin_without_tokens_has_the_values_of_all_tokens(seed, bins, temperatu
     near = torch.rand(60, generator=torch.Generator().manual_seed(seed)) < 0.5
     near[0], near[1] = True, False
     scored.distances.copy_(torch.where(near[:, None], 1.0, 50.0) + torch.arange(16.0))
-    scored.lm_max.copy_(torch.where(near, -0.5, -3.0))
+    scored.evidence.lm_max.copy_(torch.where(near, -0.5, -3.0))
     evidence = gather_evidence(scored, [16])[0]
     fitted, fixed = fit_bins(evidence, bins, bins, temperatures=temperatures), fit_fixed(evidence)
     mixer = fitted.mixer
     assert isinstance(mixer, BinnedLambda)
     assert all(0 <= lam <= 1 for lam in mixer.lambdas)
-    bins_hit = bins_of(scored.retrieved(16, torch.arange(60)), mixer.distance_edges, mixer.confidence_edges)
+    bins_hit = bins_of(scored.evidence, mixer.distance_edges, mixer.confidence_edges)
     empty = set(range(len(mixer.lambdas))) - set(bins_hit.tolist())
     assert empty
     for bin in empty if temperatures else ():
@@ -152,7 +153,7 @@ def test_bins_are_drawn_to_all_tokens_by_32_of_them():
     found = fit_bins(evidence, 10)
     lm = scored.lm_log_probs.double().exp().numpy()
     knn = knn_probs(scored, 16, found.temperature)
-    bins = bins_of(scored.retrieved(16, torch.arange(150)), mixer.distance_edges, ()).numpy()
+    bins = bins_of(scored.evidence, mixer.distance_edges, ()).numpy()
     prior = _likeliest(lm, knn)
     assert prior == pytest.approx(overall, abs=0.05)
     for bin, lam in enumerate(mixer.lambdas):
@@ -190,7 +191,7 @@ def test_each_half_is_judged_by_what_was_fitted_on_the_other():
 
 def test_a_store_that_knows_nothing_does_not_beat_the_model():
     scored = made()
-    scored.hits.zero_()
+    scored.sums.hits.zero_()
     found = compare(scored)
     assert not found.beats_base
     assert next(c for c in found.candidates if c.name == "fixed").lam == pytest.approx(0)
@@ -205,13 +206,15 @@ def test_too_little_text_is_refused(tokens, documents):
 def test_a_text_for_which_nothing_is_found_is_refused():
     scored = made()
     with pytest.raises(InputError, match="no neighbor of any token"):
-        compare(replace(scored, distances=torch.full_like(scored.distances, torch.inf)))
+        scored.distances.fill_(torch.inf)
+        compare(scored)
 
 
 def test_only_differences_of_distances_count_however_large_they_are():
     scored, temperatures = made(), torch.tensor([0.5, 2.0])
     near, far = (
-        gold_on_grid(scored.distances + shift, scored.hits, [4, 16], temperatures) for shift in (0, 4096)
+        targets_on_grid(scored.distances + shift, scored.sums.hits, [4, 16], temperatures)
+        for shift in (0, 4096)
     )
     assert float(near.max()) > 0.5
     assert torch.allclose(near, far, atol=2e-3)

@@ -15,10 +15,10 @@ from knnstore.lm.calibration.judging import in_halves
 from knnstore.lm.calibration.savings import judge_savings
 from knnstore.lm.calibration.scored_text import ScoredText, score_once
 from knnstore.lm.calibration.trying import Trial
-from knnstore.lm.components import DocumentKeys
 from knnstore.lm.mixing import (
+    Evidence,
     GateLambda,
-    Retrieved,
+    NeighborSums,
     Skipping,
     distinct_tokens,
     fit_network,
@@ -29,6 +29,7 @@ from knnstore.lm.mixing.network import Network
 from knnstore.lm.settings import settings_for, settings_from_dict, settings_to_dict, weights_for, weights_of
 from knnstore.store import EVERYTHING, KNNStore, SavedSettings
 from tests.lm.phrases import documents, phrases, words
+from tests.lm.scored import scored_text, with_evidence
 
 K = 8
 
@@ -42,13 +43,14 @@ def synthetic(n: int, seed: int) -> tuple[ScoredText, torch.Tensor]:
     keys[:, 0] = right.float() * 2 - 1
     noise = torch.from_numpy
     documents = torch.arange(n) // 50
-    return ScoredText(
+    return scored_text(
         torch.full((n,), 0.05).log(),
         noise(-rng.random(n).astype(np.float32)),
         noise(rng.random((n, K)).astype(np.float32)).sort(1).values,
         right[:, None].repeat(1, K),
         documents,
-        reading=DocumentKeys(keys, torch.zeros(n, dtype=torch.long), documents, "l2"),
+        keys=keys,
+        targets=torch.zeros(n, dtype=torch.long),
         lm_entropy=noise(rng.random(n).astype(np.float32)),
         distinct=torch.ones((n, 4), dtype=torch.int16),
         fitted_for={},
@@ -91,8 +93,8 @@ def test_a_gate_sees_each_of_its_features_in_its_own_unit() -> None:
     surest, entropy = -rng.random(n).astype(np.float32), rng.random(n).astype(np.float32)
     of = torch.from_numpy
     seen = gate_features(
-        Retrieved(
-            of(distances), of(surest), keys=of(keys), lm_entropy=of(entropy), distinct=of(distinct),
+        Evidence(
+            of(surest), [NeighborSums(of(distances), known_distinct=of(distinct))], of(keys), of(entropy),
         ), K, 10.0,
     )  # fmt: skip
     last = np.where(np.isfinite(distances), distances, 0).max(1, keepdims=True)
@@ -175,7 +177,7 @@ def test_searches_that_help_nobody_are_left_out_at_no_loss() -> None:
     assert half.ratio < 1 < half.random  # where retrieval is wrong, p_LM alone is better
     assert half.ratio < most.ratio < most.random
     assert half.skipped == pytest.approx(0.5, abs=1e-3)
-    searched = half.skip.searched(scored.reading.keys, scored.lm_max, scored.lm_entropy)
+    searched = half.skip.searched(scored.reading.keys, scored.evidence.lm_max, scored.evidence.lm_entropy)
     assert float((searched == right).float().mean()) > 0.97
     # As by hand: gains lost, over all tokens.
     gains = fixed.log_probs - scored.lm_log_probs
@@ -206,7 +208,7 @@ def gated(scored) -> KNNSettings:
     every = torch.arange(len(scored))
     before = known_before(scored, every)
     purpose = {**scored.fitted_for, "scale": 1.0, "k": K}
-    gate = unlike(gate_features(scored.retrieved(K, every), K, 1.0), [0.0, 0.0]).weights(purpose)
+    gate = unlike(gate_features(scored.evidence, K, 1.0), [0.0, 0.0]).weights(purpose)
     skip = Skipping(unlike(skip_features(*before), [0.0]).weights(purpose), 0.0)
     skip = replace(skip, threshold=float(skip.expected(*before).median()))
     return KNNSettings(K, temperature=4.0, mixer=GateLambda(gate), skip=skip)
@@ -230,7 +232,7 @@ def test_a_skipped_query_is_not_searched_for_and_keeps_p_lm(lm, scored, gated, m
     assert found.searched == pytest.approx(0.5, abs=0.02)
     assert sum(queries) == round(found.searched * found.tokens)
     reading = scored.reading
-    kept = gated.skip.searched(reading.keys, scored.lm_max, scored.lm_entropy)
+    kept = gated.skip.searched(reading.keys, scored.evidence.lm_max, scored.evidence.lm_entropy)
     everywhere = scored.log_probs(replace(gated, skip=None)).log_probs
     expected = torch.where(kept, everywhere, scored.lm_log_probs)
     assert found.knn_ppl == pytest.approx(float((-expected.double().mean()).exp()), rel=1e-3)
@@ -251,7 +253,7 @@ def test_forward_and_generation_use_the_gate_as_scoring_does(lm, scored, gated) 
             knn=gated,
         ).logits
     torch.testing.assert_close(padded[:, 3:], whole, atol=2e-3, rtol=1e-3)
-    kept = gated.skip.searched(scored.reading.keys, scored.lm_max, scored.lm_entropy)
+    kept = gated.skip.searched(scored.reading.keys, scored.evidence.lm_max, scored.evidence.lm_entropy)
     mixed = torch.where(kept, scored.log_probs(replace(gated, skip=None)).log_probs, scored.lm_log_probs)
     first = scored.documents == 0
     torch.testing.assert_close(
@@ -290,7 +292,7 @@ def test_a_gate_for_another_model_is_refused(lm, scored, gated) -> None:
         weights_for(lm.store)(other)
     with pytest.raises(CorruptWeightsError, match="cannot be read"):
         weights_for(lm.store)(f"{'0' * 64}.safetensors")
-    wider = replace(scored, reading=replace(scored.reading, keys=scored.reading.keys.repeat(1, 2)))
+    wider = with_evidence(scored, keys=scored.evidence.keys.repeat(1, 2))
     with pytest.raises(ConfigError, match="fitted for another model"):
         wider.log_probs(gated)
     # Fewer neighbors than it was fitted with are no other model.

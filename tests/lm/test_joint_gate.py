@@ -19,6 +19,7 @@ from knnstore.lm.retrieval import Drafts
 from knnstore.lm.settings import CacheSettings, CalibrationRecord, settings_for
 from knnstore.store import EVERYTHING, KNNStore
 from tests.lm.phrases import documents, phrases
+from tests.lm.scored import with_evidence
 
 K = 8
 RNG = np.random.default_rng(5)
@@ -45,7 +46,7 @@ def gated(scored) -> KNNSettings:
     every = torch.arange(len(scored))
     factors = {"keys": FACTORS, "n-grams": (1.0,), "cache": FACTORS, "own n-grams": (1.0,)}
     assert factors.keys() == factors_in_use(ALL).keys()
-    features = experts_of(ALL, scored.retrieved_for(ALL, every)[0], factors, 2.0).features.nan_to_num()
+    features = experts_of(ALL, scored.evidence_for(ALL, every), factors, 2.0).features.nan_to_num()
     torch.manual_seed(0)
     network = Network(features.mean(0), features.std(0).clamp(min=1e-6), [0.0] * 9).eval()
     torch.nn.init.normal_(network.layers[-1].weight)
@@ -58,13 +59,13 @@ def gated(scored) -> KNNSettings:
 
 def definition(scored, settings) -> np.ndarray:
     """p of every token: softmax over those of the model and the eight experts that say something."""
-    retrieved, gold = scored.retrieved_for(settings, torch.arange(len(scored)))
+    evidence, gold = scored.evidence_for(settings, torch.arange(len(scored))), scored.targets
     gate = settings.gate
-    features = experts_of(settings, retrieved, gate.factors, gate.unit).features
+    features = experts_of(settings, evidence, gate.factors, gate.unit).features
     network = Network.of(gate.weights)
     logits = network(features.where(features.isfinite(), network.mean)).double().numpy()
-    near, hits = retrieved.distances.double().numpy(), retrieved.hits.numpy()
-    recent = retrieved.found["cache"].distances.double().numpy() if settings.cache else None
+    near, hits = evidence.distances.double().numpy(), evidence.hits.numpy()
+    recent = evidence.found["cache"].distances.double().numpy() if settings.cache else None
     probs, there = [scored.lm_log_probs.double().exp().numpy()], [np.ones(len(gold), bool)]
     for factor in FACTORS:
         weights = np.exp((near[:, :1] - near) / (4.0 * factor))
@@ -80,7 +81,7 @@ def definition(scored, settings) -> np.ndarray:
         found = np.isfinite(recent)
         weights = np.exp((recent.min(1, where=found, initial=1e9)[:, None] - recent) / (8.0 * factor)) * found
         probs.append(
-            (weights * (retrieved.found["cache"].tokens == gold[:, None]).numpy()).sum(1)
+            (weights * (evidence.found["cache"].tokens == gold[:, None]).numpy()).sum(1)
             / np.maximum(weights.sum(1), 1e-300)
         )
         there.append(found.any(1))
@@ -183,12 +184,11 @@ def test_what_is_said_by_no_other_stays_possible() -> None:
 def test_a_gate_finds_which_component_is_right(scored) -> None:
     """Half of the tokens are said by the neighbors and half by the n-grams, as the entropy tells."""
     of_keys = torch.arange(len(scored)) % 2 == 0
-    told = replace(
-        scored,
-        lm_log_probs=torch.full((len(scored),), 0.01).log(),
+    told = with_evidence(
+        replace(scored, lm_log_probs=torch.full((len(scored),), 0.01).log()),
         lm_entropy=of_keys.float(),
         hits=of_keys[:, None].expand(-1, K),
-        ngrams=scored.ngrams._replace(probs=torch.where(of_keys, 0.0, 0.8)),
+        found={"n-grams": scored.ngrams._replace(probs=torch.where(of_keys, 0.0, 0.8))},
     )
     tokens = (scored.documents < 10).nonzero()[:, 0]
     settings = replace(ALL, cache=None)
@@ -233,11 +233,10 @@ def test_it_is_fitted_on_the_tokens_it_is_given_alone(scored) -> None:
     one = fit_together(half, scored, scored.ngrams, cache, fit_fixed)
     assert one.gate is not None
     other = ~torch.isin(torch.arange(len(scored)), half.tokens)
-    changed = replace(
-        scored,
-        lm_log_probs=scored.lm_log_probs.where(~other, -9.0),
-        lm_entropy=scored.lm_entropy.where(~other, 7.0),
-        ngrams=scored.ngrams._replace(probs=scored.ngrams.probs.where(~other, 1e-6)),
+    changed = with_evidence(
+        replace(scored, lm_log_probs=scored.lm_log_probs.where(~other, -9.0)),
+        lm_entropy=scored.evidence.lm_entropy.where(~other, 7.0),
+        found={"n-grams": scored.ngrams._replace(probs=scored.ngrams.probs.where(~other, 1e-6))},
     )
     assert fit_together(half, changed, changed.ngrams, cache, fit_fixed) == one
 
@@ -271,13 +270,13 @@ def test_another_component_is_a_module_and_a_line(lm, scored, gated, monkeypatch
         def is_used(self, settings):
             return True
 
-        def contribute(self, settings, retrieved, factor=1.0):
-            like = retrieved.lm_max
+        def contribute(self, settings, evidence, factor=1.0):
+            like = evidence.lm_max
             weights, lam = torch.ones(len(like), 1), torch.full((len(like),), 0.5)
             return Contribution(weights, lam, torch.full((len(like), 1), 7), name="always")
 
-        def features(self, retrieved, unit):
-            return torch.ones(len(retrieved.lm_max), 1)
+        def features(self, evidence, unit):
+            return torch.ones(len(evidence.lm_max), 1)
 
     before = scored.log_probs(gated).log_probs
     monkeypatch.setattr(mixture, "_BUILT_IN", (*mixture._BUILT_IN, Always()))
@@ -296,6 +295,6 @@ def test_another_component_is_a_module_and_a_line(lm, scored, gated, monkeypatch
 def test_what_does_not_go_together_is_said(scored, gated) -> None:
     with pytest.raises(ConfigError, match="does not go with the mixer 'domains'"):
         replace(gated, mixer=DomainWeights(("phrases",), (0.5,)))
-    wider = replace(scored, reading=replace(scored.reading, keys=scored.reading.keys.repeat(1, 2)))
+    wider = with_evidence(scored, keys=scored.evidence.keys.repeat(1, 2))
     with pytest.raises(ConfigError, match="fitted for others"):
         wider.log_probs(gated)

@@ -15,10 +15,11 @@ from knnstore.lm.calibration.judging import in_halves
 from knnstore.lm.calibration.savings import judge_savings, unsearched
 from knnstore.lm.calibration.scored_text import ScoredSubstitute, ScoredText
 from knnstore.lm.calibration.trying import Trial
-from knnstore.lm.components import DocumentKeys, TargetContinuation
+from knnstore.lm.components import TargetContinuation
 from knnstore.lm.mixing import FixedLambda, distinct_tokens
 from knnstore.lm.settings import CacheSettings, KNNSettings, Substitute
 from knnstore.store import Lineage
+from tests.lm.scored import scored_text, with_evidence
 
 K, TOKENS, DOCUMENTS = 8, 1200, 12
 
@@ -34,25 +35,26 @@ def scored() -> ScoredText:
 
     documents = torch.arange(TOKENS) // (TOKENS // DOCUMENTS)
     distances = torch.from_numpy(np.sort(rng.exponential(9, (TOKENS, K)).astype(np.float32)) + 1)
-    reading = DocumentKeys(
-        torch.from_numpy(rng.standard_normal((TOKENS, 6)).astype(np.float32)),
-        torch.from_numpy(rng.integers(0, 5, TOKENS)), documents, "l2",
-    )  # fmt: skip
+    keys = torch.from_numpy(rng.standard_normal((TOKENS, 6)).astype(np.float32))
+    targets = torch.from_numpy(rng.integers(0, 5, TOKENS))
     substitute = Substitute(f"{'0' * 64}.safetensors", 0.5, Lineage((), 1, 1))
-    return ScoredText(
+    return scored_text(
         torch.from_numpy(known(0.3)).log(),
         torch.from_numpy(-rng.random(TOKENS).astype(np.float32)),
         distances,
         torch.from_numpy(rng.random((TOKENS, K)) < rng.random((TOKENS, 1))),
         documents,
-        reading=reading,
+        keys=keys,
+        targets=targets,
         lm_entropy=torch.from_numpy(rng.random(TOKENS).astype(np.float32)),
         distinct=distinct_tokens(torch.from_numpy(rng.integers(0, 5, (TOKENS, K))), distances),
         fitted_for={},
         substitute=ScoredSubstitute(substitute, torch.from_numpy(known(0.2)).log()),
-        ngrams=TargetContinuation(
-            4, torch.from_numpy(known(0.2)), torch.from_numpy(rng.integers(0, 4, (TOKENS, 3)))
-        ),
+        found={
+            "n-grams": TargetContinuation(
+                4, torch.from_numpy(known(0.2)), torch.from_numpy(rng.integers(0, 4, (TOKENS, 3)))
+            )
+        },
     )
 
 
@@ -66,16 +68,15 @@ def without_the_text_of(scored: ScoredText, tokens: torch.Tensor) -> ScoredText:
     other = scored.lm_log_probs.clone(), scored.substitute.log_probs.clone(), scored.ngrams.probs.clone()
     for column in other:
         column[tokens] = column[tokens].flip(0)
-    hits, gold = scored.hits.clone(), scored.reading.gold.clone()
-    hits[tokens], gold[tokens] = ~hits[tokens], (gold[tokens] + 1) % 5
-    return replace(
+    hits, targets = scored.sums.hits.clone(), scored.targets.clone()
+    hits[tokens], targets[tokens] = ~hits[tokens], (targets[tokens] + 1) % 5
+    changed = replace(
         scored,
         lm_log_probs=other[0],
-        hits=hits,
-        reading=replace(scored.reading, gold=gold),
+        targets=targets,
         substitute=scored.substitute._replace(log_probs=other[1]),
-        ngrams=scored.ngrams._replace(probs=other[2]),
     )
+    return with_evidence(changed, hits=hits, found={"n-grams": scored.ngrams._replace(probs=other[2])})
 
 
 @pytest.mark.slow
@@ -126,9 +127,10 @@ def test_the_lowest_of_many_by_luck_is_not_expected_to_be_low(scored, found) -> 
 
 def test_what_is_better_by_chance_does_not_beat_the_model(scored) -> None:
     # All of the gain is in one document of twelve.
-    hits = torch.zeros_like(scored.hits)
+    hits = torch.zeros_like(scored.sums.hits)
     hits[scored.documents == 3] = True
-    alone = replace(scored, hits=hits, reading=None, substitute=None, ngrams=None)
+    alone = with_evidence(scored, hits=hits, found={"n-grams": None})
+    alone = replace(alone, targets=None, substitute=None)
     none = KNNSettings(k=K, temperature=5.0, lam=0.0)
     compared = compare(alone, none, fits={"a little": lambda of: of.settings(5.0, FixedLambda(0.05))})
     little = compared.candidates[-1]

@@ -13,12 +13,13 @@ from hypothesis.extra.numpy import arrays
 from knnstore.errors import ConfigError
 from knnstore.lm import (
     BinnedLambda,
+    Evidence,
     FixedLambda,
     KNNLMForCausalLM,
     KNNSettings,
     NearnessLambda,
+    NeighborSums,
     RelativeConfidence,
-    Retrieved,
     settings_from_dict,
     settings_to_dict,
 )
@@ -58,7 +59,8 @@ MIXER = st.one_of(
 )
 def test_every_mixture_is_a_distribution(mixer, temperature, distances, confidence):
     nearest = torch.from_numpy(np.sort(distances, axis=1))
-    found = Retrieved(nearest, torch.from_numpy(confidence), tokens=torch.arange(20).reshape(5, 4) % 7)
+    sums = NeighborSums(nearest, torch.arange(20).reshape(5, 4) % 7)
+    found = Evidence(torch.from_numpy(confidence), [sums])
     mixture = mixture_of(KNNSettings(k=4, temperature=temperature, mixer=mixer), found)
     assert mixture.lam.dtype == torch.float32
     assert bool(((mixture.lam >= 0) & (mixture.lam <= 1)).all())
@@ -79,18 +81,18 @@ def test_bins_hold_what_is_between_their_edges():
     mixer = BinnedLambda((10.0, 20.0), (0.1, 0.2, 0.3, 0.4, 0.5, 0.6), (1, 2, 3, 4, 5, 6), (-1.0,))
     distances = torch.tensor([[5.0], [5.0], [10.0], [19.0], [20.0], [torch.inf], [-torch.inf]])
     confidence = torch.tensor([-2.0, -0.5, -2.0, -1.0, -9.0, 0.0, -9.0])
-    lam, temperature = mixer(Retrieved(distances, confidence), 10.0)
+    lam, temperature = mixer(Evidence(confidence, [NeighborSums(distances)]), 10.0)
     assert lam.tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.1])
     assert temperature.tolist() == pytest.approx([10, 20, 30, 40, 50, 60, 10])
 
 
 def test_the_closed_forms_are_those_of_the_papers():
     distances = torch.tensor([[20.0, 60.0, 80.0], [120.0, 130.0, torch.inf], [0.0, 0.0, 0.0]])
-    retrieved = Retrieved(distances, torch.zeros(3))
-    assert NearnessLambda()(retrieved, 100.0).lam.tolist() == pytest.approx([0.8, 0.0, 0.999])
+    evidence = Evidence(torch.zeros(3), [NeighborSums(distances)])
+    assert NearnessLambda()(evidence, 100.0).lam.tolist() == pytest.approx([0.8, 0.0, 0.999])
     logits = [(0.4 - ratio) / 0.1 for ratio in (20 / 80, 120 / 130, 1.0)]
     expected = [1 / (1 + math.exp(-logit)) for logit in logits]
-    assert RelativeConfidence(0.4, 0.1)(retrieved, 100.0).lam.tolist() == pytest.approx(expected)
+    assert RelativeConfidence(0.4, 0.1)(evidence, 100.0).lam.tolist() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def keys_of(lm, document: str) -> np.ndarray:
     tokens = [lm.reader.tokens(document)]
     parts = list(score_texts(lm.store, lm.reader, tokens, replace(KNN, pointers=None)))
     positions = np.concatenate([part.positions for part in parts])
-    return np.concatenate([part.keys.numpy() for part in parts])[positions.argsort()]
+    return np.concatenate([part.read.keys.numpy() for part in parts])[positions.argsort()]
 
 
 class Slow(KNNLMForCausalLM):

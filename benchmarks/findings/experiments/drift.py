@@ -11,9 +11,9 @@ from lab import Lab
 from torch import Tensor
 
 from knnstore.lm import Interval, KNNSettings
-from knnstore.lm.components import mixture_of
-from knnstore.lm.reading import Batch
-from knnstore.lm.scoring.held_out import read_batch, search_for
+from knnstore.lm.components import Form, look_up, mixture_of
+from knnstore.lm.reading import WindowBatch
+from knnstore.lm.scoring.held_out import read_windows
 
 TITLE = "In free generation retrieval becomes less certain the longer the text"
 CLAIM = """Wang et al. 2023: texts written with retrieval are not better by any measure of theirs; the longer
@@ -108,15 +108,16 @@ def look(lab: Lab, prompts: Tensor, text: Tensor, settings: KNNSettings) -> Seen
     ids = torch.cat([prompts, text], 1)
     row, column = torch.arange(text.numel()) // text.shape[1], torch.arange(text.numel()) % text.shape[1]
     at = row * ids.shape[1] + prompts.shape[1] - 1 + column
-    batch = Batch(ids.numpy(), at.numpy(), row.numpy(), column.numpy(), text.flatten().numpy())
-    scores = search_for(lm.store, read_batch(lm.reader, batch, settings), settings)
+    batch = WindowBatch(ids.numpy(), at.numpy(), row.numpy(), column.numpy(), text.flatten().numpy())
+    read = read_windows(lm.reader, batch)
+    evidence = look_up(lm.store, settings, read.batch(lm.store.identity.vocab_size, None), Form.SOURCES)
     # Not at one temperature: a gate, and bins, choose T for each token.
-    weights = mixture_of(settings, scores.retrieved()).weights
+    weights = mixture_of(settings, evidence).weights
     entropy = torch.empty(len(at))
-    for one, tokens in enumerate(scores.tokens.where(weights > 0, 0)):
+    for one, tokens in enumerate(evidence.tokens.where(weights > 0, 0)):
         p = torch.zeros(lm.store.identity.vocab_size).scatter_add_(0, tokens, weights[one])
         entropy[one] = -torch.xlogy(p, p).sum()
-    return Seen(*(of.reshape(text.shape) for of in (entropy, scores.lm_entropy, scores.lm_log_probs)))
+    return Seen(*(of.reshape(text.shape) for of in (entropy, read.lm_entropy, read.lm_log_probs)))
 
 
 def slope(values: Tensor) -> Tensor:

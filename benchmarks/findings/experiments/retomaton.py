@@ -10,10 +10,9 @@ from torch import Tensor
 
 from knnstore.datastore import Neighbors
 from knnstore.lm import KNNSettings, PointerSettings
-from knnstore.lm.components import mixture_of
+from knnstore.lm.components import Form, look_up, mixture_of, search_records
 from knnstore.lm.retrieval import retrieve_in_step
-from knnstore.lm.scoring import score_held_out
-from knnstore.lm.scoring.scores import TokenScores, together
+from knnstore.lm.scoring import ReadTokens, score_held_out
 from knnstore.store import Selection
 
 TITLE = "Pointers to what comes next save searches, better than leaving them out at random"
@@ -42,13 +41,13 @@ def run(lab: Lab) -> Finding:
         settings = replace(best_fixed(lab.dev(domain)), selection=Selection(domains=(domain,)))
         plain = test.log_probs(settings).log_probs
         lab.say(f"{domain}: searching for every token of test")
-        whole = search_once(lab, domain, settings)
-        assert torch.equal(whole.gold, test.reading.gold), "in another order"
+        whole, found = search_once(lab, domain, settings)
+        assert torch.equal(whole.targets, test.targets), "in another order"
         rows.append([domain, "no pointers", "0%", interval(test, plain), None, None])
         better, free = [], 0.0
         for pointers in POINTERS:
             lab.say(f"{domain}: following, {name_of(pointers)}")
-            log_probs, searched = follow(lab, whole, replace(settings, pointers=pointers))
+            log_probs, searched = follow(lab, whole, found, replace(settings, pointers=pointers))
             saved = 1 - searched
             drawn = torch.rand(len(test), generator=torch.Generator().manual_seed(0)) >= saved
             random = torch.where(drawn, plain, test.lm_log_probs)
@@ -84,23 +83,31 @@ def name_of(pointers: PointerSettings) -> str:
     return f"{pointers.min_pointers:,} suffice{clusters}"
 
 
-def search_once(lab: Lab, domain: str, settings: KNNSettings) -> TokenScores:
+def search_once(lab: Lab, domain: str, settings: KNNSettings) -> tuple[ReadTokens, Neighbors]:
     """Score test and search for every token, whichever searches are saved afterwards."""
     lm, documents = lab.base.lm, lab.texts[domain]["test"]
-    return together(list(score_held_out(lm.store, lm.reader, documents, settings)))
+    parts = [part.read for part in score_held_out(lm.store, lm.reader, documents, settings)]
+    read = ReadTokens.joined(parts)
+    (found,) = search_records(lm.store, read.keys.numpy(), settings)
+    return read, found
 
 
-def follow(lab: Lab, whole: TokenScores, settings: KNNSettings) -> tuple[Tensor, float]:
+def follow(lab: Lab, whole: ReadTokens, neighbors: Neighbors, settings: KNNSettings) -> tuple[Tensor, float]:
     """Return log p of every token where pointers save searches, and the share of searches made."""
-    distances = whole.distances.numpy()
+    store = lab.base.lm.store
     steps = retrieve_in_step(
-        lab.base.lm.store, whole.keys.numpy(), whole.gold.numpy(), whole.documents, whole.positions,
-        settings, lambda rows: Neighbors(whole.ids[rows], distances[rows]),
+        store, whole.keys.numpy(), whole.targets.numpy(), whole.documents, whole.positions,
+        settings, neighbors.rows,
     )  # fmt: skip
-    log_probs, made = torch.empty(len(whole.gold)), 0
+    log_probs, made = torch.empty(len(whole)), 0
     for rows, (found, searched) in steps:
-        step = whole.rows(rows).with_neighbors(found, searched)
-        mixture = mixture_of(settings, step.retrieved())
-        log_probs[torch.from_numpy(rows)] = mixture.gold(step.lm_log_probs, step.gold)
+        step = whole.select_rows(torch.from_numpy(rows))
+        batch = replace(
+            step.batch(store.identity.vocab_size, None),
+            neighbors=found,
+            searched=torch.from_numpy(searched),
+        )
+        mixture = mixture_of(settings, look_up(store, settings, batch, Form.TARGET))
+        log_probs[torch.from_numpy(rows)] = mixture.gold(step.lm_log_probs, step.targets)
         made += int(searched.sum())
-    return log_probs, made / len(whole.gold)
+    return log_probs, made / len(whole)

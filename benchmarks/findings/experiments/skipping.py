@@ -64,4 +64,4 @@ def run(lab: Lab) -> Finding:
 
 def expected(skip: Skipping, scored: ScoredText) -> torch.Tensor:
     """What the network expects of a search, for each token."""
-    return skip.expected(scored.reading.keys, scored.lm_max, scored.lm_entropy)
+    return skip.expected(scored.evidence.keys, scored.evidence.lm_max, scored.evidence.lm_entropy)

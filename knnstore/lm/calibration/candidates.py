@@ -19,7 +19,7 @@ from typing import NamedTuple
 from knnstore.datastore import Metric
 from knnstore.errors import InputError
 from knnstore.lm.calibration.evidence import (
-    Evidence,
+    GridEvidence,
     evidence_of_cells,
     evidence_without_keys,
     gather_evidence,
@@ -164,9 +164,9 @@ class _OfKeys(NamedTuple):
     """What was fitted of the keys alone."""
 
     candidates: list[Candidate]
-    evidence: list[Evidence]
+    evidence: list[GridEvidence]
     """With each k, or number of probes."""
-    at_best_k: Evidence
+    at_best_k: GridEvidence
     fits: Mapping[str, Fit]
     """What was tried, by name."""
     by_probes: Mapping[int, float]

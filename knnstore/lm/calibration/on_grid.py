@@ -1,4 +1,4 @@
-"""p_kNN of the token that came at every temperature of a grid, and between its points."""
+"""p_kNN of target tokens at every temperature of a grid, and between its points."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from knnstore.lm.mixing import LEAST_PROBABILITY, PerQuery
+from knnstore.lm.mixing import LEAST_PROBABILITY, NeighborSums, PerQuery
 
 CHUNK_VALUES = 1 << 20
 """How many neighbors are weighed at once: what stays in a CPU's cache."""
@@ -17,7 +17,7 @@ _STEP = 0.5
 
 
 def grid(distances: Tensor) -> Tensor:
-    """Temperatures around the neighbors' typical distance from the nearest one, ascending by half octaves.
+    """Choose temperatures around the neighbors' typical distance from the nearest, ascending by half octaves.
 
     The distances, shape (n, k), are of a sample of tokens for which something was found, ascending.
     """
@@ -32,21 +32,21 @@ def grid(distances: Tensor) -> Tensor:
     return smallest * 2 ** (_STEP * torch.arange(steps))
 
 
-def gold_on_grid(
+def targets_on_grid(
     distances: Tensor,
     hits: Tensor,
     ks: Sequence[int],
     temperatures: Tensor,
     log_weights: Tensor | None = None,
 ) -> Tensor:
-    """Compute p_kNN of the gold token of n tokens among the first neighbors, for each k and temperature.
+    """Compute p_kNN of n target tokens among the first neighbors, for each k and temperature.
 
     Args:
         distances: float32, shape (n, k), +inf where one is missing.
-        hits: whether a neighbor carries the token, bool, shape (n, k).
+        hits: whether a neighbor has the target token, bool, shape (n, k).
         ks: ascending.
         temperatures: shape (m,).
-        log_weights: of the neighbors, shape (n, k); see `Retrieved`.
+        log_weights: of the neighbors, shape (n, k); see `NeighborSums`.
 
     Returns:
         float32, shape (len(ks), n, m); 0 where nothing is found.
@@ -70,7 +70,7 @@ def gold_on_grid(
 
 
 def between_points(knn: Tensor, temperatures: Tensor, wanted: Tensor | float) -> Tensor:
-    """Take p_kNN at any temperature: between the points, on the cubic through the nearest four.
+    """Interpolate p_kNN at any temperature: between the points, on the cubic through the nearest four.
 
     Args:
         knn: at each temperature, shape (n, m).
@@ -94,31 +94,51 @@ def between_points(knn: Tensor, temperatures: Tensor, wanted: Tensor | float) ->
 
 
 @dataclass(frozen=True, slots=True)
-class GoldOnGrid:
-    """p_kNN of the token that came, of n tokens: all that is kept of what a search summed over."""
+class TargetSums:
+    """p_kNN of n target tokens on a grid of temperatures: all that is kept of a search; see `TokenSums`."""
 
     temperatures: Tensor
     """The grid, float32, shape (m,), ascending."""
     knn: Tensor
-    """At each of them, float32, shape (n, m)."""
+    """p_kNN at each of them, float32, shape (n, m)."""
     found: Tensor
-    """Whether anything was found, bool, shape (n,)."""
+    """Whether the search found any record, bool, shape (n,)."""
+    nearest: NeighborSums | None = None
+    """The nearest records, for mixers that look at them."""
 
-    hits = (True, False)
+    tokens = None
 
     @classmethod
-    def nothing(cls, count: int, temperatures: Tensor) -> "GoldOnGrid":
-        """Of so many tokens, for none of which anything is found."""
+    def nothing(cls, count: int, temperatures: Tensor) -> "TargetSums":
+        """Return the sums of `count` tokens for none of which a record is found."""
         return cls(temperatures, torch.zeros(count, len(temperatures)), torch.zeros(count, dtype=torch.bool))
 
-    def rows(self, tokens: Tensor) -> "GoldOnGrid":
-        """Of some of the tokens."""
-        return GoldOnGrid(self.temperatures, self.knn[tokens], self.found[tokens])
+    @property
+    def distances(self) -> Tensor:
+        """To the nearest records, float32, shape (n, k)."""
+        assert self.nearest is not None
+        return self.nearest.distances
+
+    @property
+    def distinct(self) -> Tensor:
+        """`distinct_tokens` of the nearest records."""
+        assert self.nearest is not None
+        return self.nearest.distinct
+
+    @property
+    def hits(self) -> Tensor:
+        """Whether a place is that of the target token: the first of two is. bool, shape (n, 2)."""
+        return torch.tensor([[True, False]]).expand(len(self.found), -1)
+
+    def select_rows(self, rows: slice | Tensor) -> "TargetSums":
+        """Return the sums of some of the tokens."""
+        nearest = None if self.nearest is None else self.nearest.select_rows(rows)
+        return TargetSums(self.temperatures, self.knn[rows], self.found[rows], nearest)
 
     def prepare(self, temperatures: Sequence[float]) -> None:
-        """Nothing is to be done."""
+        """Do nothing: the grid is known."""
 
     def weights(self, temperature: PerQuery) -> Tensor:
-        """What p_kNN gives to the token that came, and to all others; see `Shares`."""
-        gold = between_points(self.knn, self.temperatures, temperature)
-        return torch.stack([gold, 1 - gold], 1) * self.found[:, None]
+        """Interpolate p_kNN of the target token and of all others on the grid, shape (n, 2)."""
+        target = between_points(self.knn, self.temperatures, temperature)
+        return torch.stack([target, 1 - target], 1) * self.found[:, None]

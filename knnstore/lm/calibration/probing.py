@@ -33,6 +33,7 @@ from knnstore.lm.keys import (
     layer_count,
     locate,
 )
+from knnstore.lm.mixing import Evidence, NeighborSums
 from knnstore.lm.reading import Encoder, TextReader, sample_tokens, window_of
 from knnstore.lm.scoring import Interval
 from knnstore.progress import Progress
@@ -159,7 +160,8 @@ def probe_keys(
         distances, nearest = nearest_keys(queries, rows, min(MOST_NEIGHBORS, len(rows)), metric)
         hits = torch.from_numpy(store.gold)[nearest] == torch.from_numpy(text.gold)[:, None]
         documents = torch.from_numpy(text.documents)
-        scored = ScoredText(text.lm_log_probs, text.lm_max, distances, hits, documents)
+        evidence = Evidence(text.lm_max, [NeighborSums(distances, hits=hits)])
+        scored = ScoredText(text.lm_log_probs, documents, evidence)
         compared = compare(scored, fits={})
         base, best, change = compared.base, compared.best, None
         if one is not None:

@@ -12,13 +12,12 @@ from torch import Tensor
 
 from knnstore.datastore import tokens_of
 from knnstore.documents import TextDocument
-from knnstore.lm.calibration.evidence import Evidence, evidence_of, temperatures_for
+from knnstore.lm.calibration.evidence import GridEvidence, evidence_of, temperatures_for
 from knnstore.lm.calibration.fits import DomainEvidence
-from knnstore.lm.calibration.on_grid import GoldOnGrid, between_points, gold_on_grid
+from knnstore.lm.calibration.on_grid import TargetSums, between_points, targets_on_grid
 from knnstore.lm.calibration.scored_text import Mixed, ScoredText
-from knnstore.lm.components import DocumentKeys
-from knnstore.lm.mixing import LEAST_PROBABILITY, Retrieved, Visited, mix_probs
-from knnstore.lm.retrieval import visit
+from knnstore.lm.components import DocumentKeys, sum_cells
+from knnstore.lm.mixing import LEAST_PROBABILITY, CellSums, NeighborSums, mix_probs
 from knnstore.lm.scoring import grouped
 from knnstore.lm.settings import KNNSettings
 from knnstore.progress import Progress
@@ -51,10 +50,10 @@ class FurtherSearches:
         parts = self._search(ks[-1], f"searching k={ks[-1]:,}", self.selection)
         return [WideEvidence(of, self.scored.lm_log_probs) for of in evidence_of(self.scored, ks, parts)]
 
-    def with_probes(self, probes: Sequence[int]) -> dict[int, GoldOnGrid]:
+    def with_probes(self, probes: Sequence[int]) -> dict[int, TargetSums]:
         """Visit so many cells: p_kNN of every token over all their records, by the number of cells."""
         title = f"visiting {probes[-1]:,} cells"
-        found = self._visit(probes, title, self.selection, temperatures_for(self.scored))
+        found = self._probe(probes, title, self.selection, temperatures_for(self.scored))
         return dict(zip(probes, found, strict=True))
 
     def by_domain(self, domains: Sequence[str], k: int, probes: int | None = None) -> DomainEvidence:
@@ -65,12 +64,13 @@ class FurtherSearches:
         for domain in domains:
             selection, title = replace(self.selection, domains=(domain,)), f"searching {domain}"
             if probes is not None:
-                apart += self._visit([probes], title, selection, temperatures)
+                apart += self._probe([probes], title, selection, temperatures)
                 continue
-            found = GoldOnGrid.nothing(len(scored), temperatures)
-            for tokens, retrieved, hits in self._search(k, title, selection):
-                found.knn[tokens] = gold_on_grid(
-                    retrieved.distances, hits, [k], temperatures, retrieved.log_weights
+            found = TargetSums.nothing(len(scored), temperatures)
+            for tokens, near in self._search(k, title, selection):
+                assert near.hits is not None
+                found.knn[tokens] = targets_on_grid(
+                    near.distances, near.hits, [k], temperatures, near.log_weights
                 )[0]
                 found.found[tokens] = True
             apart.append(found)
@@ -78,21 +78,21 @@ class FurtherSearches:
         everywhere = torch.stack([one.found for one in apart])
         return DomainEvidence(k, tuple(domains), temperatures, knn, everywhere, lm, probes)
 
-    def _visit(
+    def _probe(
         self, probes: Sequence[int], title: str, selection: Selection, temperatures: Tensor
-    ) -> list[GoldOnGrid]:
+    ) -> list[TargetSums]:
         """Visit some numbers of cells near every token of the text, ascending."""
-        found, at_once = [GoldOnGrid.nothing(len(self.scored), temperatures) for _ in probes], _FIRST
+        found, at_once = [TargetSums.nothing(len(self.scored), temperatures) for _ in probes], _FIRST
         for members, reached in self._groups(title, selection):
             left = members
             while len(left):
                 tokens, left = left[:at_once], left[at_once:]
-                visited = self._visited(tokens, probes[-1], reached)
+                visited = self._sum_cells(tokens, probes[-1], reached)
                 if len(probes) > 1 and visited.is_ranked:
-                    of_each = visited.gold_within(probes, temperatures)
+                    of_each = visited.target_weights_within(probes, temperatures)
                 else:
-                    fewer = [self._visited(tokens, some, reached) for some in probes[:-1]]
-                    of_each = torch.stack([of.gold_on_grid(temperatures) for of in [*fewer, visited]])
+                    fewer = [self._sum_cells(tokens, some, reached) for some in probes[:-1]]
+                    of_each = torch.stack([of.target_weights(temperatures) for of in [*fewer, visited]])
                 for of, knn in zip(found, of_each, strict=True):
                     of.knn[tokens], of.found[tokens] = knn, visited.nearest.isfinite()
                 at_once = max(1, _DISTANCES * len(tokens) // max(1, visited.size))
@@ -100,13 +100,13 @@ class FurtherSearches:
         self._shown.finish()
         return found
 
-    def _visited(self, tokens: Tensor, probes: int, selection: Selection) -> Visited:
-        keys, gold = self._reading.keys[tokens].numpy(), self._reading.gold[tokens]
-        (visited,) = visit(self.store, keys, gold, KNNSettings(selection=selection, probes=probes))
-        return visited
+    def _sum_cells(self, tokens: Tensor, probes: int, selection: Selection) -> CellSums:
+        keys, targets = self._reading.keys[tokens].numpy(), self._reading.gold[tokens]
+        settings = KNNSettings(selection=selection, probes=probes)
+        return sum_cells(self.store, keys, targets, settings)
 
-    def _search(self, k: int, title: str, selection: Selection) -> Iterator[tuple[Tensor, Retrieved, Tensor]]:
-        """Yield tokens for which something is found, their neighbors, and which of these have the token."""
+    def _search(self, k: int, title: str, selection: Selection) -> Iterator[tuple[Tensor, NeighborSums]]:
+        """Yield tokens for which something is found, and their neighbors, with hits."""
         reading = self._reading
         for members, reached in self._groups(title, selection):
             for tokens in torch.split(members, max(1, _NEIGHBORS // k)):
@@ -117,14 +117,8 @@ class FurtherSearches:
                 found = distances[:, 0].isfinite()
                 log_weights = neighbors.log_weights
                 hits = torch.from_numpy(tokens_of(neighbors.ids)) == reading.gold[tokens, None]
-                yield (
-                    tokens[found],
-                    Retrieved(
-                        distances[found], self.scored.lm_max[tokens[found]],
-                        log_weights=None if log_weights is None else torch.from_numpy(log_weights)[found],
-                    ),
-                    hits[found],
-                )  # fmt: skip
+                weights = None if log_weights is None else torch.from_numpy(log_weights)[found]
+                yield tokens[found], NeighborSums(distances[found], hits=hits[found], log_weights=weights)
                 self._shown.advance(len(tokens))
         self._shown.finish()
 
@@ -151,7 +145,7 @@ class FurtherSearches:
 class WideEvidence:
     """What tokens say about settings with a k larger than that of the pass."""
 
-    evidence: Evidence
+    evidence: GridEvidence
     """Only for mixers that look at no more than the nearest distance and the model's confidence."""
     lm_log_probs: Tensor
     """log p_LM of every token of the text, float32, shape (n,)."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from knnstore.lm.calibration.evidence import Evidence
+from knnstore.lm.calibration.evidence import GridEvidence
 from knnstore.lm.calibration.fits import (
     CacheEvidence,
     DomainEvidence,
@@ -29,10 +29,10 @@ from knnstore.lm.mixing import mix_gold
 from knnstore.lm.scoring import Interval
 from knnstore.lm.settings import CacheSettings, KNNSettings, NGramSettings, other_components
 
-Fit = Callable[[Evidence], KNNSettings]
+Fit = Callable[[GridEvidence], KNNSettings]
 Mix = Callable[[KNNSettings, Tensor], Mixed]
 """Judges settings by some tokens, given by their indices."""
-E = TypeVar("E", Evidence, DomainEvidence)
+E = TypeVar("E", GridEvidence, DomainEvidence)
 P = TypeVar("P", CacheSettings, NGramSettings, dict[str, Any])
 
 
@@ -87,7 +87,7 @@ class Trial:
         held_out, change = self.judge(log_probs)
         return Candidate(name, fit(evidence), held_out, float(lam.mean()), change, log_probs, by_half)
 
-    def with_all(self, fit: Fit, evidence: Evidence) -> Interval:
+    def with_all(self, fit: Fit, evidence: GridEvidence) -> Interval:
         """The perplexity of what a fit makes of the keys, with n-grams and a cache on top."""
         said = self._said
         if said is not None:
@@ -116,7 +116,7 @@ class Trial:
         return log_probs
 
     def with_substitute(
-        self, candidates: Sequence[Candidate], evidence: Sequence[Evidence], fits: Mapping[str, Fit]
+        self, candidates: Sequence[Candidate], evidence: Sequence[GridEvidence], fits: Mapping[str, Fit]
     ) -> list[Candidate]:
         """The substitute alone and below the best of some candidates, if the text was scored with one."""
         scored, predicted = self._scored, self._scored.substitute
@@ -131,7 +131,7 @@ class Trial:
         ]
 
     def with_ngrams(
-        self, candidates: Sequence[Candidate], evidence: Sequence[Evidence], fits: Mapping[str, Fit]
+        self, candidates: Sequence[Candidate], evidence: Sequence[GridEvidence], fits: Mapping[str, Fit]
     ) -> list[Candidate]:
         """N-grams without the keys, and on top of the best candidate, and of the best that fits make anew.
 
@@ -155,8 +155,8 @@ class Trial:
         return [*on_top, self.fitted(f"{best.name} + n-grams", again, at_its_k)]
 
     def _best_fitted_by(
-        self, fits: Mapping[str, Fit], candidates: Sequence[Candidate], evidence: Sequence[Evidence]
-    ) -> tuple[Candidate, Evidence]:
+        self, fits: Mapping[str, Fit], candidates: Sequence[Candidate], evidence: Sequence[GridEvidence]
+    ) -> tuple[Candidate, GridEvidence]:
         """The best of those that some fits have made of the pass, and what it was fitted to."""
         best = best_of([one for one in candidates if one.name in fits and one.settings.k <= self._scored.k])
         reach = best.settings.k, best.settings.probes
@@ -183,7 +183,7 @@ class Trial:
     def _with_other(self, name: str, component: Any, candidates: Sequence[Candidate]) -> list[Candidate]:
         """One component of another package without the store, and on top of the best candidate."""
         assert self._scored.reading is not None
-        found, targets = self._scored.others[name], self._scored.reading.gold
+        found, targets = self._scored.evidence.found[name], self._scored.reading.gold
 
         def fit(log_probs: Tensor, wanted: Tensor) -> dict[str, Any]:
             fitted: dict[str, Any] = component.fit(found, log_probs, targets, wanted)
@@ -199,7 +199,7 @@ class Trial:
         return self._on_top(candidates, name, fit, mix, put, itemgetter("lam"))
 
     def with_gate(
-        self, candidates: Sequence[Candidate], evidence: Sequence[Evidence], fit: Fit
+        self, candidates: Sequence[Candidate], evidence: Sequence[GridEvidence], fit: Fit
     ) -> list[Candidate]:
         """One gate over all components, with k or probes as of the best that `fit` has made."""
         if self._scored.reading is None:

@@ -2,7 +2,8 @@
 
 from knnstore.lm.components.component import Form, Found
 from knnstore.lm.components.distribution import DistributionComponent, Places
-from knnstore.lm.components.mixture import experts_of, factors_in_use, look_up_texts, mixture_of
+from knnstore.lm.components.keys import most_records, probes_cells, reachable, search_records, sum_cells
+from knnstore.lm.components.mixture import experts_of, factors_in_use, look_up, mixture_of
 from knnstore.lm.components.ngrams import NGrams, TargetContinuation, ngram_lambdas
 from knnstore.lm.components.own_ngrams import OwnNGrams
 from knnstore.lm.components.recent import DocumentKeys, Recent, RecentText
@@ -20,7 +21,12 @@ __all__ = [
     "TargetContinuation",
     "experts_of",
     "factors_in_use",
-    "look_up_texts",
+    "look_up",
     "mixture_of",
+    "most_records",
     "ngram_lambdas",
+    "probes_cells",
+    "reachable",
+    "search_records",
+    "sum_cells",
 ]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from knnstore.lm.contexts import Contexts
-from knnstore.lm.mixing import Contribution, Retrieved
+from knnstore.lm.mixing import Contribution, Evidence
 from knnstore.lm.settings import KNNSettings
 from knnstore.store import Reader
 
@@ -73,13 +73,13 @@ class Component(Protocol):
         ...
 
     def contribute(
-        self, settings: KNNSettings, retrieved: Retrieved, factor: float = 1.0
+        self, settings: KNNSettings, evidence: Evidence, factor: float = 1.0
     ) -> Contribution | None:
         """Weigh what was found for n positions.
 
         Args:
             settings: in force.
-            retrieved: what was found.
+            evidence: what was found.
             factor: the component's temperature is multiplied by it.
 
         Returns:
@@ -87,11 +87,11 @@ class Component(Protocol):
         """
         ...
 
-    def features(self, retrieved: Retrieved, unit: float) -> Tensor:
+    def features(self, evidence: Evidence, unit: float) -> Tensor:
         """Compute what a gate sees of the component, where it is in use.
 
         Args:
-            retrieved: what was found for n positions.
+            evidence: what was found for n positions.
             unit: of distances.
 
         Returns:

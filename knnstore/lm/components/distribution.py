@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from knnstore.errors import ConfigError
 from knnstore.lm.components.component import Form
 from knnstore.lm.contexts import Contexts
-from knnstore.lm.mixing import LEAST_PROBABILITY, Contribution, Retrieved, fit_lambdas
+from knnstore.lm.mixing import LEAST_PROBABILITY, Contribution, Evidence, fit_lambdas
 from knnstore.lm.settings import KNNSettings
 from knnstore.store import Reader
 
@@ -108,21 +108,21 @@ class DistributionComponent(ABC):
         return Places(*self.distribution(reader, contexts, settings.others[self.name], vocabulary))
 
     def contribute(
-        self, settings: KNNSettings, retrieved: Retrieved, factor: float = 1.0
+        self, settings: KNNSettings, evidence: Evidence, factor: float = 1.0
     ) -> Contribution | None:
         """Weigh its distributions by one λ."""
         if not self.is_used(settings):
             return None
-        return self.weigh(retrieved.found[self.name], settings.others[self.name])
+        return self.weigh(evidence.found[self.name], settings.others[self.name])
 
     def weigh(self, found: Places, settings: Mapping[str, Any]) -> Contribution:
         """Weigh distributions that were found by the component's own settings."""
         lam = torch.full((len(found.weights),), float(settings["lam"]), device=found.weights.device)
         return Contribution(found.weights, lam, found.tokens, name=self.name)
 
-    def features(self, retrieved: Retrieved, unit: float) -> Tensor:
+    def features(self, evidence: Evidence, unit: float) -> Tensor:
         """Return the largest weight of each distribution."""
-        found: Places = retrieved.found[self.name]
+        found: Places = evidence.found[self.name]
         return found.weights.amax(1, keepdim=True)
 
     def fit(self, found: Places, log_probs: Tensor, targets: Tensor, wanted: Tensor) -> dict[str, Any]:

@@ -1,33 +1,257 @@
-"""Keys: the nearest records of the store, as the settings' mixer weighs them."""
+"""Keys: the records of the store that are near the query, as the settings' mixer weighs them.
 
+An engine either finds the k nearest records, or sums over all records of the probed cells. Both become
+`TokenSums` here, and nothing above asks which it was.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+import numpy as np
+import torch
 from torch import Tensor
 
-from knnstore.lm.mixing import DISTINCT_AMONG, Contribution, Retrieved, neighbor_features, powers_up_to
+from knnstore.datastore import Keys as KeyArray
+from knnstore.datastore import Neighbors, tokens_of
+from knnstore.errors import ConfigError, DomainNotFoundError
+from knnstore.lm.batch import Batch
+from knnstore.lm.components.component import Form
+from knnstore.lm.mixing import (
+    DISTINCT_AMONG,
+    CellSums,
+    Contribution,
+    Evidence,
+    NeighborSums,
+    ProbedCells,
+    TokenSums,
+    neighbor_features,
+    powers_up_to,
+)
 from knnstore.lm.settings import KNNSettings
+from knnstore.store import Reader, Selection
+
+_logger = logging.getLogger(__name__)
+_told: set[tuple[str, str, str]] = set()
+_MANY_IN_CELL = 8192  # records, as in a small domain that is one cell
+
+T = TypeVar("T")
 
 
 class Keys:
-    """Neighbors from the store."""
+    """Records from the store."""
 
     name = "keys"
     factors = (0.25, 0.5, 1.0, 2.0, 4.0)
     width = 2 * len(powers_up_to(DISTINCT_AMONG))
 
     def is_used(self, settings: KNNSettings) -> bool:
-        """Check whether settings have a search to make."""
+        """Check whether settings search the store."""
         return settings.retrieves
 
-    def contribute(self, settings: KNNSettings, retrieved: Retrieved, factor: float = 1.0) -> Contribution:
-        """Weigh the neighbors by the mixer, which chooses λ and scales T."""
-        is_single = len(settings.mixer.searches(settings.selection)) == 1
-        if settings.gate is not None and (is_single or retrieved.visited):
-            retrieved.prepare([settings.temperature * one for one in self.factors])
-        weights, lam, temperature = settings.mixer.weigh(retrieved, settings.temperature * factor)
-        tokens = None if retrieved.visited else retrieved.tokens
+    def look_up(
+        self, reader: Reader, settings: KNNSettings, batch: Batch, form: Form
+    ) -> tuple[list[TokenSums], Tensor]:
+        """Make the searches of the settings' mixer.
+
+        Args:
+            reader: the store.
+            settings: in force.
+            batch: the positions.
+            form: how much is kept of what is found.
+
+        Returns:
+            What each search found, at least one; and for which positions a search was made, bool, shape (n,).
+        """
+        if batch.neighbors is not None:
+            assert batch.searched is not None
+            return [_sums(batch.neighbors, batch, settings, form)], batch.searched
+        # 1) Choose the positions that are searched for.
+        searched = torch.full((len(batch),), settings.retrieves)
+        if batch.is_text is not None:
+            searched &= batch.is_text
+        if settings.skip is not None and settings.retrieves:
+            assert batch.lm_entropy is not None
+            searched &= settings.skip.searched(batch.keys, batch.lm_max, batch.lm_entropy).cpu()
+        if not searched.any():
+            return [_sums(Neighbors.nothing(len(batch), 1), batch, settings, form)], searched
+        is_whole = bool(searched.all())
+        queries = (batch.keys if is_whole else batch.keys[searched]).float().cpu().numpy()
+        # 2) Sum over whole cells where texts are scored.
+        if batch.targets is not None and form is not Form.SOURCES and probes_cells(reader, settings):
+            targets = batch.targets if is_whole else batch.targets[searched]
+            of_cells = _sum_cells(reader, queries, targets, settings, batch.vocabulary, form)
+            return [one.scatter_rows(searched, batch.targets) for one in of_cells], searched
+        # 3) Keep single records elsewhere.
+        found = search_records(reader, queries, settings)
+        if not is_whole:
+            found = [one.spread(searched.numpy()) for one in found]
+        return [_sums(one, batch, settings, form) for one in found], searched
+
+    def contribute(self, settings: KNNSettings, evidence: Evidence, factor: float = 1.0) -> Contribution:
+        """Weigh the records by the mixer, which chooses λ and scales T."""
+        if settings.gate is not None and len(evidence.searches) == 1:
+            evidence.prepare([settings.temperature * one for one in self.factors])
+        weights, lam, temperature = settings.mixer.weigh(evidence, settings.temperature * factor)
         return Contribution(
-            weights, lam, tokens, retrieved.has_token, name=self.name, temperature=temperature
+            weights, lam, evidence.tokens, evidence.hits, name=self.name, temperature=temperature
         )
 
-    def features(self, retrieved: Retrieved, unit: float) -> Tensor:
+    def features(self, evidence: Evidence, unit: float) -> Tensor:
         """Return the distances of the nearest 1, 2, 4, ..., and the number of different tokens among them."""
-        return neighbor_features(retrieved, DISTINCT_AMONG, unit)
+        return neighbor_features(evidence, DISTINCT_AMONG, unit)
+
+
+def probes_cells(reader: Reader, settings: KNNSettings) -> bool:
+    """Check whether whole cells are summed over, in place of the k nearest records."""
+    return settings.probes is not None and reader.has_cells
+
+
+def reachable(reader: Reader, settings: KNNSettings) -> int:
+    """Lower k where the store holds fewer records, so that no memory is taken for missing ones.
+
+    Returns:
+        At most the settings' k; not less than a gate looks at, so that every mixer chooses as with that k.
+    """
+    if settings.k <= DISTINCT_AMONG or probes_cells(reader, settings):
+        return settings.k
+    searches = settings.mixer.searches(settings.selection)
+    counts = [_count_records(reader, part, strict=part is settings.selection) for part in searches]
+    return min(settings.k, max([DISTINCT_AMONG, *counts]))
+
+
+def most_records(reader: Reader, settings: KNNSettings) -> int:
+    """Bound the records that a query finds in all searches together, from above."""
+    columns = settings.k
+    if probes_cells(reader, settings):
+        assert settings.probes is not None
+        records = _count_records(reader, settings.selection, strict=False)
+        columns = min(settings.probes * _MANY_IN_CELL, records or 1)
+    return columns * max(1, len(settings.mixer.searches(settings.selection)))
+
+
+def search_records(reader: Reader, queries: KeyArray, settings: KNNSettings) -> list[Neighbors]:
+    """Make the searches of the settings' mixer, and keep single records.
+
+    Args:
+        reader: where to search.
+        queries: float32, shape (q, d).
+        settings: k or probes, the mixer and the selection.
+
+    Returns:
+        For each search its records, as many columns for all: the k nearest, fewer where there are fewer; or
+        all records of the probed cells, of which the nearest come first. A domain that is not selected, or
+        is gone, finds nothing. One entry without records where the mixer makes no search.
+    """
+
+    def search(selection: Selection) -> Neighbors:
+        if not probes_cells(reader, settings):
+            return reader.search(queries, reachable(reader, settings), selection)
+        assert settings.probes is not None
+        found = Neighbors.visited(reader.visit(queries, settings.probes, selection), len(queries))
+        return found.nearest_first(1 if settings.needs_nearest_only else DISTINCT_AMONG)
+
+    searches = settings.mixer.searches(settings.selection)
+    found = [_search_selected(reader, settings, part, search) for part in searches] or [None]
+    every = [Neighbors.nothing(len(queries), 1) if one is None else one for one in found]
+    width = max(one.ids.shape[1] for one in every)
+    return [one.padded(width) for one in every]
+
+
+def sum_cells(reader: Reader, queries: KeyArray, targets: Tensor, settings: KNNSettings) -> CellSums:
+    """Sum over the cells of one search, for the target tokens.
+
+    Args:
+        reader: a store with cells.
+        queries: float32, shape (q, d).
+        targets: the next token of each, int64, shape (q,).
+        settings: probes, a mixer that searches once, and the selection.
+    """
+    (found,) = _sum_cells(reader, queries, targets, settings, 0, Form.TARGET)
+    return found
+
+
+def _sum_cells(
+    reader: Reader, queries: KeyArray, targets: Tensor, settings: KNNSettings, vocabulary: int, form: Form
+) -> list[CellSums]:
+    """Make the searches of the settings' mixer, and sum over the probed cells."""
+    assert settings.probes is not None
+
+    def probe(selection: Selection) -> list[ProbedCells]:
+        assert settings.probes is not None
+        return [
+            ProbedCells(
+                torch.from_numpy(found.queries),
+                torch.from_numpy(tokens_of(found.ids)),
+                torch.as_tensor(found.distances),
+                *(None if of is None else torch.from_numpy(of) for of in (found.log_weights, found.ranks)),
+            )
+            for found in reader.visit(queries, settings.probes, selection)
+        ]
+
+    places = None if form is Form.TARGET else vocabulary
+    features = 0 if settings.needs_nearest_only else DISTINCT_AMONG
+    searches = settings.mixer.searches(settings.selection)
+    every = [_search_selected(reader, settings, part, probe) or [] for part in searches]
+    return [CellSums(cells, targets, places, features) for cells in every]
+
+
+def _sums(found: Neighbors, batch: Batch, settings: KNNSettings, form: Form) -> NeighborSums:
+    """Return what a search found as tensors, with as much of it as the form keeps.
+
+    Raises:
+        ConfigError: the model does not predict a token that the store holds.
+    """
+    device = batch.keys.device
+    tokens = np.where(found.ids >= 0, tokens_of(found.ids), 0)
+    if form is Form.DISTRIBUTION and tokens.max(initial=0) >= batch.vocabulary:
+        raise ConfigError(
+            f"the store holds token {tokens.max()}, the model's vocabulary has {batch.vocabulary}; "
+            "use the model that the store was made with"
+        )
+    log_weights = None if found.log_weights is None else torch.from_numpy(found.log_weights).to(device)
+    sums = NeighborSums(
+        torch.from_numpy(found.distances).to(device),
+        torch.from_numpy(tokens).to(device),
+        log_weights=log_weights,
+        ids=found.ids if form is Form.SOURCES else None,
+    )
+    if form is not Form.TARGET:
+        return sums
+    assert batch.targets is not None
+    return sums.for_targets(batch.targets, with_distinct=not settings.needs_nearest_only)
+
+
+def _count_records(reader: Reader, selection: Selection, *, strict: bool) -> int:
+    """Count the records of a selection; an unknown domain raises where `strict`, else it has none."""
+    try:
+        return reader.record_count(selection)
+    except DomainNotFoundError:
+        if strict:
+            raise
+        return 0
+
+
+def _search_selected(
+    reader: Reader, settings: KNNSettings, part: Selection, search: Callable[[Selection], T]
+) -> T | None:
+    """Search in a part of the settings' selection; None, with one warning, where its domain is not there."""
+    if part is settings.selection:
+        return search(part)
+    selected = settings.selection.domains
+    domains = selected if part.domains is None else part.domains
+    why = "which is not selected here"
+    if selected is None or set(domains or ()) <= set(selected):
+        try:
+            return search(replace(settings.selection, domains=domains))
+        except DomainNotFoundError:  # removed since, perhaps in the middle of a text
+            why = "which the store does not have any more"
+    domain = ", ".join(part.domains or ())
+    known = (str(reader.home.path), domain, why)
+    if known not in _told:  # once in a process
+        _told.add(known)
+        _logger.warning(
+            "the settings give a weight to the domain %r, %s: the model has that weight now", domain, why
+        )
+    return None

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from knnstore.lm.components.component import Form
 from knnstore.lm.contexts import Contexts
-from knnstore.lm.mixing import Contribution, Retrieved
+from knnstore.lm.mixing import Contribution, Evidence
 from knnstore.lm.settings import KNNSettings, NGramSettings
 from knnstore.store import Matches, NGramCounts, Occurrence, Reader, Suffixes
 
@@ -140,18 +140,18 @@ class CountedNGrams(ABC):
         return self.settings_of(settings) is not None
 
     def contribute(
-        self, settings: KNNSettings, retrieved: Retrieved, factor: float = 1.0
+        self, settings: KNNSettings, evidence: Evidence, factor: float = 1.0
     ) -> Contribution | None:
         """Weigh what was found by the λ of the longest end of each context; there is no temperature."""
         ngrams = self.settings_of(settings)
         if ngrams is None:
             return None
-        found: Continuation | TargetContinuation = retrieved.found[self.name]
+        found: Continuation | TargetContinuation = evidence.found[self.name]
         return found.contribution(ngrams, self.name)
 
-    def features(self, retrieved: Retrieved, unit: float) -> Tensor:
+    def features(self, evidence: Evidence, unit: float) -> Tensor:
         """Return length, log count and log successors of the longest end of each context."""
-        found: Continuation | TargetContinuation = retrieved.found[self.name]
+        found: Continuation | TargetContinuation = evidence.found[self.name]
         length, *counts = found.suffixes.to(torch.float32).unbind(1)
         return torch.stack([length, *(count.log1p() for count in counts)], 1)
 

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from knnstore.datastore import Metric, pairwise
 from knnstore.lm.components.component import Form
 from knnstore.lm.contexts import Contexts
-from knnstore.lm.mixing import LEAST_PROBABILITY, Contribution, Retrieved, halving, neighbor_weights
+from knnstore.lm.mixing import LEAST_PROBABILITY, Contribution, Evidence, halving, neighbor_weights
 from knnstore.lm.settings import KNNSettings
 from knnstore.store import Reader
 
@@ -140,12 +140,12 @@ class RecentText:
         return Recent.joined([recent, nothing]).rows(laid.order)
 
     def contribute(
-        self, settings: KNNSettings, retrieved: Retrieved, factor: float = 1.0
+        self, settings: KNNSettings, evidence: Evidence, factor: float = 1.0
     ) -> Contribution | None:
         """Weigh the tokens before each position by their distances, with one λ."""
         if settings.cache is None:
             return None
-        found, temperature = retrieved.found[self.name], settings.cache.temperature * factor
+        found, temperature = evidence.found[self.name], settings.cache.temperature * factor
         tokens, hits = None, None
         if isinstance(found, TargetRecent):
             weights = found.weights(temperature)
@@ -155,9 +155,9 @@ class RecentText:
         lam = torch.full((len(weights),), settings.cache.lam, device=weights.device)
         return Contribution(weights, lam, tokens, hits, name=self.name, temperature=temperature)
 
-    def features(self, retrieved: Retrieved, unit: float) -> Tensor:
+    def features(self, evidence: Evidence, unit: float) -> Tensor:
         """Return the distance of the nearest key and the log of their number."""
-        found: Recent | TargetRecent = retrieved.found[self.name]
+        found: Recent | TargetRecent = evidence.found[self.name]
         return torch.stack([(found.nearest / unit).asinh(), found.counts.float().log1p()], 1)
 
 

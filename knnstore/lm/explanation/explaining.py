@@ -65,7 +65,7 @@ def explain_tokens(
 ) -> Explanation:
     """Do what `explain` does for a text given by its tokens, shape (n,), from one of them on."""
     settings = resolve(lm.store, knn or lm.knn)
-    scored = score_texts(lm.store, lm.reader, [tokens], settings, apart=True)
+    scored = score_texts(lm.store, lm.reader, [tokens], settings, with_sources=True)
     explained: list[TokenExplanation] = []
     turns = _explain(lm, tokens, settings, scored, neighbors, start)
     while True:
@@ -127,14 +127,14 @@ def _explain(
         if scores is None or not (scores.positions >= start).any():
             yield explained
             continue
-        mixture = mixture_of(settings, scores.retrieved())
-        p_knn = mixture.knn_probs(scores.gold).tolist()
-        below = heads.mix_gold(settings.substitute, scores.lm_log_probs, scores.keys, scores.gold)
-        p, p_lm = mixture.gold(below, scores.gold).exp(), scores.lm_log_probs.exp().tolist()
+        mixture = mixture_of(settings, scores.evidence)
+        p_knn = mixture.knn_probs(scores.targets).tolist()
+        below = heads.mix_gold(settings.substitute, scores.lm_log_probs, scores.read.keys, scores.targets)
+        p, p_lm = mixture.gold(below, scores.targets).exp(), scores.lm_log_probs.exp().tolist()
         p_sub: list[float | None] = [None] * len(p)
         if settings.substitute is not None:
-            p_sub = heads(settings.substitute).gold_log_probs(scores.keys, scores.gold).exp().tolist()
-        own = [component.probs(scores.gold) for component in mixture.components]
+            p_sub = heads(settings.substitute).gold_log_probs(scores.read.keys, scores.targets).exp().tolist()
+        own = [component.probs(scores.targets) for component in mixture.components]
         rows = np.flatnonzero(scores.positions >= start)
         found: dict[int, list[Occurrence]] = {}
         contexts = whole.at_positions(np.zeros(len(rows), np.int64), scores.positions[rows])
@@ -153,7 +153,7 @@ def _explain(
                 parts.append(Part(component.name, float(weight[row]), float(probs[row])))
             of_token = TokenExplanation(
                 position=position,
-                token=int(scores.gold[row]),
+                token=int(scores.targets[row]),
                 text=texts[position - start],
                 p_lm=p_lm[row],
                 p_knn=p_knn[row],
@@ -184,17 +184,20 @@ def _places(
     count: int,
 ) -> tuple[list[list[Found]], list[list[Found]]]:
     """For some tokens the places nearest to each, and those that give most to it."""
-    shares = mixture.weights_in(0)[rows]
-    given = shares * (scores.tokens == scores.gold[:, None])[rows]
-    wanted, of_store = min(count, shares.shape[1]), (scores.ids[rows], scores.distances[rows], shares)
-    nearest = found_by_keys(*of_store, scores.distances[rows].topk(wanted, largest=False).indices)
+    shares, distances = mixture.weights_in(0)[rows], scores.evidence.distances[rows]
+    given = shares * _has_target(scores)[rows]
+    wanted, of_store = min(count, shares.shape[1]), (scores.ids[rows], distances, shares)
+    nearest = found_by_keys(*of_store, distances.topk(wanted, largest=False).indices)
     causes = found_by_keys(*of_store, given.topk(wanted).indices)
     numbers = {component.name: number for number, component in enumerate(mixture.components)}
     here = mixture.weights_in(numbers.get("cache", 0))
     own = OwnNGrams().occurrences(settings, contexts, count) if settings.own_ngrams is not None else []
-    tokens, recent = contexts.texts[0].astype(np.uint32, copy=False), scores.found.get(RecentText.name)
+    tokens, recent = (
+        contexts.texts[0].astype(np.uint32, copy=False),
+        scores.evidence.found.get(RecentText.name),
+    )
     for at, row in enumerate(rows.tolist()):
-        position, token = int(scores.positions[row]), int(scores.gold[row])
+        position, token = int(scores.positions[row]), int(scores.targets[row])
         if row in occurrences:
             more = found_by_ngrams(
                 occurrences[row][:count], token, float(mixture.share_in(numbers["n-grams"])[row])
@@ -215,6 +218,12 @@ def _places(
         giving = (one for one in causes[at] if one.token == token and one.share > 0)
         causes[at] = sorted(giving, key=lambda one: -one.share)[:count]
     return nearest, causes
+
+
+def _has_target(scores: TokenScores) -> Tensor:
+    """Return whether each retrieved record has the token that it was retrieved for, bool, shape (n, k)."""
+    assert scores.evidence.tokens is not None
+    return scores.evidence.tokens == scores.targets[:, None]
 
 
 def _below(settings: KNNSettings, weight: float, p_lm: float, p_sub: float | None) -> list[Part]:
@@ -242,13 +251,13 @@ def _to_credit(
         positions=scores.positions[rows],
         ids=scores.ids[rows],
         weights=of(mixture.components[0].weights),
-        hits=(scores.tokens == scores.gold[:, None])[rows].numpy(),
+        hits=_has_target(scores)[rows].numpy(),
         share=of(mixture.shares[0]),
         below=of(below),
         p=of(p),
     )
     places = [
-        (at, one.position, int(scores.gold[row]), float(mixture.shares[1][row]) * one.share)
+        (at, one.position, int(scores.targets[row]), float(mixture.shares[1][row]) * one.share)
         for at, row in enumerate(rows.tolist())
         for one in found.get(row, ())
     ]

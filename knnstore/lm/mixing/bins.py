@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from knnstore.errors import ConfigError
-from knnstore.lm.mixing.mixer import Chosen, Retrieved, SimpleMixer
+from knnstore.lm.mixing.evidence import Evidence
+from knnstore.lm.mixing.mixer import Chosen, SimpleMixer
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +53,9 @@ class BinnedLambda(SimpleMixer):
         if not all(0 < factor < math.inf for factor in self.temperature_factors):
             raise ConfigError("every temperature factor of bins must be above 0 and finite")
 
-    def __call__(self, retrieved: Retrieved, temperature: float) -> Chosen:
+    def __call__(self, evidence: Evidence, temperature: float) -> Chosen:
         """Choose λ and T of each query's bin."""
-        bins = bins_of(retrieved, self.distance_edges, self.confidence_edges)
+        bins = bins_of(evidence, self.distance_edges, self.confidence_edges)
         lam = torch.tensor(self.lambdas, device=bins.device)[bins]
         if not self.temperature_factors:
             return Chosen(lam, temperature)
@@ -63,11 +64,11 @@ class BinnedLambda(SimpleMixer):
 
 
 def bins_of(
-    retrieved: Retrieved, distance_edges: Sequence[float], confidence_edges: Sequence[float] = ()
+    evidence: Evidence, distance_edges: Sequence[float], confidence_edges: Sequence[float] = ()
 ) -> Tensor:
     """The bin of each query in a `BinnedLambda` with these edges, int64, shape (n,)."""
-    confidence = _bins(retrieved.lm_max, confidence_edges)
-    return _bins(retrieved.distances[:, 0], distance_edges) * (len(confidence_edges) + 1) + confidence
+    confidence = _bins(evidence.lm_max, confidence_edges)
+    return _bins(evidence.distances[:, 0], distance_edges) * (len(confidence_edges) + 1) + confidence
 
 
 def _bins(values: Tensor, edges: Sequence[float]) -> Tensor:

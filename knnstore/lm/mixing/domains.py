@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from knnstore.errors import ConfigError
-from knnstore.lm.mixing.mixer import Retrieved, Weighed
+from knnstore.lm.mixing.evidence import Evidence
+from knnstore.lm.mixing.mixer import Weighed
 from knnstore.store import Selection
 
 
@@ -55,25 +56,25 @@ class DomainWeights:
         """Each domain that has a weight, on its own."""
         return [replace(selection, domains=(self.domains[number],)) for number in self.searched]
 
-    def weigh(self, retrieved: Retrieved, temperature: float) -> Weighed:
+    def weigh(self, evidence: Evidence, temperature: float) -> Weighed:
         """Weigh each neighbor by λ_j p_kNN^(j), divided by the sum of the λ_j of the domains found.
 
         Args:
-            retrieved: n queries with the k neighbors of each domain that has a weight, in columns side by
+            evidence: n queries with the k neighbors of each domain that has a weight, in columns side by
                 side.
             temperature: T of the settings.
 
         Returns:
             That sum of the λ_j as λ, and the mean T_j over the domains found.
         """
-        distances, numbers = retrieved.distances, list(self.searched)
+        distances, numbers = evidence.distances, list(self.searched)
         if not numbers:
             zeros = torch.zeros(len(distances), device=distances.device)
             return Weighed(torch.zeros_like(distances), zeros, zeros + temperature)
         lambdas = torch.tensor(self.lambdas, device=distances.device)[numbers]
         factors = torch.tensor(self.temperature_factors or [1.0] * len(self.domains))[numbers]
         temperatures = temperature * factors.to(distances.device)
-        weights = retrieved.weights(temperatures.tolist())
+        weights = evidence.weights(temperatures.tolist())
         given = lambdas * (weights.sum(2) > 0)
         lam = given.sum(1)
         shares = (given / lam[:, None]).where(lam[:, None] > 0, 0.0)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from knnstore.errors import ConfigError
-from knnstore.lm.mixing.mixer import MAX_LAMBDA, Chosen, Retrieved, SimpleMixer
+from knnstore.lm.mixing.evidence import Evidence
+from knnstore.lm.mixing.mixer import MAX_LAMBDA, Chosen, SimpleMixer
 from knnstore.store import Selection
 
 
@@ -30,9 +31,9 @@ class FixedLambda(SimpleMixer):
         """All that is selected, or nothing where λ is 0."""
         return (selection,) if self.lam > 0 else ()
 
-    def __call__(self, retrieved: Retrieved, temperature: float) -> Chosen:
+    def __call__(self, evidence: Evidence, temperature: float) -> Chosen:
         """Choose λ and the temperature given."""
-        lam = torch.full((len(retrieved.distances),), self.lam, device=retrieved.distances.device)
+        lam = torch.full((len(evidence.distances),), self.lam, device=evidence.distances.device)
         return Chosen(lam, temperature)
 
 
@@ -46,9 +47,9 @@ class NearnessLambda(SimpleMixer):
 
     name = "sk-mt"
 
-    def __call__(self, retrieved: Retrieved, temperature: float) -> Chosen:
+    def __call__(self, evidence: Evidence, temperature: float) -> Chosen:
         """Choose λ by the nearest distance, and the temperature given."""
-        return Chosen((1 - retrieved.distances[:, 0] / temperature).clamp(0, MAX_LAMBDA), temperature)
+        return Chosen((1 - evidence.distances[:, 0] / temperature).clamp(0, MAX_LAMBDA), temperature)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +73,18 @@ class RelativeConfidence(SimpleMixer):
         if not (math.isfinite(self.alpha) and math.isfinite(self.tau) and self.tau != 0):
             raise ConfigError(f"alpha and tau must be finite and tau not 0, got {self.alpha} and {self.tau}")
 
-    def __call__(self, retrieved: Retrieved, temperature: float) -> Chosen:
+    def __call__(self, evidence: Evidence, temperature: float) -> Chosen:
         """Choose λ by the ratio of distances, and the temperature given."""
-        margin = (self.alpha - relative_distance(retrieved)) / self.tau
+        margin = (self.alpha - relative_distance(evidence.distances)) / self.tau
         return Chosen(margin.sigmoid().clamp(max=MAX_LAMBDA), temperature)
 
 
-def relative_distance(retrieved: Retrieved) -> Tensor:
-    """min|d| / max|d| over each query's neighbors, float32, shape (n,), between 0 and 1.
+def relative_distance(distances: Tensor) -> Tensor:
+    """Compute min|d| / max|d| over each query's neighbors, float32, shape (n,), between 0 and 1.
 
-    1 where there is no neighbor, or where all are at distance 0.
+    It is 1 where there is no neighbor, or where all are at distance 0. Distances are of shape (n, k).
     """
-    sizes, found = retrieved.distances.abs(), retrieved.distances.isfinite()
+    sizes, found = distances.abs(), distances.isfinite()
     nearest = sizes.amin(1)
     farthest = sizes.where(found, 0.0).amax(1)
     return torch.where(farthest > 0, nearest / farthest, 1.0)

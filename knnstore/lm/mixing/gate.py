@@ -7,16 +7,11 @@ import torch
 from torch import Tensor
 
 from knnstore.errors import ConfigError
-from knnstore.lm.mixing.mixer import MAX_LAMBDA, Chosen, Retrieved, SimpleMixer
+from knnstore.lm.mixing.evidence import Evidence
+from knnstore.lm.mixing.mixer import MAX_LAMBDA, Chosen, SimpleMixer
 from knnstore.lm.mixing.network import Network
+from knnstore.lm.mixing.token_sums import DISTINCT_AMONG, powers_up_to
 from knnstore.store import Weights
-
-DISTINCT_AMONG = 16
-"""Different tokens are counted among at most so many nearest neighbors; more tell a gate nothing."""
-
-_NONE = -1
-_FEW = 4
-"""Queries, for which a dozen operations on tensors take longer than Python does."""
 
 _FAR = 1e30  # stands in where nothing was found, and λ does not matter
 
@@ -45,9 +40,9 @@ class GateLambda(SimpleMixer):
         object.__setattr__(self, "_scale", float(self.weights.metadata["scale"]))
         object.__setattr__(self, "_k", int(self.weights.metadata["k"]))
 
-    def __call__(self, retrieved: Retrieved, temperature: float) -> Chosen:
+    def __call__(self, evidence: Evidence, temperature: float) -> Chosen:
         """Choose λ and T of each query."""
-        features = gate_features(retrieved, self._k, self._scale)
+        features = gate_features(evidence, self._k, self._scale)
         expected = len(self._network.mean)
         if features.shape[1] != expected:
             raise ConfigError(
@@ -58,39 +53,36 @@ class GateLambda(SimpleMixer):
 
 
 def chosen_by(outputs: Tensor, temperature: float) -> Chosen:
-    """λ and T from a gate's outputs, shape (n, 2): the logit of λ, and by how many octaves T differs."""
+    """Compute λ and T from a gate's outputs, shape (n, 2): the logit of λ, and the change of T in octaves."""
     return Chosen(outputs[:, 0].sigmoid() * MAX_LAMBDA, temperature * outputs[:, 1].exp2())
 
 
 def start_of(lam: float) -> list[float]:
-    """The outputs for which `chosen_by` gives a λ, and T as it is."""
+    """Return the outputs for which `chosen_by` gives this λ and an unchanged T."""
     share = min(max(lam / MAX_LAMBDA, 1e-3), 1 - 1e-3)
     return [math.log(share / (1 - share)), 0.0]
 
 
-def gate_features(retrieved: Retrieved, k: int, scale: float) -> Tensor:
-    """What a gate sees of n queries.
+def gate_features(evidence: Evidence, k: int, scale: float) -> Tensor:
+    """Compute what a gate sees of n queries.
 
     Args:
-        retrieved: with `keys`, `lm_entropy`, and `tokens` or `distinct`.
-        k: how many neighbors are looked at.
+        evidence: with `keys` and `lm_entropy`.
+        k: number of neighbors that are looked at.
         scale: a typical distance.
 
     Returns:
         float32, shape (n, f): f = 2 + ⌊log₂ k⌋ + 1 + ⌊log₂ min(k, 16)⌋ + 1 + d.
     """
-    assert retrieved.keys is not None
-    assert retrieved.lm_entropy is not None
-    of_model = [retrieved.lm_max[:, None], retrieved.lm_entropy[:, None]]
-    return torch.cat([*of_model, neighbor_features(retrieved, k, scale), retrieved.keys.float()], 1)
+    assert evidence.keys is not None
+    assert evidence.lm_entropy is not None
+    of_model = [evidence.lm_max[:, None], evidence.lm_entropy[:, None]]
+    return torch.cat([*of_model, neighbor_features(evidence, k, scale), evidence.keys.float()], 1)
 
 
-def neighbor_features(retrieved: Retrieved, k: int, scale: float) -> Tensor:
-    """What a gate sees of the k nearest neighbors alone; see `gate_features`."""
-    distances, distinct = retrieved.distances, retrieved.distinct
-    if distinct is None:
-        assert retrieved.tokens is not None
-        distinct = distinct_tokens(retrieved.tokens, distances)
+def neighbor_features(evidence: Evidence, k: int, scale: float) -> Tensor:
+    """Compute what a gate sees of the k nearest neighbors alone; see `gate_features`."""
+    distances, distinct = evidence.distances, evidence.distinct
     ranks = [min(rank, distances.shape[1]) - 1 for rank in powers_up_to(k)]
     near = distances[:, ranks]
     found = near < torch.inf
@@ -99,33 +91,5 @@ def neighbor_features(retrieved: Retrieved, k: int, scale: float) -> Tensor:
         near = near.where(found, farthest)
     counted = len(powers_up_to(min(k, DISTINCT_AMONG)))
     columns = [min(column, distinct.shape[1] - 1) for column in range(counted)]
-    # asinh is as a logarithm for the far, and sound for inner products.
+    # asinh is like a logarithm for large distances, and defined for inner products.
     return torch.cat([(near / scale).asinh(), distinct[:, columns].float().log1p()], 1)
-
-
-def distinct_tokens(tokens: Tensor, distances: Tensor) -> Tensor:
-    """How many different tokens are among the nearest 1, 2, 4, ... neighbors, up to `DISTINCT_AMONG`.
-
-    Args:
-        tokens: int64, shape (n, k).
-        distances: shape (n, k), +inf where a neighbor is missing, which counts as none.
-
-    Returns:
-        int16, shape (n, ⌊log₂ min(k, 16)⌋ + 1).
-    """
-    ranks = powers_up_to(min(tokens.shape[1], DISTINCT_AMONG))
-    near = tokens[:, : ranks[-1]].where(distances[:, : ranks[-1]] < torch.inf, _NONE)
-    if len(near) <= _FEW:
-        counts_of = [[len({*row[:limit]} - {_NONE}) for limit in ranks] for row in near.tolist()]
-        return torch.tensor(counts_of, dtype=torch.int16, device=near.device).reshape(-1, len(ranks))
-    # Sorted by token, and equal ones by rank: the first of each is the one that counts.
-    token, rank = near.sort(dim=1, stable=True)
-    first = token != _NONE
-    first[:, 1:] &= token[:, 1:] != token[:, :-1]
-    counts = torch.zeros_like(first).scatter_(1, rank, first).cumsum(1)
-    return counts[:, [limit - 1 for limit in ranks]].to(torch.int16)
-
-
-def powers_up_to(k: int) -> list[int]:
-    """1, 2, 4, ... up to k."""
-    return [1 << power for power in range(k.bit_length())]

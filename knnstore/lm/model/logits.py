@@ -1,34 +1,27 @@
-"""What retrieval makes of the logits of one forward pass."""
+"""Mixing what the store knows into the logits of one forward pass."""
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from knnstore.datastore import Keys, Neighbors, tokens_of
+from knnstore.datastore import Neighbors
 from knnstore.errors import ConfigError
-from knnstore.lm.components import Form, look_up_texts, mixture_of
+from knnstore.lm.batch import Batch
+from knnstore.lm.components import Form, look_up, mixture_of, reachable, search_records
 from knnstore.lm.contexts import Contexts
-from knnstore.lm.mixing import (
-    DISTINCT_AMONG,
-    Likelihoods,
-    Retrieved,
-    VisitedTokens,
-    entropy_of,
-    nearest_of,
-)
+from knnstore.lm.mixing import Likelihoods, entropy_of
 from knnstore.lm.model.passes import ForwardPass
-from knnstore.lm.retrieval import reachable, retrieve, retrieve_for_pass, visit, visits_cells
+from knnstore.lm.retrieval import retrieve_for_pass
 from knnstore.lm.settings import KNNSettings
 from knnstore.lm.substitute import Heads
 from knnstore.store import Reader
 
-_CHUNK_VALUES = 1 << 24
-"""How many log-probabilities are mixed at once: 64 MiB of float32."""
+_CHUNK_VALUES = 1 << 25
+"""Log-probabilities that are mixed at once: 128 MiB of float32."""
 
 
 class LogitMixer:
@@ -75,118 +68,96 @@ class LogitMixer:
         """
         if settings.is_model_alone:
             return read.logits
-        logits, contexts = read.logits.flatten(0, -2), _contexts(read, settings)
-        # 1) Search for the neighbors of all positions that are no padding.
-        keys, attended = read.kept_keys, read.attended
-        queries = (keys if attended is None else keys[torch.from_numpy(attended)]).float().cpu().numpy()
-        if not len(queries):
-            return read.logits
-        neighbors = self._search(read, logits, queries, attended, settings)
-        if attended is not None:
-            neighbors = neighbors.spread(attended)
-        distances, tokens, log_weights = _tensors(neighbors, logits.device, logits.shape[1])
-        keys = keys.to(logits.device).float()
-        # 2) Look up the other components, and mix, some positions at a time.
+        logits, contexts, is_text = read.logits.flatten(0, -2), _contexts(read, settings), read.attended
+        keys = read.kept_keys.to(logits.device).float()
+        neighbors = searched = None
+        if settings.pointers is not None and settings.retrieves:
+            neighbors, searched = self._follow_pointers(read, logits, settings)
         is_anything_found = settings.substitute is not None
-        parts, step = [], _rows_at_once(logits)
-        for start in range(0, len(distances), step):
-            at = slice(start, start + step)
-            log_probs = logits[at].float().log_softmax(-1)
-            retrieved = Retrieved(
-                distances[at],
+        parts, step = [], max(1, _CHUNK_VALUES // logits.shape[1])
+        for start in range(0, len(logits), step):
+            rows = slice(start, start + step)
+            log_probs = logits[rows].float().log_softmax(-1)
+            batch = Batch(
+                keys[rows],
                 log_probs.amax(-1),
-                tokens=tokens[at],
-                keys=keys[at],
-                lm_entropy=None if settings.needs_nearest_only else entropy_of(log_probs),
-                log_weights=None if log_weights is None else log_weights[at],
-                found=self._look_up(contexts, at, log_probs, settings),
+                _entropy(log_probs, settings),
+                logits.shape[1],
+                contexts=None if contexts is None else contexts.select_rows(rows),
+                is_text=None if is_text is None else torch.from_numpy(is_text[rows]),
+                neighbors=None if neighbors is None else neighbors.rows(np.arange(len(logits))[rows]),
+                searched=None if searched is None else torch.from_numpy(searched[rows]),
             )
-            mixture = mixture_of(settings, retrieved)
+            mixture = mixture_of(settings, look_up(self._store, settings, batch, Form.DISTRIBUTION))
             is_anything_found = is_anything_found or any(
                 bool(one.is_found.any()) for one in mixture.components
             )
-            below = self._heads.mix(settings.substitute, log_probs, keys[at])
+            below = self._heads.mix(settings.substitute, log_probs, keys[rows])
             parts.append(mixture.distribution(below))
         if not is_anything_found:
             return read.logits
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(read.logits.shape)
 
     def likelihoods(
-        self, parts: Sequence[ForwardPass], gold: Tensor, settings: KNNSettings, count: int
+        self, parts: Sequence[ForwardPass], targets: Tensor, settings: KNNSettings, count: int
     ) -> Likelihoods:
         """Compute what the mixture gives to one token, and to the likeliest, at all positions of some texts.
 
         Args:
             parts: of one text each, with logits at all positions, t_i of them.
-            gold: the token, int64, shape (sum of t_i,).
+            targets: the token, int64, shape (sum of t_i,).
             settings: of all; without pointers.
             count: of the likeliest tokens, at most the whole vocabulary.
         """
         count = min(count, parts[0].logits.shape[-1])
         log_probs = torch.cat([part.logits[0].float().log_softmax(-1) for part in parts])
         if settings.is_model_alone:
-            return Likelihoods.of(log_probs, gold, count)
+            return Likelihoods.of(log_probs, targets, count)
         keys = torch.cat([part.keys[0] for part in parts]).to(log_probs.device).float()
         each = [_contexts(part, settings) for part in parts]
-        contexts = None if None in each else Contexts.joined([one for one in each if one is not None])
-        lm_max = log_probs.amax(-1)
-        entropy = None if settings.needs_nearest_only and settings.skip is None else entropy_of(log_probs)
-        searched = torch.full_like(lm_max, settings.retrieves, dtype=torch.bool)
-        if settings.skip is not None:
-            assert entropy is not None
-            searched &= settings.skip.searched(keys, lm_max, entropy)
-        retrieved = Retrieved(
-            **_looked_up(self._store, keys, gold, searched, settings, log_probs),
-            lm_max=lm_max,
-            keys=keys,
-            lm_entropy=entropy,
-            found=self._look_up(contexts, slice(None), log_probs, settings),
+        batch = Batch(
+            keys,
+            log_probs.amax(-1),
+            _entropy(log_probs, settings),
+            log_probs.shape[1],
+            contexts=None if None in each else Contexts.joined([one for one in each if one is not None]),
+            targets=targets,
         )
+        mixture = mixture_of(settings, look_up(self._store, settings, batch, Form.DISTRIBUTION))
         below = self._heads.mix(settings.substitute, log_probs, keys)
-        return mixture_of(settings, retrieved).likelihoods(below, gold, count)
+        return mixture.likelihoods(below, targets, count)
 
-    def _look_up(
-        self, contexts: Contexts | None, rows: slice, log_probs: Tensor, settings: KNNSettings
-    ) -> dict[str, Any]:
-        """Look up the components that go by the text, at some of the positions."""
-        if contexts is None:
-            return {}
-        asked = contexts.select_rows(rows)
-        found = look_up_texts(self._store, settings, asked, Form.DISTRIBUTION, log_probs.shape[1])
-        return {name: one.to(log_probs.device) for name, one in found.items()}
+    def _follow_pointers(
+        self, read: ForwardPass, logits: Tensor, settings: KNNSettings
+    ) -> tuple[Neighbors, NDArray[np.bool_]]:
+        """Find neighbors by pointers and searches: each position goes on from the one before it in its text.
 
-    def _search(
-        self,
-        read: ForwardPass,
-        logits: Tensor,
-        queries: Keys,
-        attended: NDArray[np.bool_] | None,
-        settings: KNNSettings,
-    ) -> Neighbors:
-        """Find the neighbors of the positions that are attended, with the queries of shape (q, d)."""
-        searched = None
-        if settings.skip is not None and settings.retrieves:
-            keys = read.kept_keys
-            if attended is not None:
-                rows = torch.from_numpy(attended)
-                keys, logits = keys[rows], logits[rows.to(logits.device)]
-            searched = settings.skip.searched_of(keys, logits, _rows_at_once(logits))
-        if settings.pointers is None or not settings.retrieves:
-            return retrieve(self._store, queries, settings, searched)
+        Returns:
+            The neighbors of the kept positions, and for which of these the store was searched, shape (n,).
+        """
+        text_pass, is_text = read.text_pass, read.attended
+        attended = np.ones(text_pass.kept.size, np.bool_) if is_text is None else is_text
+        keys = read.kept_keys.float()
+        wanted = attended
+        if settings.skip is not None:
+            step = max(1, _CHUNK_VALUES // logits.shape[1])
+            wanted = attended & settings.skip.searched_of(keys, logits, step)
         settings = replace(settings, k=reachable(self._store, settings))
+        queries, searched = keys[torch.from_numpy(attended)].cpu().numpy(), wanted[attended]
 
         def search(rows: NDArray[np.int64]) -> Neighbors:
-            return retrieve(
-                self._store, queries[rows], settings, None if searched is None else searched[rows]
-            )
+            some = searched[rows]
+            return Neighbors.joined(search_records(self._store, queries[rows][some], settings)).spread(some)
 
-        text_pass = read.text_pass
-        asked = (
-            np.ones(text_pass.kept.shape, bool)
-            if attended is None
-            else attended.reshape(text_pass.kept.shape)
+        found = retrieve_for_pass(
+            self._store, queries, text_pass, attended.reshape(text_pass.kept.shape), settings, search
         )
-        return retrieve_for_pass(self._store, queries, text_pass, asked, settings, search)
+        return found.spread(attended), wanted
+
+
+def _entropy(log_probs: Tensor, settings: KNNSettings) -> Tensor | None:
+    """Return the entropy of distributions, shape (n,); None where no setting looks at it."""
+    return None if settings.needs_nearest_only and settings.skip is None else entropy_of(log_probs)
 
 
 def _contexts(read: ForwardPass, settings: KNNSettings) -> Contexts | None:
@@ -202,36 +173,3 @@ def _contexts(read: ForwardPass, settings: KNNSettings) -> Contexts | None:
             "a continuous cache and n-grams need token ids: give input_ids, or settings without them"
         )
     return read.contexts
-
-
-def _looked_up(
-    store: Reader, keys: Tensor, gold: Tensor, searched: Tensor, settings: KNNSettings, log_probs: Tensor
-) -> dict[str, Any]:
-    """Search for queries; return fields of `Retrieved`, in which whole cells are not taken apart."""
-    rows, device, vocabulary = searched.cpu().numpy(), keys.device, log_probs.shape[1]
-    queries = keys.cpu().numpy()
-    if not (rows.any() and visits_cells(store, settings)):
-        found = retrieve(store, queries, settings, rows)
-        distances, tokens, log_weights = _tensors(found, device, vocabulary)
-        return {"distances": distances, "tokens": tokens, "log_weights": log_weights}
-    asked = visit(store, queries[rows], gold[searched].cpu(), settings)
-    visited = [one.spread(rows, gold.cpu()) for one in asked]
-    distances, tokens = nearest_of(visited, DISTINCT_AMONG if not settings.needs_nearest_only else 0)
-    by_token = [VisitedTokens(one, vocabulary, device) for one in visited]
-    return {"distances": distances.to(device), "tokens": tokens.to(device), "visited": by_token}
-
-
-def _tensors(found: Neighbors, device: torch.device, vocabulary: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return distances, tokens and log weights of n queries' neighbors, each of shape (n, k)."""
-    tokens = np.where(found.ids >= 0, tokens_of(found.ids), 0)
-    if tokens.max() >= vocabulary:
-        raise ConfigError(
-            f"the store holds token {tokens.max()}, the model's vocabulary has {vocabulary}; "
-            "use the model that the store was made with"
-        )
-    weights = None if found.log_weights is None else torch.from_numpy(found.log_weights).to(device)
-    return torch.from_numpy(found.distances).to(device), torch.from_numpy(tokens).to(device), weights
-
-
-def _rows_at_once(logits: Tensor) -> int:
-    return max(1, _CHUNK_VALUES // logits.shape[-1])

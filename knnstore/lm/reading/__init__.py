@@ -23,11 +23,11 @@ from knnstore.lm.reading.token_text import (
     letters_of,
     split_text,
 )
-from knnstore.lm.reading.windows import BATCH_TOKENS, Batch, Tokens
+from knnstore.lm.reading.windows import BATCH_TOKENS, Tokens, WindowBatch
 
 __all__ = [
-    "BATCH_TOKENS", "CACHE_NAMES", "Added", "Batch", "Detokenizer", "Encoded", "Encoder", "LogProbs",
-    "Synced", "TextReader", "TokenPiece", "TokenTexts", "Tokens", "add", "as_cache_argument",
+    "BATCH_TOKENS", "CACHE_NAMES", "Added", "Detokenizer", "Encoded", "Encoder", "LogProbs",
+    "Synced", "TextReader", "TokenPiece", "TokenTexts", "Tokens", "WindowBatch", "add", "as_cache_argument",
     "cache_argument", "check_logits", "check_matches", "check_runs", "check_tokenizer", "check_tokens",
     "decode_tokens", "find_cache", "identify", "in_chunks", "letters_of", "load_model", "loaded",
     "name_of", "sample_keys", "sample_tokens", "split_text", "sync", "window_of",

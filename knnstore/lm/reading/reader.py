@@ -13,7 +13,7 @@ from knnstore.documents import TextDocument
 from knnstore.errors import InputError
 from knnstore.lm.reading.encoder import Encoder
 from knnstore.lm.reading.token_text import TokenTexts, decode_tokens, letters_of
-from knnstore.lm.reading.windows import BATCH_TOKENS, Batch, pack, prefix_of
+from knnstore.lm.reading.windows import BATCH_TOKENS, WindowBatch, pack, prefix_of
 from knnstore.store import Letters
 
 _AHEAD = 64  # tokenized together: fast tokenizers work in parallel
@@ -75,7 +75,7 @@ class TextReader:
         """Return what each token adds to the text of those before it; see `TokenTexts.pieces`."""
         return TokenTexts(self.tokenizer).pieces(tokens, before)
 
-    def batches(self, texts: Sequence[NDArray[np.integer[Any]]]) -> Iterator[Batch]:
+    def batches(self, texts: Sequence[NDArray[np.integer[Any]]]) -> Iterator[WindowBatch]:
         """Cut texts, given by their tokens, into windows and pack these into batches; see `pack`."""
         return pack(
             texts,

@@ -62,7 +62,7 @@ def windows(length: int, max_length: int, stride: int, *, has_prefix: bool) -> I
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class WindowBatch:
     """Windows that go through the model together, and where to read their predictions.
 
     Short rows are padded on the right and no attention mask is needed: in a causal model a
@@ -94,7 +94,7 @@ def pack(
     max_length: int,
     stride: int,
     batch_tokens: int,
-) -> Iterator[Batch]:
+) -> Iterator[WindowBatch]:
     """Group the windows of many documents into batches of rows of similar length.
 
     The longest come first, so that too large a batch fails at the start and not after an hour. Where a
@@ -135,7 +135,7 @@ def pack(
         done += len(rows)
 
 
-def _batch(text: Tokens, origins: Tokens, table: NDArray[np.int64], width: int) -> Batch:
+def _batch(text: Tokens, origins: Tokens, table: NDArray[np.int64], width: int) -> WindowBatch:
     """Build the batch of the windows in `table`: rows of (document, start, stop, first)."""
     document, start, stop, first = table.T
     column = np.arange(width)
@@ -147,7 +147,7 @@ def _batch(text: Tokens, origins: Tokens, table: NDArray[np.int64], width: int) 
     row, at_column = np.nonzero(predicts)
     positions = start[row] + at_column + 1
     documents = document[row]
-    return Batch(
+    return WindowBatch(
         input_ids=input_ids,
         at=np.flatnonzero(predicts),
         documents=documents,

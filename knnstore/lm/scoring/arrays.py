@@ -71,8 +71,8 @@ def neighbors(lm: ReadingModel, text: str, knn: KNNSettings | None = None) -> Te
             that are visited.
     """
     settings, tokens = store_alone(lm, knn), lm.reader.tokens(text)
-    parts = list(score_texts(lm.store, lm.reader, [tokens], settings, apart=True))
-    count = sum(len(part.gold) for part in parts)
+    parts = list(score_texts(lm.store, lm.reader, [tokens], settings, with_sources=True))
+    count = sum(map(len, parts))
     shape, first = (count, max((part.ids.shape[1] for part in parts), default=0)), len(tokens) - count
     found = TextNeighbors(
         np.arange(first, len(tokens)),
@@ -115,9 +115,10 @@ def weighed(
     scores: TokenScores, settings: KNNSettings
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:
     """Record ids, their tokens, distances and weights of some tokens, each of shape (n, m), nearest first."""
-    distances = scores.distances.numpy()
-    weights = mixture_of(settings, scores.retrieved()).weights_in(0).numpy()
+    distances, tokens = scores.evidence.distances.numpy(), scores.evidence.tokens
+    assert tokens is not None
+    weights = mixture_of(settings, scores.evidence).weights_in(0).numpy()
     order = np.argsort(distances, axis=1, kind="stable")
-    columns = scores.ids, scores.tokens.numpy(), distances, weights
+    columns = scores.ids, tokens.numpy(), distances, weights
     ids, *others = (np.take_along_axis(column, order, 1) for column in columns)
     return ids, np.where(ids >= 0, others[0], -1), others[1], np.where(ids >= 0, others[2], 0)

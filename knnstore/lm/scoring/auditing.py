@@ -185,8 +185,8 @@ def _score(lm: ReadingModel, texts: Texts, settings: KNNSettings) -> list[_Score
         [dict[int, tuple[float, float]]() for _ in texts],
     )
     for scores in score_texts(lm.store, lm.reader, texts, settings):
-        below = heads.mix_gold(settings.substitute, scores.lm_log_probs, scores.keys, scores.gold)
-        mixed = mixture_of(settings, scores.retrieved()).gold(below, scores.gold)
+        below = heads.mix_gold(settings.substitute, scores.lm_log_probs, scores.read.keys, scores.targets)
+        mixed = mixture_of(settings, scores.evidence).gold(below, scores.targets)
         columns = scores.documents, scores.positions, scores.lm_log_probs, mixed
         rows = zip(*(column.tolist() for column in columns), strict=True)
         for document, position, base, log_prob in rows:

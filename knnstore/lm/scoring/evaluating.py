@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from knnstore.errors import ConfigError, InputError
-from knnstore.lm.components import mixture_of
+from knnstore.lm.components import mixture_of, probes_cells
 from knnstore.lm.mixing import FixedLambda
-from knnstore.lm.retrieval import visits_cells
 from knnstore.lm.scoring.by_document import DocumentLosses, DocumentScore, GroupScore, Intervals, grouped
 from knnstore.lm.scoring.held_out import HeldOut, score_held_out
 from knnstore.lm.scoring.slices import Slice, TokenLosses, perplexity
@@ -146,28 +145,28 @@ def evaluate(
     totals, losses, of_documents = defaultdict[str, float](float), TokenLosses(), DocumentLosses()
     left_out = stored if leave_out else {}
     for scores in score_held_out(store, reader, listed, settings, left_out=left_out, progress=progress):
-        retrieved, gold, lm_log_probs = scores.retrieved(), scores.gold, scores.lm_log_probs
-        below = heads.mix_gold(settings.substitute, lm_log_probs, scores.keys, gold)
-        mixtures = {name: mixture_of(variant, retrieved) for name, variant in variants.items()}
+        evidence, gold, lm_log_probs = scores.evidence, scores.targets, scores.lm_log_probs
+        below = heads.mix_gold(settings.substitute, lm_log_probs, scores.read.keys, gold)
+        mixtures = {name: mixture_of(variant, evidence) for name, variant in variants.items()}
         log_probs = {name: mixture.gold(below, gold) for name, mixture in mixtures.items()}
         log_probs["base"] = lm_log_probs
         if substitute is not None:
-            log_probs["substitute"] = heads.mix_gold(substitute, lm_log_probs, scores.keys, gold)
-            log_probs["store alone"] = mixture_of(alone, retrieved).gold(lm_log_probs, gold)
+            log_probs["substitute"] = heads.mix_gold(substitute, lm_log_probs, scores.read.keys, gold)
+            log_probs["store alone"] = mixture_of(alone, evidence).gold(lm_log_probs, gold)
         mixture = mixtures["knn"]
         knn_probs = mixture.knn_probs(gold)
         better = knn_probs > lm_log_probs.exp()
         columns = {
             **log_probs,
             "tokens": torch.ones(len(gold)),
-            "searched": torch.from_numpy(scores.searched),
+            "searched": torch.as_tensor(evidence.searched),
             "helped": better,
             "lam": mixture.lam,
             "temperature": torch.as_tensor(mixture.temperature, dtype=torch.float64).expand(len(gold)),
         }
         for name, column in columns.items():
             totals[name] += float(column.double().sum())
-        losses.add(gold, lm_log_probs, log_probs["knn"], better, scores.distances.amin(1))
+        losses.add(gold, lm_log_probs, log_probs["knn"], better, evidence.distances.amin(1))
         of_documents.add(scores, log_probs["knn"])
         if table is not None:
             table.add(scores, knn_probs, mixture.lam, log_probs["knn"])
@@ -201,7 +200,7 @@ def evaluate(
         knn_byte_ppl=perplexity(mixed, in_bytes),
         helped=totals["helped"] / tokens,
         k=settings.k,
-        probes=settings.probes if visits_cells(store, settings) else None,
+        probes=settings.probes if probes_cells(store, settings) else None,
         temperature=totals["temperature"] / tokens,
         lam=totals["lam"] / tokens,
         mixer=settings.mixer.name if settings.gate is None else settings.gate.name,

@@ -68,7 +68,7 @@ def export(
     with replacing(Path(path)) as file, ParquetWriter(file.buffer, schema) as writer:
         for ahead in in_chunks(documents_of(documents)):
             texts = lm.reader.tokenized(ahead)
-            for scores in score_texts(lm.store, lm.reader, texts, settings, apart=True):
+            for scores in score_texts(lm.store, lm.reader, texts, settings, with_sources=True):
                 written = list(_rows(lm, scores, settings, ahead, neighbors))
                 writer.write_table(pa.Table.from_pylist(written, schema))
                 rows += len(written)
@@ -83,8 +83,8 @@ def _rows(
     documents: list[TextDocument],
     neighbors: int,
 ) -> Iterator[dict[str, Any]]:
-    mixture = mixture_of(settings, scores.retrieved())
-    p_lm, p_knn = scores.lm_log_probs.exp().tolist(), mixture.knn_probs(scores.gold).tolist()
+    mixture = mixture_of(settings, scores.evidence)
+    p_lm, p_knn = scores.lm_log_probs.exp().tolist(), mixture.knn_probs(scores.targets).tolist()
     ids, retrieved, _, weights = weighed(scores, settings)
     for row, position in enumerate(scores.positions.tolist()):
         there = ids[row] >= 0
@@ -95,7 +95,7 @@ def _rows(
         yield {
             "document": documents[scores.documents[row]].id,
             "position": position,
-            "token": int(scores.gold[row]),
+            "token": int(scores.targets[row]),
             "p_lm": p_lm[row],
             "p_knn": p_knn[row],
             "lambda": float(mixture.lam[row]),

@@ -12,29 +12,31 @@ from numpy.typing import NDArray
 from knnstore.datastore import Neighbors
 from knnstore.documents import TextDocument, documents_of
 from knnstore.errors import InputError
-from knnstore.lm.components import Form, look_up_texts
-from knnstore.lm.contexts import DocumentTexts
-from knnstore.lm.reading import BATCH_TOKENS, Batch, Encoded, LogProbs, TextReader, in_chunks
-from knnstore.lm.retrieval import columns_of, reachable, retrieve, retrieve_in_step, visit, visits_cells
-from knnstore.lm.scoring.scores import TokenScores, together
+from knnstore.lm.batch import Batch
+from knnstore.lm.components import Form, look_up, most_records, probes_cells, reachable, search_records
+from knnstore.lm.contexts import Contexts, DocumentTexts
+from knnstore.lm.mixing import CellSums, NeighborSums
+from knnstore.lm.reading import BATCH_TOKENS, Encoded, LogProbs, TextReader, WindowBatch, in_chunks
+from knnstore.lm.retrieval import retrieve_in_step
+from knnstore.lm.scoring.scores import ReadTokens, TokenScores
 from knnstore.lm.settings import KNNSettings
 from knnstore.progress import Progress
 from knnstore.store import KNOWN, Reader, Selection
 
 _NEIGHBORS = BATCH_TOKENS << 10
-"""Of all tokens that are searched for at once: fewer with a larger k, so that memory does not grow."""
+"""Neighbors of all tokens that are looked up at once: it bounds memory."""
 _DISTANCES = 1 << 26
-"""To records of cells, that are in memory at once: 256 MiB. The more, the fewer visits of each cell."""
+"""Distances to records of cells in memory at once: 256 MiB. More means that each cell is read less often."""
 _RECENT = 1 << 23
-"""Tokens before others, that are weighed at once for a cache: 32 MiB for each temperature."""
+"""Earlier tokens that are weighed at once for a cache: 32 MiB for each temperature."""
 _QUERIES = 2 * BATCH_TOKENS
-"""That visit cells together: the more meet in a cell, the less each costs."""
+"""Queries that probe cells together: the more share a cell, the less each costs."""
 _TURN_TOKENS = 128
-"""That are read in one turn, where others wait; see `score_text_in_turns`."""
+"""Tokens that are read in one turn while other requests wait; see `score_text_in_turns`."""
 _TURN_NEIGHBORS = 1 << 16
-"""Of all tokens that are searched for in one turn."""
+"""Neighbors of all tokens that are looked up in one turn."""
 _TOKENS = 1 << 15
-"""Of documents that advance together: what is known of each is in memory at once."""
+"""Tokens of documents that advance together with pointers, and are in memory at once."""
 
 
 class HeldOut(NamedTuple):
@@ -91,13 +93,13 @@ def score_held_out(
     for members, left in grouped(documents, left_out):
         reached = replace(settings, selection=settings.selection.without(*left))
         for scores in score(store, reader, [documents[at] for at in members], reached, progress):
-            yield replace(scores, documents=np.array(members, np.int64)[scores.documents])
+            yield scores.with_documents(np.array(members, np.int64)[scores.documents])
 
 
 def grouped(
     documents: Sequence[TextDocument], left_out: Mapping[str, Collection[str]]
 ) -> list[tuple[list[int], list[str]]]:
-    """Put the indices of documents together that leave out the same stored ones, and say which."""
+    """Group the indices of documents that leave out the same stored ones; returns each with these."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for at, document in enumerate(documents):
         groups.setdefault(tuple(sorted(left_out.get(document.content_hash, ()))), []).append(at)
@@ -111,16 +113,16 @@ def score(
     settings: KNNSettings,
     progress: Progress | None = None,
 ) -> Iterator[TokenScores]:
-    """Run the model and one search over every token of some documents, which are read once, a few at a time.
+    """Run the model and look up the evidence for every token of some documents, read once, a few at a time.
 
     Yields:
-        The scores of a batch of windows; together every token once.
+        The scores of some tokens; together every token once.
     """
     shown, before = progress or Progress(), 0
     for ahead in in_chunks(documents):
         for scores in score_texts(store, reader, reader.tokenized(ahead), settings):
-            yield replace(scores, documents=scores.documents + before)
-            shown.advance(len(scores.gold))
+            yield scores.with_documents(scores.documents + before)
+            shown.advance(len(scores))
         before += len(ahead)
 
 
@@ -130,31 +132,22 @@ def score_texts(
     texts: Sequence[NDArray[np.integer[Any]]],
     settings: KNNSettings,
     *,
-    apart: bool = False,
+    with_sources: bool = False,
 ) -> Iterator[TokenScores]:
     """Score texts given by their tokens, see `score`; `TokenScores.documents` counts the texts.
 
-    With `apart` each record that counts is among the neighbors, also where cells are summed over.
+    With `with_sources` the evidence keeps each record that counts, also where cells are summed over.
     """
     settings = replace(settings, k=reachable(store, settings))
-    most = max(1, _NEIGHBORS // columns_of(store, settings))
-    form = Form.SOURCES if apart else Form.TARGET
-    for members in [range(len(texts))] if settings.pointers is None else _few_tokens(texts, most):
-        some = [texts[at] for at in members]
-        known = follow_documents(reader, some, settings)
-        batches = (
-            with_texts(store, read_batch(reader, batch, settings), known, settings, form)
-            for batch in reader.batches(some)
-        )
-        parts: Iterator[TokenScores]
-        if settings.pointers is None:
-            in_cells = visits_cells(store, settings) and not apart
-            joined = _joined(batches, _QUERIES if in_cells else 1)
-            parts = _score(store, joined, settings, most, apart=apart)
-        else:
-            parts = _score_in_step(store, list(batches), settings)
-        for scores in parts:
-            yield replace(scores, documents=scores.documents + members.start)
+    if settings.pointers is not None:
+        yield from _score_by_pointers(store, reader, texts, settings, with_sources=with_sources)
+        return
+    looking_up = LookUpInParts(store, settings, Form.SOURCES if with_sources else Form.TARGET)
+    texts_read = follow_documents(reader, texts, settings)
+    reads = (read_windows(reader, batch) for batch in reader.batches(texts))
+    at_once = _QUERIES if probes_cells(store, settings) and not with_sources else 1
+    for read in _joined(reads, at_once):
+        yield from looking_up(read, read_on(texts_read, read, settings))
 
 
 def score_text_in_turns(
@@ -164,28 +157,27 @@ def score_text_in_turns(
     settings: KNNSettings,
     most: int = _TURN_TOKENS,
 ) -> Iterator[TokenScores | None]:
-    """Score one text as `score_texts` does with `apart`, in turns that each take a short time.
+    """Score one text as `score_texts` does with sources, in turns that each take a short time.
 
-    Windows are read one after another, in parts of 128 tokens, and searched for a few tokens at a time.
+    Windows are read one after another, in parts of 128 tokens, and looked up a few tokens at a time.
 
     Args:
         store: where to search.
         reader: reads the text.
         text: token ids, shape (n,).
         settings: without pointers.
-        most: tokens that are searched for in one turn at most.
+        most: tokens that are looked up in one turn at most.
 
     Yields:
         The scores of a few tokens, or None where a turn has ended without any.
     """
     settings = replace(settings, k=reachable(store, settings))
-    known = follow_documents(reader, [text], settings)
+    looking_up = LookUpInParts(store, settings, Form.SOURCES, most)
+    text_read = follow_documents(reader, [text], settings)
     for batch in replace(reader, batch_tokens=1).batches([text]):
         yield None
-        scores = yield from _read_batch_in_turns(reader, batch, settings)
-        scores = with_texts(store, scores, known, settings, Form.SOURCES)
-        at_once = min(most, max(1, _TURN_NEIGHBORS // columns_of(store, settings)))
-        yield from _score(store, [scores], settings, at_once, apart=True, growing_to=most)
+        read = yield from _read_windows_in_turns(reader, batch)
+        yield from looking_up(read, read_on(text_read, read, settings))
 
 
 def follow_documents(
@@ -195,16 +187,21 @@ def follow_documents(
     return DocumentTexts(texts, reader.prefix, 0 if settings.cache is None else settings.cache.size)
 
 
-def read_batch(reader: TextReader, batch: Batch, settings: KNNSettings) -> TokenScores:
-    """Run the model over one batch of windows; what is to be searched is marked, nothing is looked up yet."""
+def read_on(texts: DocumentTexts, read: ReadTokens, settings: KNNSettings) -> Contexts | None:
+    """Extend texts by the tokens that were read, and return these as contexts; None where none are needed."""
+    if not settings.needs_text:
+        return None
+    return texts.read_on(read.keys, read.documents, read.positions)
+
+
+def read_windows(reader: TextReader, batch: WindowBatch) -> ReadTokens:
+    """Run the model over one batch of windows."""
     encoded = reader.encoder.encode(batch.input_ids, batch.at)
-    return _read(encoded, reader.encoder.log_probs(encoded.states, batch.gold), batch, settings)
+    return _put_together(encoded, reader.encoder.log_probs(encoded.states, batch.gold), batch)
 
 
-def _read_batch_in_turns(
-    reader: TextReader, batch: Batch, settings: KNNSettings
-) -> Generator[None, None, TokenScores]:
-    """Do what `read_batch` does for one window, a few tokens in each turn; yields between turns."""
+def _read_windows_in_turns(reader: TextReader, batch: WindowBatch) -> Generator[None, None, ReadTokens]:
+    """Do what `read_windows` does for one window, a few tokens in each turn; yields between turns."""
     encoder = reader.encoder
     encoded = yield from encoder.encode_in_parts(batch.input_ids, batch.at, _TURN_TOKENS)
     found = []
@@ -214,120 +211,138 @@ def _read_batch_in_turns(
         found.append(encoder.log_probs(encoded.states[part], batch.gold[part]))
     log_probs = LogProbs(*map(torch.cat, zip(*found, strict=True)))
     yield
-    return _read(encoded, log_probs, batch, settings)
+    return _put_together(encoded, log_probs, batch)
 
 
-def _read(encoded: Encoded, log_probs: LogProbs, batch: Batch, settings: KNNSettings) -> TokenScores:
-    """Put together what the model predicts of a batch; see `read_batch`."""
-    keys = encoded.keys.cpu()
-    lm_max, lm_entropy = log_probs.best.cpu(), log_probs.entropy.cpu()
-    gold, nothing = torch.from_numpy(batch.gold), np.empty((len(keys), 0), np.int64)
-    searched = np.full(len(keys), settings.retrieves)
-    if settings.skip is not None:
-        searched &= settings.skip.searched(keys, lm_max, lm_entropy).numpy()
-    return TokenScores(
-        lm_log_probs=log_probs.gold.cpu(),
-        lm_max=lm_max,
-        lm_entropy=lm_entropy,
-        searched=searched,
-        ids=nothing,
-        distances=torch.empty(nothing.shape),
-        tokens=torch.from_numpy(nothing),
-        gold=gold,
-        keys=keys,
-        documents=batch.documents,
-        positions=batch.positions,
+def _put_together(encoded: Encoded, log_probs: LogProbs, batch: WindowBatch) -> ReadTokens:
+    """Return what the model predicts of a batch, in the processor's memory."""
+    return ReadTokens(
+        log_probs.gold.cpu(),
+        log_probs.best.cpu(),
+        log_probs.entropy.cpu(),
+        torch.from_numpy(batch.gold),
+        encoded.keys.cpu(),
+        batch.documents,
+        batch.positions,
     )
 
 
-def with_texts(
-    store: Reader, scores: TokenScores, known: DocumentTexts, settings: KNNSettings, form: Form
-) -> TokenScores:
-    """Look up what the components that go by the text know of some tokens.
+class LookUpInParts:
+    """Looks up the evidence of tokens, as many at a time as memory allows.
+
+    Where the cells that they probe turn out to be small, later parts have more tokens.
 
     Args:
         store: where to look up.
-        scores: the tokens of a batch, as they were read.
-        known: their texts, which go on to the end of the batch.
-        settings: in force.
+        settings: in force, with a k that is `reachable`.
         form: how much is kept of what is found.
+        turn_tokens: tokens of any part, each of at most `_TURN_NEIGHBORS`; None lets memory alone limit them.
     """
-    if not settings.needs_text:
-        return scores
-    contexts = known.read_on(scores.keys, scores.documents, scores.positions)
-    return replace(scores, found=look_up_texts(store, settings, contexts, form))
 
+    def __init__(
+        self, store: Reader, settings: KNNSettings, form: Form, turn_tokens: int | None = None
+    ) -> None:
+        self._store, self._settings, self._form = store, settings, form
+        self._turn_tokens = turn_tokens
+        self._neighbors = _NEIGHBORS if turn_tokens is None else _TURN_NEIGHBORS
+        self._most = max(1, self._neighbors // most_records(store, settings))
+        if turn_tokens is not None:
+            self._most = min(turn_tokens, self._most)
+        reach = 1
+        if form is Form.SOURCES and settings.cache is not None:
+            reach = settings.cache.size
+        self._limit = max(1, _RECENT // reach)
 
-def _score(
-    store: Reader,
-    batches: Iterable[TokenScores],
-    settings: KNNSettings,
-    most: int,
-    *,
-    apart: bool,
-    growing_to: int | None = None,
-) -> Iterator[TokenScores]:
-    """Search for so many tokens at a time; for more where the cells that they visit turn out to be small.
+    def __call__(self, read: ReadTokens, contexts: Contexts | None) -> Iterator[TokenScores]:
+        """Yield the scores of some tokens after others.
 
-    Args:
-        store: where to search.
-        batches: of tokens that were read.
-        settings: in force.
-        most: tokens of the first search.
-        apart: as of `score_texts`.
-        growing_to: tokens of any search, each of at most `_TURN_NEIGHBORS`; None lets memory alone limit it.
-    """
-    neighbors = _NEIGHBORS if growing_to is None else _TURN_NEIGHBORS
-    for batch in batches:
-        start, count = 0, len(batch.gold)
-        reach = max([1, *(one.width for one in batch.found.values())])
+        Args:
+            read: the tokens.
+            contexts: their positions in texts; None where the settings do not look at these.
+        """
+        batch = read.batch(self._store.identity.vocab_size, contexts)
+        start, count = 0, len(read)
         while start < count:
-            parts = -(-(count - start) // min(most, max(1, _RECENT // reach)))
-            rows = np.arange(start, start - (start - count) // parts)
-            found = search_for(
-                store, batch if len(rows) == count else batch.rows(rows), settings, apart=apart
-            )
-            yield found
-            start += len(rows)
-            if found.visited is not None:
-                visited = sum(one.size for one in found.visited)
-                most = max(1, _DISTANCES * len(rows) // max(1, visited))
-            elif apart:
-                # Cells are smaller than they may be.
-                most = max(most, neighbors // max(1, found.ids.shape[1]))
-                most = most if growing_to is None else min(most, growing_to)
+            parts = -(-(count - start) // min(self._most, self._limit))
+            rows = slice(start, start - (start - count) // parts)
+            start = rows.stop
+            scores = self._look_up(read, batch, rows)
+            yield scores
+            self._adapt(scores)
+
+    def _look_up(self, read: ReadTokens, batch: Batch, rows: slice) -> TokenScores:
+        if rows.stop - rows.start < len(read):
+            read, batch = read.select_rows(rows), batch.select_rows(rows)
+        return TokenScores(read, look_up(self._store, self._settings, batch, self._form))
+
+    def _adapt(self, scores: TokenScores) -> None:
+        """Choose the number of tokens of the next part by what those of the last one found."""
+        searches = scores.evidence.searches
+        in_cells = [one for one in searches if isinstance(one, CellSums)]
+        if in_cells:
+            self._most = max(1, _DISTANCES * len(scores) // max(1, sum(one.size for one in in_cells)))
+        elif self._form is Form.SOURCES:
+            # Cells are smaller than they may be.
+            found = sum(one.distances.shape[1] for one in searches if isinstance(one, NeighborSums))
+            self._most = max(self._most, self._neighbors // max(1, found))
+            if self._turn_tokens is not None:
+                self._most = min(self._most, self._turn_tokens)
 
 
-def _joined(batches: Iterable[TokenScores], wanted: int) -> Iterator[TokenScores]:
-    """Put batches together until they have so many tokens."""
-    held: list[TokenScores] = []
-    for batch in batches:
-        held.append(batch)
-        if sum(len(one.gold) for one in held) >= wanted:
-            yield held[0] if len(held) == 1 else together(held)
+def _joined(reads: Iterable[ReadTokens], wanted: int) -> Iterator[ReadTokens]:
+    """Put batches together until each has so many tokens."""
+    held: list[ReadTokens] = []
+    for read in reads:
+        held.append(read)
+        if sum(map(len, held)) >= wanted:
+            yield ReadTokens.joined(held)
             held = []
     if held:
-        yield together(held)
+        yield ReadTokens.joined(held)
 
 
-def search_in_parts(store: Reader, scores: TokenScores, settings: KNNSettings) -> Iterator[TokenScores]:
-    """Search for tokens that `read_batch` read, as many at a time as memory allows; without pointers."""
-    settings = replace(settings, k=reachable(store, settings))
-    most = max(1, _NEIGHBORS // columns_of(store, settings))
-    return _score(store, [scores], settings, most, apart=False)
+def _score_by_pointers(
+    store: Reader,
+    reader: TextReader,
+    texts: Sequence[NDArray[np.integer[Any]]],
+    settings: KNNSettings,
+    *,
+    with_sources: bool,
+) -> Iterator[TokenScores]:
+    """Score texts with pointers: texts advance together, token by token, so that one search is for many."""
+    form = Form.SOURCES if with_sources else Form.TARGET
+    for members in _few_tokens(texts, max(1, _NEIGHBORS // most_records(store, settings))):
+        some = [texts[at] for at in members]
+        reads = [read_windows(reader, batch) for batch in reader.batches(some)]
+        if not reads:
+            continue
+        read = ReadTokens.joined(reads)
+        contexts = read_on(follow_documents(reader, some, settings), read, settings)
+        keys, wanted = read.keys.numpy(), np.full(len(read), settings.retrieves)
+        if settings.skip is not None:
+            wanted &= settings.skip.searched(read.keys, read.lm_max, read.lm_entropy).numpy()
 
+        def search(rows: NDArray[np.int64]) -> Neighbors:
+            at = rows[wanted[rows]]  # noqa: B023  # called within the turn of the loop
+            found = Neighbors.joined(search_records(store, keys[at], settings))  # noqa: B023
+            return found.spread(wanted[rows])  # noqa: B023
 
-def search_for(
-    store: Reader, scores: TokenScores, settings: KNNSettings, *, apart: bool = False
-) -> TokenScores:
-    """Give tokens their neighbors, those that are to be searched for; see `score_texts`."""
-    if not apart and visits_cells(store, settings) and scores.searched.any():
-        queries = scores.keys.numpy()[scores.searched]
-        visited = visit(store, queries, scores.gold[torch.from_numpy(scores.searched)], settings)
-        spread = [one.spread(scores.searched, scores.gold) for one in visited]
-        return scores.with_visited(spread, nearest_only=settings.needs_nearest_only)
-    found = retrieve(store, scores.keys.numpy(), settings, scores.searched)
-    return scores.with_neighbors(found, scores.searched)
+        steps = retrieve_in_step(
+            store, keys, read.targets.numpy(), read.documents, read.positions, settings, search
+        )
+        order, found, searched = [], [], np.zeros(len(read), np.bool_)
+        for rows, retrieval in steps:
+            order.append(rows)
+            found.append(retrieval.found)
+            searched[rows] = retrieval.searched & wanted[rows]
+        at = np.argsort(np.concatenate(order))
+        batch = replace(
+            read.batch(store.identity.vocab_size, contexts),
+            neighbors=Neighbors.joined(found, axis=0).rows(at),
+            searched=torch.from_numpy(searched),
+        )
+        scores = TokenScores(read, look_up(store, settings, batch, form))
+        yield scores.with_documents(scores.documents + members.start)
 
 
 def _few_tokens(texts: Sequence[NDArray[np.integer[Any]]], most: int) -> list[range]:
@@ -339,25 +354,3 @@ def _few_tokens(texts: Sequence[NDArray[np.integer[Any]]], most: int) -> list[ra
         runs[-1] = range(runs[-1].start, at + 1)
         tokens += len(text)
     return [run for run in runs if len(run)]
-
-
-def _score_in_step(
-    store: Reader, parts: Sequence[TokenScores], settings: KNNSettings
-) -> Iterator[TokenScores]:
-    """Retrieve with pointers: texts advance together, token by token, so that one search is for many.
-
-    Takes parts of the texts, in any order, and yields the tokens at one position of all texts.
-    """
-    if not parts:
-        return
-    whole = together(parts)
-    keys = whole.keys.numpy()
-
-    def search(rows: NDArray[np.int64]) -> Neighbors:
-        return retrieve(store, keys[rows], settings, whole.searched[rows])
-
-    steps = retrieve_in_step(
-        store, keys, whole.gold.numpy(), whole.documents, whole.positions, settings, search
-    )
-    for rows, (found, searched) in steps:
-        yield whole.rows(rows).with_neighbors(found, searched & whole.searched[rows])

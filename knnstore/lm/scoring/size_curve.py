@@ -6,9 +6,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from knnstore.errors import InputError
-from knnstore.lm.components import Form, look_up_texts, mixture_of
+from knnstore.lm.components import Form, mixture_of, reachable
 from knnstore.lm.reading import in_chunks
-from knnstore.lm.scoring.held_out import HeldOut, follow_documents, read_batch, search_in_parts
+from knnstore.lm.scoring.held_out import (
+    HeldOut,
+    LookUpInParts,
+    follow_documents,
+    read_on,
+    read_windows,
+)
 from knnstore.lm.scoring.slices import perplexity
 from knnstore.lm.settings import KNNModel, KNNSettings, resolve
 from knnstore.progress import Progress
@@ -64,20 +70,21 @@ def measure_size_curve(
     tokens, totals = 0, [0.0] * (1 + len(parts))
     for ahead in in_chunks(held_out.documents):
         texts = reader.tokenized(ahead)
-        known = follow_documents(reader, texts, settings)
-        smaller = [replace(settings, selection=part) for part, _ in parts]
+        texts_read = follow_documents(reader, texts, settings)
+        selected = [replace(settings, selection=part) for part, _ in parts]
+        reached = [replace(one, k=reachable(store, one)) for one in selected]
+        smaller = [(one, LookUpInParts(store, one, Form.TARGET)) for one in reached]
         for batch in reader.batches(texts):
-            scores = read_batch(reader, batch, settings)
-            contexts = known.read_on(scores.keys, scores.documents, scores.positions)
-            tokens += len(scores.gold)
-            totals[0] += float(scores.lm_log_probs.double().sum())
-            for number, one in enumerate(smaller, 1):
-                of_part = replace(scores, found=look_up_texts(store, one, contexts, Form.TARGET))
-                for found in search_in_parts(store, of_part, one):
-                    mixture = mixture_of(one, found.retrieved())
-                    totals[number] += float(mixture.gold(found.lm_log_probs, found.gold).double().sum())
+            read = read_windows(reader, batch)
+            contexts = read_on(texts_read, read, settings)
+            tokens += len(read)
+            totals[0] += float(read.lm_log_probs.double().sum())
+            for number, (one, looking_up) in enumerate(smaller, 1):
+                for scores in looking_up(read, contexts):
+                    mixture = mixture_of(one, scores.evidence)
+                    totals[number] += float(mixture.gold(scores.lm_log_probs, scores.targets).double().sum())
             if progress is not None:
-                progress.advance(len(scores.gold))
+                progress.advance(len(read))
     if progress is not None:
         progress.finish()
     if not tokens:

@@ -35,9 +35,9 @@ class TokenTable:
 
     def add(self, scores: TokenScores, p_knn: Tensor, lam: Tensor, log_p: Tensor) -> None:
         """Take in n tokens, with p_kNN, λ and log p of the mixture of each, shape (n,)."""
-        columns = (scores.lm_log_probs.exp(), p_knn, lam, log_p.exp(), scores.distances.amin(1))
+        columns = (scores.lm_log_probs.exp(), p_knn, lam, log_p.exp(), scores.evidence.distances.amin(1))
         tensors = (column.numpy() for column in columns)
-        self._parts.append((scores.documents, scores.positions, scores.gold.numpy(), *tensors))
+        self._parts.append((scores.documents, scores.positions, scores.targets.numpy(), *tensors))
 
     def name(self, documents: Sequence[TextDocument], counts: NDArray[np.int64]) -> None:
         """Say what documents the scores count, and how often each token of the vocabulary was stored."""

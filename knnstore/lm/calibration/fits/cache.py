@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from knnstore.lm.calibration.fits.ngrams import fit_ngrams, mix_ngrams
-from knnstore.lm.calibration.on_grid import CHUNK_VALUES, gold_on_grid
+from knnstore.lm.calibration.on_grid import CHUNK_VALUES, targets_on_grid
 from knnstore.lm.components import DocumentKeys, TargetContinuation
 from knnstore.lm.mixing import LEAST_PROBABILITY, fit_lambdas, mix_gold
 from knnstore.lm.settings import CacheSettings
@@ -66,7 +66,7 @@ def gather_cache_evidence(reading: DocumentKeys, own: TargetContinuation | None 
         distances = recent.distances.flip(1)  # the latest first
         hits = recent.tokens.flip(1) == reading.gold[chunk, None]
         found[chunk] = distances.isfinite().any(1)
-        probs[:, chunk] = gold_on_grid(distances, hits, sizes, temperatures)
+        probs[:, chunk] = targets_on_grid(distances, hits, sizes, temperatures)
     return CacheEvidence(sizes, temperatures, probs.transpose(0, 1), found, own)
 
 

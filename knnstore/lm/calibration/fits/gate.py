@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor
 
-from knnstore.lm.calibration.evidence import Evidence
+from knnstore.lm.calibration.evidence import GridEvidence
 from knnstore.lm.calibration.fits.mixers import at_columns, best_fixed
 from knnstore.lm.calibration.scored_text import ScoredText
 from knnstore.lm.mixing import (
+    FixedLambda,
     GateLambda,
     Skipping,
     chosen_by,
@@ -22,7 +23,7 @@ from knnstore.lm.settings import KNNSettings
 _NOTHING = -1e9  # nats: a threshold below any estimate
 
 
-def fit_gate(evidence: Evidence, scored: ScoredText) -> KNNSettings:
+def fit_gate(evidence: GridEvidence, scored: ScoredText) -> KNNSettings:
     """Fit a network that chooses λ and T of each token, beginning with the best fixed ones.
 
     What it minimizes is the negative log-likelihood of the mixture; p_kNN between two temperatures of
@@ -30,8 +31,10 @@ def fit_gate(evidence: Evidence, scored: ScoredText) -> KNNSettings:
     """
     fixed_temperature, fixed_lam = best_fixed(evidence)
     scale = float(evidence.nearest.distances[:, 0].abs().median().clamp(min=1e-6))
-    retrieved = (scored.retrieved(evidence.k, some) for some in scored.chunks(evidence.k, evidence.tokens))
-    features = torch.cat([gate_features(some, evidence.k, scale) for some in retrieved])
+    settings = evidence.settings(fixed_temperature, FixedLambda(fixed_lam))
+    chunks = scored.chunks(evidence.k, evidence.tokens)
+    found = (scored.evidence_for(settings, some) for some in chunks)
+    features = torch.cat([gate_features(some, evidence.k, scale) for some in found])
     lm, grid = evidence.lm[:, 0], evidence.temperatures.log2()
 
     def loss(outputs: Tensor, rows: Tensor) -> Tensor:
@@ -69,8 +72,8 @@ def fit_skipping(scored: ScoredText, gains: Tensor, tokens: Tensor) -> Skipping:
 def known_before(scored: ScoredText, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """What is known of some tokens before a search: the arguments of `Skipping.expected`."""
     assert scored.reading is not None
-    assert scored.lm_entropy is not None
-    return scored.reading.keys[tokens], scored.lm_max[tokens], scored.lm_entropy[tokens]
+    assert scored.evidence.lm_entropy is not None
+    return scored.reading.keys[tokens], scored.evidence.lm_max[tokens], scored.evidence.lm_entropy[tokens]
 
 
 def blocks_among(scored: ScoredText, tokens: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from knnstore.lm.calibration.evidence import Evidence
+from knnstore.lm.calibration.evidence import GridEvidence
 from knnstore.lm.calibration.fits.cache import CacheEvidence, fit_cache
 from knnstore.lm.calibration.fits.gate import blocks_among
 from knnstore.lm.calibration.fits.ngrams import fit_with_ngrams
@@ -20,11 +20,11 @@ _ROUNDS = 50  # of expectation maximization, for where the network begins
 
 
 def fit_together(
-    evidence: Evidence,
+    evidence: GridEvidence,
     scored: ScoredText,
     said: TargetContinuation | None,
     cache: CacheEvidence,
-    fit: Callable[[Evidence], KNNSettings],
+    fit: Callable[[GridEvidence], KNNSettings],
 ) -> KNNSettings:
     """Fit every component by `fit` and by itself, in turn, and then one gate over all of them."""
     at = evidence.tokens
@@ -35,7 +35,7 @@ def fit_together(
     for name, component in other_components().items():
         assert scored.reading is not None
         log_probs[at] = scored.log_probs(settings, at).log_probs
-        fitted = component.fit(scored.others[name], log_probs, scored.reading.gold, wanted)
+        fitted = component.fit(scored.evidence.found[name], log_probs, scored.reading.gold, wanted)
         settings = replace(settings, others={**settings.others, name: fitted})
     return replace(settings, gate=fit_joint(scored, settings, at))
 
@@ -53,12 +53,12 @@ def fit_joint(scored: ScoredText, settings: KNNSettings, tokens: Tensor) -> Join
     factors = factors_in_use(settings)
     features, found, probs, query = [], [], [], slice(0)
     for chunk in scored.chunks_for(settings, tokens):
-        retrieved, gold = scored.retrieved_for(settings, chunk)
-        experts = experts_of(settings, retrieved, factors, unit)
+        targets = scored.targets_for(chunk)
+        experts = experts_of(settings, scored.evidence_for(settings, chunk), factors, unit)
         features.append(experts.features)
         found.append(experts.found)
         query = experts.query
-        every = [one.probs(gold) for said in experts.said.values() for one in said]
+        every = [one.probs(targets) for of in experts.contributions.values() for one in of]
         probs.append(torch.stack([scored.lm_log_probs[chunk].exp(), *every], 1))
     seen, present, given = (
         torch.cat(features),

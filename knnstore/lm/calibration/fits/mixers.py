@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from knnstore.lm.calibration.evidence import Evidence
+from knnstore.lm.calibration.evidence import GridEvidence
 from knnstore.lm.mixing import (
     BinnedLambda,
     FixedLambda,
@@ -26,7 +26,7 @@ PRIOR_TOKENS = 32.0
 """The weight, in tokens, with which all tokens together speak in the fit of each bin."""
 
 
-def fit_fixed(evidence: Evidence) -> KNNSettings:
+def fit_fixed(evidence: GridEvidence) -> KNNSettings:
     """Fit one T and one λ; 0 where no neighbor was found."""
     if not len(evidence.temperatures):
         return KNNSettings(k=1, lam=0.0)
@@ -34,7 +34,7 @@ def fit_fixed(evidence: Evidence) -> KNNSettings:
     return evidence.settings(temperature, FixedLambda(lam))
 
 
-def best_fixed(evidence: Evidence) -> tuple[float, float]:
+def best_fixed(evidence: GridEvidence) -> tuple[float, float]:
     """The likeliest T and λ for all tokens."""
     lam, loss = _fit_one(evidence)
     point = _lowest(loss)
@@ -42,7 +42,7 @@ def best_fixed(evidence: Evidence) -> tuple[float, float]:
 
 
 def fit_bins(
-    evidence: Evidence, distance_bins: int, confidence_bins: int = 1, *, temperatures: bool = False
+    evidence: GridEvidence, distance_bins: int, confidence_bins: int = 1, *, temperatures: bool = False
 ) -> KNNSettings:
     """Fit λ, and T if wanted, in bins that hold equally many tokens.
 
@@ -73,7 +73,7 @@ def fit_bins(
     return evidence.settings(together.exp().item(), mixer)
 
 
-def fit_nearness(evidence: Evidence) -> KNNSettings:
+def fit_nearness(evidence: GridEvidence) -> KNNSettings:
     """Fit T of SK-MT's formula."""
     mixer = NearnessLambda()
     lambdas = [mixer(evidence.nearest, temperature).lam for temperature in evidence.temperatures.tolist()]
@@ -82,7 +82,7 @@ def fit_nearness(evidence: Evidence) -> KNNSettings:
     return evidence.settings(at_columns(evidence.temperatures.log(), point).exp().item(), mixer)
 
 
-def fit_relative(evidence: Evidence) -> KNNSettings:
+def fit_relative(evidence: GridEvidence) -> KNNSettings:
     """Fit alpha and tau of the relative retrieval confidence, at the T that is best for a fixed λ."""
     lam, loss = _fit_one(evidence)
     column = int(loss.argmin())
@@ -104,11 +104,11 @@ def fit_relative(evidence: Evidence) -> KNNSettings:
     return evidence.settings(evidence.temperatures[column].item(), RelativeConfidence(alpha, tau))
 
 
-def _fit_one(evidence: Evidence) -> tuple[Tensor, Tensor]:
+def _fit_one(evidence: GridEvidence) -> tuple[Tensor, Tensor]:
     return fit_lambdas(evidence.lm, evidence.knn, torch.zeros(len(evidence.lm), dtype=torch.long), 1)
 
 
-def _mixed(evidence: Evidence, lam: Tensor, column: int) -> Tensor:
+def _mixed(evidence: GridEvidence, lam: Tensor, column: int) -> Tensor:
     return mix_probs(evidence.lm[:, 0], (lam, evidence.knn[:, column]))
 
 

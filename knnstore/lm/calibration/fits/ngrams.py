@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from knnstore.lm.calibration.evidence import Evidence
+from knnstore.lm.calibration.evidence import GridEvidence
 from knnstore.lm.calibration.fits.mixers import PRIOR_TOKENS
 from knnstore.lm.calibration.scored_text import ScoredText
 from knnstore.lm.components import TargetContinuation, ngram_lambdas
@@ -38,7 +38,10 @@ def mix_ngrams(said: TargetContinuation, log_probs: Tensor, ngrams: NGramSetting
 
 
 def fit_with_ngrams(
-    evidence: Evidence, scored: ScoredText, said: TargetContinuation, fit: Callable[[Evidence], KNNSettings]
+    evidence: GridEvidence,
+    scored: ScoredText,
+    said: TargetContinuation,
+    fit: Callable[[GridEvidence], KNNSettings],
 ) -> KNNSettings:
     """Fit the weight of n-grams and, in turn by `fit`, the settings of the store below them."""
     at = evidence.tokens

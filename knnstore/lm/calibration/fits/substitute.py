@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from knnstore.lm.calibration.evidence import Evidence
+from knnstore.lm.calibration.evidence import GridEvidence
 from knnstore.lm.calibration.scored_text import ScoredSubstitute, ScoredText
 from knnstore.lm.mixing import LEAST_PROBABILITY, FixedLambda, fit_weight
 from knnstore.lm.settings import KNNSettings, find_trained_substitute
@@ -27,7 +27,7 @@ def score_substitute(
     return replace(scored, substitute=ScoredSubstitute(trained, log_probs))
 
 
-def fit_alone(evidence: Evidence, scored: ScoredText, predicted: ScoredSubstitute) -> KNNSettings:
+def fit_alone(evidence: GridEvidence, scored: ScoredText, predicted: ScoredSubstitute) -> KNNSettings:
     """Fit the weight of a substitute beside the model, without a store."""
     at = evidence.tokens
     lam = fit_weight(scored.lm_log_probs[at], predicted.log_probs[at])
@@ -35,10 +35,10 @@ def fit_alone(evidence: Evidence, scored: ScoredText, predicted: ScoredSubstitut
 
 
 def fit_beside(
-    evidence: Evidence,
+    evidence: GridEvidence,
     scored: ScoredText,
     predicted: ScoredSubstitute,
-    fit: Callable[[Evidence], KNNSettings],
+    fit: Callable[[GridEvidence], KNNSettings],
 ) -> KNNSettings:
     """Fit the weight of a substitute and, in turn by `fit`, the settings of the store on top of it."""
     at = evidence.tokens

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from knnstore.lm.mixing import Visited, VisitedCells
+from knnstore.lm.mixing import CellSums, ProbedCells
 
 RNG = np.random.default_rng(9)
 QUERIES, TOKENS = 12, 5
 
 
-def cells(count: int, *, weighted: bool) -> list[VisitedCells]:
+def cells(count: int, *, weighted: bool) -> list[ProbedCells]:
     """Some alone, some beside each other, where queries and records may be missing."""
     made = []
     for number in range(count):
@@ -22,11 +22,11 @@ def cells(count: int, *, weighted: bool) -> list[VisitedCells]:
         tokens = torch.from_numpy(RNG.integers(0, TOKENS, (beside, r)))
         log_weights = torch.from_numpy(RNG.normal(size=(beside, r)).astype(np.float32))
         asked, away = torch.from_numpy(queries), torch.from_numpy(distances.astype(np.float32))
-        made.append(VisitedCells(asked, tokens, away, log_weights if weighted else None))
+        made.append(ProbedCells(asked, tokens, away, log_weights if weighted else None))
     return made
 
 
-def met_by(query: int, some: list[VisitedCells]) -> np.ndarray:
+def met_by(query: int, some: list[ProbedCells]) -> np.ndarray:
     """Distance, token and weight of all that one query met, shape (3, r)."""
     rows = [
         (float(away), int(token), float(log_weight.exp()))
@@ -49,7 +49,7 @@ def test_squares_are_what_separate_exponentials_are(weighted: bool) -> None:
     """A gate's temperatures, each twice the one before it: all from the exponential of the largest."""
     some, gold = cells(30, weighted=weighted), torch.from_numpy(RNG.integers(0, TOKENS, QUERIES))
     temperatures = [7.3 * factor for factor in (0.25, 0.5, 1.0, 2.0, 4.0)]
-    visited = Visited(some, gold)
+    visited = CellSums(some, gold)
     visited.prepare(temperatures)
     each = torch.linspace(3, 30, QUERIES)
     for at, of in [(one, visited.weights(one)) for one in temperatures] + [(each, visited.weights(each))]:
@@ -60,11 +60,11 @@ def test_squares_are_what_separate_exponentials_are(weighted: bool) -> None:
             share = powers[tokens == int(gold[query])].sum() / powers.sum()
             wanted[query] = share, 1 - share
         assert of.numpy() == pytest.approx(wanted, abs=1e-6)
-    alone = torch.stack([Visited(some, gold).weights(one) for one in temperatures])
+    alone = torch.stack([CellSums(some, gold).weights(one) for one in temperatures])
     assert torch.stack([visited.weights(one) for one in temperatures]).numpy() == pytest.approx(
         alone.numpy(), abs=1e-6
     )
-    assert torch.equal(visited.gold_on_grid(torch.tensor([7.3 * 4]))[:, 0], visited.weights(7.3 * 4)[:, 0])
+    assert torch.equal(visited.target_weights(torch.tensor([7.3 * 4]))[:, 0], visited.weights(7.3 * 4)[:, 0])
 
 
 @pytest.mark.parametrize("k", [1, 8, 16, 64, 500])
@@ -72,7 +72,7 @@ def test_the_nearest_are_the_nearest_of_all_cells(k: int) -> None:
     """Also where a query met fewer than k, or none, and where a distance is negative."""
     some, gold = cells(9, weighted=False), torch.zeros(QUERIES + 1, dtype=torch.int64)
     some = [one._replace(distances=one.distances - 30) for one in some]
-    distances, tokens = Visited(some, gold).near(k)
+    distances, tokens = CellSums(some, gold).near(k)
     for query in range(QUERIES + 1):
         away, of_each, _ = met_by(query, some)
         order = np.argsort(away)[:k]
@@ -86,7 +86,7 @@ def test_each_token_has_what_its_records_weigh(weighted: bool) -> None:
     """Each query at a temperature of its own; one that met nothing gives nothing to any token."""
     some, gold = cells(9, weighted=weighted), torch.zeros(QUERIES + 1, dtype=torch.int64)
     temperatures = torch.linspace(3, 30, QUERIES + 1)
-    found = Visited(some, gold).by_token(temperatures, TOKENS + 2)
+    found = CellSums(some, gold, TOKENS + 2).weights(temperatures)
     for query in range(QUERIES + 1):
         distances, tokens, counts = met_by(query, some)
         powers = np.exp(-distances / float(temperatures[query])) * counts

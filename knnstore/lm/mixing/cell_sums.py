@@ -1,0 +1,460 @@
+"""p_kNN as sums over whole cells: every record of the probed cells counts, near or far.
+
+`CellSums` is what one search of n queries found in them. Its sums run over all records of a cell, and over
+the records with a query's target token, which are few. This module also finds these records, and the nearest
+ones.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from knnstore.datastore import TOKEN_LIMIT
+from knnstore.lm.mixing.interpolation import LEAST_PROBABILITY, PerQuery
+from knnstore.lm.mixing.token_sums import NeighborSums, distinct_tokens
+
+_SAME = 3e-7
+"""By so much of itself a temperature may differ from half of another one: as float32 does."""
+
+
+class ProbedCells(NamedTuple):
+    """Some cells and the queries that probe each; see `knnstore.datastore.Visits`."""
+
+    queries: Tensor
+    """Numbers of the queries, int64, shape (b, m); -1 where a cell has fewer."""
+
+    tokens: Tensor
+    """Tokens of the records, int64, shape (b, r)."""
+
+    distances: Tensor
+    """Of each query to each record, float32, shape (b, m, r); +inf where one is missing."""
+
+    log_weights: Tensor | None = None
+    """Of the records, float32, shape (b, r); see `neighbor_weights`."""
+
+    ranks: Tensor | None = None
+    """How many cells are nearer to the query, int64, shape (b, m); None where that is not known."""
+
+    def on(self, device: torch.device) -> "ProbedCells":
+        """Return the same on a device."""
+        if device.type == "cpu":
+            return self
+        weights, ranks = (None if of is None else of.to(device) for of in (self.log_weights, self.ranks))
+        return ProbedCells(
+            self.queries.to(device), self.tokens.to(device), self.distances.to(device), weights, ranks
+        )
+
+
+class Hits(NamedTuple):
+    """h pairs of a query and a record that holds the query's target token."""
+
+    pairs: Tensor
+    """The pair of query and cell, numbered in the order of all cells, int64, shape (h,)."""
+
+    distances: Tensor
+    """float32, shape (h,)."""
+
+    weights: Tensor
+    """How many records each counts for, float32, shape (h,)."""
+
+
+class CellSums:
+    """All records that n queries were measured against in the cells that they probe; see `TokenSums`.
+
+    Sums are computed on the device of the distances; results are on that of the targets.
+
+    Args:
+        cells: in which a query meets each record once at most.
+        targets: the next token of each query, int64, shape (n,).
+        vocabulary: number of tokens; `weights` then has a place for each of them. With None it has two: the
+            target token, and all others.
+        features: number of nearest records in `distances`; 0 keeps the nearest distance alone.
+    """
+
+    tokens = None
+
+    def __init__(
+        self,
+        cells: Sequence[ProbedCells],
+        targets: Tensor,
+        vocabulary: int | None = None,
+        features: int = 0,
+    ) -> None:
+        device = cells[0].distances.device if cells else targets.device
+        # One more query stands for those that are missing.
+        self._targets = torch.cat([targets, targets.new_zeros(1)]).to(device)
+        self._vocabulary = vocabulary
+        self._features = features
+        self._cells = [some.on(device) for some in cells]
+        asked = torch.cat([self._targets[:0], *(some.queries.flatten() for some in self._cells)])
+        self._asked = asked.where(asked >= 0, len(targets))
+        self._near = _in_a_row([some.distances.amin(2) for some in self._cells], device)
+        nearest = self._nearest_of(self._near)
+        self._zero = nearest.where(nearest.isfinite(), 0)
+        self._weights: dict[float, Tensor] = {}
+        self._device = targets.device
+        self.nearest = nearest[:-1].to(self._device)
+        """Distance to the nearest record, float32, shape (n,); +inf where there is none."""
+
+    @property
+    def size(self) -> int:
+        """Number of distances."""
+        return sum(some.distances.numel() for some in self._cells)
+
+    @property
+    def hits(self) -> Tensor | None:
+        """Whether each place is that of the target token, bool, shape (n, 2); None if tokens have places."""
+        if self._vocabulary is not None:
+            return None
+        return torch.tensor([[True, False]], device=self._device).expand(len(self.nearest), -1)
+
+    @property
+    def distances(self) -> Tensor:
+        """To the nearest records, ascending, float32, shape (n, m); +inf where there are fewer."""
+        return self._nearest_records[0] if self._features else self.nearest[:, None]
+
+    @cached_property
+    def distinct(self) -> Tensor:
+        """`distinct_tokens` of the nearest records."""
+        distances, tokens = self._nearest_records
+        return distinct_tokens(tokens, distances)
+
+    @cached_property
+    def _nearest_records(self) -> tuple[Tensor, Tensor]:
+        return self.near(self._features)
+
+    def select_rows(self, rows: slice | Tensor) -> "CellSums":
+        """Always raises: the sums of some queries are not taken apart."""
+        raise NotImplementedError("sums over cells are of all their queries")
+
+    def scatter_rows(self, rows: Tensor, targets: Tensor) -> "CellSums":
+        """Return the same as part of more queries.
+
+        Args:
+            rows: which of n queries these are, bool, shape (n,); the others find nothing.
+            targets: the next token of each of the n, shape (n,).
+        """
+        if rows.all():
+            return self
+        numbers = pad(rows.nonzero()[:, 0], (0, 1), value=-1).to(self._targets.device)
+        spread = [some._replace(queries=numbers[some.queries]) for some in self._cells]
+        return CellSums(spread, targets, self._vocabulary, self._features)
+
+    def nearest_only(self) -> NeighborSums:
+        """Return the nearest records alone, with whether each has the target token."""
+        distances, tokens = self._nearest_records
+        hits = tokens == self._targets[:-1, None].to(tokens.device)
+        return NeighborSums(distances, hits=hits, known_distinct=self.distinct)
+
+    def near(self, k: int) -> tuple[Tensor, Tensor]:
+        """Return distances and tokens of the k nearest records, nearest first, shape (n, k).
+
+        Where there are fewer, the distance is +inf and the token arbitrary.
+        """
+        distances, tokens = nearest_records(self._cells, self._asked, len(self.nearest), k)
+        return distances.to(self._device), tokens.to(self._device)
+
+    def prepare(self, temperatures: Sequence[float]) -> None:
+        """Precompute `weights` for these temperatures in one pass over the records.
+
+        No exponential is computed for a temperature that is half of another: e^(-2d/T) is the square of
+        e^(-d/T). Weights of all tokens are not precomputed.
+        """
+        if self._vocabulary is not None:
+            return
+        gaps = self._gaps()
+        for temperature, sums in self._summed(set(temperatures) - self._weights.keys()):
+            self._weights[temperature] = self._shares(self._zero.new_tensor([temperature]), sums, gaps)
+
+    def weights(self, temperature: PerQuery) -> Tensor:
+        """Compute p_kNN of the target token and of all others, or of each token; see `TokenSums`."""
+        if self._vocabulary is not None:
+            return self._by_token(temperature, self._vocabulary)
+        if isinstance(temperature, Tensor) and temperature.ndim:
+            own = pad(temperature.float(), (0, 1), value=1.0).to(self._zero.device)
+            return self._shares(own, self._chained([own], [[1.0]])[0][0], self._gaps())
+        self.prepare([float(temperature)])
+        return self._weights[float(temperature)]
+
+    def target_weights(self, temperatures: Tensor) -> Tensor:
+        """Compute p_kNN of the target tokens at several temperatures, shape (m,).
+
+        Returns:
+            Float32, shape (n, m); 0 where no cell was probed.
+        """
+        self.prepare(temperatures.tolist())
+        return torch.stack([self._weights[one][:, 0] for one in temperatures.tolist()], 1)
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether the order in which a query's cells are near is known."""
+        return all(some.ranks is not None for some in self._cells)
+
+    def target_weights_within(self, probes: Sequence[int], temperatures: Tensor) -> Tensor:
+        """Compute p_kNN of the target tokens over fewer cells, all in one pass; they must be ranked.
+
+        Args:
+            probes: numbers of nearest cells of each query, ascending, shape (c,).
+            temperatures: shape (m,).
+
+        Returns:
+            Float32, shape (c, n, m).
+        """
+        device = self._targets.device
+        ranks = _in_a_row([some.ranks for some in self._cells if some.ranks is not None], device)
+        gaps = [self._gaps(ranks < count) for count in probes]
+        found = torch.empty(len(probes), len(self.nearest), len(temperatures))
+        columns = {temperature: column for column, temperature in enumerate(temperatures.tolist())}
+        for temperature, sums in self._summed(columns):
+            one = self._zero.new_tensor([temperature])
+            for at, of_cells in enumerate(gaps):
+                found[at, :, columns[temperature]] = self._shares(one, sums, of_cells)[:, 0]
+        return found
+
+    def _by_token(self, temperature: PerQuery, vocabulary: int) -> Tensor:
+        """Compute p_kNN of every token, float32, shape (n, v), with v above any record's token."""
+        temperatures = torch.as_tensor(temperature, dtype=torch.float32).expand(len(self.nearest))
+        temperatures = pad(temperatures, (0, 1), value=1.0).to(self._zero.device)
+        sums = self._zero.new_zeros(len(self._zero), vocabulary)
+        for some, zero, asked in self._with(self._zero[self._asked], self._asked):
+            of_each = (zero - some.distances).div_(temperatures[asked]).exp_()
+            if some.log_weights is not None:
+                of_each *= some.log_weights.exp()[:, None]
+            # A missing record weighs nothing, whatever its token.
+            at = asked * vocabulary + some.tokens.clamp(max=vocabulary - 1)[:, None]
+            sums.view(-1).index_add_(0, at.flatten(), of_each.flatten())
+        sums = sums[:-1]
+        return sums.div_(sums.sum(1, keepdim=True).clamp_(min=LEAST_PROBABILITY)).to(self._device)
+
+    def _summed(self, temperatures: Iterable[float]) -> Iterator[tuple[float, Tensor]]:
+        """Yield each temperature with its sums, shape (2, pairs); see `_chained`."""
+        chains = halving(temperatures)
+        sums = self._chained([self._zero.new_tensor(of[:1]) for of in chains], chains)
+        for of_chain, of_sums in zip(chains, sums, strict=True):
+            yield from zip(of_chain, of_sums, strict=True)
+
+    def _chained(
+        self, temperatures: Sequence[Tensor], chains: Sequence[Sequence[float]]
+    ) -> list[list[Tensor]]:
+        """Sum exp(-d/T) over the records of each cell that a query probes, and over those with its target.
+
+        Distances are relative to the cell's nearest record, so that no sum overflows or is 0 for all.
+
+        Args:
+            temperatures: the first of each chain, shape (1,) or (n + 1,).
+            chains: in each, a temperature is half of the one before it.
+
+        Returns:
+            Both sums along each chain, shape (2, pairs).
+        """
+        if not chains:
+            return []
+        near = self._near.where(self._near.isfinite(), 0)
+        totals = [[list[Tensor]() for _ in of] for of in chains]
+        for some, zero, asked in self._with(near, self._asked):
+            gaps = zero - some.distances
+            weights = None if some.log_weights is None else some.log_weights.exp()[..., None]
+            for own, of_chain in zip(temperatures, totals, strict=True):
+                divisors = own if len(own) == 1 else own[asked]
+                powers = (gaps / divisors).exp_() if len(chains) > 1 else gaps.div_(divisors).exp_()
+                for sums in of_chain:
+                    if sums is not of_chain[0]:
+                        powers.square_()
+                    sums.append(powers.sum(2) if weights is None else (powers @ weights)[..., 0])
+        pairs, distances, counts = self._hits
+        found = []
+        for own, of_chain in zip(temperatures, totals, strict=True):
+            divisors = own if len(own) == 1 else own[self._asked[pairs]]
+            powers = ((near[pairs] - distances) / divisors).exp_()
+            found.append(list[Tensor]())
+            for sums in of_chain:
+                if sums is not of_chain[0]:
+                    powers.square_()
+                total = _in_a_row(sums, near.device)
+                target = torch.zeros_like(total).index_add_(0, pairs, powers * counts)
+                found[-1].append(torch.stack([total, target]))
+        return found
+
+    def _shares(self, temperatures: Tensor, sums: Tensor, gaps: Tensor) -> Tensor:
+        """Add up the sums of each query's cells: p_kNN of the target token and of all others, shape (n, 2).
+
+        Args:
+            temperatures: shape (1,) or (n + 1,).
+            sums: at these temperatures, shape (2, pairs); see `_chained`.
+            gaps: see `_gaps`.
+        """
+        divisors = temperatures if len(temperatures) == 1 else temperatures[self._asked]
+        parts = sums * (gaps / divisors).exp_()
+        total, target = self._zero.new_zeros(2, len(self._zero)).index_add_(1, self._asked, parts)
+        share = (target / total.clamp(min=LEAST_PROBABILITY)).clamp_(max=1.0)
+        return torch.stack([share, (total > 0).float() - share], 1)[:-1].to(self._device)
+
+    def _gaps(self, among: Tensor | None = None) -> Tensor:
+        """Subtract each cell's nearest distance from that of its query: at most 0, shape (pairs,).
+
+        It is -inf for cells that do not count: where `among`, bool, shape (pairs,), is False.
+        """
+        near = self._near if among is None else self._near.where(among, torch.inf)
+        return torch.where(near.isfinite(), self._nearest_of(near)[self._asked] - near, -torch.inf)
+
+    def _nearest_of(self, distances: Tensor) -> Tensor:
+        """Compute each query's least distance, shape (n + 1,), from one for each pair, shape (pairs,)."""
+        nearest = distances.new_full((len(self._targets),), torch.inf)
+        return nearest.scatter_reduce_(0, self._asked, distances, "amin")
+
+    @cached_property
+    def _hits(self) -> Hits:
+        return hits_of(self._cells, self._asked, self._targets)
+
+    def _with(self, *of_pairs: Tensor) -> Iterator[tuple[Any, ...]]:
+        """Yield the cells, each with its part of some columns of shape (pairs,), as shape (b, m, 1)."""
+        sizes = [some.queries.numel() for some in self._cells]
+        columns = [torch.split(one, sizes) for one in of_pairs]
+        for some, *parts in zip(self._cells, *columns, strict=True):
+            yield some, *(part.view(*some.queries.shape, 1) for part in parts)
+
+
+def _in_a_row(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Put tensors of shapes (b, m) one after another, shape (pairs,)."""
+    if not parts:
+        return torch.empty(0, device=device)
+    if all(len(part) == 1 for part in parts):  # a thousand small tensors, as on a processor
+        return torch.cat(list(parts), 1)[0]
+    return torch.cat([part.flatten() for part in parts])
+
+
+def halving(temperatures: Iterable[float]) -> list[list[float]]:
+    """Put temperatures into chains, in which each is half of the one before it."""
+    chains: list[list[float]] = []
+    for one in sorted(temperatures, reverse=True):
+        for chain in chains:
+            if math.isclose(chain[-1], 2 * one, rel_tol=_SAME):
+                chain.append(one)
+                break
+        else:
+            chains.append([one])
+    return chains
+
+
+def hits_of(cells: Sequence[ProbedCells], queries: Tensor, targets: Tensor) -> Hits:
+    """Find the hits of all cells together: records are sorted by token and searched by bisection.
+
+    Args:
+        cells: on one device.
+        queries: of all cells, one after another, int64, shape (pairs,); from 0 to n - 1.
+        targets: the next token of each query, int64, shape (n,).
+    """
+    nothing = torch.empty(0, device=targets.device)
+    if not cells:
+        return Hits(targets[:0], nothing, nothing)
+    shapes = [some.distances.shape for some in cells]
+    visits = torch.arange(sum(count for count, _, _ in shapes), device=targets.device)
+    each = torch.tensor([shape for shape in shapes for _ in range(shape[0])], device=targets.device)
+    _, asked, lengths = each.unbind(1)
+    of_records, of_pairs = visits.repeat_interleave(lengths), visits.repeat_interleave(asked)
+    tokens = torch.cat([some.tokens.flatten() for some in cells])
+    ordered, order = (of_records * TOKEN_LIMIT + tokens).sort()
+    wanted = of_pairs * TOKEN_LIMIT + targets[queries]
+    low = torch.searchsorted(ordered, wanted)
+    counts = torch.searchsorted(ordered, wanted, right=True) - low
+    pair = torch.arange(len(counts), device=targets.device).repeat_interleave(counts)
+    found = order[torch.arange(len(pair), device=targets.device) + (low - _starts(counts))[pair]]
+    # From a record's number to its place among the distances of all cells, one after another.
+    at = torch.arange(len(of_pairs), device=targets.device) - _starts(asked)[of_pairs]
+    base = (_starts(asked * lengths) - _starts(lengths))[of_pairs] + at * lengths[of_pairs]
+    places = found + base[pair]
+    ends = torch.tensor([some.distances.numel() for some in cells]).cumsum(0)
+    shares = torch.searchsorted(places, ends.to(targets.device)).diff(prepend=places.new_zeros(1)).tolist()
+    begins = (ends - ends.diff(prepend=ends.new_zeros(1))).tolist()
+    parts = zip(cells, torch.split(places, shares), begins, strict=True)
+    distances = torch.cat([nothing, *(some.distances.take(at - begin) for some, at, begin in parts)])
+    weights = torch.ones_like(distances)
+    if any(some.log_weights is not None for some in cells):
+        weights = torch.cat([_log_weights(some).flatten() for some in cells])[found].exp()
+    return Hits(pair, distances, weights)
+
+
+def _starts(sizes: Tensor) -> Tensor:
+    """Return where each of several parts begins when they lie one after another."""
+    return sizes.cumsum(0) - sizes
+
+
+def _log_weights(cells: ProbedCells) -> Tensor:
+    return torch.zeros_like(cells.tokens).float() if cells.log_weights is None else cells.log_weights
+
+
+def nearest_records(cells: Sequence[ProbedCells], asked: Tensor, count: int, k: int) -> tuple[Tensor, Tensor]:
+    """Find the k nearest records of each query.
+
+    Args:
+        cells: on one device.
+        asked: the queries of all cells, one after another, int64, shape (pairs,); `count` where one is
+            missing.
+        count: queries, n.
+        k: how many.
+
+    Returns:
+        Distances and tokens, shape (n, k), nearest first; +inf and anything where there are fewer.
+    """
+    bounds, begins = _bounds(cells, asked, count, k)[asked], asked.new_zeros(0)
+    queries, distances, tokens = [begins], [bounds[:0]], [begins]
+    sizes = [some.queries.numel() for some in cells]
+    parts = zip(cells, torch.split(asked, sizes), torch.split(bounds, sizes), strict=True)
+    for some, of_cells, bound in parts:
+        _, across, records = some.distances.shape
+        near = _flatnonzero(some.distances <= bound.view(-1, across, 1))
+        pairs = near // records
+        queries.append(of_cells[pairs])
+        distances.append(some.distances.take(near))
+        tokens.append(some.tokens.take(pairs // across * records + near % records))
+    away, owners = torch.cat(distances), torch.cat(queries)
+    order = away.argsort()
+    owners, then = owners[order].sort(stable=True)
+    order, place = order[then], _places(owners)
+    chosen = (place < k) & (owners < count)
+    nearest, of_nearest = away.new_full((count, k), torch.inf), asked.new_zeros(count, k)
+    at = owners[chosen], place[chosen]
+    nearest[at], of_nearest[at] = away[order[chosen]], torch.cat(tokens)[order[chosen]]
+    return nearest, of_nearest
+
+
+def _bounds(cells: Sequence[ProbedCells], asked: Tensor, count: int, k: int) -> Tensor:
+    """Bound the distance of each query's k-th nearest record from above, closely; shape (n + 1,).
+
+    The records of each cell, but for a few, are divided into k groups. The nearest of each group, over all
+    cells that a query probes, are few, and the k-th of these is at least as far as the k-th of all.
+    """
+    leasts = [torch.empty(0, k, device=asked.device)]
+    for some in cells:
+        visits, across, records = some.distances.shape
+        if records < k:
+            least = pad(some.distances, (0, k - records), value=torch.inf)
+        else:
+            least = some.distances[..., : records // k * k].reshape(visits, across, -1, k).amin(2)
+        leasts.append(least.flatten(0, 1))
+    owners, order = asked.sort(stable=True)
+    there = owners < count
+    owners, place, order = owners[there], _places(owners)[there], order[there]
+    most = int(place.max()) + 1 if len(place) else 1
+    table = leasts[0].new_full((count + 1, most, k), torch.inf)
+    table[owners, place] = torch.cat(leasts)[order]
+    bounds = table.flatten(1).topk(k, largest=False, sorted=False).values.amax(1)
+    return bounds.clamp(max=torch.finfo(bounds.dtype).max)  # a missing record is beyond it
+
+
+def _flatnonzero(mask: Tensor) -> Tensor:
+    """Return the flat indices where a mask is True; numpy is faster on a processor."""
+    if mask.device.type == "cpu":
+        return torch.from_numpy(np.flatnonzero(mask.numpy()))
+    return mask.flatten().nonzero()[:, 0]
+
+
+def _places(owners: Tensor) -> Tensor:
+    """Number the entries of each owner from 0; owners ascend; shape (n,)."""
+    return torch.arange(len(owners), device=owners.device) - torch.searchsorted(owners, owners)
