@@ -4,6 +4,8 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from knnstore.datastore import Neighbors
@@ -32,6 +34,10 @@ class Batch:
     """The neighbors of each position, where pointers have found them already."""
     searched: Tensor | None = None
     """For which of `neighbors` the store was searched, bool, shape (n,)."""
+
+    def with_neighbors(self, neighbors: Neighbors, searched: NDArray[np.bool_]) -> Self:
+        """Return the batch with neighbors that were found already; see the fields."""
+        return replace(self, neighbors=neighbors, searched=torch.from_numpy(searched))
 
     def __len__(self) -> int:
         return len(self.lm_max)

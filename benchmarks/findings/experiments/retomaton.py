@@ -102,11 +102,7 @@ def follow(lab: Lab, whole: ReadTokens, neighbors: Neighbors, settings: KNNSetti
     log_probs, made = torch.empty(len(whole)), 0
     for rows, (found, searched) in steps:
         step = whole.select_rows(torch.from_numpy(rows))
-        batch = replace(
-            step.batch(store.identity.vocab_size, None),
-            neighbors=found,
-            searched=torch.from_numpy(searched),
-        )
+        batch = step.batch(store.identity.vocab_size, None).with_neighbors(found, searched)
         mixture = mixture_of(settings, look_up(store, settings, batch, Form.TARGET))
         log_probs[torch.from_numpy(rows)] = mixture.gold(step.lm_log_probs, step.targets)
         made += int(searched.sum())

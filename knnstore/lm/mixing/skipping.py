@@ -3,9 +3,7 @@
 import math
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from knnstore.errors import ConfigError
@@ -62,21 +60,6 @@ class Skipping:
             )
         gains: Tensor = self._network.on(features.device)(features)[:, 0] * self._scale
         return gains
-
-    def searched_of(self, keys: Tensor, logits: Tensor, rows: int) -> NDArray[np.bool_]:
-        """Choose the queries to search for, from what the model predicts there.
-
-        Args:
-            keys: the queries, shape (n, d).
-            logits: shape (n, v).
-            rows: how many are looked at together.
-        """
-        parts = []
-        for some_keys, some_logits in zip(torch.split(keys, rows), torch.split(logits, rows), strict=True):
-            log_probs = some_logits.float().log_softmax(-1)
-            chosen = self.searched(some_keys.to(logits.device), log_probs.amax(-1), entropy_of(log_probs))
-            parts.append(chosen.cpu().numpy())
-        return np.concatenate(parts)
 
 
 def entropy_of(log_probs: Tensor) -> Tensor:

@@ -10,18 +10,15 @@ from torch import Tensor
 
 from knnstore.datastore import Neighbors
 from knnstore.errors import ConfigError
-from knnstore.lm.batch import Batch
-from knnstore.lm.components import Form, look_up, mixture_of, reachable, search_records
+from knnstore.lm.components import reachable, search_records
 from knnstore.lm.contexts import Contexts
 from knnstore.lm.mixing import Likelihoods, entropy_of
 from knnstore.lm.model.passes import ForwardPass
 from knnstore.lm.retrieval import retrieve_for_pass
+from knnstore.lm.row_mixer import RowMixer, Rows
 from knnstore.lm.settings import KNNSettings
 from knnstore.lm.substitute import Heads
 from knnstore.store import Reader
-
-_CHUNK_VALUES = 1 << 25
-"""Log-probabilities that are mixed at once: 128 MiB of float32."""
 
 
 class LogitMixer:
@@ -34,69 +31,33 @@ class LogitMixer:
 
     def __init__(self, store: Reader, heads: Heads) -> None:
         self._store = store
-        self._heads = heads
+        self._rows = RowMixer(store, heads)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def mix(self, read: ForwardPass, each: Sequence[KNNSettings]) -> Tensor:
-        """Mix with one settings for all texts, or with those of each; equal objects are searched for at once.
+        """Mix with one settings for all texts, or with those of each; see `RowMixer.mix`.
 
         Returns:
-            As `mix_alike`; where the settings differ float32, shape (b, kept, v).
+            Shape (b, kept, v); the very logits of the pass where nothing was found at any position.
 
         Raises:
             ConfigError: there are neither one nor as many settings as texts; or the texts are not known, and
-                something in the settings goes by them.
+                the settings need them.
         """
         if len(each) not in (1, len(read.keys)):
             raise ConfigError(f"{len(each)} settings were given for {len(read.keys)} texts")
-        groups: dict[int, list[int]] = {}
-        for row, settings in enumerate(each):
-            groups.setdefault(id(settings), []).append(row)
-        if len(groups) == 1:
-            return self.mix_alike(read, each[0])
-        mixed = read.logits.to(torch.float32, copy=True)
-        for rows in groups.values():
-            mixed[rows] = self.mix_alike(read.rows(rows), each[rows[0]]).float()
-        return mixed
+        texts, kept = read.logits.shape[:2]
+        if len(each) > 1:
+            each = [settings for settings in each for _ in range(kept)]
+        needs_text = any(settings.needs_text for settings in each)
+        logits = read.logits.flatten(0, -2)
+        rows = Rows(logits, read.kept_keys, _contexts(read) if needs_text else None, read.attended)
 
-    def mix_alike(self, read: ForwardPass, settings: KNNSettings) -> Tensor:
-        """Mix with the same settings for all texts.
+        def follow(settings: KNNSettings, numbers: NDArray[np.int64]) -> tuple[Neighbors, NDArray[np.bool_]]:
+            own = read if len(numbers) == texts * kept else read.rows(np.unique(numbers // kept).tolist())
+            return self._follow_pointers(own, settings)
 
-        Returns:
-            log p of the mixture, float32, shape (b, kept, v); the very logits of the pass where nothing was
-            found at any position.
-        """
-        if settings.is_model_alone:
-            return read.logits
-        logits, contexts, is_text = read.logits.flatten(0, -2), _contexts(read, settings), read.attended
-        keys = read.kept_keys.to(logits.device).float()
-        neighbors = searched = None
-        if settings.pointers is not None and settings.retrieves:
-            neighbors, searched = self._follow_pointers(read, logits, settings)
-        is_anything_found = settings.substitute is not None
-        parts, step = [], max(1, _CHUNK_VALUES // logits.shape[1])
-        for start in range(0, len(logits), step):
-            rows = slice(start, start + step)
-            log_probs = logits[rows].float().log_softmax(-1)
-            batch = Batch(
-                keys[rows],
-                log_probs.amax(-1),
-                _entropy(log_probs, settings),
-                logits.shape[1],
-                contexts=None if contexts is None else contexts.select_rows(rows),
-                is_text=None if is_text is None else torch.from_numpy(is_text[rows]),
-                neighbors=None if neighbors is None else neighbors.rows(np.arange(len(logits))[rows]),
-                searched=None if searched is None else torch.from_numpy(searched[rows]),
-            )
-            mixture = mixture_of(settings, look_up(self._store, settings, batch, Form.DISTRIBUTION))
-            is_anything_found = is_anything_found or any(
-                bool(one.is_found.any()) for one in mixture.components
-            )
-            below = self._heads.mix(settings.substitute, log_probs, keys[rows])
-            parts.append(mixture.distribution(below))
-        if not is_anything_found:
-            return read.logits
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(read.logits.shape)
+        mixed: Tensor = self._rows.mix(rows, each, follow)
+        return read.logits if mixed is logits else mixed.reshape(read.logits.shape)
 
     def likelihoods(
         self, parts: Sequence[ForwardPass], targets: Tensor, settings: KNNSettings, count: int
@@ -109,26 +70,17 @@ class LogitMixer:
             settings: of all; without pointers.
             count: of the likeliest tokens, at most the whole vocabulary.
         """
-        count = min(count, parts[0].logits.shape[-1])
-        log_probs = torch.cat([part.logits[0].float().log_softmax(-1) for part in parts])
-        if settings.is_model_alone:
-            return Likelihoods.of(log_probs, targets, count)
-        keys = torch.cat([part.keys[0] for part in parts]).to(log_probs.device).float()
-        each = [_contexts(part, settings) for part in parts]
-        batch = Batch(
-            keys,
-            log_probs.amax(-1),
-            _entropy(log_probs, settings),
-            log_probs.shape[1],
-            contexts=None if None in each else Contexts.joined([one for one in each if one is not None]),
-            targets=targets,
+        each = [_contexts(part) for part in parts] if settings.needs_text else []
+        known = [one for one in each if one is not None]
+        rows = Rows(
+            torch.cat([part.logits[0] for part in parts]),
+            torch.cat([part.keys[0] for part in parts]),
+            Contexts.joined(known) if len(known) == len(parts) else None,
         )
-        mixture = mixture_of(settings, look_up(self._store, settings, batch, Form.DISTRIBUTION))
-        below = self._heads.mix(settings.substitute, log_probs, keys)
-        return mixture.likelihoods(below, targets, count)
+        return self._rows.likelihoods(rows, targets, settings, count)
 
     def _follow_pointers(
-        self, read: ForwardPass, logits: Tensor, settings: KNNSettings
+        self, read: ForwardPass, settings: KNNSettings
     ) -> tuple[Neighbors, NDArray[np.bool_]]:
         """Find neighbors by pointers and searches: each position goes on from the one before it in its text.
 
@@ -140,8 +92,10 @@ class LogitMixer:
         keys = read.kept_keys.float()
         wanted = attended
         if settings.skip is not None:
-            step = max(1, _CHUNK_VALUES // logits.shape[1])
-            wanted = attended & settings.skip.searched_of(keys, logits, step)
+            log_probs = read.logits.flatten(0, -2).float().log_softmax(-1)
+            of_model = log_probs.amax(-1), entropy_of(log_probs)
+            chosen = settings.skip.searched(keys.to(log_probs.device), *of_model)
+            wanted = attended & chosen.cpu().numpy()
         settings = replace(settings, k=reachable(self._store, settings))
         queries, searched = keys[torch.from_numpy(attended)].cpu().numpy(), wanted[attended]
 
@@ -155,21 +109,6 @@ class LogitMixer:
         return found.spread(attended), wanted
 
 
-def _entropy(log_probs: Tensor, settings: KNNSettings) -> Tensor | None:
-    """Return the entropy of distributions, shape (n,); None where no setting looks at it."""
-    return None if settings.needs_nearest_only and settings.skip is None else entropy_of(log_probs)
-
-
-def _contexts(read: ForwardPass, settings: KNNSettings) -> Contexts | None:
-    """Return the positions of a pass in their texts; None where the settings do not need the texts.
-
-    Raises:
-        ConfigError: they need them, and the texts are not known.
-    """
-    if not settings.needs_text:
-        return None
-    if read.batch is None or not read.batch.has_all_tokens:
-        raise ConfigError(
-            "a continuous cache and n-grams need token ids: give input_ids, or settings without them"
-        )
-    return read.contexts
+def _contexts(read: ForwardPass) -> Contexts | None:
+    """Return the positions of a pass in their texts; None where the texts are not known."""
+    return None if read.batch is None or not read.batch.has_all_tokens else read.contexts

@@ -336,11 +336,8 @@ def _score_by_pointers(
             found.append(retrieval.found)
             searched[rows] = retrieval.searched & wanted[rows]
         at = np.argsort(np.concatenate(order))
-        batch = replace(
-            read.batch(store.identity.vocab_size, contexts),
-            neighbors=Neighbors.joined(found, axis=0).rows(at),
-            searched=torch.from_numpy(searched),
-        )
+        batch = read.batch(store.identity.vocab_size, contexts)
+        batch = batch.with_neighbors(Neighbors.joined(found, axis=0).rows(at), searched)
         scores = TokenScores(read, look_up(store, settings, batch, form))
         yield scores.with_documents(scores.documents + members.start)
 

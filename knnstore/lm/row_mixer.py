@@ -1,0 +1,168 @@
+"""Mixing the store into the logits of rows: what a host of the mixture calls at each step.
+
+A row is one position of one text. Rows may have settings of their own, for example other domains; rows with
+the same settings are looked up together. Nothing here knows which program runs the model.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from knnstore.datastore import Neighbors
+from knnstore.errors import ConfigError
+from knnstore.lm.batch import Batch
+from knnstore.lm.components import Form, look_up, mixture_of
+from knnstore.lm.contexts import Contexts
+from knnstore.lm.mixing import Likelihoods, entropy_of
+from knnstore.lm.settings import KNNSettings
+from knnstore.lm.substitute import Heads
+from knnstore.store import Reader
+
+_CHUNK_VALUES = 1 << 25
+"""Log-probabilities that are mixed at once: 128 MiB of float32."""
+
+Indices = NDArray[np.int64]
+
+
+class Rows(NamedTuple):
+    """n positions that a model has predicted from."""
+
+    logits: Tensor
+    """Shape (n, v), any floating type."""
+    keys: Tensor
+    """The store's query at each, shape (n, d), on any device."""
+    contexts: Contexts | None
+    """The positions in their texts; None where they are not known."""
+    is_text: NDArray[np.bool_] | None = None
+    """Which positions are no padding, shape (n,); None is all."""
+
+    def select(self, rows: Indices | slice) -> Self:
+        """Return some of the rows."""
+        at = rows if isinstance(rows, slice) else torch.from_numpy(rows)
+        return self._replace(
+            logits=self.logits[at],
+            keys=self.keys[at],
+            contexts=None if self.contexts is None else self.contexts.select_rows(rows),
+            is_text=None if self.is_text is None else self.is_text[rows],
+        )
+
+
+Follow = Callable[[KNNSettings, Indices], tuple[Neighbors, NDArray[np.bool_]]]
+"""Finds the neighbors of some rows by pointers; returns them, and for which rows the store was searched."""
+
+
+class RowMixer:
+    """Mixes what is retrieved into logits, with settings for all rows or for each.
+
+    Args:
+        store: where to retrieve from.
+        heads: substitutes of the store.
+    """
+
+    def __init__(self, store: Reader, heads: Heads) -> None:
+        self._store = store
+        self._heads = heads
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def mix(self, rows: Rows, each: Sequence[KNNSettings], follow: Follow | None = None) -> Tensor:
+        """Mix the store into the logits of rows.
+
+        Args:
+            rows: n of them.
+            each: the settings of all rows, or of each; rows with the same object are looked up together.
+            follow: finds neighbors for settings with pointers.
+
+        Returns:
+            log p of the mixture, float32, shape (n, v), where anything was found, and the model's logits
+            elsewhere; the given tensor itself where nothing was found for any row.
+
+        Raises:
+            ConfigError: there are neither one nor n settings; or settings need the texts, which are not
+                known.
+        """
+        count = len(rows.logits)
+        if len(each) not in (1, count):
+            raise ConfigError(f"{len(each)} settings were given for {count} rows")
+        groups: dict[int, list[int]] = {}
+        for row, settings in enumerate(each):
+            groups.setdefault(id(settings), []).append(row)
+        if len(groups) == 1:
+            return self._mix_alike(rows, each[0], np.arange(count), follow)
+        mixed = rows.logits.to(torch.float32, copy=True)
+        for members in groups.values():
+            at = np.array(members, np.int64)
+            mixed[torch.from_numpy(at)] = self._mix_alike(
+                rows.select(at), each[members[0]], at, follow
+            ).float()
+        return mixed
+
+    def likelihoods(self, rows: Rows, targets: Tensor, settings: KNNSettings, count: int) -> Likelihoods:
+        """Compute what the mixture gives to the next token of each row, and to the likeliest tokens.
+
+        Args:
+            rows: n of them.
+            targets: the next tokens, int64, shape (n,).
+            settings: of all rows; without pointers.
+            count: of the likeliest tokens, at most the whole vocabulary.
+        """
+        count = min(count, rows.logits.shape[1])
+        log_probs = rows.logits.float().log_softmax(-1)
+        if settings.is_model_alone:
+            return Likelihoods.of(log_probs, targets, count)
+        batch = _batch(rows, log_probs, settings, targets)
+        mixture = mixture_of(settings, look_up(self._store, settings, batch, Form.DISTRIBUTION))
+        below = self._heads.mix(settings.substitute, log_probs, batch.keys)
+        return mixture.likelihoods(below, targets, count)
+
+    def _mix_alike(
+        self, rows: Rows, settings: KNNSettings, numbers: Indices, follow: Follow | None
+    ) -> Tensor:
+        """Mix rows with the same settings; `numbers` are those of the rows among all."""
+        if settings.is_model_alone:
+            return rows.logits
+        neighbors = searched = None
+        if settings.pointers is not None and settings.retrieves and follow is not None:
+            neighbors, searched = follow(settings, numbers)
+        is_anything_found = settings.substitute is not None
+        parts, step = [], max(1, _CHUNK_VALUES // rows.logits.shape[1])
+        for start in range(0, len(rows.logits), step):
+            at = slice(start, start + step)
+            some = rows if start == 0 and step >= len(rows.logits) else rows.select(at)
+            log_probs = some.logits.float().log_softmax(-1)
+            batch = _batch(some, log_probs, settings)
+            if neighbors is not None and searched is not None:
+                batch = batch.with_neighbors(neighbors.rows(np.arange(len(numbers))[at]), searched[at])
+            mixture = mixture_of(settings, look_up(self._store, settings, batch, Form.DISTRIBUTION))
+            is_anything_found = is_anything_found or any(
+                bool(one.is_found.any()) for one in mixture.components
+            )
+            parts.append(mixture.distribution(self._heads.mix(settings.substitute, log_probs, batch.keys)))
+        if not is_anything_found:
+            return rows.logits
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _batch(rows: Rows, log_probs: Tensor, settings: KNNSettings, targets: Tensor | None = None) -> Batch:
+    """Describe rows for `look_up`.
+
+    Raises:
+        ConfigError: the settings need the texts, which are not known.
+    """
+    if settings.needs_text and rows.contexts is None:
+        raise ConfigError(
+            "a continuous cache and n-grams need token ids: give input_ids, or settings without them"
+        )
+    needs_entropy = not settings.needs_nearest_only or settings.skip is not None
+    return Batch(
+        rows.keys.to(log_probs.device).float(),
+        log_probs.amax(-1),
+        entropy_of(log_probs) if needs_entropy else None,
+        log_probs.shape[1],
+        contexts=rows.contexts if settings.needs_text else None,
+        targets=targets,
+        is_text=None if rows.is_text is None else torch.from_numpy(rows.is_text),
+    )
