@@ -10,10 +10,10 @@ from torch import Tensor
 
 from knnstore.lm import Interval, KNNSettings
 from knnstore.lm.calibration.evidence import evidence_of_cells, gather_evidence
-from knnstore.lm.calibration.fits.cache import fit_cache, gather_cache_evidence
 from knnstore.lm.calibration.fits.mixers import fit_fixed
 from knnstore.lm.calibration.judging import Judge
 from knnstore.lm.calibration.scored_text import ScoredText
+from knnstore.lm.components import RecentFitting
 from knnstore.lm.mixing import fit_lambdas
 
 LAMBDAS = torch.arange(0, 100) / 100
@@ -125,6 +125,6 @@ def lambda_interval(scored: ScoredText, k: int, temperature: float) -> Interval:
 
 def with_cache(scored: ScoredText, settings: KNNSettings) -> KNNSettings:
     """Settings with the continuous cache that is likeliest beside what they mix already."""
-    evidence = gather_cache_evidence(scored.reading)
+    evidence = RecentFitting.of(scored.reading)
     every_token = torch.ones(len(scored), dtype=torch.bool)
-    return replace(settings, cache=fit_cache(evidence, scored.log_probs(settings).log_probs, every_token))
+    return replace(settings, cache=evidence.fit(scored.log_probs(settings).log_probs, every_token))

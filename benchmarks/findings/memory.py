@@ -17,11 +17,10 @@ from torch import Tensor
 
 from knnstore.lm import KNNLMForCausalLM, KNNSettings, NearnessLambda, NGramSettings
 from knnstore.lm.batch import Batch
-from knnstore.lm.calibration.on_grid import TargetSums
 from knnstore.lm.calibration.scored_text import ScoredText, score_once
 from knnstore.lm.calibration.searches import FurtherSearches
 from knnstore.lm.components import Form, TargetContinuation, look_up
-from knnstore.lm.mixing import Evidence, NeighborSums
+from knnstore.lm.mixing import Evidence, NeighborSums, TargetSums
 from knnstore.store import KNNStore, Selection
 
 if TYPE_CHECKING:

@@ -20,16 +20,14 @@ from knnstore.lm import KNNLMForCausalLM, KNNSettings, NGramSettings
 from knnstore.lm.calibration.candidates import Candidate
 from knnstore.lm.calibration.evidence import evidence_of_cells
 from knnstore.lm.calibration.fits import (
-    fit_cache,
     fit_fixed,
     fit_joint,
-    fit_ngrams,
-    gather_cache_evidence,
     score_substitute,
 )
 from knnstore.lm.calibration.scored_text import ScoredText, score_once
 from knnstore.lm.calibration.searches import FurtherSearches
 from knnstore.lm.calibration.text import choose_stored
+from knnstore.lm.components import NGramFitting, RecentFitting
 from knnstore.lm.mixing import fit_weight, mix_log_probs
 from knnstore.lm.scoring import score_held_out
 from knnstore.store import EVERYTHING
@@ -222,7 +220,7 @@ class Fitted:
     @cached_property
     def _recent(self) -> Any:
         assert self.dev.reading is not None
-        return gather_cache_evidence(self.dev.reading, self.dev.own_ngrams)
+        return RecentFitting.of(self.dev.reading, self.dev.evidence.found["own n-grams"])
 
     def at(self, settings: KNNSettings) -> Floats:
         """Log p of each test token."""
@@ -231,7 +229,7 @@ class Fitted:
     def cached(self, settings: KNNSettings) -> KNNSettings:
         """With the cache on top that is the likeliest, and own n-grams over it."""
         below = self.dev.log_probs(settings).log_probs
-        return replace(settings, cache=fit_cache(self._recent, below, self._wanted))
+        return replace(settings, cache=self._recent.fit(below, self._wanted))
 
     def gated(self, settings: KNNSettings) -> KNNSettings:
         """With one gate over all components, the model with its trained rows being one of them."""
@@ -251,7 +249,7 @@ class Fitted:
     def with_ngrams(self) -> KNNSettings:
         """The model and n-grams alone."""
         assert self.dev.ngrams is not None
-        return replace(ALONE, ngrams=fit_ngrams(self.dev.ngrams, self.dev.lm_log_probs, self._wanted))
+        return replace(ALONE, ngrams=NGramFitting(self.dev.ngrams).fit(self.dev.lm_log_probs, self._wanted))
 
     @property
     def _wanted(self) -> Tensor:

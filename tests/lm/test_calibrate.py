@@ -24,10 +24,9 @@ from knnstore.lm import (
     settings_for,
 )
 from knnstore.lm.calibration.evidence import gather_evidence
-from knnstore.lm.calibration.on_grid import between_points
 from knnstore.lm.calibration.scored_text import score_once
 from knnstore.lm.calibration.searches import FurtherSearches
-from knnstore.lm.mixing import Evidence, NeighborSums
+from knnstore.lm.mixing import Evidence, NeighborSums, between_points
 from knnstore.store import EVERYTHING, Selection
 from tests.lm.phrases import documents, phrases, words
 

@@ -12,8 +12,7 @@ from knnstore.datastore import tokens_of
 from knnstore.documents import TextDocument
 from knnstore.errors import ConfigError
 from knnstore.lm import FixedLambda, KNNLMForCausalLM, TokenTable
-from knnstore.lm.calibration.fits.cache import fit_cache, gather_cache_evidence
-from knnstore.lm.components import DocumentKeys
+from knnstore.lm.components import DocumentKeys, RecentFitting
 from knnstore.lm.components.recent import look_back
 from knnstore.lm.explanation.explained import THIS_TEXT
 from knnstore.lm.scoring import evaluate
@@ -259,7 +258,7 @@ def test_no_reach_is_tried_that_no_document_has_use_for(length, sizes):
     reading = DocumentKeys(
         torch.zeros(length, 1), torch.arange(length), torch.zeros(length, dtype=torch.long), "l2"
     )
-    assert gather_cache_evidence(reading).sizes == (100, 400, 1600, 6400)[:sizes]
+    assert RecentFitting.of(reading).sizes == (100, 400, 1600, 6400)[:sizes]
 
 
 def test_the_fit_finds_how_a_text_repeats_itself():
@@ -280,8 +279,8 @@ def test_the_fit_finds_how_a_text_repeats_itself():
         torch.full((count,), 1 / 50).log(), torch.zeros(count), torch.full((count, 1), torch.inf),
         torch.zeros((count, 1), dtype=torch.bool), reading.documents, keys=reading.keys, targets=gold,
     )  # fmt: skip
-    evidence = gather_cache_evidence(reading)
-    cache = fit_cache(evidence, scored.lm_log_probs, torch.ones(count, dtype=torch.bool))
+    evidence = RecentFitting.of(reading)
+    cache = evidence.fit(scored.lm_log_probs, torch.ones(count, dtype=torch.bool))
     assert cache.size >= 150
 
     def loss(cache):

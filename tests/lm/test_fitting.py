@@ -15,9 +15,8 @@ from knnstore.lm.calibration.candidates import compare
 from knnstore.lm.calibration.evidence import gather_evidence
 from knnstore.lm.calibration.fits.mixers import fit_bins, fit_fixed, fit_nearness, fit_relative
 from knnstore.lm.calibration.judging import MIN_TOKENS
-from knnstore.lm.calibration.on_grid import targets_on_grid
 from knnstore.lm.calibration.scored_text import ScoredText
-from knnstore.lm.mixing import bins_of, fit_lambdas
+from knnstore.lm.mixing import bins_of, fit_lambdas, targets_on_grid
 from tests.lm.scored import scored_text
 
 

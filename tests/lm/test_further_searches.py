@@ -8,9 +8,9 @@ import torch
 
 from knnstore.lm import BinnedLambda, DomainWeights, KNNSettings
 from knnstore.lm.calibration.candidates import compare
-from knnstore.lm.calibration.on_grid import between_points
 from knnstore.lm.calibration.scored_text import score_once
 from knnstore.lm.calibration.searches import FurtherSearches
+from knnstore.lm.mixing import between_points
 from knnstore.store import EVERYTHING
 from tests.lm.phrases import documents, phrases, words
 
@@ -122,7 +122,7 @@ def test_all_records_are_the_largest_k(lm):
     scored = score_once(lm.store, lm.reader, held_out, k=1, selection=EVERYTHING)
     distances = ((scored.reading.keys.numpy()[:, None].astype(np.float64) - keys) ** 2).sum(2)
     masses = np.exp(-(distances - distances.min(1, keepdims=True)) / 10)
-    hits = (ids & (2**20 - 1)) == scored.reading.gold.numpy()[:, None]
+    hits = (ids & (2**20 - 1)) == scored.targets.numpy()[:, None]
     p = 0.5 * scored.lm_log_probs.exp().numpy() + 0.5 * (masses * hits).sum(1) / masses.sum(1)
     assert math.exp(-np.log(p).mean()) == pytest.approx(found.knn_ppl, rel=1e-4)
 

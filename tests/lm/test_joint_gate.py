@@ -10,9 +10,9 @@ from transformers.generation.streamers import BaseStreamer
 from knnstore.errors import ConfigError
 from knnstore.lm import DomainWeights, JointGate, KNNSettings, NGramSettings, TokenTable, save_settings
 from knnstore.lm.calibration.evidence import gather_evidence
-from knnstore.lm.calibration.fits import fit_fixed, fit_joint, fit_together, gather_cache_evidence, joint
+from knnstore.lm.calibration.fits import fit_fixed, fit_joint, fit_together, joint
 from knnstore.lm.calibration.scored_text import score_once
-from knnstore.lm.components import experts_of, factors_in_use, mixture
+from knnstore.lm.components import NGramFitting, RecentFitting, experts_of, factors_in_use, mixture
 from knnstore.lm.mixing import Contribution, FixedLambda, fit_network, shares_of
 from knnstore.lm.mixing.network import Network
 from knnstore.lm.retrieval import Drafts
@@ -85,7 +85,7 @@ def definition(scored, settings) -> np.ndarray:
             / np.maximum(weights.sum(1), 1e-300)
         )
         there.append(found.any(1))
-    own = scored.own_ngrams.probs.double().numpy()
+    own = scored.evidence.found["own n-grams"].probs.double().numpy()
     there.append(np.isfinite(own) & (settings.cache is not None))
     probs.append(np.nan_to_num(own))
     shares = np.exp(logits) * np.stack(there, 1)
@@ -229,8 +229,8 @@ def test_of_what_it_sees_the_query_alone_is_hidden_while_it_is_fitted(scored, mo
 def test_it_is_fitted_on_the_tokens_it_is_given_alone(scored) -> None:
     (evidence,) = gather_evidence(scored, [K])
     half = evidence.only(scored.documents % 2 == 0)
-    cache = gather_cache_evidence(scored.reading, scored.own_ngrams)
-    one = fit_together(half, scored, scored.ngrams, cache, fit_fixed)
+    others = [RecentFitting.of(scored.reading, scored.evidence.found["own n-grams"])]
+    one = fit_together(half, scored, NGramFitting(scored.ngrams), others, fit_fixed)
     assert one.gate is not None
     other = ~torch.isin(torch.arange(len(scored)), half.tokens)
     changed = with_evidence(
@@ -238,7 +238,7 @@ def test_it_is_fitted_on_the_tokens_it_is_given_alone(scored) -> None:
         lm_entropy=scored.evidence.lm_entropy.where(~other, 7.0),
         found={"n-grams": scored.ngrams._replace(probs=scored.ngrams.probs.where(~other, 1e-6))},
     )
-    assert fit_together(half, changed, changed.ngrams, cache, fit_fixed) == one
+    assert fit_together(half, changed, NGramFitting(changed.ngrams), others, fit_fixed) == one
 
 
 def test_saved_and_loaded_it_weighs_the_same_and_goes_with_its_text(lm, scored, gated) -> None:
@@ -280,7 +280,7 @@ def test_another_component_is_a_module_and_a_line(lm, scored, gated, monkeypatch
 
     before = scored.log_probs(gated).log_probs
     monkeypatch.setattr(mixture, "_BUILT_IN", (*mixture._BUILT_IN, Always()))
-    hit = (scored.reading.gold == 7).float()
+    hit = (scored.targets == 7).float()
     mixed = scored.log_probs(gated).log_probs.exp()  # the gate does not know it: its own weight counts
     torch.testing.assert_close(mixed, 0.5 * hit + 0.5 * before.exp(), atol=1e-6, rtol=1e-5)
     refitted = replace(gated, gate=fit_joint(scored, gated, torch.arange(len(scored))))

@@ -9,13 +9,13 @@ import torch
 
 from knnstore.lm.calibration.candidates import Comparison, compare
 from knnstore.lm.calibration.evidence import gather_evidence
-from knnstore.lm.calibration.fits import fit_cache, fit_fixed, gather_cache_evidence
+from knnstore.lm.calibration.fits import fit_fixed
 from knnstore.lm.calibration.fits.gate import fit_skipping, known_before
 from knnstore.lm.calibration.judging import in_halves
 from knnstore.lm.calibration.savings import judge_savings, unsearched
 from knnstore.lm.calibration.scored_text import ScoredSubstitute, ScoredText
 from knnstore.lm.calibration.trying import Trial
-from knnstore.lm.components import TargetContinuation
+from knnstore.lm.components import RecentFitting, TargetContinuation
 from knnstore.lm.mixing import FixedLambda, distinct_tokens
 from knnstore.lm.settings import CacheSettings, KNNSettings, Substitute
 from knnstore.store import Lineage
@@ -143,10 +143,10 @@ def test_what_is_better_by_chance_does_not_beat_the_model(scored) -> None:
 
 def test_how_many_cells_are_visited_is_judged_by_a_cache_of_the_other_half(scored) -> None:
     (evidence,), first = gather_evidence(scored, [K]), in_halves(scored.documents)
-    trial, cache = Trial(scored, ngrams=False), gather_cache_evidence(scored.reading)
+    trial, cache = Trial(scored, ngrams=False), RecentFitting.of(scored.reading)
     below = trial.fitted("keys", fit_fixed, evidence).log_probs
     other, own = (
-        sum(cache.mix(below, fit_cache(cache, below, half))[judged].double().sum() for half, judged in pairs)
+        sum(cache.mix(below, cache.fit(below, half))[judged].double().sum() for half, judged in pairs)
         for pairs in (((first, ~first), (~first, first)), ((first, first), (~first, ~first)))
     )
     assert other < own
@@ -177,7 +177,7 @@ def test_without_a_search_all_counts_that_needs_none(scored, found) -> None:
 
 def with_cache(scored: ScoredText, p: torch.Tensor, cache: CacheSettings) -> torch.Tensor:
     """Mix by the definition: the tokens before each in its document, by the distances of their keys."""
-    keys, gold, mixed = scored.reading.keys.double(), scored.reading.gold, p.clone()
+    keys, gold, mixed = scored.reading.keys.double(), scored.targets, p.clone()
     for at in range(TOKENS):
         before = torch.arange(max(0, at - cache.size), at)
         before = before[scored.documents[before] == scored.documents[at]]

@@ -20,9 +20,9 @@ from knnstore.lm import (
     settings_to_dict,
 )
 from knnstore.lm.calibration.evidence import gather_evidence
-from knnstore.lm.calibration.fits import fit_fixed, fit_ngrams, fit_with_ngrams
+from knnstore.lm.calibration.fits import fit_fixed, fit_with_ngrams
 from knnstore.lm.calibration.scored_text import score_once
-from knnstore.lm.components import Form, NGrams
+from knnstore.lm.components import Form, NGramFitting, NGrams
 from knnstore.lm.contexts import Contexts
 from knnstore.lm.settings import CacheSettings, ReadingParts
 from knnstore.store import EVERYTHING, Selection
@@ -261,10 +261,10 @@ def test_their_weight_and_that_of_the_keys_are_fitted_together(lm, texts):
     held_out = documents(rng, [one.text for one in texts["news"]] + [words(rng, 9)], "held-out", 12, of=4)
     scored = score_once(lm.store, lm.reader, held_out, k=64, selection=EVERYTHING)
     evidence = gather_evidence(scored, [64])[0]
-    found = fit_with_ngrams(evidence, scored, scored.ngrams, fit_fixed)
+    found = fit_with_ngrams(evidence, scored, NGramFitting(scored.ngrams), fit_fixed)
     alone = fit_fixed(evidence)
     every = torch.ones(len(scored), dtype=torch.bool)
-    after = replace(alone, ngrams=fit_ngrams(scored.ngrams, scored.log_probs(alone).log_probs, every))
+    after = replace(alone, ngrams=NGramFitting(scored.ngrams).fit(scored.log_probs(alone).log_probs, every))
 
     def loss(knn):
         return -float(scored.log_probs(knn).log_probs.double().mean())

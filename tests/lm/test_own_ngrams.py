@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from knnstore.documents import TextDocument
 from knnstore.lm import TokenTable, save_settings
-from knnstore.lm.calibration.fits import fit_cache, fit_ngrams, gather_cache_evidence
 from knnstore.lm.calibration.scored_text import score_once
-from knnstore.lm.components import Form, OwnNGrams
+from knnstore.lm.components import Form, NGramFitting, OwnNGrams, RecentFitting
 from knnstore.lm.contexts import Contexts
 from knnstore.lm.explanation.explained import THIS_TEXT
 from knnstore.lm.settings import CacheSettings, KNNSettings, NGramSettings, settings_for, settings_from_dict
@@ -169,10 +168,11 @@ def test_this_text_is_named_as_their_source(lm) -> None:
 def test_a_fit_takes_them_with_the_cache_and_saved_settings_have_them_only_then(lm, texts) -> None:
     scored = score_once(lm.store, lm.reader, texts, k=2, selection=EVERYTHING)
     every = torch.ones(len(scored), dtype=torch.bool)
-    evidence = gather_cache_evidence(scored.reading, scored.own_ngrams)
-    cache = fit_cache(evidence, scored.lm_log_probs, every)
+    own = scored.evidence.found["own n-grams"]
+    evidence = RecentFitting.of(scored.reading, own)
+    cache = evidence.fit(scored.lm_log_probs, every)
     below = evidence.mix(scored.lm_log_probs, replace(cache, ngrams=None))
-    assert cache.ngrams == fit_ngrams(scored.own_ngrams, below, every), "over the cache"
+    assert cache.ngrams == NGramFitting(own).fit(below, every), "over the cache"
     settings = KNNSettings(k=1, lam=0.0, cache=cache)
     found = scored.log_probs(settings).log_probs
     torch.testing.assert_close(evidence.mix(scored.lm_log_probs, cache), found, atol=1e-5, rtol=0)

@@ -5,7 +5,7 @@ from finding import Finding, Table, below, count, each, settle
 from judging import best_cells, interval, ratio
 from lab import Lab
 
-from knnstore.lm.calibration.fits import fit_ngrams, mix_ngrams
+from knnstore.lm.components import NGramFitting
 
 TITLE = "N-grams of the same text alone beat a classic kNN-LM"
 CLAIM = """Khandelwal et al. 2020 found little in n-grams (0.2 of perplexity, of a large model at home).
@@ -24,8 +24,8 @@ def run(lab: Lab) -> Finding:
         memory = lab.in_cells(domain)
         dev, test = memory.visited(domain, "dev"), memory.visited(domain, "test")
         keys = test.log_probs(best_cells(dev)).log_probs
-        fitted = fit_ngrams(dev.ngrams, dev.lm_log_probs, torch.ones(len(dev), dtype=torch.bool))
-        counts = mix_ngrams(test.ngrams, test.lm_log_probs, fitted)
+        fitted = NGramFitting(dev.ngrams).fit(dev.lm_log_probs, torch.ones(len(dev), dtype=torch.bool))
+        counts = NGramFitting(test.ngrams).mix(test.lm_log_probs, fitted)
         changes.append(ratio(test, counts, keys))
         rows.append([domain, *(interval(test, of) for of in (test.lm_log_probs, keys, counts)), changes[-1]])
     holds = [below(change) for change in changes]

@@ -33,7 +33,7 @@ def run(lab: Lab) -> Finding:
         test = lab.test(domain)
         mixed = test.log_probs(lab.calibrated(domain)).log_probs
         gain = (mixed - test.lm_log_probs).double()
-        counts = torch.from_numpy(stored_counts(lab, domain))[test.reading.gold]
+        counts = torch.from_numpy(stored_counts(lab, domain))[test.targets]
         rare, few = counts <= counts.median(), counts < FEW
         less = mean(test, gain, rare, than=~rare)
         of_rare, of_few = mean(test, gain, rare), mean(test, gain, few)

@@ -143,7 +143,6 @@ def compare(
         candidates.append(trial.fitted("domains", fit_domains, domains, domains.log_probs))
     candidates += trial.with_substitute(candidates, evidence, again)
     candidates += trial.with_ngrams(candidates, evidence, again)
-    candidates += trial.with_cache(candidates)
     candidates += trial.with_others(candidates)
     if networks:
         candidates += trial.with_gate(candidates, evidence, fit_fixed)

@@ -6,9 +6,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from knnstore.lm.calibration.on_grid import grid, targets_on_grid
 from knnstore.lm.calibration.scored_text import ScoredText
-from knnstore.lm.mixing import LEAST_PROBABILITY, Evidence, Mixer, NeighborSums, relative_distance
+from knnstore.lm.mixing import (
+    LEAST_PROBABILITY,
+    Evidence,
+    Mixer,
+    NeighborSums,
+    grid,
+    relative_distance,
+    targets_on_grid,
+)
 from knnstore.lm.settings import KNNSettings
 
 _SAMPLE = 2048  # tokens to choose the temperatures by

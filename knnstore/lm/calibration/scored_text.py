@@ -10,7 +10,6 @@ from torch import Tensor
 
 from knnstore.datastore import Metric
 from knnstore.documents import TextDocument
-from knnstore.lm.calibration.on_grid import CHUNK_VALUES, TargetSums
 from knnstore.lm.components import (
     DocumentKeys,
     NGrams,
@@ -22,12 +21,14 @@ from knnstore.lm.components import (
 from knnstore.lm.contexts import Contexts
 from knnstore.lm.keys import described
 from knnstore.lm.mixing import (
+    CHUNK_VALUES,
     DISTINCT_AMONG,
     CellSums,
     Evidence,
     FixedLambda,
     NearnessLambda,
     NeighborSums,
+    TargetSums,
     TokenSums,
     mix_log_probs,
 )
@@ -112,11 +113,6 @@ class ScoredText:
     def ngrams(self) -> TargetContinuation | None:
         """What n-grams give to each token; None where the text was scored without them."""
         return self.evidence.found.get(NGrams.name)
-
-    @property
-    def own_ngrams(self) -> TargetContinuation | None:
-        """What the own n-grams of each document give to its tokens."""
-        return self.evidence.found.get(OwnNGrams.name)
 
     @property
     def k(self) -> int:

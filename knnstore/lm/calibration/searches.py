@@ -14,10 +14,17 @@ from knnstore.datastore import tokens_of
 from knnstore.documents import TextDocument
 from knnstore.lm.calibration.evidence import GridEvidence, evidence_of, temperatures_for
 from knnstore.lm.calibration.fits import DomainEvidence
-from knnstore.lm.calibration.on_grid import TargetSums, between_points, targets_on_grid
 from knnstore.lm.calibration.scored_text import Mixed, ScoredText
 from knnstore.lm.components import DocumentKeys, sum_cells
-from knnstore.lm.mixing import LEAST_PROBABILITY, CellSums, NeighborSums, mix_probs
+from knnstore.lm.mixing import (
+    LEAST_PROBABILITY,
+    CellSums,
+    NeighborSums,
+    TargetSums,
+    between_points,
+    mix_probs,
+    targets_on_grid,
+)
 from knnstore.lm.scoring import grouped
 from knnstore.lm.settings import KNNSettings
 from knnstore.progress import Progress
@@ -101,7 +108,7 @@ class FurtherSearches:
         return found
 
     def _sum_cells(self, tokens: Tensor, probes: int, selection: Selection) -> CellSums:
-        keys, targets = self._reading.keys[tokens].numpy(), self._reading.gold[tokens]
+        keys, targets = self._reading.keys[tokens].numpy(), self._reading.targets[tokens]
         settings = KNNSettings(selection=selection, probes=probes)
         return sum_cells(self.store, keys, targets, settings)
 
@@ -116,7 +123,7 @@ class FurtherSearches:
                 distances = torch.from_numpy(neighbors.distances)
                 found = distances[:, 0].isfinite()
                 log_weights = neighbors.log_weights
-                hits = torch.from_numpy(tokens_of(neighbors.ids)) == reading.gold[tokens, None]
+                hits = torch.from_numpy(tokens_of(neighbors.ids)) == reading.targets[tokens, None]
                 weights = None if log_weights is None else torch.from_numpy(log_weights)[found]
                 yield tokens[found], NeighborSums(distances[found], hits=hits[found], log_weights=weights)
                 self._shown.advance(len(tokens))

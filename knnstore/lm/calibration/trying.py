@@ -1,10 +1,9 @@
 """Fitting one way to mix on each half of a text, and judging it on the other."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
-from operator import attrgetter, itemgetter
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -12,28 +11,30 @@ from torch import Tensor
 
 from knnstore.lm.calibration.evidence import GridEvidence
 from knnstore.lm.calibration.fits import (
-    CacheEvidence,
     DomainEvidence,
     fit_alone,
     fit_beside,
-    fit_cache,
-    fit_ngrams,
     fit_together,
     fit_with_ngrams,
-    gather_cache_evidence,
-    mix_ngrams,
 )
 from knnstore.lm.calibration.judging import Judge, check_enough, in_halves
 from knnstore.lm.calibration.scored_text import Mixed, ScoredText
-from knnstore.lm.mixing import mix_gold
+from knnstore.lm.components import (
+    DistributionFitting,
+    Fitting,
+    NGramFitting,
+    NGrams,
+    OwnNGrams,
+    RecentFitting,
+    RecentText,
+)
 from knnstore.lm.scoring import Interval
-from knnstore.lm.settings import CacheSettings, KNNSettings, NGramSettings, other_components
+from knnstore.lm.settings import KNNSettings, other_components
 
 Fit = Callable[[GridEvidence], KNNSettings]
 Mix = Callable[[KNNSettings, Tensor], Mixed]
 """Judges settings by some tokens, given by their indices."""
 E = TypeVar("E", GridEvidence, DomainEvidence)
-P = TypeVar("P", CacheSettings, NGramSettings, dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,8 @@ class Trial:
         check_enough(scored.documents.numpy())
         self.judge = Judge(scored)
         self._scored, self.first_half = scored, in_halves(scored.documents)
-        self._said, self._own = (scored.ngrams, scored.own_ngrams) if ngrams else (None, None)
+        self._with_ngrams = ngrams
+        self._ngrams = NGramFitting(scored.ngrams) if ngrams and scored.ngrams is not None else None
 
     def fitted(
         self, name: str, fit: Callable[[E], KNNSettings], evidence: E, mix: Mix | None = None
@@ -88,21 +90,28 @@ class Trial:
         return Candidate(name, fit(evidence), held_out, float(lam.mean()), change, log_probs, by_half)
 
     def with_all(self, fit: Fit, evidence: GridEvidence) -> Interval:
-        """The perplexity of what a fit makes of the keys, with n-grams and a cache on top."""
-        said = self._said
-        if said is not None:
-            fit = partial(fit_with_ngrams, scored=self._scored, said=said, fit=fit)
+        """Return the perplexity of what a fit makes of the keys, with n-grams and a cache on top."""
+        if self._ngrams is not None:
+            fit = partial(fit_with_ngrams, scored=self._scored, ngrams=self._ngrams, fit=fit)
         below = self.fitted("keys", fit, evidence).log_probs
-        log_probs = below.clone()
-        if self._scored.reading is not None:
+        log_probs, recent = below.clone(), self._others.get(RecentText.name)
+        if recent is not None:
             for half in (self.first_half, ~self.first_half):
-                log_probs[~half] = self._cache.mix(below, fit_cache(self._cache, below, half))[~half]
+                log_probs[~half] = recent.mix(below, recent.fit(below, half))[~half]
         return self.judge(log_probs)[0]
 
     @cached_property
-    def _cache(self) -> CacheEvidence:
-        assert self._scored.reading is not None
-        return gather_cache_evidence(self._scored.reading, self._own)
+    def _others(self) -> dict[str, Fitting]:
+        """The components that are fitted on top of keys and n-grams, in order, by name; none without keys."""
+        scored = self._scored
+        if scored.reading is None:
+            return {}
+        own = scored.evidence.found.get(OwnNGrams.name) if self._with_ngrams else None
+        others: dict[str, Fitting] = {RecentText.name: RecentFitting.of(scored.reading, own)}
+        for name, component in other_components().items():
+            found = scored.evidence.found[name]
+            others[name] = DistributionFitting(component, found, scored.reading.targets)
+        return others
 
     def nested(self, candidates: Sequence[Candidate]) -> Tensor:
         """Log p of every token, by the candidate that is the best one on the other half; float32, shape (n,).
@@ -133,23 +142,18 @@ class Trial:
     def with_ngrams(
         self, candidates: Sequence[Candidate], evidence: Sequence[GridEvidence], fits: Mapping[str, Fit]
     ) -> list[Candidate]:
-        """N-grams without the keys, and on top of the best candidate, and of the best that fits make anew.
+        """Try n-grams without the keys, on top of the best candidate, and of the best that fits make anew.
 
-        No candidate if no n-grams are tried; the first alone if there is nothing below them.
+        Returns:
+            No candidate if no n-grams are tried; the first alone if there is nothing below them.
         """
-        said = self._said
-        if said is None:
+        if self._ngrams is None:
             return []
-
-        def put(settings: KNNSettings, found: NGramSettings) -> KNNSettings:
-            return replace(settings, ngrams=found)
-
-        fit, mix = partial(fit_ngrams, said), partial(mix_ngrams, said)
-        on_top = self._on_top(candidates, "n-grams", fit, mix, put)
+        on_top = self._on_top(candidates, NGrams.name, self._ngrams)
         if not candidates:
             return on_top
         best, at_its_k = self._best_fitted_by(fits, candidates, evidence)
-        again = partial(fit_with_ngrams, scored=self._scored, said=said, fit=fits[best.name])
+        again = partial(fit_with_ngrams, scored=self._scored, ngrams=self._ngrams, fit=fits[best.name])
         if best is best_of(candidates):
             on_top.pop()
         return [*on_top, self.fitted(f"{best.name} + n-grams", again, at_its_k)]
@@ -162,41 +166,12 @@ class Trial:
         reach = best.settings.k, best.settings.probes
         return best, next(of for of in evidence if (of.k, of.probes) == reach)
 
-    def with_cache(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """A continuous cache without the store, and on top of the best candidate, if there are keys."""
-        if self._scored.reading is None:
-            return []
-
-        def put(settings: KNNSettings, found: CacheSettings) -> KNNSettings:
-            return replace(settings, cache=found)
-
-        return self._on_top(candidates, "cache", partial(fit_cache, self._cache), self._cache.mix, put)
-
     def with_others(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Each component of another package without the store, and on top of the best candidate."""
+        """Try each other component without the store, and on top of the best candidate so far."""
         found = list[Candidate]()
-        if self._scored.reading is not None:
-            for name, component in other_components().items():
-                found += self._with_other(name, component, [*candidates, *found])
+        for name, component in self._others.items():
+            found += self._on_top([*candidates, *found], name, component)
         return found
-
-    def _with_other(self, name: str, component: Any, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """One component of another package without the store, and on top of the best candidate."""
-        assert self._scored.reading is not None
-        found, targets = self._scored.evidence.found[name], self._scored.reading.gold
-
-        def fit(log_probs: Tensor, wanted: Tensor) -> dict[str, Any]:
-            fitted: dict[str, Any] = component.fit(found, log_probs, targets, wanted)
-            return fitted
-
-        def mix(log_probs: Tensor, settings: dict[str, Any]) -> Tensor:
-            weighed = component.weigh(found, settings)
-            return mix_gold(log_probs, weighed.probs(targets), weighed.lam.where(weighed.is_found, 0.0))
-
-        def put(settings: KNNSettings, fitted: dict[str, Any]) -> KNNSettings:
-            return replace(settings, others={**settings.others, name: fitted})
-
-        return self._on_top(candidates, name, fit, mix, put, itemgetter("lam"))
 
     def with_gate(
         self, candidates: Sequence[Candidate], evidence: Sequence[GridEvidence], fit: Fit
@@ -207,28 +182,12 @@ class Trial:
         at_its_k = evidence[0]
         if len(evidence) > 1:
             _, at_its_k = self._best_fitted_by({"fixed": fit}, candidates, evidence)
-        together = partial(fit_together, scored=self._scored, said=self._said, cache=self._cache, fit=fit)
+        others = tuple(self._others.values())
+        together = partial(fit_together, scored=self._scored, ngrams=self._ngrams, others=others, fit=fit)
         return [self.fitted("gate over all", together, at_its_k)]
 
-    def _on_top(
-        self,
-        candidates: Sequence[Candidate],
-        name: str,
-        fit: Callable[[Tensor, Tensor], P],
-        mix: Callable[[Tensor, P], Tensor],
-        put: Callable[[KNNSettings, P], KNNSettings],
-        lam_of: Callable[[P], float] = attrgetter("lam"),
-    ) -> list[Candidate]:
-        """A part of settings without the store, and on top of the best candidate, if there is one.
-
-        Args:
-            candidates: those so far.
-            name: its name in the table.
-            fit: fits it to log p of each token below it, where the second argument is True.
-            mix: mixes it into that.
-            put: makes it a part of settings.
-            lam_of: its weight over what is below.
-        """
+    def _on_top(self, candidates: Sequence[Candidate], name: str, component: Fitting) -> list[Candidate]:
+        """Try a component without the store, and on top of the best of some candidates, if there is one."""
 
         def over(name: str, below: Candidate | None) -> Candidate:
             nothing = KNNSettings(k=1, lam=0)
@@ -238,14 +197,16 @@ class Trial:
             before = self._scored.lm_log_probs if below is None else below.log_probs
             log_probs = torch.empty(len(before))
             halves = self.first_half, ~self.first_half
-            parts = [fit(before, half) for half in halves]
+            parts = [component.fit(before, half) for half in halves]
             for part, half in zip(parts, halves, strict=True):
-                log_probs[~half] = mix(before, part)[~half]
-            found = fit(before, torch.ones_like(self.first_half))
+                log_probs[~half] = component.mix(before, part)[~half]
+            fitted = component.fit(before, torch.ones_like(self.first_half))
             held_out, change = self.judge(log_probs)
-            lam = 1 - (1 - (0.0 if below is None else below.lam)) * (1 - lam_of(found))
-            one, other = (put(*both) for both in zip(by_half, parts, strict=True))
-            return Candidate(name, put(settings, found), held_out, lam, change, log_probs, (one, other))
+            lam = 1 - (1 - (0.0 if below is None else below.lam)) * (1 - component.lam(fitted))
+            one, other = (component.put(*both) for both in zip(by_half, parts, strict=True))
+            return Candidate(
+                name, component.put(settings, fitted), held_out, lam, change, log_probs, (one, other)
+            )
 
         alone = over(name, None)
         if not candidates:

@@ -1,22 +1,27 @@
 """Components that are mixed with the model: each is one file, and stands in the list of `mixture`."""
 
-from knnstore.lm.components.component import Form, Found
-from knnstore.lm.components.distribution import DistributionComponent, Places
+from knnstore.lm.components.component import Fitting, Form, Found
+from knnstore.lm.components.distribution import DistributionComponent, DistributionFitting, Places
 from knnstore.lm.components.keys import most_records, probes_cells, reachable, search_records, sum_cells
 from knnstore.lm.components.mixture import experts_of, factors_in_use, look_up, mixture_of
-from knnstore.lm.components.ngrams import NGrams, TargetContinuation, ngram_lambdas
+from knnstore.lm.components.ngrams import NGramFitting, NGrams, TargetContinuation, ngram_lambdas
 from knnstore.lm.components.own_ngrams import OwnNGrams
-from knnstore.lm.components.recent import DocumentKeys, Recent, RecentText
+from knnstore.lm.components.recent import RECENT_SIZES, DocumentKeys, Recent, RecentFitting, RecentText
 
 __all__ = [
+    "RECENT_SIZES",
     "DistributionComponent",
+    "DistributionFitting",
     "DocumentKeys",
+    "Fitting",
     "Form",
     "Found",
+    "NGramFitting",
     "NGrams",
     "OwnNGrams",
     "Places",
     "Recent",
+    "RecentFitting",
     "RecentText",
     "TargetContinuation",
     "experts_of",

@@ -6,7 +6,7 @@ several temperatures of each component.
 """
 
 from enum import Enum
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -97,6 +97,31 @@ class Component(Protocol):
         Returns:
             Float32, shape (n, width); anything where nothing was found.
         """
+        ...
+
+
+class Fitting(Protocol):
+    """What n scored tokens tell about the settings of one component, over what lies below it."""
+
+    def fit(self, log_probs: Tensor, wanted: Tensor) -> Any:
+        """Find the component's likeliest settings.
+
+        Args:
+            log_probs: log p of each token without the component, float32, shape (n,).
+            wanted: which tokens to fit on, bool, shape (n,).
+        """
+        ...
+
+    def mix(self, log_probs: Tensor, fitted: Any) -> Tensor:
+        """Mix the component into log p of each token, shape (n,), with settings that were fitted."""
+        ...
+
+    def lam(self, fitted: Any) -> float:
+        """Return λ of fitted settings, for reports."""
+        ...
+
+    def put(self, settings: KNNSettings, fitted: Any) -> KNNSettings:
+        """Return settings that have the component in use as it was fitted."""
         ...
 
 

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from torch.nn.functional import pad
 from knnstore.errors import ConfigError
 from knnstore.lm.components.component import Form
 from knnstore.lm.contexts import Contexts
-from knnstore.lm.mixing import LEAST_PROBABILITY, Contribution, Evidence, fit_lambdas
+from knnstore.lm.mixing import LEAST_PROBABILITY, Contribution, Evidence, fit_lambdas, mix_gold
 from knnstore.lm.settings import KNNSettings
 from knnstore.store import Reader
 
@@ -43,6 +44,33 @@ class Places(NamedTuple):
         width = max(part.width for part in parts)
         columns = (torch.cat([pad(part[at], (0, width - part.width)) for part in parts]) for at in (0, 1))
         return cls(*columns)
+
+
+class DistributionFitting(NamedTuple):
+    """Fits the settings of a component to the distributions that it found; see `Fitting`."""
+
+    component: "DistributionComponent"
+    found: Places
+    """At n tokens."""
+    targets: Tensor
+    """The tokens, int64, shape (n,)."""
+
+    def fit(self, log_probs: Tensor, wanted: Tensor) -> dict[str, Any]:
+        """Let the component fit its settings."""
+        return self.component.fit(self.found, log_probs, self.targets, wanted)
+
+    def mix(self, log_probs: Tensor, fitted: Mapping[str, Any]) -> Tensor:
+        """Mix the distributions into log p of each token, shape (n,)."""
+        weighed = self.component.weigh(self.found, fitted)
+        return mix_gold(log_probs, weighed.probs(self.targets), weighed.lam.where(weighed.is_found, 0.0))
+
+    def lam(self, fitted: Mapping[str, Any]) -> float:
+        """Return λ."""
+        return float(fitted["lam"])
+
+    def put(self, settings: KNNSettings, fitted: dict[str, Any]) -> KNNSettings:
+        """Return settings with the component."""
+        return replace(settings, others={**settings.others, self.component.name: fitted})
 
 
 class DistributionComponent(ABC):

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +13,14 @@ from torch.nn.functional import pad
 
 from knnstore.lm.components.component import Form
 from knnstore.lm.contexts import Contexts
-from knnstore.lm.mixing import Contribution, Evidence
+from knnstore.lm.mixing import (
+    LEAST_PROBABILITY,
+    PRIOR_TOKENS,
+    Contribution,
+    Evidence,
+    fit_lambdas,
+    mix_gold,
+)
 from knnstore.lm.settings import KNNSettings, NGramSettings
 from knnstore.store import Matches, NGramCounts, Occurrence, Reader, Suffixes
 
@@ -122,6 +130,40 @@ class TargetContinuation(NamedTuple):
         weights = torch.stack([self.probs, 1 - self.probs], 1).where(known[:, None], 0.0)
         hits = torch.tensor([[True, False]]).expand(len(weights), -1)
         return Contribution(weights, ngram_lambdas(settings, self.lengths), hits=hits, name=name)
+
+
+class NGramFitting(NamedTuple):
+    """Fits the weight of n-grams; see `Fitting`."""
+
+    found: TargetContinuation
+    """What they give to each token, shape (n,)."""
+
+    def fit(self, log_probs: Tensor, wanted: Tensor) -> NGramSettings:
+        """Find the likeliest λ by length, each drawn towards the best for all lengths by `PRIOR_TOKENS`."""
+        rows = wanted & self.found.probs.isfinite()
+        if not rows.any():
+            return NGramSettings(self.found.order, 0.0)
+        below = log_probs[rows].exp().clamp(min=LEAST_PROBABILITY)[:, None]
+        probs, lengths = self.found.probs[rows][:, None], self.found.lengths[rows]
+        overall, _ = fit_lambdas(below, probs, torch.zeros_like(lengths), 1)
+        lam, _ = fit_lambdas(below, probs, lengths, self.found.order, overall[0], PRIOR_TOKENS)
+        return NGramSettings(self.found.order, float(lam[lengths].mean()), tuple(lam[:, 0].tolist()))
+
+    def mix(self, log_probs: Tensor, fitted: NGramSettings) -> Tensor:
+        """Mix them into log p of each token, shape (n,)."""
+        return mix_gold(log_probs, self.found.probs.nan_to_num(), self.lambdas(fitted))
+
+    def lambdas(self, fitted: NGramSettings) -> Tensor:
+        """Return λ of each token, shape (n,), 0 where no n-gram was found."""
+        return ngram_lambdas(fitted, self.found.lengths) * self.found.probs.isfinite()
+
+    def lam(self, fitted: NGramSettings) -> float:
+        """Return the mean λ."""
+        return fitted.lam
+
+    def put(self, settings: KNNSettings, fitted: NGramSettings) -> KNNSettings:
+        """Return settings with these n-grams."""
+        return replace(settings, ngrams=fitted)
 
 
 class CountedNGrams(ABC):

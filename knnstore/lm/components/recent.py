@@ -7,8 +7,8 @@ retrieved once the token that it predicts has been read, and only in its own tex
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -18,9 +18,20 @@ from torch.nn.functional import pad
 
 from knnstore.datastore import Metric, pairwise
 from knnstore.lm.components.component import Form
+from knnstore.lm.components.ngrams import NGramFitting, TargetContinuation
 from knnstore.lm.contexts import Contexts
-from knnstore.lm.mixing import LEAST_PROBABILITY, Contribution, Evidence, halving, neighbor_weights
-from knnstore.lm.settings import KNNSettings
+from knnstore.lm.mixing import (
+    CHUNK_VALUES,
+    LEAST_PROBABILITY,
+    Contribution,
+    Evidence,
+    fit_lambdas,
+    halving,
+    mix_gold,
+    neighbor_weights,
+    targets_on_grid,
+)
+from knnstore.lm.settings import CacheSettings, KNNSettings
 from knnstore.store import Reader
 
 _BLOCK_ROWS = 256
@@ -289,7 +300,7 @@ class DocumentKeys:
 
     keys: Tensor
     """float32, shape (n, d)."""
-    gold: Tensor
+    targets: Tensor
     """The tokens that they predict, int64, shape (n,)."""
     documents: Tensor
     """The document of each token; those of a document are together and in order; int64, shape (n,)."""
@@ -306,4 +317,94 @@ class DocumentKeys:
         rows = torch.arange(len(self.documents))
         begins = torch.cat([torch.tensor([True]), self.documents.diff() != 0])
         starts = rows.where(begins, 0).cummax(0).values
-        return look_back(self.keys, self.gold, tokens, starts[tokens], size, self.metric)
+        return look_back(self.keys, self.targets, tokens, starts[tokens], size, self.metric)
+
+
+RECENT_SIZES = (100, 400, 1600, 6400)
+"""How far back the cache may reach; no more are tried than the longest document has use for."""
+
+_OCTAVES = torch.arange(-6.0, 3.0, 0.5)
+_SAMPLE = 1024  # tokens to choose the temperatures by
+
+
+@dataclass(frozen=True, slots=True)
+class RecentFitting:
+    """p_cache of n tokens at every size and temperature, and own n-grams on top; see `Fitting`."""
+
+    sizes: tuple[int, ...]
+    """Ascending."""
+    temperatures: Tensor
+    """A grid of half octaves, float32, shape (m,)."""
+    probs: Tensor
+    """p_cache of each token at each size and temperature, float32, shape (n, len(sizes), m)."""
+    found: Tensor
+    """Which tokens have any before them, bool, shape (n,)."""
+    own: NGramFitting | None = None
+    """The own n-grams of each document, which are fitted on top; None is nothing."""
+
+    @classmethod
+    def of(cls, keys: "DocumentKeys", own: TargetContinuation | None = None) -> Self:
+        """Compute p_cache of every token at each size and each temperature of a grid.
+
+        Args:
+            keys: of whole documents.
+            own: what their own n-grams give to the tokens, if these go with a cache.
+        """
+        longest = int(torch.unique_consecutive(keys.documents, return_counts=True)[1].max())
+        sizes = tuple(
+            size for at, size in enumerate(RECENT_SIZES) if at == 0 or RECENT_SIZES[at - 1] < longest - 1
+        )
+        every = torch.arange(len(keys.documents))
+        sample = keys.look_back(every[:: max(1, len(every) // _SAMPLE)], sizes[-1]).distances
+        temperatures = _typical_gap(sample) * 2**_OCTAVES
+        probs = torch.empty(len(sizes), len(every), len(temperatures))
+        found = torch.empty(len(every), dtype=torch.bool)
+        for chunk in torch.split(every, max(1, CHUNK_VALUES // min(sizes[-1], longest))):
+            recent = keys.look_back(chunk, sizes[-1])
+            distances = recent.distances.flip(1)  # the latest first
+            hits = recent.tokens.flip(1) == keys.targets[chunk, None]
+            found[chunk] = distances.isfinite().any(1)
+            probs[:, chunk] = targets_on_grid(distances, hits, sizes, temperatures)
+        return cls(
+            sizes, temperatures, probs.transpose(0, 1), found, None if own is None else NGramFitting(own)
+        )
+
+    def fit(self, log_probs: Tensor, wanted: Tensor) -> CacheSettings:
+        """Find the likeliest size, T and λ, then λ of own n-grams over the cache."""
+        rows = wanted & self.found
+        if not rows.any():
+            return CacheSettings(self.sizes[0], self.temperatures[0].item(), 0.0)
+        probs = log_probs[rows].exp().clamp(min=LEAST_PROBABILITY)[:, None]
+        bins = torch.zeros(len(probs), dtype=torch.long)
+        lam, loss = fit_lambdas(probs, self.probs[rows].flatten(1), bins, 1)
+        best = int(loss.argmin())
+        size, column = divmod(best, len(self.temperatures))
+        cache = CacheSettings(self.sizes[size], self.temperatures[column].item(), lam[0, best].item())
+        if self.own is None:
+            return cache
+        return replace(cache, ngrams=self.own.fit(self.mix(log_probs, cache), wanted))
+
+    def mix(self, log_probs: Tensor, fitted: CacheSettings) -> Tensor:
+        """Mix a cache with a size and T from these grids into log p of each token, shape (n,)."""
+        column = int((self.temperatures - fitted.temperature).abs().argmin())
+        probs = self.probs[:, self.sizes.index(fitted.size), column]
+        log_probs = mix_gold(log_probs, probs, fitted.lam * self.found)
+        if self.own is None or fitted.ngrams is None:
+            return log_probs
+        return self.own.mix(log_probs, fitted.ngrams)
+
+    def lam(self, fitted: CacheSettings) -> float:
+        """Return λ of the cache."""
+        return fitted.lam
+
+    def put(self, settings: KNNSettings, fitted: CacheSettings) -> KNNSettings:
+        """Return settings with this cache."""
+        return replace(settings, cache=fitted)
+
+
+def _typical_gap(distances: Tensor) -> float:
+    """Return the mean distance beyond the nearest key, of tokens that have any before them."""
+    known = distances.isfinite()
+    nearest = torch.where(known.any(1), distances.amin(1), 0.0)
+    gaps = torch.where(known, distances - nearest[:, None], 0.0)
+    return float(gaps.sum() / known.sum().clamp(min=1)) or 1.0

@@ -6,6 +6,9 @@ from torch import Tensor
 from knnstore.lm.mixing.interpolation import LEAST_PROBABILITY
 from knnstore.lm.mixing.mixer import MAX_LAMBDA
 
+PRIOR_TOKENS = 32.0
+"""The weight, in tokens, with which all tokens together count in the fit of each bin."""
+
 _BISECTIONS = 24
 
 

@@ -1,16 +1,15 @@
 """Fitting each part of the settings to what scored text says."""
 
-from knnstore.lm.calibration.fits.cache import CacheEvidence, fit_cache, gather_cache_evidence
 from knnstore.lm.calibration.fits.domains import MOST_DOMAINS, DomainEvidence, fit_domains
 from knnstore.lm.calibration.fits.gate import fit_gate, fit_skipping, known_before
 from knnstore.lm.calibration.fits.joint import fit_joint, fit_together
 from knnstore.lm.calibration.fits.mixers import fit_bins, fit_fixed, fit_nearness, fit_relative
-from knnstore.lm.calibration.fits.ngrams import fit_ngrams, fit_with_ngrams, mix_ngrams
+from knnstore.lm.calibration.fits.ngrams import fit_with_ngrams
 from knnstore.lm.calibration.fits.substitute import fit_alone, fit_beside, score_substitute
 
 __all__ = [
-    "MOST_DOMAINS", "CacheEvidence", "DomainEvidence", "fit_alone", "fit_beside", "fit_bins", "fit_cache",
-    "fit_domains", "fit_fixed", "fit_gate", "fit_joint", "fit_nearness", "fit_ngrams", "fit_relative",
-    "fit_skipping", "fit_together", "fit_with_ngrams", "gather_cache_evidence", "known_before", "mix_ngrams",
+    "MOST_DOMAINS", "DomainEvidence", "fit_alone", "fit_beside", "fit_bins",
+    "fit_domains", "fit_fixed", "fit_gate", "fit_joint", "fit_nearness", "fit_relative",
+    "fit_skipping", "fit_together", "fit_with_ngrams", "known_before",
     "score_substitute",
 ]  # fmt: skip

@@ -10,9 +10,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from knnstore.lm.calibration.on_grid import between_points
 from knnstore.lm.calibration.scored_text import Mixed
-from knnstore.lm.mixing import LEAST_PROBABILITY, MAX_LAMBDA, DomainWeights, mix_probs
+from knnstore.lm.mixing import LEAST_PROBABILITY, MAX_LAMBDA, DomainWeights, between_points, mix_probs
 from knnstore.lm.settings import KNNSettings
 
 MOST_DOMAINS = 16

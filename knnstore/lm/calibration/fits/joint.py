@@ -1,19 +1,18 @@
 """Fitting one gate over all components, on text that was scored once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from knnstore.lm.calibration.evidence import GridEvidence
-from knnstore.lm.calibration.fits.cache import CacheEvidence, fit_cache
 from knnstore.lm.calibration.fits.gate import blocks_among
 from knnstore.lm.calibration.fits.ngrams import fit_with_ngrams
 from knnstore.lm.calibration.scored_text import ScoredText
-from knnstore.lm.components import TargetContinuation, experts_of, factors_in_use
+from knnstore.lm.components import Fitting, NGramFitting, experts_of, factors_in_use
 from knnstore.lm.mixing import LEAST_PROBABILITY, JointGate, fit_network, known, shares_of
-from knnstore.lm.settings import KNNSettings, other_components
+from knnstore.lm.settings import KNNSettings
 
 _LEAST_SHARE = 1e-3
 _ROUNDS = 50  # of expectation maximization, for where the network begins
@@ -22,21 +21,26 @@ _ROUNDS = 50  # of expectation maximization, for where the network begins
 def fit_together(
     evidence: GridEvidence,
     scored: ScoredText,
-    said: TargetContinuation | None,
-    cache: CacheEvidence,
+    ngrams: NGramFitting | None,
+    others: Sequence[Fitting],
     fit: Callable[[GridEvidence], KNNSettings],
 ) -> KNNSettings:
-    """Fit every component by `fit` and by itself, in turn, and then one gate over all of them."""
+    """Fit the keys by `fit`, every other component over those before it, and then one gate over all.
+
+    Args:
+        evidence: of the tokens to fit on.
+        scored: the text.
+        ngrams: which are fitted in turn with the keys; None is without them.
+        others: the components on top, in order.
+        fit: fits the keys.
+    """
     at = evidence.tokens
-    settings = fit(evidence) if said is None else fit_with_ngrams(evidence, scored, said, fit)
+    settings = fit(evidence) if ngrams is None else fit_with_ngrams(evidence, scored, ngrams, fit)
     log_probs, wanted = torch.zeros(len(scored)), torch.zeros(len(scored), dtype=torch.bool)
-    log_probs[at], wanted[at] = scored.log_probs(settings, at).log_probs, True
-    settings = replace(settings, cache=fit_cache(cache, log_probs, wanted))
-    for name, component in other_components().items():
-        assert scored.reading is not None
+    wanted[at] = True
+    for component in others:
         log_probs[at] = scored.log_probs(settings, at).log_probs
-        fitted = component.fit(scored.evidence.found[name], log_probs, scored.reading.gold, wanted)
-        settings = replace(settings, others={**settings.others, name: fitted})
+        settings = component.put(settings, component.fit(log_probs, wanted))
     return replace(settings, gate=fit_joint(scored, settings, at))
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from knnstore.lm.calibration.evidence import GridEvidence
 from knnstore.lm.mixing import (
+    PRIOR_TOKENS,
     BinnedLambda,
     FixedLambda,
     NearnessLambda,
@@ -21,9 +22,6 @@ from knnstore.lm.mixing import (
     mix_probs,
 )
 from knnstore.lm.settings import KNNSettings
-
-PRIOR_TOKENS = 32.0
-"""The weight, in tokens, with which all tokens together speak in the fit of each bin."""
 
 
 def fit_fixed(evidence: GridEvidence) -> KNNSettings:

@@ -23,7 +23,7 @@ def score_substitute(
     if trained is None or trained.is_outdated(store) or scored.reading is None:
         return scored
     head = load_head(store, trained, device)
-    log_probs = head.gold_log_probs(scored.reading.keys, scored.reading.gold)
+    log_probs = head.gold_log_probs(scored.reading.keys, scored.reading.targets)
     return replace(scored, substitute=ScoredSubstitute(trained, log_probs))
 
 

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from knnstore.lm.mixing import LEAST_PROBABILITY, NeighborSums, PerQuery
+from knnstore.lm.mixing.interpolation import LEAST_PROBABILITY, PerQuery
+from knnstore.lm.mixing.token_sums import NeighborSums
 
 CHUNK_VALUES = 1 << 20
 """How many neighbors are weighed at once: what stays in a CPU's cache."""
