@@ -10,9 +10,9 @@ from transformers.generation.streamers import BaseStreamer
 from knnstore.errors import ConfigError
 from knnstore.lm import DomainWeights, JointGate, KNNSettings, NGramSettings, TokenTable, save_settings
 from knnstore.lm.calibration.evidence import gather_evidence
-from knnstore.lm.calibration.fits import fit_fixed, fit_joint, fit_together, joint
+from knnstore.lm.calibration.fits import fit_fixed, fit_joint, fit_together
 from knnstore.lm.calibration.scored_text import score_once
-from knnstore.lm.components import NGramFitting, RecentFitting, experts_of, factors_in_use, mixture
+from knnstore.lm.components import NGramFitting, RecentFitting, all_components, collect_experts, gate, mixture
 from knnstore.lm.mixing import Contribution, FixedLambda, fit_network, shares_of
 from knnstore.lm.mixing.network import Network
 from knnstore.lm.retrieval import Drafts
@@ -45,8 +45,10 @@ def gated(scored) -> KNNSettings:
     """A gate that was not fitted, and weighs each token differently."""
     every = torch.arange(len(scored))
     factors = {"keys": FACTORS, "n-grams": (1.0,), "cache": FACTORS, "own n-grams": (1.0,)}
-    assert factors.keys() == factors_in_use(ALL).keys()
-    features = experts_of(ALL, scored.evidence_for(ALL, every), factors, 2.0).features.nan_to_num()
+    assert factors.keys() == {one.name for one in all_components() if one.is_used(ALL)}
+    features = collect_experts(
+        all_components(), ALL, scored.evidence_for(ALL, every), factors, 2.0
+    ).features.nan_to_num()
     torch.manual_seed(0)
     network = Network(features.mean(0), features.std(0).clamp(min=1e-6), [0.0] * 9).eval()
     torch.nn.init.normal_(network.layers[-1].weight)
@@ -61,7 +63,7 @@ def definition(scored, settings) -> np.ndarray:
     """p of every token: softmax over those of the model and the eight experts that say something."""
     evidence, gold = scored.evidence_for(settings, torch.arange(len(scored))), scored.targets
     gate = settings.gate
-    features = experts_of(settings, evidence, gate.factors, gate.unit).features
+    features = collect_experts(all_components(), settings, evidence, gate.factors, gate.unit).features
     network = Network.of(gate.weights)
     logits = network(features.where(features.isfinite(), network.mean)).double().numpy()
     near, hits = evidence.distances.double().numpy(), evidence.hits.numpy()
@@ -204,7 +206,7 @@ def test_a_gate_finds_which_component_is_right(scored) -> None:
 
 def test_of_few_long_documents_parts_are_kept_apart_while_it_is_fitted(scored, monkeypatch) -> None:
     kept = []
-    monkeypatch.setattr(joint, "fit_network", lambda *given: kept.append(given[2]) or fit_network(*given))
+    monkeypatch.setattr(gate, "fit_network", lambda *given: kept.append(given[2]) or fit_network(*given))
     long = replace(scored, documents=(scored.documents >= 10).long())
     tokens = torch.arange(len(scored))
     assert fit_joint(long, replace(ALL, cache=None), tokens)
@@ -221,7 +223,7 @@ def test_of_what_it_sees_the_query_alone_is_hidden_while_it_is_fitted(scored, mo
         given.append(features[:, others[-1]])
         return fit_network(features, *others)
 
-    monkeypatch.setattr(joint, "fit_network", fit)
+    monkeypatch.setattr(gate, "fit_network", fit)
     fit_joint(scored, replace(ALL, cache=None), torch.arange(40))
     torch.testing.assert_close(given[0], scored.reading.keys[:40])
 

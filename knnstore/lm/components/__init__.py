@@ -2,8 +2,9 @@
 
 from knnstore.lm.components.component import Fitting, Form, Found
 from knnstore.lm.components.distribution import DistributionComponent, DistributionFitting, Places
+from knnstore.lm.components.gate import ScoredPart, collect_experts, fit_gate_over
 from knnstore.lm.components.keys import most_records, probes_cells, reachable, search_records, sum_cells
-from knnstore.lm.components.mixture import experts_of, factors_in_use, look_up, mixture_of
+from knnstore.lm.components.mixture import all_components, look_up, mixture_of
 from knnstore.lm.components.ngrams import NGramFitting, NGrams, TargetContinuation, ngram_lambdas
 from knnstore.lm.components.own_ngrams import OwnNGrams
 from knnstore.lm.components.recent import RECENT_SIZES, DocumentKeys, Recent, RecentFitting, RecentText
@@ -23,9 +24,11 @@ __all__ = [
     "Recent",
     "RecentFitting",
     "RecentText",
+    "ScoredPart",
     "TargetContinuation",
-    "experts_of",
-    "factors_in_use",
+    "all_components",
+    "collect_experts",
+    "fit_gate_over",
     "look_up",
     "mixture_of",
     "most_records",

@@ -10,12 +10,9 @@ from knnstore.lm.calibration.evidence import GridEvidence
 from knnstore.lm.calibration.fits.gate import blocks_among
 from knnstore.lm.calibration.fits.ngrams import fit_with_ngrams
 from knnstore.lm.calibration.scored_text import ScoredText
-from knnstore.lm.components import Fitting, NGramFitting, experts_of, factors_in_use
-from knnstore.lm.mixing import LEAST_PROBABILITY, JointGate, fit_network, known, shares_of
+from knnstore.lm.components import Fitting, NGramFitting, ScoredPart, all_components, fit_gate_over
+from knnstore.lm.mixing import JointGate
 from knnstore.lm.settings import KNNSettings
-
-_LEAST_SHARE = 1e-3
-_ROUNDS = 50  # of expectation maximization, for where the network begins
 
 
 def fit_together(
@@ -45,48 +42,14 @@ def fit_together(
 
 
 def fit_joint(scored: ScoredText, settings: KNNSettings, tokens: Tensor) -> JointGate:
-    """Fit a gate over the components of settings; it begins with the best weights for all tokens alike.
-
-    Args:
-        scored: the text.
-        settings: what is in use, each component with a temperature of its own.
-        tokens: indices of those to fit on, int64, shape (n,).
-    """
+    """Fit a gate over the components of settings to some tokens, given by their indices, shape (n,)."""
     nearest = scored.distances[tokens, 0].abs()
     unit = float(nearest.median().clamp(min=1e-6)) if nearest.isfinite().any() else 1.0
-    factors = factors_in_use(settings)
-    features, found, probs, query = [], [], [], slice(0)
-    for chunk in scored.chunks_for(settings, tokens):
-        targets = scored.targets_for(chunk)
-        experts = experts_of(settings, scored.evidence_for(settings, chunk), factors, unit)
-        features.append(experts.features)
-        found.append(experts.found)
-        query = experts.query
-        every = [one.probs(targets) for of in experts.contributions.values() for one in of]
-        probs.append(torch.stack([scored.lm_log_probs[chunk].exp(), *every], 1))
-    seen, present, given = (
-        torch.cat(features),
-        torch.cat(found),
-        torch.cat(probs).clamp_(min=LEAST_PROBABILITY),
+    parts = (
+        ScoredPart(
+            scored.evidence_for(settings, chunk), scored.targets_for(chunk), scored.lm_log_probs[chunk]
+        )
+        for chunk in scored.chunks_for(settings, tokens)
     )
-    seen = known(seen, seen.nanmean(0).nan_to_num())
-
-    def loss(outputs: Tensor, rows: Tensor) -> Tensor:
-        return -(shares_of(outputs, present[rows]) * given[rows]).sum(1).log().mean()
-
-    start = _best_shares(given, present).clamp(min=_LEAST_SHARE).log().tolist()
-    network = fit_network(seen, loss, blocks_among(scored, tokens), start, query)
-    purpose = {**(scored.fitted_for or {}), "of": "all components", "unit": unit}
-    return JointGate(
-        network.weights({**purpose, "experts": [[name, list(of)] for name, of in factors.items()]})
-    )
-
-
-def _best_shares(probs: Tensor, present: Tensor) -> Tensor:
-    """The likeliest shares of the model and of each expert, the same for all tokens; shape (1 + e,)."""
-    shares = torch.full((probs.shape[1],), 1 / probs.shape[1])
-    allowed = torch.cat([present.new_ones((len(present), 1)), present], 1)
-    for _ in range(_ROUNDS):
-        parts = probs * allowed * shares
-        shares = (parts / parts.sum(1, keepdim=True)).mean(0)
-    return shares
+    blocks = blocks_among(scored, tokens)
+    return fit_gate_over(all_components(), settings, parts, blocks, unit, scored.fitted_for or {})
