@@ -113,7 +113,11 @@ def evidence_of(
 def _nearest(scored: ScoredText, tokens: Tensor) -> tuple[Evidence, Tensor]:
     """Return the nearest neighbor of some tokens, and p_LM of each, shape (n, 1)."""
     lm = scored.lm_log_probs[tokens].exp().clamp_(min=LEAST_PROBABILITY)[:, None]
-    return Evidence(scored.evidence.lm_max[tokens], [scored.sums.nearest(1).select_rows(tokens)]), lm
+    nearest = scored.sums.nearest(1)
+    alone = replace(
+        scored.evidence, searches=[nearest], keys=None, lm_entropy=None, searched=None, found={}
+    )
+    return alone.select_rows(tokens), lm
 
 
 def temperatures_for(scored: ScoredText) -> Tensor:
