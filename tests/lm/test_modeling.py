@@ -123,7 +123,7 @@ def test_every_position_holds_the_mixture(model, store, knn_model):
 def test_the_mixture_does_not_depend_on_the_chunk(knn_gpt2, monkeypatch):
     with torch.no_grad():
         whole = knn_gpt2(IDS).logits
-        monkeypatch.setattr("knnstore.lm.model.logits._CHUNK_VALUES", 5 * 101)
+        monkeypatch.setattr("knnstore.lm.row_mixer._CHUNK_VALUES", 5 * 101)
         assert torch.equal(knn_gpt2(IDS).logits, whole)
 
 

@@ -83,13 +83,16 @@ def calibrate(
 ) -> Calibration:
     """Fit all settings on held-out text, and save the best for these domains.
 
-    One pass of the model, with searches for k up to `PASS_K`, for larger k (or visits to more and fewer
-    cells) and in each domain; then everything is fitted without either; see `compare`. Nothing is saved
-    unless the perplexity is below the model's own, beyond chance, and below that of the settings in force,
-    where these were chosen by anybody and not derived; those that were fitted to nothing but these documents
-    cannot be judged by them, and are replaced. Then some documents' beginnings are continued, and what makes
-    text repeat itself counts in scoring only: of calibrated settings that stay too. ``lm.knn`` has the
-    settings from then on if it selects the same domains.
+    The model reads the text once. The store is searched with k up to `PASS_K`, then with larger k (or in more
+    and fewer cells), then in each domain. Everything is fitted without another pass; see `compare`.
+
+    Settings are saved only if their perplexity is below the model's own beyond chance, and below that of the
+    settings in force if somebody chose these. Settings that were fitted to these same documents cannot be
+    judged by them, so they are always replaced.
+
+    Then the beginnings of some documents are continued. Components that make the text repeat itself count in
+    scoring only; this is also measured for calibrated settings that stay in force. ``lm.knn`` has the saved
+    settings afterwards if it selects the same domains.
 
     Args:
         lm: the model, its store opened for writing.
@@ -113,6 +116,7 @@ def calibrate(
         ConfigError: `skip`, `max_k` or `stored_tokens` is out of range.
         InputError: a document is in the store, or there is too little text.
     """
+    # 1) Check what is asked for.
     store, reader = lm.store, lm.reader
     if skip is not None and not (networks and 0 < skip < 1):
         raise ConfigError(f"the share of searches to skip must be above 0 and below 1, with networks: {skip}")
@@ -127,12 +131,14 @@ def calibrate(
     revision, lineage, records = store.revision(), store.lineage(names), count_records(store, names)
     if not records:
         raise InputError("the store is empty: add documents before calibrating")
+    # 2) Choose the text, and the settings that candidates are compared with.
     text = text_to_fit(store, reader, documents, selection, stored_tokens, leave_out=leave_out)
     listed, reached = text.documents, text.reached
     started = time.perf_counter()
     current, saved = _resolve_usable(store, selection), find_saved_settings(store, selection)
     if saved is not None and text.is_known_to(saved.fitted_on):
         current = None  # what it has learned by heart would pass for quality
+    # 3) Score the text once, and search further for it.
     probes = DEFAULT_PROBES if store.has_cells else None
     needed = current and current.ngrams  # to judge them, also where no others are tried
     counted = needed or (NGramSettings() if ngrams else None)
@@ -157,12 +163,14 @@ def calibrate(
     if not reached:  # which cannot be left out of a substitute
         scored = score_substitute(scored, store, selection, reader.encoder.model.device)
     between = time.perf_counter()
+    # 4) Fit and judge every candidate.
     found = compare(scored, current, wide=wide, domains=apart, networks=networks, ngrams=ngrams)
     best, savings = found.best, dict[float, Saving]()
     if found.beats_base and networks and best.settings.retrieves:
         shares = sorted({*SHARES, *([] if skip is None else [skip])})
         judged = judge_savings(scored, best, found.expected.ppl, in_halves(scored.documents), shares)
         savings = dict(zip(shares, judged, strict=True))
+    # 5) Keep the settings in force, or save the best candidate.
     record = settings = None
     chosen_before = saved is not None and saved.derived is None and found.current is not None
     kept = chosen_before and skip is None and not (found.beats_base and found.beats_current)
@@ -176,7 +184,8 @@ def calibrate(
         saving = None if skip is None else savings.get(skip)
         if saving is not None:
             settings, knn_ppl = replace(settings, skip=saving.skip), saving.ppl
-        # Until it is measured what a cache does to writing: it takes long, and an error there loses no fit.
+        # A cache counts in scoring only until generated text has been measured: that takes long, and an
+        # error there must not lose the fit.
         settings = replace(settings, scoring_only=("cache",) if settings.cache else ())
         record = CalibrationRecord(
             date=datetime.now(UTC).isoformat(timespec="seconds"),
