@@ -108,9 +108,6 @@ if TYPE_CHECKING:
 else:
     __getattr__, __dir__ = attach_lazy_imports(__name__)
 
-Retrieved = Evidence
-"""The former name of `Evidence`, for one release."""
-
 __all__ = [
     "Added",
     "Audit",

@@ -5,7 +5,7 @@ the same settings are looked up together. Nothing here knows which program runs 
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -19,8 +19,10 @@ from knnstore.lm.components import Form, look_up, mixture_of
 from knnstore.lm.contexts import Contexts
 from knnstore.lm.mixing import Likelihoods, entropy_of
 from knnstore.lm.settings import KNNSettings
-from knnstore.lm.substitute import Heads
 from knnstore.store import Reader
+
+if TYPE_CHECKING:
+    from knnstore.lm.substitute import Heads
 
 _CHUNK_VALUES = 1 << 25
 """Log-probabilities that are mixed at once: 128 MiB of float32."""
@@ -60,10 +62,10 @@ class RowMixer:
 
     Args:
         store: where to retrieve from.
-        heads: substitutes of the store.
+        heads: substitutes of the store; None is for settings without one.
     """
 
-    def __init__(self, store: Reader, heads: Heads) -> None:
+    def __init__(self, store: Reader, heads: "Heads | None" = None) -> None:
         self._store = store
         self._heads = heads
 
@@ -115,7 +117,7 @@ class RowMixer:
             return Likelihoods.of(log_probs, targets, count)
         batch = _batch(rows, log_probs, settings, targets)
         mixture = mixture_of(settings, look_up(self._store, settings, batch, Form.DISTRIBUTION))
-        below = self._heads.mix(settings.substitute, log_probs, batch.keys)
+        below = self._mix_substitute(settings, log_probs, batch.keys)
         return mixture.likelihoods(below, targets, count)
 
     def _mix_alike(
@@ -140,10 +142,18 @@ class RowMixer:
             is_anything_found = is_anything_found or any(
                 bool(one.is_found.any()) for one in mixture.components
             )
-            parts.append(mixture.distribution(self._heads.mix(settings.substitute, log_probs, batch.keys)))
+            parts.append(mixture.distribution(self._mix_substitute(settings, log_probs, batch.keys)))
         if not is_anything_found:
             return rows.logits
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _mix_substitute(self, settings: KNNSettings, log_probs: Tensor, keys: Tensor) -> Tensor:
+        """Mix the settings' substitute into log p of the model, shape (n, v)."""
+        if settings.substitute is None:
+            return log_probs
+        if self._heads is None:
+            raise ConfigError("settings with a substitute were given, and no heads to compute it with")
+        return self._heads.mix(settings.substitute, log_probs, keys)
 
 
 def _batch(rows: Rows, log_probs: Tensor, settings: KNNSettings, targets: Tensor | None = None) -> Batch:

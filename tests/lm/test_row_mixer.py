@@ -13,7 +13,6 @@ from knnstore.lm.contexts import Contexts
 from knnstore.lm.keys import KeyCapture
 from knnstore.lm.reading import as_cache_argument
 from knnstore.lm.row_mixer import RowMixer, Rows
-from knnstore.lm.substitute import Heads
 from knnstore.store import Selection
 from tests.lm.phrases import documents, phrases
 
@@ -39,7 +38,7 @@ def step(lm, texts, tokens, cache, settings):
     keys, batch = lm.extend_texts(texts, tokens, capture.keys(*tokens.shape), None)
     last = torch.arange(1, len(tokens) + 1) * tokens.shape[1] - 1
     rows = Rows(output.logits[:, -1], keys[:, -1], Contexts.of_pass(batch, lm.prefix_for(settings), last))
-    return RowMixer(lm.store, Heads(lm.store, lm.device)).mix(rows, settings)
+    return RowMixer(lm.store).mix(rows, settings)
 
 
 def test_a_loop_of_ones_own_generates_what_generate_does(lm) -> None:

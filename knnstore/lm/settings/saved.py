@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from knnstore.errors import ConfigError, FingerprintMismatchError
 from knnstore.lm.keys import described
@@ -19,9 +19,6 @@ from knnstore.store import (
     Weights,
     load_weights,
 )
-
-if TYPE_CHECKING:
-    from knnstore.lm.settings.calibration_record import CalibrationRecord
 
 LoadWeights = Callable[[str], Weights]
 """Reads the weights that settings name."""
@@ -84,7 +81,7 @@ def save_settings(
     store: KNNStore,
     settings: KNNSettings,
     domains: Sequence[str] = (),
-    calibration: "CalibrationRecord | None" = None,
+    calibration: Any = None,
     derived: Lineage | None = None,
 ) -> None:
     """Save settings, which are in force from then on where exactly these domains are selected.
@@ -93,7 +90,7 @@ def save_settings(
         store: opened for writing.
         settings: but for their selection.
         domains: none is the whole store, and every selection for which nothing is saved.
-        calibration: how they were found.
+        calibration: the `CalibrationRecord` that says how they were found, or None.
         derived: from whose keys they were computed; once one of these is removed, they go.
 
     Raises:
