@@ -57,6 +57,7 @@ if TYPE_CHECKING:
         decode_tokens,
         load_model,
         split_text,
+        usable_documents,
     )
     from knnstore.lm.reading import add as add_documents
     from knnstore.lm.retrieval import Drafts
@@ -200,5 +201,6 @@ __all__ = [
     "settings_to_dict",
     "split_text",
     "trained_for",
+    "usable_documents",
     "usable_settings_for",
 ]  # fmt: skip

@@ -1,13 +1,16 @@
 """What the model cannot read, and output from which nothing can be predicted, is named and refused."""
 
+import json
 from copy import deepcopy
 
 import numpy as np
 import pytest
 import torch
 from tokenizers.normalizers import Replace
+from typer.testing import CliRunner
 
 import knnstore
+from knnstore.cli import app
 from knnstore.errors import ConfigError, InputError, ModelOutputError, UnusableDocumentError
 from knnstore.lm import KNNSettings
 from tests.lm.conftest import VOCABULARY
@@ -101,6 +104,39 @@ def test_a_document_with_a_token_that_the_model_lacks_is_left_out(
         for ids in ([[1, -5]], [[1, VOCABULARY]]):
             with pytest.raises(InputError, match=f"token {ids[0][1]} .*at position 1"):
                 lm.generate(torch.tensor(ids), max_new_tokens=1)
+
+
+def test_figures_leave_out_what_the_model_cannot_read_and_name_it(
+    make_model, wide_tokenizer, tmp_path, monkeypatch
+) -> None:
+    rng = np.random.default_rng(0)
+    texts = [" ".join(f"w{rng.integers(60)}" for _ in range(40)) for _ in range(60)]
+    rows = [{"id": str(at), "text": text} for at, text in enumerate(texts)]
+    held_out = [*rows[30:45], {"id": "bad", "text": "w5 <new> w6"}, {"id": "none"}, *rows[45:]]
+    make_model("gpt2").save_pretrained(tmp_path / "model")
+    wide_tokenizer.save_pretrained(tmp_path / "model")
+    with knnstore.create(tmp_path / "home", str(tmp_path / "model")) as lm:
+        lm.add(rows[:30], domain="d")
+        expected = lm.evaluate(rows[30:])
+        for measure in (lm.evaluate, lm.measure_size_curve, lm.calibrate):
+            found: list[UnusableDocumentError] = []
+            result = measure(held_out, on_bad=found.append)
+            assert {one.id for one in found} == {"bad", None}, measure
+            if measure == lm.evaluate:
+                assert (result.documents, result.tokens) == (30, expected.tokens)
+                assert result.base_ppl == pytest.approx(expected.base_ppl)
+    file = tmp_path / "held-out.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in held_out if "text" in row))
+    monkeypatch.setenv("KNNSTORE_HOME", str(tmp_path / "home"))
+    for command in (["eval"], ["eval", "--audit"], ["calibrate"]):
+        done = CliRunner().invoke(app, [*command, str(file), "--skip-bad", "--json"])
+        assert done.exit_code == 0, done.output
+        assert "not among the model's 101 tokens" in done.stderr
+        result = json.loads(done.stdout)
+        assert (result["skipped"], result["documents"]) == (1, 30)
+        refused = CliRunner().invoke(app, [*command, str(file)])
+        assert refused.exit_code == 1
+        assert "document 'bad'" in str(refused.exception) + refused.output
 
 
 def test_a_text_without_tokens_is_named(make_model, tokenizer, tmp_path) -> None:

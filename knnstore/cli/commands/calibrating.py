@@ -120,6 +120,7 @@ def calibrate(
             networks=networks,
             ngrams=ngrams,
             skip=skip,
+            on_bad=documents.skipping(bar),
             progress=bar,
         )
     if found.in_store and found.record is not None:
@@ -136,6 +137,8 @@ def calibrate(
     ]
     result = {
         "candidates": rows,
+        "documents": found.comparison.documents,
+        "tokens": found.comparison.tokens,
         "saved": None if found.record is None else asdict(found.record),
         "settings": None if found.settings is None else settings_to_dict(found.settings),
         "expected": found.comparison.expected._asdict(),

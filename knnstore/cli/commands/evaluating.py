@@ -1,7 +1,7 @@
 """The command that measures perplexity."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +15,7 @@ from knnstore.cli.options import JsonOption, LeaveOutOption
 from knnstore.cli.output import Bar, note, pairs, plain, print_result
 from knnstore.cli.output import table as table_of
 from knnstore.cli.query import ScoringQuery, SelectionOptions
-from knnstore.documents import is_among
+from knnstore.documents import TextDocument, is_among
 from knnstore.errors import ConfigError, KnnstoreError
 
 if TYPE_CHECKING:
@@ -112,15 +112,17 @@ def evaluate(
         lm = opened.enter_context(
             runtime.open_model("r", params=read_params(params), domains=selected.domains)
         )
-        from knnstore.lm import TokenTable, replacing
+        from knnstore.lm import TokenTable, replacing, usable_documents
 
         table = None if per_token is None else TokenTable()
         file = None if per_token is None else opened.enter_context(replacing(per_token))
         selection = selected.selection()
         settings = query.settings(lm.store, selection)
-        texts = list(documents.read(bar)) if audited else documents.read(bar)
+        texts: Iterable[TextDocument] = documents.read(bar)
+        if audited:  # which reads them again
+            texts = list(usable_documents(lm.reader, texts, documents.skipping(bar)))
         if size_curve:
-            curve = lm.measure_size_curve(texts, settings, progress=bar)
+            curve = lm.measure_size_curve(texts, settings, on_bad=documents.skipping(bar), progress=bar)
             points = [plain(one) for one in curve]
             print_result(points, table_of(points, ["documents", "records", "ppl"]), as_json=as_json)
             return
@@ -130,6 +132,7 @@ def evaluate(
             substitute=trained_substitute(lm.store, selection) if substitute else None,
             leave_out=leave_out,
             table=table,
+            on_bad=documents.skipping(bar),
             progress=bar,
         )
         is_default = query.is_default(lm.store, selection)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 
-from knnstore.documents import TextDocument
+from knnstore.documents import OnBad, TextDocument
 from knnstore.errors import (
     ConfigError,
     CorruptWeightsError,
@@ -23,6 +23,7 @@ from knnstore.lm.calibration.scored_text import score_once
 from knnstore.lm.calibration.searches import FurtherSearches, WideEvidence
 from knnstore.lm.calibration.text import text_to_fit
 from knnstore.lm.calibration.writing import find_scoring_only
+from knnstore.lm.reading import usable_documents
 from knnstore.lm.scoring import grouped
 from knnstore.lm.settings import (
     DEFAULT_PROBES,
@@ -79,6 +80,7 @@ def calibrate(
     networks: bool = True,
     ngrams: bool = True,
     skip: float | None = None,
+    on_bad: OnBad | None = None,
     progress: Progress | None = None,
 ) -> Calibration:
     """Fit all settings on held-out text, and save the best for these domains.
@@ -109,12 +111,14 @@ def calibrate(
         networks: whether a gate is fitted as one more candidate, and where searches can be left out.
         ngrams: whether n-grams of the stored text are candidates, and with a cache the text's own.
         skip: share of searches that the saved settings leave out, above 0 and below 1; None is none.
+        on_bad: called for each document that cannot be used, or that has a token which the model does not
+            have; it is then left out. None raises at the first.
         progress: is told of each batch.
 
     Raises:
         ReadOnlyError: the store was opened for reading.
         ConfigError: `skip`, `max_k` or `stored_tokens` is out of range.
-        InputError: a document is in the store, or there is too little text.
+        InputError: a document is in the store or cannot be used, or there is too little text.
     """
     # 1) Check what is asked for.
     store, reader = lm.store, lm.reader
@@ -132,7 +136,8 @@ def calibrate(
     if not records:
         raise InputError("the store is empty: add documents before calibrating")
     # 2) Choose the text, and the settings that candidates are compared with.
-    text = text_to_fit(store, reader, documents, selection, stored_tokens, leave_out=leave_out)
+    given = usable_documents(reader, documents, on_bad)
+    text = text_to_fit(store, reader, given, selection, stored_tokens, leave_out=leave_out)
     listed, reached = text.documents, text.reached
     started = time.perf_counter()
     current, saved = _resolve_usable(store, selection), find_saved_settings(store, selection)

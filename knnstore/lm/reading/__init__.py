@@ -13,7 +13,7 @@ from knnstore.lm.reading.models import (
     name_of,
     window_of,
 )
-from knnstore.lm.reading.reader import TextReader, check_tokens, in_chunks
+from knnstore.lm.reading.reader import TextReader, check_tokens, in_chunks, usable_documents
 from knnstore.lm.reading.sample import sample_keys, sample_tokens
 from knnstore.lm.reading.token_text import (
     Detokenizer,
@@ -30,5 +30,5 @@ __all__ = [
     "Synced", "TextReader", "TokenPiece", "TokenTexts", "Tokens", "WindowBatch", "add", "as_cache_argument",
     "cache_argument", "check_logits", "check_matches", "check_runs", "check_tokenizer", "check_tokens",
     "decode_tokens", "find_cache", "identify", "in_chunks", "letters_of", "load_model", "loaded",
-    "name_of", "sample_keys", "sample_tokens", "split_text", "sync", "window_of",
+    "name_of", "sample_keys", "sample_tokens", "split_text", "sync", "usable_documents", "window_of",
 ]  # fmt: skip

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from knnstore.checks import check_name, distinct_names
-from knnstore.documents import NOT_MEMBERS, OnBad, Origin, TextDocument, documents_of
+from knnstore.documents import NOT_MEMBERS, OnBad, TextDocument, documents_of
 from knnstore.errors import (
     DiskFullError,
     InputError,
@@ -20,7 +20,13 @@ from knnstore.errors import (
     UnusableDocumentError,
 )
 from knnstore.lm.reading.encoder import not_finite
-from knnstore.lm.reading.reader import TextReader, check_tokens, in_chunks, tokenized
+from knnstore.lm.reading.reader import (
+    TextReader,
+    check_tokens,
+    in_chunks,
+    tokenized,
+    unusable_document_error,
+)
 from knnstore.lm.reading.windows import BATCH_TOKENS
 from knnstore.progress import Progress
 from knnstore.store import Ingest, KNNStore, NewDocument, Selection, change_of
@@ -288,10 +294,7 @@ def _problem_of(
             raise InputError("the tokenizer makes no token of the text")
         check_tokens(tokens, vocabulary, tokenizer)
     except InputError as error:
-        origin = document.origin or Origin("")
-        return UnusableDocumentError(
-            f"{document.place}: {error}", in_folder=origin.in_folder, id=document.id, where=origin.where
-        )
+        return unusable_document_error(document, error)
     return None
 
 

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from knnstore.documents import TextDocument
-from knnstore.errors import InputError
+from knnstore.documents import OnBad, Origin, TextDocument, documents_of
+from knnstore.errors import InputError, UnusableDocumentError
 from knnstore.lm.reading.encoder import Encoder
 from knnstore.lm.reading.token_text import TokenTexts, decode_tokens, letters_of
 from knnstore.lm.reading.windows import BATCH_TOKENS, WindowBatch, pack, prefix_of
@@ -91,6 +91,42 @@ class TextReader:
         return sum(
             max(0, len(ids) - context) for ahead in in_chunks(documents) for ids in self.tokenized(ahead)
         )
+
+
+def usable_documents(
+    reader: TextReader, documents: Iterable[object], on_bad: OnBad | None = None
+) -> Iterator[TextDocument]:
+    """Yield the documents that the model can read; an empty one is among them.
+
+    Args:
+        reader: of the model.
+        documents: rows, texts or `TextDocument`s, see `documents_of`.
+        on_bad: called for each row that is no document and for each document with a token that the model
+            does not have, which is then left out. None raises at the first.
+
+    Raises:
+        UnusableDocumentError: a document cannot be used and `on_bad` is None; names it.
+    """
+    for ahead in in_chunks(documents_of(documents, on_bad=on_bad)):
+        texts = tokenized(reader.tokenizer, [document.text for document in ahead])
+        for document, tokens in zip(ahead, texts, strict=True):
+            try:
+                check_tokens(tokens, reader.encoder.vocabulary, reader.tokenizer)
+            except InputError as error:
+                problem = unusable_document_error(document, error)
+                if on_bad is None:
+                    raise problem from error
+                on_bad(problem)
+            else:
+                yield document
+
+
+def unusable_document_error(document: TextDocument, reason: InputError) -> UnusableDocumentError:
+    """Return the error of a document that cannot be used; it names the document and where it was read."""
+    origin = document.origin or Origin("")
+    return UnusableDocumentError(
+        f"{document.place}: {reason}", in_folder=origin.in_folder, id=document.id, where=origin.where
+    )
 
 
 def tokenized(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[NDArray[np.uint32]]:

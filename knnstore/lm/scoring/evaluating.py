@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
+from knnstore.documents import OnBad
 from knnstore.errors import ConfigError, InputError
 from knnstore.lm.components import mixture_of, probes_cells
 from knnstore.lm.mixing import FixedLambda
+from knnstore.lm.reading import usable_documents
 from knnstore.lm.scoring.by_document import DocumentLosses, DocumentScore, GroupScore, Intervals, grouped
 from knnstore.lm.scoring.held_out import HeldOut, score_held_out
 from knnstore.lm.scoring.slices import Slice, TokenLosses, perplexity
@@ -103,6 +105,7 @@ def evaluate(
     substitute: Substitute | None = None,
     leave_out: bool = False,
     table: TokenTable | None = None,
+    on_bad: OnBad | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
     """Measure perplexity on held-out documents with and without the store.
@@ -115,14 +118,18 @@ def evaluate(
         leave_out: a document that is itself in the store does not retrieve from itself; else it
             does, and `Evaluation.stored` names it.
         table: takes in a row for each token.
+        on_bad: called for each document that cannot be used, or that has a token which the model does not
+            have; it is then left out. None raises at the first. `Evaluation.documents` counts the others.
         progress: is told of each batch.
 
     Raises:
-        InputError: there is not one token to predict.
+        InputError: there is not one token to predict, or a document cannot be used and `on_bad` is None.
         ConfigError: a substitute was trained on a document that is to be left out.
     """
     settings, store, reader = resolve(lm.store, knn or lm.knn), lm.store, lm.reader
-    listed, stored = HeldOut.of(store, reader, documents, settings.selection)
+    listed, stored = HeldOut.of(
+        store, reader, usable_documents(reader, documents, on_bad), settings.selection
+    )
     if leave_out and stored and (substitute or settings.substitute):
         raise ConfigError(
             f"{len(stored):,} of the documents are in the store, and the substitute was trained on them: "

@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from knnstore.documents import OnBad
 from knnstore.errors import InputError
 from knnstore.lm.components import Form, mixture_of, reachable
-from knnstore.lm.reading import in_chunks
+from knnstore.lm.reading import in_chunks, usable_documents
 from knnstore.lm.scoring.held_out import (
     HeldOut,
     LookUpInParts,
@@ -40,6 +41,7 @@ def measure_size_curve(
     documents: Iterable[object],
     knn: KNNSettings | None = None,
     *,
+    on_bad: OnBad | None = None,
     progress: Progress | None = None,
 ) -> list[SizePoint]:
     """Measure perplexity with ever smaller parts of the store, each the half of the one before.
@@ -51,6 +53,8 @@ def measure_size_curve(
         lm: the model.
         documents: held-out text, as in `add`.
         knn: settings of this call; default ``lm.knn``.
+        on_bad: called for each document that cannot be used, or that has a token which the model does not
+            have; it is then left out. None raises at the first.
         progress: is told of each batch.
 
     Returns:
@@ -62,7 +66,7 @@ def measure_size_curve(
     """
     store, reader = lm.store, lm.reader
     settings = replace(resolve(lm.store, knn or lm.knn), substitute=None, pointers=None)
-    held_out = HeldOut.of(store, reader, documents, settings.selection)
+    held_out = HeldOut.of(store, reader, usable_documents(reader, documents, on_bad), settings.selection)
     held_out.refuse_stored()
     parts = _parts(store, settings.selection)
     if progress is not None:
