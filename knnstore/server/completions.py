@@ -100,7 +100,8 @@ def _of_messages(serving: Serving, body: ChatRequest, text: str) -> _Plan:
 
 def _conversation(serving: Serving, body: ChatRequest) -> str:
     """Return the text of a conversation, up to where the assistant is to speak."""
-    serving.check_length(sum(len(one.text) for one in body.messages), serving.window, "messages")
+    characters = sum(len(one.text) + len(one.thoughts) for one in body.messages)
+    serving.check_length(characters, serving.window, "messages")
     template = serving.chat_template
     if not template.text:
         raise refused(
@@ -134,6 +135,8 @@ def _messages_for(template: str, messages: Sequence[Message]) -> list[dict[str, 
                     f"messages.{number}.tool_calls",
                 )
             given["tool_calls"] = [_call_for_template(call) for call in message.tool_calls]
+        if message.thoughts:  # by both of its names; a template leaves out what it does not know
+            given["reasoning_content"] = given["reasoning"] = message.thoughts
         if message.name is not None:
             given["name"] = message.name
         if message.tool_call_id is not None:

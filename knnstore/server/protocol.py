@@ -153,12 +153,16 @@ UNSUPPORTED_CHAT = {
 UNSUPPORTED_MESSAGE = {
     "function_call": Unsupported("write it as tool_calls, which replaced it"),
     "refusal": Unsupported("write a refusal as the content of its message"),
-    "annotations": Unsupported("this server reads the text of a message only"),
     "audio": Unsupported(_NO_AUDIO),
-    "reasoning": Unsupported("this server reads the text of a message only"),
-    "reasoning_content": Unsupported("this server reads the text of a message only"),
-    "provider_specific_fields": Unsupported("this server reads the text of a message only"),
 }
+IGNORED_IN_MESSAGE = (
+    "annotations",
+    "provider_specific_fields",
+    "reasoning_details",
+    "thinking_blocks",
+)
+"""Fields of an answer that clients send back in the history with whatever another server gave. They are left
+out: they tell about the answer, and ask for nothing."""
 UNSUPPORTED_PART = {
     "annotations": Unsupported("this server reads the text of a message only"),
     "prompt_cache_breakpoint": Unsupported(_NO_CACHE_CONTROL),
@@ -440,6 +444,18 @@ class Message(Body):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = Field(
+        default=None, description="What an assistant thought before its answer; for templates that know it."
+    )
+    reasoning: str | None = Field(default=None, description="Another name of `reasoning_content`.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_what_is_ignored(cls, given: Any) -> Any:
+        """Return the fields without those that an assistant's answer had for its reader alone."""
+        if not isinstance(given, dict) or given.get("role") != "assistant":
+            return given
+        return {name: value for name, value in given.items() if name not in IGNORED_IN_MESSAGE}
 
     @model_validator(mode="after")
     def _check_role(self) -> Self:
@@ -447,7 +463,15 @@ class Message(Body):
             raise field_error("content", f"a message of the role {self.role!r} needs one")
         if self.tool_calls and self.role != "assistant":
             raise field_error("tool_calls", "only in messages of the role 'assistant'")
+        for name in ("reasoning_content", "reasoning"):
+            if getattr(self, name) and self.role != "assistant":
+                raise field_error(name, "only in messages of the role 'assistant'")
         return self
+
+    @property
+    def thoughts(self) -> str:
+        """What an assistant thought before its answer; empty where it is not given."""
+        return self.reasoning_content or self.reasoning or ""
 
     @property
     def text(self) -> str:

@@ -33,6 +33,10 @@ TEMPLATE = (
     "({{ call.function.arguments['city'] }})\n{% endfor %}"
     "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )
+THINKING_TEMPLATE = TEMPLATE.replace(
+    "{% for call",
+    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}{% endif %}{% for call",
+)
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 ASKED = {
@@ -55,6 +59,12 @@ def make_home(folder: Path, template: str) -> Path:
 @pytest.fixture(scope="module")
 def talking(tmp_path_factory):
     yield from served(tmp_path_factory.mktemp("clients"), TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory):
+    """A server with a template that knows what an assistant thought."""
+    yield from served(tmp_path_factory.mktemp("thinking"), THINKING_TEMPLATE)
 
 
 @pytest.fixture(scope="module")
@@ -287,6 +297,29 @@ def test_messages_follow_the_same_rule(talking):
         assert (answer.status_code, error["param"]) == (400, f"messages.1.{param}"), error
         assert error["message"].startswith(f"messages.1.{param}: ")
         assert "\n" not in error["message"]
+
+
+def test_what_another_server_answered_may_be_sent_back(talking, thinking):
+    user, said = {"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}
+    more = {
+        "annotations": [{"type": "url_citation", "url_citation": {"url": "https://example.org"}}],
+        "provider_specific_fields": {"reasoning_content": "First, A."},
+        "reasoning_details": [{"type": "reasoning.text", "text": "First, A."}],
+        "thinking_blocks": [{"type": "thinking", "thinking": "First, A.", "signature": "s"}],
+    }
+    for server in (talking, thinking):
+        count = written_after(server, [user, said, user])
+        assert written_after(server, [user, {**said, **more}, user]) == count
+        for name in ("reasoning_content", "reasoning"):
+            thought = written_after(server, [user, {**said, name: "First, A."}, user])
+            assert (thought > count) == (server is thinking)
+    for field in (*more, "reasoning_content"):
+        message = {**user, field: more.get(field, "First, A.")}
+        answer = talking.call("POST", CHAT, json={**ASKED[CHAT], "messages": [message]})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, f"messages.0.{field}")
+    long = {**said, "reasoning_content": "A " * 100_000}
+    answer = talking.call("POST", CHAT, json={**ASKED[CHAT], "messages": [user, long, user]})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
 def test_the_template_gets_what_it_knows_of_a_message(talking, plain):
