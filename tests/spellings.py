@@ -1,12 +1,26 @@
 """Small tokenizers of every kind that spells text in another way, trained on texts of many scripts."""
 
+import base64
 import json
+import struct
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+import pytest
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode, generate_merges
 
 TEXTS = [
     "The harbour was quiet when the last boat came in, and the harbour lights were lit. It's what we do.",
@@ -122,6 +136,83 @@ def small_tokenizer(kind: str, clean_up: bool = False) -> PreTrainedTokenizerFas
     made.add_tokens([one for one in ADDED if not one.special])
     made.add_tokens([one for one in ADDED if one.special], special_tokens=True)
     return made
+
+
+REAL_KINDS = ["SentencePiece", "tekken"]
+
+
+@cache
+def real_tokenizer(kind: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of Mistral's, built from the vocabulary in the package mistral-common.
+
+    transformers reads these files only with packages that the tests do without. Skips the test where
+    mistral-common is missing.
+    """
+    data = Path(pytest.importorskip("mistral_common").__file__).parent / "data"
+    built = _sentence_piece(data / "tokenizer.model.v1") if kind == "SentencePiece" else _tekken(data)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=built, bos_token="<s>", eos_token="</s>", unk_token="<unk>", model_max_length=96
+    )
+
+
+def _sentence_piece(file: Path) -> Tokenizer:
+    """Build the tokenizer of a SentencePiece file of BPE with byte fallback."""
+    pieces = [*_pieces_of(file.read_bytes())]
+    vocab = {piece: at for at, (piece, _) in enumerate(pieces)}
+    merges = generate_merges(vocab, dict(pieces))
+    built = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    built.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    built.decoder = decoders.Sequence(LLAMA)
+    return built
+
+
+def _pieces_of(model: bytes) -> Iterator[tuple[str, float]]:
+    """Yield the pieces and scores of a SentencePiece model: field 1 of the protocol buffer, repeated."""
+    fields = _fields_of(model)
+    for number, value in fields:
+        if number == 1:
+            piece = dict(_fields_of(value))
+            yield piece[1].decode(), struct.unpack("<f", piece[2])[0]
+
+
+def _fields_of(message: bytes) -> Iterator[tuple[int, Any]]:
+    """Yield number and value of each field of a protocol buffer."""
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte, at = message[at], at + 1
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                return value
+
+    while at < len(message):
+        number, kind = divmod(varint(), 8)
+        if kind == 0:
+            yield number, varint()
+            continue
+        length = {1: 8, 5: 4}.get(kind) or varint()
+        yield number, message[at : at + length]
+        at += length
+
+
+def _tekken(data: Path) -> Tokenizer:
+    """Build a byte-level tokenizer of tekken's vocabulary; words that are no tokens become bytes."""
+    read = json.loads((data / "tekken_240911.json").read_text())
+    special = ["<unk>", "<s>", "</s>", *(f"<SPECIAL_{at}>" for at in range(3, 1000))]
+    letters = bytes_to_unicode()
+    names = ["".join(letters[byte] for byte in base64.b64decode(one["token_bytes"])) for one in read["vocab"]]
+    vocab = {name: at for at, name in enumerate([*special, *names[: 131_072 - len(special)]])}
+    built = Tokenizer(models.BPE(vocab, [], ignore_merges=True))
+    split = pre_tokenizers.Split(Regex(read["config"]["pattern"]), "isolated")
+    built.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    built.decoder = decoders.ByteLevel()
+    return built
 
 
 def save_model(folder: Path, tokenizer: Any, spread: float = 0.2) -> Path:

@@ -1,12 +1,22 @@
 """A continuation is what decoding all tokens adds to decoding the prompt, whatever way a tokenizer spells."""
 
+from functools import cache
 from itertools import takewhile
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from knnstore.lm import Detokenizer, TokenTexts, decode_tokens, split_text
-from tests.spellings import BYTE_FALLBACK, BYTE_LEVEL, KINDS, TEXTS, small_tokenizer
+from tests.spellings import (
+    BYTE_FALLBACK,
+    BYTE_LEVEL,
+    KINDS,
+    REAL_KINDS,
+    TEXTS,
+    real_tokenizer,
+    small_tokenizer,
+)
 
 WORDS = sorted({word for text in TEXTS for word in text.split()})
 FRAGMENTS = st.one_of(
@@ -75,3 +85,36 @@ def test_texts_that_decode_to_themselves_are_continued_exactly(kind, prompt, tex
     assert len(parts) == len(before)
     if before:
         assert "".join(parts) == prompt
+
+
+@pytest.mark.parametrize("kind", REAL_KINDS)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_the_vocabularies_of_real_models_are_spelled_alike(kind, data):
+    tokenizer = real_tokenizer(kind)
+    texts, count = _real_texts(kind), len(tokenizer)
+    ids = st.lists(st.one_of(st.integers(0, count - 1), st.integers(0, 1300)), max_size=20)
+    before, tokens, special = data.draw(ids), data.draw(ids), data.draw(st.booleans())
+    whole, prompt = (decode_tokens(tokenizer, ids, special=special) for ids in ([*before, *tokens], before))
+    steps, last = pieces_of(texts, before, tokens, special=special)
+    pieces = [*(piece for step in steps for piece in step), *last]
+    assert [piece.token for piece in pieces] == tokens
+    assert "".join(piece.text for piece in pieces) == whole[common(prompt, whole) :]
+
+
+@pytest.mark.parametrize("kind", REAL_KINDS)
+@pytest.mark.parametrize("text", ["Hello  world", "  two spaces\n\tx", "né 🙂👍🏽 東京", " a", *TEXTS])
+def test_texts_of_real_vocabularies_come_back(kind, text):
+    tokenizer, texts = real_tokenizer(kind), _real_texts(kind)
+    tokens = encode(tokenizer, text)
+    assert "\u0120" not in decode_tokens(tokenizer, tokens), "a sign of the byte alphabet is no text"
+    steps, last = pieces_of(texts, [], tokens, special=True)
+    pieces = [*(piece for step in steps for piece in step), *last]
+    assert "".join(piece.text for piece in pieces) == text
+    assert b"".join(piece.data for piece in pieces) == text.encode()
+    assert "".join(split_text(texts, text, tokens)) == text
+
+
+@cache
+def _real_texts(kind):
+    return TokenTexts(real_tokenizer(kind))
