@@ -88,7 +88,7 @@ def test_former_names_of_resolve_are_not_used_within() -> None:
                 assert not former & set(names), f"{module} imports {former & set(names)}"
 
 
-@pytest.mark.parametrize("package", ["knnstore.lm.mixing", "knnstore.lm.row_mixer"])
+@pytest.mark.parametrize("package", ["knnstore.lm.mixing", "knnstore.lm.components", "knnstore.lm.row_mixer"])
 def test_the_mixture_loads_neither_sql_nor_transformers(package: str) -> None:
     program = f"import sys, {package}; print(*sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
