@@ -277,6 +277,9 @@ def test_another_component_is_a_module_and_a_line(lm, scored, gated, monkeypatch
             weights, lam = torch.ones(len(like), 1), torch.full((len(like),), 0.5)
             return Contribution(weights, lam, torch.full((len(like), 1), 7), name="always")
 
+        def cite(self, *_):
+            return None
+
         def features(self, evidence, unit):
             return torch.ones(len(evidence.lm_max), 1)
 

@@ -52,7 +52,10 @@ def test_scored_text_has_the_probabilities_of_the_definition(texts, order) -> No
     every = np.arange(len(texts[0]) if texts else 0)
     if len(every):
         first = whole.at_positions(np.zeros_like(every), every)
-        found, best = (OwnNGrams().occurrences(settings, first, most) for most in (len(every), 2))
+        weights = torch.ones(len(every), 1)
+        found, best = (
+            OwnNGrams().cite(None, settings, first, None, weights, most).causes for most in (len(every), 2)
+        )
     for number, text in enumerate(texts):
         at = whole.at_positions(np.full(len(text), number), np.arange(len(text)))
         _, probs, suffixes = OwnNGrams().target(at, order)

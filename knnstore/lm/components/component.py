@@ -5,8 +5,9 @@ of its own over all that lies below. A gate over all components chooses in place
 several temperatures of each component.
 """
 
+from collections.abc import Sequence
 from enum import Enum
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -50,6 +51,34 @@ class Found(Protocol):
         ...
 
 
+class Place(NamedTuple):
+    """A place that a prediction comes from: a record of the store, or an earlier token of the same text."""
+
+    token: int
+    """The token there."""
+    share: float
+    """Its part of what all components give together, between 0 and 1."""
+    component: str
+    """Name of the component."""
+    distance: float | None = None
+    """Of its key to the query; None where the component has no distances."""
+    id: int = -1
+    """The record's id; -1 for a place of the same text."""
+    matched: int = 0
+    """Tokens before it that are those before the position; the beginning of a document counts as one."""
+    position: int = -1
+    """Index in the same text; -1 for a record."""
+
+
+class Citations(NamedTuple):
+    """The places of one component for n tokens."""
+
+    nearest: Sequence[Sequence[Place]]
+    """For each token the places that look most like its context, whatever token they have."""
+    causes: Sequence[Sequence[Place]]
+    """For each token the places that give most to it."""
+
+
 class Component(Protocol):
     """One kind of memory."""
 
@@ -84,6 +113,30 @@ class Component(Protocol):
 
         Returns:
             The distribution with its λ; None where the settings do not use the component.
+        """
+        ...
+
+    def cite(
+        self,
+        reader: Reader,
+        settings: KNNSettings,
+        contexts: Contexts,
+        evidence: Evidence,
+        weights: Tensor,
+        most: int,
+    ) -> Citations | None:
+        """Name the places that its prediction of n tokens comes from.
+
+        Args:
+            reader: the store.
+            settings: in force; they have the component in use.
+            contexts: the positions, whose texts hold the tokens.
+            evidence: for them, with sources.
+            weights: of each place of its contribution among all components together, shape (n, places).
+            most: places of each kind that are named for a token.
+
+        Returns:
+            None where the component knows no places.
         """
         ...
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from knnstore.errors import ConfigError
-from knnstore.lm.components.component import Form
+from knnstore.lm.components.component import Citations, Form
 from knnstore.lm.contexts import Contexts
 from knnstore.lm.mixing import LEAST_PROBABILITY, Contribution, Evidence, fit_lambdas, mix_gold
 from knnstore.lm.settings import KNNSettings
@@ -147,6 +147,18 @@ class DistributionComponent(ABC):
         """Weigh distributions that were found by the component's own settings."""
         lam = torch.full((len(found.weights),), float(settings["lam"]), device=found.weights.device)
         return Contribution(found.weights, lam, found.tokens, name=self.name)
+
+    def cite(
+        self,
+        reader: Reader,
+        settings: KNNSettings,
+        contexts: Contexts,
+        evidence: Evidence,
+        weights: Tensor,
+        most: int,
+    ) -> Citations | None:
+        """Name the places that it knows of; none by default. See `Component.cite`."""
+        return None
 
     def features(self, evidence: Evidence, unit: float) -> Tensor:
         """Return the largest weight of each distribution."""

@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from knnstore.datastore import Ids, Neighbors, tokens_of
 from knnstore.datastore import Keys as KeyArray
-from knnstore.datastore import Neighbors, tokens_of
 from knnstore.errors import ConfigError, DomainNotFoundError
 from knnstore.lm.batch import Batch
-from knnstore.lm.components.component import Form
+from knnstore.lm.components.component import Citations, Form, Place
+from knnstore.lm.contexts import Contexts
 from knnstore.lm.mixing import (
     DISTINCT_AMONG,
     CellSums,
@@ -97,6 +98,26 @@ class Keys:
         return Contribution(
             weights, lam, evidence.tokens, evidence.hits, name=self.name, temperature=temperature
         )
+
+    def cite(
+        self,
+        reader: Reader,
+        settings: KNNSettings,
+        contexts: Contexts,
+        evidence: Evidence,
+        weights: Tensor,
+        most: int,
+    ) -> Citations:
+        """Name the nearest records, and those with the token that have most of p_kNN; see `Component`."""
+        distances, tokens, ids = evidence.distances, evidence.tokens, evidence.ids
+        assert tokens is not None
+        wanted = min(most, weights.shape[1])
+        targets = torch.from_numpy(contexts.targets(np.arange(len(contexts))))
+        columns = (
+            distances.topk(wanted, largest=False).indices,
+            (weights * (tokens == targets[:, None])).topk(wanted).indices,
+        )
+        return Citations(*(_places(ids, distances, weights, one) for one in columns))
 
     def features(self, evidence: Evidence, unit: float) -> Tensor:
         """Return the distances of the nearest 1, 2, 4, ..., and the number of different tokens among them."""
@@ -221,6 +242,21 @@ def _sums(found: Neighbors, batch: Batch, settings: KNNSettings, form: Form) -> 
         return sums
     assert batch.targets is not None
     return sums.for_targets(batch.targets, with_distinct=not settings.needs_nearest_only)
+
+
+def _places(ids: Ids, distances: Tensor, weights: Tensor, columns: Tensor) -> list[list[Place]]:
+    """Return the records of n tokens in some columns, shape (n, m), without those that are missing."""
+    chosen = np.take_along_axis(ids, columns.numpy(), 1)
+    values = chosen, tokens_of(chosen), distances.gather(1, columns), weights.gather(1, columns)
+    rows = zip(*(of_each.tolist() for of_each in values), strict=True)
+    return [
+        [
+            Place(token, share, Keys.name, distance, id)
+            for id, token, distance, share in zip(*row, strict=True)
+            if id >= 0
+        ]
+        for row in rows
+    ]
 
 
 def _count_records(reader: Reader, selection: Selection, *, strict: bool) -> int:

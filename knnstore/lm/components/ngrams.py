@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from knnstore.lm.components.component import Form
+from knnstore.datastore import record_ids
+from knnstore.lm.components.component import Citations, Form, Place
 from knnstore.lm.contexts import Contexts
 from knnstore.lm.mixing import (
     LEAST_PROBABILITY,
@@ -25,6 +26,8 @@ from knnstore.lm.settings import KNNSettings, NGramSettings
 from knnstore.store import Matches, NGramCounts, Occurrence, Reader, Suffixes
 
 Rows = slice | Tensor
+_PLACES = 32
+"""Places of each length of n-grams that are named at least, where there are as many."""
 
 
 class Continuation(NamedTuple):
@@ -234,18 +237,59 @@ class NGrams(CountedNGrams):
             unigrams = pad(unigrams, (0, vocabulary - len(unigrams)))
         return Continuation(weights, tokens, suffixes, rest, unigrams)
 
-    def occurrences(
-        self, reader: Reader, settings: KNNSettings, contexts: Contexts, most: int
-    ) -> list[list[Occurrence]]:
-        """Find where the next token of each context followed its end in the stored text.
+    def cite(
+        self,
+        reader: Reader,
+        settings: KNNSettings,
+        contexts: Contexts,
+        evidence: Evidence,
+        weights: Tensor,
+        most: int,
+    ) -> Citations:
+        """Name where the next token followed the end of its context in the stored text; see `Component`.
 
-        Returns:
-            For each context at most `most` places of each length; see `Matches.occurrences`.
+        Of each length there are at most `_PLACES` places, or `most` if that is more, with most of the context
+        before them: documents are credited with all of these.
         """
         assert settings.ngrams is not None
         order = settings.ngrams.order
         matches, _, at = _matches(reader.ngrams(settings.selection), contexts, order)
-        return matches.occurrences(at, order, most)
+        return cite_occurrences(
+            self.name, contexts, weights, matches.occurrences(at, order, max(most, _PLACES))
+        )
+
+
+def cite_occurrences(
+    name: str,
+    contexts: Contexts,
+    weights: Tensor,
+    occurrences: Sequence[Sequence[Occurrence]],
+    *,
+    is_same_text: bool = False,
+) -> Citations:
+    """Return the places of n-grams that end in the next token of each context.
+
+    Args:
+        name: of the component.
+        contexts: n positions.
+        weights: see `Component.cite`, shape (n, places).
+        occurrences: of each.
+        is_same_text: whether their positions are in the text itself, and not in the store.
+    """
+    targets = contexts.targets(np.arange(len(contexts)))
+    every = list[list[Place]]()
+    for token, share, found in zip(targets.tolist(), weights.sum(1).tolist(), occurrences, strict=True):
+        positions = np.array([one.position for one in found], np.int64)
+        ids = record_ids(positions, np.full(len(found), token)).tolist()
+        every.append(
+            [
+                Place(token, share * one.share, name, matched=one.matched, position=one.position)
+                if is_same_text
+                else Place(token, share * one.share, name, id=id, matched=one.matched)
+                for id, one in zip(ids, found, strict=True)
+            ]
+        )
+    return Citations(every, every)
 
 
 def _matches(

@@ -15,10 +15,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from knnstore.lm.components.component import Form
-from knnstore.lm.components.ngrams import Continuation, CountedNGrams, TargetContinuation, in_columns
+from knnstore.lm.components.component import Citations, Form
+from knnstore.lm.components.ngrams import (
+    Continuation,
+    CountedNGrams,
+    TargetContinuation,
+    cite_occurrences,
+    in_columns,
+)
 from knnstore.lm.contexts import Contexts
+from knnstore.lm.mixing import Evidence
 from knnstore.lm.settings import KNNSettings, NGramSettings
 from knnstore.store import Occurrence, Reader
 
@@ -69,12 +77,16 @@ class OwnNGrams(CountedNGrams):
         found.probs[rows], found.suffixes[rows] = torch.from_numpy(probs[at]), torch.from_numpy(suffixes[at])
         return found
 
-    def occurrences(self, settings: KNNSettings, contexts: Contexts, most: int) -> list[list[Occurrence]]:
-        """Find where the next token of each context followed the same words earlier in the text.
-
-        Returns:
-            For each context at most `most` positions of the text, those with the largest shares first.
-        """
+    def cite(
+        self,
+        reader: Reader,
+        settings: KNNSettings,
+        contexts: Contexts,
+        evidence: Evidence,
+        weights: Tensor,
+        most: int,
+    ) -> Citations:
+        """Name where the next token followed the same words earlier in the text, the largest shares first."""
         assert settings.own_ngrams is not None
         laid, _, at = _lay_out(contexts)
         symbols, firsts = laid.symbols, laid.firsts[laid.text[at]]
@@ -82,13 +94,14 @@ class OwnNGrams(CountedNGrams):
         same = np.flatnonzero(symbols[found.places] == symbols[at + 1][found.rows])
         same = same[np.lexsort((-found.probs[same], found.rows[same]))]
         ends = np.searchsorted(found.rows[same], np.arange(1, len(at)))
-        return [
+        occurrences = [
             [
                 Occurrence(int(found.places[one] - first), int(found.matched[one]), float(found.probs[one]))
                 for one in places[:most]
             ]
             for first, places in zip(firsts, np.split(same, ends), strict=True)
         ]
+        return cite_occurrences(self.name, contexts, weights, occurrences, is_same_text=True)
 
 
 def _lay_out(contexts: Contexts) -> tuple["_LaidOut", Places, Places]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from knnstore.datastore import Metric, pairwise
-from knnstore.lm.components.component import Form
+from knnstore.lm.components.component import Citations, Form, Place
 from knnstore.lm.components.ngrams import NGramFitting, TargetContinuation
 from knnstore.lm.contexts import Contexts
 from knnstore.lm.mixing import (
@@ -166,10 +166,49 @@ class RecentText:
         lam = torch.full((len(weights),), settings.cache.lam, device=weights.device)
         return Contribution(weights, lam, tokens, hits, name=self.name, temperature=temperature)
 
+    def cite(
+        self,
+        reader: Reader,
+        settings: KNNSettings,
+        contexts: Contexts,
+        evidence: Evidence,
+        weights: Tensor,
+        most: int,
+    ) -> Citations:
+        """Name the earlier tokens of the text with the largest weights; see `Component`."""
+        recent: Recent = evidence.found[self.name]
+        targets = torch.from_numpy(contexts.targets(np.arange(len(contexts))))
+        hits = weights * (recent.tokens == targets[:, None])
+        starts = (contexts.lengths - recent.width).tolist()
+        return Citations(
+            *(
+                [
+                    _earlier_places(*row, most)
+                    for row in zip(starts, recent.tokens, recent.distances, one, strict=True)
+                ]
+                for one in (weights, hits)
+            )
+        )
+
     def features(self, evidence: Evidence, unit: float) -> Tensor:
         """Return the distance of the nearest key and the log of their number."""
         found: Recent | TargetRecent = evidence.found[self.name]
         return torch.stack([(found.nearest / unit).asinh(), found.counts.float().log1p()], 1)
+
+
+def _earlier_places(start: int, tokens: Tensor, distances: Tensor, weights: Tensor, most: int) -> list[Place]:
+    """Return the earlier tokens of a text with the largest weights, where the first column is at `start`."""
+    return [
+        Place(
+            int(tokens[column]),
+            float(weights[column]),
+            RecentText.name,
+            float(distances[column]),
+            position=start + column,
+        )
+        for column in weights.sort(descending=True, stable=True).indices[:most].tolist()
+        if distances[column].isfinite()
+    ]
 
 
 def recent_temperatures(settings: KNNSettings) -> tuple[float, ...]:

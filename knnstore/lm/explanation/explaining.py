@@ -1,37 +1,28 @@
 """Why a token is likely: the two models' probabilities and the places that retrieval found."""
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from knnstore.datastore import record_ids
-from knnstore.lm.components import NGrams, OwnNGrams, Recent, RecentText, mixture_of
+from knnstore.lm.components import Citations, Keys, Place, all_components, mixture_of
 from knnstore.lm.contexts import Contexts
 from knnstore.lm.explanation.crediting import Credits, Given, Mixed
 from knnstore.lm.explanation.explained import DocumentEffect, Explanation, Part, TokenExplanation
-from knnstore.lm.explanation.sourcing import (
-    Found,
-    Sources,
-    found_by_keys,
-    found_by_ngrams,
-    found_by_own_ngrams,
-    found_here,
-)
-from knnstore.lm.mixing import Mixture
+from knnstore.lm.explanation.sourcing import Sources
+from knnstore.lm.mixing import Evidence, Mixture
 from knnstore.lm.reading import check_tokens
-from knnstore.lm.scoring import TokenScores, score_text_in_turns, score_texts
+from knnstore.lm.scoring import ReadTokens, TokenScores, score_text_in_turns, score_texts
 from knnstore.lm.settings import KNNSettings, ReadingModel, resolve
 from knnstore.lm.substitute import Heads
-from knnstore.store import Occurrence
+from knnstore.store import Reader
 
 _TURN_TOKENS = 64
 """That are explained in one turn at most; see `explain_in_turns`."""
 _TURN_SOURCES = 512
 """That are named in one turn, and as many causes: each takes some 60 µs."""
-_PLACES = 32
-"""Of n-grams, that are looked at for each length: those that have most of the context."""
 
 
 def explain(
@@ -121,39 +112,43 @@ def _explain(
     heads = Heads(store, reader.encoder.model.device)
     whole = Contexts.of_documents([tokens])
     texts = reader.pieces(tokens[start:].tolist(), tokens[:start].tolist())
-    credits, sources = Credits(store), Sources(store, reader)
+    credits, sources = Credits(store), Sources(store, reader, tokens)
     for scores in scored:
         explained: list[TokenExplanation] = []
         if scores is None or not (scores.positions >= start).any():
             yield explained
             continue
-        mixture = mixture_of(settings, scores.evidence)
-        p_knn = mixture.knn_probs(scores.targets).tolist()
-        below = heads.mix_gold(settings.substitute, scores.lm_log_probs, scores.read.keys, scores.targets)
-        p, p_lm = mixture.gold(below, scores.targets).exp(), scores.lm_log_probs.exp().tolist()
+        # 1) Mix the tokens that are explained.
+        rows = np.flatnonzero(scores.positions >= start)
+        at = torch.from_numpy(rows)
+        read, evidence = scores.read.select_rows(at), scores.evidence.select_rows(at)
+        targets, positions = read.targets, read.positions.tolist()
+        mixture = mixture_of(settings, evidence)
+        p_knn = mixture.knn_probs(targets).tolist()
+        below = heads.mix_gold(settings.substitute, read.lm_log_probs, read.keys, targets)
+        p, p_lm = mixture.gold(below, targets).exp(), read.lm_log_probs.exp().tolist()
         p_sub: list[float | None] = [None] * len(p)
         if settings.substitute is not None:
-            p_sub = heads(settings.substitute).gold_log_probs(scores.read.keys, scores.targets).exp().tolist()
-        own = [component.probs(scores.targets) for component in mixture.components]
-        rows = np.flatnonzero(scores.positions >= start)
-        found: dict[int, list[Occurrence]] = {}
-        contexts = whole.at_positions(np.zeros(len(rows), np.int64), scores.positions[rows])
-        if neighbors and settings.ngrams is not None:
-            places = NGrams().occurrences(store, settings, contexts, max(neighbors, _PLACES))
-            found = dict(zip(rows.tolist(), places, strict=True))
+            p_sub = heads(settings.substitute).gold_log_probs(read.keys, targets).exp().tolist()
+        own = [component.probs(targets) for component in mixture.components]
+        # 2) Name the places that they come from.
+        contexts = whole.at_positions(np.zeros(len(rows), np.int64), read.positions)
+        cited = _cite(store, settings, contexts, evidence, mixture, neighbors)
         if neighbors:
-            credits.add(*_to_credit(scores, mixture, rows, below.exp(), p, found))
-        nearest, causes = map(
-            sources.of, _places(scores, mixture, settings, contexts, rows, found, neighbors)
+            credits.add(*_to_credit(evidence, read, mixture, below.exp(), p, cited))
+        nearest, causes = (
+            sources.describe_places(places, positions)
+            for places in _choose_places(cited, targets, settings, neighbors)
         )
-        for row, near, giving in zip(rows.tolist(), nearest, causes, strict=True):
-            position, lam = int(scores.positions[row]), float(mixture.lam[row])
+        # 3) Say what each component gives.
+        for row, (position, near, giving) in enumerate(zip(positions, nearest, causes, strict=True)):
+            lam = float(mixture.lam[row])
             parts = _below(settings, 1 - lam, p_lm[row], p_sub[row])
             for component, weight, probs in zip(mixture.components, mixture.shares, own, strict=True):
                 parts.append(Part(component.name, float(weight[row]), float(probs[row])))
             of_token = TokenExplanation(
                 position=position,
-                token=int(scores.targets[row]),
+                token=int(targets[row]),
                 text=texts[position - start],
                 p_lm=p_lm[row],
                 p_knn=p_knn[row],
@@ -174,56 +169,40 @@ def _explain(
     return ()
 
 
-def _places(
-    scores: TokenScores,
-    mixture: Mixture,
+def _cite(
+    store: Reader,
     settings: KNNSettings,
     contexts: Contexts,
-    rows: NDArray[np.int64],
-    occurrences: dict[int, list[Occurrence]],
+    evidence: Evidence,
+    mixture: Mixture,
     count: int,
-) -> tuple[list[list[Found]], list[list[Found]]]:
-    """For some tokens the places nearest to each, and those that give most to it."""
-    shares, distances = mixture.weights_in(0)[rows], scores.evidence.distances[rows]
-    given = shares * _has_target(scores)[rows]
-    wanted, of_store = min(count, shares.shape[1]), (scores.ids[rows], distances, shares)
-    nearest = found_by_keys(*of_store, distances.topk(wanted, largest=False).indices)
-    causes = found_by_keys(*of_store, given.topk(wanted).indices)
-    numbers = {component.name: number for number, component in enumerate(mixture.components)}
-    here = mixture.weights_in(numbers.get("cache", 0))
-    own = OwnNGrams().occurrences(settings, contexts, count) if settings.own_ngrams is not None else []
-    tokens, recent = (
-        contexts.texts[0].astype(np.uint32, copy=False),
-        scores.evidence.found.get(RecentText.name),
-    )
-    for at, row in enumerate(rows.tolist()):
-        position, token = int(scores.positions[row]), int(scores.targets[row])
-        if row in occurrences:
-            more = found_by_ngrams(
-                occurrences[row][:count], token, float(mixture.share_in(numbers["n-grams"])[row])
-            )
-            nearest[at] += more
-            causes[at] += more
-        if own:
-            share = float(mixture.share_in(numbers["own n-grams"])[row])
-            more = found_by_own_ngrams(tokens, position, own[at], share)
-            nearest[at] += more
-            causes[at] += more
-        if isinstance(recent, Recent):
-            has_token = recent.tokens[row] == token
-            for found, weights in ((nearest, here[row]), (causes, here[row] * has_token)):
-                found[at] += found_here(tokens, position, recent.distances[row], weights, count)
-        if settings.needs_text:
-            nearest[at] = sorted(nearest[at], key=lambda one: -one.share)[:count]
-        giving = (one for one in causes[at] if one.token == token and one.share > 0)
-        causes[at] = sorted(giving, key=lambda one: -one.share)[:count]
-    return nearest, causes
+) -> dict[str, Citations]:
+    """Return the places that each component names for n tokens, by its name; none if `count` is 0."""
+    components = {one.name: one for one in all_components()}
+    cited = {}
+    for number, contribution in enumerate(mixture.components if count else ()):
+        component, weights = components[contribution.name], mixture.weights_in(number)
+        found = component.cite(store, settings, contexts, evidence, weights, count)
+        if found is not None:
+            cited[contribution.name] = found
+    return cited
 
 
-def _has_target(scores: TokenScores) -> Tensor:
-    """Return whether each retrieved record has the token that it was retrieved for, bool, shape (n, k)."""
-    assert scores.evidence.tokens is not None
-    return scores.evidence.tokens == scores.targets[:, None]
+def _choose_places(
+    cited: Mapping[str, Citations], targets: Tensor, settings: KNNSettings, count: int
+) -> tuple[list[list[Place]], list[list[Place]]]:
+    """Choose the places nearest to each of n tokens, and those that give most to it, of all components."""
+    nearest: list[list[Place]] = [[] for _ in targets]
+    causes: list[list[Place]] = [[] for _ in targets]
+    for of_component in cited.values():
+        for row, token in enumerate(targets.tolist()):
+            nearest[row] += of_component.nearest[row][:count]
+            causes[row] += [
+                one for one in of_component.causes[row][:count] if one.token == token and one.share > 0
+            ]
+    if settings.needs_text:  # else they are in the order of their distances
+        nearest = [sorted(places, key=lambda one: -one.share)[:count] for places in nearest]
+    return nearest, [sorted(places, key=lambda one: -one.share)[:count] for places in causes]
 
 
 def _below(settings: KNNSettings, weight: float, p_lm: float, p_sub: float | None) -> list[Part]:
@@ -235,32 +214,32 @@ def _below(settings: KNNSettings, weight: float, p_lm: float, p_sub: float | Non
 
 
 def _to_credit(
-    scores: TokenScores,
+    evidence: Evidence,
+    read: ReadTokens,
     mixture: Mixture,
-    rows: NDArray[np.int64],
     below: Tensor,
     p: Tensor,
-    found: dict[int, list[Occurrence]],
+    cited: Mapping[str, Citations],
 ) -> tuple[Mixed, Given]:
-    """What some of the tokens are made of, as documents are credited with it."""
-
-    def of(values: Tensor) -> NDArray[np.float64]:
-        return values[rows].double().numpy()
-
+    """Return what n tokens are made of, as documents are credited with it."""
+    assert evidence.tokens is not None
     mixed = Mixed(
-        positions=scores.positions[rows],
-        ids=scores.ids[rows],
-        weights=of(mixture.components[0].weights),
-        hits=_has_target(scores)[rows].numpy(),
-        share=of(mixture.shares[0]),
-        below=of(below),
-        p=of(p),
+        positions=read.positions,
+        ids=evidence.ids,
+        weights=mixture.components[0].weights.double().numpy(),
+        hits=(evidence.tokens == read.targets[:, None]).numpy(),
+        share=mixture.shares[0].double().numpy(),
+        below=below.double().numpy(),
+        p=p.double().numpy(),
     )
+    lam = mixture.lam.tolist()
     places = [
-        (at, one.position, int(scores.targets[row]), float(mixture.shares[1][row]) * one.share)
-        for at, row in enumerate(rows.tolist())
-        for one in found.get(row, ())
+        (row, place.id, lam[row] * place.share)
+        for name, of_component in cited.items()
+        if name != Keys.name  # whose records are all credited, not only those named
+        for row, of_token in enumerate(of_component.causes)
+        for place in of_token
+        if place.id >= 0
     ]
-    at, positions, tokens, given = zip(*places, strict=True) if places else ((), (), (), ())
-    ids = record_ids(np.array(positions, np.int64), np.array(tokens, np.int64))
-    return mixed, Given(np.array(at, np.int64), ids, np.array(given, np.float64))
+    rows, ids, given = zip(*places, strict=True) if places else ((), (), ())
+    return mixed, Given(np.array(rows, np.int64), np.array(ids, np.int64), np.array(given, np.float64))

@@ -4,9 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from knnstore.datastore import Ids
 from knnstore.lm.mixing.interpolation import PerQuery
 from knnstore.lm.mixing.token_sums import NeighborSums, TokenSums
 
@@ -60,6 +62,12 @@ class Evidence:
         """Whether each place has the target token, bool, shape (n, places); None where that is not known."""
         every = [one.hits for one in self.searches if one.hits is not None]
         return _side_by_side(every) if every else None
+
+    @property
+    def ids(self) -> Ids:
+        """Record ids of the neighbors, int64, shape (n, s * k), -1 if missing; only kept with sources."""
+        every = [one.ids for one in self.searches if isinstance(one, NeighborSums) and one.ids is not None]
+        return np.concatenate(every, 1)
 
     def prepare(self, temperatures: Sequence[float]) -> None:
         """Precompute `weights` for these temperatures."""

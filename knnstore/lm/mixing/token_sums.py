@@ -139,7 +139,12 @@ class NeighborSums:
     def select_rows(self, rows: slice | Tensor) -> "NeighborSums":
         """Return what was found for some of the queries."""
         distinct = None if self.known_distinct is None else self.known_distinct[rows]
-        return replace(self._changed(lambda column: column[rows]), known_distinct=distinct)
+        at = (
+            rows.numpy() if isinstance(rows, Tensor) else rows
+        )  # numpy takes a tensor of one row for a number
+        ids = None if self.ids is None else self.ids[at]
+        chosen = replace(self, ids=None)._changed(lambda column: column[rows])
+        return replace(chosen, known_distinct=distinct, ids=ids)
 
     @classmethod
     def joined(cls, parts: Sequence["NeighborSums"], k: int = 1) -> "NeighborSums":

@@ -73,7 +73,10 @@ def neighbors(lm: ReadingModel, text: str, knn: KNNSettings | None = None) -> Te
     settings, tokens = store_alone(lm, knn), lm.reader.tokens(text)
     parts = list(score_texts(lm.store, lm.reader, [tokens], settings, with_sources=True))
     count = sum(map(len, parts))
-    shape, first = (count, max((part.ids.shape[1] for part in parts), default=0)), len(tokens) - count
+    shape, first = (
+        (count, max((part.evidence.distances.shape[1] for part in parts), default=0)),
+        len(tokens) - count,
+    )
     found = TextNeighbors(
         np.arange(first, len(tokens)),
         tokens[first:].astype(np.int64),
@@ -119,6 +122,6 @@ def weighed(
     assert tokens is not None
     weights = mixture_of(settings, scores.evidence).weights_in(0).numpy()
     order = np.argsort(distances, axis=1, kind="stable")
-    columns = scores.ids, tokens.numpy(), distances, weights
+    columns = scores.evidence.ids, tokens.numpy(), distances, weights
     ids, *others = (np.take_along_axis(column, order, 1) for column in columns)
     return ids, np.where(ids >= 0, others[0], -1), others[1], np.where(ids >= 0, others[2], 0)

@@ -9,10 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from knnstore.datastore import Ids
 from knnstore.lm.batch import Batch
 from knnstore.lm.contexts import Contexts
-from knnstore.lm.mixing import Evidence, NeighborSums
+from knnstore.lm.mixing import Evidence
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,13 @@ class ReadTokens:
 
     def select_rows(self, rows: slice | Tensor) -> "ReadTokens":
         """Return some of the tokens."""
-        return ReadTokens(*(getattr(self, one.name)[rows] for one in fields(self)))
+        at = (
+            rows.numpy() if isinstance(rows, Tensor) else rows
+        )  # numpy takes a tensor of one row for a number
+        columns = {one.name: getattr(self, one.name) for one in fields(self)}
+        return ReadTokens(
+            **{name: column[rows if isinstance(column, Tensor) else at] for name, column in columns.items()}
+        )
 
     @classmethod
     def joined(cls, parts: Sequence["ReadTokens"]) -> "ReadTokens":
@@ -89,13 +94,6 @@ class TokenScores:
     def positions(self) -> NDArray[np.int64]:
         """Index of each token in its document, shape (n,)."""
         return self.read.positions
-
-    @property
-    def ids(self) -> Ids:
-        """Record ids of the neighbors, int64, shape (n, k), -1 where one is missing; if sources were kept."""
-        of_searches = [one.ids for one in self.evidence.searches if isinstance(one, NeighborSums)]
-        ids = [one for one in of_searches if one is not None]
-        return np.concatenate(ids, 1)
 
     def with_documents(self, documents: NDArray[np.int64]) -> Self:
         """Return the same tokens with other indices of their documents."""
