@@ -133,6 +133,7 @@ def test_eval_tells_what_more_text_would_bring(knnstore, store):
     assert (refused.status, refused.out) == (1, "")
 
 
+@pytest.mark.slow
 def test_calibrated_settings_are_used_and_named(knnstore, store):
     before = knnstore("eval dev.jsonl --domain news --json").json
     found = knnstore("calibrate dev.jsonl --domain news --max-k 16 --json").json
@@ -205,6 +206,7 @@ def test_calibrate_refuses_what_it_cannot_fit(knnstore, store):
     assert "3 of the held-out documents are in the store, 'n-17' for one" in inside.err
 
 
+@pytest.mark.slow
 def test_settings_fitted_to_stored_documents_go_with_them(knnstore, store):
     for more in ("--stored 500 --show", "--show --reset", "dev.jsonl --reset"):
         refused = knnstore(f"calibrate {more}")

@@ -55,6 +55,7 @@ def test_a_damaged_store_is_mended_by_removing_and_adding(knnstore, store, how, 
     assert knnstore("verify").status == 0
 
 
+@pytest.mark.slow
 def test_an_add_killed_before_its_index_is_built_builds_it_the_next_time(workplace: Path, knnstore) -> None:
     line = "--home killed add letters --domain letters"
     made = "--home killed init --model examples/tiny-lm --store hnswlib --param exact_up_to=0"

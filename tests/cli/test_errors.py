@@ -192,6 +192,7 @@ def test_another_model_at_the_same_place_is_refused(knnstore, workplace):
     assert done.err.count("own-lm") == 2
 
 
+@pytest.mark.slow
 def test_a_missing_network_is_refused_and_locks_nothing(knnstore, store):
     with library.open(store, "a") as opened:
         gate = {"name": "gate", "weights": f"{'0' * 64}.safetensors"}

@@ -56,6 +56,7 @@ def test_the_reference_page_is_up_to_date():
     assert file.read_text() == page(), "run: python -m knnstore.cli.reference > docs/cli.md"
 
 
+@pytest.mark.slow
 def test_the_examples_run_one_after_the_other(knnstore, workplace):
     assert len(EXAMPLES) > len(COMMANDS)
     for example in EXAMPLES:

@@ -43,38 +43,48 @@ def test_messages_are_objects_where_that_is_asked_for(knnstore, store):
     assert knnstore("show nothing").err == "error: no document 'nothing'\n"
 
 
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        ("add doc --domain d", "doc: no such file or folder"),
-        ("add wrong.jsonl --domain d", "wrong.jsonl row 1: no 'text'; there is 'body'"),
-        ("eval nowhere.jsonl", "nowhere.jsonl: cannot be read"),
-        ("eval held-out.jsonl --domain nothing", "no domain 'nothing'"),
-        ("eval held-out.jsonl --per-token missing/t.tsv", "missing/t.tsv cannot be written"),
-        ("calibrate held-out.jsonl --domain nothing", "no domain 'nothing'"),
-        ("generate x --domain nothing", "no domain 'nothing'"),
-        ("search x --home nowhere", "no knnstore at nowhere"),
-        ("init --home new --model no/such/model", "the model 'no/such/model' cannot be loaded"),
-        ("init --home new --model examples/tiny-lm --store nope", "no adapter 'nope'"),
-        ("show x --domain nothing", "no document 'x' in domain 'nothing', which is not there"),
-        (
-            "generate x --model-at gone/for/good",
-            "the model 'gone/for/good' cannot be loaded: no such folder; ",
-        ),
-        ("sync letters --domain letters --dry-run", ""),
-    ],
-)
-def test_what_can_be_refused_is_refused_before_torch_is_imported(store, line, problem):
+REFUSED = [
+    ("add doc --domain d", "doc: no such file or folder"),
+    ("add wrong.jsonl --domain d", "wrong.jsonl row 1: no 'text'; there is 'body'"),
+    ("eval nowhere.jsonl", "nowhere.jsonl: cannot be read"),
+    ("eval held-out.jsonl --domain nothing", "no domain 'nothing'"),
+    ("eval held-out.jsonl --per-token missing/t.tsv", "missing/t.tsv cannot be written"),
+    ("calibrate held-out.jsonl --domain nothing", "no domain 'nothing'"),
+    ("generate x --domain nothing", "no domain 'nothing'"),
+    ("search x --home nowhere", "no knnstore at nowhere"),
+    ("init --home new --model no/such/model", "the model 'no/such/model' cannot be loaded"),
+    ("init --home new --model examples/tiny-lm --store nope", "no adapter 'nope'"),
+    ("show x --domain nothing", "no document 'x' in domain 'nothing', which is not there"),
+    (
+        "generate x --model-at gone/for/good",
+        "the model 'gone/for/good' cannot be loaded: no such folder; ",
+    ),
+    ("sync letters --domain letters --dry-run", ""),
+    ("serve --home nowhere", "no knnstore at nowhere"),
+]
+"""Commands and why each is refused; the empty reason is that of a command that ends well."""
+
+
+def test_what_can_be_refused_is_refused_before_torch_is_imported(store):
     Path("wrong.jsonl").write_text('{"body": "x"}\n')
     program = (
-        "import sys; from typer.testing import CliRunner; from knnstore.cli import app\n"
-        "done = CliRunner().invoke(app, sys.argv[1:])\n"
-        "print(done.exit_code, 'torch' in sys.modules, done.stderr)"
+        "import json, sys; from typer.testing import CliRunner; from knnstore.cli import app\n"
+        "for line in json.loads(sys.argv[1]):\n"
+        "    done = CliRunner().invoke(app, line.split())\n"
+        "    print(json.dumps([done.exit_code, 'torch' in sys.modules, done.stderr]))"
     )
+    lines = [*(line for line, _ in REFUSED), "serve --port 99999999"]
     done = subprocess.run(
-        [sys.executable, "-c", program, *line.split()], capture_output=True, text=True, check=False
+        [sys.executable, "-c", program, json.dumps(lines)], capture_output=True, text=True, check=False
     )
-    assert done.stdout.startswith(f"{int(bool(problem))} False {'error: ' * bool(problem)}{problem}"), done
+    *ended, (status, has_torch, said) = map(json.loads, done.stdout.splitlines())
+    assert len(ended) == len(REFUSED), done.stderr
+    for (line, problem), (status_of_line, *others) in zip(REFUSED, ended, strict=True):
+        assert status_of_line == int(bool(problem)), line
+        assert others[0] is False, f"{line} imported torch"
+        assert others[1].startswith(f"{'error: ' * bool(problem)}{problem}"), line
+    assert (status, has_torch) == (2, False)
+    assert "65535" in said
 
 
 def test_progress_is_said_now_and_then_without_a_terminal(capsys, monkeypatch):
@@ -128,6 +138,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_text_comes_as_it_is_written(knnstore, store):
     """The prompt is there before the text is done, and together they are what they are without a stream."""
     line = ["generate", "The harbour", "--max-new-tokens", "24", "--lambda", "0.9"]
@@ -140,6 +151,7 @@ def test_text_comes_as_it_is_written(knnstore, store):
     assert changes > 6, "it was not written between the runs of the model"
 
 
+@pytest.mark.slow
 def test_a_domain_is_not_removed_at_a_terminal_without_a_yes(store):
     def answered(answer: bytes) -> tuple[int, str]:
         ours, theirs = pty.openpty()

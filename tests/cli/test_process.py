@@ -44,6 +44,7 @@ def unread(pipe: int) -> int:
     return count[0]
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_was_committed_and_the_same_command_goes_on(knnstore, store):
     reading, pipe = os.pipe()
     process = subprocess.Popen(
@@ -90,6 +91,7 @@ def test_a_reader_that_has_seen_enough(store):
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_a_store_without_room_says_so(store):
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full on this system")

@@ -1,4 +1,4 @@
-"""A small random model with a store of two domains, and a real server process over a copy of it."""
+"""A small random model, a store of two domains, and servers over it, in this process or in another."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,14 +25,17 @@ import uvicorn
 from playwright.sync_api import Browser, sync_playwright
 from tokenizers import ByteLevelBPETokenizer
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
 import knnstore
 from knnstore import KNNSettings
 from knnstore.catalog import AccessKeys, Catalog, Right
+from knnstore.cli import app as cli
 from knnstore.server.access import Gate
 from knnstore.server.app import Options, make_app
+from knnstore.server.connections import connections
 from knnstore.server.metrics import Metrics
-from knnstore.server.serving import Serving
+from knnstore.server.serving import Limits, Serving
 from knnstore.store import Home
 from tests.server.browsing import Opened
 
@@ -98,6 +101,19 @@ def home(prepared: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(prepared, tmp_path / "home"))
 
 
+def make_client(url: str, key: str, **options: Any) -> openai.OpenAI:
+    """Return a client of OpenAI's package that tries once and waits long."""
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=240, **options)
+
+
+def send_request(url: str, method: str, path: str, key: str, kind: str, **options: Any) -> httpx.Response:
+    """Send one request, with a key and a content type where these are given."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    headers |= {"Content-Type": kind} if kind else {}
+    # Without TLS; certificates would take 50 ms to load for each request.
+    return httpx.request(method, url + path, headers=headers, timeout=240, verify=False, **options)
+
+
 class Server:
     """`knnstore serve` in a process of its own; its log is kept."""
 
@@ -130,21 +146,21 @@ class Server:
         return self
 
     def client(self, key: str = "none", **options: Any) -> openai.OpenAI:
-        made = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=240, **options)
-        return self._clients.enter_context(made)
+        return self._clients.enter_context(make_client(self.url, key, **options))
 
     def call(self, method: str, path: str, key: str = "", kind: str = "", **options: Any) -> httpx.Response:
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        headers |= {"Content-Type": kind} if kind else {}
-        # Without TLS; certificates would take 50 ms to load for each request.
-        return httpx.request(method, self.url + path, headers=headers, timeout=240, verify=False, **options)
+        return send_request(self.url, method, path, key, kind, **options)
 
     def log(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.lines]
 
     def end(self, number: int = signal.SIGTERM) -> int:
-        """Send a signal, and wait for the exit status."""
+        """Send a signal, and return the exit status."""
         self.process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> int:
+        """Wait until the process has ended and its log is complete; return the exit status."""
         status = self.process.wait(240)
         self._reader.join()
         return status
@@ -173,10 +189,10 @@ def serve(home: Path) -> Iterator[Serve]:
     yield from _servers(home)
 
 
-@pytest.fixture(scope="module")
-def server(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that the tests of a module share; they leave the store as it is."""
-    home = Path(shutil.copytree(prepared, tmp_path_factory.mktemp("shared") / "home"))
+@pytest.fixture(scope="session")
+def process(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server process that all tests share; they leave the store as it is."""
+    home = Path(shutil.copytree(prepared, tmp_path_factory.mktemp("process") / "home"))
     for serve in _servers(home):
         yield serve().ready()
 
@@ -195,32 +211,46 @@ def _servers(home: Path) -> Iterator[Serve]:
 
 @pytest.fixture
 def make_key() -> Callable[..., str]:
-    """Makes a key of a store by the command line."""
+    """Makes a key of a store by the command line, called in this process."""
 
     def make(home: Path, *options: str) -> str:
-        command = [*KNNSTORE, "--home", str(home), "key", "add", *options]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+        done = CliRunner().invoke(cli, ["--home", str(home), "key", "add", *options])
+        assert done.exit_code == 0, done.stderr
+        return done.stdout.strip()
 
     return make
 
 
-class Inside:
-    """The application over a store in this process: no socket, no other process."""
+class Application:
+    """The application over a store, in this process."""
 
-    def __init__(self, home: Path, **options: Any) -> None:
+    def __init__(self, home: Path, *, require_keys: bool = True, local_only: bool = False) -> None:
         self._catalog = Catalog.open(Home.open(home).catalog_url)
         self.keys = AccessKeys(self._catalog)
         metrics = Metrics()
         self.serving = Serving("tiny", observe=metrics.observe)
-        self.gate = Gate(self.keys, required=options.pop("require_keys", True))
-        self.app = make_app(self.serving, self.gate, metrics, Options(local_only=False, **options))
+        self.gate = Gate(self.keys, required=require_keys)
+        self.app = make_app(self.serving, self.gate, metrics, Options(local_only=local_only))
         self.serving.begin(knnstore.load(home, "a", knn=KNNSettings(lam=0.0)))
+
+    def key(self, *rights: str, domains: list[str] | None = None) -> str:
+        """Make an access key with these rights and return it."""
+        return self.keys.add([Right(right) for right in rights], domains=domains)[1]
+
+    def close(self) -> None:
+        """End the texts that run, and close the store."""
+        self.serving.end()
+        self._catalog.close()
+
+
+class Inside(Application):
+    """The application without a socket: requests are calls of it."""
+
+    def __init__(self, home: Path, **options: Any) -> None:
+        super().__init__(home, **options)
         self.loop = asyncio.new_event_loop()
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
         self.client = httpx.AsyncClient(transport=transport, base_url="http://inside")
-
-    def key(self, *rights: str, domains: list[str] | None = None) -> str:
-        return self.keys.add([Right(right) for right in rights], domains=domains)[1]
 
     def call(self, method: str, path: str, key: str = "", **options: Any) -> httpx.Response:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -231,22 +261,64 @@ class Inside:
         self.loop.run_until_complete(self.client.aclose())
         self.loop.run_until_complete(self.loop.shutdown_default_executor())
         self.loop.close()
-        self.serving.end()
-        self._catalog.close()
+        super().close()
+
+
+class Listening(Application):
+    """The application behind a real socket, for clients of any kind."""
+
+    def __init__(self, home: Path, **options: Any) -> None:
+        super().__init__(home, local_only=not options.get("require_keys", True), **options)
+        self._opened = ExitStack()
+        limits = Limits()
+        connection = connections(limits.head_seconds, limits.answer_seconds)
+        self._server = self._opened.enter_context(listening(self.app, connection))
+        self.url = f"http://127.0.0.1:{self._server.address[1]}"
+
+    def client(self, key: str = "none", **options: Any) -> openai.OpenAI:
+        """Make a client of OpenAI's package; it is closed with the server."""
+        return self._opened.enter_context(make_client(self.url, key, **options))
+
+    def call(self, method: str, path: str, key: str = "", kind: str = "", **options: Any) -> httpx.Response:
+        """Send one request on a connection of its own."""
+        return send_request(self.url, method, path, key, kind, **options)
+
+    def close(self) -> None:
+        self._opened.close()
+        super().close()
+
+
+Start = Callable[..., Any]
+
+
+def started_as(kind: type[Application]) -> Iterator[Start]:
+    """Yield a function that starts applications of a kind; all of them are closed at the end."""
+    with ExitStack() as opened:
+
+        def start(home: Path, **options: Any) -> Application:
+            return opened.enter_context(closing(kind(home, **options)))
+
+        yield start
 
 
 @pytest.fixture(scope="module")
-def inside() -> Iterator[Callable[..., Inside]]:
-    """Starts applications in this process; ended with the module."""
-    started: list[Inside] = []
+def inside() -> Iterator[Start]:
+    """Starts applications in this process, without a socket; closed with the module."""
+    yield from started_as(Inside)
 
-    def start(home: Path, **options: Any) -> Inside:
-        started.append(Inside(home, **options))
-        return started[-1]
 
-    yield start
-    for one in started:
-        one.close()
+@pytest.fixture(scope="module")
+def listen() -> Iterator[Start]:
+    """Starts applications in this process, each behind a socket; closed with the module."""
+    yield from started_as(Listening)
+
+
+@pytest.fixture(scope="session")
+def server(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Listening]:
+    """An application behind a socket that all tests share; they leave the store as it is."""
+    home = Path(shutil.copytree(prepared, tmp_path_factory.mktemp("shared") / "home"))
+    for start in started_as(Listening):
+        yield start(home, require_keys=False)
 
 
 @contextmanager

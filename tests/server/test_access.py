@@ -44,10 +44,10 @@ NEEDED: dict[tuple[str, str], Right | None] = {
 
 
 @pytest.fixture
-def keyed(serve, home, make_key):
+def keyed(inside, home):
     """A server that asks for keys, and a key of each right."""
-    keys = {right: make_key(home, "--right", right.value) for right in Right}
-    return serve("--require-keys").ready(), keys
+    server = inside(home)
+    return server, {right: server.key(right.value) for right in Right}
 
 
 def test_every_endpoint_asks_for_its_right(keyed):
@@ -137,7 +137,7 @@ def asked_of(server, key: str) -> dict[str, Any]:
     return found
 
 
-def test_what_a_key_may_not_see_is_not_there(serve, tmp_path, model_path, make_key):
+def test_what_a_key_may_not_see_is_not_there(inside, tmp_path, model_path):
     """All answers are those of a store that never had the other domains."""
     texts = [f"The harbour was quiet when the council and boat {at} came in." for at in range(4)]
     letters = [{"id": f"l{at}", "text": text, "year": 2020 + at} for at, text in enumerate(texts)]
@@ -156,10 +156,8 @@ def test_what_a_key_may_not_see_is_not_there(serve, tmp_path, model_path, make_k
             if hidden:
                 lm.add(hidden, domain="news", tags=["hidden", "sea"])
             lm.add(letters, domain="letters", tags=["sea"])
-        rights = ("--right", "predict", "--right", "read", "--right", "write")
-        key = make_key(tmp_path / name, *rights, "--domain", "letters")
-        server = serve("--require-keys", home=tmp_path / name).ready()
-        answers.append(asked_of(server, key))
+        server = inside(tmp_path / name)
+        answers.append(asked_of(server, server.key("predict", "read", "write", domains=["letters"])))
     both, alone = answers
     for name, answer in alone.items():
         assert both[name] == answer, name
@@ -171,6 +169,7 @@ def test_what_a_key_may_not_see_is_not_there(serve, tmp_path, model_path, make_k
     assert len(both["all documents"][2]["data"]) == 5
 
 
+@pytest.mark.slow
 def test_a_key_works_until_it_is_revoked_and_no_secret_is_logged(serve, home, make_key):
     key = make_key(home, "--right", "predict", "--name", "secret-name")
     server = serve("--require-keys").ready()
@@ -189,6 +188,7 @@ def test_a_key_works_until_it_is_revoked_and_no_secret_is_logged(serve, home, ma
     assert not any(secret in log for secret in (key, late, key[17:], late[17:], "council"))
 
 
+@pytest.mark.slow
 def test_other_addresses_demand_keys(serve, home, make_key):
     command = [*KNNSTORE, "--home", str(home), "serve", "--host", "0.0.0.0", "--port", "0"]
     started = subprocess.run(command, capture_output=True, text=True, check=False)

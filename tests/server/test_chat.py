@@ -21,9 +21,10 @@ PARTS = ("The ", "council")
 MESSAGES = [{"role": "user", "content": [{"type": "text", "text": part} for part in PARTS]}]
 
 
-@pytest.fixture
-def talking(serve, tmp_path, model_path):
+@pytest.fixture(scope="module")
+def talking(listen, tmp_path_factory, model_path):
     """A server over a store for a model with a template, and the store's home."""
+    tmp_path = tmp_path_factory.mktemp("chat")
     folder = shutil.copytree(model_path, tmp_path / "models" / "tiny")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = TEMPLATE
@@ -31,7 +32,7 @@ def talking(serve, tmp_path, model_path):
     lm = knnstore.create(tmp_path / "talking", str(folder))
     with lm.store:
         lm.add(["u: The council\na: said that the harbour wall was lost."], domain="talks")
-    return serve(home=tmp_path / "talking").ready(), tmp_path / "talking"
+    return listen(tmp_path / "talking", require_keys=False), tmp_path / "talking"
 
 
 def test_a_conversation_goes_on_as_the_template_has_it(talking):

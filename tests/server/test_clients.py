@@ -19,7 +19,7 @@ from openai.types.chat import completion_create_params as chat_params
 from transformers import AutoTokenizer
 
 import knnstore
-from tests.server.conftest import _servers
+from tests.server.conftest import Listening, started_as
 
 MODEL = Path(__file__).parents[2] / "examples" / "tiny-lm"
 RECORDED = {
@@ -74,8 +74,8 @@ def plain(tmp_path_factory):
 
 
 def served(folder: Path, template: str):
-    for serve in _servers(make_home(folder, template)):
-        yield serve().ready()
+    for start in started_as(Listening):
+        yield start(make_home(folder, template), require_keys=False)
 
 
 def written_after(server, messages) -> str:

@@ -15,8 +15,8 @@ def add(server, documents, domain="new", key="", **more):
     return server.call("POST", "/v1/documents", key, json={"domain": domain, "documents": documents, **more})
 
 
-def test_a_document_is_added_found_replaced_and_removed(serve):
-    server = serve().ready()
+def test_a_document_is_added_found_replaced_and_removed(listen, home):
+    server = listen(home, require_keys=False)
     client = server.client()
     document = {"id": "é / +%?#", "text": "Seven grey geese sang to the moon.", "title": "Geese"}
     with pytest.raises(openai.NotFoundError):
@@ -51,8 +51,7 @@ def test_a_document_is_added_found_replaced_and_removed(serve):
     assert domains == ["letters", "news"]
 
 
-def test_pages_of_documents(serve):
-    server = serve().ready()
+def test_pages_of_documents(server):
     whole = server.call("GET", "/v1/documents").json()
     assert not whole["has_more"]
     pages = [
@@ -66,8 +65,7 @@ def test_pages_of_documents(serve):
     assert named == ["n-17", "n-18", "n/19 ü"]
 
 
-def test_what_cannot_be_stored_is_refused_and_nothing_is(serve):
-    server = serve().ready()
+def test_what_cannot_be_stored_is_refused_and_nothing_is(server):
     good = {"id": "g", "text": "Good."}
     for bad in (
         {"id": "b", "text": " "},
@@ -135,6 +133,7 @@ def test_no_token_after_a_removal_is_retrieved_from_what_is_gone(inside, home, m
     assert again.json()["choices"][0]["text"] != whole
 
 
+@pytest.mark.slow
 def test_adding_and_removing_beside_many_texts(serve):
     server = serve().ready()
     errors: list[BaseException] = []
@@ -171,10 +170,11 @@ def test_adding_and_removing_beside_many_texts(serve):
         assert [domain.documents for domain in store.domains()] == [9]
 
 
-def test_a_server_that_only_reads_sees_what_others_write(serve):
-    reading, writing = serve("--read-only").ready(), None
+@pytest.mark.slow
+def test_a_server_that_only_reads_sees_what_others_write(serve, listen, home):
+    reading = serve("--read-only").ready()
     assert add(reading, [{"id": "a", "text": "b"}]).status_code == 403
-    writing = serve().ready()
+    writing = listen(home, require_keys=False)
     assert add(writing, [{"id": "a", "text": SENTENCE}]).status_code == 200
     assert "tiny+new" in [model.id for model in reading.client().models.list()]
     found = reading.client().completions.create(model="tiny+new", prompt="The", max_tokens=3, temperature=0)

@@ -121,7 +121,8 @@ def write_alone(lm, task: Task, index: int) -> list[int]:
     return tokens[begun:]
 
 
-def test_two_hundred_mixes_are_what_each_would_be_alone(lm, engine):
+@pytest.mark.parametrize("count", [24, pytest.param(200, marks=pytest.mark.slow)])
+def test_mixes_are_what_each_would_be_alone(lm, engine, count):
     rng = random.Random(0)
     texts = [
         "The harbour",
@@ -132,7 +133,7 @@ def test_two_hundred_mixes_are_what_each_would_be_alone(lm, engine):
         "winter " * 9,
     ]
     listeners = []
-    for number in range(200):
+    for number in range(count):
         prompts = tuple(
             Prompt(tuple(lm.reader.tokens(rng.choice(texts)).tolist()[: rng.choice([1, 2, 5, 50])]))
             for _ in range(rng.choice([1, 1, 1, 3]))
@@ -155,7 +156,7 @@ def test_two_hundred_mixes_are_what_each_would_be_alone(lm, engine):
                 assert whole == before + text
             sampled.add(tuple(tokens))
     assert ended_early > 0
-    assert len(sampled) > 100
+    assert len(sampled) > count // 2
 
 
 def test_greedy_text_is_that_of_generate(lm, engine):
@@ -222,7 +223,7 @@ def test_prompts_are_scored_with_what_counts_in_scoring_only(lm, engine):
 def test_a_cancelled_task_makes_room_and_the_others_go_on(lm, engine):
     prompt = Prompt(tuple(lm.reader.tokens("The harbour").tolist()))
     listeners = [
-        Listener(Task((prompt,), "letters", 80, sampling=Sampling(1.0, 1.0, seed))) for seed in range(40)
+        Listener(Task((prompt,), "letters", 80, sampling=Sampling(1.0, 1.0, seed))) for seed in range(12)
     ]
     for listener in listeners:
         engine.submit(listener.ticket)

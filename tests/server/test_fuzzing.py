@@ -47,7 +47,7 @@ BODIES = st.fixed_dictionaries(
 
 
 @pytest.mark.slow
-def test_no_completion_is_a_fault_of_the_server(server):
+def test_no_completion_is_a_fault_of_the_server(process):
     statuses: set[int] = set()
 
     @settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
@@ -76,8 +76,8 @@ def test_no_completion_is_a_fault_of_the_server(server):
                     == found["usage"]["completion_tokens"]
                 )
 
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    with httpx.Client(base_url=process.url, timeout=60) as client:
         ask()
     assert statuses == {200, 400, 404}
-    assert server.call("GET", "/health").status_code == 200
-    assert not [row for row in server.log() if "traceback" in row]
+    assert process.call("GET", "/health").status_code == 200
+    assert not [row for row in process.log() if "traceback" in row]

@@ -3,13 +3,13 @@
 import asyncio
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from knnstore.cli import app as cli
 from knnstore.server.access import Quota
 from knnstore.server.errors import ApiError
 
@@ -91,13 +91,8 @@ def test_so_many_tokens_a_minute(server):
     assert server.call("POST", "/v1/completions", other, json=COMPLETION).status_code == 200
 
 
-def test_limits_are_given_on_the_command_line(home):
-    command = [sys.executable, "-c", "from knnstore.cli import main; main()", "--home", str(home), "key"]
-
-    def run(*arguments: str) -> str:
-        return subprocess.run([*command, *arguments], check=True, capture_output=True, text=True).stdout
-
-    run("add", "--right", "predict", "--requests", "4", "--tokens", "60000")
-    run("add", "--right", "predict")
-    rows = json.loads(run("list", "--json"))
+def test_limits_are_given_on_the_command_line(home, make_key):
+    make_key(home, "--right", "predict", "--requests", "4", "--tokens", "60000")
+    make_key(home, "--right", "predict")
+    rows = json.loads(CliRunner().invoke(cli, ["--home", str(home), "key", "list", "--json"]).stdout)
     assert [(row["requests"], row["tokens"]) for row in rows] == [(4, 60_000), ("any", "any")]

@@ -10,6 +10,8 @@ from playwright.sync_api import expect
 
 from tests.server.browsing import TEXT, Opened
 
+pytestmark = pytest.mark.slow
+
 EVIL_ID = '<img src=x onerror="window.hacked=1">\u202e&amp;'
 EVIL_DOMAIN = "<b>d</b>\u2066+%"
 EVIL_TEXT = (

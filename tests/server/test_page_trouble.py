@@ -9,6 +9,8 @@ import knnstore
 from tests.server.browsing import TEXT, Opened
 from tests.server.conftest import NEWS
 
+pytestmark = pytest.mark.slow
+
 REFUSED = "reads at most 96 tokens"
 MORE_THAN_THE_PAUSE = 300
 """Milliseconds, between a movement and what the page asks because of it."""

@@ -24,12 +24,15 @@ LONG = {"model": "tiny+news", "prompt": "The", "max_tokens": 90, "temperature": 
 
 
 def test_it_is_there_before_its_model_and_ends_what_runs(serve):
+    """One process from its start to its end, with a client and a log of a line for each request."""
     server = serve()
     assert server.call("GET", "/health/live").status_code == 200
     early = server.call("GET", "/v1/models")
     assert early.status_code in (200, 503)
     server.ready()
     assert server.call("GET", "/health").json() == {"status": "ready"}
+    listed = server.call("GET", "/v1/models")
+    server.call("GET", "/v1/documents", params={"id": "hush-hush"})
     texts, finished = [], []
     begun, ending = threading.Event(), threading.Event()
 
@@ -47,9 +50,14 @@ def test_it_is_there_before_its_model_and_ends_what_runs(serve):
     server.process.send_signal(signal.SIGTERM)
     ending.set()
     reader.join(240)
-    assert server.process.wait(240) == 0
+    assert server.wait() == 0
     assert sum(1 for text in texts if text) > 16
     assert sum(1 for finish in finished if finish) == 16, "texts that had begun were not ended"
+    rows = [row for row in server.log() if row.get("status") == 200 and row["endpoint"].startswith("/v1/")]
+    assert [row["endpoint"] for row in rows[-3:]] == ["/v1/models", "/v1/documents", "/v1/completions"]
+    assert rows[-3]["id"] == listed.headers["x-request-id"]
+    assert "hush-hush" not in "\n".join(server.lines)
+    assert not any("traceback" in row for row in server.log())
     with pytest.raises(httpx.ConnectError):
         server.call("GET", "/health")
 
@@ -69,6 +77,7 @@ def test_who_reads_that_it_listens_can_connect(home, monkeypatch, caplog):
     assert connected
 
 
+@pytest.mark.slow
 def test_what_takes_too_long_to_end_is_ended(serve):
     server = serve("--drain", "1", "--max-batch", "1").ready()
     failed: list[BaseException] = []
@@ -91,6 +100,7 @@ def test_what_takes_too_long_to_end_is_ended(serve):
     assert failed
 
 
+@pytest.mark.slow
 def test_too_many_are_told_to_come_back(serve):
     server = serve("--max-batch", "1", "--max-queue", "2", "--max-body", "2000").ready()
     host, port = "127.0.0.1", int(server.url.rpartition(":")[2])
@@ -110,56 +120,28 @@ def test_too_many_are_told_to_come_back(serve):
     assert server.call("POST", "/tokenize", json={"prompt": "a" * 3000}).status_code == 413
 
 
-def test_the_log_has_a_line_for_each_request(serve):
-    server = serve().ready()
-    answer = server.call("GET", "/v1/models")
-    server.call("GET", "/v1/documents", params={"id": "hush-hush"})
-    assert server.end() == 0
-    log = [json.loads(line) for line in server.lines]
-    rows = [row for row in log if "endpoint" in row]
-    assert [(row["endpoint"], row["status"]) for row in rows] == [("/v1/models", 200), ("/v1/documents", 200)]
-    assert rows[0]["id"] == answer.headers["x-request-id"]
-    assert "hush-hush" not in "\n".join(server.lines)
-    assert not any("traceback" in row for row in log)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ([], "no knnstore at"),
-        (["--port", "99999999"], "65535"),
-    ],
-)
-def test_what_cannot_be_served_is_refused_before_torch_is_loaded(tmp_path, options, said):
-    program = "import sys; from knnstore.cli import main\ntry: main()\nfinally: print('torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", program, "--home", str(tmp_path / "none"), "serve", *options],
+@pytest.mark.slow
+def test_a_store_that_is_written_to_is_refused_in_one_line(process):
+    second = subprocess.run(
+        [*KNNSTORE, "--home", str(process.home), "serve", "--port", "0"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert done.returncode in (1, 2)
-    assert said in done.stderr
-    assert done.stdout == "False\n"
-
-
-def test_a_store_that_is_written_to_is_refused_in_one_line(serve, home):
-    serve().ready()
-    second = subprocess.run(
-        [*KNNSTORE, "--home", str(home), "serve", "--port", "0"], capture_output=True, text=True, check=False
-    )
     assert (second.returncode, second.stderr.count("\n")) == (1, 1)
     assert "is being written by process" in second.stderr
 
 
-def test_a_port_that_is_taken_is_said_in_one_line(serve, home):
-    port = serve("--read-only").ready().url.rpartition(":")[2]
+@pytest.mark.slow
+def test_a_port_that_is_taken_is_said_in_one_line(process):
+    port = process.url.rpartition(":")[2]
     second = subprocess.run(
-        [*KNNSTORE, "--home", str(home), "serve", "--read-only", "--port", port],
+        [*KNNSTORE, "--home", str(process.home), "serve", "--read-only", "--port", port],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert second.returncode == 1
     assert f"port {port} cannot be listened to" in second.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_sighup_ends_nothing(serve):
     server = serve().ready()
     texts, begun = [], threading.Event()

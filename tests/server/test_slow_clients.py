@@ -101,8 +101,9 @@ def test_a_body_that_does_not_come_is_refused(impatient):
     assert b'"message":"the request has not come within 0.5 seconds"' in said
 
 
-def test_an_idle_connection_outlives_what_clients_keep_one_for(server):
-    idle = HTTPConnection(*address(server), timeout=240)  # which fails where the server has ended it
+@pytest.mark.slow
+def test_an_idle_connection_outlives_what_clients_keep_one_for(process):
+    idle = HTTPConnection(*address(process), timeout=240)  # which fails where the server has ended it
     for pause in (0, 5.5):
         time.sleep(pause)
         idle.request("GET", "/health/live")
@@ -121,8 +122,8 @@ def test_an_answer_that_takes_longer_than_a_body_may_is_given(served, impatient)
         assert heard(patient).startswith(b"HTTP/1.1 200 ")
 
 
-def resident(server) -> int:
-    status = Path(f"/proc/{server.process.pid}/status").read_text()
+def resident(process) -> int:
+    status = Path(f"/proc/{process.process.pid}/status").read_text()
     return int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) << 10
 
 
@@ -130,11 +131,12 @@ def address(server) -> tuple[str, int]:
     return "127.0.0.1", int(server.url.rpartition(":")[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_body_of_a_hundred_megabytes_takes_no_memory(server, chunked):
-    assert server.call("POST", "/v1/completions", json=PROMPT).status_code == 200
-    before, sent = resident(server), 0
-    with socket.create_connection(address(server)) as large:
+def test_a_body_of_a_hundred_megabytes_takes_no_memory(process, chunked):
+    assert process.call("POST", "/v1/completions", json=PROMPT).status_code == 200
+    before, sent = resident(process), 0
+    with socket.create_connection(address(process)) as large:
         large.settimeout(240)
         length = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: %d" % LARGE
         large.sendall(HEAD + length + b"\r\n\r\n")
@@ -145,8 +147,8 @@ def test_a_body_of_a_hundred_megabytes_takes_no_memory(server, chunked):
                 sent += 65_536
         with contextlib.suppress(ConnectionResetError):
             assert b" 413 " in large.recv(100)
-    assert resident(server) - before < 16 << 20
-    assert server.call("POST", "/v1/completions", json=PROMPT).status_code == 200
+    assert resident(process) - before < 16 << 20
+    assert process.call("POST", "/v1/completions", json=PROMPT).status_code == 200
 
 
 def test_who_does_not_read_holds_nobody_up(server):
