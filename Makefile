@@ -12,7 +12,7 @@ demo: $(VENV)/installed-base
 test: $(VENV)/installed-dev
 	$(VENV)/bin/pytest -n $(WORKERS) --dist worksteal -q --durations=15 -m "not slow"
 
-# Kills, power losses, outages, thousands of generated requests, and what installs packages.
+# Browsers, further processes, kills, power losses, outages, thousands of generated requests, and what installs packages.
 test-slow: $(VENV)/installed-dev
 	$(VENV)/bin/pytest -n $(WORKERS) --dist worksteal -q --durations=15 -m slow
 

@@ -25,6 +25,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores already
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 settings.register_profile("untimed", deadline=None)  # a busy machine is no fault
+settings.register_profile("quick", settings.get_profile("untimed"), max_examples=20)
 settings.load_profile("untimed")
 
 MEMORY = Path("/dev/shm")
@@ -49,7 +50,13 @@ local all all trust
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep temporary folders in memory where there is room: a third of the tests' time is syncing."""
+    """Choose how many examples hypothesis tries, and where temporary folders are.
+
+    The quick run tries few examples, but not in CI. Folders are in memory where there is room: a third of the
+    tests' time is syncing.
+    """
+    if config.option.markexpr == "not slow" and not os.environ.get("CI"):
+        settings.load_profile("quick")
     if config.option.basetemp or not MEMORY.is_dir() or shutil.disk_usage(MEMORY).free < 4 << 30:
         return
     if os.statvfs(MEMORY).f_flag & os.ST_NOEXEC:  # some tests install programs

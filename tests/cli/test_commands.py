@@ -360,6 +360,7 @@ def test_tags(knnstore, store):
     assert tagged["knn_ppl"] != only["knn_ppl"]
 
 
+@pytest.mark.slow
 def test_what_selects_nothing_is_warned_of(knnstore, store):
     for line in ("eval held-out.jsonl", "generate x --max-new-tokens 1", "explain 'The boat'"):
         done = knnstore(f"{line} --tag nope")
@@ -551,6 +552,7 @@ def test_keys_of_several_states_are_made_told_and_used(knnstore, workplace):
     assert knnstore(f"{init} --states 0").status == 2
 
 
+@pytest.mark.slow
 def test_probing_tells_what_further_states_are_worth(knnstore, workplace):
     probed = knnstore("probe-keys --model examples/tiny-lm articles.jsonl --key ffn_input --states 2 --json")
     assert probed.status == 0, probed.err

@@ -10,6 +10,7 @@ import pytest
 KNNSTORE = [sys.executable, "-c", "from knnstore.cli import main; main()"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["missing", "short", "flipped"])
 def test_a_damaged_store_is_mended_by_removing_and_adding(knnstore, store, how, capfd, caplog) -> None:
     whole = knnstore("eval held-out.jsonl --domain news --json").json

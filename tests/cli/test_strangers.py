@@ -140,8 +140,11 @@ def test_text_is_exact_in_a_pipe_and_harmless_at_a_terminal(knnstore, store):
 def test_only_one_module_prints():
     source = Path(knnstore_package.__file__).parent
     for path in [*source.rglob("*.py")]:
-        if path.name != "output.py" and "testing" not in path.parts and path.name != "reference.py":
-            # Lines to a process of our own are none that anybody sees.
+        # The two modules of chat templates print to each other, through a pipe.
+        if (
+            path.name not in ("output.py", "reference.py", "template_process.py")
+            and "testing" not in path.parts
+        ):
             printing = r"typer\.echo|(?<![\w.])print\((?!.*file=process\.stdin)|std(out|err)\.write"
             assert not re.search(printing, path.read_text()), path
 

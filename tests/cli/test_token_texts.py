@@ -16,7 +16,12 @@ DOCUMENTS = {f"d-{at}": text[:60] for at, text in enumerate(TEXTS)}
 EXACT = ["byte-level", "llama", "metaspace always"]
 
 
-@pytest.fixture(params=[*EXACT, "word pieces"])
+@pytest.fixture(
+    params=[
+        "byte-level",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in (*EXACT[1:], "word pieces")),
+    ]
+)
 def spelled(request, tmp_path, monkeypatch):
     """The current folder: a store for a random model with one of the tokenizers, and documents."""
     monkeypatch.chdir(tmp_path)

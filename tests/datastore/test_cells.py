@@ -258,6 +258,7 @@ def test_what_is_kept_between_visits_is_bounded(tmp_path: Path) -> None:
         assert 0 < sum(held) == store._kept._held <= 1 << 20
 
 
+@pytest.mark.slow
 def test_tables_are_used_where_decoded_keys_have_no_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,6 +81,7 @@ def test_a_filter_that_matches_one_small_segment_finds_its_neighbors(tmp_path: P
         assert recall(found.distances, true_distances(queries, keys[120000:]), 500) >= 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("metric", list(Metric))
 @pytest.mark.parametrize("factory", ["IVF32,SQ8", "IVF32,PQ8x4fs", "IVF32,PQ8np", "IVF32,PQ8", "IVF32,Flat"])
 def test_inverted_files(tmp_path: Path, factory: str, metric: Metric) -> None:

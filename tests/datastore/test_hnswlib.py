@@ -275,6 +275,7 @@ def test_another_engine_s_index(tmp_path: Path) -> None:
         assert store.search(keys[:1], 1).ids == [[0]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", [0, 60_000, 400_000])
 def test_disk_full(tmp_path: Path, room: int) -> None:
     """hnswlib says that it wrote a graph when it did not; here it is an error, and trying again works."""

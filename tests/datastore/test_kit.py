@@ -63,6 +63,7 @@ def failed(tmp_path_factory):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("defect", "case"), [(name, c) for name, cs in _EXPECTED.items() for c in cs])
 def test_defect_is_noticed(failed, defect, case):
     assert (defect, case.partition("[")[0]) in failed

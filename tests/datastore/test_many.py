@@ -97,6 +97,7 @@ def test_where_no_more_maps_are_allowed_it_is_said(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
+@pytest.mark.slow
 def test_a_change_costs_the_same_however_many_groups_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +127,7 @@ def test_a_change_costs_the_same_however_many_groups_there_are(
     assert (many <= 1.5 * few).all(), (few, many)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noticed", ["when it is mapped", "when it is used", "by verify"])
 def test_damage_costs_the_same_however_many_groups_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noticed: str

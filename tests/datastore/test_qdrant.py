@@ -80,6 +80,7 @@ BLOCK = TOKEN_LIMIT
 EDGES = st.integers(-2, 2)
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 4), EDGES, st.integers(0, 4), EDGES), max_size=4), st.booleans())
 def test_ranges_of_ids_become_conditions(bounds: list[tuple[int, int, int, int]], few: bool) -> None:
     """A condition is true of exactly the points whose ids are in the ranges, wherever these begin and end."""
@@ -178,6 +179,7 @@ def test_reading_leaves_no_copy_behind(tmp_path: Path) -> None:
     assert not [*place.glob("qdrant-copy-*")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("quantization", "recall"), [("none", 0.85), ("scalar", 0.85), ("binary", 0.25)])
 @pytest.mark.parametrize("datatype", ["float32", "float16"])
 def test_a_graph_finds_the_nearest(tmp_path: Path, quantization: str, recall: float, datatype: str) -> None:

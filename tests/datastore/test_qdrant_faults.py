@@ -121,6 +121,7 @@ def use(spoilt: Spoilt, store: QdrantDatastore) -> None:
     store.delete(ALL_IDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ONCE)
 def test_one_fault_at_every_call(spoilt: Spoilt, kind: str) -> None:
     """Nothing is lost, nothing is counted as written that was not, and no answer is wrong or short."""

@@ -286,6 +286,7 @@ def test_stops_and_comes_back(client: QdrantClient, qdrant_server: Any) -> None:
     assert told(lambda: client.count("c")).count == len(stored)
 
 
+@pytest.mark.slow
 def test_keeps_what_it_completed_when_it_is_killed(tmp_path: Path) -> None:
     """As a process of its own, over both protocols; faults come through HTTP."""
     ports = ["0", "0"]

@@ -219,6 +219,7 @@ def test_reader_keeps_what_it_reads(tmp_path: Path) -> None:
         assert sum(len(ids) for ids, _, _ in batches) == 90
 
 
+@pytest.mark.slow
 def test_few_segments_and_no_dead_rows(tmp_path: Path) -> None:
     """Many small flushes leave few files, and compacting gives back the space of what was deleted."""
     with closing(opened(tmp_path / "store")) as store:

@@ -78,6 +78,7 @@ def test_what_is_saved_for_the_whole_store_is_used_from_then_on(lm):
     again.store.close()
 
 
+@pytest.mark.slow
 def test_settings_that_were_chosen_stay_until_they_are_beaten_beyond_chance(lm):
     first = lm.calibrate(HELD_OUT, max_k=16)
     assert not first.kept, "the defaults were derived, and chosen by nobody"
@@ -102,6 +103,7 @@ def test_settings_that_were_chosen_stay_until_they_are_beaten_beyond_chance(lm):
     assert settings_for(lm.store) == beaten.settings == beaten.comparison.best.settings
 
 
+@pytest.mark.slow
 def test_settings_are_not_judged_by_the_text_that_they_were_fitted_to(lm):
     def calibrate(texts):
         return lm.calibrate(texts, max_k=16, networks=False)
@@ -117,6 +119,7 @@ def test_settings_are_not_judged_by_the_text_that_they_were_fitted_to(lm):
         assert (again.record.documents, again.record.records) == (len(texts), lm.store.record_count())
 
 
+@pytest.mark.slow
 def test_one_long_file_is_enough(lm):
     text = " ".join(document.text for document in documents(RNG, PHRASES, "part", 24))
     with pytest.raises(InputError, match="or 2,000 in fewer documents"):
@@ -139,6 +142,7 @@ def test_nothing_is_saved_that_does_not_beat_the_model(lm):
     assert lm.store.settings() == before
 
 
+@pytest.mark.slow
 def test_documents_of_the_store_are_refused_or_left_out(lm):
     with pytest.raises(InputError, match="2 of the held-out documents are in the store, 's0' for one"):
         lm.calibrate([*HELD_OUT, *STORED[:2]])
@@ -269,6 +273,7 @@ def test_words_and_bytes_share_the_loss_of_tokens_of_the_model_alone_too(lm):
     )
 
 
+@pytest.mark.slow
 def test_settings_fitted_on_a_text_go_when_it_was_stored_and_is_removed(lm):
     phrases_only = Selection(domains=("phrases",))
     before = settings_for(lm.store, phrases_only)

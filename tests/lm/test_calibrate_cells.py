@@ -104,6 +104,7 @@ def test_documents_that_are_left_out_are_in_no_sum(lm) -> None:
     assert honest > lm.evaluate(held_out, given).knn_ppl * 1.02
 
 
+@pytest.mark.slow
 def test_domains_visited_apart_agree_with_the_evaluation(lm) -> None:
     further = searched(lm)
     evidence = further.by_domain(["a", "b"], 64, 3)

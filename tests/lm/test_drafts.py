@@ -88,8 +88,15 @@ def written(lm, draft, knn, seed=0, **options):
     return ids[0].tolist()
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize(
+    ("settings", "options"),
+    [
+        # The quick run has all settings with one option, and one of the settings with all options.
+        pytest.param(one, other, marks=[] if other == "greedy" or one == "cache" else pytest.mark.slow)
+        for one in SETTINGS
+        for other in OPTIONS
+    ],
+)
 def test_what_is_written_is_the_same(lm, made, settings, options) -> None:
     for seed in range(4 if options == "sampled" else 1):
         given = SETTINGS[settings], seed
@@ -111,6 +118,7 @@ def test_no_draft_spoils_the_text(lm, monkeypatch) -> None:
         assert written(lm, True, PLAIN, seed, do_sample=seed > 0) == text
 
 
+@pytest.mark.slow
 def test_sampled_text_has_the_distribution_of_the_mixture(lm, monkeypatch) -> None:
     """Of the second token, given that the first is drafted always: against `forward`, by chi-square."""
     prompt = torch.tensor([[0, 5, 6]])

@@ -28,7 +28,11 @@ def stored():
     return {name: documents(rng, made, name, 6, of=12) for name in ("news", "mail")}
 
 
-@pytest.fixture(scope="module", params=[(24, 12), (64, 32)], ids=["many windows", "windows in parts"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param((24, 12), marks=pytest.mark.slow), (64, 32)],
+    ids=["many windows", "windows in parts"],
+)
 def lm(make_lm, stored, request):
     max_length, stride = request.param
     return make_lm(stored, max_length=max_length, stride=stride)

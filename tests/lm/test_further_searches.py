@@ -84,6 +84,7 @@ def test_documents_that_are_left_out_do_not_find_themselves(lm):
     assert honest > lm.evaluate(held_out, given).knn_ppl * 1.1
 
 
+@pytest.mark.slow
 def test_calibrate_tries_larger_k_and_weights_of_domains(lm, monkeypatch):
     monkeypatch.setattr("knnstore.lm.calibration.calibrating.PASS_K", 32)
     found = lm.calibrate(HELD_OUT, max_k=512)
@@ -96,6 +97,7 @@ def test_calibrate_tries_larger_k_and_weights_of_domains(lm, monkeypatch):
     assert evaluated.knn_ppl == pytest.approx(apart.held_out.ppl, rel=0.1)
 
 
+@pytest.mark.slow
 def test_what_is_in_force_is_judged_with_its_own_weights_or_its_own_k(lm, further):
     evidence = {"wide": further.with_k([300]), "domains": further.by_domain(["a", "b"], 16)}
     temperature = 1.1 * float(evidence["domains"].temperatures[8])

@@ -70,6 +70,7 @@ def test_distinct_tokens_are_counted_up_to_powers_of_two() -> None:
             assert found[row, column] == len(near)
 
 
+@pytest.mark.slow
 def test_a_gate_finds_the_feature_on_which_lambda_depends() -> None:
     (fitted, _), (other, right) = synthetic(4000, 0), synthetic(1000, 1)
     (evidence,) = gather_evidence(fitted, [K])
@@ -107,6 +108,7 @@ def test_a_gate_sees_each_of_its_features_in_its_own_unit() -> None:
     torch.testing.assert_close(network.scale, seen[~apart].std(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [50, 400])
 def test_when_to_stop_is_decided_by_documents_that_are_not_learned_from(length) -> None:
     documents = torch.arange(400) // length
@@ -150,6 +152,7 @@ def test_what_never_varied_and_what_is_far_off_do_not_throw_a_network_off() -> N
     assert far == farther
 
 
+@pytest.mark.slow
 def test_what_a_query_says_is_not_learned_by_heart() -> None:
     """Little text, a query of many features that say nothing, and one feature beside it that says all."""
     torch.manual_seed(0)
@@ -168,6 +171,7 @@ def test_what_a_query_says_is_not_learned_by_heart() -> None:
     assert error(slice(0, 100)) < 0.9 * error(slice(0))
 
 
+@pytest.mark.slow
 def test_searches_that_help_nobody_are_left_out_at_no_loss() -> None:
     scored, right = synthetic(3000, 3)
     (evidence,) = gather_evidence(scored, [K])
@@ -299,6 +303,7 @@ def test_a_gate_for_another_model_is_refused(lm, scored, gated) -> None:
     assert scored.log_probs(replace(gated, k=2)).lam.isfinite().all()
 
 
+@pytest.mark.slow
 def test_calibration_tries_the_gate_and_saves_what_is_to_be_skipped(lm) -> None:
     held_out = [*TEXTS[10:], *NOISE]
     found = lm.calibrate(held_out, max_k=K, skip=0.3, ngrams=False)  # which are best here, and need no search

@@ -15,7 +15,16 @@ PROMPTS = ["into", "The harbour ", "東京は é", ""]
 SAMPLED = {"max_new_tokens": 24, "do_sample": True, "temperature": 1.2}
 
 
-@pytest.fixture(scope="module", params=["byte-level", "llama", "metaspace always", "word pieces", "words"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "byte-level",
+        *(
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind in ("llama", "metaspace always", "word pieces", "words")
+        ),
+    ],
+)
 def lm(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("spelled")
     model = save_model(folder / "model", small_tokenizer(request.param))

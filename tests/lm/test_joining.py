@@ -315,6 +315,7 @@ def test_the_rows_of_the_output_begin_no_substitute_of_joined_keys(make_model):
     assert joined.abs().max() < 0.2
 
 
+@pytest.mark.slow
 def test_a_key_is_of_three_states_where_nothing_else_is_said_and_as_wide_as_one(make_lm):
     place = "transformer.h.1.mlp:input"
     for options, joined in (

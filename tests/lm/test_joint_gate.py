@@ -183,6 +183,7 @@ def test_what_is_said_by_no_other_stays_possible() -> None:
     np.testing.assert_allclose(shares_of(outputs, found), [[0.001, 0.999, 0], [1, 0, 0]], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_gate_finds_which_component_is_right(scored) -> None:
     """Half of the tokens are said by the neighbors and half by the n-grams, as the entropy tells."""
     of_keys = torch.arange(len(scored)) % 2 == 0
@@ -228,6 +229,7 @@ def test_of_what_it_sees_the_query_alone_is_hidden_while_it_is_fitted(scored, mo
     torch.testing.assert_close(given[0], scored.reading.keys[:40])
 
 
+@pytest.mark.slow
 def test_it_is_fitted_on_the_tokens_it_is_given_alone(scored) -> None:
     (evidence,) = gather_evidence(scored, [K])
     half = evidence.only(scored.documents % 2 == 0)
@@ -263,6 +265,7 @@ def test_saved_and_loaded_it_weighs_the_same_and_goes_with_its_text(lm, scored, 
     assert settings_for(lm.store).gate is None
 
 
+@pytest.mark.slow
 def test_another_component_is_a_module_and_a_line(lm, scored, gated, monkeypatch) -> None:
     """One that says the same token everywhere, beside those that a gate knew before."""
 

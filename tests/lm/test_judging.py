@@ -103,6 +103,7 @@ def test_no_token_is_judged_by_what_was_fitted_on_its_half(scored, found) -> Non
     assert any(name.endswith("+ cache") for name in {one.name for one in found.candidates})
 
 
+@pytest.mark.slow
 def test_the_best_is_expected_to_be_as_good_as_the_best_of_each_half_is_on_the_other(scored, found) -> None:
     first, total = in_halves(scored.documents), 0.0
     for half in (first, ~first):

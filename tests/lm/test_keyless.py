@@ -57,6 +57,7 @@ def test_text_is_predicted_by_its_n_grams_alone(lm):
     assert found.ngram_ppl == found.knn_ppl < 0.5 * found.base_ppl == pytest.approx(0.5 * found.store_ppl)
 
 
+@pytest.mark.slow
 def test_everything_that_needs_no_keys_is_fitted_and_used(lm):
     found = lm.calibrate(HELD_OUT, domains=["phrases"])
     names = [one.name for one in found.comparison.candidates]

@@ -87,6 +87,7 @@ def test_a_store_is_used_in_another_precision(make_model, tokenizer, tmp_path, m
 # -- models that were loaded
 
 
+@pytest.mark.slow
 def test_a_model_object_is_used_as_it_is(make_model, tokenizer, model_path, tmp_path) -> None:
     base, text = make_model("gpt2"), "w5 w6 w7 w8"
     with knnstore.create(tmp_path / "given", base.train(), tokenizer=tokenizer) as given:

@@ -82,6 +82,7 @@ def test_a_cache_that_forgets_is_drafted_for(stores, caplog, kind) -> None:
     check_drafts(stores(kind), caplog, drafts=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mamba", "falcon_h1"])
 def test_a_recurrent_state_is_not_drafted_for_and_one_line_says_so(stores, caplog, kind) -> None:
     check_drafts(stores(kind), caplog, drafts=False)
@@ -117,6 +118,7 @@ def test_what_cannot_be_drafted_is_named_in_one_line(stores, caplog, options, re
     assert [record.getMessage() for record in caplog.records] == [f"generating without drafts: {reason}"]
 
 
+@pytest.mark.slow
 def test_a_prompt_in_chunks_is_drafted_for_as_a_whole_one(stores, caplog) -> None:
     check_drafts(stores("mistral"), caplog, drafts=True, prefill_chunk_size=5)
 

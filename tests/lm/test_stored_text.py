@@ -91,6 +91,7 @@ def test_it_is_scored_as_by_a_store_without_what_is_left_out(lm, chosen, make_lm
     torch.testing.assert_close(found[scored.documents == number], alone.log_probs(KNN).log_probs)
 
 
+@pytest.mark.slow
 def test_without_held_out_text_everything_is_fitted_and_goes_with_what_it_was_fitted_on(
     lm, monkeypatch
 ) -> None:

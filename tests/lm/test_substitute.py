@@ -296,6 +296,7 @@ def test_generation_with_beams_in_a_padded_batch_is_the_best_of_forward(lm, subs
         assert beams[row, 4:].tolist() == kept[0][1][len(prompt) :]
 
 
+@pytest.mark.slow
 def test_calibration_tries_it_alone_and_beside_the_store(lm, trained) -> None:
     phrases = Selection(domains=("phrases",))
     found = lm.calibrate(documents(RNG, PHRASES, "d", 12), domains=["phrases"], max_k=16)

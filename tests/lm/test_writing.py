@@ -115,6 +115,7 @@ def test_a_cache_is_measured_against_its_absence_where_the_model_repeats_itself_
     assert left == ("cache",)
 
 
+@pytest.mark.slow
 def test_components_are_left_out_until_text_repeats_itself_no_more_than_the_models_own(make_lm) -> None:
     lm = make_lm({"loops": LOOPS}, max_length=32, stride=16)
     loops = KNNSettings(k=64, temperature=2.0, lam=0.3, ngrams=NGramSettings(3, 0.95))

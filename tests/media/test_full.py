@@ -14,7 +14,9 @@ ROOMY = {"faiss": 24 << 20, "hnswlib": 24 << 20, "qdrant": 400 << 20}
 IDS = ["a", "b", "c", "d"]
 
 
-@pytest.mark.parametrize("engine", ROOMY)
+@pytest.mark.parametrize(
+    "engine", ["faiss", *(pytest.param(engine, marks=pytest.mark.slow) for engine in ("hnswlib", "qdrant"))]
+)
 def test_a_full_disk_can_be_read_and_removed_from(engine, disk, steps) -> None:
     full = disk(ROOMY[engine])
     home = full.path / "home"
@@ -48,6 +50,7 @@ def test_a_full_disk_can_be_read_and_removed_from(engine, disk, steps) -> None:
     assert sorted(steps.well("check", home, N).ids) == ["a", "b"]
 
 
+@pytest.mark.slow
 def test_removing_needs_no_more_than_the_reserve(disk, steps) -> None:
     """A document's tokens pass through the database's log when they go, so they go in parts."""
     full = disk(80 << 20)
@@ -60,6 +63,7 @@ def test_removing_needs_no_more_than_the_reserve(disk, steps) -> None:
     assert full.free > 1 << 20
 
 
+@pytest.mark.slow
 def test_many_documents_at_once_need_no_more_either(disk, steps) -> None:
     """Each has a page of the database to itself, and all of these are more than the reserve."""
     full = disk(40 << 20)
@@ -72,6 +76,7 @@ def test_many_documents_at_once_need_no_more_either(disk, steps) -> None:
     assert steps.well("check", home, N).ids == ["a"]
 
 
+@pytest.mark.slow
 def test_erasing_that_will_not_fit_is_not_begun(disk, steps) -> None:
     """The database is written twice, among SQLite's temporary files and to its log."""
     size, room = 60 << 20, 10 << 20
@@ -98,6 +103,7 @@ def test_erasing_that_will_not_fit_is_not_begun(disk, steps) -> None:
     steps.well("command", "verify", "--home", home)
 
 
+@pytest.mark.slow
 def test_no_segment_is_rewritten_where_not_all_have_room(disk, steps) -> None:
     size, room = 60 << 20, 7 << 20
     small = disk(size)
@@ -142,6 +148,7 @@ def test_the_catalog_needs_room_where_the_keys_are_on_another_disk(disk, steps, 
     assert f" bytes at {home} and " in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "size", "unchecked"),
     [
@@ -181,6 +188,7 @@ def test_a_disk_of_any_size(engine, size, unchecked, disk, steps) -> None:
     assert acknowledged | set(IDS) <= set(steps.well("check", home, N).ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["faiss", "hnswlib"])
 def test_an_index_that_finds_no_room_names_the_disk(engine, disk, steps) -> None:
     """FAISS says that writing failed, and not why; hnswlib says nothing."""
@@ -197,6 +205,7 @@ def test_an_index_that_finds_no_room_names_the_disk(engine, disk, steps) -> None
     steps.well("command", "optimize", "--home", home)
 
 
+@pytest.mark.slow
 def test_the_disk_refuses_and_not_the_kernel(disk, steps) -> None:
     """Qdrant's engine writes through maps: where that finds no space, the process ends by a signal."""
     full = disk(200 << 20)
@@ -227,6 +236,7 @@ def test_a_copy_where_the_kernel_copies_nothing(tmp_path, monkeypatch) -> None:
         assert copied.stat().st_blocks * 512 < 5 << 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ROOMY)
 def test_what_a_record_takes_is_not_underestimated(engine, tmp_path) -> None:
     """Nor is it overestimated by far: what would fit must not be refused."""

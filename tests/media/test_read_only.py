@@ -32,7 +32,9 @@ def home(disk, steps) -> Path:
     return path
 
 
-@pytest.mark.parametrize("engine", ["faiss", "hnswlib", "qdrant"])
+@pytest.mark.parametrize(
+    "engine", ["faiss", *(pytest.param(engine, marks=pytest.mark.slow) for engine in ("hnswlib", "qdrant"))]
+)
 def test_it_can_be_read(engine, disk, steps) -> None:
     medium = disk(400 << 20)
     home = medium.path / "home"
@@ -47,6 +49,7 @@ def test_it_can_be_read(engine, disk, steps) -> None:
     assert f"{home}/writer.lock is on a read-only medium" in said
 
 
+@pytest.mark.slow
 def test_commands_that_write_say_what_it_is(home, steps) -> None:
     subprocess.run(["mount", "-o", "remount,ro", "none", home.parent], check=True)
     for arguments in WRITING:
@@ -101,6 +104,7 @@ def elsewhere(home, tmp_path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", here], check=True)
 
 
+@pytest.mark.slow
 def test_somebody_writes_what_can_only_be_read_here(home, elsewhere, steps) -> None:
     with knnstore.open(elsewhere) as reader:
         assert len(reader.documents()) == 2
@@ -114,6 +118,7 @@ def test_somebody_writes_what_can_only_be_read_here(home, elsewhere, steps) -> N
         assert reader.document("c").tags == ("t", "u")
 
 
+@pytest.mark.slow
 def test_what_is_read_is_of_one_moment(home, elsewhere, steps) -> None:
     with knnstore.open(elsewhere) as reader:
         before = reader.revision()

@@ -180,7 +180,7 @@ def test_a_text_ends_at_a_string_that_spans_tokens(server):
     client = server.client()
     asked = {"model": "tiny+letters", "prompt": "The harbour", "max_tokens": 40, "temperature": 0}
     whole = client.completions.create(**asked).choices[0].text
-    for at in range(1, len(whole) - 4, 3):
+    for at in range(1, len(whole) - 4, 15):
         stop = whole[at : at + 4]
         expected = whole[: whole.index(stop)]
         found = client.completions.create(**asked, stop=["never", stop]).choices[0]

@@ -32,6 +32,7 @@ def likeliest_after(lm, text: str) -> str:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["huggingface", "auto"])
 def test_likelihoods_are_those_of_the_model_in_process(server, prepared, model_path, backend):
     from lm_eval.models.huggingface import HFLM

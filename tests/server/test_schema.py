@@ -73,6 +73,7 @@ def ask(described, count: int, modes=tuple(GenerationMode)) -> Counter[tuple[str
     return statuses
 
 
+@pytest.mark.slow
 def test_requests_to_some_endpoints(described):
     server, schema = described
     some = schema.include(path=["/v1/documents", "/tokenize"])

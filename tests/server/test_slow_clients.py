@@ -151,6 +151,7 @@ def test_a_body_of_a_hundred_megabytes_takes_no_memory(process, chunked):
     assert process.call("POST", "/v1/completions", json=PROMPT).status_code == 200
 
 
+@pytest.mark.slow
 def test_who_does_not_read_holds_nobody_up(server):
     asked = {**PROMPT, "prompt": ["The"] * 8, "n": 16, "max_tokens": 90, "logprobs": 20, "stream": True}
     body = json.dumps(asked).encode()

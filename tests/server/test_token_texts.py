@@ -19,12 +19,12 @@ class Served:
     def __init__(self, kind, inside, folder) -> None:
         self.kind = kind
         self.tokenizer = small_tokenizer(kind)
+        self.tokenizer.chat_template = TEMPLATE
         model = save_model(folder / "model", self.tokenizer)
         lm = knnstore.create(folder / "home", str(model), key=None)
         with lm.store:
             lm.add(TEXTS[:2], domain="texts")
         self.inside = inside(folder / "home", require_keys=False)
-        self.inside.serving._tokenizer.chat_template = TEMPLATE
 
     def post(self, path, **body):
         answer = self.inside.call("POST", path, json={"model": "tiny", "temperature": 1.2, **body})
@@ -52,7 +52,16 @@ class Served:
         return whole[len(before) :]
 
 
-@pytest.fixture(scope="module", params=["byte-level", "llama", "metaspace always", "word pieces"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "byte-level",
+        *(
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind in ("llama", "metaspace always", "word pieces")
+        ),
+    ],
+)
 def served(request, inside, tmp_path_factory):
     return Served(request.param, inside, tmp_path_factory.mktemp("served"))
 

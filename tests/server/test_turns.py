@@ -120,6 +120,7 @@ def test_streams_go_on_between_the_turns_of_long_work(server, observed, kind):
     assert steps >= 5, "the texts stood still"
 
 
+@pytest.mark.slow
 def test_each_turn_of_an_explanation_has_a_step_behind_it(server, observed):
     async def ask() -> None:
         stream = Client(server, "/v1/completions", STREAM)

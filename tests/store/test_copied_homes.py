@@ -158,6 +158,7 @@ def attack(copy: Path, writer_of: Callable) -> None:
             change(store)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "way", "old_claim"),
     [
@@ -178,6 +179,7 @@ def test_a_copy_that_leads_to_the_keys_changes_none(victim, way, old_claim, writ
     assert_unharmed(victim, before, writer_of)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["faiss"], indirect=True)
 def test_recovery_of_a_copy_removes_nothing_of_the_original(victim, killed_at, writer_of) -> None:
     """The copy is made while the original is half way through a removal."""
@@ -212,6 +214,7 @@ def test_a_moved_home_still_writes(victim, moved, writer_of, tmp_path) -> None:
         assert store.verify() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("old_claim", [False, True], ids=["", "old-claim"])
 def test_a_whole_copy_owns_its_keys(victim, old_claim, writer_of) -> None:
     """Also of a store that an older knnstore made, which then has a claim that proves more."""
@@ -225,6 +228,7 @@ def test_a_whole_copy_owns_its_keys(victim, old_claim, writer_of) -> None:
     assert str(victim / "catalog.db") in str(registry.load("faiss").owner(victim / "keys"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["faiss"], indirect=True)
 def test_a_catalog_that_was_restored_into_its_home_goes_on(victim, writer_of) -> None:
     """The restored file has another inode."""
@@ -235,6 +239,7 @@ def test_a_catalog_that_was_restored_into_its_home_goes_on(victim, writer_of) ->
         assert store.verify() == []
 
 
+@pytest.mark.slow
 def test_hard_links_to_the_keys_are_not_written(victim, writer_of) -> None:
     copy = copy_without_keys(victim)
     shutil.copytree(victim / "keys", copy / "keys", copy_function=os.link)
@@ -251,6 +256,7 @@ def test_hard_links_to_the_keys_are_not_written(victim, writer_of) -> None:
         assert store.verify() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["faiss"], indirect=True)
 def test_a_hard_link_to_the_catalog_is_not_written(victim, writer_of) -> None:
     copy = shutil.copytree(victim, victim.with_name("copy"), copy_function=os.link)
@@ -288,6 +294,7 @@ def alone() -> list[str]:
     return command
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["faiss", "qdrant"], indirect=True)
 @pytest.mark.parametrize("inner", [False, True], ids=["keys", "folder-of-keys"])
 def test_a_mount_of_the_keys_is_not_written(victim, inner, writer_of, alone) -> None:
@@ -326,6 +333,7 @@ sys.exit(1)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["faiss"], indirect=True)
 def test_a_copy_on_another_disk_with_the_same_numbers_is_told_apart(victim, alone, tmp_path) -> None:
     for disk in ("first", "second"):

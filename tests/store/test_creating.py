@@ -169,6 +169,7 @@ def race(home: Path, identity, delays: list[float], killed: str | None) -> Count
     return ends
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # forking beside pytest-xdist's threads
 def test_of_several_that_make_one_home_one_does(identity, tmp_path, monkeypatch) -> None:
     rng = random.Random(0)

@@ -144,6 +144,7 @@ def test_removing_the_domain_mends_too(filled, home) -> None:
         check_search(store, filled, [("news", "a")])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["faiss"])
 @pytest.mark.parametrize("kind", ["keys", "ids"])
 def test_what_comes_back_from_a_backup_is_used_again(filled, home, kind) -> None:
@@ -190,6 +191,7 @@ def test_what_is_derived_is_made_anew_without_being_asked(filled, home, kind, ho
         check_search(reader, filled, KEPT + LOST)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["faiss"])
 @pytest.mark.parametrize("name", ["keys/manifest.json", "knnstore.json", "move.json", "catalog.db"])
 def test_a_folder_in_place_of_what_a_store_hangs_on_is_named(filled, home, name) -> None:

@@ -336,6 +336,7 @@ class TestOnPostgresql:
             assert seen(gone, server.folder, tmp_path) == {}
             is_whole(store, "a", *(f"more-{number}" for number in range(30)))
 
+    @pytest.mark.slow
     def test_a_log_that_is_recycled_is_named(self, server: Any, gone: Needles, tmp_path: Path) -> None:
         server.execute("postgres", "ALTER SYSTEM RESET wal_recycle")
         server.execute("postgres", "SELECT pg_reload_conf()")
@@ -364,6 +365,7 @@ class TestOnPostgresql:
             assert store.erase().unreached == ()
 
 
+@pytest.mark.slow
 def test_old_keys_that_could_not_be_erased_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise StoreUnavailableError("nobody answers")
@@ -382,6 +384,7 @@ def test_old_keys_that_could_not_be_erased_are_named(tmp_path: Path, monkeypatch
     assert seen(gone, home) == {}
 
 
+@pytest.mark.slow
 def test_on_a_server_of_qdrant_the_collection_is_another(tmp_path: Path, qdrant_server: Any) -> None:
     place = {"location": qdrant_server.url}
     params = {"grpc_port": qdrant_server.grpc_port}

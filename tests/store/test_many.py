@@ -67,6 +67,7 @@ MANY: dict[str, tuple[Selection, Callable[[int], bool]]] = {
 }
 
 
+@pytest.mark.slow
 def test_many_are_selected_by_few_statements(store: KNNStore) -> None:
     numbers = [document.metadata["i"] for document in store.documents()]
     for what, (selection, expected) in MANY.items():
@@ -85,6 +86,7 @@ def test_many_are_selected_by_few_statements(store: KNNStore) -> None:
     assert store.stored_content(held_out[195:205], Selection(domains=("39",))) == {held_out[199]}
 
 
+@pytest.mark.slow
 def test_many_are_verified_and_described_by_few_statements(store: KNNStore) -> None:
     with statements(store) as executed:
         assert store.verify() == []

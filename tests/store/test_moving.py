@@ -337,6 +337,7 @@ def test_an_unfinished_move_can_be_given_up_and_blocks_no_other(store, writer, h
     assert store.verify() == []
 
 
+@pytest.mark.slow
 def test_to_a_server_that_fails_in_the_middle_and_back(
     store, writer, home, qdrant_server, monkeypatch
 ) -> None:
@@ -415,6 +416,7 @@ def test_the_recall_of_an_approximate_engine_is_reported(store, writer, engine) 
     assert (moved.recall, moved.neighbors) == (0.75, 1024)
 
 
+@pytest.mark.slow
 def test_searches_go_on_while_the_keys_are_moved(store, writer, home) -> None:
     writer.add("law", "1", n=200)
     expected = answers(store)[0]

@@ -18,6 +18,7 @@ def matched_before(document: list[int], at: int, text: list[int]) -> int:
     return length
 
 
+@pytest.mark.slow
 @given(st.lists(TOKENS, min_size=1, max_size=5), TOKENS, st.integers(0, 30), st.integers(1, 6))
 @example([[0, 1, 2, 3, 3, 2, 1, 0, 2, 0, 1], [3, 1, 2, 3, 3, 2, 1, 0, 2, 3]], [3], 9, 3)
 def test_it_stands_there_after_the_longest_end(texts, text, repeated, most) -> None:

@@ -27,6 +27,7 @@ def dense(counts, matches, at, order):
     return rows
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(
     texts=TEXTS, asked=TEXTS, order=st.integers(2, DEPTH), bits=st.sampled_from([3, 14, 20]), data=st.data()
@@ -138,6 +139,7 @@ def check(reader, selection, documents):
     np.testing.assert_allclose(dense(counts, matches, at, 5)[:, :4], rows, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_every_change_is_counted_as_if_the_store_had_never_held_anything_else(store):
     rng, numbers, documents = np.random.default_rng(0), count(), {}
     with KNNStore.open(store.home.path) as reader:

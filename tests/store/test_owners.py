@@ -92,6 +92,7 @@ def test_a_copied_home_reads_and_leaves_the_keys_alone(original, outside, writer
         assert [document.id for document in store.documents()] == ["1"]
 
 
+@pytest.mark.slow
 def test_a_copy_may_take_the_keys_over(original, writer_of, killed_at) -> None:
     assert killed_at("catalog.publish.before", lambda: add(original, "half added", writer_of))
     copy = copy_of(original)
@@ -108,6 +109,7 @@ def test_a_copy_may_take_the_keys_over(original, writer_of, killed_at) -> None:
     assert "'of the original alone' of domain 'law' has lost records" in problems[0]
 
 
+@pytest.mark.slow
 def test_a_copy_may_have_keys_of_its_own(original, outside, writer_of) -> None:
     copy = copy_of(original)
     add(original, "2", writer_of)  # at the positions that the copy gives next
@@ -212,6 +214,7 @@ def test_a_damaged_owner_is_named_and_keeps_from_writing_alone(original, outside
     assert listed(original) == ["1", "2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("outside", "forged", "claimed"),
     [("faiss", False, True), ("faiss", True, True), ("faiss", True, False), ("server", True, True)],
@@ -270,6 +273,7 @@ def test_keys_of_another_store_that_is_empty_are_not_moved_into(home, identity, 
     assert (listed(home), listed(victim)) == (["mine"], ["1"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outside", ["server"], indirect=True)
 def test_homes_of_one_catalog_write_in_turn_and_its_copy_does_not(
     home, identity, outside, postgres, writer_of

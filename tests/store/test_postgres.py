@@ -92,6 +92,7 @@ def test_a_server_that_crashes_during_ingest_loses_nothing_acknowledged(
     reader.close()
 
 
+@pytest.mark.slow
 def test_a_writer_goes_on_when_the_server_came_back_between_two_commits(
     own_postgres, home, identity, writer_of
 ) -> None:

@@ -144,6 +144,7 @@ def test_down_from_any_call_on(tmp_path: Path, qdrant_server: Any, kind: str) ->
             assert "unavailable" in str(problem)
 
 
+@pytest.mark.slow
 def test_done_late(tmp_path: Path, qdrant_server: Any) -> None:
     """A change that the server took and does later leaves nothing that should not be there."""
     with store_on(tmp_path / "home", qdrant_server.url, grpc_port=qdrant_server.grpc_port) as reader:
@@ -165,6 +166,7 @@ def server_process(
         process.kill()
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_in_the_middle(tmp_path: Path, patience: SimpleNamespace) -> None:
     """What was acknowledged is whole after its restart; what was not is added by the same again."""
     home, version = tmp_path / "home", 2
@@ -198,6 +200,7 @@ def test_a_server_that_is_killed_in_the_middle(tmp_path: Path, patience: SimpleN
         assert contents(reader) == steps(version)[0] | {document: version}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gone", "emptied"])
 def test_a_server_that_lost_its_data(tmp_path: Path, qdrant_server: Any, kind: str) -> None:
     """It is never mistaken for a store in which nothing is near, nor made anew without a word."""
