@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from knnstore.errors import InputError
 from knnstore.server.errors import refused
@@ -120,7 +121,7 @@ class JsonConstraints:
     def _tokenizer(self) -> Any:
         """Return the vocabulary as llguidance needs it, made at the first call."""
         try:
-            from llguidance.hf import from_tokenizer
+            from llguidance import LLTokenizer
         except ImportError as error:
             message = f"{_PARAM}: this server lacks llguidance: pip install 'knnstore[structured]'"
             raise refused(message, _PARAM) from error
@@ -128,14 +129,43 @@ class JsonConstraints:
             if self._made is None:
                 try:
                     self._made = self._use_tokenizer(
-                        lambda one: from_tokenizer(
-                            one, n_vocab=max(len(one), self._vocab_size), eos_token=self._ends or None
+                        lambda one: LLTokenizer(
+                            _serialize_tokenizer(one),
+                            n_vocab=max(len(one), self._vocab_size),
+                            eos_token=self._ends or one.eos_token_id,
                         )
                     )
                 except Exception as error:  # whatever Rust makes of a tokenizer that it does not know
                     message = f"{_PARAM}: llguidance does not support this model's tokenizer"
                     raise refused(message, _PARAM) from error
             return self._made
+
+
+def _serialize_tokenizer(tokenizer: Any) -> str:
+    """Return a fast tokenizer as JSON, in which no text is a token that was added to the vocabulary.
+
+    llguidance tokenizes text that a schema forces. If the text holds a name such as ``</s>`` or ``<tool>``,
+    it offers the token of this name, and then refuses it. So added tokens get names that no text has; their
+    text can be written with the other tokens.
+
+    Raises:
+        ValueError: the tokenizer is not a fast one.
+    """
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ValueError("only fast tokenizers are supported")
+    values = json.loads(tokenizer.backend_tokenizer.to_str())
+    values |= {"padding": None, "truncation": None, "post_processor": None}
+    model, names = values["model"], dict[str, str]()
+    for token in values.get("added_tokens") or ():
+        names[token["content"]] = f"\ue000added {token['id']}\ue000"
+        token |= {"content": names[token["content"]], "special": True}
+    if isinstance(model.get("vocab"), dict):
+        model["vocab"] = {names.get(token, token): id for token, id in model["vocab"].items()}
+    elif model.get("vocab"):  # of unigrams, with their scores
+        model["vocab"] = [[names.get(token, token), score] for token, score in model["vocab"]]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    return json.dumps(values)
 
 
 def _compile(tokenizer: Any, schema: dict[str, Any]) -> tuple[Any, str]:

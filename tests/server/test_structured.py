@@ -6,9 +6,13 @@ from typing import Literal
 
 import openai
 import pytest
+import torch
 from pydantic import BaseModel, Field
 
+from knnstore.server.protocol import ResponseFormat
+from knnstore.server.structured import JsonConstraints
 from tests.server.test_clients import served
+from tests.spellings import small_tokenizer
 
 pytest.importorskip("llguidance")
 
@@ -53,6 +57,21 @@ def test_the_package_parses_an_answer(talking):
         assert isinstance(answer.choices[0].message.parsed, Country)
     with client.chat.completions.stream(**asked, seed=1, response_format=Country) as stream:
         assert isinstance(stream.get_final_completion().choices[0].message.parsed, Country)
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "llama"])
+def test_a_text_may_hold_the_names_of_special_and_added_tokens(kind):
+    """Spelled with other tokens; llguidance itself offers the named token and then refuses it."""
+    tokenizer = small_tokenizer(kind)
+    constraints = JsonConstraints(lambda use: use(tokenizer), len(tokenizer), [tokenizer.eos_token_id])
+    for text in ("plain", "</s> x", "x</s>", *(f"a {token} b" for token in tokenizer.get_added_vocab())):
+        asked = ResponseFormat(type="json_schema", json_schema={"name": "x", "schema": {"const": text}})
+        constraint, tokens, is_complete = constraints.constraint_for(asked), [], False
+        while not is_complete:
+            tokens.append(int(constraint.restrict(torch.zeros(len(tokenizer))).argmax()))
+            is_complete = constraint.advance(tokens[-1])
+        assert not {*tokens} & {*tokenizer.get_added_vocab().values()} - {tokenizer.eos_token_id}
+        assert json.loads(tokenizer.decode(tokens, skip_special_tokens=True)) == text
 
 
 def test_texts_of_a_random_model_are_held_to_the_schema(server):
@@ -223,7 +242,7 @@ def test_what_is_no_format_and_what_is_too_large_is_refused(server):
 
 
 def test_without_the_extra_it_is_refused_with_what_to_install(inside, prepared, monkeypatch):
-    monkeypatch.setitem(sys.modules, "llguidance.hf", None)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
     server = inside(prepared, require_keys=False)
     body = {"model": "tiny", "prompt": "A", "max_tokens": 1}
     assert server.call("POST", "/v1/completions", json=body).status_code == 200
