@@ -146,6 +146,7 @@ LIKE = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("text", "like", "matches"), LIKE)
 def test_like_tells_small_letters_from_capitals_and_takes_nothing_else_for_special(
     text: str, like: str, matches: bool, catalog: Catalog, writer: CatalogWriter, document: Make

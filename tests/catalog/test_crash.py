@@ -49,7 +49,9 @@ ACTIONS: dict[str, Callable[[CatalogWriter, dict[str, int], Make], object]] = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place", [one if one == "inside" else pytest.param(one, marks=pytest.mark.slow) for one in PLACES]
+)
 @pytest.mark.parametrize("name", ACTIONS)
 def test_killed_while_writing(
     name: str, place: str, catalog_url: URL, create: Callable[[URL], Catalog], document: Make,
@@ -85,6 +87,7 @@ def test_killed_while_writing(
     catalog.close()
 
 
+@pytest.mark.slow
 def test_killed_while_creating(
     catalog_url: URL, create: Callable[[URL], Catalog], killed_at: KilledAt
 ) -> None:

@@ -163,6 +163,7 @@ def test_filters_and_counts(catalog: Catalog, writer: CatalogWriter, document: M
     assert [(d.name, d.documents, d.tokens) for d in catalog.domains()] == [("law", 2, 8), ("tax", 1, 4)]
 
 
+@pytest.mark.slow
 def test_two_thousand_documents_at_once(catalog: Catalog, writer: CatalogWriter, document: Make) -> None:
     documents = [
         document(f"d{number}", f"domain{number % 7}", tokens=number % 5, tags=("all", f"t{number % 3}"))

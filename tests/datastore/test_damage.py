@@ -169,6 +169,7 @@ def test_lost_manifest_is_no_empty_store(store: Path) -> None:
     assert sorted(store.rglob("*.keys")) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", [0, 100, 20_000, 150_000, 390_000])
 def test_disk_full(tmp_path: Path, room: int) -> None:
     """With no room: one clear error, what was flushed before is there, and trying again with room works."""

@@ -130,7 +130,7 @@ class AgainstDictionary(RuleBasedStateMachine):
             assert self.reader.verify() == []
 
 
-@pytest.mark.parametrize("buffer_size", [100, 32 << 20])
+@pytest.mark.parametrize("buffer_size", [100, pytest.param(32 << 20, marks=pytest.mark.slow)])
 def test_against_dictionary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, buffer_size: int) -> None:
     monkeypatch.setattr(segments_module, "BUFFER_SIZE", buffer_size)
     monkeypatch.setattr(segments_module, "_MANY_SEGMENTS", 4)

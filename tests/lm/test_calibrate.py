@@ -66,6 +66,7 @@ def test_the_winner_is_saved_for_its_domains_and_used(lm):
     assert record.growth(lm.store) == pytest.approx(16 / 12)
 
 
+@pytest.mark.slow
 def test_what_is_saved_for_the_whole_store_is_used_from_then_on(lm):
     found = lm.calibrate(HELD_OUT, max_k=16)
     assert lm.knn == found.comparison.best.settings
@@ -132,6 +133,7 @@ def test_one_long_file_is_enough(lm):
     assert "gate" in {one.name for one in uneven.comparison.candidates}
 
 
+@pytest.mark.slow
 def test_nothing_is_saved_that_does_not_beat_the_model(lm):
     before = lm.store.settings()
     # No word twice in a document, so that a cache is of no use either.
@@ -155,6 +157,7 @@ def test_documents_of_the_store_are_refused_or_left_out(lm):
     assert left_out.comparison.best.held_out.ppl == pytest.approx(honest.knn_ppl, rel=0.2)
 
 
+@pytest.mark.slow
 def test_stored_text_is_recognized_by_its_tokens(lm):
     spaced = [replace(one, text=f"{one.text} ") for one in STORED]
     part = " ".join(STORED[3].text.split()[20:90])
