@@ -3,12 +3,22 @@
 import json
 import pickle
 import shutil
+import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import knnstore
-from knnstore.errors import ConfigError
+from knnstore.errors import (
+    ConfigError,
+    FingerprintMismatchError,
+    InputError,
+    KnnstoreError,
+    ModelOutputError,
+)
+from tests.lm.test_creating import write_gguf
 
 
 class Harm:
@@ -32,9 +42,9 @@ def change(file: Path, **fields: object) -> None:
     file.write_text(json.dumps(known | fields))
 
 
-def assert_refused(folder: Path, match: str = "") -> None:
-    """No store is made for the folder, and the error is one line."""
-    with pytest.raises(ConfigError, match=match) as refused:
+def assert_refused(folder: Path, match: str = "", error: type[KnnstoreError] = ConfigError) -> None:
+    """No store is made for the folder, or GGUF file, and the error is one line."""
+    with pytest.raises(error, match=match) as refused:
         knnstore.create(folder.parent / "home", str(folder))
     assert len(str(refused.value).splitlines()) == 1
     assert not (folder.parent / "home").exists()
@@ -78,7 +88,8 @@ def test_pickled_weights_are_never_loaded(folder) -> None:
         ("config.json", {"n_embd": 0}),
         ("config.json", {"n_head": 0}),
         ("config.json", {"n_positions": 2**70}),
-        ("config.json", {"n_layer": 10**9}),
+        ("config.json", {"n_layer": 0}),
+        ("config.json", {"n_layer": -1}),
         ("config.json", {"model_type": ["gpt2"]}),
         ("config.json", {"auto_map": 3}),
         ("config.json", {"dtype": "float7"}),
@@ -97,7 +108,90 @@ def test_pickled_weights_are_never_loaded(folder) -> None:
 )
 def test_values_that_make_no_sense_are_one_line(folder, file, fields) -> None:
     change(folder / file, **fields)
-    assert_refused(folder, "config.json of the model .* layers|the model .* cannot be loaded on")
+    assert_refused(folder, "the configuration of the model .* layers|the model .* cannot be loaded on")
+
+
+@pytest.mark.slow
+def test_a_billion_layers_are_not_built(folder) -> None:
+    """In a process of its own, with a limit: without the check, its memory and time have no end."""
+    change(folder / "config.json", n_layer=10**9)
+    code = "import sys, knnstore; knnstore.create(sys.argv[1] + '/home', sys.argv[2])"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder.parent), str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "ConfigError: the configuration of the model" in done.stderr
+
+
+def test_weights_that_are_nan_are_refused_at_once(folder) -> None:
+    data = (folder / "model.safetensors").read_bytes()
+    start = 8 + struct.unpack("<Q", data[:8])[0]
+    (folder / "model.safetensors").write_bytes(data[:start] + b"\xff" * (len(data) - start))
+    assert_refused(folder, "logits are NaN or infinite", ModelOutputError)
+
+
+def test_a_shape_unlike_the_configuration_is_named(folder) -> None:
+    change(folder / "config.json", n_positions=65)
+    assert_refused(folder, "its weights have other shapes than its configuration asks for$")
+
+
+def test_tokens_that_the_model_has_not_are_warned_of(folder, caplog) -> None:
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    words = tokenizer["model"]["vocab"]
+    words |= {f"far-{at}": len(words) + at for at in range(3)}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with knnstore.create(folder.parent / "home", str(folder)) as lm:
+        (warning,) = [line for line in caplog.messages if "tokenizer has" in line]
+        assert "3 tokens that are not among the model's 101, 'far-0' (token 101) for one" in warning
+        with pytest.raises(InputError, match="far-1"):
+            lm.add(["far-1"], domain="a")
+
+
+def test_a_store_says_that_the_configuration_has_changed(folder) -> None:
+    knnstore.create(folder.parent / "home", str(folder)).store.close()
+    change(folder / "config.json", layer_norm_epsilon=0.1)
+    with pytest.raises(FingerprintMismatchError, match=r"the configuration of the model .* is not the one"):
+        knnstore.load(folder.parent / "home")
+
+
+GGUF_TENSORS, GGUF_VALUES = 8, 16  # where the header holds their counts
+
+
+def at_offset(content: bytes, offset: int, form: str, value: int) -> bytes:
+    data = struct.pack(form, value)
+    return content[:offset] + data + content[offset + len(data) :]
+
+
+def after_name(content: bytes, name: bytes, value: int) -> bytes:
+    """Set the number that follows a name, and its type, in the header of a GGUF file."""
+    return at_offset(content, content.index(name) + len(name) + 4, "<I", value)
+
+
+GGUF_DAMAGES = {
+    "empty": (lambda content: b"", "."),
+    "cut in its header": (lambda content: content[:3000], "its file ends too early"),
+    "cut in its weights": (lambda content: content[: len(content) // 2], "."),
+    "other format": (lambda content: b"\x80\x04" + content[2:], "not a valid JSON|magic"),
+    "2**60 tensors": (lambda content: at_offset(content, GGUF_TENSORS, "<Q", 2**60), "."),
+    "2**60 values": (lambda content: at_offset(content, GGUF_VALUES, "<Q", 2**60), "."),
+    "no layers": (lambda content: after_name(content, b"llama.block_count", 0), "asks for 0 layers"),
+    "many layers": (lambda content: after_name(content, b"llama.block_count", 2**31), "layers"),
+    "other width": (lambda content: after_name(content, b"llama.embedding_length", 48), "."),
+    "no heads": (lambda content: after_name(content, b"llama.attention.head_count", 0), "."),
+    "NaN": (lambda content: content[: -len(content) // 2] + b"\xff" * (len(content) // 2), "NaN or infinite"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", GGUF_DAMAGES)
+def test_damaged_gguf_files_are_one_line(tmp_path, damage) -> None:
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file)
+    change, reason = GGUF_DAMAGES[damage]
+    file.write_bytes(change(file.read_bytes()))
+    assert_refused(file, reason, ModelOutputError if damage == "NaN" else ConfigError)
 
 
 @pytest.mark.parametrize("content", ["[1]", "3", "null", '"x"'])

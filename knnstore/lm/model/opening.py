@@ -12,7 +12,16 @@ from knnstore.documents import documents_of
 from knnstore.errors import ConfigError
 from knnstore.lm.keys import AUTO, Joining, described, fit_projection, locate
 from knnstore.lm.model.modeling import KNNLMForCausalLM
-from knnstore.lm.reading import Encoder, TextReader, check_runs, identify, loaded, name_of, sample_keys
+from knnstore.lm.reading import (
+    Encoder,
+    TextReader,
+    check_runs,
+    identify,
+    loaded,
+    name_of,
+    sample_keys,
+    warn_of_unknown_tokens,
+)
 from knnstore.lm.settings import KNNSettings, resolve
 from knnstore.progress import Progress
 from knnstore.store import KEYLESS, KNNStore, Mode, check_new
@@ -74,6 +83,7 @@ def create(
     Raises:
         StoreExistsError: there is a store already.
         ConfigError: something given cannot be used.
+        ModelOutputError: the model predicts NaN.
         InputError: a document of the sample cannot be used.
     """
     if key is None:  # keys of the text that is being read, for a cache, are made all the same
@@ -86,6 +96,7 @@ def create(
         raise ConfigError("dim and sample belong together: the keys are projected as fits those of a sample")
     base, tokenizer = loaded(model, tokenizer, device=device, dtype=dtype, **options)
     check_runs(base)
+    warn_of_unknown_tokens(base, tokenizer)
     identity = identify(
         base, tokenizer,
         name=name_of(base if options.get("gguf_file") else model), key=key, joining=joining, metric=metric,

@@ -11,6 +11,7 @@ from knnstore.lm.reading.models import (
     load_model,
     loaded,
     name_of,
+    warn_of_unknown_tokens,
     window_of,
 )
 from knnstore.lm.reading.reader import TextReader, check_tokens, in_chunks, usable_documents
@@ -30,5 +31,6 @@ __all__ = [
     "Synced", "TextReader", "TokenPiece", "TokenTexts", "Tokens", "WindowBatch", "add", "as_cache_argument",
     "cache_argument", "check_logits", "check_matches", "check_runs", "check_tokenizer", "check_tokens",
     "decode_tokens", "find_cache", "identify", "in_chunks", "letters_of", "load_model", "loaded",
-    "name_of", "sample_keys", "sample_tokens", "split_text", "sync", "usable_documents", "window_of",
+    "name_of", "sample_keys", "sample_tokens", "split_text", "sync", "usable_documents",
+    "warn_of_unknown_tokens", "window_of",
 ]  # fmt: skip

@@ -92,14 +92,8 @@ class Encoder:
 
     @property
     def vocabulary(self) -> int:
-        """Number of tokens that the model reads and predicts: rows of its embeddings and of its head."""
-        counts = [int(self.model.config.get_text_config().vocab_size)]
-        inputs = self.model.get_input_embeddings()
-        for module, name in ((inputs, "num_embeddings"), (self.head, "out_features")):
-            count = getattr(module, name, None)
-            if isinstance(count, int):
-                counts.append(count)
-        return min(counts)
+        """Number of tokens that the model reads and predicts; see `vocabulary_size`."""
+        return vocabulary_size(self.model)
 
     @classmethod
     def of(cls, model: PreTrainedModel, store: Reader) -> Self:
@@ -271,6 +265,17 @@ class Encoder:
                 return False
             # The same operations on the same shapes: equal to the bit, or something else is done.
             return torch.equal(whole.float(), logits.float())
+
+
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """Return the number of tokens that a model reads and predicts: rows of its embeddings and of its head."""
+    counts = [int(model.config.get_text_config().vocab_size)]
+    inputs, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    for module, name in ((inputs, "num_embeddings"), (head, "out_features")):
+        count = getattr(module, name, None)
+        if isinstance(count, int):
+            counts.append(count)
+    return min(counts)
 
 
 def check_logits(model: PreTrainedModel, logits: Tensor, mask: Tensor | None = None) -> None:

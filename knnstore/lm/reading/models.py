@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import struct
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from knnstore.lm.keys import (
     same_model,
     tokenizer_fingerprint,
 )
+from knnstore.lm.reading.encoder import check_logits, vocabulary_size
 from knnstore.lm.reading.windows import check_window, max_length_of, prefix_of
 from knnstore.model_names import add_gguf_file, check_model, split_gguf_file
 from knnstore.store import Identity
@@ -39,6 +41,9 @@ _NO_CODE = "knnstore runs no code that comes with a model"
 
 _MOST_LAYERS = 10_000
 """Most layers of a model. Transformers builds each before it reads a weight: a wrong number costs hours."""
+
+_REASON_CHARACTERS = 300
+"""Most characters of another package's error message that are shown."""
 
 
 class Loaded(NamedTuple):
@@ -175,11 +180,11 @@ def _tokenizer_of(name: str, **options: Any) -> PreTrainedTokenizerBase:
 
 
 def _check_layers(name: str, config: Any) -> None:
-    """Refuse a configuration with more layers than a model has, before they are built."""
+    """Refuse a configuration with fewer or more layers than a model has, before they are built."""
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
-    if isinstance(layers, int) and layers > _MOST_LAYERS:
+    if isinstance(layers, int) and not 1 <= layers <= _MOST_LAYERS:
         raise ConfigError(
-            f"the config.json of the model {name!r} asks for {layers:,} layers, and at most "
+            f"the configuration of the model {name!r} asks for {layers:,} layers, and 1 to "
             f"{_MOST_LAYERS:,} are loaded: it is damaged"
         )
 
@@ -219,13 +224,18 @@ def is_of_files(error: BaseException) -> bool:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the first line of an error's message that says what is wrong, or its type where it has none."""
-    lines = str(error).strip().strip('"').strip().splitlines()
+    """Return one line that says what is wrong: of an error's message, or its type where it has none."""
+    lines = [line for line in str(error).strip().strip('"').splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
+    whole = " ".join(" ".join(lines).split())[:_REASON_CHARACTERS]
+    if isinstance(error, struct.error):
+        return f"its file ends too early ({whole})"
     if isinstance(error, KeyError | AttributeError | TypeError | IndexError | ZeroDivisionError):
-        return f"its files hold a value that makes no sense ({' '.join(' '.join(lines).split())[:300]})"
-    return lines[0][:300]
+        return f"its files hold a value that makes no sense ({whole})"
+    if "ignore_mismatched_sizes" in lines[0]:  # an argument of transformers, which nobody has given
+        return "its weights have other shapes than its configuration asks for"
+    return whole if lines[0].endswith(":") else lines[0][:_REASON_CHARACTERS]
 
 
 def name_of(model: str | PreTrainedModel) -> str:
@@ -249,6 +259,7 @@ def check_runs(model: PreTrainedModel) -> None:
 
     Raises:
         ConfigError: the forward pass fails, or gives no logits for each token.
+        ModelOutputError: the logits are NaN or infinite.
     """
     name = type(model).__name__
     ids = torch.tensor([[0, 1, 2], [0, 1, 0]], device=model.device)
@@ -263,6 +274,7 @@ def check_runs(model: PreTrainedModel) -> None:
         raise ConfigError(
             f"the model does not predict text: {name} gives logits of shape {shape} for 2 x 3 tokens"
         )
+    check_logits(model, logits)
     before = logits[:, :2].float()
     if (before[0] - before[1]).abs().amax() > _ALIKE * before.abs().amax():
         _logger.warning(
@@ -270,6 +282,19 @@ def check_runs(model: PreTrainedModel) -> None:
             "in its configuration",
             name,
         )
+
+
+def warn_of_unknown_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Log a warning if the tokenizer has tokens that the model has not. Text with such a token is refused."""
+    vocabulary = vocabulary_size(model)
+    unknown = {id: token for token, id in tokenizer.get_vocab().items() if not 0 <= id < vocabulary}
+    if unknown:
+        first = min(unknown)
+        _logger.warning(
+            "the tokenizer has %s tokens that are not among the model's %s, %r (token %s) for one: text that "
+            "holds such a token is refused",
+            f"{len(unknown):,}", f"{vocabulary:,}", unknown[first], first,
+        )  # fmt: skip
 
 
 def identify(
@@ -352,6 +377,11 @@ def check_matches(
     """
     found = model_fingerprint(model)
     if not same_model(found, identity.model_fingerprint):
+        if found.partition(":")[0] == identity.model_fingerprint.partition(":")[0]:
+            raise FingerprintMismatchError(
+                f"the configuration of the model {identity.model} is not the one that the store was made "
+                "with: restore its config.json, or make a store for this one"
+            )
         raise FingerprintMismatchError(
             f"the store was made with the model {identity.model} ({identity.model_fingerprint[:12]}), "
             f"this is {model.config.name_or_path or type(model).__name__} ({found[:12]}): "
