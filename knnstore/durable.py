@@ -32,6 +32,9 @@ _OWNER_ONLY = 0o600
 BLOCK = 1 << 16
 """Bytes hashed at a time; also what a search checks when it touches a row for the first time."""
 
+_MOST_BYTES = 4 << 30
+"""Most bytes of a file that is read as a whole. A damaged or sparse file may claim any size."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
@@ -51,7 +54,7 @@ class StoredFile:
 
 
 class NoFileError(OSError):
-    """Something that is no file stands where a file is to be."""
+    """Something stands where a file is to be that is no file, or claims a size that no such file has."""
 
 
 class FileWriter:
@@ -128,8 +131,14 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def read_file(path: Path) -> bytes:
-    """Read a small file of a home as a whole; see `open_file`."""
+    """Read a small file of a home as a whole; see `open_file`.
+
+    Raises:
+        NoFileError: also if the file claims more bytes than any such file has, before they are read.
+    """
     with open_file(path) as file:
+        if os.fstat(file.fileno()).st_size > _MOST_BYTES:
+            raise NoFileError(errno.EFBIG, "is too large to be one of a store", str(path))
         return file.read()
 
 

@@ -100,6 +100,7 @@ def test_pickled_weights_are_never_loaded(folder) -> None:
         ("tokenizer_config.json", {"auto_map": 3}),
         ("tokenizer_config.json", {"tokenizer_class": 3}),
         ("tokenizer_config.json", {"bos_token": 3}),
+        ("tokenizer_config.json", {"model_max_length": "x"}),
         ("tokenizer.json", {"model": None}),
         ("tokenizer.json", {"added_tokens": 3}),
         ("tokenizer.json", {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}),

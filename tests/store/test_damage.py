@@ -203,6 +203,24 @@ def test_a_folder_in_place_of_what_a_store_hangs_on_is_named(filled, home, name)
 
 
 @pytest.mark.parametrize("engine", ["faiss"])
+@pytest.mark.parametrize("name", ["keys/manifest.json", "keys/owner", "knnstore.json"])
+def test_a_size_that_no_file_of_a_store_has_is_not_read(filled, home, name) -> None:
+    os.truncate(home / name, 1 << 40)
+    for mode in ("r", "a"):
+        with pytest.raises(KnnstoreError, match=rf"{name}.*(damaged|too large)"):
+            KNNStore.open(home, mode)
+
+
+@pytest.mark.parametrize("engine", ["faiss"])
+@pytest.mark.parametrize("written", [0, -1, 1.5, "x", None])
+def test_a_format_that_is_none_is_no_newer_one(filled, home, written) -> None:
+    file = home / "knnstore.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": written}))
+    with pytest.raises(KnnstoreError, match=r"knnstore\.json is damaged: it names no format"):
+        KNNStore.open(home)
+
+
+@pytest.mark.parametrize("engine", ["faiss"])
 def test_a_pipe_among_the_keys_keeps_nobody_waiting(filled, home) -> None:
     (home / "keys" / "owner").unlink()
     os.mkfifo(home / "keys" / "owner")

@@ -96,12 +96,12 @@ def create(
         raise ConfigError("dim and sample belong together: the keys are projected as fits those of a sample")
     base, tokenizer = loaded(model, tokenizer, device=device, dtype=dtype, **options)
     check_runs(base)
-    warn_of_unknown_tokens(base, tokenizer)
     identity = identify(
         base, tokenizer,
         name=name_of(base if options.get("gguf_file") else model), key=key, joining=joining, metric=metric,
         max_length=max_length, stride=stride,
     )  # fmt: skip
+    warn_of_unknown_tokens(base, tokenizer)
     projection = None
     if sample is not None and dim is not None:
         encoder = Encoder(base, locate(base, key), joining)

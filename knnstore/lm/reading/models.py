@@ -172,10 +172,15 @@ def loaded(
 
 
 def _tokenizer_of(name: str, **options: Any) -> PreTrainedTokenizerBase:
-    """Load a tokenizer; where its files are missing transformers makes one that knows no text."""
+    """Load a tokenizer, and try it on one letter.
+
+    Raises:
+        ConfigError: its files are missing. Transformers would make a tokenizer that knows no text.
+    """
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, **options)
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ConfigError(f"the model {name!r} has no tokenizer: save that beside it (save_pretrained)")
+    tokenizer("a", add_special_tokens=False)  # raises where its files hold a value that makes no sense
     return tokenizer
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Self
 
 from knnstore.catalog import URL, parse_url, shown, sqlite_url, without_password
-from knnstore.durable import WriterLock, publish, read_file
+from knnstore.durable import NoFileError, WriterLock, publish, read_file
 from knnstore.errors import ConfigError, StoreNotFoundError
 from knnstore.secret_files import read_secret
 from knnstore.space import Reserve
@@ -109,8 +109,11 @@ class Home:
             written, saved = description["format"], description["catalog"]
         except (FileNotFoundError, NotADirectoryError) as error:
             raise StoreNotFoundError(f"no knnstore at {folder}; make one with `knnstore init`") from error
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ConfigError(f"{folder / DESCRIPTION} is damaged: {error}") from error
+        except (NoFileError, ValueError, KeyError, TypeError, RecursionError) as error:
+            reason = error.strerror if isinstance(error, NoFileError) else error
+            raise ConfigError(f"{folder / DESCRIPTION} is damaged: {reason}") from error
+        if not isinstance(written, int) or written < 1:
+            raise ConfigError(f"{folder / DESCRIPTION} is damaged: it names no format")
         if written != FORMAT:
             raise ConfigError(f"{folder} has format {written}, this package reads {FORMAT}: upgrade knnstore")
         url = cls._catalog_url(folder, saved)
