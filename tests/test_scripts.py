@@ -42,6 +42,7 @@ def test_data_is_split_by_document_and_no_text_is_in_two_parts(run, tmp_path, ca
     assert "is not empty" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_keys_are_those_of_the_model_in_the_order_of_the_text(run, tmp_path) -> None:
     texts = ["one two three", "four"]
     for name, text in zip("ab", texts, strict=True):

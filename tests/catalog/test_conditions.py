@@ -157,6 +157,7 @@ def test_like_tells_small_letters_from_capitals_and_takes_nothing_else_for_speci
     assert bool(catalog.rows_where(f"a not like '{like}'", [placed.group])) != matches
 
 
+@pytest.mark.slow
 def test_deep_and_long_conditions_are_answered_or_refused(
     catalog: Catalog, writer: CatalogWriter, document: Make
 ) -> None:
@@ -181,6 +182,7 @@ def test_deep_and_long_conditions_are_answered_or_refused(
             catalog.rows_where(condition, [placed.group])
 
 
+@pytest.mark.slow
 def test_deep_fields_are_answered_or_refused(catalog: Catalog, writer: CatalogWriter, document: Make) -> None:
     nested: Any = 1
     for _ in range(63):

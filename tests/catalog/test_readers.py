@@ -70,6 +70,7 @@ def test_the_revision_is_queried_only_after_a_commit(opener: Opener, document: M
             theirs.close()  # with the writer's lock
 
 
+@pytest.mark.slow
 def test_readers_see_one_moment(opener: Opener, document: Make) -> None:
     catalog, reader = opener(), opener()
     writer = CatalogWriter(catalog)

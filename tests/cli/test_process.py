@@ -82,6 +82,7 @@ def test_two_processes_cannot_write_at_once(knnstore, store):
     assert knnstore("remove --domain news --yes").status == 0
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_seen_enough(store):
     done = subprocess.run(
         f"{' '.join(map(repr, KNNSTORE))} documents | head -1",

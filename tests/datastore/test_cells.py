@@ -25,6 +25,7 @@ class Optimizing(CellsDatastore):
         return super().search(queries, k, where=where)
 
 
+@pytest.mark.slow
 class TestOneCell(DatastoreTests):  # which is what small groups have
     datastore_class = CellsDatastore
 
@@ -320,6 +321,7 @@ def test_centers_in_two_levels_are_as_near_as_in_one(monkeypatch: pytest.MonkeyP
     assert away[1] < 1.1 * away[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codes", ["none", "int8", "pq4"])
 @pytest.mark.parametrize("metric", list(Metric))
 def test_a_device_measures_as_the_processor_does(tmp_path: Path, metric: Metric, codes: str) -> None:

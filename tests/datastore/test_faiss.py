@@ -30,6 +30,7 @@ class TestAuto(DatastoreTests):  # which is exact search as long as sets are sma
     datastore_class = FaissDatastore
 
 
+@pytest.mark.slow
 class TestInvertedFile(DatastoreTests):
     datastore_class = Optimizing
     params: ClassVar[dict[str, Any]] = {"index": "IVF4,SQ8"}

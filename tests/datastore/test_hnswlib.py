@@ -36,6 +36,7 @@ class Optimizing(HnswlibDatastore):
         return super().search(queries, k, where=where)
 
 
+@pytest.mark.slow
 class TestDefaults(SearchTests, FilterTests):  # what it shares with the FAISS adapter is tested there
     datastore_class = HnswlibDatastore
 

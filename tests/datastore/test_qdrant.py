@@ -67,6 +67,7 @@ class Optimizing(QdrantDatastore):
         return super().search(queries, k, where=where)
 
 
+@pytest.mark.slow
 class TestEmbeddedGraph(SearchTests, FilterTests):
     datastore_class = Optimizing
     params: ClassVar[dict[str, Any]] = {"indexing_threshold": 1, "full_scan_threshold": 1}

@@ -42,10 +42,12 @@ def installed(request: pytest.FixtureRequest, adapter: type[Datastore]) -> None:
         request.cls.datastore_class = adapter
 
 
+@pytest.mark.slow
 class TestUsearch(DatastoreTests):
     """With its defaults."""
 
 
+@pytest.mark.slow
 class TestUsearchGraphs(SearchTests, FilterTests):
     params: ClassVar[dict[str, Any]] = {"exact_up_to": 0}
 

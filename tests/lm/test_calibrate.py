@@ -43,6 +43,7 @@ def filled(make_lm):
         return store.home.path
 
 
+@pytest.mark.slow
 def test_the_winner_is_saved_for_its_domains_and_used(lm):
     before = lm.evaluate(HELD_OUT, settings_for(lm.store, Selection(domains=("phrases",))))
     found = lm.calibrate(HELD_OUT, domains=["phrases"], max_k=64)

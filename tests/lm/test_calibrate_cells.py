@@ -49,6 +49,7 @@ def ppl(log_probs: torch.Tensor) -> float:
     return math.exp(-float(log_probs.double().mean()))
 
 
+@pytest.mark.slow
 def test_candidates_agree_with_the_evaluation(lm) -> None:
     """All mixers with all probes, and what is in force; what is saved has the probes that were chosen."""
     lm.knn = KNNSettings(temperature=lm.knn.temperature, lam=0.3, probes=16)

@@ -127,6 +127,7 @@ def write_gguf(path: Path) -> None:
     writer.close()
 
 
+@pytest.mark.slow
 def test_a_model_in_a_gguf_file_is_found_again(tmp_path, monkeypatch) -> None:
     (tmp_path / "models").mkdir()
     file = tmp_path / "models" / "tiny.gguf"

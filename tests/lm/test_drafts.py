@@ -106,6 +106,7 @@ def test_what_is_written_is_the_same(lm, made, settings, options) -> None:
         assert made[0].tokens > 2 * made[0].passes
 
 
+@pytest.mark.slow
 def test_no_draft_spoils_the_text(lm, monkeypatch) -> None:
     expected = [written(lm, False, PLAIN, seed, do_sample=seed > 0) for seed in range(6)]
     rng = np.random.default_rng(1)

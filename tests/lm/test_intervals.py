@@ -21,6 +21,7 @@ def drawn(rng: np.random.Generator, count: int, kind: str) -> tuple[np.ndarray, 
     return lengths * level + 2.5 * rng.normal(size=count) * np.sqrt(lengths), lengths
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [8, 12, 40])
 @pytest.mark.parametrize("kind", ["a perplexity", "longer is easier", "a ratio, with outliers"])
 def test_intervals_cover_what_they_say(kind, count):

@@ -113,6 +113,7 @@ def test_the_best_is_expected_to_be_as_good_as_the_best_of_each_half_is_on_the_o
     assert found.change.ppl == pytest.approx(found.expected.ppl / found.base.ppl)
 
 
+@pytest.mark.slow
 def test_the_lowest_of_many_by_luck_is_not_expected_to_be_low(scored, found) -> None:
     trial, rng = Trial(scored), np.random.default_rng(5)
     lucky, expected = [], []

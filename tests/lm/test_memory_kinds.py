@@ -77,6 +77,7 @@ def check_drafts(lm, caplog, *, drafts: bool, **options) -> None:
     handle.remove()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mistral", "lfm2"])
 def test_a_cache_that_forgets_is_drafted_for(stores, caplog, kind) -> None:
     check_drafts(stores(kind), caplog, drafts=True)

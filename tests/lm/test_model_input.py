@@ -106,6 +106,7 @@ def test_a_document_with_a_token_that_the_model_lacks_is_left_out(
                 lm.generate(torch.tensor(ids), max_new_tokens=1)
 
 
+@pytest.mark.slow
 def test_figures_leave_out_what_the_model_cannot_read_and_name_it(
     make_model, wide_tokenizer, tmp_path, monkeypatch
 ) -> None:

@@ -230,6 +230,7 @@ def test_the_places_of_an_n_gram_are_named_with_what_they_gave(lm, texts):
 # -- settings
 
 
+@pytest.mark.slow
 def test_calibrating_fits_their_weight_and_saves_it(make_lm, texts):
     lm = make_lm(texts, max_length=24, stride=12)
     rng = np.random.default_rng(1)

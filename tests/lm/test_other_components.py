@@ -117,6 +117,7 @@ def test_it_is_mixed_wherever_text_is_read(lm, title) -> None:
     torch.testing.assert_close(torch.cat(out.logits), whole, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("networks", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_it_is_fitted_saved_and_loaded(lm, networks) -> None:

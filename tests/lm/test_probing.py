@@ -48,6 +48,7 @@ def test_a_place_that_says_nothing_is_last(make_model, tokenizer) -> None:
     assert all(math.isfinite(candidate.fitted.change.high) for candidate in found.candidates)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remembers", [False, True])
 def test_joined_states_help_a_model_that_forgets_where_the_text_remembers(make_model, tokenizer, remembers):
     model = make_model("gpt2")

@@ -43,6 +43,7 @@ def test_letters_are_those_of_the_text(tokenizer, between):
     assert "".join(map(chr, letters_of(tokenizer).of(tokens))) == "".join(TEXT.split())
 
 
+@pytest.mark.slow
 def test_text_that_is_wrapped_otherwise_counts_as_stored(tmp_path):
     lm = knnstore.create(tmp_path / "home", str(MODEL), key=None)
     again = TextDocument("again", textwrap.fill(TEXT, 50))

@@ -133,6 +133,7 @@ def test_without_held_out_text_everything_is_fitted_and_goes_with_what_it_was_fi
         lm.store.load_weights(learned)
 
 
+@pytest.mark.slow
 def test_held_out_text_may_stand_beside(lm) -> None:
     held_out = documents(RNG, PHRASES, "h", 12)
     found = lm.calibrate(held_out, stored_tokens=500, max_k=16, networks=False)

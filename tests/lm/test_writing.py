@@ -138,6 +138,7 @@ def test_without_room_to_write_a_cache_counts_in_scoring_only(make_lm) -> None:
         assert find_scoring_only(lm, HELD_OUT, replace(PLAIN, cache=CACHE)) == (("cache",), ())
 
 
+@pytest.mark.slow
 def test_text_is_written_without_it_and_scored_with_it(lm) -> None:
     settings = replace(PLAIN, cache=CACHE, ngrams=NGramSettings(3, 0.3), scoring_only=("cache", "n-grams"))
     assert settings.components == ("cache", "n-grams", "keys")

@@ -130,6 +130,7 @@ def files(home: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in home.rglob("*.keys")}
 
 
+@pytest.mark.slow
 def test_the_reserve_serves_a_store_that_is_open_while_the_disk_fills(disk, steps) -> None:
     home = disk(24 << 20).path / "home"
     steps.well("create", home, "faiss")
@@ -138,6 +139,7 @@ def test_the_reserve_serves_a_store_that_is_open_while_the_disk_fills(disk, step
     assert steps.well("check", home, N).ids == []
 
 
+@pytest.mark.slow
 def test_the_catalog_needs_room_where_the_keys_are_on_another_disk(disk, steps, tmp_path) -> None:
     full = disk(8 << 20)
     home = full.path / "home"

@@ -7,6 +7,7 @@ import pytest
 N = 300
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["faiss", "hnswlib", "qdrant"])
 def test_nobody_else_can_read_what_is_written(engine, tmp_path, steps) -> None:
     home = tmp_path / "home"

@@ -57,6 +57,7 @@ def test_commands_that_write_say_what_it_is(home, steps) -> None:
     assert "read-only medium" in steps.refused("create", home.parent / "new", "faiss")
 
 
+@pytest.mark.slow
 def test_a_folder_of_which_only_reading_is_allowed(home, plain_steps) -> None:
     plain = plain_steps
     for path in (home, *home.rglob("*")):
@@ -74,6 +75,7 @@ def test_a_writer_leaves_one_file(home) -> None:
         assert reader.document("a").tags == ("t",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", [True, False])
 def test_the_log_of_a_writer_that_was_killed(index, home, disk, steps) -> None:
     """It holds what was acknowledged, so it must not be passed over."""

@@ -38,6 +38,7 @@ def evaluation(knn_ppl: float) -> str:
     return json.dumps({"base_ppl": 213.7, "knn_ppl": knn_ppl, "by_frequency": parts}, indent=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "perplexities", "left", "end"),
     [

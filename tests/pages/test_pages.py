@@ -44,6 +44,7 @@ def commands(text):
         yield words[: min(ends, default=len(words))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_commands_of_a_page_can_be_given(page):
     for words in commands(page.read_text()):

@@ -121,6 +121,7 @@ def test_an_unreachable_catalog_is_noticed_before_anything_is_made(identity, tmp
         assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("places", ["location", "sqlite", "postgresql"], indirect=True)
 def test_what_somebody_made_is_refused_and_kept(places, identity, writer_of, killed_at) -> None:
     """Also when it is empty, and when a creation at the same place was interrupted before."""

@@ -168,6 +168,7 @@ def test_what_comes_back_from_a_backup_is_used_again(filled, home, kind) -> None
         check_search(reader, filled, [*KEPT, ("law", "1"), ("law", "4")])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "kind", "how"),
     [

@@ -107,7 +107,10 @@ def is_whole(store: KNNStore, *names: str) -> None:
         assert np.allclose(found.distances, 0, atol=1e-5)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "engine",
+    [one if one == next(iter(ENGINES)) else pytest.param(one, marks=pytest.mark.slow) for one in ENGINES],
+)
 def test_no_byte_of_what_was_removed_is_left(tmp_path: Path, engine: str) -> None:
     pytest.importorskip(
         {"qdrant": "qdrant_edge", "cells": "torch"}.get(ENGINES[engine][0], ENGINES[engine][0])
@@ -324,6 +327,7 @@ class TestOnPostgresql:
             store.remove_document("id-b")
         return gone
 
+    @pytest.mark.slow
     def test_no_byte_is_left(self, server: Any, gone: Needles, tmp_path: Path) -> None:
         server.execute("postgres", "CHECKPOINT")
         before = seen(gone, server.folder / "data")

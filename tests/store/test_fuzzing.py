@@ -18,8 +18,9 @@ def outcomes(*options: str) -> int:
     return sum(json.loads(done.stdout)["outcomes"].values())
 
 
-def test_three_hundred_damaged_homes() -> None:
-    assert outcomes("--mutations", "300") == 300
+@pytest.mark.parametrize("count", [40, pytest.param(300, marks=pytest.mark.slow)])
+def test_damaged_homes(count: int) -> None:
+    assert outcomes("--mutations", str(count)) == count
 
 
 @pytest.mark.slow

@@ -145,6 +145,7 @@ def test_keys_in_a_home_are_copied_with_it(store, home, writer_of, monkeypatch) 
         shutil.rmtree(copy)
 
 
+@pytest.mark.slow
 def test_keys_of_another_store_are_neither_read_nor_written(original, outside, identity, writer_of) -> None:
     registry.load(outside["store"]).erase(outside["location"])
     other = original.with_name("other")
