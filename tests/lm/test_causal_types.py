@@ -36,7 +36,7 @@ SIZES = {
         48: "d_ff d_inner decoder_ffn_dim encoder_ffn_dim ffn_dim ffn_hidden_size intermediate_size "
         "moe_intermediate_size n_inner shared_expert_intermediate_size",
         64: "max_position_embeddings max_seq_len n_ctx n_positions",
-        101: "vocab_size vocab_size_per_layer_input",
+        101: "unpadded_vocab_size vocab_size vocab_size_per_layer_input",
     }.items()
     for name in names.split()
 }
@@ -78,6 +78,7 @@ CHANGES: dict[str, Mapping[str, Any]] = {
             "glm_moe_dsa",
             "kimi_linear",
             "minicpm3",
+            "sarvam_mla",
             "youtu",
         ),
         FOUR_HEADS,
