@@ -15,6 +15,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils.hub import cached_file
 
 from knnstore.datastore import Metric
 from knnstore.errors import ConfigError, FingerprintMismatchError
@@ -41,6 +42,9 @@ _NO_CODE = "knnstore runs no code that comes with a model"
 
 _MOST_LAYERS = 10_000
 """Most layers of a model. Transformers builds each before it reads a weight: a wrong number costs hours."""
+
+_FILE_OPTIONS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+"""Options of `from_pretrained` that say where a model's files are."""
 
 _REASON_CHARACTERS = 300
 """Most characters of another package's error message that are shown."""
@@ -97,7 +101,8 @@ def load_model(
         wanted_attention = options.get("attn_implementation") or config._attn_implementation
         if "/" in str(wanted_attention):  # a repository whose code transformers would fetch and run
             raise ConfigError(f"the model {name!r} wants code from {wanted_attention!r}: {_NO_CODE}")
-        _check_shards(name, Path(folder, options.get("subfolder") or ""), options.get("variant"))
+        if gguf_file is None:
+            _check_shards(folder, **options)
         loading: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=wanted, use_safetensors=True, output_loading_info=True, **options | safe | of_file
         )
@@ -194,18 +199,30 @@ def _check_layers(name: str, config: Any) -> None:
         )
 
 
-def _check_shards(name: str, folder: Path, variant: str | None) -> None:
+def _check_shards(name: str, **options: Any) -> None:
     """Refuse an index of weights that names anything but safetensors files of its own folder.
 
     Transformers opens each file that the index names, wherever it is, and unpickles one of another kind.
-    A folder that is not there, as for a hub id, and a folder without an index are accepted.
+    A model without an index is accepted.
+
+    Args:
+        name: a folder, or a hub id: then the index is fetched first.
+        **options: of `load_model`.
 
     Raises:
         ConfigError: the index is not an index, or names such a file.
     """
-    file = folder / f"model.safetensors.index.{f'{variant}.' if variant else ''}json"
-    if not file.is_file():
+    variant = options.get("variant")
+    index_name = f"model.safetensors.index.{f'{variant}.' if variant else ''}json"
+    path = cached_file(
+        name,
+        index_name,
+        **{option: options[option] for option in _FILE_OPTIONS if options.get(option) is not None},
+        _raise_exceptions_for_missing_entries=False,
+    )
+    if path is None:
         return
+    file = Path(path)
     try:
         index = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
