@@ -78,7 +78,7 @@ class ScoredText:
     targets: Tensor | None = None
     """The tokens themselves, int64, shape (n,); None where nothing but neighbors is weighed."""
     metric: Metric | str = Metric.L2
-    """How distances between keys are measured."""
+    """Measure of distances between keys."""
     fitted_for: Mapping[str, Any] | None = None
     """What weights that are fitted on this text are for; see `described`."""
     substitute: ScoredSubstitute | None = None
@@ -111,7 +111,7 @@ class ScoredText:
 
     @property
     def ngrams(self) -> TargetContinuation | None:
-        """What n-grams give to each token; None where the text was scored without them."""
+        """Probability of each token by n-grams; None where the text was scored without them."""
         return self.evidence.found.get(NGrams.name)
 
     @property
@@ -131,7 +131,7 @@ class ScoredText:
 
     @property
     def is_anything_found(self) -> bool:
-        """Whether neighbors or n-grams know something of any token."""
+        """True if neighbors or n-grams were found for at least one token."""
         counted = self.ngrams is not None and bool(self.ngrams.probs.isfinite().any())
         return counted or bool(len(self.found))
 

@@ -61,7 +61,7 @@ class Place(NamedTuple):
     component: str
     """Name of the component."""
     distance: float | None = None
-    """Of its key to the query; None where the component has no distances."""
+    """Distance of its key to the query; None where the component has no distances."""
     id: int = -1
     """The record's id; -1 for a place of the same text."""
     matched: int = 0
@@ -154,7 +154,7 @@ class Component(Protocol):
 
 
 class Fitting(Protocol):
-    """What n scored tokens tell about the settings of one component, over what lies below it."""
+    """Evidence of n scored tokens by which the settings of one component are fitted."""
 
     def fit(self, log_probs: Tensor, wanted: Tensor) -> Any:
         """Find the component's likeliest settings.

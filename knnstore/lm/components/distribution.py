@@ -56,7 +56,7 @@ class DistributionFitting(NamedTuple):
     """The tokens, int64, shape (n,)."""
 
     def fit(self, log_probs: Tensor, wanted: Tensor) -> dict[str, Any]:
-        """Let the component fit its settings."""
+        """Return the settings that the component fits, see `DistributionComponent.fit`."""
         return self.component.fit(self.found, log_probs, self.targets, wanted)
 
     def mix(self, log_probs: Tensor, fitted: Mapping[str, Any]) -> Tensor:

@@ -32,13 +32,13 @@ Factors = Mapping[str, Sequence[float]]
 
 
 class Experts(NamedTuple):
-    """What a gate weighs at n tokens: e experts of all components, side by side."""
+    """The e experts of all components at n tokens, which a gate weighs."""
 
     contributions: Mapping[str, Sequence[Contribution]]
     """The experts of each component; none of a component that is not in use."""
 
     features: Tensor
-    """What is known before the token comes, NaN where nothing is: float32, shape (n, f)."""
+    """Features known before the token, NaN where one is not known: float32, shape (n, f)."""
 
     found: Tensor
     """Which experts say something, bool, shape (n, e)."""
