@@ -18,7 +18,6 @@ T = TypeVar("T")
 DIM = 8
 STALLED = 600.0
 """Seconds that a call stalls: whoever waited for its end would be answered, and not say what is expected."""
-"""Seconds: less than anybody stalls or tries here, and time enough for a busy machine to give up."""
 
 ONCE = ["refuse", "error", "busy", "cut", "lost", "acknowledged", "wait_timeout", "stall"]
 FOREVER = 2**62
@@ -75,6 +74,7 @@ class Spoilt:
             message = str(error)
         assert "unavailable" in message
         self.server.faults.clear()
+        self.server.finish_abandoned_calls()
         return work()
 
 

@@ -108,6 +108,7 @@ class Faults:
         self._late: list[Callable[[], Any]] = []
         self._timers: list[threading.Timer] = []
         self._lock = threading.Lock()
+        self._answering = 0
 
     def add(self, kind: str, endpoint: str = "*", **details: Any) -> Fault:
         """Misbehave from now on; the arguments are those of `Fault`.
@@ -140,6 +141,11 @@ class Faults:
             (fault.kind is Kind.STALL or fault.times == FOREVER) and fault.is_due for fault in self._faults
         )
 
+    @property
+    def is_answering(self) -> bool:
+        """Whether a call is being answered, for a client that waits or for one that gave up."""
+        return self._answering > 0
+
     def counted(self) -> Counter[str]:
         """How often each endpoint was called."""
         return Counter(endpoint for _, endpoint in self.calls)
@@ -152,9 +158,19 @@ class Faults:
             ConnectionLost: the connection must be reset.
         """
         with self._lock:
+            self._answering += 1
             self.calls.append((protocol, endpoint))
             well_again = self._well_again
             fault = next((fault for fault in self._faults if fault.hits(endpoint)), None)
+        try:
+            return self._answer(endpoint, work, fault, well_again)
+        finally:
+            with self._lock:
+                self._answering -= 1
+
+    def _answer(
+        self, endpoint: str, work: Callable[[], Any], fault: Fault | None, well_again: threading.Event
+    ) -> Any:
         if endpoint in UPDATES:
             self._do_what_is_late()
         if fault is None:

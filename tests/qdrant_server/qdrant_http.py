@@ -1,6 +1,7 @@
 """Qdrant's REST API over an engine, as far as this project's use of the client needs it."""
 
 import json
+import select
 import socket
 import struct
 from collections.abc import Callable
@@ -33,10 +34,16 @@ class HttpServer(ThreadingHTTPServer):
         self._open: set[socket.socket] = set()
         super().__init__(("127.0.0.1", port), Handler)
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Remember the connection, so that it ends with the server."""
-        self._open.add(request)
-        super().process_request(request, client_address)
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Accept a connection, and remember it, so that it ends with the server."""
+        connection, address = super().get_request()
+        self._open.add(connection)
+        return connection, address
+
+    @property
+    def has_abandoned_requests(self) -> bool:
+        """Whether a client closed a connection, or opened one, that its thread has not dealt with yet."""
+        return bool(select.select([self.socket], [], [], 0)[0]) or any(map(_is_unread, [*self._open]))
 
     def shutdown_request(self, request: Any) -> None:
         """Forget the connection."""
@@ -61,6 +68,15 @@ def reset(connection: socket.socket) -> None:
         connection.close()
     except OSError:
         pass  # it ended by itself
+
+
+def _is_unread(connection: socket.socket) -> bool:
+    """Whether the client of a connection has sent something, or closed it, that was not read yet."""
+    try:
+        connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except OSError:
+        return False  # nothing was sent, or the server closed it
+    return True
 
 
 class Handler(BaseHTTPRequestHandler):

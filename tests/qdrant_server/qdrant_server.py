@@ -11,6 +11,7 @@ prints its two ports, and misbehaves as told through `/faults` (see `qdrant_http
 import argparse
 import signal
 import threading
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -76,6 +77,14 @@ class QdrantServer:
         self._grpc.stop(0).wait()
         self._engine.close()
         self._engine = None
+
+    def finish_abandoned_calls(self) -> None:
+        """Wait for the calls whose client gave up: what they change must not change later.
+
+        A client on a busy machine may give up before its call has reached the engine.
+        """
+        while self.faults.is_answering or self._http.has_abandoned_requests:
+            time.sleep(0.001)
 
     def restart(self) -> None:
         """Stop and start; what was stored is still there."""
