@@ -33,7 +33,8 @@ lock: $(VENV)/installed-dev
 # The stamps of what is installed, without extras and with those of `dev`: pip is asked again only when what it reads has changed.
 $(VENV)/installed-base: EXTRAS =
 $(VENV)/installed-dev: EXTRAS = [dev]
-$(VENV)/installed-base $(VENV)/installed-dev: pyproject.toml constraints.txt
+$(VENV)/installed-dev: RESEARCH = -e research
+$(VENV)/installed-base $(VENV)/installed-dev: pyproject.toml research/pyproject.toml constraints.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.$(EXTRAS)'
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.$(EXTRAS)' $(RESEARCH)
 	touch $@

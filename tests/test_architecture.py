@@ -54,6 +54,16 @@ def test_nobody_imports_past_a_face(importer: str) -> None:
             assert not faces_passed(importer, target), f"{importer} imports {target} past its folder's face"
 
 
+def test_research_imports_faces_only() -> None:
+    """It may use what any other package may: faces, modules of the root, and what commands are made of."""
+    for path in (ROOT / "research" / "knnstore_research").rglob("*.py"):
+        for module, names in imports_of(path):
+            inner = {name for name in names if f"{module}.{name}" in MODULES}
+            assert not inner, f"{path}: {module} is a folder, and {inner} modules in it"
+            if module in MODULES and not is_folder(module):
+                assert module.count(".") == 1 or module.startswith("knnstore.cli."), f"{path}: {module}"
+
+
 @pytest.mark.parametrize("folder", sorted(filter(is_folder, MODULES)))
 def test_a_face_names_what_it_offers(folder: str) -> None:
     tree = ast.parse(MODULES[folder].read_text())

@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 import knnstore
+from knnstore.cli.command_groups import load_command_groups
 from knnstore.cli.commands import COMMANDS, DATABASE_COMMANDS, KEY_COMMANDS
 from knnstore.cli.interrupts import INTERRUPTED, SAID, interruptible, was_interrupted
 from knnstore.cli.logs import LOG, Form, LogFormatOption, VerboseOption
@@ -148,6 +149,15 @@ def _root(
     LOG.ask(verbose, log_format)
 
 
+def add_installed_groups() -> None:
+    """Add the command groups of other packages to `app`."""
+    for name, (text, commands) in load_command_groups():
+        group = typer.Typer(help=text, no_args_is_help=True)
+        for command_name, command in commands.items():
+            _register(group, command, command_name)
+        app.add_typer(group, name=name)
+
+
 def run() -> None:
     """Run the command line; `knnstore.cli.main` is prepared for Ctrl-C before it imports this."""
     for stream in (sys.stdout, sys.stderr):
@@ -155,4 +165,5 @@ def run() -> None:
             stream.reconfigure(errors="backslashreplace")  # a terminal that cannot show λ still works
     logging.getLogger("knnstore").addHandler(Lines())
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # without a network it would tell of each attempt
+    add_installed_groups()
     app(prog_name="knnstore")

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from knnstore.lazy_imports import attach_lazy_imports
 
 if TYPE_CHECKING:
-    from knnstore.lm.calibration import Calibration, Comparison, Probe, Probed, probe_keys
+    from knnstore.lm.calibration import Calibration, Comparison
     from knnstore.lm.components import DistributionComponent
     from knnstore.lm.explanation import (
         DocumentEffect,
@@ -147,8 +147,6 @@ __all__ = [
     "Part",
     "Passage",
     "PointerSettings",
-    "Probe",
-    "Probed",
     "PruningCost",
     "Purpose",
     "RelativeConfidence",
@@ -188,7 +186,6 @@ __all__ = [
     "load_model",
     "overridden",
     "own_settings_for",
-    "probe_keys",
     "read_part",
     "register_component",
     "register_mixer",

@@ -552,21 +552,6 @@ def test_keys_of_several_states_are_made_told_and_used(knnstore, workplace):
     assert knnstore(f"{init} --states 0").status == 2
 
 
-@pytest.mark.slow
-def test_probing_tells_what_further_states_are_worth(knnstore, workplace):
-    probed = knnstore("probe-keys --model examples/tiny-lm articles.jsonl --key ffn_input --states 2 --json")
-    assert probed.status == 0, probed.err
-    joined = [one for one in probed.json["candidates"] if one["states"] == 2]
-    assert [one["dim"] for one in joined] == [16]
-    single = min(one["ppl"] for one in probed.json["candidates"] if one["states"] == 1)
-    assert joined[0]["ratio_to_one_state"]["ppl"] == pytest.approx(joined[0]["ppl"] / single)
-    assert "2 states: " in probed.err
-    best = probed.json["best"]
-    assert f"--states {best['states']} --metric" in probed.err
-    none = knnstore("probe-keys --model examples/tiny-lm articles.jsonl --key ffn_input --states 1 --json")
-    assert {one["states"] for one in none.json["candidates"]} == {1}
-
-
 def test_without_keys_text_is_added_by_the_tokenizer_alone(knnstore, workplace):
     shutil.copytree("examples/tiny-lm", "lm")
     for home, key in (("words", "none"), ("keys", "ffn_input")):

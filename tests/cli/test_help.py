@@ -9,7 +9,6 @@ import pytest
 from knnstore import KNNLMForCausalLM, create
 from knnstore.cli import commands
 from knnstore.cli.reference import helps, page
-from knnstore.lm import probe_keys
 
 COMMANDS = {name: text for name, text in helps() if name not in ("knnstore", "knnstore db", "knnstore key")}
 OWN_TESTS = ("knnstore demo", "knnstore serve", "knnstore key revoke")
@@ -32,7 +31,6 @@ def test_every_command_has_help_with_an_example_of_itself(name):
     ("command", "function"),
     [
         ("init", create),
-        ("probe-keys", probe_keys),
         ("calibrate", KNNLMForCausalLM.calibrate),
         ("substitute", KNNLMForCausalLM.train_substitute),
         ("generate", KNNLMForCausalLM.generate_text),

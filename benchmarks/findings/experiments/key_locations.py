@@ -1,10 +1,9 @@
 """Where in the model the keys are taken."""
 
 from finding import Finding, Table, settle
+from knnstore_research.key_probing import Probed, probe_keys
 from lab import Lab
 from texts import SPLITS
-
-from knnstore.lm import Probed, probe_keys
 
 TITLE = "The normalized input of the last feed-forward part is the best key"
 CLAIM = """Khandelwal et al. 2020, table 5 (dev, alone 17.96): input of the feed-forward part after its
@@ -12,9 +11,9 @@ normalization 16.06, before it 17.06; input of the attention 16.76 and 17.14; ou
 and 17.07. Xu et al. 2023: inner products do about as well as distances."""
 RULE = """in a domain it holds if `ffn_input` with distances has the lowest perplexity of all places of
 the table, of the last layer and behind it; the contrary if the interval of its ratio to the model
-alone is above, as a whole, that of the best place. `knnstore probe-keys` measures it on a sample of the
-domain's documents, of all splits, of which it holds out a third: T and λ are fitted on one half of those and
-judged on the other."""
+alone is above, as a whole, that of the best place. `knnstore research probe-keys` measures it on a sample
+of the domain's documents, of all splits, of which it holds out a third: T and λ are fitted on one half of
+those and judged on the other."""
 MINUTES = 8.0
 WANTED = "ffn_input"
 KEYS = [

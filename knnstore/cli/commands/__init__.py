@@ -8,7 +8,6 @@ from knnstore.cli.commands.calibrating import calibrate
 from knnstore.cli.commands.demonstrating import demo
 from knnstore.cli.commands.evaluating import evaluate
 from knnstore.cli.commands.listing import adapters, documents, domains, info, show
-from knnstore.cli.commands.probing import probe_keys
 from knnstore.cli.commands.pruning import prune
 from knnstore.cli.commands.serving import key_add, key_list, key_revoke, serve
 from knnstore.cli.commands.substituting import substitute
@@ -18,7 +17,6 @@ __all__ = ["COMMANDS", "DATABASE_COMMANDS", "KEY_COMMANDS"]
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "init": init,
-    "probe-keys": probe_keys,
     "add": add,
     "sync": sync,
     "eval": evaluate,

@@ -1,9 +1,24 @@
-"""Finding the settings that are best for a user's own model, store and text."""
+"""Finding the settings that are best for a user's own model, store and text.
+
+`calibrate` does everything. To measure a method of your own, use its steps: `score_once` scores text,
+`compare` fits and judges candidates on it, and a `Judge` computes perplexities with intervals.
+"""
 
 from knnstore.lm.calibration.calibrating import Calibration, calibrate
-from knnstore.lm.calibration.candidates import Comparison
-from knnstore.lm.calibration.probing import Probe, Probed, probe_keys
+from knnstore.lm.calibration.candidates import Comparison, compare
+from knnstore.lm.calibration.judging import MIN_DOCUMENTS, MIN_TOKENS, Judge
+from knnstore.lm.calibration.scored_text import ScoredText, score_once
+from knnstore.lm.calibration.trying import Candidate
 
 __all__ = [
-    "Calibration", "Comparison", "Probe", "Probed", "calibrate", "probe_keys",
-]  # fmt: skip
+    "MIN_DOCUMENTS",
+    "MIN_TOKENS",
+    "Calibration",
+    "Candidate",
+    "Comparison",
+    "Judge",
+    "ScoredText",
+    "calibrate",
+    "compare",
+    "score_once",
+]

@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
+from knnstore_research.key_probing import default_keys, nearest_keys, probe_keys
 
 from knnstore.documents import TextDocument
 from knnstore.errors import ConfigError, InputError
-from knnstore.lm.calibration.probing import default_keys, nearest_keys, probe_keys
 from tests.lm.phrases import documents, phrases
 
 RNG = np.random.default_rng(7)
@@ -17,7 +17,7 @@ DOCUMENTS = documents(RNG, phrases(RNG, 30), "d", 36)
 
 @pytest.mark.parametrize("metric", ["l2", "ip"])
 def test_neighbors_are_the_nearest(metric, monkeypatch) -> None:
-    monkeypatch.setattr("knnstore.lm.calibration.probing._DISTANCES", 1000)  # several steps
+    monkeypatch.setattr("knnstore_research.key_probing._DISTANCES", 1000)  # several steps
     keys = torch.from_numpy(RNG.standard_normal((300, 8)).astype(np.float32)) + 100
     queries = keys[:20] + torch.from_numpy(RNG.standard_normal((20, 8)).astype(np.float32))
     distances, rows = nearest_keys(queries, keys, 7, metric)

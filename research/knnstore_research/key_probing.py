@@ -19,10 +19,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from knnstore.datastore import Keys, Metric, pairwise, stored_keys
 from knnstore.documents import TextDocument
 from knnstore.errors import ConfigError, InputError
-from knnstore.lm.calibration.candidates import compare
-from knnstore.lm.calibration.judging import MIN_DOCUMENTS, MIN_TOKENS, Judge
-from knnstore.lm.calibration.scored_text import ScoredText
-from knnstore.lm.calibration.trying import Candidate
+from knnstore.lm.calibration import (
+    MIN_DOCUMENTS,
+    MIN_TOKENS,
+    Candidate,
+    Judge,
+    ScoredText,
+    compare,
+)
 from knnstore.lm.keys import (
     FINAL_PLACES,
     LAYER_PLACES,

@@ -1,4 +1,4 @@
-"""The command that compares where keys can be taken, and how many states make one."""
+"""The command ``probe-keys``: compares where keys can be taken, and how many states make one."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +13,7 @@ from knnstore.errors import ConfigError
 from knnstore.model_names import check_model
 
 if TYPE_CHECKING:
-    from knnstore.lm import Probed
+    from knnstore_research.key_probing import Probed
 
 
 def probe_keys(
@@ -70,14 +70,14 @@ def probe_keys(
     wider; a message tells their ratio to keys of one.
 
     Examples:
-      knnstore probe-keys --model examples/tiny-lm articles.jsonl
-      knnstore probe-keys --model examples/tiny-lm articles.jsonl --key ffn_input --dim 8 --json
+      knnstore research probe-keys --model examples/tiny-lm articles.jsonl
+      knnstore research probe-keys --model examples/tiny-lm articles.jsonl --key ffn_input --dim 8 --json
     """
     documents.check()
     check_model(model)
     quiet_transformers()
     from knnstore.lm import load_model
-    from knnstore.lm import probe_keys as probe
+    from knnstore_research.key_probing import probe_keys as probe
 
     with Bar() as bar:
         base, tokenizer = load_model(model, device=runtime.device, dtype=runtime.dtype)
