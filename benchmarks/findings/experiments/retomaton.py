@@ -1,18 +1,14 @@
 """Pointers in place of searches."""
 
-from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from finding import Finding, Plot, Table, below, count, every, settle
 from judging import best_fixed, interval, ppl, ratio
+from knnstore_research.retomaton import Clusters, StoredRecords, follow_pointers
 from lab import Lab
-from torch import Tensor
 
-from knnstore.datastore import Neighbors
-from knnstore.lm import KNNSettings, PointerSettings
-from knnstore.lm.components import Form, look_up, mixture_of, search_records
-from knnstore.lm.retrieval import retrieve_in_step
-from knnstore.lm.scoring import ReadTokens, score_held_out
+from knnstore.lm.mixing import FixedLambda
 from knnstore.store import Selection
 
 TITLE = "Pointers to what comes next save searches, better than leaving them out at random"
@@ -26,29 +22,47 @@ records on average; all of those that pointers lead to are compared with in plac
 made once, before any is saved."""
 MINUTES = 45.0
 CLUSTER = 1_000
-POINTERS = [
-    PointerSettings(None),
-    *(PointerSettings(enough) for enough in (64, 8)),
-    *(PointerSettings(enough, cluster_size=CLUSTER) for enough in (8, 4, 2)),
-]
+
+
+class Setting(NamedTuple):
+    """When pointers take the place of a search."""
+
+    min_pointers: int | None
+    """This many suffice; None searches always."""
+    has_clusters: bool = False
+
+    def __str__(self) -> str:
+        """Return the name in the table."""
+        if self.min_pointers is None:
+            return "always searches"
+        return f"{self.min_pointers:,} suffice{' with clusters' if self.has_clusters else ''}"
+
+
+SETTINGS = [Setting(None), Setting(64), Setting(8), *(Setting(enough, True) for enough in (8, 4, 2))]
 
 
 def run(lab: Lab) -> Finding:
     """Score test with fewer and fewer searches."""
     rows, holds, lines, most = [], [], {}, []
     for domain in lab.domains:
-        test = lab.test(domain)
-        settings = replace(best_fixed(lab.dev(domain)), selection=Selection(domains=(domain,)))
+        test, settings = lab.test(domain), best_fixed(lab.dev(domain))
         plain = test.log_probs(settings).log_probs
+        mixer = settings.mixer
+        assert isinstance(mixer, FixedLambda)
         lab.say(f"{domain}: searching for every token of test")
-        whole, found = search_once(lab, domain, settings)
-        assert torch.equal(whole.targets, test.targets), "in another order"
+        store, selection = lab.base.lm.store, Selection(domains=(domain,))
+        found = store.search(test.evidence.keys.numpy(), settings.k, selection)
+        records = StoredRecords(store, selection)
+        clusters = Clusters(records, CLUSTER)
         rows.append([domain, "no pointers", "0%", interval(test, plain), None, None])
         better, free = [], 0.0
-        for pointers in POINTERS:
-            lab.say(f"{domain}: following, {name_of(pointers)}")
-            log_probs, searched = follow(lab, whole, found, replace(settings, pointers=pointers))
-            saved = 1 - searched
+        for setting in SETTINGS:
+            lab.say(f"{domain}: following, {setting}")
+            followed = follow_pointers(
+                records, test, found, settings.temperature,
+                min_pointers=setting.min_pointers, clusters=clusters if setting.has_clusters else None,
+            )  # fmt: skip
+            log_probs, saved = followed.log_probs(test.lm_log_probs, mixer.lam), followed.saved
             drawn = torch.rand(len(test), generator=torch.Generator().manual_seed(0)) >= saved
             random = torch.where(drawn, plain, test.lm_log_probs)
             against = ratio(test, log_probs, random)
@@ -56,10 +70,8 @@ def run(lab: Lab) -> Finding:
                 better.append(below(against))
             change = ratio(test, log_probs, plain)
             free = max(free, saved) if change.ppl <= 1.005 else free
-            rows.append(
-                [domain, name_of(pointers), f"{saved:.0%}", interval(test, log_probs), change, against]
-            )
-            kind = domain if pointers.cluster_size is None else f"{domain}, clusters"
+            rows.append([domain, str(setting), f"{saved:.0%}", interval(test, log_probs), change, against])
+            kind = f"{domain}, clusters" if setting.has_clusters else domain
             for name, of in ((kind, log_probs), (f"{domain}, at random", random)):
                 lines.setdefault(name, []).append((saved, ppl(of) / ppl(plain)))
         holds.append(every(better))
@@ -73,37 +85,3 @@ def run(lab: Lab) -> Finding:
         [Table(head, rows)],
         [Plot("retomaton", "Perplexity by share of searches saved", "saved", "÷ no pointers", in_order)],
     )
-
-
-def name_of(pointers: PointerSettings) -> str:
-    """How the table calls it."""
-    if pointers.min_pointers is None:
-        return "always searches"
-    clusters = "" if pointers.cluster_size is None else " with clusters"
-    return f"{pointers.min_pointers:,} suffice{clusters}"
-
-
-def search_once(lab: Lab, domain: str, settings: KNNSettings) -> tuple[ReadTokens, Neighbors]:
-    """Score test and search for every token, whichever searches are saved afterwards."""
-    lm, documents = lab.base.lm, lab.texts[domain]["test"]
-    parts = [part.read for part in score_held_out(lm.store, lm.reader, documents, settings)]
-    read = ReadTokens.joined(parts)
-    (found,) = search_records(lm.store, read.keys.numpy(), settings)
-    return read, found
-
-
-def follow(lab: Lab, whole: ReadTokens, neighbors: Neighbors, settings: KNNSettings) -> tuple[Tensor, float]:
-    """Return log p of every token where pointers save searches, and the share of searches made."""
-    store = lab.base.lm.store
-    steps = retrieve_in_step(
-        store, whole.keys.numpy(), whole.targets.numpy(), whole.documents, whole.positions,
-        settings, neighbors.rows,
-    )  # fmt: skip
-    log_probs, made = torch.empty(len(whole)), 0
-    for rows, (found, searched) in steps:
-        step = whole.select_rows(torch.from_numpy(rows))
-        batch = step.batch(store.identity.vocab_size, None).with_neighbors(found, searched)
-        mixture = mixture_of(settings, look_up(store, settings, batch, Form.TARGET))
-        log_probs[torch.from_numpy(rows)] = mixture.gold(step.lm_log_probs, step.targets)
-        made += int(searched.sum())
-    return log_probs, made / len(whole)

@@ -1,0 +1,182 @@
+"""Pointers in place of searches: RetoMaton (Alon et al. 2022), measured on a text that was scored once.
+
+The record after a retrieved one, in its document, is likely near the next query. A record therefore has a
+pointer to the record after it. Of the records that were retrieved for the last token, those that predicted
+the token that came lead on to their successors. If enough of them do, these take the place of a search.
+
+`StoredRecords` holds the records of a store with their pointers, `follow_pointers` scores a text with them,
+and `Clusters` groups near records, so that a pointer leads to all records near its own.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from knnstore.datastore import Ids, Keys, Metric, Neighbors, nearest_rows, paired, positions_of, tokens_of
+from knnstore.errors import ConfigError
+from knnstore.lm.calibration import ScoredText
+from knnstore.store import EVERYTHING, Reader, Selection
+
+_SAMPLED = 64
+"""Keys for each center, which becomes their mean."""
+_MOST_CENTERS = 4096
+"""Larger stores have larger clusters: to assign n records takes 2 n c dim operations."""
+_ROUNDS = 2
+_MOST_MEMBERS = 1 << 14
+"""Records of the clusters that one query is compared with, but one cluster at least."""
+
+Rows = NDArray[np.int64]
+_NO_ROWS = np.empty(0, np.int64)
+
+
+class StoredRecords:
+    """The records of the selected documents, in the order of their texts, each with its pointer.
+
+    Args:
+        reader: the store. All keys are read into memory, as float32.
+        selection: of documents, at least one of which has a record.
+    """
+
+    def __init__(self, reader: Reader, selection: Selection = EVERYTHING) -> None:
+        batches = list(reader.records(selection))
+        self.metric = Metric(reader.identity.metric)
+        self.ids: Ids = np.concatenate([batch.ids for batch in batches])
+        """Ascending, int64, shape (n,)."""
+        self.keys: Keys = np.concatenate([batch.keys for batch in batches])
+        """Float32, shape (n, d)."""
+        self.tokens = tokens_of(self.ids)
+        """The token that each record predicts, shape (n,)."""
+        has_successor = (np.diff(reader.holders(self.ids)) == 0) & (np.diff(positions_of(self.ids)) == 1)
+        rows = np.arange(1, len(self.ids))
+        self.successors: Rows = np.append(np.where(has_successor, rows, -1), -1)
+        """The row of the next record of the same document; -1 after the last. Int64, shape (n,)."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def rows_of(self, ids: Ids) -> Rows:
+        """Return the rows of records, of which all are among these."""
+        return np.searchsorted(self.ids, ids)
+
+
+class Clusters:
+    """All records, divided by the nearest of some centers, which k-means (Lloyd 1982) finds in a sample.
+
+    Args:
+        records: of the store.
+        size: how many records a cluster has on average, >= 1.
+    """
+
+    def __init__(self, records: StoredRecords, size: int) -> None:
+        # 1) Find the centers.
+        count = min(_MOST_CENTERS, max(1, round(len(records) / size)))
+        sample = records.keys[:: max(1, len(records) // (_SAMPLED * count))]
+        centers = sample[:: max(1, len(sample) // count)][:count].copy()
+        for _ in range(_ROUNDS):
+            labels = _nearest_centers(sample, centers)
+            order = np.argsort(labels, kind="stable")
+            present, starts = np.unique(labels[order], return_index=True)
+            sums = np.add.reduceat(sample[order], starts, dtype=np.float64)
+            centers[present] = sums / np.diff(starts, append=len(sample))[:, None]
+        # 2) Assign every record to its nearest center.
+        self._labels = _nearest_centers(records.keys, centers)
+        order = np.argsort(self._labels, kind="stable")
+        self._members = np.split(order, np.cumsum(np.bincount(self._labels, minlength=count))[:-1])
+
+    def around(self, rows: Rows) -> Rows:
+        """Return the records of the clusters that some records are in; the clusters of the first come first.
+
+        At most `_MOST_MEMBERS`, but one cluster at least.
+        """
+        labels, first = np.unique(self._labels[rows], return_index=True)
+        clusters = [self._members[label] for label in labels[np.argsort(first)]]
+        total = np.cumsum([len(members) for members in clusters])
+        fit = max(1, int(np.searchsorted(total, _MOST_MEMBERS, side="right")))
+        return np.concatenate([_NO_ROWS, *clusters[:fit]])
+
+
+class Followed(NamedTuple):
+    """What pointers and searches together gave for n tokens."""
+
+    knn_probs: Tensor
+    """p_kNN of each token, float32, shape (n,); NaN where nothing was retrieved."""
+    is_searched: Tensor
+    """For which tokens a search was made, bool, shape (n,)."""
+
+    @property
+    def saved(self) -> float:
+        """The share of searches that pointers have saved."""
+        return 1 - float(self.is_searched.double().mean())
+
+    def log_probs(self, lm_log_probs: Tensor, lam: float) -> Tensor:
+        """Return log p of each token: (1 - λ) p_LM + λ p_kNN; p_LM alone where nothing was retrieved."""
+        lm_probs = lm_log_probs.exp()
+        mixed = (1 - lam) * lm_probs + lam * self.knn_probs
+        return torch.where(self.knn_probs.isnan(), lm_log_probs, mixed.log())
+
+
+def follow_pointers(
+    records: StoredRecords,
+    text: ScoredText,
+    found: Neighbors,
+    temperature: float,
+    *,
+    min_pointers: int | None = 1,
+    max_pointers: int = 1024,
+    clusters: Clusters | None = None,
+) -> Followed:
+    """Score a text in which pointers save searches.
+
+    Args:
+        records: of the store, with the selection that was searched.
+        text: documents that were scored once.
+        found: what a search finds for each of the n tokens, k records for each. It is looked at for the
+            tokens that are searched for; then all records found and pointed at count. `KNNStore.search`
+            with ``text.evidence.keys`` gives it.
+        temperature: T of p_kNN.
+        min_pointers: the fewest pointers that take the place of a search; None searches for every token and
+            adds the pointers.
+        max_pointers: at most so many are followed, those of the nearest records.
+        clusters: where no search is made, the k nearest records of the clusters of those pointed at count;
+            None lets only the records pointed at count.
+
+    Raises:
+        ConfigError: `text` was scored without keys or targets.
+    """
+    if text.evidence.keys is None or text.targets is None:
+        raise ConfigError("pointers need a text with keys and targets: score it with score_once")
+    keys, targets, documents = text.evidence.keys.numpy(), text.targets.numpy(), text.documents.numpy()
+    knn_probs, is_searched = np.full(len(text), np.nan, np.float32), np.zeros(len(text), bool)
+    document, token, retrieved = -1, -1, _NO_ROWS
+    for at in np.argsort(documents, kind="stable"):
+        if documents[at] != document:
+            document, retrieved = documents[at], _NO_ROWS
+        # 1) Follow the pointers of the nearest records that predicted the last token.
+        leading = retrieved[records.tokens[retrieved] == token][:max_pointers]
+        rows = records.successors[leading]
+        rows = rows[rows >= 0]
+        # 2) Search if there are too few.
+        is_searched[at] = min_pointers is None or len(rows) < min_pointers
+        most = None
+        if is_searched[at]:
+            rows = np.union1d(rows, records.rows_of(found.ids[at, found.ids[at] >= 0]))
+        elif clusters is not None:
+            rows, most = clusters.around(rows), found.ids.shape[1]
+        # 3) Sort what was retrieved, and compute p_kNN.
+        rows = np.sort(rows)  # of equally near records the one with the least id comes first
+        distances = paired(keys[at], records.keys[rows], records.metric)
+        order = np.argsort(distances, kind="stable")[:most]
+        retrieved, token = rows[order], targets[at]
+        if len(retrieved):
+            nearness = distances[order[0]] - distances[order]
+            weights = np.exp(nearness / temperature)
+            knn_probs[at] = weights[records.tokens[retrieved] == token].sum() / weights.sum()
+    return Followed(torch.from_numpy(knn_probs), torch.from_numpy(is_searched))
+
+
+def _nearest_centers(keys: Keys, centers: Keys) -> Rows:
+    """Return the nearest center of each key, shape (n,)."""
+    return nearest_rows(keys, centers, 1, Metric.L2).ids[:, 0]
