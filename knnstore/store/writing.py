@@ -87,6 +87,7 @@ class Writing:
             group.abandon()
             raise
         self._sweep_weights()
+        self._home.reserve.keep()  # an earlier removal may have used it
 
     def describe(self, domain: str, changes: Mapping[str, tuple[Mapping[str, Any], Iterable[str]]]) -> None:
         """Set the metadata and tags of documents of a domain; see `KNNStore.describe`."""
@@ -108,10 +109,17 @@ class Writing:
         return len(documents)
 
     def remove(self, rows: Sequence[int]) -> None:
-        """Remove documents, by primary key, in one transaction where the disk has room for its log."""
+        """Remove documents, by primary key, in one transaction where the disk has room for its log.
+
+        On a full disk the reserve is given back before and taken again after: a process that stays open, as
+        a server does, can remove more than once.
+        """
         self._home.reserve.give_back()
-        as_it_fits(self.writer, self.writer.retire, rows)
-        self.purge_what_fits()
+        try:
+            as_it_fits(self.writer, self.writer.retire, rows)
+            self.purge_what_fits()
+        finally:
+            self._home.reserve.keep()
 
     def save_settings(self, saved: SavedSettings, domains: Sequence[str]) -> None:
         """Save settings, and remove the weights that none name; see `KNNStore.save_settings`."""

@@ -123,6 +123,15 @@ def _fill_documents(connection: Any) -> None:
     _fill_rows(connection, _documents, key, list(connection.scalars(sa.select(key))), chosen, digests)
 
 
+def _ends_the_transaction(error: Exception) -> bool:
+    """Check whether SQLite could not write or had no memory.
+
+    SQLite may then have rolled the whole transaction back. Any further statement would be committed alone.
+    """
+    name = str(getattr(getattr(error, "orig", None), "sqlite_errorname", ""))
+    return name.startswith(("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_NOMEM", "SQLITE_READONLY"))
+
+
 def _fill_rows(
     connection: Any, table: Any, key: Any, keys: list[Any], chosen: Any, digests: Callable[..., Iterable[str]]
 ) -> None:
@@ -143,8 +152,9 @@ def _fill_rows(
         some = keys[at : at + _AT_ONCE]
         try:
             fill(some)
-        except Exception:  # whatever a damaged value leads to
-            if connection.dialect.name != "sqlite":  # which alone takes any value in any column
+        except Exception as error:  # whatever a damaged value leads to
+            # SQLite alone takes any value in any column.
+            if connection.dialect.name != "sqlite" or _ends_the_transaction(error):
                 raise
             for one in some:
                 with suppress(Exception):

@@ -5,10 +5,11 @@ A step is forked, so importing everything costs once, and an end by a signal is 
 
 import json
 import os
+import sqlite3
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "faiss": {"index": "IVF4,Flat"},
     "hnswlib": {"exact_up_to": 100},
     "qdrant": {},
+    "cells": {"cells": 4},
 }
 IDENTITY = Identity("none", "0" * 64, "0" * 64, "key", DIM, "l2", 1000, 16, 8)
 
@@ -115,11 +117,22 @@ def fill_and_add_points(folder: str, points: int) -> None:
         opened.add(record_ids(np.arange(points), tokens), keys, np.zeros(points, np.int32))
 
 
-def fill_and_remove(home: str, domain: str) -> None:
-    """Remove a domain with a store that is open since before the disk became full."""
+def fill_and_remove(home: str, *ids: str) -> None:
+    """Remove documents with a store that is open; before each removal something fills the disk."""
     with knnstore.open(home, "a") as store:
-        fill(Path(home).parent)
-        store.remove_domain(domain)
+        for id in ids:
+            fill(Path(home).parent)
+            store.remove_document(id)
+
+
+def age(home: str) -> None:
+    """Give a home's database the schema of an earlier release, which had no digests."""
+    with closing(sqlite3.connect(Path(home) / "catalog.db")) as database:
+        for table in ("store", "documents", "document_tokens", "document_pruned", "settings"):
+            database.execute(f"ALTER TABLE knnstore_{table} DROP COLUMN digest")
+        database.execute("UPDATE knnstore_alembic_version SET version_num = '0007'")
+        database.commit()
+        database.execute("VACUUM")
 
 
 def fill(disk: Path) -> None:
@@ -145,8 +158,10 @@ def check(home: str, tokens: int, *, full: bool = False) -> None:
             print(document.id)
 
 
-def command(*arguments: str) -> None:
+def command(*arguments: str, unchecked: bool = False) -> None:
     """Run the command line."""
+    if unchecked:  # see `add`
+        knnstore.space.MARGIN = -(1 << 60)
     sys.argv = ["knnstore", *arguments]
     main()
 
@@ -160,6 +175,7 @@ STEPS: dict[str, Callable[..., None]] = {
     "open_to_others": open_to_others,
     "fill_and_add_points": fill_and_add_points,
     "fill_and_remove": fill_and_remove,
+    "age": age,
     "check": check,
     "command": command,
 }

@@ -10,12 +10,13 @@ import pytest
 from knnstore.datastore import record_ids, registry
 
 N = 1000
-ROOMY = {"faiss": 24 << 20, "hnswlib": 24 << 20, "qdrant": 400 << 20}
+ROOMY = {"faiss": 24 << 20, "cells": 24 << 20, "hnswlib": 24 << 20, "qdrant": 400 << 20}
 IDS = ["a", "b", "c", "d"]
 
 
 @pytest.mark.parametrize(
-    "engine", ["faiss", *(pytest.param(engine, marks=pytest.mark.slow) for engine in ("hnswlib", "qdrant"))]
+    "engine",
+    [one if one == "faiss" else pytest.param(one, marks=pytest.mark.slow) for one in ROOMY],
 )
 def test_a_full_disk_can_be_read_and_removed_from(engine, disk, steps) -> None:
     full = disk(ROOMY[engine])
@@ -134,9 +135,70 @@ def files(home: Path) -> dict[Path, bytes]:
 def test_the_reserve_serves_a_store_that_is_open_while_the_disk_fills(disk, steps) -> None:
     home = disk(24 << 20).path / "home"
     steps.well("create", home, "faiss")
-    steps.well("add", home, "x", ["a", "b"], N)
-    steps.well("fill_and_remove", home, "x")
-    assert steps.well("check", home, N).ids == []
+    steps.well("add", home, "x", IDS, N)
+    steps.well("fill_and_remove", home, *IDS[:3])
+    assert steps.well("check", home, N).ids == IDS[3:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("room", [0, 64 << 10, 1 << 20, 2 << 20, 6 << 20])
+def test_an_upgrade_of_the_catalog_is_done_or_changes_nothing(room, disk, steps) -> None:
+    size = 60 << 20
+    small = disk(size)
+    home = small.path / "home"
+    steps.well("create", home, "faiss")
+    steps.well("add", home, "x", IDS, N)
+    steps.well("add_many", home, "y", 1500, title=1500)
+    steps.well("age", home)
+    (home / "reserve").unlink()
+    small.fill()
+    small.resize(size + room)
+    upgraded = steps("command", "db", "upgrade", "--home", home)
+    if room == 6 << 20:
+        assert upgraded.status == 0
+    else:
+        assert "the disk is full" in upgraded.err
+        assert "knnstore db upgrade" in steps.refused("command", "documents", "--home", home)
+    small.relieve()
+    steps.well("command", "db", "upgrade", "--home", home)
+    steps.well("command", "verify", "--home", home)
+    steps.well("command", "remove", "--domain", "y", "--yes", "--home", home)
+    assert steps.well("check", home, N).ids == IDS
+
+
+COPIES = {
+    "move": ["move", "--store", "cells", "--location", "other"],
+    "build": ["move", "--store", "hnswlib", "--location", "other", "--param", "exact_up_to=100"],
+    "prune": ["prune", "--method", "random", "--keep", "1e-9"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("room", [0, 40 << 10, 200 << 10, 400 << 10, 800 << 10, 2 << 20])
+@pytest.mark.parametrize("copy", COPIES)
+def test_keys_are_copied_whole_or_stay_where_they_are(copy, room, disk, steps) -> None:
+    """Something else fills the disk after the look at it."""
+    size = 60 << 20
+    small = disk(size)
+    home = small.path / "home"
+    steps.well("create", home, "cells" if copy == "build" else "faiss")
+    steps.well("add", home, "x", IDS, N)
+    steps.well("command", "remove", "--document", "b", "--home", home)
+    (home / "reserve").unlink()
+    small.fill()
+    small.resize(size + room)
+    copied = steps("command", *COPIES[copy], "--home", home, unchecked=True)
+    small.fill()
+    if copied.status:
+        assert "free space" in copied.err or "free some space" in copied.err
+        assert steps.well("check", home, N, full=True).ids == ["a", "c", "d"]
+        small.relieve()
+        steps.well("command", *COPIES[copy], "--home", home)
+    steps.well("command", "verify", "--home", home)
+    if copy != "prune":
+        assert steps.well("check", home, N).ids == ["a", "c", "d"]
+    assert not (home / "move.json").exists()
+    assert not (home / "keys").exists()
 
 
 @pytest.mark.slow
@@ -157,6 +219,7 @@ def test_the_catalog_needs_room_where_the_keys_are_on_another_disk(disk, steps, 
         *(("faiss", size << 10, False) for size in (80, 5300)),
         *(("faiss", size << 10, True) for size in (1100, 2000)),
         ("hnswlib", 1600 << 10, True),
+        *(("cells", size << 10, True) for size in (1100, 2000)),
         *(("qdrant", size << 20, False) for size in (120, 180)),
     ],
 )

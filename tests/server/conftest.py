@@ -37,6 +37,7 @@ from knnstore.server.connections import connections
 from knnstore.server.metrics import Metrics
 from knnstore.server.serving import Limits, Serving
 from knnstore.store import Home
+from tests.media.conftest import disk as disk
 from tests.server.browsing import Opened
 
 WINDOW = 96
