@@ -30,7 +30,6 @@ if TYPE_CHECKING:
         NeighborSums,
         RelativeConfidence,
         SimpleMixer,
-        Skipping,
         register_mixer,
     )
     from knnstore.lm.mixing import Evidence as Retrieved  # its former name, for one release
@@ -155,7 +154,6 @@ __all__ = [
     "Retrieved",
     "SimpleMixer",
     "SizePoint",
-    "Skipping",
     "Source",
     "Substitute",
     "Synced",

@@ -166,11 +166,10 @@ def _batch(rows: Rows, log_probs: Tensor, settings: KNNSettings, targets: Tensor
         raise ConfigError(
             "a continuous cache and n-grams need token ids: give input_ids, or settings without them"
         )
-    needs_entropy = not settings.needs_nearest_only or settings.skip is not None
     return Batch(
         rows.keys.to(log_probs.device).float(),
         log_probs.amax(-1),
-        entropy_of(log_probs) if needs_entropy else None,
+        None if settings.needs_nearest_only else entropy_of(log_probs),
         log_probs.shape[1],
         contexts=rows.contexts if settings.needs_text else None,
         targets=targets,

@@ -126,7 +126,7 @@ def test_one_long_file_is_enough(lm):
     text = " ".join(document.text for document in documents(RNG, PHRASES, "part", 24))
     with pytest.raises(InputError, match="or 2,000 in fewer documents"):
         lm.calibrate([text[: len(text) // 2]])
-    found = lm.calibrate([text], max_k=16, skip=0.3)
+    found = lm.calibrate([text], max_k=16)
     assert (found.record.documents, found.record.tokens) == (1, 24 * 108)
     assert found.comparison.base.low < found.comparison.base.ppl < found.comparison.base.high < math.inf
     # A document that outweighs the rest, which alone is in a half.

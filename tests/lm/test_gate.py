@@ -1,4 +1,4 @@
-"""Networks that choose λ and T, and where to search: what they find, and that loading changes nothing."""
+"""The network that chooses λ and T: what it finds, and that loading changes nothing."""
 
 from dataclasses import replace
 
@@ -9,21 +9,16 @@ import torch
 from knnstore.errors import ConfigError, CorruptWeightsError, FingerprintMismatchError
 from knnstore.lm import KNNLMForCausalLM, KNNSettings
 from knnstore.lm.calibration.evidence import gather_evidence
-from knnstore.lm.calibration.fits.gate import fit_gate, known_before
+from knnstore.lm.calibration.fits.gate import fit_gate
 from knnstore.lm.calibration.fits.mixers import fit_bins, fit_fixed
-from knnstore.lm.calibration.judging import in_halves
-from knnstore.lm.calibration.savings import judge_savings
 from knnstore.lm.calibration.scored_text import ScoredText, score_once
-from knnstore.lm.calibration.trying import Trial
 from knnstore.lm.mixing import (
     Evidence,
     GateLambda,
     NeighborSums,
-    Skipping,
     distinct_tokens,
     fit_network,
     gate_features,
-    skip_features,
 )
 from knnstore.lm.mixing.network import Network
 from knnstore.lm.settings import settings_for, settings_from_dict, settings_to_dict, weights_for, weights_of
@@ -171,25 +166,6 @@ def test_what_a_query_says_is_not_learned_by_heart() -> None:
     assert error(slice(0, 100)) < 0.9 * error(slice(0))
 
 
-@pytest.mark.slow
-def test_searches_that_help_nobody_are_left_out_at_no_loss() -> None:
-    scored, right = synthetic(3000, 3)
-    (evidence,) = gather_evidence(scored, [K])
-    fixed = Trial(scored).fitted("fixed", fit_fixed, evidence)
-    expected = fixed.held_out.ppl
-    half, most = judge_savings(scored, fixed, expected, in_halves(scored.documents), (0.5, 0.75))
-    assert half.ratio < 1 < half.random  # where retrieval is wrong, p_LM alone is better
-    assert half.ratio < most.ratio < most.random
-    assert half.skipped == pytest.approx(0.5, abs=1e-3)
-    searched = half.skip.searched(scored.reading.keys, scored.evidence.lm_max, scored.evidence.lm_entropy)
-    assert float((searched == right).float().mean()) > 0.97
-    # As by hand: gains lost, over all tokens.
-    gains = fixed.log_probs - scored.lm_log_probs
-    lost = gains[~right].sum() / 3000
-    assert half.ratio == pytest.approx(float(lost.exp()), rel=0.05)
-    assert half.ppl == pytest.approx(expected * half.ratio)
-
-
 RNG = np.random.default_rng(7)
 PHRASES = phrases(RNG, 20)
 NOISE = [words(RNG, 60, 60, 100) for _ in range(20)]
@@ -208,14 +184,10 @@ def scored(lm):
 
 @pytest.fixture(scope="module")
 def gated(scored) -> KNNSettings:
-    """A gate whose choices differ between tokens, and half of the searches left out."""
-    every = torch.arange(len(scored))
-    before = known_before(scored, every)
+    """A gate whose choices differ between tokens."""
     purpose = {**scored.fitted_for, "scale": 1.0, "k": K}
     gate = unlike(gate_features(scored.evidence, K, 1.0), [0.0, 0.0]).weights(purpose)
-    skip = Skipping(unlike(skip_features(*before), [0.0]).weights(purpose), 0.0)
-    skip = replace(skip, threshold=float(skip.expected(*before).median()))
-    return KNNSettings(K, temperature=4.0, mixer=GateLambda(gate), skip=skip)
+    return KNNSettings(K, temperature=4.0, mixer=GateLambda(gate))
 
 
 def unlike(features: torch.Tensor, start: list[float]) -> Network:
@@ -224,24 +196,6 @@ def unlike(features: torch.Tensor, start: list[float]) -> Network:
     network = Network(features.mean(0), features.std(0).clamp(min=1e-6), start).eval()
     torch.nn.init.normal_(network.layers[-1].weight)
     return network.requires_grad_(requires_grad=False)
-
-
-def test_a_skipped_query_is_not_searched_for_and_keeps_p_lm(lm, scored, gated, monkeypatch) -> None:
-    queries = []
-    search = KNNStore.search
-    monkeypatch.setattr(
-        KNNStore, "search", lambda self, q, *rest: queries.append(len(q)) or search(self, q, *rest)
-    )
-    found = lm.evaluate(TEXTS[10:], gated)
-    assert found.searched == pytest.approx(0.5, abs=0.02)
-    assert sum(queries) == round(found.searched * found.tokens)
-    reading = scored.reading
-    kept = gated.skip.searched(reading.keys, scored.evidence.lm_max, scored.evidence.lm_entropy)
-    everywhere = scored.log_probs(replace(gated, skip=None)).log_probs
-    expected = torch.where(kept, everywhere, scored.lm_log_probs)
-    assert found.knn_ppl == pytest.approx(float((-expected.double().mean()).exp()), rel=1e-3)
-    every = lm.evaluate(TEXTS[10:], replace(gated, skip=replace(gated.skip, threshold=1e9)))
-    assert (every.searched, every.knn_ppl) == (0, pytest.approx(every.base_ppl))
 
 
 def test_forward_and_generation_use_the_gate_as_scoring_does(lm, scored, gated) -> None:
@@ -257,9 +211,7 @@ def test_forward_and_generation_use_the_gate_as_scoring_does(lm, scored, gated) 
             knn=gated,
         ).logits
     torch.testing.assert_close(padded[:, 3:], whole, atol=2e-3, rtol=1e-3)
-    kept = gated.skip.searched(scored.reading.keys, scored.evidence.lm_max, scored.evidence.lm_entropy)
-    mixed = torch.where(kept, scored.log_probs(replace(gated, skip=None)).log_probs, scored.lm_log_probs)
-    first = scored.documents == 0
+    mixed, first = scored.log_probs(gated).log_probs, scored.documents == 0
     torch.testing.assert_close(
         whole[0, :-1].gather(1, ids[0, 1:, None])[:, 0], mixed[first], atol=5e-3, rtol=1e-2
     )
@@ -304,25 +256,14 @@ def test_a_gate_for_another_model_is_refused(lm, scored, gated) -> None:
 
 
 @pytest.mark.slow
-def test_calibration_tries_the_gate_and_saves_what_is_to_be_skipped(lm) -> None:
+def test_calibration_tries_the_gate(lm) -> None:
     held_out = [*TEXTS[10:], *NOISE]
-    found = lm.calibrate(held_out, max_k=K, skip=0.3, ngrams=False)  # which are best here, and need no search
-    shares = [of.share for of in found.savings]
-    assert len(shares) == 5
-    assert shares == sorted(shares)
-    assert 0 <= shares[0] <= shares[-1] < 1
-    saved = found.savings[2]
-    assert found.record.skipped == saved.skipped == pytest.approx(0.3, abs=0.01)
-    assert found.record.knn_ppl == saved.ppl == pytest.approx(found.comparison.expected.ppl * saved.ratio)
+    found = lm.calibrate(held_out, max_k=K, ngrams=False)  # which are best here
+    assert found.record.knn_ppl == found.comparison.expected.ppl
     assert settings_for(lm.store) == found.settings == lm.knn
-    assert found.settings.skip is not None
     names = {candidate.name for candidate in found.comparison.candidates}
     assert names >= {"gate", "gate over all"}
     assert all(candidate.settings.ngrams is None for candidate in found.comparison.candidates)
     assert (found.settings.gate is not None) == (found.comparison.best.name == "gate over all")
-    with pytest.raises(ConfigError, match="above 0 and below 1"):
-        lm.calibrate(held_out, skip=1.0)
     without = lm.calibrate(held_out, max_k=K, networks=False, ngrams=False)
-    assert without.savings == ()
-    assert without.settings.skip is None, "what was fitted to this text is not judged by it"
     assert all(one.settings.gate is None for one in without.comparison.candidates)

@@ -1,4 +1,4 @@
-"""What is judged was not fitted on it: every candidate, the choice among them, and searches left out."""
+"""What is judged was not fitted on it: every candidate, and the choice among them."""
 
 import math
 from dataclasses import replace
@@ -10,9 +10,7 @@ import torch
 from knnstore.lm.calibration.candidates import Comparison, compare
 from knnstore.lm.calibration.evidence import gather_evidence
 from knnstore.lm.calibration.fits import fit_fixed
-from knnstore.lm.calibration.fits.gate import fit_skipping, known_before
 from knnstore.lm.calibration.judging import in_halves
-from knnstore.lm.calibration.savings import judge_savings, unsearched
 from knnstore.lm.calibration.scored_text import ScoredSubstitute, ScoredText
 from knnstore.lm.calibration.trying import Trial
 from knnstore.lm.components import RecentFitting, TargetContinuation
@@ -160,8 +158,9 @@ def test_without_a_search_all_counts_that_needs_none(scored, found) -> None:
     for one in found.candidates:
         if one.settings.gate is not None:
             continue
-        alone = unsearched(scored, one, first).double().exp()
         for settings, judged in zip(one.by_half, (~first, first), strict=True):
+            others = replace(settings, k=1, probes=None, mixer=FixedLambda(0.0))
+            alone = scored.log_probs(others).log_probs.double().exp()
             p = scored.lm_log_probs.double().exp()
             if settings.substitute is not None:
                 lam = settings.substitute.lam
@@ -188,24 +187,3 @@ def with_cache(scored: ScoredText, p: torch.Tensor, cache: CacheSettings) -> tor
             p_cache = weights[gold[before] == gold[at]].sum()
             mixed[at] = (1 - cache.lam) * p[at] + cache.lam * p_cache
     return mixed
-
-
-@pytest.mark.slow
-def test_searches_are_left_out_by_what_was_fitted_on_the_other_half(scored, found) -> None:
-    first = in_halves(scored.documents)
-    best = max(found.candidates, key=lambda one: len(one.name))
-    assert best.settings.cache or best.settings.ngrams
-    alone = unsearched(scored, best, first)
-    (saving,) = judge_savings(scored, best, 50.0, first, (0.4,))
-    gains, lost, skipped = best.log_probs - alone, 0.0, 0
-    for half in (first, ~first):
-        fitted_on, judged = half.nonzero()[:, 0], (~half).nonzero()[:, 0]
-        skip = fit_skipping(scored, gains, fitted_on)
-        threshold = np.sort(skip.expected(*known_before(scored, fitted_on)))[round(0.4 * len(fitted_on))]
-        left_out = skip.expected(*known_before(scored, judged)) < threshold
-        lost, skipped = lost + float(gains[judged][left_out].sum()), skipped + int(left_out.sum())
-    assert saving.ratio == pytest.approx(math.exp(lost / TOKENS), rel=1e-5)
-    assert saving.ppl == pytest.approx(50 * saving.ratio)
-    assert saving.share == pytest.approx(skipped / TOKENS)
-    searched = saving.skip.searched(*known_before(scored, torch.arange(TOKENS)))
-    assert saving.skipped == pytest.approx(float((~searched).float().mean()))

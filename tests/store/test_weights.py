@@ -39,7 +39,7 @@ def test_what_no_settings_name_any_more_is_removed_when_settings_are_saved(store
     half.write_bytes(b"left by a crash")
     store.save_settings(SavedSettings({"mixer": {"weights": names[0]}}))
     assert {file.name for file in half.parent.iterdir()} == set(names)  # the others may be named next
-    store.save_settings(SavedSettings({"skip": {"weights": names[1]}}), ["law"])
+    store.save_settings(SavedSettings({"gate": {"weights": names[1]}}), ["law"])
     store.close()
     with KNNStore.open(home, "a") as again:
         again.save_settings(SavedSettings({"k": 1}))

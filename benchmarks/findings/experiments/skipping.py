@@ -3,11 +3,8 @@
 import torch
 from finding import Finding, Plot, Table, below, count, every, settle
 from judging import interval, ppl, ratio
+from knnstore_research.skipping import fit_gains
 from lab import Lab, store_alone
-
-from knnstore.lm import Skipping
-from knnstore.lm.calibration.fits.gate import fit_skipping
-from knnstore.lm.calibration.scored_text import ScoredText
 
 TITLE = "A gate tells beforehand where a search is not worth it"
 CLAIM = """He et al. 2021: with half of the searches skipped where a small network expects little of them,
@@ -33,8 +30,8 @@ def run(lab: Lab) -> Finding:
         gains = (
             store_alone(lab.compared(domain, memory)).log_probs - dev.lm_log_probs
         )  # of settings fitted elsewhere
-        skip = fit_skipping(dev, gains, torch.arange(len(dev)))
-        on_dev, on_test = expected(skip, dev), expected(skip, test)
+        estimate = fit_gains(dev, gains)
+        on_dev, on_test = estimate(dev), estimate(test)
         mixed = test.log_probs(settings).log_probs
         free = 0.0
         for share in SHARES:
@@ -60,8 +57,3 @@ def run(lab: Lab) -> Finding:
         [Table(head, rows)],
         [Plot("skipping", "Perplexity by share of searches saved", "saved", "÷ without skipping", lines)],
     )
-
-
-def expected(skip: Skipping, scored: ScoredText) -> torch.Tensor:
-    """What the network expects of a search, for each token."""
-    return skip.expected(scored.evidence.keys, scored.evidence.lm_max, scored.evidence.lm_entropy)

@@ -13,7 +13,7 @@ from knnstore.cli.inputs import AnyDocuments
 from knnstore.cli.logs import LOG
 from knnstore.cli.models import StoreRuntime
 from knnstore.cli.options import DomainsOption, JsonOption, LeaveOutOption
-from knnstore.cli.output import Bar, echo, note, pairs, print_result, table
+from knnstore.cli.output import Bar, note, pairs, print_result
 from knnstore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -57,20 +57,13 @@ def calibrate(
     networks: Annotated[
         bool,
         typer.Option(
-            "--networks/--no-networks",
-            help="Also fit small networks: a mixer, and one that tells where searches can be left out.",
+            "--networks/--no-networks", help="Also fit small networks that choose the weights of each token."
         ),
     ] = True,
     ngrams: Annotated[
         bool,
         typer.Option("--ngrams/--no-ngrams", help="Also try n-grams: stored ones, and the text's own."),
     ] = True,
-    skip: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SHARE", help="Save settings that leave out this share of the searches, as 0.5."
-        ),
-    ] = None,
     show: Annotated[
         bool, typer.Option("--show", help="Only say what is saved for these domains, or the whole store.")
     ] = False,
@@ -93,12 +86,9 @@ def calibrate(
     each half by the best on the other half. Then beginnings of the documents are continued, and what makes
     text repeat itself, as a cache may, is left out by generate and by the server.
 
-    A second table tells what it costs to leave out those searches that are expected to help least.
-
     Examples:
       knnstore calibrate dev.jsonl
       knnstore calibrate dev.jsonl --domain news --json
-      knnstore calibrate dev.jsonl --skip 0.25
       knnstore calibrate dev.jsonl --stored 50000
       knnstore calibrate --show
       knnstore calibrate --domain news --reset
@@ -119,7 +109,6 @@ def calibrate(
             leave_out=leave_out,
             networks=networks,
             ngrams=ngrams,
-            skip=skip,
             on_bad=documents.skipping(bar),
             progress=bar,
         )
@@ -132,9 +121,6 @@ def calibrate(
 
     documents.report()
     rows = _rows(found.comparison)
-    savings = [
-        {"saved": of.share, "ppl": of.ppl, "ratio": of.ratio, "random": of.random} for of in found.savings
-    ]
     result = {
         "candidates": rows,
         "documents": found.comparison.documents,
@@ -144,7 +130,6 @@ def calibrate(
         "expected": found.comparison.expected._asdict(),
         "probes": found.comparison.probes,
         "kept": found.kept,
-        "savings": savings,
         "scoring_seconds": found.scoring_seconds,
         "fitting_seconds": found.fitting_seconds,
         **documents.left_out,
@@ -156,18 +141,6 @@ def calibrate(
             f"{found.comparison.chosen_probes} cells are visited, the fewest within 0.5 % of the lowest "
             f"perplexity that keys, n-grams and cache have together ({tried})"
         )
-    if savings and not as_json:
-        note("leaving out the searches expected to help least, and its ratio when chosen at random:")
-        shown = [
-            {
-                **row,
-                "saved": f"{row['saved']:.0%}",
-                "ratio": f"{row['ratio']:.3f}",
-                "random": f"{row['random']:.3f}",
-            }
-            for row in savings
-        ]
-        echo(table(shown, ["saved", "ppl", "ratio", "random"]))
     if found.kept and found.comparison.current is not None:
         note(
             "the settings in force stay, perplexity "
@@ -179,8 +152,6 @@ def calibrate(
             f"no candidate beats the model alone (perplexity {found.comparison.base.ppl:,.2f}) beyond "
             "chance: nothing was saved. Store more text of this kind, or give more held-out documents"
         )
-    if skip is not None and not found.record.skipped:
-        note(f"warning: --skip has no effect, the best settings ({found.record.mixer}) make no search")
     if not as_json:
         where = ", ".join(found.record.domains) or "the whole store"
         note(

@@ -17,8 +17,6 @@ from knnstore.errors import (
 )
 from knnstore.lm.calibration.candidates import Comparison, compare, ks_up_to
 from knnstore.lm.calibration.fits import MOST_DOMAINS, score_substitute
-from knnstore.lm.calibration.judging import in_halves
-from knnstore.lm.calibration.savings import SHARES, Saving, judge_savings
 from knnstore.lm.calibration.scored_text import score_once
 from knnstore.lm.calibration.searches import FurtherSearches, WideEvidence
 from knnstore.lm.calibration.text import text_to_fit
@@ -59,8 +57,6 @@ class Calibration:
     beyond chance."""
     scoring_seconds: float
     fitting_seconds: float
-    savings: tuple[Saving, ...] = ()
-    """What it costs to leave out some of the searches of the best candidate; none without networks."""
     settings: KNNSettings | None = None
     """As they were saved, or as they stay in force; None when neither."""
     kept: bool = False
@@ -79,7 +75,6 @@ def calibrate(
     leave_out: bool = False,
     networks: bool = True,
     ngrams: bool = True,
-    skip: float | None = None,
     on_bad: OnBad | None = None,
     progress: Progress | None = None,
 ) -> Calibration:
@@ -108,22 +103,19 @@ def calibrate(
             cache together is at most 0.5 % above the lowest, since time goes with their number.
         leave_out: a document that is itself in the store does not retrieve from itself; else it is refused.
             Once what is stored of it is removed or replaced, the settings go.
-        networks: whether a gate is fitted as one more candidate, and where searches can be left out.
+        networks: whether a gate is fitted as one more candidate.
         ngrams: whether n-grams of the stored text are candidates, and with a cache the text's own.
-        skip: share of searches that the saved settings leave out, above 0 and below 1; None is none.
         on_bad: called for each document that cannot be used, or that has a token which the model does not
             have; it is then left out. None raises at the first.
         progress: is told of each batch.
 
     Raises:
         ReadOnlyError: the store was opened for reading.
-        ConfigError: `skip`, `max_k` or `stored_tokens` is out of range.
+        ConfigError: `max_k` or `stored_tokens` is out of range.
         InputError: a document is in the store or cannot be used, or there is too little text.
     """
     # 1) Check what is asked for.
     store, reader = lm.store, lm.reader
-    if skip is not None and not (networks and 0 < skip < 1):
-        raise ConfigError(f"the share of searches to skip must be above 0 and below 1, with networks: {skip}")
     if store.mode != "a":
         raise ReadOnlyError('calibrated settings are saved in the store: open it for writing, mode "a"')
     if max_k < 1:
@@ -170,40 +162,30 @@ def calibrate(
     between = time.perf_counter()
     # 4) Fit and judge every candidate.
     found = compare(scored, current, wide=wide, domains=apart, networks=networks, ngrams=ngrams)
-    best, savings = found.best, dict[float, Saving]()
-    if found.beats_base and networks and best.settings.retrieves:
-        shares = sorted({*SHARES, *([] if skip is None else [skip])})
-        judged = judge_savings(scored, best, found.expected.ppl, in_halves(scored.documents), shares)
-        savings = dict(zip(shares, judged, strict=True))
     # 5) Keep the settings in force, or save the best candidate.
     record = settings = None
     chosen_before = saved is not None and saved.derived is None and found.current is not None
-    kept = chosen_before and skip is None and not (found.beats_base and found.beats_current)
+    kept = chosen_before and not (found.beats_base and found.beats_current)
     if kept:
         settings = current
         if current is not None and _renew(store, selection, records, lineage):
             settings = replace(current, scoring_only=_measure_writing(lm, current, listed, reached, progress))
     elif found.beats_base:
-        settings, knn_ppl = best.settings, found.expected.ppl
         text.check_stored(store)
-        saving = None if skip is None else savings.get(skip)
-        if saving is not None:
-            settings, knn_ppl = replace(settings, skip=saving.skip), saving.ppl
         # A cache counts in scoring only until generated text has been measured: that takes long, and an
         # error there must not lose the fit.
-        settings = replace(settings, scoring_only=("cache",) if settings.cache else ())
+        settings = replace(found.best.settings, scoring_only=("cache",) if found.best.settings.cache else ())
         record = CalibrationRecord(
             date=datetime.now(UTC).isoformat(timespec="seconds"),
-            mixer=best.name,
+            mixer=found.best.name,
             documents=found.documents,
             tokens=found.tokens,
             text_hash=hashlib.sha256("\n".join(sorted(text.hashes)).encode()).hexdigest(),
             revision=revision,
             records=records,
             base_ppl=found.base.ppl,
-            knn_ppl=knn_ppl,
+            knn_ppl=found.expected.ppl,
             domains=names,
-            skipped=0.0 if saving is None else saving.skipped,
             stored=lineage,
             held_out=tuple(sorted(text.hashes)),
         )
@@ -215,10 +197,7 @@ def calibrate(
     if settings is not None:
         _use_saved(lm, names)
     fitted = time.perf_counter()
-    return Calibration(
-        found, record, between - started, fitted - between, tuple(savings.values()), settings, kept,
-        text.in_store,
-    )  # fmt: skip
+    return Calibration(found, record, between - started, fitted - between, settings, kept, text.in_store)
 
 
 def _resolve_usable(store: KNNStore, selection: Selection) -> KNNSettings | None:

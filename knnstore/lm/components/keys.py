@@ -68,22 +68,18 @@ class Keys:
         if batch.neighbors is not None:
             assert batch.searched is not None
             return [_sums(batch.neighbors, batch, settings, form)], batch.searched
-        # 1) Choose the positions that are searched for.
+        # 1) Search for every position but padding.
         searched = torch.full((len(batch),), settings.retrieves)
         if batch.is_text is not None:
             searched &= batch.is_text
-        if settings.skip is not None and settings.retrieves:
-            assert batch.lm_entropy is not None
-            searched &= settings.skip.searched(batch.keys, batch.lm_max, batch.lm_entropy).cpu()
         if not searched.any():
             return [_sums(Neighbors.nothing(len(batch), 1), batch, settings, form)], searched
         is_whole = bool(searched.all())
         queries = (batch.keys if is_whole else batch.keys[searched]).float().cpu().numpy()
-        # 2) Sum over whole cells where texts are scored.
-        if batch.targets is not None and form is not Form.SOURCES and probes_cells(reader, settings):
-            targets = batch.targets if is_whole else batch.targets[searched]
-            of_cells = _sum_cells(reader, queries, targets, settings, batch.vocabulary, form)
-            return [one.scatter_rows(searched, batch.targets) for one in of_cells], searched
+        # 2) Sum over whole cells where texts are scored, which have no padding.
+        targets = batch.targets if is_whole and form is not Form.SOURCES else None
+        if targets is not None and probes_cells(reader, settings):
+            return [*_sum_cells(reader, queries, targets, settings, batch.vocabulary, form)], searched
         # 3) Keep single records elsewhere.
         found = search_records(reader, queries, settings)
         if not is_whole:

@@ -12,6 +12,7 @@ from knnstore.lm.mixing.interpolation import (
     Likelihoods,
     Mixture,
     PerQuery,
+    entropy_of,
     mix_gold,
     mix_log_probs,
     mix_probs,
@@ -22,7 +23,6 @@ from knnstore.lm.mixing.likelihood import PRIOR_TOKENS, fit_lambdas, fit_weight
 from knnstore.lm.mixing.mixer import MAX_LAMBDA, Chosen, Mixer, SimpleMixer
 from knnstore.lm.mixing.network import fit_network
 from knnstore.lm.mixing.registry import is_registered, mixer_of, register_mixer
-from knnstore.lm.mixing.skipping import Skipping, entropy_of, skip_features
 from knnstore.lm.mixing.target_sums import CHUNK_VALUES, TargetSums, between_points, grid, targets_on_grid
 from knnstore.lm.mixing.token_sums import (
     DISTINCT_AMONG,
@@ -36,9 +36,9 @@ __all__ = [
     "CHUNK_VALUES", "DISTINCT_AMONG", "LEAST_PROBABILITY", "MAX_LAMBDA", "PRIOR_TOKENS", "BinnedLambda",
     "CellSums", "Chosen", "Contribution", "DomainWeights", "Evidence", "FixedLambda", "GateLambda",
     "JointGate", "Likelihoods", "Mixer", "Mixture", "NearnessLambda", "NeighborSums", "PerQuery",
-    "ProbedCells", "RelativeConfidence", "SimpleMixer", "Skipping", "TargetSums", "TokenSums",
+    "ProbedCells", "RelativeConfidence", "SimpleMixer", "TargetSums", "TokenSums",
     "between_points", "bins_of", "chosen_by", "distinct_tokens", "entropy_of", "fit_lambdas",
     "fit_network", "fit_weight", "gate_features", "grid", "halving", "is_registered", "known", "mix_gold",
     "mix_log_probs", "mix_probs", "mixer_of", "neighbor_features", "neighbor_weights", "powers_up_to",
-    "register_mixer", "relative_distance", "shares_of", "skip_features", "start_of", "targets_on_grid",
+    "register_mixer", "relative_distance", "shares_of", "start_of", "targets_on_grid",
 ]  # fmt: skip

@@ -133,19 +133,6 @@ class CellSums:
         """Always raises: the sums of some queries are not taken apart."""
         raise NotImplementedError("sums over cells are of all their queries")
 
-    def scatter_rows(self, rows: Tensor, targets: Tensor) -> "CellSums":
-        """Return the same as part of more queries.
-
-        Args:
-            rows: which of n queries these are, bool, shape (n,); the others find nothing.
-            targets: the next token of each of the n, shape (n,).
-        """
-        if rows.all():
-            return self
-        numbers = pad(rows.nonzero()[:, 0], (0, 1), value=-1).to(self._targets.device)
-        spread = [some._replace(queries=numbers[some.queries]) for some in self._cells]
-        return CellSums(spread, targets, self._vocabulary, self._features)
-
     def nearest_only(self) -> NeighborSums:
         """Return the nearest records alone, with whether each has the target token."""
         distances, tokens = self._nearest_records

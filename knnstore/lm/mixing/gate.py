@@ -22,7 +22,7 @@ class GateLambda(SimpleMixer):
 
     https://arxiv.org/abs/2109.04212. It sees the query, the model's confidence and entropy, the distances
     of the nearest 1, 2, 4, ... neighbors, and how many different tokens are among them. Unlike
-    theirs it comes after the search; what may come before it is `Skipping`.
+    theirs it comes after the search.
     """
 
     weights: Weights

@@ -24,8 +24,16 @@ PerQuery = float | Tensor
 _VALUES, _VALUES_CPU = 1 << 24, 1 << 20
 """Probabilities in memory at once; on a CPU what stays in its cache."""
 
+_LOWEST = -1e30
+"""Stands for log 0, so that p = 0 adds nothing to an entropy."""
+
 LEAST_PROBABILITY = 1e-30
 """Fitting keeps probabilities above, so that their logarithms and ratios stay finite in float32."""
+
+
+def entropy_of(log_probs: Tensor) -> Tensor:
+    """Compute the entropy of distributions in nats, shape (n,), from log p of shape (n, v)."""
+    return -(log_probs.exp() * log_probs.clamp(min=_LOWEST)).sum(-1)
 
 
 def neighbor_weights(distances: Tensor, temperature: PerQuery, log_weights: Tensor | None = None) -> Tensor:

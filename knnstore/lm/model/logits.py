@@ -12,7 +12,7 @@ from knnstore.datastore import Neighbors
 from knnstore.errors import ConfigError
 from knnstore.lm.components import reachable, search_records
 from knnstore.lm.contexts import Contexts
-from knnstore.lm.mixing import Likelihoods, entropy_of
+from knnstore.lm.mixing import Likelihoods
 from knnstore.lm.model.passes import ForwardPass
 from knnstore.lm.retrieval import retrieve_for_pass
 from knnstore.lm.row_mixer import RowMixer, Rows
@@ -90,23 +90,16 @@ class LogitMixer:
         text_pass, is_text = read.text_pass, read.attended
         attended = np.ones(text_pass.kept.size, np.bool_) if is_text is None else is_text
         keys = read.kept_keys.float()
-        wanted = attended
-        if settings.skip is not None:
-            log_probs = read.logits.flatten(0, -2).float().log_softmax(-1)
-            of_model = log_probs.amax(-1), entropy_of(log_probs)
-            chosen = settings.skip.searched(keys.to(log_probs.device), *of_model)
-            wanted = attended & chosen.cpu().numpy()
         settings = replace(settings, k=reachable(self._store, settings))
-        queries, searched = keys[torch.from_numpy(attended)].cpu().numpy(), wanted[attended]
+        queries = keys[torch.from_numpy(attended)].cpu().numpy()
 
         def search(rows: NDArray[np.int64]) -> Neighbors:
-            some = searched[rows]
-            return Neighbors.joined(search_records(self._store, queries[rows][some], settings)).spread(some)
+            return Neighbors.joined(search_records(self._store, queries[rows], settings))
 
         found = retrieve_for_pass(
             self._store, queries, text_pass, attended.reshape(text_pass.kept.shape), settings, search
         )
-        return found.spread(attended), wanted
+        return found.spread(attended), attended
 
 
 def _contexts(read: ForwardPass) -> Contexts | None:

@@ -318,14 +318,10 @@ def _score_by_pointers(
             continue
         read = ReadTokens.joined(reads)
         contexts = read_on(follow_documents(reader, some, settings), read, settings)
-        keys, wanted = read.keys.numpy(), np.full(len(read), settings.retrieves)
-        if settings.skip is not None:
-            wanted &= settings.skip.searched(read.keys, read.lm_max, read.lm_entropy).numpy()
+        keys = read.keys.numpy()
 
         def search(rows: NDArray[np.int64]) -> Neighbors:
-            at = rows[wanted[rows]]  # noqa: B023  # called within the turn of the loop
-            found = Neighbors.joined(search_records(store, keys[at], settings))  # noqa: B023
-            return found.spread(wanted[rows])  # noqa: B023
+            return Neighbors.joined(search_records(store, keys[rows], settings))  # noqa: B023
 
         steps = retrieve_in_step(
             store, keys, read.targets.numpy(), read.documents, read.positions, settings, search
@@ -334,7 +330,7 @@ def _score_by_pointers(
         for rows, retrieval in steps:
             order.append(rows)
             found.append(retrieval.found)
-            searched[rows] = retrieval.searched & wanted[rows]
+            searched[rows] = retrieval.searched & settings.retrieves
         at = np.argsort(np.concatenate(order))
         batch = read.batch(store.identity.vocab_size, contexts)
         batch = batch.with_neighbors(Neighbors.joined(found, axis=0).rows(at), searched)

@@ -1,7 +1,7 @@
 """How saved settings and trained substitutes were found, as it is kept beside them in the store."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Self
 
 from knnstore.lm.settings.parts import Substitute
@@ -38,8 +38,6 @@ class CalibrationRecord:
     """Expected: of documents that were neither fitted on nor chosen by; see `Comparison.expected`."""
     domains: tuple[str, ...]
     """What the settings were found for; none is the whole store."""
-    skipped: float = 0.0
-    """Share of searches that they leave out of the held-out text."""
     stored: Lineage | None = None
     """The documents that were retrieved from; None in records of earlier versions."""
     held_out: tuple[str, ...] = ()
@@ -55,7 +53,8 @@ class CalibrationRecord:
         saved = find_saved_settings(store, selection)
         if saved is None or saved.calibration is None:
             return None
-        values = dict(saved.calibration)
+        known = {one.name for one in fields(cls)}  # an earlier version may have kept more
+        values = {name: value for name, value in saved.calibration.items() if name in known}
         stored = Lineage.from_dict(values["stored"]) if values.get("stored") else None
         several = {name: tuple(values.get(name, ())) for name in ("domains", "held_out")}
         written = tuple(Repetition(**one) for one in values.get("written", ()))

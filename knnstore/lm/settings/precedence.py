@@ -3,8 +3,8 @@
 The order of precedence, for each field of the settings:
 
 1. What the caller asks for: fields of `KNNSettings` that are set, or values of `Overrides`. A λ (or mixer)
-   that is asked for is the only weight in force: cache, n-grams, gate, skipping, substitute and components
-   of other packages do not count unless they are asked for too. A cache or n-grams weight that is asked for
+   that is asked for is the only weight in force: cache, n-grams, gate, substitute and components of other
+   packages do not count unless they are asked for too. A cache or n-grams weight that is asked for
    goes without a gate.
 2. The settings saved for exactly the domains selected.
 3. The settings saved for the whole store. With ``only_selected`` they do not count: other documents shaped
@@ -249,7 +249,7 @@ def override_keys(settings: KNNSettings, asked: Overrides) -> KNNSettings:
     if values or asked.probes:
         values["scoring_only"] = tuple(name for name in settings.scoring_only if name != "keys")
     if asked.lam is not None:
-        values |= dict.fromkeys(("skip", "substitute", "cache", "ngrams", "gate")) | {"others": {}}
+        values |= dict.fromkeys(("substitute", "cache", "ngrams", "gate")) | {"others": {}}
     if asked.probes is not None or asked.k is not None:
         values["probes"] = asked.probes or None
     return replace(settings, **values)

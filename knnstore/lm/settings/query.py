@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any
 
 from knnstore.errors import ConfigError
-from knnstore.lm.mixing import FixedLambda, JointGate, Mixer, RelativeConfidence, Skipping
+from knnstore.lm.mixing import FixedLambda, JointGate, Mixer, RelativeConfidence
 from knnstore.lm.settings.others import check_others, other_components
 from knnstore.lm.settings.parts import (
     LEAST_TEMPERATURE,
@@ -21,7 +21,7 @@ from knnstore.store import EVERYTHING, Selection
 _COMPONENTS: dict[str, dict[str, Any]] = {
     "cache": {"cache": None},
     "n-grams": {"ngrams": None},
-    "keys": {"mixer": FixedLambda(0.0), "skip": None, "pointers": None},
+    "keys": {"mixer": FixedLambda(0.0), "pointers": None},
     "substitute": {"substitute": None},
 }
 """The built-in components, and the settings with which each is not in use."""
@@ -34,12 +34,10 @@ class _Unset(Enum):
 _UNSET: Any = _Unset.UNSET
 _DEFAULTS: dict[str, Any] = {
     "k": 1024, "temperature": 1.0, "mixer": FixedLambda(0.25), "cache": None, "ngrams": None, "gate": None,
-    "skip": None, "pointers": None, "substitute": None, "probes": None, "scoring_only": (), "others": {},
+    "pointers": None, "substitute": None, "probes": None, "scoring_only": (), "others": {},
 }  # fmt: skip
 """What stands for an unset field until it is known of which store: the values of Khandelwal et al. 2020."""
-_WITH_MIXER = frozenset(
-    {"cache", "ngrams", "gate", "skip", "pointers", "substitute", "scoring_only", "others"}
-)
+_WITH_MIXER = frozenset({"cache", "ngrams", "gate", "pointers", "substitute", "scoring_only", "others"})
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -47,7 +45,7 @@ class KNNSettings:
     """How a language model uses a store.
 
     Fields that are not given are `unset`: `resolve` fills them with what the store has for the selection. A
-    mixer or λ that is given is the only one in force: cache, n-grams, gate, skipping, pointers and
+    mixer or λ that is given is the only one in force: cache, n-grams, gate, pointers and
     substitute are none unless they are given too. A cache or n-grams that are given go without a gate. A
     `k` that is given searches for the k nearest, in a store that has cells too. `dataclasses.replace`
     leaves unset what is.
@@ -76,9 +74,6 @@ class KNNSettings:
 
     gate: JointGate | None = _UNSET
     """Chooses the weights of all components for each token, in place of their own; None is each its own."""
-
-    skip: Skipping | None = _UNSET
-    """For which queries no search is made; None searches for all."""
 
     pointers: PointerSettings | None = _UNSET
     """When what was retrieved for the token before takes the place of a search; None is never."""

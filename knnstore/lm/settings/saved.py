@@ -1,13 +1,15 @@
 """Settings as values for JSON, and saving them in a store."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 from knnstore.errors import ConfigError, FingerprintMismatchError
 from knnstore.lm.keys import described
-from knnstore.lm.mixing import JointGate, Skipping, is_registered, mixer_of
+from knnstore.lm.mixing import JointGate, is_registered, mixer_of
 from knnstore.lm.settings.parts import CacheSettings, NGramSettings, PointerSettings, Substitute
 from knnstore.lm.settings.query import KNNSettings
 from knnstore.store import (
@@ -24,6 +26,11 @@ LoadWeights = Callable[[str], Weights]
 """Reads the weights that settings name."""
 
 T = TypeVar("T")
+
+_REMOVED = {"skip": "searches that are left out"}
+"""Settings of earlier versions that have no effect any more, and what each was for."""
+
+_logger = logging.getLogger(__name__)
 
 
 def settings_to_dict(settings: KNNSettings) -> dict[str, Any]:
@@ -50,7 +57,8 @@ def settings_to_dict(settings: KNNSettings) -> dict[str, Any]:
 def settings_from_dict(values: Mapping[str, Any], load: LoadWeights | None = None) -> KNNSettings:
     """Make settings from what `settings_to_dict` returned; what is absent is unset.
 
-    ``lambda`` is short for a fixed mixer.
+    ``lambda`` is short for a fixed mixer. Settings that only earlier versions had are ignored; the first time
+    in a process that one of these has a value, a warning is logged.
 
     Args:
         values: the settings as values.
@@ -65,10 +73,13 @@ def settings_from_dict(values: Mapping[str, Any], load: LoadWeights | None = Non
         "cache": lambda part: part and _made(CacheSettings, part),
         "ngrams": lambda part: part and _made(NGramSettings, part),
         "gate": lambda part: part and _made(JointGate, _loaded(part, load)),
-        "skip": lambda part: part and _made(Skipping, _loaded(part, load)),
         "pointers": lambda part: part and _made(PointerSettings, part),
         "substitute": lambda part: part and substitute_of(part),
     }
+    removed = tuple(name for name in _REMOVED if values.get(name) is not None)
+    if removed:
+        _warn_of_removed(removed)
+    values = {name: value for name, value in values.items() if name not in _REMOVED}
     known = [*(field.name for field in fields(KNNSettings) if field.name != "unset"), "lambda"]
     unknown = sorted(set(values) - set(known))
     if unknown:
@@ -109,7 +120,7 @@ def save_settings(
 
 def weights_of(settings: KNNSettings) -> list[Weights]:
     """What `settings_to_dict` only names: to be saved before its values are."""
-    parts = (getattr(part, "weights", None) for part in (settings.mixer, settings.gate, settings.skip))
+    parts = (getattr(part, "weights", None) for part in (settings.mixer, settings.gate))
     return [part for part in parts if isinstance(part, Weights)]
 
 
@@ -149,6 +160,15 @@ def substitute_of(values: Mapping[str, Any]) -> Substitute:
         return Substitute(**{**values, "traces": Lineage.from_dict(values["traces"])})
     except (KeyError, TypeError) as error:
         raise ConfigError(f"not the settings of a substitute: {error}") from error
+
+
+@cache
+def _warn_of_removed(names: tuple[str, ...]) -> None:
+    """Warn once in a process that settings of an earlier version are ignored."""
+    _logger.warning(
+        "of the saved settings this version ignores %s: knnstore calibrate makes new settings",
+        ", ".join(f"{name} ({_REMOVED[name]})" for name in names),
+    )
 
 
 def _values(part: Any) -> Any:

@@ -77,7 +77,7 @@ class SavedSettings:
         """The files of weights that are needed, each with the documents whose traces it holds, if any."""
         with settings_are_sound():
             trained = self.trained_substitute or {}
-            parts = [self.query.get(name) for name in ("mixer", "gate", "skip", "substitute")]
+            parts = [self.query.get(name) for name in ("mixer", "gate", "substitute")]
             return {
                 part["weights"]: Lineage.from_dict(part["traces"]) if "traces" in part else None
                 for part in (*parts, trained.get("substitute"))

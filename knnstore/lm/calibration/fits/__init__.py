@@ -1,7 +1,7 @@
 """Fitting each part of the settings to what scored text says."""
 
 from knnstore.lm.calibration.fits.domains import MOST_DOMAINS, DomainEvidence, fit_domains
-from knnstore.lm.calibration.fits.gate import fit_gate, fit_skipping, known_before
+from knnstore.lm.calibration.fits.gate import fit_gate
 from knnstore.lm.calibration.fits.joint import fit_joint, fit_together
 from knnstore.lm.calibration.fits.mixers import fit_bins, fit_fixed, fit_nearness, fit_relative
 from knnstore.lm.calibration.fits.ngrams import fit_with_ngrams
@@ -10,6 +10,6 @@ from knnstore.lm.calibration.fits.substitute import fit_alone, fit_beside, score
 __all__ = [
     "MOST_DOMAINS", "DomainEvidence", "fit_alone", "fit_beside", "fit_bins",
     "fit_domains", "fit_fixed", "fit_gate", "fit_joint", "fit_nearness", "fit_relative",
-    "fit_skipping", "fit_together", "fit_with_ngrams", "known_before",
+    "fit_together", "fit_with_ngrams",
     "score_substitute",
 ]  # fmt: skip

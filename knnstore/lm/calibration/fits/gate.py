@@ -1,4 +1,4 @@
-"""Fitting the networks that choose λ and T, and where to search, on text that was scored once."""
+"""Fitting the network that chooses λ and T, on text that was scored once."""
 
 import torch
 from torch import Tensor
@@ -9,18 +9,14 @@ from knnstore.lm.calibration.scored_text import ScoredText
 from knnstore.lm.mixing import (
     FixedLambda,
     GateLambda,
-    Skipping,
     chosen_by,
     fit_network,
     gate_features,
     mix_probs,
-    skip_features,
     start_of,
 )
 from knnstore.lm.scoring import blocks_of
 from knnstore.lm.settings import KNNSettings
-
-_NOTHING = -1e9  # nats: a threshold below any estimate
 
 
 def fit_gate(evidence: GridEvidence, scored: ScoredText) -> KNNSettings:
@@ -46,34 +42,6 @@ def fit_gate(evidence: GridEvidence, scored: ScoredText) -> KNNSettings:
     network = fit_network(features, loss, blocks_among(scored, evidence.tokens), start_of(fixed_lam))
     purpose = {**(scored.fitted_for or {}), "of": "gate", "k": evidence.k, "scale": scale}
     return evidence.settings(fixed_temperature, GateLambda(network.weights(purpose)))
-
-
-def fit_skipping(scored: ScoredText, gains: Tensor, tokens: Tensor) -> Skipping:
-    """Fit a network that estimates, before a search, how much log p will gain by it; nothing is skipped yet.
-
-    Args:
-        scored: the text.
-        gains: log p of every token with a search less log p without, better of settings that were not
-            fitted on it; shape (len(scored),).
-        tokens: indices of those to fit on, int64, shape (n,).
-    """
-    scale = gains[tokens].std().clamp(min=1e-6)
-    target = gains[tokens] / scale
-
-    def loss(outputs: Tensor, rows: Tensor) -> Tensor:
-        return (outputs[:, 0] - target[rows]).square().mean()
-
-    features = skip_features(*known_before(scored, tokens))
-    network = fit_network(features, loss, blocks_among(scored, tokens), [float(target.mean())])
-    purpose = {**(scored.fitted_for or {}), "of": "skipping", "scale": float(scale)}
-    return Skipping(network.weights(purpose), _NOTHING)
-
-
-def known_before(scored: ScoredText, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What is known of some tokens before a search: the arguments of `Skipping.expected`."""
-    assert scored.reading is not None
-    assert scored.evidence.lm_entropy is not None
-    return scored.reading.keys[tokens], scored.evidence.lm_max[tokens], scored.evidence.lm_entropy[tokens]
 
 
 def blocks_among(scored: ScoredText, tokens: Tensor) -> Tensor:

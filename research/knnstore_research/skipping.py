@@ -1,0 +1,55 @@
+"""Skipping searches that would help little: "Efficient Nearest Neighbor Language Models" (He et al. 2021).
+
+https://arxiv.org/abs/2109.04212. Before a search only the query and the model's confidence and entropy are
+known. A network estimates from these by how much the search will raise log p; their network estimates λ.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from knnstore.lm.calibration import ScoredText
+from knnstore.lm.mixing import fit_network
+from knnstore.lm.scoring import blocks_of
+
+
+class ExpectedGains(NamedTuple):
+    """Estimates how much log p will gain by a search, from what is known before it."""
+
+    network: Callable[[Tensor], Tensor]
+    """Returns the gain in units of `scale`, shape (n, 1), from features of shape (n, d + 2)."""
+    scale: float
+    """In nats."""
+
+    def __call__(self, scored: ScoredText) -> Tensor:
+        """Return the expected gain of each token in nats, float32, shape (n,)."""
+        return self.network(_known_before(scored))[:, 0] * self.scale
+
+
+def fit_gains(scored: ScoredText, gains: Tensor) -> ExpectedGains:
+    """Fit the network to the tokens of a text.
+
+    Args:
+        scored: the text, of n tokens.
+        gains: log p of each token with a search, less log p without, shape (n,). It should be that of
+            settings that were not fitted on the token.
+    """
+    scale = float(gains.std().clamp(min=1e-6))
+    wanted = gains / scale
+
+    def loss(outputs: Tensor, rows: Tensor) -> Tensor:
+        return (outputs[:, 0] - wanted[rows]).square().mean()
+
+    documents = torch.from_numpy(blocks_of(scored.documents.numpy()))
+    network = fit_network(_known_before(scored), loss, documents, [float(wanted.mean())])
+    return ExpectedGains(network, scale)
+
+
+def _known_before(scored: ScoredText) -> Tensor:
+    """Return what is known of each token before a search: float32, shape (n, d + 2)."""
+    evidence = scored.evidence
+    assert evidence.keys is not None
+    assert evidence.lm_entropy is not None
+    return torch.cat([evidence.lm_max[:, None], evidence.lm_entropy[:, None], evidence.keys.float()], 1)

@@ -1,0 +1,50 @@
+"""Settings that an earlier version saved, with fields that this version does not have."""
+
+import logging
+
+import pytest
+
+from knnstore.lm import CalibrationRecord, KNNSettings, resolve
+from knnstore.lm.settings import saved
+from knnstore.store import SavedSettings
+
+QUERY = {
+    "k": 8, "temperature": 4.0, "mixer": {"name": "fixed", "lam": 0.5}, "cache": None, "ngrams": None,
+    "gate": None, "substitute": None, "probes": None, "scoring_only": [],
+}  # fmt: skip
+RECORD = {
+    "date": "2026-05-01T10:00:00+00:00", "mixer": "fixed", "documents": 20, "tokens": 4000,
+    "text_hash": "0" * 64, "revision": 3, "records": 9000, "base_ppl": 30.0, "knn_ppl": 20.0, "domains": [],
+    "skipped": 0.25, "stored": None, "held_out": [], "written": [],
+}  # fmt: skip
+REMOVED = {"skip": {"weights": f"{'0' * 64}.safetensors", "threshold": 0.01}}
+"""A value of each setting that is gone."""
+
+
+@pytest.fixture
+def store(make_lm):
+    lm = make_lm({"news": ["w5 w6 w7 w8 w9 w10 w11"]}, max_length=16)
+    yield lm.store
+    lm.store.close()
+
+
+def test_settings_that_are_gone_are_ignored_with_one_warning(store, caplog) -> None:
+    saved._warn_of_removed.cache_clear()
+    store.save_settings(SavedSettings({**QUERY, **REMOVED}, RECORD))
+    with caplog.at_level(logging.WARNING, "knnstore"):
+        found = resolve(store), resolve(store)
+    assert found == (KNNSettings(8, 4.0, lam=0.5),) * 2
+    (line,) = caplog.messages
+    assert all(name in line for name in REMOVED)
+    assert "knnstore calibrate" in line
+    assert store.verify() == [], "nothing needs the files that they name"
+    record = CalibrationRecord.of(store)
+    assert record is not None
+    assert (record.tokens, record.knn_ppl) == (4000, 20.0)
+
+
+def test_settings_that_are_gone_and_had_no_value_are_ignored_silently(store, caplog) -> None:
+    store.save_settings(SavedSettings({**QUERY, **dict.fromkeys(REMOVED)}))
+    with caplog.at_level(logging.WARNING, "knnstore"):
+        assert resolve(store) == KNNSettings(8, 4.0, lam=0.5)
+    assert not caplog.messages
