@@ -253,6 +253,10 @@ class StoreReader:
         """How often the selected documents hold each token of the vocabulary, int64, shape (v,)."""
         return self.view().token_counts(selection, self.identity.vocab_size)
 
+    def has_unsettled_documents(self) -> bool:
+        """Check whether documents are half added or half removed: a writer is at work, or was killed."""
+        return bool(self._catalog.unsettled())
+
     def revision(self) -> int:
         """The number that grows with every change that readers may see."""
         return self._catalog.revision()

@@ -32,8 +32,8 @@ def problems_of(home: Home, catalog: Catalog, view: View) -> list[str]:
     unsettled = catalog.unsettled()
     if unsettled:
         problems.append(
-            f"{len(unsettled)} documents are half added or half removed: a writer is at work, or "
-            "`knnstore repair` settles what one has left"
+            f"{len(unsettled)} documents are half added or half removed: a writer is at work, or the next "
+            "command that writes settles what one has left, as `knnstore repair` does"
         )
     if isinstance(datastore, SupportsVerify):
         problems += datastore.verify()

@@ -4,7 +4,11 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from knnstore.store import KNNStore, NewDocument, Selection
+from tests.server.conftest import Server
 
 
 @pytest.fixture
@@ -160,6 +164,60 @@ def test_what_leads_out_of_a_folder_is_left_out_and_no_longer_kept(knnstore, sto
     refused = knnstore("add notes/pipe.txt --domain named")
     assert (refused.status, refused.err.count("\n")) == (1, 1)
     assert refused.err.startswith("error: notes/pipe.txt: not a regular file: it is a pipe (FIFO)")
+
+
+WRITERS = {
+    "sync": "sync notes --domain notes",  # where nothing differs
+    "add": "add notes/a.txt --domain other",
+    "remove": "remove n-17",
+    "serve": None,
+}
+
+
+@pytest.mark.parametrize("moment", ["purge.before", "purge.deleted", "purge.flushed"])
+@pytest.mark.parametrize(
+    "writer", [one if one == "sync" else pytest.param(one, marks=pytest.mark.slow) for one in WRITERS]
+)
+def test_what_a_killed_sync_removed_is_read_no_more_and_the_next_writer_ends_it(
+    knnstore, store, notes, killed_at, writer, moment
+):
+    knnstore("sync notes --domain notes")
+    chosen = Selection(domains=("notes",))
+    with KNNStore.open(store) as reader:  # open since before the removal
+        tokens, gone = sum(reader.lengths().values()), len(reader.tokens("b.md"))
+        assert len(reader.ngrams(chosen).text.firsts) == 3
+        (notes / "b.md").unlink()
+        assert killed_at(moment, lambda: knnstore("sync notes --domain notes"))
+        with KNNStore.open(store) as later:
+            for one in (reader, later):
+                assert [document.id for document in one.select(chosen)] == ["a.txt", "deep/c.txt"]
+                assert (
+                    sum(one.lengths().values())
+                    == sum(domain.tokens for domain in one.domains())
+                    == tokens - gone
+                )
+                assert one.token_counts().sum() == tokens - gone
+                assert len(one.ngrams(chosen).text.firsts) == 2
+                found = one.search(np.zeros((1, one.identity.dim), np.float32), 1000).ids
+                assert (found >= 0).sum() == one.record_count() == tokens - gone
+            assert any("half removed" in line for line in later.verify())
+    if WRITERS[writer] is None:
+        server = Server(store)
+        server.ready().end()
+        server.close()
+    else:
+        assert knnstore(WRITERS[writer]).status == 0
+    with KNNStore.open(store) as reader:
+        assert reader.verify() == []
+        assert not reader.has_unsettled_documents()
+
+
+def test_a_sync_without_differences_passes_beside_a_writer(knnstore, store, notes):
+    knnstore("sync notes --domain notes")
+    added = NewDocument("d", "other", "0" * 64, np.zeros(2, np.uint32))
+    with KNNStore.open(store, "a") as writer, writer.ingest([added]):
+        assert writer.has_unsettled_documents()
+        assert knnstore("sync notes --domain notes --json").json["unchanged"] == 3
 
 
 def test_many_unusable_rows_are_named_with_what_is_wrong(knnstore, store, notes):

@@ -1,6 +1,7 @@
 """Commands that make a store and fill it."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Annotated, Any
 
@@ -21,7 +22,7 @@ from knnstore.cli.options import (
 )
 from knnstore.cli.output import Bar, note, pairs, print_result, working
 from knnstore.documents import STDIN, size_of
-from knnstore.errors import InputError
+from knnstore.errors import InputError, LockedError, ReadOnlyError
 from knnstore.model_names import check_model
 
 _NO_KEYS = "none"
@@ -246,6 +247,7 @@ def sync(
     with Bar() as bar:
         with knnstore.open(runtime.home) as store:
             found = store.difference(domain, documents.read(bar), tags or ())
+            is_settled = not store.has_unsettled_documents()
         documents.report()
         if not found.added + found.replaced + found.described + found.unchanged:
             raise InputError(f"no document could be used: {domain} stays as it is")
@@ -300,6 +302,9 @@ def sync(
         if gone:
             with knnstore.open(runtime.home, "a") as store:
                 store.remove_selected(knnstore.Selection((domain,), documents=tuple(gone)))
+        elif not is_settled:  # opening for writing finishes what a killed writer began; one at work does so
+            with suppress(LockedError, ReadOnlyError):
+                knnstore.open(runtime.home, "a").close()
     result |= {"tokens": tokens}
     print_result(result, pairs(_without_names(result)), as_json=as_json)
 
