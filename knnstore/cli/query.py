@@ -106,24 +106,6 @@ class Query:
             "it out. May be given several times.",
         ),
     ] = None
-    pointers: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            metavar="N",
-            help="Search only where fewer than N of the records retrieved for the token before lead on from "
-            "it; 0 is everywhere.",
-        ),
-    ] = None
-    clusters: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="SIZE",
-            help="With --pointers: compare all records of the clusters that they lead to, of SIZE on "
-            "average.",
-        ),
-    ] = None
 
     def settings(self, store: "KNNStore", selection: "Selection") -> "KNNSettings":
         """Resolve the settings of this call; see `knnstore.lm.resolve`.
@@ -131,7 +113,7 @@ class Query:
         Also prints notes if calibrated settings are used, if they are stale, and if nothing is retrieved.
 
         Raises:
-            ConfigError: a value is out of range, clusters are given without pointers, or k with probes.
+            ConfigError: a value is out of range, or k is given with probes.
         """
         from knnstore.lm import is_substitute_outdated, resolve
 
@@ -153,14 +135,12 @@ class Query:
         """Convert the options to what `resolve` takes.
 
         Raises:
-            ConfigError: clusters are given without pointers, k with probes, or a component's JSON is wrong.
+            ConfigError: k is given with probes, or a component's JSON is wrong.
         """
         from knnstore.lm import Overrides
 
         if self.probes and self.k is not None:
             raise ConfigError("give --k or --probes, not both: of the cells visited all records count")
-        if self.clusters is not None and self.pointers is None:
-            raise ConfigError("--clusters says where pointers lead to: give --pointers N as well")
         return Overrides(
             selection=selection,
             k=self.k,
@@ -172,8 +152,6 @@ class Query:
             cache_lam=self.cache_lambda,
             ngram_order=self.ngrams,
             ngram_lam=self.ngram_lambda,
-            pointers=self.pointers,
-            cluster_size=self.clusters,
             others=self._parse_others(),
         )
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         Keys,
         Metric,
     )
-    from knnstore.datastore.distances import BLOCK_VALUES, nearest_rows, paired, pairwise
+    from knnstore.datastore.distances import nearest_rows, paired, pairwise
     from knnstore.datastore.embedded import (
         OWNER_FILES,
         Codec,
@@ -91,7 +91,7 @@ else:
     __getattr__, __dir__ = attach_lazy_imports(__name__)
 
 __all__ = [
-    "BATCH_SIZE", "BLOCK", "BLOCK_VALUES", "ID_LIMIT", "OWNER_FILES", "POSITION_LIMIT", "TOKEN_LIMIT",
+    "BATCH_SIZE", "BLOCK", "ID_LIMIT", "OWNER_FILES", "POSITION_LIMIT", "TOKEN_LIMIT",
     "Capabilities", "Codec", "CodecFile", "Coding", "DamagedPart", "Datastore", "Distances",
     "EmbeddedDatastore", "Filter", "GroupSearch", "Groups", "IdRanges", "Ids", "KeySegments",
     "KeylessDatastore", "Keys", "MappedColumns", "MappedFile", "MemoryDatastore", "Metric", "Mode",

@@ -7,6 +7,7 @@ from knnstore.lazy_imports import attach_lazy_imports
 if TYPE_CHECKING:
     from knnstore.lm.calibration import Calibration, Comparison
     from knnstore.lm.components import DistributionComponent
+    from knnstore.lm.drafts import Drafts
     from knnstore.lm.explanation import (
         DocumentEffect,
         Explanation,
@@ -59,7 +60,6 @@ if TYPE_CHECKING:
         usable_documents,
     )
     from knnstore.lm.reading import add as add_documents
-    from knnstore.lm.retrieval import Drafts
     from knnstore.lm.scoring import (
         Audit,
         Check,
@@ -80,7 +80,6 @@ if TYPE_CHECKING:
         KNNSettings,
         NGramSettings,
         Overrides,
-        PointerSettings,
         Purpose,
         Repetition,
         Resolver,
@@ -145,7 +144,6 @@ __all__ = [
     "Overrides",
     "Part",
     "Passage",
-    "PointerSettings",
     "PruningCost",
     "Purpose",
     "RelativeConfidence",

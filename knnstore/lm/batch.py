@@ -3,12 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Self
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from knnstore.datastore import Neighbors
 from knnstore.lm.contexts import Contexts
 
 
@@ -30,14 +26,6 @@ class Batch:
     """The next tokens, int64, shape (n,), where a text is scored."""
     is_text: Tensor | None = None
     """Which positions are no padding, bool, shape (n,), in the processor's memory; None is all."""
-    neighbors: Neighbors | None = None
-    """The neighbors of each position, where pointers have found them already."""
-    searched: Tensor | None = None
-    """For which of `neighbors` the store was searched, bool, shape (n,)."""
-
-    def with_neighbors(self, neighbors: Neighbors, searched: NDArray[np.bool_]) -> Self:
-        """Return the batch with neighbors that were found already; see the fields."""
-        return replace(self, neighbors=neighbors, searched=torch.from_numpy(searched))
 
     def __len__(self) -> int:
         return len(self.lm_max)
@@ -56,6 +44,4 @@ class Batch:
             contexts=None if self.contexts is None else self.contexts.select_rows(rows),
             targets=chosen(self.targets),
             is_text=chosen(self.is_text),
-            neighbors=None if self.neighbors is None else self.neighbors.rows(np.arange(len(self))[rows]),
-            searched=chosen(self.searched),
         )

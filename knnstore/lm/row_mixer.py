@@ -4,7 +4,7 @@ A row is one position of one text. Rows may have settings of their own, for exam
 the same settings are looked up together. Nothing here knows which program runs the model.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
@@ -12,7 +12,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from knnstore.datastore import Neighbors
 from knnstore.errors import ConfigError
 from knnstore.lm.batch import Batch
 from knnstore.lm.components import Form, look_up, mixture_of
@@ -53,10 +52,6 @@ class Rows(NamedTuple):
         )
 
 
-Follow = Callable[[KNNSettings, Indices], tuple[Neighbors, NDArray[np.bool_]]]
-"""Finds the neighbors of some rows by pointers; returns them, and for which rows the store was searched."""
-
-
 class RowMixer:
     """Mixes what is retrieved into logits, with settings for all rows or for each.
 
@@ -70,13 +65,12 @@ class RowMixer:
         self._heads = heads
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def mix(self, rows: Rows, each: Sequence[KNNSettings], follow: Follow | None = None) -> Tensor:
+    def mix(self, rows: Rows, each: Sequence[KNNSettings]) -> Tensor:
         """Mix the store into the logits of rows.
 
         Args:
             rows: n of them.
             each: the settings of all rows, or of each; rows with the same object are looked up together.
-            follow: finds neighbors for settings with pointers.
 
         Returns:
             log p of the mixture, float32, shape (n, v), where anything was found, and the model's logits
@@ -93,13 +87,11 @@ class RowMixer:
         for row, settings in enumerate(each):
             groups.setdefault(id(settings), []).append(row)
         if len(groups) == 1:
-            return self._mix_alike(rows, each[0], np.arange(count), follow)
+            return self._mix_alike(rows, each[0])
         mixed = rows.logits.to(torch.float32, copy=True)
         for members in groups.values():
             at = np.array(members, np.int64)
-            mixed[torch.from_numpy(at)] = self._mix_alike(
-                rows.select(at), each[members[0]], at, follow
-            ).float()
+            mixed[torch.from_numpy(at)] = self._mix_alike(rows.select(at), each[members[0]]).float()
         return mixed
 
     def likelihoods(self, rows: Rows, targets: Tensor, settings: KNNSettings, count: int) -> Likelihoods:
@@ -108,7 +100,7 @@ class RowMixer:
         Args:
             rows: n of them.
             targets: the next tokens, int64, shape (n,).
-            settings: of all rows; without pointers.
+            settings: of all rows.
             count: of the likeliest tokens, at most the whole vocabulary.
         """
         count = min(count, rows.logits.shape[1])
@@ -120,15 +112,10 @@ class RowMixer:
         below = self._mix_substitute(settings, log_probs, batch.keys)
         return mixture.likelihoods(below, targets, count)
 
-    def _mix_alike(
-        self, rows: Rows, settings: KNNSettings, numbers: Indices, follow: Follow | None
-    ) -> Tensor:
-        """Mix rows with the same settings; `numbers` are those of the rows among all."""
+    def _mix_alike(self, rows: Rows, settings: KNNSettings) -> Tensor:
+        """Mix rows with the same settings."""
         if settings.is_model_alone:
             return rows.logits
-        neighbors = searched = None
-        if settings.pointers is not None and settings.retrieves and follow is not None:
-            neighbors, searched = follow(settings, numbers)
         is_anything_found = settings.substitute is not None
         parts, step = [], max(1, _CHUNK_VALUES // rows.logits.shape[1])
         for start in range(0, len(rows.logits), step):
@@ -136,8 +123,6 @@ class RowMixer:
             some = rows if start == 0 and step >= len(rows.logits) else rows.select(at)
             log_probs = some.logits.float().log_softmax(-1)
             batch = _batch(some, log_probs, settings)
-            if neighbors is not None and searched is not None:
-                batch = batch.with_neighbors(neighbors.rows(np.arange(len(numbers))[at]), searched[at])
             mixture = mixture_of(settings, look_up(self._store, settings, batch, Form.DISTRIBUTION))
             is_anything_found = is_anything_found or any(
                 bool(one.is_found.any()) for one in mixture.components

@@ -16,25 +16,22 @@ Nothing is shared between texts, so rows of a batch may be reordered, copied and
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from knnstore.datastore import Ids
 from knnstore.lm.keys import Joining
 
 Tokens = NDArray[np.int64]
 
-NO_TOKEN = -1
+_NO_TOKEN = -1
 """In place of a token that is not known, because the model was given embeddings, and at padding."""
 
 _ROOM = 64
 """Positions that are allocated beyond a text's end at least, so that most steps copy nothing."""
-_POINTERS_KEPT = 256
-"""Latest positions of a text whose retrieved records are kept: more than a draft is long."""
 
 
 class TextState:
@@ -42,13 +39,10 @@ class TextState:
 
     Attributes:
         length: number of tokens, >= 0.
-        retrieved: records that were retrieved after the first n tokens, by n, nearest first; kept for the
-            latest positions, and only while pointers are in use.
     """
 
     def __init__(self) -> None:
         self.length = 0
-        self.retrieved: dict[int, Ids] = {}
         self._tokens = np.empty(0, np.int64)
         self._keys: Tensor | None = None
         self._states: Tensor | None = None
@@ -105,7 +99,7 @@ class TextState:
             grown = np.empty(max(stop + _ROOM, 2 * len(self._tokens)), np.int64)
             grown[:start] = self._tokens[:start]
             self._tokens = grown
-        self._tokens[start:stop] = NO_TOKEN if tokens is None else tokens
+        self._tokens[start:stop] = _NO_TOKEN if tokens is None else tokens
         if tokens is None:
             self._unknown_stop = stop
         self._keys = _write(self._keys, keys, start - self._first_key)
@@ -120,7 +114,6 @@ class TextState:
         self.length = max(0, length)
         if not self.length:
             self._unknown_stop = 0
-        self.retrieved = {at: ids for at, ids in self.retrieved.items() if at <= self.length}
 
     def drop_keys(self, stop: int) -> None:
         """Free the memory of the keys before position `stop`, which nobody needs any more."""
@@ -132,20 +125,13 @@ class TextState:
     def fork(self) -> "TextState":
         """Return a copy that is continued on its own."""
         copy = TextState()
-        copy.length, copy._unknown_stop, copy.retrieved = self.length, self._unknown_stop, {**self.retrieved}
+        copy.length, copy._unknown_stop = self.length, self._unknown_stop
         copy._tokens = self._tokens[: self.length].copy()
         if self.length:
             assert self._keys is not None
             copy._keys, copy._first_key = self._keys[: self.length - self._first_key].clone(), self._first_key
             copy._states = None if self._states is None else self._states[: self.length].clone()
         return copy
-
-    def keep_retrieved(self, length: int, ids: Ids) -> None:
-        """Keep the records that were retrieved after the first `length` tokens, shape (k,), nearest first."""
-        self.retrieved[length] = ids
-        if len(self.retrieved) > 2 * _POINTERS_KEPT:
-            latest = sorted(self.retrieved)[-_POINTERS_KEPT:]
-            self.retrieved = {at: self.retrieved[at] for at in latest}
 
 
 class TextBatch(NamedTuple):
@@ -170,14 +156,6 @@ class TextBatch(NamedTuple):
     def has_all_tokens(self) -> bool:
         """Whether every token of every text is known."""
         return all(text.has_all_tokens for text in self.texts)
-
-    def select_rows(self, rows: Sequence[int]) -> Self:
-        """Return the batch with some of its texts, in the order of `rows`."""
-        return self._replace(
-            texts=[self.texts[row] for row in rows],
-            stops=[self.stops[row] for row in rows],
-            is_text=self.is_text[list(rows)],
-        )
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -8,7 +8,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Hashable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from knnstore.errors import ConfigError, KnnstoreError
 from knnstore.lm import KNNSettings, Overrides, resolve
@@ -156,8 +156,7 @@ class Scopes:
             selection=Selection(domains=domains, tags=scope.tags, where=scope.where),
             k=scope.k, probes=scope.probes, temperature=scope.temperature, lam=scope.lam,
         )  # fmt: skip
-        settings = resolve(self._store, asked, only_selected=scope.own)
-        return replace(settings, pointers=None)  # they begin with a prompt: texts would not be independent
+        return resolve(self._store, asked, only_selected=scope.own)
 
     def _there(self) -> frozenset[str]:
         """The names of all domains, read once in each revision; to be called in any thread."""

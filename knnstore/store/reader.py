@@ -48,11 +48,6 @@ class Reader(Protocol):
     def visit(self, queries: Keys, probes: int, selection: Selection = EVERYTHING) -> list[Visits]:
         """Measure each query against every live record of the cells that are nearest to it."""
 
-    def follow(
-        self, queries: Keys, ids: Ids, selection: Selection = EVERYTHING, *, cluster_size: int | None = None
-    ) -> Neighbors:
-        """Measure queries against the records that come after some of others in their documents."""
-
     def ngrams(self, selection: Selection = EVERYTHING) -> NGramCounts:
         """Count the n-grams of the selected documents."""
 

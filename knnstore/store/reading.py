@@ -19,7 +19,6 @@ from knnstore.store.counting import Counting
 from knnstore.store.fitted import Lineage, SavedSettings, Weights, load_weights
 from knnstore.store.home import Home
 from knnstore.store.ngrams import Letters, NGramCounts, Overlap
-from knnstore.store.pointers import Clusters, follow
 from knnstore.store.provenance import Provenance, Tokens, Tracer
 from knnstore.store.reader import Records
 from knnstore.store.selection import EVERYTHING, Selection
@@ -40,13 +39,12 @@ class StoreReader:
         self._current_view = view
         self._latest: View | None = None
         self._tracer = Tracer(catalog)
-        self._clusters: dict[int, Clusters] = {}
         self._counting = Counting(self.identity.vocab_size)
 
     def at(self, view: View) -> "StoreReader":
         """A reader of one view, whatever becomes of the store; it shares what this one remembers."""
         reader = StoreReader(self.home, self._catalog, lambda: view)
-        reader._tracer, reader._clusters, reader._counting = self._tracer, self._clusters, self._counting
+        reader._tracer, reader._counting = self._tracer, self._counting
         return reader
 
     def view(self) -> View:
@@ -95,28 +93,6 @@ class StoreReader:
             Visits in which a query and a record meet once at most.
         """
         return self._at_one_revision(lambda view: view.visit(queries, probes, selection))
-
-    def follow(
-        self, queries: Keys, ids: Ids, selection: Selection = EVERYTHING, *, cluster_size: int | None = None
-    ) -> Neighbors:
-        """Measure queries against the records that come after some of others in their documents.
-
-        Args:
-            queries: float32, shape (q, dim).
-            ids: records of any search, int64, shape (q, m), -1 for none.
-            selection: among which documents.
-            cluster_size: measures all that share a cluster with those records, of so many on average; the
-                first call reads every key. See `knnstore.store.pointers.clusters`.
-
-        Returns:
-            Record ids and distances, shape (q, m), each in the place of the record before it; -1 and +inf
-            where that was a document's last, and where the document is live no more. With clusters of shape
-            (q, n), in any order.
-        """
-        clusters = None
-        if cluster_size is not None:
-            clusters = self._clusters.setdefault(cluster_size, Clusters(cluster_size))
-        return self._at_one_revision(lambda view: follow(view, queries, ids, selection, clusters))
 
     def ngrams(self, selection: Selection = EVERYTHING) -> NGramCounts:
         """Count the n-grams of the selected documents, or look up what was counted at this revision.

@@ -65,10 +65,8 @@ def test_what_counts_in_scoring_only_counts_in_writing_where_it_is_asked_for(sto
         assert alone not in knnstore("generate The --max-new-tokens 1 --lambda 0.5").err
         assert written(cache=100) == written(cache_lambda=0.1) == ("cache",)
         assert written(ngrams=3) == written(ngram_lambda=0.1) == ("n-grams",)
-        assert (
-            written(k=3) == written(temperature=3.0) == written(pointers=2) == written(lam=0.1) == ("keys",)
-        )
-        assert written(cache=0, ngrams=0, pointers=0) == ()
+        assert written(k=3) == written(temperature=3.0) == written(lam=0.1) == ("keys",)
+        assert written(cache=0, ngrams=0) == ()
         assert Query().settings(opened, Selection()).components == ("cache", "n-grams", "keys")
 
 

@@ -16,10 +16,9 @@ from knnstore.lm import (
     KNNLMForCausalLM,
     KNNSettings,
     NGramSettings,
-    PointerSettings,
 )
+from knnstore.lm.drafts import Drafts
 from knnstore.lm.model import drafting
-from knnstore.lm.retrieval import Drafts
 from knnstore.store import Selection
 from tests.lm.phrases import documents, phrases
 
@@ -32,7 +31,6 @@ SETTINGS = {
     "cells": replace(PLAIN, probes=4),
     "cache": replace(PLAIN, cache=CacheSettings(64, 20.0, 0.2)),
     "n-grams": replace(PLAIN, mixer=FixedLambda(0.3), ngrams=NGramSettings(order=4, lam=0.8)),
-    "pointers": replace(PLAIN, pointers=PointerSettings(4)),
     "a domain": replace(PLAIN, selection=Selection(domains=("other",))),
 }
 OPTIONS = {

@@ -17,7 +17,10 @@ RECORD = {
     "text_hash": "0" * 64, "revision": 3, "records": 9000, "base_ppl": 30.0, "knn_ppl": 20.0, "domains": [],
     "skipped": 0.25, "stored": None, "held_out": [], "written": [],
 }  # fmt: skip
-REMOVED = {"skip": {"weights": f"{'0' * 64}.safetensors", "threshold": 0.01}}
+REMOVED = {
+    "skip": {"weights": f"{'0' * 64}.safetensors", "threshold": 0.01},
+    "pointers": {"min_pointers": 2, "max_pointers": 1024, "cluster_size": None},
+}
 """A value of each setting that is gone."""
 
 

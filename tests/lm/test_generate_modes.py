@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache
 
 from knnstore.errors import ConfigError
-from knnstore.lm import CacheSettings, FixedLambda, KNNSettings, NGramSettings, PointerSettings
+from knnstore.lm import CacheSettings, FixedLambda, KNNSettings, NGramSettings
 from knnstore.lm.reading import as_cache_argument
 from tests.lm.phrases import documents, phrases
 
@@ -141,24 +141,6 @@ def test_new_tokens_alone_with_a_cache_of_the_bare_model(lm, knn, prompt, size) 
         check_steps(lm, knn, prompt.tolist(), **given)
 
 
-def test_pointers_go_on_from_a_kept_cache(single, prompt) -> None:
-    """In as many calls as one likes the same records are pointed at as in one."""
-    knn = replace(KEYS, pointers=PointerSettings(4))
-    options = {"knn": knn, "do_sample": False, "pad_token_id": 2, "return_dict_in_generate": True}
-    expected = single.generate(prompt, max_new_tokens=6, output_logits=True, **options)
-    first = single.generate(prompt, max_new_tokens=3, **options)
-    second = single.generate(
-        first.sequences,
-        past_key_values=first.past_key_values,
-        max_new_tokens=3,
-        output_logits=True,
-        **options,
-    )  # fmt: skip
-    torch.testing.assert_close(
-        torch.stack(second.logits), torch.stack(expected.logits[3:]), atol=2e-4, rtol=1e-3
-    )
-
-
 def test_a_cache_that_leaves_nothing_to_read_is_refused(lm, knn, prompt) -> None:
     cache = cache_of(lm, prompt, prompt.shape[1])
     with pytest.raises(ConfigError, match=r"crop\(-1\)"):
@@ -247,12 +229,6 @@ def test_an_assistant_model_changes_nothing(lm, knn, prompt, make_model) -> None
         assert torch.equal(greedy(lm, knn, prompt, assistant_model=assistant), expected)
 
 
-def test_an_assistant_model_with_pointers(single, prompt, make_model) -> None:
-    knn = replace(KEYS, pointers=PointerSettings(4))
-    expected = greedy(single, knn, prompt)
-    assert torch.equal(greedy(single, knn, prompt, assistant_model=make_model("llama")), expected)
-
-
 def guided(lm, knn, prompt, negative, scale):
     """Guidance by its definition, each token from two passes over whole texts."""
     (text,) = prompt.tolist()
@@ -336,11 +312,6 @@ def test_other_modes_are_refused_by_name_before_anything_runs(single, prompt, na
         single.generate(prompt, knn=KEYS, max_new_tokens=2, pad_token_id=2, **options)
     handle.remove()
     assert not passes
-
-
-def test_guidance_with_pointers_is_refused_by_name(single, prompt) -> None:
-    with pytest.raises(ConfigError, match="guidance_scale does not go with pointers"):
-        greedy(single, replace(KEYS, pointers=PointerSettings(4)), prompt, guidance_scale=2.0)
 
 
 def test_watermarks_and_own_criteria_reach_the_mixture(single, prompt) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import knnstore
 from knnstore.datastore import positions_of, tokens_of
 from knnstore.errors import ConfigError, FingerprintMismatchError
-from knnstore.lm import CacheSettings, KNNLMForCausalLM, KNNSettings, PointerSettings
+from knnstore.lm import CacheSettings, KNNLMForCausalLM, KNNSettings
 from knnstore.lm.keys import Joining, locate
 from knnstore.lm.reading import Encoder, TextReader
 from knnstore.lm.substitute.training import _first_rows
@@ -263,10 +263,6 @@ def test_what_is_stored_is_searched_for(filled):
         assert losses.mean().exp() == pytest.approx(evaluation.knn_ppl, rel=1e-4)
         explained = [token.p for token in lm.explain(text, knn)]
         np.testing.assert_allclose(explained, (-losses).exp(), rtol=1e-3)
-        # Where every record is among the neighbors, what pointers add changes nothing.
-        all_of_them = replace(knn, k=store.record_count())
-        pointed = replace(all_of_them, pointers=PointerSettings(None))
-        assert lm.evaluate([text], pointed).knn_ppl == pytest.approx(lm.evaluate([text], all_of_them).knn_ppl)
 
 
 def test_a_text_that_is_stored_finds_itself_by_every_way_of_reading(filled):

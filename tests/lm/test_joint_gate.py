@@ -13,9 +13,9 @@ from knnstore.lm.calibration.evidence import gather_evidence
 from knnstore.lm.calibration.fits import fit_fixed, fit_joint, fit_together
 from knnstore.lm.calibration.scored_text import score_once
 from knnstore.lm.components import NGramFitting, RecentFitting, all_components, collect_experts, gate, mixture
+from knnstore.lm.drafts import Drafts
 from knnstore.lm.mixing import Contribution, FixedLambda, fit_network, shares_of
 from knnstore.lm.mixing.network import Network
-from knnstore.lm.retrieval import Drafts
 from knnstore.lm.settings import CacheSettings, CalibrationRecord, settings_for
 from knnstore.store import EVERYTHING, KNNStore
 from tests.lm.phrases import documents, phrases

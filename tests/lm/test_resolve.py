@@ -13,7 +13,6 @@ from knnstore.lm import (
     KNNSettings,
     NGramSettings,
     Overrides,
-    PointerSettings,
     Purpose,
     Substitute,
     resolve,
@@ -116,7 +115,7 @@ def test_what_counts_in_scoring_only_is_left_out_of_generation_unless_it_is_aske
 
 
 def test_overrides_change_single_values_of_saved_parts(lm) -> None:
-    save_settings(lm.store, replace(WHOLE, pointers=PointerSettings(3), ngrams=NGramSettings(4, 0.3)))
+    save_settings(lm.store, replace(WHOLE, ngrams=NGramSettings(4, 0.3)))
     stored = resolve(lm.store)
 
     def find(**values):
@@ -124,9 +123,7 @@ def test_overrides_change_single_values_of_saved_parts(lm) -> None:
 
     assert find() == stored
     assert find(cache_lam=0.4).cache == CacheSettings(9, 3.0, 0.4)
-    assert find(cache_size=0, ngram_order=0, pointers=0).components == ("keys",)
-    assert find(pointers=0).pointers is None
-    assert find(pointers=2, cluster_size=7).pointers == PointerSettings(2, cluster_size=7)
+    assert find(cache_size=0, ngram_order=0).components == ("keys",)
     alone = find(lam=0.1)
     assert (alone.components, alone.k, alone.temperature) == (("keys",), 5, 2.0)
     assert find(lam=0.1, cache_lam=0.4).cache == CacheSettings(9, 3.0, 0.4)

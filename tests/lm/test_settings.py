@@ -16,7 +16,6 @@ from knnstore.lm import (
     DomainWeights,
     FixedLambda,
     KNNSettings,
-    PointerSettings,
     SimpleMixer,
     Substitute,
     register_mixer,
@@ -32,8 +31,6 @@ SETTINGS = [
     KNNSettings(k=7, temperature=3.5, lam=0.125, selection=Selection(("law", "news"), exclude=("ab12",))),
     KNNSettings(16, 3.0, DomainWeights(("a", "b"), (0.25, 0.5), (1.0, 2.0))),
     KNNSettings(cache=CacheSettings(size=6, temperature=15.0, lam=0.3)),
-    KNNSettings(pointers=PointerSettings(None, 64)),
-    KNNSettings(pointers=PointerSettings(3, cluster_size=9)),
     KNNSettings(lam=0.25, selection=PHRASES, substitute=TRAINED),
     KNNSettings(cache=CacheSettings(), scoring_only=("cache", "keys")),
 ]
@@ -59,8 +56,6 @@ def test_what_was_not_saved_has_its_default():
         (CacheSettings, {"size": 0}, "the cache's size"),
         (CacheSettings, {"temperature": 0.0}, "the cache's temperature"),
         (CacheSettings, {"lam": 1.5}, "the cache's lambda"),
-        *((PointerSettings, {name: 0}, name) for name in ("min_pointers", "max_pointers", "cluster_size")),
-        (PointerSettings, {"min_pointers": 2000}, "min_pointers"),
         (partial(dataclasses.replace, TRAINED), {"lam": 0.0}, "above 0"),
     ],
 )
@@ -80,7 +75,6 @@ def test_values_out_of_range_are_refused(make, values, message):
         ({"mixer": {"name": "fixed", "lam": 0.5, "x": 1}}, "mixer"),
         ({"cache": {"size": 0}}, "the cache's size"),
         ({"cache": {"reach": 3}}, "other settings: .*reach"),
-        ({"pointers": {"beams": 3}}, "other settings: .*beams"),
         ({"substitute": {"weights": "x"}}, "not the settings of a substitute"),
     ],
 )
@@ -90,8 +84,6 @@ def test_what_was_not_saved_by_settings_is_refused(values, message):
 
 
 def test_what_does_not_go_together_is_refused():
-    with pytest.raises(ConfigError, match="the mixer 'domains', which makes searches of its own"):
-        KNNSettings(mixer=DomainWeights(("one",), (0.5,)), pointers=PointerSettings())
     for selection in (Selection(domains=("noise",)), Selection(tags=("a",)), Selection(documents=("s1",))):
         with pytest.raises(ConfigError, match="leaves out documents that the substitute was trained on"):
             KNNSettings(selection=selection, substitute=TRAINED)

@@ -67,21 +67,6 @@ def test_texts_are_lists_that_know_nothing_of_each_other(operations) -> None:
             check(text, tokens)
 
 
-def test_what_was_retrieved_after_tokens_that_are_taken_back_is_forgotten() -> None:
-    text = TextState()
-    append(text, [1, 2, 3])
-    for length in (1, 2, 3):
-        text.keep_retrieved(length, np.array([length]))
-    fork = text.fork()
-    text.truncate(2)
-    assert sorted(text.retrieved) == [1, 2]
-    assert sorted(fork.retrieved) == [1, 2, 3]
-    for length in range(4, 2000):
-        fork.keep_retrieved(length, np.array([length]))
-    assert len(fork.retrieved) < 600
-    assert 1999 in fork.retrieved
-
-
 def test_tokens_that_were_given_as_embeddings_are_not_known() -> None:
     text = TextState()
     text.append(None, values_of([5, 6]), None)

@@ -14,7 +14,7 @@ import knnstore
 from knnstore.datastore import tokens_of
 from knnstore.documents import TextDocument
 from knnstore.errors import ConfigError, FingerprintMismatchError, InputError, ReadOnlyError
-from knnstore.lm import CacheSettings, KNNSettings, NGramSettings, PointerSettings, TokenTable
+from knnstore.lm import CacheSettings, KNNSettings, NGramSettings, TokenTable
 from knnstore.lm.calibration.scored_text import score_once
 from knnstore.lm.reading import adding
 from knnstore.lm.scoring import blocks_of, interval_of
@@ -100,11 +100,10 @@ def test_perplexity_after_removal_is_that_of_before_to_the_last_digit(lm) -> Non
     assert (after.base_ppl, after.knn_ppl) == (before.base_ppl, before.knn_ppl)
 
 
-@pytest.mark.parametrize("pointers", [None, PointerSettings(2)])
-def test_more_neighbors_than_records_take_no_memory_and_change_nothing(lm, monkeypatch, pointers) -> None:
+def test_more_neighbors_than_records_take_no_memory_and_change_nothing(lm, monkeypatch) -> None:
     stored = [TextDocument(str(at), words(30)) for at in range(5)]
     lm.add(stored, domain="d")
-    every, more = (KNNSettings(k=k, temperature=9.0, pointers=pointers) for k in (150, 5_000))
+    every, more = (KNNSettings(k=k, temperature=9.0) for k in (150, 5_000))
     text, tokens = words(3), torch.tensor([[0, *range(40, 50)]])
     expected = lm.evaluate(stored, every, leave_out=True).knn_ppl
     explained, logits = lm.explain(text, every, neighbors=2), lm(tokens, knn=every).logits

@@ -65,9 +65,6 @@ class Keys:
         Returns:
             What each search found, at least one; and for which positions a search was made, bool, shape (n,).
         """
-        if batch.neighbors is not None:
-            assert batch.searched is not None
-            return [_sums(batch.neighbors, batch, settings, form)], batch.searched
         # 1) Search for every position but padding.
         searched = torch.full((len(batch),), settings.retrieves)
         if batch.is_text is not None:

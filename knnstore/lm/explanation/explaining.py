@@ -76,7 +76,7 @@ def explain_in_turns(
 ) -> Generator[list[TokenExplanation], None, tuple[DocumentEffect, ...]]:
     """Do what `explain_tokens` does in turns that each take a short time, for a server with other requests.
 
-    The results are those of `explain_tokens`, but for rounding. Settings with pointers are not supported.
+    The results are those of `explain_tokens`, but for rounding.
 
     Yields:
         After each turn the tokens that it explained; often none.

@@ -21,8 +21,8 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.cache_utils import Cache, StaticLayer
 from transformers.generation.streamers import BaseStreamer
 
+from knnstore.lm.drafts import Drafts
 from knnstore.lm.reading import CACHE_NAMES, find_cache
-from knnstore.lm.retrieval import Drafts
 from knnstore.lm.settings import KNNSettings
 from knnstore.store import KNNStore
 

@@ -6,7 +6,6 @@ receives its own. The texts so far ride in the cache, see `knnstore.lm.model.tex
 cannot do with a store is refused by name before anything runs.
 """
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,8 +21,6 @@ from knnstore.lm.reading import CACHE_NAMES, cache_argument, check_tokens
 from knnstore.lm.settings import KNNSettings, Purpose
 from knnstore.lm.text_state import TextState
 
-_logger = logging.getLogger(__name__)
-
 _OURS = ("knn",)
 """Arguments of `generate` and `prepare_inputs_for_generation` that no other model takes."""
 _NO_OTHER_CODE = "needs code from another repository, and knnstore runs no code but its own"
@@ -35,7 +32,7 @@ class StoreGeneration(GenerationMixin):
     def generate(
         self: Any, *args: Any, knn: KNNSettings | None = None, draft: bool = False, **kwargs: Any
     ) -> Any:
-        """Generate text as `GenerationMixin.generate` does; pointers begin at the end of each prompt.
+        """Generate text as `GenerationMixin.generate` does.
 
         Args:
             *args: as there.
@@ -54,11 +51,6 @@ class StoreGeneration(GenerationMixin):
         if isinstance(prompt, Tensor) and not prompt.is_floating_point():
             check_tokens(prompt.flatten().cpu().numpy(), self.encoder.vocabulary, self.tokenizer)
         knn = self.resolve_settings(knn, Purpose.GENERATION)
-        if knn.pointers is not None:
-            if _option(self, kwargs, "guidance_scale") not in (None, 1):
-                raise ConfigError("guidance_scale does not go with pointers: leave one of them out")
-            if _option(self, kwargs, "use_cache") is False:
-                _logger.warning("with use_cache=False no pointer is followed: every token is searched for")
         if draft:
             reason = why_no_drafts(self, args, kwargs)
             if reason is None:

@@ -45,9 +45,7 @@ def read_part(
         check_logits(lm.base, output.logits)
         states = capture.keys(1, tokens.shape[1] - read)
         keys, batch = lm.extend_texts([text], tokens[:, read:], states, None)
-        return ForwardPass(
-            output.logits, keys, tokens[:, read:], None, batch, logits_to_keep, lm.prefix_for([knn])
-        )
+        return ForwardPass(output.logits, keys, None, batch, logits_to_keep, lm.prefix_for([knn]))
 
 
 def following(lm: KNNLMForCausalLM, part: ForwardPass, knn: KNNSettings) -> Tensor:
@@ -67,7 +65,7 @@ def likelihoods(
         lm: the model.
         parts: of texts, from `read_part`, each with its logits at all positions.
         gold: what came after each position of each, int64, shapes (t_i,).
-        knn: for all of them; without pointers.
+        knn: for all of them.
         count: of the likeliest tokens, at most the whole vocabulary.
 
     Returns:

@@ -1,20 +1,14 @@
 """Mixing what the store knows into the logits of one forward pass."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from knnstore.datastore import Neighbors
 from knnstore.errors import ConfigError
-from knnstore.lm.components import reachable, search_records
 from knnstore.lm.contexts import Contexts
 from knnstore.lm.mixing import Likelihoods
 from knnstore.lm.model.passes import ForwardPass
-from knnstore.lm.retrieval import retrieve_for_pass
 from knnstore.lm.row_mixer import RowMixer, Rows
 from knnstore.lm.settings import KNNSettings
 from knnstore.lm.substitute import Heads
@@ -30,7 +24,6 @@ class LogitMixer:
     """
 
     def __init__(self, store: Reader, heads: Heads) -> None:
-        self._store = store
         self._rows = RowMixer(store, heads)
 
     def mix(self, read: ForwardPass, each: Sequence[KNNSettings]) -> Tensor:
@@ -45,18 +38,12 @@ class LogitMixer:
         """
         if len(each) not in (1, len(read.keys)):
             raise ConfigError(f"{len(each)} settings were given for {len(read.keys)} texts")
-        texts, kept = read.logits.shape[:2]
         if len(each) > 1:
-            each = [settings for settings in each for _ in range(kept)]
+            each = [settings for settings in each for _ in range(read.logits.shape[1])]
         needs_text = any(settings.needs_text for settings in each)
         logits = read.logits.flatten(0, -2)
         rows = Rows(logits, read.kept_keys, _contexts(read) if needs_text else None, read.attended)
-
-        def follow(settings: KNNSettings, numbers: NDArray[np.int64]) -> tuple[Neighbors, NDArray[np.bool_]]:
-            own = read if len(numbers) == texts * kept else read.rows(np.unique(numbers // kept).tolist())
-            return self._follow_pointers(own, settings)
-
-        mixed: Tensor = self._rows.mix(rows, each, follow)
+        mixed: Tensor = self._rows.mix(rows, each)
         return read.logits if mixed is logits else mixed.reshape(read.logits.shape)
 
     def likelihoods(
@@ -67,7 +54,7 @@ class LogitMixer:
         Args:
             parts: of one text each, with logits at all positions, t_i of them.
             targets: the token, int64, shape (sum of t_i,).
-            settings: of all; without pointers.
+            settings: of all.
             count: of the likeliest tokens, at most the whole vocabulary.
         """
         each = [_contexts(part) for part in parts] if settings.needs_text else []
@@ -78,28 +65,6 @@ class LogitMixer:
             Contexts.joined(known) if len(known) == len(parts) else None,
         )
         return self._rows.likelihoods(rows, targets, settings, count)
-
-    def _follow_pointers(
-        self, read: ForwardPass, settings: KNNSettings
-    ) -> tuple[Neighbors, NDArray[np.bool_]]:
-        """Find neighbors by pointers and searches: each position goes on from the one before it in its text.
-
-        Returns:
-            The neighbors of the kept positions, and for which of these the store was searched, shape (n,).
-        """
-        text_pass, is_text = read.text_pass, read.attended
-        attended = np.ones(text_pass.kept.size, np.bool_) if is_text is None else is_text
-        keys = read.kept_keys.float()
-        settings = replace(settings, k=reachable(self._store, settings))
-        queries = keys[torch.from_numpy(attended)].cpu().numpy()
-
-        def search(rows: NDArray[np.int64]) -> Neighbors:
-            return Neighbors.joined(search_records(self._store, queries[rows], settings))
-
-        found = retrieve_for_pass(
-            self._store, queries, text_pass, attended.reshape(text_pass.kept.shape), settings, search
-        )
-        return found.spread(attended), attended
 
 
 def _contexts(read: ForwardPass) -> Contexts | None:

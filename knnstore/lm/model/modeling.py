@@ -317,9 +317,8 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
                 dimensions; `generate` gives it.
             return_dict: False returns a tuple.
             cache: what the model remembers of earlier tokens; given to it under the name that it takes. This
-                model adds a layer: the texts that were read, which keys of several states, n-grams, the
-                recent text and pointers go by. A cache that another model has filled does for settings
-                without these.
+                model adds a layer: the texts that were read, which keys of several states, n-grams and
+                the recent text need. A cache that another model has filled does for settings without these.
             **kwargs: whatever else the base model takes, and ``num_items_in_batch`` for the loss.
 
         Returns:
@@ -369,9 +368,8 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
         attach_texts(output if find_cache(output) is not None else known, texts)
         # 4) Mix.
         if is_mixed:
-            read = ForwardPass(
-                logits, keys, input_ids, is_text, batch_of_texts, logits_to_keep, self.prefix_for(each)
-            )
+            prefix = self.prefix_for(each)
+            read = ForwardPass(logits, keys, is_text, batch_of_texts, logits_to_keep, prefix)
             logits = self._mixer.mix(read, each)
         mixed: CausalLMOutputWithPast = output
         mixed.logits = logits

@@ -1,7 +1,6 @@
 """One forward pass: what it leaves to be mixed into, and which of its positions are predicted from."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from knnstore.lm.contexts import Contexts
 from knnstore.lm.keys import keep_positions
-from knnstore.lm.retrieval import TextPass
 from knnstore.lm.text_state import TextBatch
 
 
@@ -23,8 +21,6 @@ class ForwardPass:
     """Shape (b, kept, v)."""
     keys: Tensor
     """Shape (b, t, d)."""
-    tokens: Tensor | None
-    """At the positions, int64, shape (b, t); None where embeddings alone were given."""
     is_text: NDArray[np.bool_] | None
     """Which positions are no padding, shape (b, t); None is all."""
     batch: TextBatch | None
@@ -59,21 +55,3 @@ class ForwardPass:
         """The positions that are predicted from, in their texts, which must be followed."""
         assert self.batch is not None
         return Contexts.of_pass(self.batch, self.prefix, self.kept.flatten())
-
-    @property
-    def text_pass(self) -> TextPass:
-        """The pass as pointers see it."""
-        shape = self.keys.shape[0], self.keys.shape[1]
-        return TextPass.of(self.tokens, self.is_text, shape, self.kept.cpu(), self.batch)
-
-    def rows(self, rows: Sequence[int]) -> "ForwardPass":
-        """Return the pass over some of the texts."""
-        at = torch.tensor(rows, device=self.logits.device)
-        return replace(
-            self,
-            logits=self.logits[at],
-            keys=self.keys[at],
-            tokens=None if self.tokens is None else self.tokens[at],
-            is_text=None if self.is_text is None else self.is_text[list(rows)],
-            batch=None if self.batch is None else self.batch.select_rows(rows),
-        )

@@ -9,15 +9,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from knnstore.datastore import Neighbors
 from knnstore.documents import TextDocument, documents_of
 from knnstore.errors import InputError
 from knnstore.lm.batch import Batch
-from knnstore.lm.components import Form, look_up, most_records, probes_cells, reachable, search_records
+from knnstore.lm.components import Form, look_up, most_records, probes_cells, reachable
 from knnstore.lm.contexts import Contexts, DocumentTexts
 from knnstore.lm.mixing import CellSums, NeighborSums
 from knnstore.lm.reading import BATCH_TOKENS, Encoded, LogProbs, TextReader, WindowBatch, in_chunks
-from knnstore.lm.retrieval import retrieve_in_step
 from knnstore.lm.scoring.scores import ReadTokens, TokenScores
 from knnstore.lm.settings import KNNSettings
 from knnstore.progress import Progress
@@ -35,8 +33,6 @@ _TURN_TOKENS = 128
 """Tokens that are read in one turn while other requests wait; see `score_text_in_turns`."""
 _TURN_NEIGHBORS = 1 << 16
 """Neighbors of all tokens that are looked up in one turn."""
-_TOKENS = 1 << 15
-"""Tokens of documents that advance together with pointers, and are in memory at once."""
 
 
 class HeldOut(NamedTuple):
@@ -139,9 +135,6 @@ def score_texts(
     With `with_sources` the evidence keeps each record that counts, also where cells are summed over.
     """
     settings = replace(settings, k=reachable(store, settings))
-    if settings.pointers is not None:
-        yield from _score_by_pointers(store, reader, texts, settings, with_sources=with_sources)
-        return
     looking_up = LookUpInParts(store, settings, Form.SOURCES if with_sources else Form.TARGET)
     texts_read = follow_documents(reader, texts, settings)
     reads = (read_windows(reader, batch) for batch in reader.batches(texts))
@@ -165,7 +158,7 @@ def score_text_in_turns(
         store: where to search.
         reader: reads the text.
         text: token ids, shape (n,).
-        settings: without pointers.
+        settings: in force.
         most: tokens that are looked up in one turn at most.
 
     Yields:
@@ -299,51 +292,3 @@ def _joined(reads: Iterable[ReadTokens], wanted: int) -> Iterator[ReadTokens]:
             held = []
     if held:
         yield ReadTokens.joined(held)
-
-
-def _score_by_pointers(
-    store: Reader,
-    reader: TextReader,
-    texts: Sequence[NDArray[np.integer[Any]]],
-    settings: KNNSettings,
-    *,
-    with_sources: bool,
-) -> Iterator[TokenScores]:
-    """Score texts with pointers: texts advance together, token by token, so that one search is for many."""
-    form = Form.SOURCES if with_sources else Form.TARGET
-    for members in _few_tokens(texts, max(1, _NEIGHBORS // most_records(store, settings))):
-        some = [texts[at] for at in members]
-        reads = [read_windows(reader, batch) for batch in reader.batches(some)]
-        if not reads:
-            continue
-        read = ReadTokens.joined(reads)
-        contexts = read_on(follow_documents(reader, some, settings), read, settings)
-        keys = read.keys.numpy()
-
-        def search(rows: NDArray[np.int64]) -> Neighbors:
-            return Neighbors.joined(search_records(store, keys[rows], settings))  # noqa: B023
-
-        steps = retrieve_in_step(
-            store, keys, read.targets.numpy(), read.documents, read.positions, settings, search
-        )
-        order, found, searched = [], [], np.zeros(len(read), np.bool_)
-        for rows, retrieval in steps:
-            order.append(rows)
-            found.append(retrieval.found)
-            searched[rows] = retrieval.searched & settings.retrieves
-        at = np.argsort(np.concatenate(order))
-        batch = read.batch(store.identity.vocab_size, contexts)
-        batch = batch.with_neighbors(Neighbors.joined(found, axis=0).rows(at), searched)
-        scores = TokenScores(read, look_up(store, settings, batch, form))
-        yield scores.with_documents(scores.documents + members.start)
-
-
-def _few_tokens(texts: Sequence[NDArray[np.integer[Any]]], most: int) -> list[range]:
-    """Divide texts into runs that advance together, of at most so many texts."""
-    runs, tokens = [range(0)], 0
-    for at, text in enumerate(texts):
-        if tokens + len(text) > _TOKENS or len(runs[-1]) == most:
-            runs, tokens = [*runs, range(at, at)], 0
-        runs[-1] = range(runs[-1].start, at + 1)
-        tokens += len(text)
-    return [run for run in runs if len(run)]

@@ -47,7 +47,7 @@ def measure_size_curve(
     """Measure perplexity with ever smaller parts of the store, each the half of the one before.
 
     A part holds whole documents, in an order that is chance and stays the same. The settings are the same
-    for all, without a substitute, which was trained on the whole, and without pointers.
+    for all, without a substitute, which was trained on the whole.
 
     Args:
         lm: the model.
@@ -65,7 +65,7 @@ def measure_size_curve(
         InputError: a document is in the store, or there is not one token to predict.
     """
     store, reader = lm.store, lm.reader
-    settings = replace(resolve(lm.store, knn or lm.knn), substitute=None, pointers=None)
+    settings = replace(resolve(lm.store, knn or lm.knn), substitute=None)
     held_out = HeldOut.of(store, reader, usable_documents(reader, documents, on_bad), settings.selection)
     held_out.refuse_stored()
     parts = _parts(store, settings.selection)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     )
     from knnstore.lm.settings.model import KNNModel, ReadingModel, ReadingParts, WritingModel
     from knnstore.lm.settings.others import other_components, register_component
-    from knnstore.lm.settings.parts import CacheSettings, NGramSettings, PointerSettings, Substitute
+    from knnstore.lm.settings.parts import CacheSettings, NGramSettings, Substitute
     from knnstore.lm.settings.precedence import (
         DEFAULT_PROBES,
         Overrides,
@@ -55,7 +55,6 @@ __all__ = [
     "KNNSettings",
     "NGramSettings",
     "Overrides",
-    "PointerSettings",
     "Purpose",
     "ReadingModel",
     "ReadingParts",

@@ -36,7 +36,7 @@ from typing import Any
 from knnstore.datastore import Metric
 from knnstore.errors import ConfigError, CorruptWeightsError, FingerprintMismatchError
 from knnstore.lm.mixing import BinnedLambda, FixedLambda, Mixer
-from knnstore.lm.settings.parts import CacheSettings, NGramSettings, PointerSettings
+from knnstore.lm.settings.parts import CacheSettings, NGramSettings
 from knnstore.lm.settings.query import KNNSettings
 from knnstore.lm.settings.saved import save_settings, settings_from_dict, substitute_of, weights_for
 from knnstore.store import EVERYTHING, KNNStore, Reader, SavedSettings, Selection
@@ -93,7 +93,7 @@ class Overrides:
     """0 searches for the k nearest in a store that has cells, too."""
     temperature: float | None = None
     lam: float | None = None
-    """The only weight in force, unless a cache or n-grams are given too. Pointers stay."""
+    """The only weight in force, unless a cache or n-grams are given too."""
     cache_size: int | None = None
     """0 leaves the cache out."""
     cache_temperature: float | None = None
@@ -102,10 +102,6 @@ class Overrides:
     """0 leaves n-grams out."""
     ngram_lam: float | None = None
     """One λ for all contexts, in place of λ by length."""
-    pointers: int | None = None
-    """The fewest pointers that take the place of a search; 0 leaves pointers out."""
-    cluster_size: int | None = None
-    """Used together with `pointers`."""
     others: Mapping[str, Mapping[str, Any] | None] = field(default_factory=dict)
     """Settings of components of other packages, by name; None leaves a component out."""
 
@@ -314,7 +310,7 @@ def _complete(asked: KNNSettings, stored: KNNSettings) -> KNNSettings:
 def _override(stored: KNNSettings, asked: Overrides, *, is_keyless: bool) -> KNNSettings:
     """Replace values of the store's settings by those that are given (step 1)."""
     settings = override_keys(stored, asked)
-    cache, ngrams, pointers = settings.cache, settings.ngrams, settings.pointers
+    cache, ngrams = settings.cache, settings.ngrams
     # The saved cache and n-grams are changed even if a λ of the keys has left them out.
     values = _given(size=asked.cache_size, temperature=asked.cache_temperature, lam=asked.cache_lam)
     if asked.cache_size == 0:
@@ -333,22 +329,13 @@ def _override(stored: KNNSettings, asked: Overrides, *, is_keyless: bool) -> KNN
         if asked.ngram_lam is not None:
             values["by_length"] = None
         ngrams = replace(stored.ngrams or NGramSettings(), **values)
-    if asked.pointers == 0:
-        pointers = None
-    elif asked.pointers is not None:
-        pointers = PointerSettings(asked.pointers, cluster_size=asked.cluster_size)
     others = {**settings.others, **asked.others}
-    is_asked_for = {
-        "cache": cache is not settings.cache,
-        "n-grams": ngrams is not settings.ngrams,
-        "keys": pointers is not settings.pointers,
-    }
+    is_asked_for = {"cache": cache is not settings.cache, "n-grams": ngrams is not settings.ngrams}
     has_weight_of_text = asked.cache_lam is not None or asked.ngram_lam is not None
     return replace(
         settings,
         cache=cache,
         ngrams=ngrams,
-        pointers=pointers,
         others={name: values for name, values in others.items() if values is not None},
         gate=None if has_weight_of_text else settings.gate,
         scoring_only=tuple(name for name in settings.scoring_only if not is_asked_for.get(name)),

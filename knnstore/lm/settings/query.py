@@ -9,19 +9,13 @@ from typing import Any
 from knnstore.errors import ConfigError
 from knnstore.lm.mixing import FixedLambda, JointGate, Mixer, RelativeConfidence
 from knnstore.lm.settings.others import check_others, other_components
-from knnstore.lm.settings.parts import (
-    LEAST_TEMPERATURE,
-    CacheSettings,
-    NGramSettings,
-    PointerSettings,
-    Substitute,
-)
+from knnstore.lm.settings.parts import LEAST_TEMPERATURE, CacheSettings, NGramSettings, Substitute
 from knnstore.store import EVERYTHING, Selection
 
 _COMPONENTS: dict[str, dict[str, Any]] = {
     "cache": {"cache": None},
     "n-grams": {"ngrams": None},
-    "keys": {"mixer": FixedLambda(0.0), "pointers": None},
+    "keys": {"mixer": FixedLambda(0.0)},
     "substitute": {"substitute": None},
 }
 """The built-in components, and the settings with which each is not in use."""
@@ -34,10 +28,10 @@ class _Unset(Enum):
 _UNSET: Any = _Unset.UNSET
 _DEFAULTS: dict[str, Any] = {
     "k": 1024, "temperature": 1.0, "mixer": FixedLambda(0.25), "cache": None, "ngrams": None, "gate": None,
-    "pointers": None, "substitute": None, "probes": None, "scoring_only": (), "others": {},
+    "substitute": None, "probes": None, "scoring_only": (), "others": {},
 }  # fmt: skip
 """What stands for an unset field until it is known of which store: the values of Khandelwal et al. 2020."""
-_WITH_MIXER = frozenset({"cache", "ngrams", "gate", "pointers", "substitute", "scoring_only", "others"})
+_WITH_MIXER = frozenset({"cache", "ngrams", "gate", "substitute", "scoring_only", "others"})
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -45,8 +39,8 @@ class KNNSettings:
     """How a language model uses a store.
 
     Fields that are not given are `unset`: `resolve` fills them with what the store has for the selection. A
-    mixer or λ that is given is the only one in force: cache, n-grams, gate, pointers and
-    substitute are none unless they are given too. A cache or n-grams that are given go without a gate. A
+    mixer or λ that is given is the only one in force: cache, n-grams, gate and substitute are none
+    unless they are given too. A cache or n-grams that are given go without a gate. A
     `k` that is given searches for the k nearest, in a store that has cells too. `dataclasses.replace`
     leaves unset what is.
 
@@ -74,9 +68,6 @@ class KNNSettings:
 
     gate: JointGate | None = _UNSET
     """Chooses the weights of all components for each token, in place of their own; None is each its own."""
-
-    pointers: PointerSettings | None = _UNSET
-    """When what was retrieved for the token before takes the place of a search; None is never."""
 
     substitute: Substitute | None = _UNSET
     """A trained substitute, mixed with the model before the store is; alone with ``lam=0``."""
@@ -137,11 +128,6 @@ class KNNSettings:
             raise ConfigError(
                 f"a gate over all components does not go with the mixer {self.mixer.name!r}, which makes "
                 "searches of its own: choose another"
-            )
-        if self.pointers is not None and any(one is not self.selection for one in searches):
-            raise ConfigError(
-                f"pointers do not go with the mixer {self.mixer.name!r}, which makes searches of its own: "
-                "choose another"
             )
         object.__setattr__(self, "unset", frozenset(self._still(unset)))
 

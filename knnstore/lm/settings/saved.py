@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from knnstore.errors import ConfigError, FingerprintMismatchError
 from knnstore.lm.keys import described
 from knnstore.lm.mixing import JointGate, is_registered, mixer_of
-from knnstore.lm.settings.parts import CacheSettings, NGramSettings, PointerSettings, Substitute
+from knnstore.lm.settings.parts import CacheSettings, NGramSettings, Substitute
 from knnstore.lm.settings.query import KNNSettings
 from knnstore.store import (
     KNNStore,
@@ -27,7 +27,7 @@ LoadWeights = Callable[[str], Weights]
 
 T = TypeVar("T")
 
-_REMOVED = {"skip": "searches that are left out"}
+_REMOVED = {"skip": "searches that are left out", "pointers": "searches that pointers save"}
 """Settings of earlier versions that have no effect any more, and what each was for."""
 
 _logger = logging.getLogger(__name__)
@@ -73,7 +73,6 @@ def settings_from_dict(values: Mapping[str, Any], load: LoadWeights | None = Non
         "cache": lambda part: part and _made(CacheSettings, part),
         "ngrams": lambda part: part and _made(NGramSettings, part),
         "gate": lambda part: part and _made(JointGate, _loaded(part, load)),
-        "pointers": lambda part: part and _made(PointerSettings, part),
         "substitute": lambda part: part and substitute_of(part),
     }
     removed = tuple(name for name in _REMOVED if values.get(name) is not None)
