@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from knnstore.datastore import Keys, Metric, pairwise, stored_keys
-from knnstore.documents import TextDocument
+from knnstore.documents import OnBad, TextDocument
 from knnstore.errors import ConfigError, InputError
 from knnstore.lm.calibration import (
     MIN_DOCUMENTS,
@@ -114,6 +114,7 @@ def probe_keys(
     dims: Sequence[int] = (),
     tokens: int = SAMPLE_TOKENS,
     max_length: int | None = None,
+    on_bad: OnBad | None = None,
     progress: Progress | None = None,
 ) -> Probe:
     """Compare places for keys (Khandelwal et al. 2020, table 5), metrics, numbers of states, components.
@@ -128,6 +129,8 @@ def probe_keys(
         dims: numbers of components to project the best keys to.
         tokens: of the sample.
         max_length: tokens in a window; default is the model's limit.
+        on_bad: called for each document of the sample with a token that the model does not have, which is
+            then left out; None raises at the first.
         progress: is told of each batch, and of each place.
 
     Raises:
@@ -142,7 +145,7 @@ def probe_keys(
     window = window_of(model, max_length)
     encoder = Encoder(model, next(iter(places.values())))
     reader = TextReader(encoder, tokenizer, window, max(1, window // 2))
-    texts = sample_tokens(reader, documents, tokens, longest=max(1, tokens // _LEAST_TEXTS))
+    texts = sample_tokens(reader, documents, tokens, longest=max(1, tokens // _LEAST_TEXTS), on_bad=on_bad)
     held_out = texts[_EVERY - 1 :: _EVERY]
     stored = [text for at, text in enumerate(texts) if at % _EVERY != _EVERY - 1]
     if len(held_out) < MIN_DOCUMENTS or sum(map(len, held_out)) < MIN_TOKENS:

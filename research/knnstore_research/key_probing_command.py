@@ -91,6 +91,7 @@ def probe_keys(
             dims=dims or (),
             tokens=tokens,
             max_length=max_length,
+            on_bad=documents.skipping(bar),
             progress=bar,
         )
     rows = [_row(candidate) for candidate in found.candidates]

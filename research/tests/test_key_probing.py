@@ -1,6 +1,7 @@
 """Probing key locations: exact neighbors, and places of which is known how good they are."""
 
 import math
+from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 from knnstore_research.key_probing import default_keys, nearest_keys, probe_keys
 
 from knnstore.documents import TextDocument
-from knnstore.errors import ConfigError, InputError
+from knnstore.errors import ConfigError, InputError, UnusableDocumentError
 from tests.lm.phrases import documents, phrases
 
 RNG = np.random.default_rng(7)
@@ -46,6 +47,19 @@ def test_a_place_that_says_nothing_is_last(make_model, tokenizer) -> None:
     assert losses == sorted(losses)
     assert (found.stored, found.held_out, found.documents) == (24 * 108, 12 * 108, 12)
     assert all(math.isfinite(candidate.fitted.change.high) for candidate in found.candidates)
+
+
+def test_a_document_that_the_model_cannot_read_is_left_out_and_named(make_model, tokenizer) -> None:
+    wide = deepcopy(tokenizer)
+    wide.add_tokens(["<new>"])
+    given = [*DOCUMENTS[:20], TextDocument("bad", "w5 <new> w6"), *DOCUMENTS[20:]]
+    options = {"keys": ["ffn_input"], "metrics": ["l2"], "states": [1], "max_length": 32}
+    with pytest.raises(UnusableDocumentError, match="document 'bad'"):
+        probe_keys(make_model("gpt2"), wide, given, **options)
+    left_out: list[UnusableDocumentError] = []
+    found = probe_keys(make_model("gpt2"), wide, given, on_bad=left_out.append, **options)
+    assert [one.id for one in left_out] == ["bad"]
+    assert (found.stored, found.held_out, found.documents) == (24 * 108, 12 * 108, 12)
 
 
 @pytest.mark.slow

@@ -128,15 +128,27 @@ def test_figures_leave_out_what_the_model_cannot_read_and_name_it(
     file = tmp_path / "held-out.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in held_out if "text" in row))
     monkeypatch.setenv("KNNSTORE_HOME", str(tmp_path / "home"))
-    for command in (["eval"], ["eval", "--audit"], ["calibrate"]):
+    for command in (["eval"], ["eval", "--audit"], ["calibrate"], ["prune", "--keep", "0.9"]):
+        refused = CliRunner().invoke(app, [*command, str(file)])
+        assert refused.exit_code == 1
+        assert "document 'bad'" in str(refused.exception) + refused.output
         done = CliRunner().invoke(app, [*command, str(file), "--skip-bad", "--json"])
         assert done.exit_code == 0, done.output
         assert "not among the model's 101 tokens" in done.stderr
         result = json.loads(done.stdout)
-        assert (result["skipped"], result["documents"]) == (1, 30)
-        refused = CliRunner().invoke(app, [*command, str(file)])
-        assert refused.exit_code == 1
-        assert "document 'bad'" in str(refused.exception) + refused.output
+        if command[0] == "prune":
+            assert result["cost"]["tokens"] == expected.tokens
+        else:
+            assert (result["skipped"], result["documents"]) == (1, 30)
+    # In a folder, what cannot be used is left out in any case, also of a sample for a projection.
+    folder = tmp_path / "sample"
+    folder.mkdir()
+    for row in held_out[:20]:
+        if "text" in row:
+            (folder / f"{row['id']}.txt").write_text(row["text"])
+    init = ["--home", str(tmp_path / "small"), "init", "--model", str(tmp_path / "model")]
+    done = CliRunner().invoke(app, [*init, "--dim", "2", "--sample", str(folder), "-v"])
+    assert done.exit_code == 0, done.output
 
 
 def test_a_text_without_tokens_is_named(make_model, tokenizer, tmp_path) -> None:

@@ -151,6 +151,7 @@ def init(
             metric=metric,
             dim=dim,
             sample=samples.read(bar) if sample else None,
+            on_bad=samples.skipping(bar),
             max_length=max_length,
             stride=stride,
             device=runtime.device,

@@ -40,6 +40,10 @@ def prune(
         typer.Option("--domain", metavar="NAME", help="Prune this domain only; repeat for several."),
     ] = None,
     leave_out: LeaveOutOption = False,
+    skip_bad: Annotated[
+        bool,
+        typer.Option("--skip-bad", help="Report held-out documents that cannot be used, and go on without."),
+    ] = False,
     seed: Annotated[int, seed_option("Of the random choice.")] = 0,
     location: LocationOption = None,
     params: ParamsOption = None,
@@ -61,14 +65,15 @@ def prune(
         raise typer.BadParameter(f"{method!r} is none of merge, known, random", param_hint="'--method'")
     settings = read_params(params)
     cost: PruningCost | None = None
-    documents = Documents(files or [])
+    documents = Documents(files or [], skip_bad=skip_bad)
     documents.check()
     with Bar() as bar:
         if method == "known" or files:
             with runtime.open_model("a", domains=domains) as lm:
                 done = lm.prune(
                     keep, method=method, domains=domains or (), held_out=documents.read(bar),
-                    leave_out=leave_out, seed=seed, location=location, params=settings, progress=bar,
+                    leave_out=leave_out, seed=seed, location=location, params=settings,
+                    on_bad=documents.skipping(bar), progress=bar,
                 )  # fmt: skip
             documents.report()
             pruned, cost = done.pruned, done.cost

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from knnstore.documents import documents_of
+from knnstore.documents import OnBad, documents_of
 from knnstore.errors import ConfigError
 from knnstore.lm.keys import AUTO, Joining, described, fit_projection, locate
 from knnstore.lm.model.modeling import KNNLMForCausalLM
@@ -46,6 +46,7 @@ def create(
     metric: str = "l2",
     dim: int | None = None,
     sample: Iterable[object] | None = None,
+    on_bad: OnBad | None = None,
     max_length: int | None = None,
     stride: int | None = None,
     device: str | None = None,
@@ -72,6 +73,8 @@ def create(
         metric: ``l2`` or ``ip``.
         dim: to how many components the keys are projected (PCA); default is as many as they have.
         sample: documents of the kind to be stored, on whose keys the projection is fitted.
+        on_bad: called for each document of the sample that cannot be used, which is then left out; None
+            raises at the first.
         max_length: tokens in a window; default is the model's limit.
         stride: tokens by which a window moves on; default is half of it.
         device: where the model runs; default is the GPU if there is one, else the CPU.
@@ -84,7 +87,7 @@ def create(
         StoreExistsError: there is a store already.
         ConfigError: something given cannot be used.
         ModelOutputError: the model predicts NaN.
-        InputError: a document of the sample cannot be used.
+        InputError: a document of the sample cannot be used and `on_bad` is None.
     """
     if key is None:  # keys of the text that is being read, for a cache, are made all the same
         if store != _ENGINE or location is not None:
@@ -106,7 +109,8 @@ def create(
     if sample is not None and dim is not None:
         encoder = Encoder(base, locate(base, key), joining)
         reader = TextReader(encoder, tokenizer, identity.max_length, identity.stride)
-        keys = sample_keys(reader, documents_of(sample), progress=progress)
+        given = documents_of(sample, on_bad=on_bad)
+        keys = sample_keys(reader, given, on_bad=on_bad, progress=progress)
         fitted, kept = fit_projection(keys, dim, metric)
         identity = replace(identity, dim=dim)
         projection = fitted.weights({**described(identity), "keys": len(keys), "kept": kept})

@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knnstore.datastore import Keys
-from knnstore.documents import TextDocument
+from knnstore.documents import OnBad, TextDocument
 from knnstore.errors import InputError
-from knnstore.lm.reading.reader import TextReader, in_chunks
+from knnstore.lm.reading.reader import TextReader, in_chunks, usable_documents
 from knnstore.progress import Progress
 
 KEYS_FITTED_ON = 32_768
@@ -49,7 +49,12 @@ def sample_documents(
 
 
 def sample_tokens(
-    reader: TextReader, documents: Iterable[TextDocument], count: int, *, longest: int | None = None
+    reader: TextReader,
+    documents: Iterable[TextDocument],
+    count: int,
+    *,
+    longest: int | None = None,
+    on_bad: OnBad | None = None,
 ) -> list[NDArray[np.uint32]]:
     """Choose documents at random, see `sample_documents`, of so many tokens together.
 
@@ -58,16 +63,21 @@ def sample_tokens(
         documents: read once, to the end.
         count: tokens; the last document is cut there.
         longest: tokens where each document is cut; default nowhere.
+        on_bad: called for each chosen document with a token that the model does not have, which is then
+            left out. None raises at the first.
 
     Returns:
         The tokens of each document; fewer in all where there is less text.
+
+    Raises:
+        UnusableDocumentError: a chosen document has such a token and `on_bad` is None; names it.
     """
     texts: list[NDArray[np.uint32]] = []
     longest = longest or count
     chosen = sample_documents(
         documents, _CHARACTERS_PER_TOKEN * count, longest=_CHARACTERS_PER_TOKEN * longest
     )
-    for ahead in in_chunks(chosen):
+    for ahead in in_chunks(usable_documents(reader, chosen, on_bad)):
         for tokens in reader.tokenized(ahead):
             texts.append(tokens[: min(count, longest)])
             count -= len(texts[-1])
@@ -77,20 +87,25 @@ def sample_tokens(
 
 
 def sample_keys(
-    reader: TextReader, documents: Iterable[TextDocument], *, progress: Progress | None = None
+    reader: TextReader,
+    documents: Iterable[TextDocument],
+    *,
+    on_bad: OnBad | None = None,
+    progress: Progress | None = None,
 ) -> Keys:
     """Take the keys of documents chosen at random.
 
     Args:
         reader: the model.
         documents: read once, to the end.
+        on_bad: as of `sample_tokens`.
         progress: is told of each batch.
 
     Returns:
         float32, shape (n, d).
     """
     shown = progress or Progress()
-    texts = sample_tokens(reader, documents, KEYS_FITTED_ON)
+    texts = sample_tokens(reader, documents, KEYS_FITTED_ON, on_bad=on_bad)
     shown.start("sampling keys", total=sum(len(text) for text in texts))
     parts: list[Keys] = []
     for batch in reader.batches(texts):

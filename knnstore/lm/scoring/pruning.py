@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from knnstore.datastore import positions_of
+from knnstore.documents import OnBad
 from knnstore.errors import ConfigError
-from knnstore.lm.reading import TextReader
+from knnstore.lm.reading import TextReader, usable_documents
 from knnstore.lm.scoring.evaluating import Evaluation, evaluate
 from knnstore.lm.scoring.held_out import HeldOut
 from knnstore.lm.settings import KNNModel, KNNSettings, ReadingParts, resolve
@@ -69,6 +70,7 @@ def prune(
     seed: int = 0,
     location: str | None = None,
     params: Mapping[str, Any] | None = None,
+    on_bad: OnBad | None = None,
     progress: Progress | None = None,
 ) -> Pruning:
     """Let only some records of each domain stay, and measure what it costs; see `KNNStore.prune`.
@@ -85,11 +87,13 @@ def prune(
         seed: of ``random``.
         location: a new place for the keys; by default a new folder beside the old one, in the home.
         params: the adapter's parameters that differ from those in use.
+        on_bad: called for each held-out document that cannot be used, or that has a token which the model
+            does not have; it is then left out. None raises at the first.
         progress: is told of each batch.
 
     Raises:
         ConfigError: the method is unknown, or `keep` is out of range.
-        InputError: a held-out document is in the store.
+        InputError: a held-out document is in the store, or one cannot be used and `on_bad` is None.
     """
     store, names = lm.store, tuple(sorted(set(domains)))
     choosers: dict[str, Callable[[], Chooser]] = {
@@ -101,7 +105,7 @@ def prune(
         raise ConfigError(f"unknown method {method!r}; known: {', '.join(choosers)}")
     choose = choosers[method]()
     selection = Selection(domains=names) if names else EVERYTHING
-    texts = HeldOut.of(store, lm.reader, held_out, selection)
+    texts = HeldOut.of(store, lm.reader, usable_documents(lm.reader, held_out, on_bad), selection)
     if not leave_out:
         texts.refuse_stored()
     settings = resolve(store, KNNSettings(selection=selection)) if texts.documents else None
