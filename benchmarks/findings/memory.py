@@ -19,8 +19,9 @@ from knnstore.lm import KNNLMForCausalLM, KNNSettings, NearnessLambda, NGramSett
 from knnstore.lm.batch import Batch
 from knnstore.lm.calibration.scored_text import ScoredText, score_once
 from knnstore.lm.calibration.searches import FurtherSearches
-from knnstore.lm.components import Form, TargetContinuation, look_up
+from knnstore.lm.components import Form, TargetContinuation
 from knnstore.lm.mixing import Evidence, NeighborSums, TargetSums
+from knnstore.lm.mixture import look_up
 from knnstore.store import KNNStore, Selection
 
 if TYPE_CHECKING:

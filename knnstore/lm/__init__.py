@@ -6,7 +6,7 @@ from knnstore.lazy_imports import attach_lazy_imports
 
 if TYPE_CHECKING:
     from knnstore.lm.calibration import Calibration, Comparison
-    from knnstore.lm.components import DistributionComponent
+    from knnstore.lm.components import CacheSettings, DistributionComponent, NGramSettings, register_component
     from knnstore.lm.drafts import Drafts
     from knnstore.lm.explanation import (
         DocumentEffect,
@@ -75,10 +75,8 @@ if TYPE_CHECKING:
         replacing,
     )
     from knnstore.lm.settings import (
-        CacheSettings,
         CalibrationRecord,
         KNNSettings,
-        NGramSettings,
         Overrides,
         Purpose,
         Repetition,
@@ -93,7 +91,6 @@ if TYPE_CHECKING:
         is_substitute_outdated,
         overridden,
         own_settings_for,
-        register_component,
         resolve,
         save_settings,
         saved_for,

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from knnstore.errors import ConfigError
 from knnstore.lm.batch import Batch
-from knnstore.lm.components import Form, look_up, mixture_of
+from knnstore.lm.components import Form
 from knnstore.lm.contexts import Contexts
 from knnstore.lm.mixing import Likelihoods, entropy_of
+from knnstore.lm.mixture import look_up, mixture_of
 from knnstore.lm.settings import KNNSettings
 from knnstore.store import Reader
 

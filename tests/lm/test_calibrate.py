@@ -90,7 +90,7 @@ def test_settings_that_were_chosen_stay_until_they_are_beaten_beyond_chance(lm):
     again = lm.calibrate(documents(RNG, PHRASES, "g", 12), max_k=16, networks=False, ngrams=False)
     assert (again.kept, again.record) == (True, None)
     for found, with_own in ((first, True), (again, False)):
-        assert any(one.settings.own_ngrams for one in found.comparison.candidates) == with_own
+        assert any("own n-grams" in one.settings.parts for one in found.comparison.candidates) == with_own
     assert again.comparison.gain.high > 1
     assert again.settings == first.settings == settings_for(lm.store) == lm.knn
     renewed = CalibrationRecord.of(lm.store)

@@ -12,11 +12,11 @@ from knnstore.datastore import tokens_of
 from knnstore.documents import TextDocument
 from knnstore.errors import ConfigError
 from knnstore.lm import FixedLambda, KNNLMForCausalLM, TokenTable
-from knnstore.lm.components import DocumentKeys, RecentFitting
+from knnstore.lm.components import CacheSettings, DocumentKeys, RecentFitting
 from knnstore.lm.components.recent import look_back
 from knnstore.lm.explanation.explained import THIS_TEXT
 from knnstore.lm.scoring import evaluate
-from knnstore.lm.settings import CacheSettings, KNNSettings, ReadingParts
+from knnstore.lm.settings import KNNSettings, ReadingParts
 from tests.lm.phrases import words
 from tests.lm.scored import scored_text
 

@@ -8,15 +8,23 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from knnstore.errors import ConfigError
-from knnstore.lm import DomainWeights, JointGate, KNNSettings, NGramSettings, TokenTable, save_settings
+from knnstore.lm import (
+    DomainWeights,
+    JointGate,
+    KNNSettings,
+    NGramSettings,
+    TokenTable,
+    save_settings,
+)
 from knnstore.lm.calibration.evidence import gather_evidence
 from knnstore.lm.calibration.fits import fit_fixed, fit_joint, fit_together
 from knnstore.lm.calibration.scored_text import score_once
-from knnstore.lm.components import NGramFitting, RecentFitting, all_components, collect_experts, gate, mixture
+from knnstore.lm.components import CacheSettings, NGramFitting, RecentFitting, collect_experts, gate
 from knnstore.lm.drafts import Drafts
-from knnstore.lm.mixing import Contribution, FixedLambda, fit_network, shares_of
+from knnstore.lm.mixing import FixedLambda, fit_network, shares_of
 from knnstore.lm.mixing.network import Network
-from knnstore.lm.settings import CacheSettings, CalibrationRecord, settings_for
+from knnstore.lm.mixture import all_components
+from knnstore.lm.settings import CalibrationRecord, settings_for
 from knnstore.store import EVERYTHING, KNNStore
 from tests.lm.phrases import documents, phrases
 from tests.lm.scored import with_evidence
@@ -45,9 +53,9 @@ def gated(scored) -> KNNSettings:
     """A gate that was not fitted, and weighs each token differently."""
     every = torch.arange(len(scored))
     factors = {"keys": FACTORS, "n-grams": (1.0,), "cache": FACTORS, "own n-grams": (1.0,)}
-    assert factors.keys() == {one.name for one in all_components() if one.is_used(ALL)}
+    assert factors.keys() == ALL.parts.keys()
     features = collect_experts(
-        all_components(), ALL, scored.evidence_for(ALL, every), factors, 2.0
+        all_components(), ALL.parts, scored.evidence_for(ALL, every), factors, 2.0
     ).features.nan_to_num()
     torch.manual_seed(0)
     network = Network(features.mean(0), features.std(0).clamp(min=1e-6), [0.0] * 9).eval()
@@ -63,7 +71,7 @@ def definition(scored, settings) -> np.ndarray:
     """p of every token: softmax over those of the model and the eight experts that say something."""
     evidence, gold = scored.evidence_for(settings, torch.arange(len(scored))), scored.targets
     gate = settings.gate
-    features = collect_experts(all_components(), settings, evidence, gate.factors, gate.unit).features
+    features = collect_experts(all_components(), settings.parts, evidence, gate.factors, gate.unit).features
     network = Network.of(gate.weights)
     logits = network(features.where(features.isfinite(), network.mean)).double().numpy()
     near, hits = evidence.distances.double().numpy(), evidence.hits.numpy()
@@ -233,7 +241,7 @@ def test_of_what_it_sees_the_query_alone_is_hidden_while_it_is_fitted(scored, mo
 def test_it_is_fitted_on_the_tokens_it_is_given_alone(scored) -> None:
     (evidence,) = gather_evidence(scored, [K])
     half = evidence.only(scored.documents % 2 == 0)
-    others = [RecentFitting.of(scored.reading, scored.evidence.found["own n-grams"])]
+    others = {"cache": RecentFitting.of(scored.reading, scored.evidence.found["own n-grams"])}
     one = fit_together(half, scored, NGramFitting(scored.ngrams), others, fit_fixed)
     assert one.gate is not None
     other = ~torch.isin(torch.arange(len(scored)), half.tokens)
@@ -265,44 +273,11 @@ def test_saved_and_loaded_it_weighs_the_same_and_goes_with_its_text(lm, scored, 
     assert settings_for(lm.store).gate is None
 
 
-@pytest.mark.slow
-def test_another_component_is_a_module_and_a_line(lm, scored, gated, monkeypatch) -> None:
-    """One that says the same token everywhere, beside those that a gate knew before."""
-
-    class Always:
-        name, factors, width = "always", (1.0,), 1
-
-        def is_used(self, settings):
-            return True
-
-        def contribute(self, settings, evidence, factor=1.0):
-            like = evidence.lm_max
-            weights, lam = torch.ones(len(like), 1), torch.full((len(like),), 0.5)
-            return Contribution(weights, lam, torch.full((len(like), 1), 7), name="always")
-
-        def cite(self, *_):
-            return None
-
-        def features(self, evidence, unit):
-            return torch.ones(len(evidence.lm_max), 1)
-
-    before = scored.log_probs(gated).log_probs
-    monkeypatch.setattr(mixture, "_BUILT_IN", (*mixture._BUILT_IN, Always()))
-    hit = (scored.targets == 7).float()
-    mixed = scored.log_probs(gated).log_probs.exp()  # the gate does not know it: its own weight counts
-    torch.testing.assert_close(mixed, 0.5 * hit + 0.5 * before.exp(), atol=1e-6, rtol=1e-5)
-    refitted = replace(gated, gate=fit_joint(scored, gated, torch.arange(len(scored))))
-    assert list(refitted.gate.factors) == ["keys", "n-grams", "cache", "own n-grams", "always"]
-    shares = lm.explain(TEXTS[10].text, refitted)[3].shares
-    assert 0 < shares["always"] < 0.2  # it is nearly never right
-    monkeypatch.undo()
-    with pytest.raises(ConfigError, match="'always', which this version does not know"):
-        scored.log_probs(refitted)
-
-
 def test_what_does_not_go_together_is_said(scored, gated) -> None:
     with pytest.raises(ConfigError, match="does not go with the mixer 'domains'"):
         replace(gated, mixer=DomainWeights(("phrases",), (0.5,)))
+    with pytest.raises(ConfigError, match="'later', which this version does not know"):
+        collect_experts(all_components(), ALL.parts, scored.evidence, {"later": (1.0,)}, 2.0)
     wider = with_evidence(scored, keys=scored.evidence.keys.repeat(1, 2))
     with pytest.raises(ConfigError, match="fitted for others"):
         wider.log_probs(gated)

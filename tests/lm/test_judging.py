@@ -13,9 +13,9 @@ from knnstore.lm.calibration.fits import fit_fixed
 from knnstore.lm.calibration.judging import in_halves
 from knnstore.lm.calibration.scored_text import ScoredSubstitute, ScoredText
 from knnstore.lm.calibration.trying import Trial
-from knnstore.lm.components import RecentFitting, TargetContinuation
+from knnstore.lm.components import CacheSettings, RecentFitting, TargetContinuation
 from knnstore.lm.mixing import FixedLambda, distinct_tokens
-from knnstore.lm.settings import CacheSettings, KNNSettings, Substitute
+from knnstore.lm.settings import KNNSettings, Substitute
 from knnstore.store import Lineage
 from tests.lm.scored import scored_text, with_evidence
 

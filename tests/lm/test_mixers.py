@@ -23,7 +23,7 @@ from knnstore.lm import (
     settings_from_dict,
     settings_to_dict,
 )
-from knnstore.lm.components import mixture_of
+from knnstore.lm.mixture import mixture_of
 
 CONFIDENCES = st.floats(-20, 0, width=32)
 DISTANCES = st.one_of(st.floats(-1e4, 1e4, width=32), st.just(math.inf))

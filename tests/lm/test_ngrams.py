@@ -22,9 +22,9 @@ from knnstore.lm import (
 from knnstore.lm.calibration.evidence import gather_evidence
 from knnstore.lm.calibration.fits import fit_fixed, fit_with_ngrams
 from knnstore.lm.calibration.scored_text import score_once
-from knnstore.lm.components import Form, NGramFitting, NGrams
+from knnstore.lm.components import CacheSettings, Form, NGramFitting, NGrams, Question
 from knnstore.lm.contexts import Contexts
-from knnstore.lm.settings import CacheSettings, ReadingParts
+from knnstore.lm.settings import ReadingParts
 from knnstore.store import EVERYTHING, Selection
 from tests.kneser_ney import KneserNey
 from tests.lm.phrases import documents, phrases, words
@@ -115,7 +115,8 @@ def test_in_an_empty_store_the_model_is_alone(make_lm):
 def test_without_a_prefix_every_text_is_the_beginning_of_a_document(lm):
     def after(ids, prefix):
         contexts = Contexts.of_pass(batch_of(torch.tensor([ids]), 1), prefix, torch.tensor([0]))
-        found = NGrams().look_up(lm.store, ALONE, contexts, Form.DISTRIBUTION, V)
+        question = Question(lm.store, EVERYTHING, ALONE.ngrams, contexts, V)
+        found = NGrams().look_up(question, Form.DISTRIBUTION)
         rows = found.rest[:, None] * found.unigrams
         return rows.scatter_add_(1, found.tokens, found.weights)
 

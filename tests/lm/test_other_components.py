@@ -14,7 +14,7 @@ import torch
 import knnstore
 from knnstore.errors import ConfigError
 from knnstore.lm import DistributionComponent, KNNSettings, settings_for, settings_from_dict, settings_to_dict
-from knnstore.lm.settings import others
+from knnstore.lm.components import registry
 from tests.lm.phrases import words
 from tests.server.conftest import Server
 
@@ -68,9 +68,9 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installed(package: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.syspath_prepend(package)
     importlib.invalidate_caches()
-    others._installed.cache_clear()
+    registry._installed.cache_clear()
     yield
-    others._installed.cache_clear()
+    registry._installed.cache_clear()
 
 
 @pytest.fixture(scope="module")

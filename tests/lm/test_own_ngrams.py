@@ -12,10 +12,18 @@ from hypothesis import strategies as st
 from knnstore.documents import TextDocument
 from knnstore.lm import TokenTable, save_settings
 from knnstore.lm.calibration.scored_text import score_once
-from knnstore.lm.components import Form, NGramFitting, OwnNGrams, RecentFitting
+from knnstore.lm.components import (
+    CacheSettings,
+    Form,
+    NGramFitting,
+    NGramSettings,
+    OwnNGrams,
+    Question,
+    RecentFitting,
+)
 from knnstore.lm.contexts import Contexts
 from knnstore.lm.explanation.explained import THIS_TEXT
-from knnstore.lm.settings import CacheSettings, KNNSettings, NGramSettings, settings_for, settings_from_dict
+from knnstore.lm.settings import KNNSettings, settings_for, settings_from_dict
 from knnstore.store import EVERYTHING
 from tests.lm.phrases import words
 from tests.lm.written import batch_of
@@ -48,14 +56,12 @@ def definition(before: list[int], order: int) -> tuple[dict[int, float], tuple[i
 @given(texts=TEXTS, order=st.integers(2, 6))
 def test_scored_text_has_the_probabilities_of_the_definition(texts, order) -> None:
     whole = Contexts.of_documents([np.array(text, np.uint32) for text in texts])
-    settings = KNNSettings(lam=0.0, cache=CacheSettings(ngrams=NGramSettings(order)))
     every = np.arange(len(texts[0]) if texts else 0)
     if len(every):
         first = whole.at_positions(np.zeros_like(every), every)
+        question = Question(None, EVERYTHING, NGramSettings(order), first, 10)
         weights = torch.ones(len(every), 1)
-        found, best = (
-            OwnNGrams().cite(None, settings, first, None, weights, most).causes for most in (len(every), 2)
-        )
+        found, best = (OwnNGrams().cite(question, None, weights, most).causes for most in (len(every), 2))
     for number, text in enumerate(texts):
         at = whole.at_positions(np.full(len(text), number), np.arange(len(text)))
         _, probs, suffixes = OwnNGrams().target(at, order)
@@ -83,10 +89,10 @@ def test_written_text_has_the_distributions_of_the_definition(texts, order, new,
     rows = [([] if prefix is None else [prefix]) + text for text in texts]
     width = max(1, *map(len, rows))
     ids, new = torch.tensor([[-1] * (width - len(row)) + row for row in rows]), min(new, width)
-    settings = KNNSettings(lam=0.0, cache=CacheSettings(ngrams=NGramSettings(order)))
     kept = torch.randperm(len(rows) * new)
     contexts = Contexts.of_pass(batch_of(ids, new), prefix, kept)
-    said = OwnNGrams().look_up(None, settings, contexts, Form.DISTRIBUTION, 10)
+    question = Question(None, EVERYTHING, NGramSettings(order), contexts, 10)
+    said = OwnNGrams().look_up(question, Form.DISTRIBUTION)
     for at, position in enumerate(kept.tolist()):
         row, column = divmod(position, new)
         text = ids[row, : width - new + column + 1].tolist()
@@ -185,5 +191,5 @@ def test_a_fit_takes_them_with_the_cache_and_saved_settings_have_them_only_then(
     save_settings(lm.store, settings)
     assert settings_for(lm.store).cache == cache
     earlier = {"mixer": {"name": "fixed", "lam": 0.0}, "cache": {"size": 5, "temperature": 2.0, "lam": 0.1}}
-    assert settings_from_dict(earlier).own_ngrams is None
-    assert replace(settings, cache=None).own_ngrams is None
+    assert "own n-grams" not in settings_from_dict(earlier).parts
+    assert "own n-grams" not in replace(settings, cache=None).parts

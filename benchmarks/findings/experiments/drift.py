@@ -11,7 +11,8 @@ from lab import Lab
 from torch import Tensor
 
 from knnstore.lm import Interval, KNNSettings
-from knnstore.lm.components import Form, look_up, mixture_of
+from knnstore.lm.components import Form
+from knnstore.lm.mixture import look_up, mixture_of
 from knnstore.lm.reading import WindowBatch
 from knnstore.lm.scoring.held_out import read_windows
 

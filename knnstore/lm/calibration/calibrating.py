@@ -21,13 +21,13 @@ from knnstore.lm.calibration.scored_text import score_once
 from knnstore.lm.calibration.searches import FurtherSearches, WideEvidence
 from knnstore.lm.calibration.text import text_to_fit
 from knnstore.lm.calibration.writing import find_scoring_only
+from knnstore.lm.components import NGramSettings
 from knnstore.lm.reading import usable_documents
 from knnstore.lm.scoring import grouped
 from knnstore.lm.settings import (
     DEFAULT_PROBES,
     CalibrationRecord,
     KNNSettings,
-    NGramSettings,
     WritingModel,
     count_records,
     find_saved_settings,

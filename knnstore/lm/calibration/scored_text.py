@@ -13,10 +13,11 @@ from knnstore.documents import TextDocument
 from knnstore.lm.components import (
     DocumentKeys,
     NGrams,
+    NGramSettings,
     OwnNGrams,
     RecentText,
     TargetContinuation,
-    mixture_of,
+    other_components,
 )
 from knnstore.lm.contexts import Contexts
 from knnstore.lm.keys import described
@@ -32,9 +33,10 @@ from knnstore.lm.mixing import (
     TokenSums,
     mix_log_probs,
 )
+from knnstore.lm.mixture import mixture_of
 from knnstore.lm.reading import TextReader
 from knnstore.lm.scoring import ReadTokens, score_held_out
-from knnstore.lm.settings import KNNSettings, NGramSettings, Substitute, other_components
+from knnstore.lm.settings import KNNSettings, Substitute
 from knnstore.progress import Progress
 from knnstore.store import Reader, Selection
 

@@ -27,9 +27,10 @@ from knnstore.lm.components import (
     OwnNGrams,
     RecentFitting,
     RecentText,
+    other_components,
 )
 from knnstore.lm.scoring import Interval
-from knnstore.lm.settings import KNNSettings, other_components
+from knnstore.lm.settings import KNNSettings
 
 Fit = Callable[[GridEvidence], KNNSettings]
 Mix = Callable[[KNNSettings, Tensor], Mixed]
@@ -182,11 +183,12 @@ class Trial:
         at_its_k = evidence[0]
         if len(evidence) > 1:
             _, at_its_k = self._best_fitted_by({"fixed": fit}, candidates, evidence)
-        others = tuple(self._others.values())
-        together = partial(fit_together, scored=self._scored, ngrams=self._ngrams, others=others, fit=fit)
+        together = partial(
+            fit_together, scored=self._scored, ngrams=self._ngrams, others=self._others, fit=fit
+        )
         return [self.fitted("gate over all", together, at_its_k)]
 
-    def _on_top(self, candidates: Sequence[Candidate], name: str, component: Fitting) -> list[Candidate]:
+    def _on_top(self, candidates: Sequence[Candidate], part_name: str, component: Fitting) -> list[Candidate]:
         """Try a component without the store, and on top of the best of some candidates, if there is one."""
 
         def over(name: str, below: Candidate | None) -> Candidate:
@@ -203,13 +205,12 @@ class Trial:
             fitted = component.fit(before, torch.ones_like(self.first_half))
             held_out, change = self.judge(log_probs)
             lam = 1 - (1 - (0.0 if below is None else below.lam)) * (1 - component.lam(fitted))
-            one, other = (component.put(*both) for both in zip(by_half, parts, strict=True))
-            return Candidate(
-                name, component.put(settings, fitted), held_out, lam, change, log_probs, (one, other)
-            )
+            one, other = (of.with_part(part_name, part) for of, part in zip(by_half, parts, strict=True))
+            both = settings.with_part(part_name, fitted)
+            return Candidate(name, both, held_out, lam, change, log_probs, (one, other))
 
-        alone = over(name, None)
+        alone = over(part_name, None)
         if not candidates:
             return [alone]
         best = best_of(candidates)
-        return [alone, over(f"{best.name} + {name}", best)]
+        return [alone, over(f"{best.name} + {part_name}", best)]

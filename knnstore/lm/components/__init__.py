@@ -1,16 +1,50 @@
-"""Components that are mixed with the model: each is one file, and stands in the list of `mixture`."""
+"""Components that are mixed with the model, one file each; `knnstore.lm.mixture` lists them."""
 
-from knnstore.lm.components.component import Citations, Component, Fitting, Form, Found, Place
+from knnstore.lm.components.component import (
+    KEYS,
+    Citations,
+    Component,
+    Fitting,
+    Form,
+    Found,
+    Place,
+    Question,
+    TextComponent,
+    find_by_name,
+)
 from knnstore.lm.components.distribution import DistributionComponent, DistributionFitting, Places
-from knnstore.lm.components.gate import ScoredPart, collect_experts, fit_gate_over
-from knnstore.lm.components.keys import Keys, most_records, probes_cells, reachable, search_records, sum_cells
-from knnstore.lm.components.mixture import all_components, look_up, mixture_of
-from knnstore.lm.components.ngrams import NGramFitting, NGrams, TargetContinuation, ngram_lambdas
+from knnstore.lm.components.gate import ScoredPart, collect_experts, fit_gate_over, weigh_by_gate
+from knnstore.lm.components.keys import (
+    Keys,
+    KeySettings,
+    most_records,
+    probes_cells,
+    reachable,
+    search_records,
+    sum_cells,
+)
+from knnstore.lm.components.ngrams import (
+    NGramFitting,
+    NGrams,
+    NGramSettings,
+    TargetContinuation,
+    ngram_lambdas,
+)
 from knnstore.lm.components.own_ngrams import OwnNGrams
-from knnstore.lm.components.recent import RECENT_SIZES, DocumentKeys, Recent, RecentFitting, RecentText
+from knnstore.lm.components.recent import (
+    RECENT_SIZES,
+    CacheSettings,
+    DocumentKeys,
+    Recent,
+    RecentFitting,
+    RecentText,
+)
+from knnstore.lm.components.registry import check_others, other_components, register_component
 
 __all__ = [
+    "KEYS",
     "RECENT_SIZES",
+    "CacheSettings",
     "Citations",
     "Component",
     "DistributionComponent",
@@ -19,26 +53,32 @@ __all__ = [
     "Fitting",
     "Form",
     "Found",
+    "KeySettings",
     "Keys",
     "NGramFitting",
+    "NGramSettings",
     "NGrams",
     "OwnNGrams",
     "Place",
     "Places",
+    "Question",
     "Recent",
     "RecentFitting",
     "RecentText",
     "ScoredPart",
     "TargetContinuation",
-    "all_components",
+    "TextComponent",
+    "check_others",
     "collect_experts",
+    "find_by_name",
     "fit_gate_over",
-    "look_up",
-    "mixture_of",
     "most_records",
     "ngram_lambdas",
+    "other_components",
     "probes_cells",
     "reachable",
+    "register_component",
     "search_records",
     "sum_cells",
+    "weigh_by_gate",
 ]

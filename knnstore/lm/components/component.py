@@ -2,20 +2,22 @@
 
 A component looks up what its memory knows of some positions, and makes a distribution of it, with a weight
 of its own over all that lies below. A gate over all components chooses in place of these weights, and between
-several temperatures of each component.
+several temperatures of each component. A component knows its own settings and no others.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from knnstore.lm.contexts import Contexts
 from knnstore.lm.mixing import Contribution, Evidence
-from knnstore.lm.settings import KNNSettings
-from knnstore.store import Reader
+from knnstore.store import Reader, Selection
+
+S = TypeVar("S")
 
 
 class Form(Enum):
@@ -79,6 +81,24 @@ class Citations(NamedTuple):
     """For each token the places that give most to it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Question(Generic[S]):
+    """What a component of the text is asked about n positions."""
+
+    reader: Reader
+    """The store."""
+    selection: Selection
+    """The documents that may be looked at."""
+    settings: S
+    """The component's own settings."""
+    contexts: Contexts
+    """The positions, whose texts hold the tokens."""
+    vocabulary: int
+    """Tokens of the model."""
+    factors: tuple[float, ...] = (1.0,)
+    """The factors of its temperature with which `Component.contribute` will be called."""
+
+
 class Component(Protocol):
     """One kind of memory."""
 
@@ -97,41 +117,25 @@ class Component(Protocol):
         """Number of its features, see `features`."""
         ...
 
-    def is_used(self, settings: KNNSettings) -> bool:
-        """Check whether settings have it in use."""
-        ...
-
-    def contribute(
-        self, settings: KNNSettings, evidence: Evidence, factor: float = 1.0
-    ) -> Contribution | None:
+    def contribute(self, settings: Any, found: Any, factor: float = 1.0) -> Contribution:
         """Weigh what was found for n positions.
 
         Args:
-            settings: in force.
-            evidence: what was found.
+            settings: of the component.
+            found: what the component found, see `find_by_name`.
             factor: the component's temperature is multiplied by it.
 
         Returns:
-            The distribution with its λ; None where the settings do not use the component.
+            The distribution with its λ.
         """
         ...
 
-    def cite(
-        self,
-        reader: Reader,
-        settings: KNNSettings,
-        contexts: Contexts,
-        evidence: Evidence,
-        weights: Tensor,
-        most: int,
-    ) -> Citations | None:
+    def cite(self, question: Question[Any], found: Any, weights: Tensor, most: int) -> Citations | None:
         """Name the places that its prediction of n tokens comes from.
 
         Args:
-            reader: the store.
-            settings: in force; they have the component in use.
-            contexts: the positions, whose texts hold the tokens.
-            evidence: for them, with sources.
+            question: about the positions of the tokens.
+            found: the answer, with sources.
             weights: of each place of its contribution among all components together, shape (n, places).
             most: places of each kind that are named for a token.
 
@@ -140,11 +144,11 @@ class Component(Protocol):
         """
         ...
 
-    def features(self, evidence: Evidence, unit: float) -> Tensor:
+    def features(self, found: Any, unit: float) -> Tensor:
         """Compute what a gate sees of the component, where it is in use.
 
         Args:
-            evidence: what was found for n positions.
+            found: for n positions.
             unit: of distances.
 
         Returns:
@@ -173,24 +177,24 @@ class Fitting(Protocol):
         """Return λ of fitted settings, for reports."""
         ...
 
-    def put(self, settings: KNNSettings, fitted: Any) -> KNNSettings:
-        """Return settings that have the component in use as it was fitted."""
-        ...
-
 
 class TextComponent(Component, Protocol):
     """A component that looks at the tokens of a text or at its own past, and not at the query."""
 
-    def look_up(
-        self, reader: Reader, settings: KNNSettings, contexts: Contexts, form: Form, vocabulary: int
-    ) -> Found:
+    def look_up(self, question: Question[Any], form: Form) -> Found:
         """Look up what comes next at some positions.
 
         Args:
-            reader: the store.
-            settings: in force; they have the component in use.
-            contexts: the positions.
+            question: about the positions.
             form: how much is kept of what is found.
-            vocabulary: tokens of the model.
         """
         ...
+
+
+KEYS = "keys"
+"""The name of the component that searches the store."""
+
+
+def find_by_name(evidence: Evidence, name: str) -> Any:
+    """Return what a component found: for `KEYS` the evidence itself, whose searches it made."""
+    return evidence if name == KEYS else evidence.found[name]

@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -10,10 +9,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from knnstore.errors import ConfigError
-from knnstore.lm.components.component import Citations, Form
+from knnstore.lm.components.component import Citations, Form, Question
 from knnstore.lm.contexts import Contexts
-from knnstore.lm.mixing import LEAST_PROBABILITY, Contribution, Evidence, fit_lambdas, mix_gold
-from knnstore.lm.settings import KNNSettings
+from knnstore.lm.mixing import LEAST_PROBABILITY, Contribution, fit_lambdas, mix_gold
 from knnstore.store import Reader
 
 
@@ -68,10 +66,6 @@ class DistributionFitting(NamedTuple):
         """Return λ."""
         return float(fitted["lam"])
 
-    def put(self, settings: KNNSettings, fitted: dict[str, Any]) -> KNNSettings:
-        """Return settings with the component."""
-        return replace(settings, others={**settings.others, self.component.name: fitted})
-
 
 class DistributionComponent(ABC):
     """A component that knows a distribution over a few tokens at some positions of a text.
@@ -125,23 +119,15 @@ class DistributionComponent(ABC):
             raise ConfigError(f"lambda of the component {self.name!r} must be between 0 and 1, got {lam!r}")
         return dict(settings)
 
-    def is_used(self, settings: KNNSettings) -> bool:
-        """Check whether settings name it."""
-        return self.name in settings.others
-
-    def look_up(
-        self, reader: Reader, settings: KNNSettings, contexts: Contexts, form: Form, vocabulary: int
-    ) -> Places:
+    def look_up(self, question: Question[Mapping[str, Any]], form: Form) -> Places:
         """Look up its distributions; all forms are the same."""
-        return Places(*self.distribution(reader, contexts, settings.others[self.name], vocabulary))
+        return Places(
+            *self.distribution(question.reader, question.contexts, question.settings, question.vocabulary)
+        )
 
-    def contribute(
-        self, settings: KNNSettings, evidence: Evidence, factor: float = 1.0
-    ) -> Contribution | None:
+    def contribute(self, settings: Mapping[str, Any], found: Places, factor: float = 1.0) -> Contribution:
         """Weigh its distributions by one λ."""
-        if not self.is_used(settings):
-            return None
-        return self.weigh(evidence.found[self.name], settings.others[self.name])
+        return self.weigh(found, settings)
 
     def weigh(self, found: Places, settings: Mapping[str, Any]) -> Contribution:
         """Weigh distributions that were found by the component's own settings."""
@@ -149,20 +135,13 @@ class DistributionComponent(ABC):
         return Contribution(found.weights, lam, found.tokens, name=self.name)
 
     def cite(
-        self,
-        reader: Reader,
-        settings: KNNSettings,
-        contexts: Contexts,
-        evidence: Evidence,
-        weights: Tensor,
-        most: int,
+        self, question: Question[Mapping[str, Any]], found: Places, weights: Tensor, most: int
     ) -> Citations | None:
         """Name the places that it knows of; none by default. See `Component.cite`."""
         return None
 
-    def features(self, evidence: Evidence, unit: float) -> Tensor:
+    def features(self, found: Places, unit: float) -> Tensor:
         """Return the largest weight of each distribution."""
-        found: Places = evidence.found[self.name]
         return found.weights.amax(1, keepdim=True)
 
     def fit(self, found: Places, log_probs: Tensor, targets: Tensor, wanted: Tensor) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from knnstore.errors import ConfigError
-from knnstore.lm.components.component import Component
+from knnstore.lm.components.component import Component, find_by_name
 from knnstore.lm.mixing import (
     LEAST_PROBABILITY,
     Contribution,
@@ -22,7 +22,6 @@ from knnstore.lm.mixing import (
     known,
     shares_of,
 )
-from knnstore.lm.settings import KNNSettings
 
 _LEAST_SHARE = 1e-3
 _ROUNDS = 50  # of expectation maximization, for where the network begins
@@ -48,13 +47,18 @@ class Experts(NamedTuple):
 
 
 def collect_experts(
-    components: Sequence[Component], settings: KNNSettings, evidence: Evidence, factors: Factors, unit: float
+    components: Sequence[Component],
+    parts: Mapping[str, Any],
+    evidence: Evidence,
+    factors: Factors,
+    unit: float,
 ) -> Experts:
     """Collect the experts of a gate with their features.
 
     Args:
         components: all that this version knows.
-        settings: which components are in use; the others named say nothing and have no features.
+        parts: settings of the components in use, by name; the others of `factors` find nothing and have no
+            features.
         evidence: for n positions, with their keys and the model's entropy.
         factors: the components that the gate weighs, and at which temperatures.
         unit: of distances.
@@ -74,13 +78,13 @@ def collect_experts(
     features = [torch.stack([like, evidence.lm_entropy], 1), evidence.keys.float()]
     found = []
     for component in (one for one in components if one.name in factors):
-        used = factors[component.name] if component.is_used(settings) else ()
-        every = [component.contribute(settings, evidence, factor) for factor in used]
-        experts = [one for one in every if one is not None]
-        contributions[component.name] = experts
-        if experts:
+        contributions[component.name] = []
+        if component.name in parts:
+            own, of_component = parts[component.name], find_by_name(evidence, component.name)
+            experts = [component.contribute(own, of_component, factor) for factor in factors[component.name]]
+            contributions[component.name] = experts
             is_found = experts[0].is_found
-            features.append(component.features(evidence, unit).where(is_found[:, None], torch.nan))
+            features.append(component.features(of_component, unit).where(is_found[:, None], torch.nan))
         else:
             is_found = torch.zeros_like(like, dtype=torch.bool)
             features.append(like.new_full((len(like), component.width), torch.nan))
@@ -90,10 +94,10 @@ def collect_experts(
 
 
 def weigh_by_gate(
-    gate: JointGate, components: Sequence[Component], settings: KNNSettings, evidence: Evidence
+    gate: JointGate, components: Sequence[Component], parts: Mapping[str, Any], evidence: Evidence
 ) -> dict[str, Contribution]:
     """Weigh each component in use over the earlier ones, as the gate says."""
-    experts = collect_experts(components, settings, evidence, gate.factors, gate.unit)
+    experts = collect_experts(components, parts, evidence, gate.factors, gate.unit)
     shares = gate.shares(experts.features, experts.found)
     below, every = shares[:, 0], torch.split(shares[:, 1:], [len(of) for of in gate.factors.values()], 1)
     weighed = {}
@@ -117,8 +121,8 @@ class ScoredPart(NamedTuple):
 
 def fit_gate_over(
     components: Sequence[Component],
-    settings: KNNSettings,
-    parts: Iterable[ScoredPart],
+    parts: Mapping[str, Any],
+    scored: Iterable[ScoredPart],
     blocks: Tensor,
     unit: float,
     purpose: Mapping[str, Any],
@@ -127,18 +131,18 @@ def fit_gate_over(
 
     Args:
         components: all that this version knows.
-        settings: what is in use, each component with a temperature of its own.
-        parts: the tokens to fit on, n in all.
+        parts: settings of the components in use, by name, each with a temperature of its own.
+        scored: the tokens to fit on, n in all.
         blocks: the document of each, or its block of a long one, int64, shape (n,): some are kept apart
             while the network is fitted.
         unit: of distances.
         purpose: what the weights are for; it is saved with them.
     """
     # 1) Collect what each expert gives to each token.
-    factors = {one.name: one.factors for one in components if one.is_used(settings)}
+    factors = {one.name: one.factors for one in components if one.name in parts}
     features, found, probs, query = [], [], [], slice(0)
-    for evidence, targets, lm_log_probs in parts:
-        experts = collect_experts(components, settings, evidence, factors, unit)
+    for evidence, targets, lm_log_probs in scored:
+        experts = collect_experts(components, parts, evidence, factors, unit)
         features.append(experts.features)
         found.append(experts.found)
         query = experts.query

@@ -7,7 +7,7 @@ An engine either finds the k nearest records, or sums over all records of the pr
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -17,20 +17,19 @@ from knnstore.datastore import Ids, Neighbors, tokens_of
 from knnstore.datastore import Keys as KeyArray
 from knnstore.errors import ConfigError, DomainNotFoundError
 from knnstore.lm.batch import Batch
-from knnstore.lm.components.component import Citations, Form, Place
-from knnstore.lm.contexts import Contexts
+from knnstore.lm.components.component import KEYS, Citations, Form, Place, Question
 from knnstore.lm.mixing import (
     DISTINCT_AMONG,
     CellSums,
     Contribution,
     Evidence,
+    Mixer,
     NeighborSums,
     ProbedCells,
     TokenSums,
     neighbor_features,
     powers_up_to,
 )
-from knnstore.lm.settings import KNNSettings
 from knnstore.store import Reader, Selection
 
 _logger = logging.getLogger(__name__)
@@ -40,19 +39,59 @@ _MANY_IN_CELL = 8192  # records, as in a small domain that is one cell
 T = TypeVar("T")
 
 
+class KeySettings(Protocol):
+    """What the component looks at of `KNNSettings`; see the fields there."""
+
+    @property
+    def k(self) -> int:
+        """Neighbors of each query."""
+        ...
+
+    @property
+    def probes(self) -> int | None:
+        """Cells that each query visits, in a store that has cells, in place of a search for k neighbors."""
+        ...
+
+    @property
+    def temperature(self) -> float:
+        """T, in the unit of the distances."""
+        ...
+
+    @property
+    def mixer(self) -> Mixer:
+        """Chooses λ for each query, and where to search."""
+        ...
+
+    @property
+    def selection(self) -> Selection:
+        """Which documents are retrieved from."""
+        ...
+
+    @property
+    def gate(self) -> Any:
+        """Weighs the component in place of the mixer; None where the mixer does."""
+        ...
+
+    @property
+    def retrieves(self) -> bool:
+        """Whether a search can make any difference."""
+        ...
+
+    @property
+    def needs_nearest_only(self) -> bool:
+        """Whether the nearest distance and the model's confidence are enough to choose all weights."""
+        ...
+
+
 class Keys:
     """Records from the store."""
 
-    name = "keys"
+    name = KEYS
     factors = (0.25, 0.5, 1.0, 2.0, 4.0)
     width = 2 * len(powers_up_to(DISTINCT_AMONG))
 
-    def is_used(self, settings: KNNSettings) -> bool:
-        """Check whether settings search the store."""
-        return settings.retrieves
-
     def look_up(
-        self, reader: Reader, settings: KNNSettings, batch: Batch, form: Form
+        self, reader: Reader, settings: KeySettings, batch: Batch, form: Form
     ) -> tuple[list[TokenSums], Tensor]:
         """Make the searches of the settings' mixer.
 
@@ -83,28 +122,18 @@ class Keys:
             found = [one.spread(searched.numpy()) for one in found]
         return [_sums(one, batch, settings, form) for one in found], searched
 
-    def contribute(self, settings: KNNSettings, evidence: Evidence, factor: float = 1.0) -> Contribution:
+    def contribute(self, settings: KeySettings, found: Evidence, factor: float = 1.0) -> Contribution:
         """Weigh the records by the mixer, which chooses λ and scales T."""
-        if settings.gate is not None and len(evidence.searches) == 1:
-            evidence.prepare([settings.temperature * one for one in self.factors])
-        weights, lam, temperature = settings.mixer.weigh(evidence, settings.temperature * factor)
-        return Contribution(
-            weights, lam, evidence.tokens, evidence.hits, name=self.name, temperature=temperature
-        )
+        if settings.gate is not None and len(found.searches) == 1:
+            found.prepare([settings.temperature * one for one in self.factors])
+        weights, lam, temperature = settings.mixer.weigh(found, settings.temperature * factor)
+        return Contribution(weights, lam, found.tokens, found.hits, name=self.name, temperature=temperature)
 
-    def cite(
-        self,
-        reader: Reader,
-        settings: KNNSettings,
-        contexts: Contexts,
-        evidence: Evidence,
-        weights: Tensor,
-        most: int,
-    ) -> Citations:
+    def cite(self, question: Question[KeySettings], found: Evidence, weights: Tensor, most: int) -> Citations:
         """Name the nearest records, and those with the token that have most of p_kNN; see `Component`."""
-        distances, tokens, ids = evidence.distances, evidence.tokens, evidence.ids
+        distances, tokens, ids = found.distances, found.tokens, found.ids
         assert tokens is not None
-        wanted = min(most, weights.shape[1])
+        wanted, contexts = min(most, weights.shape[1]), question.contexts
         targets = torch.from_numpy(contexts.targets(np.arange(len(contexts))))
         columns = (
             distances.topk(wanted, largest=False).indices,
@@ -112,17 +141,17 @@ class Keys:
         )
         return Citations(*(_places(ids, distances, weights, one) for one in columns))
 
-    def features(self, evidence: Evidence, unit: float) -> Tensor:
+    def features(self, found: Evidence, unit: float) -> Tensor:
         """Return the distances of the nearest 1, 2, 4, ..., and the number of different tokens among them."""
-        return neighbor_features(evidence, DISTINCT_AMONG, unit)
+        return neighbor_features(found, DISTINCT_AMONG, unit)
 
 
-def probes_cells(reader: Reader, settings: KNNSettings) -> bool:
+def probes_cells(reader: Reader, settings: KeySettings) -> bool:
     """Check whether whole cells are summed over, in place of the k nearest records."""
     return settings.probes is not None and reader.has_cells
 
 
-def reachable(reader: Reader, settings: KNNSettings) -> int:
+def reachable(reader: Reader, settings: KeySettings) -> int:
     """Lower k where the store holds fewer records, so that no memory is taken for missing ones.
 
     Returns:
@@ -135,7 +164,7 @@ def reachable(reader: Reader, settings: KNNSettings) -> int:
     return min(settings.k, max([DISTINCT_AMONG, *counts]))
 
 
-def most_records(reader: Reader, settings: KNNSettings) -> int:
+def most_records(reader: Reader, settings: KeySettings) -> int:
     """Bound the records that a query finds in all searches together, from above."""
     columns = settings.k
     if probes_cells(reader, settings):
@@ -145,7 +174,7 @@ def most_records(reader: Reader, settings: KNNSettings) -> int:
     return columns * max(1, len(settings.mixer.searches(settings.selection)))
 
 
-def search_records(reader: Reader, queries: KeyArray, settings: KNNSettings) -> list[Neighbors]:
+def search_records(reader: Reader, queries: KeyArray, settings: KeySettings) -> list[Neighbors]:
     """Make the searches of the settings' mixer, and keep single records.
 
     Args:
@@ -173,7 +202,7 @@ def search_records(reader: Reader, queries: KeyArray, settings: KNNSettings) -> 
     return [one.padded(width) for one in every]
 
 
-def sum_cells(reader: Reader, queries: KeyArray, targets: Tensor, settings: KNNSettings) -> CellSums:
+def sum_cells(reader: Reader, queries: KeyArray, targets: Tensor, settings: KeySettings) -> CellSums:
     """Sum over the cells of one search, for the target tokens.
 
     Args:
@@ -187,7 +216,7 @@ def sum_cells(reader: Reader, queries: KeyArray, targets: Tensor, settings: KNNS
 
 
 def _sum_cells(
-    reader: Reader, queries: KeyArray, targets: Tensor, settings: KNNSettings, vocabulary: int, form: Form
+    reader: Reader, queries: KeyArray, targets: Tensor, settings: KeySettings, vocabulary: int, form: Form
 ) -> list[CellSums]:
     """Make the searches of the settings' mixer, and sum over the probed cells."""
     assert settings.probes is not None
@@ -211,7 +240,7 @@ def _sum_cells(
     return [CellSums(cells, targets, places, features) for cells in every]
 
 
-def _sums(found: Neighbors, batch: Batch, settings: KNNSettings, form: Form) -> NeighborSums:
+def _sums(found: Neighbors, batch: Batch, settings: KeySettings, form: Form) -> NeighborSums:
     """Return what a search found as tensors, with as much of it as the form keeps.
 
     Raises:
@@ -263,7 +292,7 @@ def _count_records(reader: Reader, selection: Selection, *, strict: bool) -> int
 
 
 def _search_selected(
-    reader: Reader, settings: KNNSettings, part: Selection, search: Callable[[Selection], T]
+    reader: Reader, settings: KeySettings, part: Selection, search: Callable[[Selection], T]
 ) -> T | None:
     """Search in a part of the settings' selection; None, with one warning, where its domain is not there."""
     if part is settings.selection:

@@ -1,8 +1,7 @@
 """N-grams of the stored text: which tokens followed the last words of the text there, and how often."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -12,22 +11,51 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from knnstore.datastore import record_ids
-from knnstore.lm.components.component import Citations, Form, Place
+from knnstore.errors import ConfigError
+from knnstore.lm.components.component import Citations, Form, Place, Question
 from knnstore.lm.contexts import Contexts
 from knnstore.lm.mixing import (
     LEAST_PROBABILITY,
     PRIOR_TOKENS,
     Contribution,
-    Evidence,
     fit_lambdas,
     mix_gold,
 )
-from knnstore.lm.settings import KNNSettings, NGramSettings
-from knnstore.store import Matches, NGramCounts, Occurrence, Reader, Suffixes
+from knnstore.store import LONGEST_NGRAM, Matches, NGramCounts, Occurrence, Suffixes
 
 Rows = slice | Tensor
 _PLACES = 32
 """Places of each length of n-grams that are named at least, where there are as many."""
+
+
+@dataclass(frozen=True, slots=True)
+class NGramSettings:
+    """How much counts of n-grams weigh; of the selected documents: see `knnstore.store.ngrams`.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    order: int = 7
+    """Tokens of the longest n-grams, between 2 and 8: one more than the contexts have."""
+
+    lam: float = 0.25
+    """λ, between 0 and 1: the weight of the counts against the mixture of model and store."""
+
+    by_length: tuple[float, ...] | None = None
+    """λ where the longest end of the context that was found has 0, 1, ... tokens, the last one for all that
+    are longer: then `lam` is only their mean. None is `lam` everywhere."""
+
+    def __post_init__(self) -> None:
+        if self.by_length is not None:
+            object.__setattr__(self, "by_length", tuple(self.by_length))
+        if type(self.order) is not int or not 2 <= self.order <= LONGEST_NGRAM:
+            raise ConfigError(
+                f"n-grams of 2 to {LONGEST_NGRAM} tokens are counted, their order cannot be {self.order!r}"
+            )
+        for lam in (self.lam, *(self.by_length or ())):
+            if not 0 <= lam <= 1:
+                raise ConfigError(f"lambda of n-grams must be between 0 and 1, got {lam}")
 
 
 class Continuation(NamedTuple):
@@ -164,39 +192,22 @@ class NGramFitting(NamedTuple):
         """Return the mean λ."""
         return fitted.lam
 
-    def put(self, settings: KNNSettings, fitted: NGramSettings) -> KNNSettings:
-        """Return settings with these n-grams."""
-        return replace(settings, ngrams=fitted)
 
-
-class CountedNGrams(ABC):
+class CountedNGrams:
     """The component's part that all counts of n-grams share: λ by length, and features of the context."""
 
     name: str
     factors = (1.0,)
     width = 3
 
-    @abstractmethod
-    def settings_of(self, settings: KNNSettings) -> NGramSettings | None:
-        """Return how much these n-grams count; None where they are not in use."""
-
-    def is_used(self, settings: KNNSettings) -> bool:
-        """Check whether settings have them in use."""
-        return self.settings_of(settings) is not None
-
     def contribute(
-        self, settings: KNNSettings, evidence: Evidence, factor: float = 1.0
-    ) -> Contribution | None:
+        self, settings: NGramSettings, found: Continuation | TargetContinuation, factor: float = 1.0
+    ) -> Contribution:
         """Weigh what was found by the λ of the longest end of each context; there is no temperature."""
-        ngrams = self.settings_of(settings)
-        if ngrams is None:
-            return None
-        found: Continuation | TargetContinuation = evidence.found[self.name]
-        return found.contribution(ngrams, self.name)
+        return found.contribution(settings, self.name)
 
-    def features(self, evidence: Evidence, unit: float) -> Tensor:
+    def features(self, found: Continuation | TargetContinuation, unit: float) -> Tensor:
         """Return length, log count and log successors of the longest end of each context."""
-        found: Continuation | TargetContinuation = evidence.found[self.name]
         length, *counts = found.suffixes.to(torch.float32).unbind(1)
         return torch.stack([length, *(count.log1p() for count in counts)], 1)
 
@@ -206,16 +217,10 @@ class NGrams(CountedNGrams):
 
     name = "n-grams"
 
-    def settings_of(self, settings: KNNSettings) -> NGramSettings | None:
-        """Return how much these n-grams count; None where they are not in use."""
-        return settings.ngrams
-
-    def look_up(
-        self, reader: Reader, settings: KNNSettings, contexts: Contexts, form: Form, vocabulary: int
-    ) -> Continuation | TargetContinuation:
+    def look_up(self, question: Question[NGramSettings], form: Form) -> Continuation | TargetContinuation:
         """Look up which tokens followed the ends of the contexts; see `TextComponent`."""
-        assert settings.ngrams is not None
-        order, counts = settings.ngrams.order, reader.ngrams(settings.selection)
+        contexts, order = question.contexts, question.settings.order
+        counts = question.reader.ngrams(question.selection)
         is_empty = not counts.unigrams.any()
         if form is not Form.DISTRIBUTION:
             found = TargetContinuation.empty(order, len(contexts))
@@ -233,30 +238,22 @@ class NGrams(CountedNGrams):
         rest[rows] = torch.from_numpy(seen.rest)
         suffixes[rows] = side_by_side(seen.suffixes)
         unigrams = torch.from_numpy(counts.unigrams)
-        if len(unigrams) < vocabulary:
-            unigrams = pad(unigrams, (0, vocabulary - len(unigrams)))
+        if len(unigrams) < question.vocabulary:
+            unigrams = pad(unigrams, (0, question.vocabulary - len(unigrams)))
         return Continuation(weights, tokens, suffixes, rest, unigrams)
 
     def cite(
-        self,
-        reader: Reader,
-        settings: KNNSettings,
-        contexts: Contexts,
-        evidence: Evidence,
-        weights: Tensor,
-        most: int,
+        self, question: Question[NGramSettings], found: TargetContinuation, weights: Tensor, most: int
     ) -> Citations:
         """Name where the next token followed the end of its context in the stored text; see `Component`.
 
         Of each length there are at most `_PLACES` places, or `most` if that is more, with most of the context
         before them: documents are credited with all of these.
         """
-        assert settings.ngrams is not None
-        order = settings.ngrams.order
-        matches, _, at = _matches(reader.ngrams(settings.selection), contexts, order)
-        return cite_occurrences(
-            self.name, contexts, weights, matches.occurrences(at, order, max(most, _PLACES))
-        )
+        contexts, order = question.contexts, question.settings.order
+        matches, _, at = _matches(question.reader.ngrams(question.selection), contexts, order)
+        occurrences = matches.occurrences(at, order, max(most, _PLACES))
+        return cite_occurrences(self.name, contexts, weights, occurrences)
 
 
 def cite_occurrences(

@@ -17,18 +17,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from knnstore.lm.components.component import Citations, Form
+from knnstore.lm.components.component import Citations, Form, Question
 from knnstore.lm.components.ngrams import (
     Continuation,
     CountedNGrams,
+    NGramSettings,
     TargetContinuation,
     cite_occurrences,
     in_columns,
 )
 from knnstore.lm.contexts import Contexts
-from knnstore.lm.mixing import Evidence
-from knnstore.lm.settings import KNNSettings, NGramSettings
-from knnstore.store import Occurrence, Reader
+from knnstore.store import Occurrence
 
 _DISCOUNT = 0.6
 """D, of all lengths."""
@@ -44,16 +43,9 @@ class OwnNGrams(CountedNGrams):
 
     name = "own n-grams"
 
-    def settings_of(self, settings: KNNSettings) -> NGramSettings | None:
-        """Return how much these n-grams count; None where they are not in use."""
-        return settings.own_ngrams
-
-    def look_up(
-        self, reader: Reader, settings: KNNSettings, contexts: Contexts, form: Form, vocabulary: int
-    ) -> Continuation | TargetContinuation:
+    def look_up(self, question: Question[NGramSettings], form: Form) -> Continuation | TargetContinuation:
         """Look up which tokens followed the ends of the contexts before, in the same text."""
-        assert settings.own_ngrams is not None
-        order = settings.own_ngrams.order
+        contexts, order = question.contexts, question.settings.order
         if form is not Form.DISTRIBUTION:
             return self.target(contexts, order)
         laid, rows, at = _lay_out(contexts)
@@ -78,25 +70,19 @@ class OwnNGrams(CountedNGrams):
         return found
 
     def cite(
-        self,
-        reader: Reader,
-        settings: KNNSettings,
-        contexts: Contexts,
-        evidence: Evidence,
-        weights: Tensor,
-        most: int,
+        self, question: Question[NGramSettings], found: TargetContinuation, weights: Tensor, most: int
     ) -> Citations:
         """Name where the next token followed the same words earlier in the text, the largest shares first."""
-        assert settings.own_ngrams is not None
+        contexts = question.contexts
         laid, _, at = _lay_out(contexts)
         symbols, firsts = laid.symbols, laid.firsts[laid.text[at]]
-        found = _before(laid, at, settings.own_ngrams.order)
-        same = np.flatnonzero(symbols[found.places] == symbols[at + 1][found.rows])
-        same = same[np.lexsort((-found.probs[same], found.rows[same]))]
-        ends = np.searchsorted(found.rows[same], np.arange(1, len(at)))
+        seen = _before(laid, at, question.settings.order)
+        same = np.flatnonzero(symbols[seen.places] == symbols[at + 1][seen.rows])
+        same = same[np.lexsort((-seen.probs[same], seen.rows[same]))]
+        ends = np.searchsorted(seen.rows[same], np.arange(1, len(at)))
         occurrences = [
             [
-                Occurrence(int(found.places[one] - first), int(found.matched[one]), float(found.probs[one]))
+                Occurrence(int(seen.places[one] - first), int(seen.matched[one]), float(seen.probs[one]))
                 for one in places[:most]
             ]
             for first, places in zip(firsts, np.split(same, ends), strict=True)

@@ -6,6 +6,7 @@
 retrieved once the token that it predicts has been read, and only in its own text.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
@@ -17,27 +18,61 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from knnstore.datastore import Metric, pairwise
-from knnstore.lm.components.component import Citations, Form, Place
-from knnstore.lm.components.ngrams import NGramFitting, TargetContinuation
+from knnstore.errors import ConfigError
+from knnstore.lm.components.component import Citations, Form, Place, Question
+from knnstore.lm.components.ngrams import NGramFitting, NGramSettings, TargetContinuation
 from knnstore.lm.contexts import Contexts
 from knnstore.lm.mixing import (
     CHUNK_VALUES,
     LEAST_PROBABILITY,
+    LEAST_TEMPERATURE,
     Contribution,
-    Evidence,
     fit_lambdas,
     halving,
     mix_gold,
     neighbor_weights,
     targets_on_grid,
 )
-from knnstore.lm.settings import CacheSettings, KNNSettings
-from knnstore.store import Reader
 
 _BLOCK_ROWS = 256
 """Queries that are compared with their past at once; the larger, the more distances are computed in vain."""
 
 Rows = slice | Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSettings:
+    """How much the text that is being read counts; it is mixed with all the rest.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    size: int = 500
+    """M >= 1: how many tokens back it reaches; published values are between 100 and 2,000."""
+
+    temperature: float = 1.0
+    """T > 0, in the unit of the distances."""
+
+    lam: float = 0.1
+    """λ, between 0 and 1: the weight of the cache against the mixture of model and store."""
+
+    ngrams: NGramSettings | None = None
+    """How much the own n-grams of the text count, of all that was read of it, against all the rest; None is
+    not at all."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.ngrams, dict):  # as it is saved
+            object.__setattr__(self, "ngrams", NGramSettings(**self.ngrams))
+        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
+            raise ConfigError(f"the cache's size must be an integer of at least 1, got {self.size!r}")
+        if not (self.temperature >= LEAST_TEMPERATURE and math.isfinite(self.temperature)):
+            raise ConfigError(
+                f"the cache's temperature must be above 0 (at least {LEAST_TEMPERATURE}) and finite, "
+                f"got {self.temperature}"
+            )
+        if not 0 <= self.lam <= 1:
+            raise ConfigError(f"the cache's lambda must be between 0 and 1, got {self.lam}")
 
 
 class Recent(NamedTuple):
@@ -127,23 +162,18 @@ class RecentText:
     factors = (0.25, 0.5, 1.0, 2.0, 4.0)
     width = 2
 
-    def is_used(self, settings: KNNSettings) -> bool:
-        """Check whether settings have it in use."""
-        return settings.cache is not None
-
-    def look_up(
-        self, reader: Reader, settings: KNNSettings, contexts: Contexts, form: Form, vocabulary: int
-    ) -> Recent | TargetRecent:
+    def look_up(self, question: Question[CacheSettings], form: Form) -> Recent | TargetRecent:
         """Compare the key of each position with those before it in its text; see `TextComponent`."""
-        assert settings.cache is not None
-        size, metric = settings.cache.size, reader.identity.metric
+        contexts, size = question.contexts, question.settings.size
+        metric = question.reader.identity.metric
         if not (contexts.owners >= 0).any():  # nothing but padding
             return Recent(torch.full((len(contexts), 1), torch.inf), torch.zeros((len(contexts), 1)).long())
         laid = _LaidOut.of(contexts, size)
         given = laid.keys, laid.tokens, laid.at, laid.starts
         if form is Form.TARGET:
             targets = torch.from_numpy(contexts.targets(laid.firsts)).to(laid.keys.device)
-            found = target_before(*given, targets, size, metric, recent_temperatures(settings))
+            temperatures = {question.settings.temperature * factor for factor in question.factors}
+            found = target_before(*given, targets, size, metric, sorted(temperatures))
             return found.rows(laid.order)
         recent = look_back(*given, size, metric)
         # Padding is a last row with nothing before it.
@@ -151,48 +181,37 @@ class RecentText:
         return Recent.joined([recent, nothing]).rows(laid.order)
 
     def contribute(
-        self, settings: KNNSettings, evidence: Evidence, factor: float = 1.0
-    ) -> Contribution | None:
+        self, settings: CacheSettings, found: Recent | TargetRecent, factor: float = 1.0
+    ) -> Contribution:
         """Weigh the tokens before each position by their distances, with one λ."""
-        if settings.cache is None:
-            return None
-        found, temperature = evidence.found[self.name], settings.cache.temperature * factor
+        temperature = settings.temperature * factor
         tokens, hits = None, None
         if isinstance(found, TargetRecent):
             weights = found.weights(temperature)
             hits = torch.tensor([[True, False]]).expand(len(weights), -1)
         else:
             weights, tokens = neighbor_weights(found.distances, temperature), found.tokens
-        lam = torch.full((len(weights),), settings.cache.lam, device=weights.device)
+        lam = torch.full((len(weights),), settings.lam, device=weights.device)
         return Contribution(weights, lam, tokens, hits, name=self.name, temperature=temperature)
 
-    def cite(
-        self,
-        reader: Reader,
-        settings: KNNSettings,
-        contexts: Contexts,
-        evidence: Evidence,
-        weights: Tensor,
-        most: int,
-    ) -> Citations:
+    def cite(self, question: Question[CacheSettings], found: Recent, weights: Tensor, most: int) -> Citations:
         """Name the earlier tokens of the text with the largest weights; see `Component`."""
-        recent: Recent = evidence.found[self.name]
+        contexts = question.contexts
         targets = torch.from_numpy(contexts.targets(np.arange(len(contexts))))
-        hits = weights * (recent.tokens == targets[:, None])
-        starts = (contexts.lengths - recent.width).tolist()
+        hits = weights * (found.tokens == targets[:, None])
+        starts = (contexts.lengths - found.width).tolist()
         return Citations(
             *(
                 [
                     _earlier_places(*row, most)
-                    for row in zip(starts, recent.tokens, recent.distances, one, strict=True)
+                    for row in zip(starts, found.tokens, found.distances, one, strict=True)
                 ]
                 for one in (weights, hits)
             )
         )
 
-    def features(self, evidence: Evidence, unit: float) -> Tensor:
+    def features(self, found: Recent | TargetRecent, unit: float) -> Tensor:
         """Return the distance of the nearest key and the log of their number."""
-        found: Recent | TargetRecent = evidence.found[self.name]
         return torch.stack([(found.nearest / unit).asinh(), found.counts.float().log1p()], 1)
 
 
@@ -209,13 +228,6 @@ def _earlier_places(start: int, tokens: Tensor, distances: Tensor, weights: Tens
         for column in weights.sort(descending=True, stable=True).indices[:most].tolist()
         if distances[column].isfinite()
     ]
-
-
-def recent_temperatures(settings: KNNSettings) -> tuple[float, ...]:
-    """Return the temperatures at which settings with a cache weigh the recent text, ascending."""
-    assert settings.cache is not None
-    factors = () if settings.gate is None else settings.gate.factors.get(RecentText.name, ())
-    return tuple(sorted({settings.cache.temperature * factor for factor in (1.0, *factors)}))
 
 
 def look_back(
@@ -435,10 +447,6 @@ class RecentFitting:
     def lam(self, fitted: CacheSettings) -> float:
         """Return λ of the cache."""
         return fitted.lam
-
-    def put(self, settings: KNNSettings, fitted: CacheSettings) -> KNNSettings:
-        """Return settings with this cache."""
-        return replace(settings, cache=fitted)
 
 
 def _typical_gap(distances: Tensor) -> float:

@@ -7,17 +7,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from knnstore.lm.components import Citations, Keys, Place, all_components, mixture_of
+from knnstore.lm.components import Citations, Keys, Place
 from knnstore.lm.contexts import Contexts
 from knnstore.lm.explanation.crediting import Credits, Given, Mixed
 from knnstore.lm.explanation.explained import DocumentEffect, Explanation, Part, TokenExplanation
 from knnstore.lm.explanation.sourcing import Sources
 from knnstore.lm.mixing import Evidence, Mixture
+from knnstore.lm.mixture import cite_places, mixture_of
 from knnstore.lm.reading import check_tokens
 from knnstore.lm.scoring import ReadTokens, TokenScores, score_text_in_turns, score_texts
 from knnstore.lm.settings import KNNSettings, ReadingModel, resolve
 from knnstore.lm.substitute import Heads
-from knnstore.store import Reader
 
 _TURN_TOKENS = 64
 """That are explained in one turn at most; see `explain_in_turns`."""
@@ -133,7 +133,9 @@ def _explain(
         own = [component.probs(targets) for component in mixture.components]
         # 2) Name the places that they come from.
         contexts = whole.at_positions(np.zeros(len(rows), np.int64), read.positions)
-        cited = _cite(store, settings, contexts, evidence, mixture, neighbors)
+        cited = {}
+        if neighbors:
+            cited = cite_places(store, settings, contexts, evidence, mixture, neighbors)
         if neighbors:
             credits.add(*_to_credit(evidence, read, mixture, below.exp(), p, cited))
         nearest, causes = (
@@ -167,25 +169,6 @@ def _explain(
         else:
             return effects
     return ()
-
-
-def _cite(
-    store: Reader,
-    settings: KNNSettings,
-    contexts: Contexts,
-    evidence: Evidence,
-    mixture: Mixture,
-    count: int,
-) -> dict[str, Citations]:
-    """Return the places that each component names for n tokens, by its name; none if `count` is 0."""
-    components = {one.name: one for one in all_components()}
-    cited = {}
-    for number, contribution in enumerate(mixture.components if count else ()):
-        component, weights = components[contribution.name], mixture.weights_in(number)
-        found = component.cite(store, settings, contexts, evidence, weights, count)
-        if found is not None:
-            cited[contribution.name] = found
-    return cited
 
 
 def _choose_places(

@@ -8,6 +8,7 @@ from knnstore.lm.mixing.formulas import FixedLambda, NearnessLambda, RelativeCon
 from knnstore.lm.mixing.gate import GateLambda, chosen_by, gate_features, neighbor_features, start_of
 from knnstore.lm.mixing.interpolation import (
     LEAST_PROBABILITY,
+    LEAST_TEMPERATURE,
     Contribution,
     Likelihoods,
     Mixture,
@@ -33,7 +34,8 @@ from knnstore.lm.mixing.token_sums import (
 )
 
 __all__ = [
-    "CHUNK_VALUES", "DISTINCT_AMONG", "LEAST_PROBABILITY", "MAX_LAMBDA", "PRIOR_TOKENS", "BinnedLambda",
+    "CHUNK_VALUES", "DISTINCT_AMONG", "LEAST_PROBABILITY", "LEAST_TEMPERATURE", "MAX_LAMBDA",
+    "PRIOR_TOKENS", "BinnedLambda",
     "CellSums", "Chosen", "Contribution", "DomainWeights", "Evidence", "FixedLambda", "GateLambda",
     "JointGate", "Likelihoods", "Mixer", "Mixture", "NearnessLambda", "NeighborSums", "PerQuery",
     "ProbedCells", "RelativeConfidence", "SimpleMixer", "TargetSums", "TokenSums",

@@ -30,6 +30,9 @@ _LOWEST = -1e30
 LEAST_PROBABILITY = 1e-30
 """Fitting keeps probabilities above, so that their logarithms and ratios stay finite in float32."""
 
+LEAST_TEMPERATURE = 1e-12
+"""Below it a distance in units of the temperature may have no number."""
+
 
 def entropy_of(log_probs: Tensor) -> Tensor:
     """Compute the entropy of distributions in nats, shape (n,), from log p of shape (n, v)."""

@@ -17,6 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from knnstore.errors import ConfigError
 from knnstore.lm import scoring
 from knnstore.lm.calibration import calibrate
+from knnstore.lm.components import KEYS, RecentText
 from knnstore.lm.explanation import explain
 from knnstore.lm.keys import KeyCapture, in_full_precision, keep_positions
 from knnstore.lm.model.delegating import delegate_to_base, is_answered_by_base, is_trainer_calling
@@ -263,7 +264,7 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
         None where there is no such token, or where no settings look at a text's tokens: only then a model
         without a tokenizer will do.
         """
-        reads_tokens = any(one.ngrams or one.own_ngrams or one.others for one in each)
+        reads_tokens = any(one.parts.keys() - {KEYS, RecentText.name} for one in each)
         return self.reader.prefix if reads_tokens else None
 
     def extend_texts(

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knnstore.datastore import Keys
-from knnstore.lm.components import mixture_of
+from knnstore.lm.mixture import mixture_of
 from knnstore.lm.scoring.held_out import score_texts
 from knnstore.lm.scoring.scores import TokenScores
 from knnstore.lm.scoring.token_table import table_of

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from knnstore.documents import documents_of
 from knnstore.errors import InputError
-from knnstore.lm.components import mixture_of
+from knnstore.lm.mixture import mixture_of
 from knnstore.lm.scoring.held_out import score_texts
 from knnstore.lm.settings import KNNSettings, ReadingModel, resolve
 from knnstore.lm.substitute import Heads

@@ -14,8 +14,9 @@ import torch
 
 from knnstore.documents import OnBad
 from knnstore.errors import ConfigError, InputError
-from knnstore.lm.components import mixture_of, probes_cells
+from knnstore.lm.components import probes_cells
 from knnstore.lm.mixing import FixedLambda
+from knnstore.lm.mixture import mixture_of
 from knnstore.lm.reading import usable_documents
 from knnstore.lm.scoring.by_document import DocumentLosses, DocumentScore, GroupScore, Intervals, grouped
 from knnstore.lm.scoring.held_out import HeldOut, score_held_out

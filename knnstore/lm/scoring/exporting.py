@@ -9,7 +9,7 @@ import numpy as np
 
 from knnstore.documents import TextDocument, documents_of
 from knnstore.errors import ConfigError
-from knnstore.lm.components import mixture_of
+from knnstore.lm.mixture import mixture_of
 from knnstore.lm.reading import in_chunks
 from knnstore.lm.scoring.arrays import store_alone, weighed
 from knnstore.lm.scoring.held_out import score_texts

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from knnstore.documents import TextDocument, documents_of
 from knnstore.errors import InputError
 from knnstore.lm.batch import Batch
-from knnstore.lm.components import Form, look_up, most_records, probes_cells, reachable
+from knnstore.lm.components import Form, most_records, probes_cells, reachable
 from knnstore.lm.contexts import Contexts, DocumentTexts
 from knnstore.lm.mixing import CellSums, NeighborSums
+from knnstore.lm.mixture import look_up
 from knnstore.lm.reading import BATCH_TOKENS, Encoded, LogProbs, TextReader, WindowBatch, in_chunks
 from knnstore.lm.scoring.scores import ReadTokens, TokenScores
 from knnstore.lm.settings import KNNSettings

@@ -7,7 +7,8 @@ import numpy as np
 
 from knnstore.documents import OnBad
 from knnstore.errors import InputError
-from knnstore.lm.components import Form, mixture_of, reachable
+from knnstore.lm.components import Form, reachable
+from knnstore.lm.mixture import mixture_of
 from knnstore.lm.reading import in_chunks, usable_documents
 from knnstore.lm.scoring.held_out import (
     HeldOut,

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
         usable_settings_for,
     )
     from knnstore.lm.settings.model import KNNModel, ReadingModel, ReadingParts, WritingModel
-    from knnstore.lm.settings.others import other_components, register_component
-    from knnstore.lm.settings.parts import CacheSettings, NGramSettings, Substitute
+    from knnstore.lm.settings.parts import Substitute
     from knnstore.lm.settings.precedence import (
         DEFAULT_PROBES,
         Overrides,
@@ -49,11 +48,9 @@ else:
 
 __all__ = [
     "DEFAULT_PROBES",
-    "CacheSettings",
     "CalibrationRecord",
     "KNNModel",
     "KNNSettings",
-    "NGramSettings",
     "Overrides",
     "Purpose",
     "ReadingModel",
@@ -70,10 +67,8 @@ __all__ = [
     "find_saved_settings",
     "find_trained_substitute",
     "is_substitute_outdated",
-    "other_components",
     "overridden",
     "own_settings_for",
-    "register_component",
     "resolve",
     "save_default_settings",
     "save_settings",

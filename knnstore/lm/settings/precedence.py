@@ -35,8 +35,8 @@ from typing import Any
 
 from knnstore.datastore import Metric
 from knnstore.errors import ConfigError, CorruptWeightsError, FingerprintMismatchError
+from knnstore.lm.components import CacheSettings, NGramSettings
 from knnstore.lm.mixing import BinnedLambda, FixedLambda, Mixer
-from knnstore.lm.settings.parts import CacheSettings, NGramSettings
 from knnstore.lm.settings.query import KNNSettings
 from knnstore.lm.settings.saved import save_settings, settings_from_dict, substitute_of, weights_for
 from knnstore.store import EVERYTHING, KNNStore, Reader, SavedSettings, Selection

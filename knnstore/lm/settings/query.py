@@ -7,9 +7,9 @@ from enum import Enum
 from typing import Any
 
 from knnstore.errors import ConfigError
-from knnstore.lm.mixing import FixedLambda, JointGate, Mixer, RelativeConfidence
-from knnstore.lm.settings.others import check_others, other_components
-from knnstore.lm.settings.parts import LEAST_TEMPERATURE, CacheSettings, NGramSettings, Substitute
+from knnstore.lm.components import KEYS, CacheSettings, NGramSettings, check_others, other_components
+from knnstore.lm.mixing import LEAST_TEMPERATURE, FixedLambda, JointGate, Mixer, RelativeConfidence
+from knnstore.lm.settings.parts import Substitute
 from knnstore.store import EVERYTHING, Selection
 
 _COMPONENTS: dict[str, dict[str, Any]] = {
@@ -19,6 +19,10 @@ _COMPONENTS: dict[str, dict[str, Any]] = {
     "substitute": {"substitute": None},
 }
 """The built-in components, and the settings with which each is not in use."""
+
+
+_FIELDS = {"cache": "cache", "n-grams": "ngrams"}
+"""The field of each built-in component of the text."""
 
 
 class _Unset(Enum):
@@ -172,9 +176,24 @@ class KNNSettings:
         return not self.components
 
     @property
-    def own_ngrams(self) -> NGramSettings | None:
-        """How much the own n-grams of the text count, which go with the cache; None is not at all."""
-        return None if self.cache is None else self.cache.ngrams
+    def parts(self) -> dict[str, Any]:
+        """The own settings of each component in use, by its name; those of the keys are this object."""
+        parts: dict[str, Any] = dict(self.others)
+        if self.retrieves:
+            parts[KEYS] = self
+        if self.ngrams is not None:
+            parts["n-grams"] = self.ngrams
+        if self.cache is not None:
+            parts["cache"] = self.cache
+            if self.cache.ngrams is not None:
+                parts["own n-grams"] = self.cache.ngrams
+        return parts
+
+    def with_part(self, name: str, part: Any) -> "KNNSettings":
+        """Return settings that have a component in use, other than the keys, with these own settings."""
+        if name in _FIELDS:
+            return replace(self, **{_FIELDS[name]: part})
+        return replace(self, others={**self.others, name: part})
 
     @property
     def needs_text(self) -> bool:

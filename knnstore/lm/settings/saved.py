@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from knnstore.errors import ConfigError, FingerprintMismatchError
+from knnstore.lm.components import CacheSettings, NGramSettings
 from knnstore.lm.keys import described
 from knnstore.lm.mixing import JointGate, is_registered, mixer_of
-from knnstore.lm.settings.parts import CacheSettings, NGramSettings, Substitute
+from knnstore.lm.settings.parts import Substitute
 from knnstore.lm.settings.query import KNNSettings
 from knnstore.store import (
     KNNStore,

@@ -1,6 +1,6 @@
 """Fitting one gate over all components, on text that was scored once."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -10,8 +10,9 @@ from knnstore.lm.calibration.evidence import GridEvidence
 from knnstore.lm.calibration.fits.gate import blocks_among
 from knnstore.lm.calibration.fits.ngrams import fit_with_ngrams
 from knnstore.lm.calibration.scored_text import ScoredText
-from knnstore.lm.components import Fitting, NGramFitting, ScoredPart, all_components, fit_gate_over
+from knnstore.lm.components import Fitting, NGramFitting, ScoredPart, fit_gate_over
 from knnstore.lm.mixing import JointGate
+from knnstore.lm.mixture import all_components
 from knnstore.lm.settings import KNNSettings
 
 
@@ -19,7 +20,7 @@ def fit_together(
     evidence: GridEvidence,
     scored: ScoredText,
     ngrams: NGramFitting | None,
-    others: Sequence[Fitting],
+    others: Mapping[str, Fitting],
     fit: Callable[[GridEvidence], KNNSettings],
 ) -> KNNSettings:
     """Fit the keys by `fit`, every other component over those before it, and then one gate over all.
@@ -28,16 +29,16 @@ def fit_together(
         evidence: of the tokens to fit on.
         scored: the text.
         ngrams: which are fitted in turn with the keys; None is without them.
-        others: the components on top, in order.
+        others: the components on top, in order, by name.
         fit: fits the keys.
     """
     at = evidence.tokens
     settings = fit(evidence) if ngrams is None else fit_with_ngrams(evidence, scored, ngrams, fit)
     log_probs, wanted = torch.zeros(len(scored)), torch.zeros(len(scored), dtype=torch.bool)
     wanted[at] = True
-    for component in others:
+    for name, component in others.items():
         log_probs[at] = scored.log_probs(settings, at).log_probs
-        settings = component.put(settings, component.fit(log_probs, wanted))
+        settings = settings.with_part(name, component.fit(log_probs, wanted))
     return replace(settings, gate=fit_joint(scored, settings, at))
 
 
@@ -52,4 +53,4 @@ def fit_joint(scored: ScoredText, settings: KNNSettings, tokens: Tensor) -> Join
         for chunk in scored.chunks_for(settings, tokens)
     )
     blocks = blocks_among(scored, tokens)
-    return fit_gate_over(all_components(), settings, parts, blocks, unit, scored.fitted_for or {})
+    return fit_gate_over(all_components(), settings.parts, parts, blocks, unit, scored.fitted_for or {})

@@ -7,8 +7,8 @@ import torch
 
 from knnstore.lm.calibration.evidence import GridEvidence
 from knnstore.lm.calibration.scored_text import ScoredText
-from knnstore.lm.components import NGramFitting
-from knnstore.lm.settings import KNNSettings, NGramSettings
+from knnstore.lm.components import NGramFitting, NGramSettings
+from knnstore.lm.settings import KNNSettings
 
 _ROUNDS = 2  # of fitting the weight of n-grams and what is below them in turn
 

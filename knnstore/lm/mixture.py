@@ -1,0 +1,130 @@
+"""All components: the evidence that they find for some positions, and the mixture that settings make of it.
+
+A host of the mixture makes a `Batch` of the positions that it predicts, calls `look_up` once, and mixes::
+
+    evidence = look_up(reader, settings, batch, Form.DISTRIBUTION)
+    log_probs = mixture_of(settings, evidence).distribution(lm_log_probs)
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from knnstore.lm.batch import Batch
+from knnstore.lm.components import (
+    Citations,
+    Component,
+    Form,
+    Keys,
+    NGrams,
+    OwnNGrams,
+    Question,
+    RecentText,
+    TextComponent,
+    find_by_name,
+    other_components,
+    weigh_by_gate,
+)
+from knnstore.lm.contexts import Contexts
+from knnstore.lm.mixing import Evidence, Mixture
+from knnstore.lm.settings import KNNSettings
+from knnstore.store import Reader
+
+_KEYS = Keys()
+_TEXT_COMPONENTS: Sequence[TextComponent] = (NGrams(), RecentText(), OwnNGrams())
+_BUILT_IN: Sequence[Component] = (_KEYS, *_TEXT_COMPONENTS)
+"""Order matters: by their own weights each component is mixed over the result of the earlier ones."""
+
+
+def all_components() -> Sequence[Component]:
+    """Return the built-in components, then those of other packages."""
+    return (*_BUILT_IN, *other_components().values())
+
+
+def look_up(reader: Reader, settings: KNNSettings, batch: Batch, form: Form) -> Evidence:
+    """Look up what every component in use knows of some positions.
+
+    Args:
+        reader: the store.
+        settings: in force.
+        batch: the positions. It has contexts if `settings.needs_text`, and targets unless the form is
+            `Form.DISTRIBUTION`.
+        form: how much is kept of what is found.
+
+    Returns:
+        The evidence, on the device of the batch.
+
+    Raises:
+        ConfigError: the store holds a token that the model does not predict.
+    """
+    searches, searched = _KEYS.look_up(reader, settings, batch, form)
+    found: dict[str, Any] = {}
+    if settings.needs_text:
+        assert batch.contexts is not None
+        parts = settings.parts
+        components: Sequence[TextComponent] = (*_TEXT_COMPONENTS, *other_components().values())
+        for component in components:
+            if component.name in parts:
+                part = parts[component.name]
+                question = _ask(component, part, reader, settings, batch.contexts, batch.vocabulary)
+                found[component.name] = component.look_up(question, form).to(batch.lm_max.device)
+    return Evidence(batch.lm_max, searches, batch.keys, batch.lm_entropy, searched, found)
+
+
+def mixture_of(settings: KNNSettings, evidence: Evidence) -> Mixture:
+    """Mix all components with the model.
+
+    Args:
+        settings: whose mixer chooses λ and T, unless a gate over all components does.
+        evidence: for n positions, of the components that the settings have in use.
+    """
+    components, parts = all_components(), settings.parts
+    weighed = {} if settings.gate is None else weigh_by_gate(settings.gate, components, parts, evidence)
+    parts = {_KEYS.name: settings, **parts}  # keys are reported where they weigh nothing, too
+    contributions = [
+        weighed.get(one.name) or one.contribute(parts[one.name], find_by_name(evidence, one.name))
+        for one in components
+        if one.name in parts
+    ]
+    temperature = contributions[0].temperature
+    return Mixture(contributions, 1.0 if temperature is None else temperature)
+
+
+def cite_places(
+    reader: Reader, settings: KNNSettings, contexts: Contexts, evidence: Evidence, mixture: Mixture, most: int
+) -> dict[str, Citations]:
+    """Name the places that each component's prediction of n tokens comes from.
+
+    Args:
+        reader: the store.
+        settings: of the mixture.
+        contexts: the positions of the tokens.
+        evidence: for them, with sources.
+        mixture: that was made of the evidence.
+        most: places of each kind that are named for a token.
+
+    Returns:
+        The places of each component that knows any, by its name.
+    """
+    components, parts = {one.name: one for one in all_components()}, settings.parts
+    cited = {}
+    for number, contribution in enumerate(mixture.components):
+        name = contribution.name
+        component, part = components[name], parts.get(name, settings)
+        question = _ask(component, part, reader, settings, contexts)
+        places = component.cite(question, find_by_name(evidence, name), mixture.weights_in(number), most)
+        if places is not None:
+            cited[name] = places
+    return cited
+
+
+def _ask(
+    component: Component,
+    part: Any,
+    reader: Reader,
+    settings: KNNSettings,
+    contexts: Contexts,
+    vocabulary: int = 0,
+) -> Question[Any]:
+    """Make the question that a component is asked about some positions; `part` are its own settings."""
+    of_gate = () if settings.gate is None else settings.gate.factors.get(component.name, ())
+    return Question(reader, settings.selection, part, contexts, vocabulary, (1.0, *of_gate))
