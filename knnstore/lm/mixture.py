@@ -56,7 +56,7 @@ def look_up(reader: Reader, settings: KNNSettings, batch: Batch, form: Form) -> 
     Raises:
         ConfigError: the store holds a token that the model does not predict.
     """
-    searches, searched = _KEYS.look_up(reader, settings, batch, form)
+    searches = _KEYS.look_up(reader, settings, batch, form)
     found: dict[str, Any] = {}
     if settings.needs_text:
         assert batch.contexts is not None
@@ -67,7 +67,7 @@ def look_up(reader: Reader, settings: KNNSettings, batch: Batch, form: Form) -> 
                 part = parts[component.name]
                 question = _ask(component, part, reader, settings, batch.contexts, batch.vocabulary)
                 found[component.name] = component.look_up(question, form).to(batch.lm_max.device)
-    return Evidence(batch.lm_max, searches, batch.keys, batch.lm_entropy, searched, found)
+    return Evidence(batch.lm_max, searches, batch.keys, batch.lm_entropy, found)
 
 
 def mixture_of(settings: KNNSettings, evidence: Evidence) -> Mixture:

@@ -210,7 +210,6 @@ def test_documents_longer_than_the_window_match_an_oracle_that_has_all_keys(lm, 
     found = evaluate(few_at_once, documents, table=table)
     rows = list(table.rows(lm.tokenizer))
     assert len(rows) == found.tokens == 152
-    assert found.searched == 0
     assert max(compared) <= weighed_at_once * cache.size, "more is held in memory at once than may be"
     probs = []
     for text in texts:

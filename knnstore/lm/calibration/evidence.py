@@ -114,7 +114,7 @@ def _nearest(scored: ScoredText, tokens: Tensor) -> tuple[Evidence, Tensor]:
     """Return the nearest neighbor of some tokens, and p_LM of each, shape (n, 1)."""
     lm = scored.lm_log_probs[tokens].exp().clamp_(min=LEAST_PROBABILITY)[:, None]
     nearest = scored.sums.nearest(1)
-    alone = replace(scored.evidence, searches=[nearest], keys=None, lm_entropy=None, searched=None, found={})
+    alone = replace(scored.evidence, searches=[nearest], keys=None, lm_entropy=None, found={})
     return alone.select_rows(tokens), lm
 
 

@@ -90,9 +90,7 @@ class Keys:
     factors = (0.25, 0.5, 1.0, 2.0, 4.0)
     width = 2 * len(powers_up_to(DISTINCT_AMONG))
 
-    def look_up(
-        self, reader: Reader, settings: KeySettings, batch: Batch, form: Form
-    ) -> tuple[list[TokenSums], Tensor]:
+    def look_up(self, reader: Reader, settings: KeySettings, batch: Batch, form: Form) -> list[TokenSums]:
         """Make the searches of the settings' mixer.
 
         Args:
@@ -102,25 +100,22 @@ class Keys:
             form: how much is kept of what is found.
 
         Returns:
-            What each search found, at least one; and for which positions a search was made, bool, shape (n,).
+            What each search found, at least one. Padding finds nothing.
         """
         # 1) Search for every position but padding.
-        searched = torch.full((len(batch),), settings.retrieves)
-        if batch.is_text is not None:
-            searched &= batch.is_text
-        if not searched.any():
-            return [_sums(Neighbors.nothing(len(batch), 1), batch, settings, form)], searched
-        is_whole = bool(searched.all())
-        queries = (batch.keys if is_whole else batch.keys[searched]).float().cpu().numpy()
+        is_text = batch.is_text
+        if not settings.retrieves or (is_text is not None and not is_text.any()):
+            return [_sums(Neighbors.nothing(len(batch), 1), batch, settings, form)]
+        queries = (batch.keys if is_text is None else batch.keys[is_text]).float().cpu().numpy()
         # 2) Sum over whole cells where texts are scored, which have no padding.
-        targets = batch.targets if is_whole and form is not Form.SOURCES else None
+        targets = batch.targets if is_text is None and form is not Form.SOURCES else None
         if targets is not None and probes_cells(reader, settings):
-            return [*_sum_cells(reader, queries, targets, settings, batch.vocabulary, form)], searched
+            return [*_sum_cells(reader, queries, targets, settings, batch.vocabulary, form)]
         # 3) Keep single records elsewhere.
         found = search_records(reader, queries, settings)
-        if not is_whole:
-            found = [one.spread(searched.numpy()) for one in found]
-        return [_sums(one, batch, settings, form) for one in found], searched
+        if is_text is not None:
+            found = [one.spread(is_text.numpy()) for one in found]
+        return [_sums(one, batch, settings, form) for one in found]
 
     def contribute(self, settings: KeySettings, found: Evidence, factor: float = 1.0) -> Contribution:
         """Weigh the records by the mixer, which chooses λ and scales T."""

@@ -32,9 +32,6 @@ class Evidence:
     lm_entropy: Tensor | None = None
     """Entropy of p_LM in nats, float32, shape (n,)."""
 
-    searched: Tensor | None = None
-    """The positions for which the store was searched, bool, shape (n,); None is all."""
-
     found: Mapping[str, Any] = field(default_factory=dict)
     """What each other component found, by its name; only of components in use."""
 
@@ -95,7 +92,6 @@ class Evidence:
             searches=[one.select_rows(rows) for one in self.searches],
             keys=chosen(self.keys),
             lm_entropy=chosen(self.lm_entropy),
-            searched=chosen(self.searched),
             found={name: one.rows(rows) for name, one in self.found.items()},
         )
 
@@ -116,7 +112,6 @@ class Evidence:
             [NeighborSums.joined(of_search, k)],
             joined("keys"),
             joined("lm_entropy"),
-            joined("searched"),
             {name: one.joined([part.found[name] for part in parts]) for name, one in parts[0].found.items()},
         )
 

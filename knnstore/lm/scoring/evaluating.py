@@ -63,8 +63,6 @@ class Evaluation:
     lam: float
     """Mean λ over the tokens."""
     mixer: str
-    searched: float
-    """Share of tokens for which a search was made; the others were skipped."""
     tokens_per_s: float
     stored: tuple[str, ...]
     """Ids of evaluated documents of whose text retrieval can reach half or more; left out of it when
@@ -167,7 +165,6 @@ def evaluate(
         columns = {
             **log_probs,
             "tokens": torch.ones(len(gold)),
-            "searched": torch.as_tensor(evidence.searched),
             "helped": better,
             "lam": mixture.lam,
             "temperature": torch.as_tensor(mixture.temperature, dtype=torch.float64).expand(len(gold)),
@@ -212,7 +209,6 @@ def evaluate(
         temperature=totals["temperature"] / tokens,
         lam=totals["lam"] / tokens,
         mixer=settings.mixer.name if settings.gate is None else settings.gate.name,
-        searched=totals["searched"] / tokens,
         tokens_per_s=tokens / seconds,
         stored=tuple(document.id for document in listed if document.content_hash in stored),
         fitted=tuple(document.id for document in listed if document.content_hash in fitted_on),
