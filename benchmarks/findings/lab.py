@@ -6,7 +6,6 @@ inputs never meet it.
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from importlib.util import find_spec
@@ -137,23 +136,6 @@ class Lab:
         """The model fine-tuned on a domain's store, three epochs, with a store that it made of that."""
         fraction = self.train_fraction(domain)
         return self.memory(self.tuned(domain, 3, fraction).model, f"{domain}-3-{fraction}")
-
-    def pruned(self, keep: float, method: str) -> Memory:
-        """A copy of the base model's store, in which only some records stay."""
-
-        def make(home: Path) -> KNNLMForCausalLM:
-            for domain in self.domains:
-                self.base.stored(domain)
-            self.base.lm.store.datastore.flush()
-            shutil.copytree(self.base.folder / "home", home)
-            for record in self.base.folder.glob("stored-*.json"):
-                shutil.copy(record, home.parent)
-            self.say(f"pruning, {method}, to {keep:.0%}")
-            lm = self.load(home)
-            lm.prune(keep, method=method)
-            return lm
-
-        return self._memory(f"{method}-{keep}", self.model, make)
 
     def load(self, home: Path) -> KNNLMForCausalLM:
         """Open a store for writing."""

@@ -4,8 +4,8 @@ The record after a retrieved one, in its document, is likely near the next query
 pointer to the record after it. Of the records that were retrieved for the last token, those that predicted
 the token that came lead on to their successors. If enough of them do, these take the place of a search.
 
-`StoredRecords` holds the records of a store with their pointers, `follow_pointers` scores a text with them,
-and `Clusters` groups near records, so that a pointer leads to all records near its own.
+`follow_pointers` scores a text with them, and `Clusters` groups near records, so that a pointer leads to all
+records near its own.
 """
 
 from typing import NamedTuple
@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from knnstore.datastore import Ids, Keys, Metric, Neighbors, nearest_rows, paired, positions_of, tokens_of
+from knnstore.datastore import Keys, Metric, Neighbors, nearest_rows, paired
 from knnstore.errors import ConfigError
 from knnstore.lm.calibration import ScoredText
-from knnstore.store import EVERYTHING, Reader, Selection
+from knnstore_research.stored_records import StoredRecords
 
 _SAMPLED = 64
 """Keys for each center, which becomes their mean."""
@@ -30,36 +30,6 @@ _MOST_MEMBERS = 1 << 14
 
 Rows = NDArray[np.int64]
 _NO_ROWS = np.empty(0, np.int64)
-
-
-class StoredRecords:
-    """The records of the selected documents, in the order of their texts, each with its pointer.
-
-    Args:
-        reader: the store. All keys are read into memory, as float32.
-        selection: of documents, at least one of which has a record.
-    """
-
-    def __init__(self, reader: Reader, selection: Selection = EVERYTHING) -> None:
-        batches = list(reader.records(selection))
-        self.metric = Metric(reader.identity.metric)
-        self.ids: Ids = np.concatenate([batch.ids for batch in batches])
-        """Ascending, int64, shape (n,)."""
-        self.keys: Keys = np.concatenate([batch.keys for batch in batches])
-        """Float32, shape (n, d)."""
-        self.tokens = tokens_of(self.ids)
-        """The token that each record predicts, shape (n,)."""
-        has_successor = (np.diff(reader.holders(self.ids)) == 0) & (np.diff(positions_of(self.ids)) == 1)
-        rows = np.arange(1, len(self.ids))
-        self.successors: Rows = np.append(np.where(has_successor, rows, -1), -1)
-        """The row of the next record of the same document; -1 after the last. Int64, shape (n,)."""
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def rows_of(self, ids: Ids) -> Rows:
-        """Return the rows of records, of which all are among these."""
-        return np.searchsorted(self.ids, ids)
 
 
 class Clusters:

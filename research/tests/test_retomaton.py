@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from knnstore_research.retomaton import Clusters, StoredRecords, follow_pointers
+from knnstore_research.retomaton import Clusters, follow_pointers
+from knnstore_research.stored_records import StoredRecords
 
 from knnstore.datastore import Neighbors, record_ids
 from knnstore.lm.calibration import ScoredText, score_once

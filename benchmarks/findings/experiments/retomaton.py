@@ -5,7 +5,8 @@ from typing import NamedTuple
 import torch
 from finding import Finding, Plot, Table, below, count, every, settle
 from judging import best_fixed, interval, ppl, ratio
-from knnstore_research.retomaton import Clusters, StoredRecords, follow_pointers
+from knnstore_research.retomaton import Clusters, follow_pointers
+from knnstore_research.stored_records import StoredRecords
 from lab import Lab
 
 from knnstore.lm.mixing import FixedLambda

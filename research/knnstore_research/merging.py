@@ -1,0 +1,179 @@
+"""Smaller stores: which records stay, and what those that stay stand for (He et al. 2021).
+
+https://arxiv.org/abs/2109.04212 merges neighbors that carry the same token. `merge_nearest` merges the
+nearest pairs first, again and again; `drop_at_random` and `drop_highest` are what it is compared with. Each
+gives the records *weights*: how many records each stands for, 0 where it is gone. A weight w enters p_kNN as
+exp(-d/T + log w). `find_weighted` searches among the records that are left, for a text that was scored once.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from knnstore.datastore import Keys, Metric, nearest_rows
+from knnstore.errors import ConfigError
+from knnstore.lm.calibration import ScoredText
+from knnstore.lm.reading import TextReader
+from knnstore.store import Reader, Selection
+from knnstore_research.key_probing import nearest_keys
+from knnstore_research.stored_records import StoredRecords
+
+_NEAREST = 16
+"""Candidates that each record can be merged with, before more are looked for."""
+
+Weights = NDArray[np.float64]
+"""How many records each of n records stands for, shape (n,); 0 where it is gone."""
+
+
+def drop_at_random(count: int, left: int, seed: int = 0) -> Weights:
+    """Let `left` of `count` records stay at random, all equally likely."""
+    stay = np.random.default_rng(seed).choice(count, left, replace=False, shuffle=False)
+    return _weigh_only(stay, count)
+
+
+def drop_highest(scores: NDArray[np.floating], left: int) -> Weights:
+    """Let the `left` records with the lowest scores, shape (n,), stay; of equal ones the first."""
+    return _weigh_only(np.argsort(scores, kind="stable")[:left], len(scores))
+
+
+def merge_nearest(tokens: NDArray[np.int64], keys: Keys, left: int) -> Weights:
+    """Merge the two nearest records that carry the same token, again and again, until `left` stay.
+
+    The heavier of the two stays, of equal ones the first, and stands for both. He et al. merge among the k
+    nearest of each record, in random order; the nearest pairs first cost far less perplexity and stop at any
+    number. Distances are Euclidean, whatever the store's metric: where keys are equal, p_kNN stays as it was.
+    More than `left` records stay if each token's last record does.
+
+    Args:
+        tokens: of the records, shape (n,).
+        keys: of the records, float32, shape (n, d).
+        left: how many records shall stay, >= 1.
+    """
+    weights = np.ones(len(tokens))
+    alive = np.arange(len(tokens))
+    while len(alive) > max(left, len(np.unique(tokens[alive]))):
+        pairs = _find_nearest_pairs(tokens[alive], keys[alive])
+        merges = _merge_pairs(pairs, weights[alive], len(alive) - left)
+        for gone, representative in zip(*(alive[rows].tolist() for rows in merges), strict=True):
+            weights[representative] += weights[gone]  # in order: a representative may go later
+            weights[gone] = 0
+        alive = np.flatnonzero(weights)
+    return weights
+
+
+def score_stored(store: Reader, reader: TextReader, selection: Selection) -> NDArray[np.float32]:
+    """Compute log p_LM of the token of every record of the selected documents, in their order; shape (n,)."""
+    texts = [store.text(number) for number in store.lengths(selection)]
+    documents, positions, log_probs = [], [], []
+    for batch in reader.batches(texts):
+        states = reader.encoder.encode(batch.input_ids, batch.at).states
+        log_probs.append(reader.encoder.gold_log_probs(states, batch.gold).cpu().numpy())
+        documents.append(batch.documents)
+        positions.append(batch.positions)
+    order = np.lexsort((np.concatenate(positions), np.concatenate(documents)))
+    found: NDArray[np.float32] = np.concatenate(log_probs)[order]
+    return found
+
+
+class WeightedNeighbors(NamedTuple):
+    """The k nearest records of n tokens of a text, with their weights."""
+
+    distances: Tensor
+    """Float32, shape (n, k), ascending."""
+    hits: Tensor
+    """Whether each has the target token, bool, shape (n, k)."""
+    weights: Tensor
+    """How many records each stands for, float32, shape (n, k)."""
+
+    def knn_probs(self, temperature: float) -> Tensor:
+        """Compute p_kNN of each target token, float32, shape (n,)."""
+        shares = ((self.distances[:, :1] - self.distances) / temperature).exp() * self.weights
+        return (shares * self.hits).sum(1) / shares.sum(1)
+
+
+def find_weighted(records: StoredRecords, weights: Weights, text: ScoredText, k: int) -> WeightedNeighbors:
+    """Find the k nearest of the records that are left, for each token of a text, comparing with all of them.
+
+    Args:
+        records: of the store.
+        weights: of the n records; at least one is above 0.
+        text: documents that were scored once.
+        k: >= 1; as many as are left where that is fewer.
+
+    Raises:
+        ConfigError: `text` was scored without keys or targets.
+    """
+    if text.evidence.keys is None or text.targets is None:
+        raise ConfigError("a text needs keys and targets: score it with score_once")
+    left = np.flatnonzero(weights)
+    k = min(k, len(left))
+    keys = torch.from_numpy(records.keys[left])
+    distances, rows = nearest_keys(text.evidence.keys, keys, k, records.metric)
+    tokens, weights_left = torch.from_numpy(records.tokens[left]), torch.from_numpy(weights[left]).float()
+    return WeightedNeighbors(distances, tokens[rows] == text.targets[:, None], weights_left[rows])
+
+
+def _weigh_only(stay: NDArray[np.int64], count: int) -> Weights:
+    """Return weights of 1 for the records that stay, and 0 for the others."""
+    weights = np.zeros(count)
+    weights[stay] = 1
+    return weights
+
+
+def _find_nearest_pairs(tokens: NDArray[np.int64], keys: Keys) -> NDArray[np.int64]:
+    """Pair each record with the `_NEAREST` ones of the same token.
+
+    Returns:
+        Pairs (lower index, higher index), shape (m, 2), nearest first.
+    """
+    found: list[NDArray[np.int64]] = [np.empty((0, 2), np.int64)]
+    lengths: list[NDArray[np.float32]] = [np.empty(0, np.float32)]
+    order = np.argsort(tokens, kind="stable")
+    borders = np.flatnonzero(np.diff(tokens[order])) + 1
+    for rows in np.split(order, borders):
+        near = min(_NEAREST, len(rows) - 1)
+        if near > 0:
+            some = keys[rows]
+            nearest = nearest_rows(some, some, near + 1, Metric.L2)
+            itself = nearest.ids == np.arange(len(rows))[:, None]
+            others = nearest.without(itself).nearest(near)
+            found.append(np.sort(np.stack([np.repeat(rows, near), rows[others.ids.ravel()]], axis=1), axis=1))
+            lengths.append(others.distances.ravel())
+    pairs, distances = np.concatenate(found), np.concatenate(lengths)
+    return pairs[np.lexsort((pairs[:, 1], pairs[:, 0], distances))]
+
+
+def _merge_pairs(
+    pairs: NDArray[np.int64], weights: Weights, most: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Merge at most so many times along pairs, nearest first, while both records are there.
+
+    Two records that are each other's nearest are merged by the greedy algorithm whatever it does before, so
+    all such pairs are merged at once.
+
+    Returns:
+        The records that go, and the record that each is merged into, nearest pairs first.
+    """
+    weights = weights.copy()
+    ranks = np.arange(len(pairs))
+    merges = [np.empty((0, 3), np.int64)]  # rank, the record that goes, its representative
+    while len(pairs):
+        best = np.full(len(weights), ranks[-1] + 1)
+        for side in (0, 1):
+            np.minimum.at(best, pairs[:, side], ranks)
+        mutual = (best[pairs[:, 0]] == ranks) & (best[pairs[:, 1]] == ranks)
+        first, second = pairs[mutual].T
+        first_stays = weights[first] >= weights[second]
+        representatives, gone = np.where(first_stays, first, second), np.where(first_stays, second, first)
+        weights[representatives] += weights[gone]
+        merges.append(np.stack([ranks[mutual], gone, representatives], axis=1))
+        is_left = np.ones(len(weights), bool)
+        is_left[gone] = False
+        remain = is_left[pairs[:, 0]] & is_left[pairs[:, 1]]
+        pairs, ranks = pairs[remain], ranks[remain]
+    done = np.concatenate(merges)
+    _, gone, representatives = done[np.argsort(done[:, 0])[:most]].T
+    return gone, representatives

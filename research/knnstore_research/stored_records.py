@@ -1,0 +1,37 @@
+"""The records of a store as arrays, for methods that look at all of them."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from knnstore.datastore import Ids, Keys, Metric, positions_of, tokens_of
+from knnstore.store import EVERYTHING, Reader, Selection
+
+
+class StoredRecords:
+    """The records of the selected documents, in the order of their texts.
+
+    Args:
+        reader: the store. All keys are read into memory, as float32.
+        selection: of documents, at least one of which has a record.
+    """
+
+    def __init__(self, reader: Reader, selection: Selection = EVERYTHING) -> None:
+        batches = list(reader.records(selection))
+        self.metric = Metric(reader.identity.metric)
+        self.ids: Ids = np.concatenate([batch.ids for batch in batches])
+        """Ascending, int64, shape (n,)."""
+        self.keys: Keys = np.concatenate([batch.keys for batch in batches])
+        """Float32, shape (n, d)."""
+        self.tokens = tokens_of(self.ids)
+        """The token that each record predicts, shape (n,)."""
+        has_successor = (np.diff(reader.holders(self.ids)) == 0) & (np.diff(positions_of(self.ids)) == 1)
+        rows = np.arange(1, len(self.ids))
+        self.successors: NDArray[np.int64] = np.append(np.where(has_successor, rows, -1), -1)
+        """The row of the next record of the same document; -1 after the last. Int64, shape (n,)."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def rows_of(self, ids: Ids) -> NDArray[np.int64]:
+        """Return the rows of records, of which all are among these."""
+        return np.searchsorted(self.ids, ids)
