@@ -129,10 +129,15 @@ def test_all_records_are_the_largest_k(lm):
     assert math.exp(-np.log(p).mean()) == pytest.approx(found.knn_ppl, rel=1e-4)
 
 
-def test_between_points_is_exact_on_points():
-    knn, temperatures = torch.rand(5, 4), torch.tensor([1.0, 2.0, 4.0, 8.0])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 9])
+def test_between_points_is_exact_on_points(count):
+    knn, temperatures = torch.rand(count, count), 2.0 ** torch.arange(count)
     for column, temperature in enumerate(temperatures):
         assert torch.allclose(between_points(knn, temperatures, float(temperature)), knn[:, column])
-    wanted = torch.tensor([1.0, 2.0, 4.0, 8.0, 100.0])
-    assert torch.allclose(between_points(knn, temperatures, wanted), knn[range(5), [0, 1, 2, 3, 3]])
-    assert torch.equal(between_points(knn[:, :1], temperatures[:1], 3.0), knn[:, 0])
+    assert torch.allclose(between_points(knn, temperatures, temperatures), knn.diagonal())
+    assert torch.allclose(between_points(knn, temperatures, 1e6), knn[:, -1])
+
+
+def test_one_neighbor_of_each_domain_is_enough_to_calibrate(lm):
+    found = lm.calibrate(HELD_OUT, max_k=1, networks=False, ngrams=False)
+    assert "domains" in {one.name for one in found.comparison.candidates}

@@ -71,11 +71,11 @@ def targets_on_grid(
 
 
 def between_points(knn: Tensor, temperatures: Tensor, wanted: Tensor | float) -> Tensor:
-    """Interpolate p_kNN at any temperature: between the points, on the cubic through the nearest four.
+    """Interpolate p_kNN at any temperature: on the cubic through the nearest four points, or all if fewer.
 
     Args:
         knn: at each temperature, shape (n, m).
-        temperatures: ascending by a constant factor, shape (m,), m = 1 or m >= 4.
+        temperatures: ascending by a constant factor, shape (m,).
         wanted: a temperature for each token, shape (n,), or one for all; at most the last one.
     """
     if len(temperatures) == 1:
@@ -83,11 +83,12 @@ def between_points(knn: Tensor, temperatures: Tensor, wanted: Tensor | float) ->
     scale, last = temperatures.log(), len(temperatures) - 1
     place = (torch.as_tensor(wanted).log() - scale[0]) / (scale[1] - scale[0])
     place = place.clamp(0, last).expand(len(knn))
-    first = (place.floor() - 1).clamp(0, last - 3)
+    nodes = min(4, len(temperatures))
+    first = (place.floor() - 1).clamp(0, last + 1 - nodes)
     at, total = place - first, torch.zeros(len(knn))
-    for node in range(4):
+    for node in range(nodes):
         factor = torch.ones(len(knn))
-        for other in range(4):
+        for other in range(nodes):
             if other != node:
                 factor = factor * (at - other) / (node - other)
         total += factor * knn.gather(1, first.long()[:, None] + node)[:, 0]
