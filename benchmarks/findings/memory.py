@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from knnstore_research.distance_mixers import NearnessLambda
 from safetensors import safe_open
 from safetensors.torch import save_file
 from texts import leveled
 from torch import Tensor
 
-from knnstore.lm import KNNLMForCausalLM, KNNSettings, NearnessLambda, NGramSettings
+from knnstore.lm import KNNLMForCausalLM, KNNSettings, NGramSettings
 from knnstore.lm.batch import Batch
 from knnstore.lm.calibration.scored_text import ScoredText, score_once
 from knnstore.lm.calibration.searches import FurtherSearches

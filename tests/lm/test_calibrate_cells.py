@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from knnstore.errors import ConfigError
-from knnstore.lm import DomainWeights, KNNSettings, RelativeConfidence
+from knnstore.lm import DomainWeights, KNNSettings
 from knnstore.lm.calibration.candidates import compare, fewest_enough
 from knnstore.lm.calibration.scored_text import ScoredText, score_once
 from knnstore.lm.calibration.searches import FurtherSearches
@@ -60,8 +59,7 @@ def test_candidates_agree_with_the_evaluation(lm) -> None:
     assert chosen == min(probes for probes, ppl in tried.items() if ppl <= 1.005 * min(tried.values()))
     assert {probes for name, probes in candidates if "domains" not in name} == {chosen, None}
     names = {name for name, _ in candidates}
-    assert {"gate", "bins 8 + T", "domains", "sk-mt"} <= names
-    assert "relative-confidence" not in names
+    assert {"gate", "bins 8 + T", "domains"} <= names
     scored = visited(searched(lm), 4, 8, 16, 32, 64)
     near = 3e-3 if chosen == 16 else 1e-2  # what mixers see of the nearest records is of 16 cells
     for (name, probes), one in candidates.items():
@@ -146,8 +144,3 @@ def test_p_knn_on_a_grid_is_what_it_is_at_each_temperature() -> None:
         expected = torch.stack([found.weights(float(one))[:, 0] for one in temperatures], 1)
         torch.testing.assert_close(found.target_weights(temperatures), expected, atol=1e-6, rtol=1e-4)
     assert not expected[3].any()
-
-
-def test_relative_confidence_goes_with_no_probes() -> None:
-    with pytest.raises(ConfigError, match="does not go with probes"):
-        KNNSettings(mixer=RelativeConfidence(), probes=2)

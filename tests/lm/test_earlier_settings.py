@@ -5,8 +5,10 @@ import logging
 import pytest
 
 from knnstore.lm import CalibrationRecord, KNNSettings, resolve
-from knnstore.lm.settings import saved
+from knnstore.lm.mixing import registry
+from knnstore.lm.settings import derive_default, saved
 from knnstore.store import SavedSettings
+from tests.lm.scored import AllNeighborsLambda
 
 QUERY = {
     "k": 8, "temperature": 4.0, "mixer": {"name": "fixed", "lam": 0.5}, "cache": None, "ngrams": None,
@@ -44,6 +46,21 @@ def test_settings_that_are_gone_are_ignored_with_one_warning(store, caplog) -> N
     record = CalibrationRecord.of(store)
     assert record is not None
     assert (record.tokens, record.knn_ppl) == (4000, 20.0)
+
+
+def test_settings_whose_mixer_is_gone_are_not_used_unless_it_is_installed(store, caplog, monkeypatch) -> None:
+    saved._warn_of_removed_mixer.cache_clear()
+    monkeypatch.setattr(saved, "other_mixers", dict)
+    store.save_settings(SavedSettings({**QUERY, "mixer": {"name": "sk-mt"}}, RECORD))
+    with caplog.at_level(logging.WARNING, "knnstore"):
+        found = resolve(store), resolve(store)
+    assert found == (derive_default(store),) * 2
+    (line,) = caplog.messages
+    assert all(part in line for part in ("'sk-mt'", "knnstore-research", "knnstore calibrate"))
+    assert CalibrationRecord.of(store) is None
+    monkeypatch.setattr(saved, "other_mixers", lambda: {"sk-mt": AllNeighborsLambda})
+    monkeypatch.setattr(registry, "other_mixers", lambda: {"sk-mt": AllNeighborsLambda})
+    assert isinstance(resolve(store).mixer, AllNeighborsLambda)
 
 
 def test_settings_that_are_gone_and_had_no_value_are_ignored_silently(store, caplog) -> None:

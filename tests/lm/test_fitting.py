@@ -1,7 +1,6 @@
 """Fits against a brute-force search, and the comparison of candidates."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,30 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from knnstore.errors import InputError
-from knnstore.lm import BinnedLambda, KNNSettings, NearnessLambda, RelativeConfidence
+from knnstore.lm import BinnedLambda, KNNSettings
 from knnstore.lm.calibration.candidates import compare
 from knnstore.lm.calibration.evidence import gather_evidence
-from knnstore.lm.calibration.fits.mixers import fit_bins, fit_fixed, fit_nearness, fit_relative
+from knnstore.lm.calibration.fits.mixers import fit_bins, fit_fixed
 from knnstore.lm.calibration.judging import MIN_TOKENS
 from knnstore.lm.calibration.scored_text import ScoredText
 from knnstore.lm.mixing import bins_of, fit_lambdas, targets_on_grid
-from tests.lm.scored import scored_text
-
-
-def made(seed: int = 0, tokens: int = 1200, k: int = 16, documents: int = 12) -> ScoredText:
-    """Tokens of which the near ones are retrieved well and the far ones badly."""
-    rng = np.random.default_rng(seed)
-    nearest = rng.uniform(1, 100, (tokens, 1))
-    distances = nearest + np.sort(rng.exponential(20, (tokens, k)), axis=1)
-    # The nearer a neighbor, the likelier it has the token.
-    hits = rng.random((tokens, k)) < 0.9 * np.exp(-distances / 60)
-    return scored_text(
-        torch.from_numpy(np.log(rng.uniform(0.001, 0.4, tokens)).astype(np.float32)),
-        torch.from_numpy(np.log(rng.uniform(0.4, 0.9, tokens)).astype(np.float32)),
-        torch.from_numpy(distances.astype(np.float32)),
-        torch.from_numpy(hits),
-        torch.from_numpy(rng.integers(0, documents, tokens)),
-    )
+from tests.lm.scored import near_and_far
 
 
 def knn_probs(scored: ScoredText, k: int, temperature: float) -> np.ndarray:
@@ -48,7 +31,7 @@ def loss(scored: ScoredText, k: int, temperature: float, lam: float) -> float:
 
 
 def test_the_fixed_fit_is_as_good_as_a_fine_grid():
-    scored = made()
+    scored = near_and_far()
     for evidence in gather_evidence(scored, [4, 16]):
         fitted = fit_fixed(evidence)
         assert fitted.k == evidence.k
@@ -79,7 +62,7 @@ def test_lambda_is_that_of_expectation_maximization():
 
 
 def test_bins_give_more_where_neighbors_are_near():
-    scored = made(tokens=4000)
+    scored = near_and_far(tokens=4000)
     evidence = gather_evidence(scored, [16])[0]
     for temperatures in (False, True):
         fitted = fit_bins(evidence, 4, temperatures=temperatures)
@@ -94,7 +77,7 @@ def test_bins_give_more_where_neighbors_are_near():
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 1000), st.integers(2, 12), st.booleans())
 def test_a_bin_without_tokens_has_the_values_of_all_tokens(seed, bins, temperatures):
-    scored = made(seed, tokens=60)
+    scored = near_and_far(seed, tokens=60)
     # Two distances and two confidences that always come together: half of the cells are empty.
     near = torch.rand(60, generator=torch.Generator().manual_seed(seed)) < 0.5
     near[0], near[1] = True, False
@@ -115,7 +98,7 @@ def test_a_bin_without_tokens_has_the_values_of_all_tokens(seed, bins, temperatu
 
 
 def test_tokens_without_neighbors_count_with_the_models_probability():
-    scored = made()
+    scored = near_and_far()
     scored.distances[::3] = torch.inf
     scored.distances[1::3, 5:] = torch.inf
     fitted = fit_bins(gather_evidence(scored, [4, 16])[1], 4, temperatures=True)
@@ -125,28 +108,8 @@ def test_tokens_without_neighbors_count_with_the_models_probability():
     assert bool(mixed.isfinite().all())
 
 
-def test_formulas_are_fitted_as_well_as_a_grid():
-    scored = made(tokens=2000)
-    (evidence,) = gather_evidence(scored, [16])
-
-    def loss_of(settings):
-        return -float(scored.log_probs(settings).log_probs.double().mean())
-
-    temperatures = np.geomspace(2, float(evidence.temperatures[-1]), 25)
-    by_nearness = [evidence.settings(float(one), NearnessLambda()) for one in temperatures]
-    assert loss_of(fit_nearness(evidence)) < min(map(loss_of, by_nearness)) + 2e-3
-    fitted = fit_relative(evidence)
-    by_ratio = [
-        evidence.settings(fitted.temperature, RelativeConfidence(alpha, tau))
-        for alpha in np.linspace(-0.5, 1.5, 15)
-        for tau in (-0.5, -0.2, -0.1, 0.1, 0.2, 0.5, 2.0)
-    ]
-    assert loss_of(fitted) < min(map(loss_of, by_ratio)) + 1e-3
-    assert loss_of(fitted) < loss_of(replace(fitted, mixer=RelativeConfidence())) - 1e-3
-
-
 def test_bins_are_drawn_to_all_tokens_by_32_of_them():
-    scored = made(tokens=150)
+    scored = near_and_far(tokens=150)
     (evidence,) = gather_evidence(scored, [16])
     mixer, overall = fit_bins(evidence, 10).mixer, fit_fixed(evidence).mixer.lam
     found = fit_bins(evidence, 10)
@@ -169,7 +132,7 @@ def _likeliest(lm, knn, prior=0.0, strength=0):
 
 
 def test_each_half_is_judged_by_what_was_fitted_on_the_other():
-    scored = made(documents=8)
+    scored = near_and_far(documents=8)
     scored.documents.copy_(torch.arange(1200) // 150)  # of one length: every other one is in a half
     found = compare(scored, KNNSettings(k=1000, temperature=30.0, lam=0.25))
     assert found.beats_base
@@ -189,7 +152,7 @@ def test_each_half_is_judged_by_what_was_fitted_on_the_other():
 
 
 def test_a_store_that_knows_nothing_does_not_beat_the_model():
-    scored = made()
+    scored = near_and_far()
     scored.sums.hits.zero_()
     found = compare(scored)
     assert not found.beats_base
@@ -199,18 +162,18 @@ def test_a_store_that_knows_nothing_does_not_beat_the_model():
 @pytest.mark.parametrize(("tokens", "documents"), [(MIN_TOKENS - 1, 12), (1200, 7)])
 def test_too_little_text_is_refused(tokens, documents):
     with pytest.raises(InputError, match="at least 8 documents and 1,000 tokens"):
-        compare(made(tokens=tokens, documents=documents))
+        compare(near_and_far(tokens=tokens, documents=documents))
 
 
 def test_a_text_for_which_nothing_is_found_is_refused():
-    scored = made()
+    scored = near_and_far()
     with pytest.raises(InputError, match="no neighbor of any token"):
         scored.distances.fill_(torch.inf)
         compare(scored)
 
 
 def test_only_differences_of_distances_count_however_large_they_are():
-    scored, temperatures = made(), torch.tensor([0.5, 2.0])
+    scored, temperatures = near_and_far(), torch.tensor([0.5, 2.0])
     near, far = (
         targets_on_grid(scored.distances + shift, scored.sums.hits, [4, 16], temperatures)
         for shift in (0, 4096)

@@ -17,13 +17,12 @@ from knnstore.lm import (
     FixedLambda,
     KNNLMForCausalLM,
     KNNSettings,
-    NearnessLambda,
     NeighborSums,
-    RelativeConfidence,
     settings_from_dict,
     settings_to_dict,
 )
 from knnstore.lm.mixture import mixture_of
+from tests.lm.scored import AllNeighborsLambda
 
 CONFIDENCES = st.floats(-20, 0, width=32)
 DISTANCES = st.one_of(st.floats(-1e4, 1e4, width=32), st.just(math.inf))
@@ -45,8 +44,6 @@ def binned(draw):
 MIXER = st.one_of(
     st.builds(FixedLambda, st.floats(0, 1)),
     binned(),
-    st.just(NearnessLambda()),
-    st.builds(RelativeConfidence, st.floats(-2, 2), st.floats(0.01, 3)),
 )
 
 
@@ -86,15 +83,6 @@ def test_bins_hold_what_is_between_their_edges():
     assert temperature.tolist() == pytest.approx([10, 20, 30, 40, 50, 60, 10])
 
 
-def test_the_closed_forms_are_those_of_the_papers():
-    distances = torch.tensor([[20.0, 60.0, 80.0], [120.0, 130.0, torch.inf], [0.0, 0.0, 0.0]])
-    evidence = Evidence(torch.zeros(3), [NeighborSums(distances)])
-    assert NearnessLambda()(evidence, 100.0).lam.tolist() == pytest.approx([0.8, 0.0, 0.999])
-    logits = [(0.4 - ratio) / 0.1 for ratio in (20 / 80, 120 / 130, 1.0)]
-    expected = [1 / (1 + math.exp(-logit)) for logit in logits]
-    assert RelativeConfidence(0.4, 0.1)(evidence, 100.0).lam.tolist() == pytest.approx(expected)
-
-
 @pytest.mark.parametrize(
     ("mixer", "values"),
     [
@@ -104,8 +92,6 @@ def test_the_closed_forms_are_those_of_the_papers():
         (BinnedLambda, ((1.0,), (0.1, 1.2))),
         (BinnedLambda, ((1.0,), (0.1, 0.2), (1.0,))),
         (BinnedLambda, ((1.0,), (0.1, 0.2), (1.0, 0.0))),
-        (RelativeConfidence, (0.4, 0.0)),
-        (RelativeConfidence, (math.nan, 0.1)),
     ],
 )
 def test_what_makes_no_sense_is_refused(mixer, values):
@@ -117,8 +103,7 @@ def test_what_makes_no_sense_is_refused(mixer, values):
     "mixer",
     [
         BinnedLambda((20.0, 60.0), (0.7, 0.3, 0.6, 0.2, 0.5, 0.1), (0.5, 1, 2, 1, 0.3, 4), (-2.0,)),
-        NearnessLambda(),
-        RelativeConfidence(0.6, 0.2),
+        AllNeighborsLambda(),
     ],
     ids=lambda mixer: mixer.name,
 )

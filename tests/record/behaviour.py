@@ -32,6 +32,7 @@ from knnstore.lm import (
     TokenTable,
     settings_for,
 )
+from knnstore.lm.mixing import other_mixers
 
 ROOT = Path(__file__).parent.parent.parent
 MODEL = ROOT / "examples" / "tiny-lm"
@@ -161,7 +162,11 @@ def record_calibration(lm: KNNLMForCausalLM) -> dict[str, Any]:
     found = lm.calibrate(read_held_out("dev"))
     knn = lm.knn
     return {
-        "candidates": {one.name: one.held_out.ppl for one in found.comparison.candidates},
+        "candidates": {
+            one.name: one.held_out.ppl
+            for one in found.comparison.candidates
+            if one.name not in other_mixers()  # of packages that may be installed
+        },
         "best": found.comparison.best.name,
         "expected": found.comparison.expected.ppl,
         "is_saved": found.record is not None,

@@ -10,18 +10,18 @@ from knnstore.lm import (
     CacheSettings,
     DomainWeights,
     NGramSettings,
-    RelativeConfidence,
     TextState,
     likelihoods,
     read_part,
 )
 from knnstore.lm.mixing import interpolation
+from tests.lm.scored import AllNeighborsLambda
 
 CACHE, NGRAMS = CacheSettings(size=20, temperature=20.0, lam=0.3), NGramSettings(order=4, lam=0.5)
 SETTINGS = {
     "alone": KNNSettings(lam=0.0),
     "nearest": KNNSettings(k=5, lam=0.4, temperature=30.0),
-    "far": KNNSettings(k=5, mixer=RelativeConfidence(), temperature=30.0),
+    "far": KNNSettings(k=5, mixer=AllNeighborsLambda(), temperature=30.0),
     "cells": KNNSettings(probes=2, lam=0.4, temperature=30.0),
     "all": KNNSettings(probes=2, lam=0.4, temperature=30.0, cache=CACHE, ngrams=NGRAMS),
     "domains": KNNSettings(

@@ -5,7 +5,9 @@
 """
 
 from knnstore.lm.calibration.calibrating import Calibration, calibrate
-from knnstore.lm.calibration.candidates import Comparison, compare
+from knnstore.lm.calibration.candidates import Comparison, FittableMixer, compare
+from knnstore.lm.calibration.evidence import GridEvidence
+from knnstore.lm.calibration.fits import best_fixed
 from knnstore.lm.calibration.judging import MIN_DOCUMENTS, MIN_TOKENS, Judge
 from knnstore.lm.calibration.scored_text import ScoredText, score_once
 from knnstore.lm.calibration.trying import Candidate
@@ -16,8 +18,11 @@ __all__ = [
     "Calibration",
     "Candidate",
     "Comparison",
+    "FittableMixer",
+    "GridEvidence",
     "Judge",
     "ScoredText",
+    "best_fixed",
     "calibrate",
     "compare",
     "score_once",

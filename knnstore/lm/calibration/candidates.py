@@ -14,9 +14,8 @@ lowest; all candidates visit these.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from knnstore.datastore import Metric
 from knnstore.errors import InputError
 from knnstore.lm.calibration.evidence import (
     GridEvidence,
@@ -30,13 +29,11 @@ from knnstore.lm.calibration.fits import (
     fit_domains,
     fit_fixed,
     fit_gate,
-    fit_nearness,
-    fit_relative,
 )
 from knnstore.lm.calibration.scored_text import ScoredText
 from knnstore.lm.calibration.searches import WideEvidence
 from knnstore.lm.calibration.trying import Candidate, Fit, Mix, Trial, best_of
-from knnstore.lm.mixing import NearnessLambda, RelativeConfidence
+from knnstore.lm.mixing import other_mixers
 from knnstore.lm.scoring import Interval
 from knnstore.lm.settings import KNNSettings
 
@@ -56,8 +53,24 @@ BIN_FITS: dict[str, Fit] = {
 """Bins of the nearest distance, times bins of the model's confidence, and with T of its own in each where
 ``+ T``."""
 
-MIXER_FITS: dict[str, Fit] = {"sk-mt": fit_nearness, "relative-confidence": fit_relative, **BIN_FITS}
-"""What is fitted beside a fixed λ, at the k that is best for that."""
+
+class FittableMixer(Protocol):
+    """A mixer class of another package that `calibrate` fits and tries too; see `register_mixer`."""
+
+    @classmethod
+    def fit(cls, evidence: GridEvidence, scored: ScoredText) -> KNNSettings | None:
+        """Fit the mixer, with the k or the number of probes of the evidence.
+
+        Args:
+            evidence: p_LM and p_kNN of the tokens to fit on. With n-grams or a substitute in use, both are
+                those of mixtures with them.
+            scored: the text, for whatever else the mixer looks at; ``evidence.tokens`` are the indices of the
+                tokens in it.
+
+        Returns:
+            ``evidence.settings(temperature, mixer)``; None if the mixer does not go with the text, for
+            example with sums over cells or with inner products.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +123,7 @@ def compare(
     scored: ScoredText,
     current: KNNSettings | None = None,
     *,
-    fits: Mapping[str, Fit] = MIXER_FITS,
+    fits: Mapping[str, Fit] | None = None,
     wide: Sequence[WideEvidence] = (),
     domains: DomainEvidence | None = None,
     networks: bool = False,
@@ -121,7 +134,8 @@ def compare(
     Args:
         scored: held-out text.
         current: settings to compare the candidates with.
-        fits: what is fitted beside a fixed λ.
+        fits: what is fitted beside a fixed λ, at the k that is best for that; None is bins and the mixers of
+            other packages, see `FittableMixer`.
         wide: what the tokens say about settings with larger k; a fixed λ is fitted, and bins where that is
             better than with the k of the pass.
         domains: what they say about weights for each domain, which are fitted too.
@@ -175,7 +189,7 @@ class _OfKeys(NamedTuple):
 def _of_keys(
     trial: Trial,
     scored: ScoredText,
-    fits: Mapping[str, Fit],
+    fits: Mapping[str, Fit] | None,
     wide: Sequence[WideEvidence],
     *,
     networks: bool,
@@ -191,10 +205,8 @@ def _of_keys(
         evidence = gather_evidence(scored, ks_up_to(scored.k))
     fixed = [trial.fitted("fixed", fit_fixed, of) for of in evidence]
     at_best_k = evidence[fixed.index(best_of(fixed))]
-    unfit = {RelativeConfidence.name} if scored.visited else set()
-    if scored.reading is not None and scored.reading.metric == Metric.IP:
-        unfit.add(NearnessLambda.name)  # which is near 1 wherever a distance is negative
-    fits = {name: fit for name, fit in fits.items() if name not in unfit}
+    if fits is None:
+        fits = {**_fits_of_other_packages(scored, at_best_k), **BIN_FITS}
     others = [trial.fitted(name, fit, at_best_k) for name, fit in fits.items()]
     if networks:
         others.append(trial.fitted("gate", partial(fit_gate, scored=scored), at_best_k))
@@ -207,6 +219,16 @@ def _of_keys(
             ]
         fixed += with_k
     return _OfKeys([*fixed, *others], evidence, at_best_k, {"fixed": fit_fixed, **fits}, by_probes)
+
+
+def _fits_of_other_packages(scored: ScoredText, evidence: GridEvidence) -> dict[str, Fit]:
+    """Return the fits of the mixers of other packages that go with a text, by name."""
+    fits: dict[str, Any] = {
+        name: partial(mixer.fit, scored=scored)
+        for name, mixer in other_mixers().items()
+        if hasattr(mixer, "fit")
+    }
+    return {name: fit for name, fit in fits.items() if fit(evidence) is not None}
 
 
 def fewest_enough(perplexities: Mapping[int, float]) -> int:

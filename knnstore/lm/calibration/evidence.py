@@ -13,7 +13,6 @@ from knnstore.lm.mixing import (
     Mixer,
     NeighborSums,
     grid,
-    relative_distance,
     targets_on_grid,
 )
 from knnstore.lm.settings import KNNSettings
@@ -35,8 +34,6 @@ class GridEvidence:
     """p_LM of each token, float32, shape (n, 1)."""
     nearest: Evidence
     """The nearest neighbor alone: distances of shape (n, 1)."""
-    relative: Tensor
-    """`relative_distance` of each token, shape (n,)."""
     tokens: Tensor
     """Indices of the n tokens in the text that was scored, int64, shape (n,)."""
     probes: int | None = None
@@ -54,7 +51,6 @@ class GridEvidence:
             knn=self.knn[rows],
             lm=self.lm[rows],
             nearest=self.nearest.select_rows(rows),
-            relative=self.relative[rows],
             tokens=self.tokens[rows],
         )
 
@@ -63,9 +59,8 @@ def evidence_of_cells(scored: ScoredText) -> list[GridEvidence]:
     """Return the evidence of a text for each number of probes that is known, ascending."""
     tokens = scored.found
     nearest, lm = _nearest(scored, tokens)
-    relative = relative_distance(scored.distances[tokens])
     return [
-        GridEvidence(scored.k, of.temperatures, of.knn[tokens], lm, nearest, relative, tokens, probes)
+        GridEvidence(scored.k, of.temperatures, of.knn[tokens], lm, nearest, tokens, probes)
         for probes, of in sorted(scored.visited.items())
     ]
 
@@ -73,9 +68,9 @@ def evidence_of_cells(scored: ScoredText) -> list[GridEvidence]:
 def evidence_without_keys(scored: ScoredText) -> GridEvidence:
     """Return the evidence of a text without neighbors; the temperature grid is empty."""
     tokens = torch.arange(len(scored))
-    nothing, relative = torch.zeros(len(scored), 0), torch.zeros(len(scored))
+    nothing = torch.zeros(len(scored), 0)
     nearest, lm = _nearest(scored, tokens)
-    return GridEvidence(1, nothing[0], nothing, lm, nearest, relative, tokens)
+    return GridEvidence(1, nothing[0], nothing, lm, nearest, tokens)
 
 
 def gather_evidence(scored: ScoredText, ks: Sequence[int]) -> list[GridEvidence]:
@@ -97,17 +92,11 @@ def evidence_of(
     """
     temperatures, tokens = temperatures_for(scored), scored.found
     knn = torch.empty(len(ks), len(scored), len(temperatures))
-    relative = torch.empty(len(ks), len(scored))
     for rows, found in parts:
         assert found.hits is not None
         knn[:, rows] = targets_on_grid(found.distances, found.hits, ks, temperatures, found.log_weights)
-        for at, k in enumerate(ks):
-            relative[at, rows] = relative_distance(found.distances[:, :k])
     nearest, lm = _nearest(scored, tokens)
-    return [
-        GridEvidence(k, temperatures, knn[at, tokens], lm, nearest, relative[at, tokens], tokens)
-        for at, k in enumerate(ks)
-    ]
+    return [GridEvidence(k, temperatures, knn[at, tokens], lm, nearest, tokens) for at, k in enumerate(ks)]
 
 
 def _nearest(scored: ScoredText, tokens: Tensor) -> tuple[Evidence, Tensor]:

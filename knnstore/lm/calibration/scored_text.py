@@ -27,7 +27,6 @@ from knnstore.lm.mixing import (
     CellSums,
     Evidence,
     FixedLambda,
-    NearnessLambda,
     NeighborSums,
     TargetSums,
     TokenSums,
@@ -40,10 +39,15 @@ from knnstore.lm.settings import KNNSettings, Substitute
 from knnstore.progress import Progress
 from knnstore.store import Reader, Selection
 
-_SEES_NEIGHBORS = NearnessLambda()
 _NGRAMS = NGramSettings()
 OWN_ORDER = 5
 """Tokens of the longest own n-grams of a text."""
+
+
+class _EveryMixer(FixedLambda):
+    """Stands for all mixers that will be fitted: the search keeps everything that one may look at."""
+
+    needs_nearest_only = False
 
 
 class Mixed(NamedTuple):
@@ -195,7 +199,7 @@ def score_once(
     if probes is not None:
         k = DISTINCT_AMONG
     # 1) Score with everything that does not depend on what is fitted.
-    mixer = FixedLambda(0.0) if store.is_keyless else _SEES_NEIGHBORS
+    mixer = FixedLambda(0.0) if store.is_keyless else _EveryMixer(1.0)
     settings = KNNSettings(
         k=k, mixer=mixer, selection=selection, probes=probes, ngrams=ngrams,
         others={name: {} for name in other_components()},

@@ -1,19 +1,30 @@
-"""The mixers that settings can be saved with, by name."""
+"""The mixers that settings can be saved with, by name.
+
+Another package offers a mixer class as an entry point of the group ``knnstore.mixers``; a process may also
+register one. The entry point's own name is not used; the mixer's `name` is. If the class has a classmethod
+``fit``, see `knnstore.lm.calibration.FittableMixer`, then `calibrate` tries the mixer too.
+"""
 
 from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
 from knnstore.errors import ConfigError
 from knnstore.lm.mixing.bins import BinnedLambda
 from knnstore.lm.mixing.domains import DomainWeights
-from knnstore.lm.mixing.formulas import FixedLambda, NearnessLambda, RelativeConfidence
+from knnstore.lm.mixing.fixed import FixedLambda
 from knnstore.lm.mixing.gate import GateLambda
 from knnstore.lm.mixing.mixer import Mixer
 
+GROUP = "knnstore.mixers"
+
 M = TypeVar("M", bound=Callable[..., Mixer])
 
-_BUILT_IN = (FixedLambda, BinnedLambda, NearnessLambda, RelativeConfidence, GateLambda, DomainWeights)
-_MIXERS: dict[str, Callable[..., Mixer]] = {mixer.name: mixer for mixer in _BUILT_IN}
+_BUILT_IN: dict[str, Callable[..., Mixer]] = {
+    mixer.name: mixer for mixer in (FixedLambda, BinnedLambda, GateLambda, DomainWeights)
+}
+_registered: dict[str, Callable[..., Mixer]] = {}
 
 
 def register_mixer(mixer: M) -> M:
@@ -22,14 +33,28 @@ def register_mixer(mixer: M) -> M:
     Args:
         mixer: a dataclass with a ``name`` of its own, whose fields are JSON values, or `Weights` under the
             name ``weights``. Whoever reads the settings must have registered it too.
+
+    Raises:
+        ConfigError: a mixer of knnstore has the same name.
     """
-    _MIXERS[mixer.name] = mixer  # type: ignore[attr-defined]
+    if mixer.name in _BUILT_IN:  # type: ignore[attr-defined]
+        raise ConfigError(f"{mixer!r} has the name of a mixer of knnstore: give it another")
+    _registered[mixer.name] = mixer  # type: ignore[attr-defined]
     return mixer
 
 
+def other_mixers() -> Mapping[str, Callable[..., Mixer]]:
+    """Return the mixer classes of other packages and those registered in this process, by name.
+
+    Raises:
+        ConfigError: an entry point cannot be loaded, or names a mixer as another one is named.
+    """
+    return {**_installed(), **_registered}
+
+
 def is_registered(mixer: Mixer) -> bool:
-    """Whether settings with this mixer can be saved."""
-    return mixer.name in _MIXERS
+    """Check whether settings with this mixer can be saved."""
+    return mixer.name in _BUILT_IN or mixer.name in other_mixers()
 
 
 def mixer_of(values: Mapping[str, Any]) -> Mixer:
@@ -40,9 +65,31 @@ def mixer_of(values: Mapping[str, Any]) -> Mixer:
     """
     given = dict(values)
     name = given.pop("name", None)
-    if name not in _MIXERS:
-        raise ConfigError(f"unknown mixer {name!r}; known: {', '.join(_MIXERS)}")
+    made = _BUILT_IN.get(name) or other_mixers().get(name)
+    if made is None:
+        known = ", ".join((*_BUILT_IN, *other_mixers()))
+        raise ConfigError(
+            f"no mixer {name!r} is known (there is {known}): install the package that has it, or run "
+            "knnstore calibrate"
+        )
     try:
-        return _MIXERS[name](**given)
+        return made(**given)
     except TypeError as error:
         raise ConfigError(f"the mixer {name!r} has other settings: {error}") from error
+
+
+@cache
+def _installed() -> dict[str, Callable[..., Mixer]]:
+    """Load the mixers that installed packages offer."""
+    found: dict[str, Callable[..., Mixer]] = {}
+    for entry in entry_points(group=GROUP):
+        try:
+            mixer = entry.load()
+        except Exception as error:
+            raise ConfigError(f"the mixer {entry.value} cannot be loaded: {error}") from error
+        if mixer.name in _BUILT_IN or mixer.name in found:
+            raise ConfigError(
+                f"{entry.value} names its mixer {mixer.name!r}, which is the name of another one"
+            )
+        found[mixer.name] = mixer
+    return found

@@ -24,11 +24,10 @@ def grid(distances: Tensor) -> Tensor:
     """
     gaps = torch.where(distances.isfinite(), distances - distances[:, :1], 0.0)
     spread = float((gaps.sum(1) / distances.isfinite().sum(1)).mean())
-    # The temperature of SK-MT's formula is of the size of the distances themselves.
-    largest = max(spread * 2 ** _OCTAVES[1], 2 * float(distances[:, 0].abs().mean()))
-    smallest = spread * 2 ** _OCTAVES[0] or largest / 2
-    if largest <= 0:  # nothing but exact copies: any T will do
-        smallest, largest = 0.5, 1.0
+    smallest, largest = (spread * 2**octaves for octaves in _OCTAVES)
+    if spread == 0:  # the neighbors of each token are equally far: every temperature weighs them alike
+        largest = float(distances[:, 0].abs().mean()) or 1.0
+        smallest = largest / 2
     steps = int(np.ceil(np.log2(largest / smallest) / _STEP)) + 1
     return smallest * 2 ** (_STEP * torch.arange(steps))
 

@@ -38,7 +38,13 @@ from knnstore.errors import ConfigError, CorruptWeightsError, FingerprintMismatc
 from knnstore.lm.components import CacheSettings, NGramSettings
 from knnstore.lm.mixing import BinnedLambda, FixedLambda, Mixer
 from knnstore.lm.settings.query import KNNSettings
-from knnstore.lm.settings.saved import save_settings, settings_from_dict, substitute_of, weights_for
+from knnstore.lm.settings.saved import (
+    is_mixer_removed,
+    save_settings,
+    settings_from_dict,
+    substitute_of,
+    weights_for,
+)
 from knnstore.store import EVERYTHING, KNNStore, Reader, SavedSettings, Selection
 
 DEFAULT_PROBES = 16
@@ -184,10 +190,11 @@ def find_saved_settings(
     """Return what is saved for exactly the domains selected, otherwise for the whole store (steps 2 and 3).
 
     None if no settings are saved for either. With `exact` the whole store's do not count for some domains.
+    Settings whose mixer only an earlier version had do not count.
     """
     for domains in (selection.domains or (),) if exact else (selection.domains or (), ()):
         saved = store.settings(domains)
-        if saved is not None and saved.query:
+        if saved is not None and saved.query and not is_mixer_removed(saved.query):
             return saved
     return None
 

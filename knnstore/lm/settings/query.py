@@ -8,7 +8,7 @@ from typing import Any
 
 from knnstore.errors import ConfigError
 from knnstore.lm.components import KEYS, CacheSettings, NGramSettings, check_others, other_components
-from knnstore.lm.mixing import LEAST_TEMPERATURE, FixedLambda, JointGate, Mixer, RelativeConfidence
+from knnstore.lm.mixing import LEAST_TEMPERATURE, FixedLambda, JointGate, Mixer
 from knnstore.lm.settings.parts import Substitute
 from knnstore.store import EVERYTHING, Selection
 
@@ -122,11 +122,6 @@ class KNNSettings:
             if name not in _COMPONENTS and name not in other_components():
                 known = ", ".join((*_COMPONENTS, *other_components()))
                 raise ConfigError(f"no component {name!r}; known: {known}")
-        if self.probes is not None and isinstance(self.mixer, RelativeConfidence):
-            raise ConfigError(
-                f"the mixer {self.mixer.name!r} goes by the farthest of the k nearest and does not go with "
-                "probes: choose another, or give k"
-            )
         searches = self.mixer.searches(self.selection)
         if self.gate is not None and any(one is not self.selection for one in searches):
             raise ConfigError(
@@ -139,8 +134,6 @@ class KNNSettings:
         """Which fields are left unset by what was given."""
         if "mixer" not in unset:
             unset -= _WITH_MIXER
-            if isinstance(self.mixer, RelativeConfidence):
-                unset -= {"probes"}
             if not self.retrieves:
                 return set()
         if not {"cache", "ngrams"} <= unset:  # the weights that were given are to count

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from knnstore.errors import ConfigError, FingerprintMismatchError
 from knnstore.lm.components import CacheSettings, NGramSettings
 from knnstore.lm.keys import described
-from knnstore.lm.mixing import JointGate, is_registered, mixer_of
+from knnstore.lm.mixing import JointGate, is_registered, mixer_of, other_mixers
 from knnstore.lm.settings.parts import Substitute
 from knnstore.lm.settings.query import KNNSettings
 from knnstore.store import (
@@ -30,6 +30,9 @@ T = TypeVar("T")
 
 _REMOVED = {"skip": "searches that are left out", "pointers": "searches that pointers save"}
 """Settings of earlier versions that have no effect any more, and what each was for."""
+
+_REMOVED_MIXERS = ("sk-mt", "relative-confidence")
+"""Mixers of earlier versions that are in the package knnstore-research now."""
 
 _logger = logging.getLogger(__name__)
 
@@ -150,6 +153,18 @@ def weights_for(store: Reader, folder: Path | None = None) -> LoadWeights:
     return load
 
 
+def is_mixer_removed(query: Mapping[str, Any]) -> bool:
+    """Check whether saved settings have a mixer of an earlier version that no installed package has.
+
+    The first time in a process that there is one, a warning is logged.
+    """
+    name = (query.get("mixer") or {}).get("name")
+    is_removed = name in _REMOVED_MIXERS and name not in other_mixers()
+    if is_removed:
+        _warn_of_removed_mixer(name)
+    return is_removed
+
+
 def substitute_of(values: Mapping[str, Any]) -> Substitute:
     """Make a substitute from its values.
 
@@ -168,6 +183,16 @@ def _warn_of_removed(names: tuple[str, ...]) -> None:
     _logger.warning(
         "of the saved settings this version ignores %s: knnstore calibrate makes new settings",
         ", ".join(f"{name} ({_REMOVED[name]})" for name in names),
+    )
+
+
+@cache
+def _warn_of_removed_mixer(name: str) -> None:
+    """Warn once in a process that settings of an earlier version are not used."""
+    _logger.warning(
+        "the saved settings are not used, since their mixer %r is in the package knnstore-research now: "
+        "install it, or run knnstore calibrate, which makes new settings",
+        name,
     )
 
 

@@ -1,4 +1,4 @@
-"""Fitting k, T, λ and the mixers on text that was scored once.
+"""Fitting T and λ, the same for all tokens or in bins, on text that was scored once.
 
 For a given T the log-likelihood of p = λ p_kNN + (1 - λ) p_LM is concave in λ, so λ is found by bisection
 of the derivative, for many T and many bins of tokens at once. T is found on a grid of half
@@ -15,11 +15,8 @@ from knnstore.lm.mixing import (
     PRIOR_TOKENS,
     BinnedLambda,
     FixedLambda,
-    NearnessLambda,
-    RelativeConfidence,
     bins_of,
     fit_lambdas,
-    mix_probs,
 )
 from knnstore.lm.settings import KNNSettings
 
@@ -71,43 +68,8 @@ def fit_bins(
     return evidence.settings(together.exp().item(), mixer)
 
 
-def fit_nearness(evidence: GridEvidence) -> KNNSettings:
-    """Fit T of SK-MT's formula."""
-    mixer = NearnessLambda()
-    lambdas = [mixer(evidence.nearest, temperature).lam for temperature in evidence.temperatures.tolist()]
-    losses = [-_mixed(evidence, lam, column).log().sum() for column, lam in enumerate(lambdas)]
-    point = _lowest(torch.stack(losses)[None])
-    return evidence.settings(at_columns(evidence.temperatures.log(), point).exp().item(), mixer)
-
-
-def fit_relative(evidence: GridEvidence) -> KNNSettings:
-    """Fit alpha and tau of the relative retrieval confidence, at the T that is best for a fixed λ."""
-    lam, loss = _fit_one(evidence)
-    column = int(loss.argmin())
-    middle, spread = evidence.relative.mean(), evidence.relative.std().clamp(min=1e-6)
-    ratio = (evidence.relative - middle) / spread
-    weights = torch.tensor([lam[0, column].clamp(0.01, 0.99).logit().item(), -0.1], requires_grad=True)
-    optimizer = torch.optim.LBFGS([weights], max_iter=50, line_search_fn="strong_wolfe")
-
-    def step() -> Tensor:
-        optimizer.zero_grad()
-        loss = -_mixed(evidence, (weights[0] + weights[1] * ratio).sigmoid(), column).log().mean()
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss
-
-    optimizer.step(step)  # type: ignore[no-untyped-call]
-    level, slope = weights.detach().double().tolist()
-    slope = min(slope, -1e-6) if slope <= 0 else max(slope, 1e-6)
-    alpha, tau = float(middle) - float(spread) * level / slope, -float(spread) / slope
-    return evidence.settings(evidence.temperatures[column].item(), RelativeConfidence(alpha, tau))
-
-
 def _fit_one(evidence: GridEvidence) -> tuple[Tensor, Tensor]:
     return fit_lambdas(evidence.lm, evidence.knn, torch.zeros(len(evidence.lm), dtype=torch.long), 1)
-
-
-def _mixed(evidence: GridEvidence, lam: Tensor, column: int) -> Tensor:
-    return mix_probs(evidence.lm[:, 0], (lam, evidence.knn[:, column]))
 
 
 def _edges(values: Tensor, bins: int) -> tuple[float, ...]:

@@ -1,0 +1,118 @@
+"""Mixers that choose λ by a formula of the distances, with next to nothing to fit: SK-MT and NEST.
+
+`calibrate` tries both where this package is installed.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from knnstore.datastore import Metric
+from knnstore.errors import ConfigError
+from knnstore.lm import KNNSettings
+from knnstore.lm.calibration import GridEvidence, ScoredText, best_fixed
+from knnstore.lm.mixing import MAX_LAMBDA, Chosen, Evidence, SimpleMixer, between_points, mix_probs
+
+_TEMPERATURES = 100
+"""Temperatures that are tried, evenly spaced in their logarithm."""
+
+
+@dataclass(frozen=True, slots=True)
+class NearnessLambda(SimpleMixer):
+    """λ = max(0, 1 - d/T) for the nearest distance d, of SK-MT (Dai et al. 2023).
+
+    "Simple and Scalable Nearest Neighbor Machine Translation", https://arxiv.org/abs/2302.12188.
+    Made for squared distances; where they are negative, λ is as near to 1 as it may be.
+    """
+
+    name = "sk-mt"
+
+    def __call__(self, evidence: Evidence, temperature: float) -> Chosen:
+        """Choose λ by the nearest distance, and the temperature given."""
+        return Chosen((1 - evidence.distances[:, 0] / temperature).clamp(0, MAX_LAMBDA), temperature)
+
+    @classmethod
+    def fit(cls, evidence: GridEvidence, scored: ScoredText) -> KNNSettings | None:
+        """Fit T; None with inner products, which are negative."""
+        if scored.metric == Metric.IP:
+            return None
+        mixer, grid = cls(), evidence.temperatures
+        # The best T is of the size of the distances, which may lie above the grid.
+        highest = max(float(grid[-1]), 4 * float(evidence.nearest.distances.mean()))
+        tried = torch.logspace(math.log2(float(grid[0])), math.log2(highest), _TEMPERATURES, 2).tolist()
+
+        def likelihood(temperature: float) -> float:
+            knn = between_points(evidence.knn, grid, temperature)
+            lam = mixer(evidence.nearest, temperature).lam
+            return float(mix_probs(evidence.lm[:, 0], (lam, knn)).log().sum())
+
+        return evidence.settings(max(tried, key=likelihood), mixer)
+
+
+@dataclass(frozen=True, slots=True)
+class RelativeConfidence(SimpleMixer):
+    """λ by how much nearer the nearest neighbor is than the farthest, of NEST (Li et al. 2024).
+
+    The relative retrieval confidence of https://arxiv.org/abs/2405.19325: the model's own weight is
+    1 - λ = σ((r - alpha) / tau), where r = min|d| / max|d| over the k neighbors found. A single
+    neighbor has r = 1. It does not go with sums over cells, where there are no k neighbors.
+    """
+
+    alpha: float = 0.4
+    """The ratio at which both weigh the same."""
+
+    tau: float = 0.1
+    """How gradually λ falls with the ratio; below 0 it rises."""
+
+    name = "relative-confidence"
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.alpha) and math.isfinite(self.tau) and self.tau != 0):
+            raise ConfigError(f"alpha and tau must be finite and tau not 0, got {self.alpha} and {self.tau}")
+
+    def __call__(self, evidence: Evidence, temperature: float) -> Chosen:
+        """Choose λ by the ratio of distances, and the temperature given."""
+        margin = (self.alpha - relative_distance(evidence.distances)) / self.tau
+        return Chosen(margin.sigmoid().clamp(max=MAX_LAMBDA), temperature)
+
+    @classmethod
+    def fit(cls, evidence: GridEvidence, scored: ScoredText) -> KNNSettings | None:
+        """Fit alpha and tau, at the T that is best for a fixed λ; None with sums over cells."""
+        if evidence.probes is not None:
+            return None
+        temperature, lam = best_fixed(evidence)
+        knn = between_points(evidence.knn, evidence.temperatures, temperature)
+        k = evidence.k
+        ratios = torch.cat(
+            [relative_distance(scored.distances[rows, :k]) for rows in scored.chunks(k, evidence.tokens)]
+        )
+        middle, spread = float(ratios.mean()), float(ratios.std().clamp(min=1e-6))
+        standardized = (ratios - middle) / spread
+        start = torch.tensor(lam).clamp(0.01, 0.99).logit().item()
+        weights = torch.tensor([start, -0.1], requires_grad=True)
+        optimizer = torch.optim.LBFGS([weights], max_iter=50, line_search_fn="strong_wolfe")
+
+        def step() -> Tensor:
+            optimizer.zero_grad()
+            chosen = (weights[0] + weights[1] * standardized).sigmoid()
+            loss = -mix_probs(evidence.lm[:, 0], (chosen, knn)).log().mean()
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        optimizer.step(step)  # type: ignore[no-untyped-call]
+        level, slope = weights.detach().double().tolist()
+        slope = min(slope, -1e-6) if slope <= 0 else max(slope, 1e-6)
+        return evidence.settings(temperature, cls(middle - spread * level / slope, -spread / slope))
+
+
+def relative_distance(distances: Tensor) -> Tensor:
+    """Compute min|d| / max|d| over each query's neighbors, float32, shape (n,), between 0 and 1.
+
+    It is 1 where there is no neighbor, or where all are at distance 0. Distances are of shape (n, k).
+    """
+    sizes, found = distances.abs(), distances.isfinite()
+    nearest = sizes.amin(1)
+    farthest = sizes.where(found, 0.0).amax(1)
+    return torch.where(farthest > 0, nearest / farthest, 1.0)
