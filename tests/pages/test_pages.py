@@ -8,6 +8,7 @@ import pytest
 import typer
 
 from knnstore.cli import app
+from knnstore.cli.root import add_installed_groups
 from tests.pages.transcripts import ROOT, differences, run, steps
 
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -46,7 +47,9 @@ def commands(text):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_commands_of_a_page_can_be_given(page):
+def test_the_commands_of_a_page_can_be_given(page, monkeypatch):
+    monkeypatch.setattr(app, "registered_groups", [*app.registered_groups])
+    add_installed_groups()  # those of knnstore-research, which the pages name
     for words in commands(page.read_text()):
         command, name, rest, context = typer.main.get_command(app), "knnstore", list(words), None
         try:
