@@ -2,6 +2,9 @@
 
 from knnstore.cli.command_groups import CommandGroup
 from knnstore_research.key_probing_command import probe_keys
+from knnstore_research.size_curve_command import size_curve
 
-RESEARCH = CommandGroup("Measure what the literature proposes.", {"probe-keys": probe_keys})
+RESEARCH = CommandGroup(
+    "Measure what the literature proposes.", {"probe-keys": probe_keys, "size-curve": size_curve}
+)
 """The entry point of the group ``knnstore.commands``."""

@@ -121,17 +121,6 @@ def test_eval_audits_its_figures(knnstore, store):
     assert stored.err.endswith("error: the audit found what makes these figures doubtful, see above\n")
 
 
-def test_eval_tells_what_more_text_would_bring(knnstore, store):
-    whole = knnstore("eval held-out.jsonl --json").json
-    points = knnstore("eval held-out.jsonl --size-curve --json").json
-    assert [one["documents"] for one in points] == [0, 1, 2, 3, 5]
-    assert points[0]["ppl"] == pytest.approx(whole["base_ppl"])
-    assert points[-1]["ppl"] == pytest.approx(whole["knn_ppl"])
-    assert knnstore("eval held-out.jsonl --size-curve").out.split()[:3] == ["documents", "records", "ppl"]
-    refused = knnstore("eval held-out.jsonl --size-curve --leave-out")
-    assert (refused.status, refused.out) == (1, "")
-
-
 @pytest.mark.slow
 def test_calibrated_settings_are_used_and_named(knnstore, store):
     before = knnstore("eval dev.jsonl --domain news --json").json

@@ -118,7 +118,7 @@ def test_figures_leave_out_what_the_model_cannot_read_and_name_it(
     with knnstore.create(tmp_path / "home", str(tmp_path / "model")) as lm:
         lm.add(rows[:30], domain="d")
         expected = lm.evaluate(rows[30:])
-        for measure in (lm.evaluate, lm.measure_size_curve, lm.calibrate):
+        for measure in (lm.evaluate, lm.calibrate):
             found: list[UnusableDocumentError] = []
             result = measure(held_out, on_bad=found.append)
             assert {one.id for one in found} == {"bad", None}, measure

@@ -44,14 +44,6 @@ def evaluate(
             "tab-separated values.",
         ),
     ] = None,
-    size_curve: Annotated[
-        bool,
-        typer.Option(
-            "--size-curve",
-            help="Measure with half of what is stored, a quarter and so on to a 64th, from one pass of the "
-            "model: what more text would bring.",
-        ),
-    ] = False,
     audited: Annotated[
         bool,
         typer.Option(
@@ -86,7 +78,7 @@ def evaluate(
     each token, word and byte; "helped" is the share of tokens to which retrieval gives more probability than
     the model. With a continuous cache or n-grams it is also told what the store, the cache and the n-grams do
     alone. --json has everything: base_ppl, knn_ppl, store_ppl, cache_ppl, ngram_ppl, by_frequency,
-    by_distance and more. With --size-curve it prints a table of sizes instead.
+    by_distance and more.
 
     Examples:
       knnstore eval held-out.jsonl
@@ -94,7 +86,6 @@ def evaluate(
       knnstore eval held-out.jsonl --per-token tokens.tsv
       knnstore eval held-out.jsonl --cache 400 --cache-lambda 0.1
       knnstore eval held-out.jsonl --ngrams 7 --ngram-lambda 0.5
-      knnstore eval held-out.jsonl --size-curve
       knnstore eval held-out.jsonl --audit
       knnstore eval held-out.jsonl --domain news --k 64 --knn-temperature 20 --lambda 0.5 --json
     """
@@ -102,8 +93,6 @@ def evaluate(
         raise ConfigError(
             f"--per-token would replace {per_token}, which is to be evaluated: name another file"
         )
-    if size_curve and (leave_out or substitute or audited or per_token is not None):
-        raise ConfigError("--size-curve goes with none of --leave-out, --substitute, --audit and --per-token")
     documents.check()
     if per_token is not None:
         check_writable(per_token)
@@ -120,11 +109,6 @@ def evaluate(
         texts: Iterable[TextDocument] = documents.read(bar)
         if audited:  # which reads them again
             texts = list(usable_documents(lm.reader, texts, documents.skipping(bar)))
-        if size_curve:
-            curve = lm.measure_size_curve(texts, settings, on_bad=documents.skipping(bar), progress=bar)
-            points = [plain(one) for one in curve]
-            print_result(points, table_of(points, ["documents", "records", "ppl"]), as_json=as_json)
-            return
         found = lm.evaluate(
             texts,
             knn=settings,

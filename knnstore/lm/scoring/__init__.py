@@ -10,13 +10,12 @@ from knnstore.lm.scoring.intervals import FEWEST, Interval, blocks_of, interval_
 from knnstore.lm.scoring.pruning import PruningCost, prune
 from knnstore.lm.scoring.scores import ReadTokens, TokenScores
 from knnstore.lm.scoring.searching import Passage, search
-from knnstore.lm.scoring.size_curve import SizePoint, measure_size_curve
 from knnstore.lm.scoring.token_table import TokenTable, replacing
 
 __all__ = [
     "FEWEST", "Audit", "Check", "DocumentScore", "Evaluation", "GroupScore", "HeldOut", "Interval",
-    "Intervals", "Passage", "PruningCost", "ReadTokens", "SizePoint", "TextNeighbors", "TokenScores",
+    "Intervals", "Passage", "PruningCost", "ReadTokens", "TextNeighbors", "TokenScores",
     "TokenTable", "audit",
-    "blocks_of", "evaluate", "export", "grouped", "interval_of", "keys", "measure_size_curve", "neighbors",
+    "blocks_of", "evaluate", "export", "grouped", "interval_of", "keys", "neighbors",
     "p_knn", "prune", "replacing", "score_held_out", "score_text_in_turns", "score_texts", "search",
 ]  # fmt: skip

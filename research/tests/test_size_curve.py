@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from knnstore_research.size_curve import measure_size_curve
 
 from knnstore.errors import InputError
 from knnstore.lm import CacheSettings, KNNSettings, NGramSettings
@@ -35,23 +36,23 @@ def test_each_point_is_an_evaluation_with_these_documents(lm, probes) -> None:
         ngrams=NGramSettings(3, 0.3),
         selection=of_a,
     )
-    points = lm.measure_size_curve(HELD_OUT, settings)
+    points = measure_size_curve(lm, HELD_OUT, settings)
     assert [one.documents for one in points] == [0, 1, 2, 3, 6, 12, 24]
     order = sorted((one for one in lm.store.documents(domain="a")), key=lambda one: one.content_hash)
     for point in points[1:]:
         part = Selection(domains=("a",), documents=tuple(one.id for one in order[: point.documents]))
         found = lm.evaluate(HELD_OUT, replace(settings, selection=part))
-        assert point.ppl == pytest.approx(found.knn_ppl, rel=1e-5)
+        assert point.perplexity.ppl == pytest.approx(found.knn_ppl, rel=1e-5)
         assert point.records == lm.store.record_count(part)
-    assert points[0].ppl == pytest.approx(found.base_ppl)
+    assert points[0].perplexity.ppl == pytest.approx(found.base_ppl)
 
 
 def test_a_stored_document_has_no_curve(lm) -> None:
     with pytest.raises(InputError, match="in the store"):
-        lm.measure_size_curve(STORED[:1])
+        measure_size_curve(lm, STORED[:1])
 
 
 def test_an_empty_store_has_the_model_alone(make_lm) -> None:
     lm = make_lm(max_length=32, stride=16)
-    (point,) = lm.measure_size_curve(HELD_OUT)
-    assert (point.documents, point.ppl) == (0, pytest.approx(lm.evaluate(HELD_OUT).base_ppl))
+    (point,) = measure_size_curve(lm, HELD_OUT)
+    assert (point.documents, point.perplexity.ppl) == (0, pytest.approx(lm.evaluate(HELD_OUT).base_ppl))

@@ -1,0 +1,41 @@
+"""The command ``size-curve``: perplexity with ever smaller parts of the store."""
+
+from knnstore.cli.inputs import Documents
+from knnstore.cli.models import StoreRuntime
+from knnstore.cli.options import JsonOption
+from knnstore.cli.output import Bar, print_result, table
+from knnstore.cli.query import ScoringQuery, SelectionOptions
+
+
+def size_curve(
+    *,
+    selected: SelectionOptions,
+    query: ScoringQuery,
+    documents: Documents,
+    runtime: StoreRuntime,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure perplexity with half of what is stored, a quarter and so on to a 64th.
+
+    The table shows what more text would bring. The first row is the model alone. A part holds whole
+    documents, chosen at random, and the settings are the same for all parts. The documents must not be in the
+    store. Each part takes as long as `knnstore eval`.
+
+    Examples:
+      knnstore research size-curve held-out.jsonl
+      knnstore research size-curve held-out.jsonl --domain news --json
+    """
+    documents.check()
+    with Bar() as bar, runtime.open_model("r", domains=selected.domains) as lm:
+        from knnstore_research.size_curve import measure_size_curve
+
+        settings = query.settings(lm.store, selected.selection())
+        points = measure_size_curve(
+            lm, documents.read(bar), settings, on_bad=documents.skipping(bar), progress=bar
+        )
+    documents.report()
+    rows = [
+        {"documents": one.documents, "records": one.records, **one.perplexity._asdict()} for one in points
+    ]
+    shown = table(rows, ["documents", "records", "ppl", "low", "high"])
+    print_result({"points": rows, **documents.left_out}, shown, as_json=as_json)
