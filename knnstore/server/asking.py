@@ -93,10 +93,10 @@ def declare_asking(routes: Endpoints, serving: Serving) -> None:
 
     @routes.add("GET", "/tokenizer_info", Right.PREDICT)
     def tokenizer_info() -> dict[str, Any]:
-        """What evaluation harnesses need to know of the tokenizer."""
-        tokenizer = serving.lm.tokenizer
+        """Return what evaluation harnesses need to know of the tokenizer."""
+        tokenizer, most = serving.lm.tokenizer, serving.limits.answer_bytes
         assert tokenizer is not None
-        return {
+        found = {
             "tokenizer_class": type(tokenizer).__name__,
             "bos_token": tokenizer.bos_token,
             "eos_token": tokenizer.eos_token,
@@ -105,6 +105,9 @@ def declare_asking(routes: Endpoints, serving: Serving) -> None:
             "chat_template": tokenizer.chat_template,
             "model_max_length": serving.window,
         }
+        if len(_json(found)) > most:
+            raise refused(f"the model's chat template is larger than {most:,} bytes (`--max-answer`)")
+        return found
 
     @routes.add("POST", "/v1/explain", Right.READ)
     async def explain(request: Request, body: ExplainRequest) -> Response:

@@ -1,6 +1,11 @@
-"""Rendering a model's chat template, which is a program that came with the model, apart from the server."""
+"""Rendering a model's chat template, which is a program that came with the model, apart from the server.
+
+What clients send cannot forge the control tokens of a conversation, such as ``<|im_start|>``: they are marked
+in the messages before the template sees these, and marked ones are encoded as ordinary text.
+"""
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -18,6 +23,9 @@ _CPU_SECONDS = 5.0
 _MEMORY_BYTES = 512 << 20
 """Memory that it may take beside what the process needs for itself."""
 
+_MARK = "\U000f0000"
+"""Character, of those for private use, that transformers writes before a control token of a message."""
+
 
 class ChatTemplate:
     """The chat template of a model, rendered in a process of its own with limits of CPU time and memory.
@@ -27,7 +35,7 @@ class ChatTemplate:
     Python's global lock until it ends, so that no thread of the server could stop it.
 
     Args:
-        tokenizer: of the model. Only its template and its special tokens are used, and only here.
+        tokenizer: of the model. Only its template and its added tokens are used, and only here.
         most_characters: longest text that is accepted.
     """
 
@@ -40,6 +48,7 @@ class ChatTemplate:
             "cpu_seconds": _CPU_SECONDS,
             "memory_bytes": _MEMORY_BYTES,
         }
+        self._control_tokens = _control_tokens_of(tokenizer, self.text)
         self._one_at_a_time = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         if self.text:
@@ -48,7 +57,8 @@ class ChatTemplate:
     def render(self, messages: list[dict[str, Any]]) -> str:
         """Return the text of some messages, up to where the assistant is to speak.
 
-        Waits for other calls to end. If the template exceeds its limits, its process ends and the next call
+        Control tokens in the messages are marked in it: `encode` makes its tokens. Waits for other calls to
+        end. If the template exceeds its limits, its process ends and the next call
         starts another one.
 
         Args:
@@ -59,7 +69,7 @@ class ChatTemplate:
                 took too much time or ended its process.
         """
         try:
-            line = json.dumps(messages)
+            line = json.dumps(self._marked(messages))
         except RecursionError as error:
             raise refused("messages: a value is nested too deeply", "messages") from error
         with self._one_at_a_time:
@@ -82,10 +92,41 @@ class ChatTemplate:
             )
         return str(answer["text"])
 
+    def encode(self, tokenizer: Any, text: str) -> list[int]:
+        """Return the tokens of a text that `render` has made.
+
+        Control tokens that the template wrote are what they are; those of the messages are ordinary text.
+
+        Args:
+            tokenizer: of the model, for this call alone.
+            text: from `render`.
+
+        Raises:
+            ApiError: 400 if the tokenizer makes a control token of ordinary text, so that it could be forged.
+        """
+        if self._control_tokens is None or _MARK not in text:
+            return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        try:
+            return list(_marking().encode_marked_chat(tokenizer, text))
+        except ValueError as error:
+            raise refused(f"messages: {error}", "messages") from error
+
     def close(self) -> None:
         """End the process. Waits for a call that is running."""
         with self._one_at_a_time:
             self._stop()
+
+    def _marked(self, value: Any) -> Any:
+        """Return a JSON value in which the control tokens of all strings, names of fields too, are marked."""
+        if self._control_tokens is None:
+            return value
+        if isinstance(value, str):
+            return _marking().mark_control_tokens(value, self._control_tokens)
+        if isinstance(value, dict):
+            return {self._marked(name): self._marked(one) for name, one in value.items()}
+        if isinstance(value, list):
+            return [self._marked(one) for one in value]
+        return value
 
     def _ask(self, line: str) -> dict[str, Any] | None:
         """Have the process render one line of messages; None if it ends instead."""
@@ -125,6 +166,35 @@ class ChatTemplate:
         if process is not None:
             process.kill()
             process.communicate()
+
+
+def _marking() -> Any:
+    """Return transformers' module that marks and encodes control tokens."""
+    from transformers.utils import chat_template_utils
+
+    return chat_template_utils
+
+
+def _control_tokens_of(tokenizer: Any, template: str) -> re.Pattern[str] | None:
+    """Compile a pattern of the tokens that only the template may write, the longest first.
+
+    These are the special tokens, and of the other added tokens those that the tokenizer lists as
+    `chat_control_tokens` or, if it has no list, those that the template contains.
+
+    Returns:
+        None where transformers is too old to encode them as ordinary text.
+    """
+    if not hasattr(_marking(), "encode_marked_chat"):
+        return None
+    listed = getattr(tokenizer, "chat_control_tokens", None)
+    found = [
+        token.content
+        for token in getattr(tokenizer, "added_tokens_decoder", {}).values()
+        if token.special
+        or (token.content in (template if listed is None else listed) and not token.content.isspace())
+    ]
+    longest_first = sorted(found, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")  # which matches nothing
 
 
 def _template_of(tokenizer: Any) -> str:

@@ -86,7 +86,7 @@ def _of_texts(serving: Serving, body: CompletionRequest) -> _Plan:
 
 def _of_messages(serving: Serving, body: ChatRequest, text: str) -> _Plan:
     """Plan the answer to a conversation whose text the template has made."""
-    tokens = serving.tokens(text)
+    tokens = serving.conversation_tokens(text)
     if not tokens:
         raise refused("the messages are empty", "messages")
     serving.check_tokens(tokens, "messages")

@@ -225,6 +225,10 @@ class Serving:
             lambda one: list(one(text, add_special_tokens=special, verbose=False)["input_ids"])
         )
 
+    def conversation_tokens(self, text: str) -> list[int]:
+        """The tokens of a conversation whose text the model's template has made."""
+        return self.tokenizer(lambda one: self.chat_template.encode(one, text))
+
     def echoed(self, prompt: Prompt, given: str | Sequence[int], *, is_continued: bool) -> Prompt:
         """Return a prompt with the text of each of its tokens, for an answer that begins with it.
 
