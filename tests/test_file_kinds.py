@@ -490,6 +490,26 @@ def test_a_document_has_a_bound(
     assert "has more than 1 MiB, the most that a document may have" in str(problem)
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16-le"])
+def test_lines_after_one_that_is_too_long_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    for name in ("files", "rows"):
+        module = __import__(f"knnstore.documents.{name}", fromlist=[""])
+        monkeypatch.setattr(module, "MAX_DOCUMENT_BYTES", 1000)
+    for longest in (988, 989, 990, 2500):  # the row, with what stands around its text, has 12 bytes more
+        rows = ["first", "x" * longest, "last"]
+        lines = "".join(json.dumps({"text": row}) + "\n" for row in rows).encode(encoding)
+        problems = list[UnusableDocumentError]()
+        file = written(tmp_path, "a.jsonl", lines)
+        found = [one.text for one in read_documents([file], encoding=encoding, on_bad=problems.append)]
+        if longest + 13 <= 1000:  # with the end of the line
+            assert (found, problems) == (rows, [])
+        else:
+            assert found == ["first", "last"]
+            assert [str(one).split(": the line has more than")[0] for one in problems] == [f"{file} row 2"]
+
+
 def test_many_rows_may_be_longer_together_than_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (
         files,

@@ -12,6 +12,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from knnstore.documents import read_documents, rows
+from knnstore.errors import UnusableDocumentError
+
 READER = """
 import json, resource, sys
 if "pyarrow" in sys.argv[2]:
@@ -133,3 +136,32 @@ def test_a_header_of_a_message_and_a_row_of_names_take_no_square_of_their_length
     names = ",".join(f"c{number}" for number in range(300_000))
     (tmp_path / "b.csv").write_text(f"id,text,{names}\n1,wide,{'0,' * 299_999}0\n")
     assert read(tmp_path) == (["m", "1"], [])
+
+
+@pytest.mark.slow
+def test_damaged_footers_of_parquet_end_no_process(tmp_path: Path) -> None:
+    """pyarrow ends the process on some: each is named in one line, and the file beside them is read."""
+    columns = {"id": ["a", "b"], "text": ["a text", "another"], "tags": [["x", "y"], ["z"]]}
+    whole = tmp_path / "whole.parquet"
+    table(whole, columns)
+    data = whole.read_bytes()
+    footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    for at in range(footer, footer + 40):  # with the levels' histograms, which pyarrow checks
+        for bit in (0, 3):
+            damaged = bytearray(data)
+            damaged[at] ^= 1 << bit
+            (tmp_path / f"{at}-{bit}.parquet").write_bytes(damaged)
+    ids, problems = read(tmp_path)
+    assert {"a", "b"} <= set(ids)
+    assert len(problems) > 20
+    assert all(re.search(r"/\d+-\d\.parquet(:| row)", problem) for problem in problems)
+
+
+def test_a_footer_that_ends_the_process_that_reads_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table(tmp_path / "a.parquet", {"text": ["a text"]})
+    monkeypatch.setattr(rows, "_LIST_COLUMNS", "import os; os.abort()")
+    problems = list[UnusableDocumentError]()
+    assert not list(read_documents([tmp_path / "a.parquet"], on_bad=problems.append))
+    assert "a.parquet: not parquet: the description of its columns is damaged" in str(problems[0])

@@ -27,6 +27,11 @@ from knnstore.errors import UnusableDocumentError
 
 _MOST_NAMED = 5
 """Names of each reason that are printed, of what was left out; with --json all are."""
+_ADVICE: dict[str, str] = {
+    Reason.ENCODING: "; save as UTF-8, or give --encoding: cp1252 for Latin-1 and Windows-1252",
+    Reason.TOO_LARGE: "; divide it, or write many documents into a .jsonl",
+}
+"""Advice behind the names of files that were left out for a reason."""
 
 ParamsOption = Annotated[
     list[str] | None,
@@ -158,7 +163,7 @@ class Documents:
                     for one in shown:
                         note(f"    {one}")
                 else:
-                    note(f"  {reason} ({len(names):,}): {', '.join(shown)}")
+                    note(f"  {reason} ({len(names):,}): {', '.join(shown)}{_ADVICE.get(reason, '')}")
 
     @property
     def left_out(self) -> dict[str, Any]:

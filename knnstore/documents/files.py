@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, AnyStr
 
 from knnstore.documents.document import Reason, RefusedError
 from knnstore.errors import InputError
@@ -168,10 +168,12 @@ def too_large(what: str) -> RefusedError:
 def utf8_lines(stream: IO[bytes], encoding: str = UTF8) -> Iterator[bytes]:
     """Read lines, each with its line break, and convert them to UTF-8 where they are in another encoding.
 
-    Bytes of a UTF-8 stream are not checked here, so that a bad line can be refused alone.
+    Bytes of a UTF-8 stream are not checked here, so that a bad line can be refused alone. Of a line that is
+    longer than `MAX_DOCUMENT_BYTES` only the beginning is yielded, one byte more than that: the caller
+    refuses it, and can go on with the next line.
 
     Raises:
-        RefusedError: the stream begins like UTF-16 or UTF-32, or a line is longer than `MAX_DOCUMENT_BYTES`.
+        RefusedError: the stream begins like UTF-16 or UTF-32.
         InputError: the lines are not in `encoding`; names the line after which they are not.
     """
     number, most = 0, MAX_DOCUMENT_BYTES + 1
@@ -182,17 +184,15 @@ def utf8_lines(stream: IO[bytes], encoding: str = UTF8) -> Iterator[bytes]:
                 _check_beginning(line)
                 if b"\0" in line and _guess_wide(line):
                     decoded(line)  # says which encoding it looks like
-            if len(line) == most:
-                raise too_large(f"line {number}")
             yield line
+            _skip_rest_of_line(stream, line, b"\n", most)
         return
     texts = io.TextIOWrapper(stream, encoding, newline="\n")
     try:
         while text := texts.readline(most):
             number += 1
-            if len(text) == most:
-                raise too_large(f"line {number}")
-            yield text.encode(UTF8, "surrogatepass")
+            yield text.encode(UTF8, "surrogatepass")[:most]
+            _skip_rest_of_line(texts, text, "\n", most)
     except UnicodeError as error:
         raise RefusedError(
             f"not {encoding}, after line {number}: {_reason(error)}", Reason.ENCODING
@@ -200,6 +200,12 @@ def utf8_lines(stream: IO[bytes], encoding: str = UTF8) -> Iterator[bytes]:
     finally:
         with suppress(ValueError):  # the stream was closed; else it stays open, for whoever opened it
             texts.detach()
+
+
+def _skip_rest_of_line(stream: IO[AnyStr], line: AnyStr, line_end: AnyStr, most: int) -> None:
+    """Read to the end of a line of which only the first `most` characters were read."""
+    while len(line) == most and not line.endswith(line_end):
+        line = stream.readline(most)
 
 
 def decoded(data: bytes, encoding: str = UTF8, of: str = "") -> str:

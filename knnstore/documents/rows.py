@@ -3,11 +3,14 @@
 import codecs
 import csv
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from knnstore.documents.document import Entry, Fields, Reason, RefusedError, TextDocument, without_text
 from knnstore.documents.files import (
@@ -43,6 +46,10 @@ def json_line_entries(name: str, lines: Iterable[bytes], fields: Fields) -> Iter
     """Yield the documents of lines of JSON, in UTF-8."""
     empty = True
     for number, line in enumerate(lines, start=1):
+        if len(line) > MAX_DOCUMENT_BYTES:
+            empty = False
+            yield Entry.refused(f"{name} row {number}", too_large("the line"))
+            continue
         stripped = line.removeprefix(codecs.BOM_UTF8).strip()
         if not stripped:
             continue
@@ -146,7 +153,8 @@ class _Lines:
         self._number += 1
         self._row_bytes += len(line)
         if self._row_bytes > MAX_DOCUMENT_BYTES:
-            raise too_large(f"the row that ends on line {self._number}, or later,")
+            error = too_large(f"the row that ends on line {self._number}, or later,")
+            raise RefusedError(f"{error}; the rows after it are not read", Reason.TOO_LARGE)
         if self._number == 1:
             line = line.removeprefix(codecs.BOM_UTF8)
         text = line.decode(UTF8, "surrogateescape")
@@ -297,6 +305,8 @@ def read_parquet(source: Source, fields: Fields) -> Iterator[Entry]:
             "reading it needs pyarrow: install it with pip install 'knnstore[parquet]'"
         ) from error
     try:
+        with open_regular(name, source.root) as file:
+            _check_footer(file)
         with open_regular(name, source.root) as file, ParquetFile(file) as table:
             columns = table.schema_arrow.names
             for _, at in _repeated_names(columns):
@@ -317,10 +327,51 @@ def read_parquet(source: Source, fields: Fields) -> Iterator[Entry]:
                             yield Entry(where, partial(TextDocument.from_row, row, fields))
             if not number:
                 raise RefusedError("the table has no rows", Reason.EMPTY)
-    except ArrowException as error:
-        raise InputError(f"not parquet: {' '.join(str(error).split())}") from error
+    except (ArrowException, UnicodeDecodeError) as error:
+        raise _not_parquet(error) from error
+    except OSError as error:
+        if error.errno is not None:  # the disk's; pyarrow's own have none
+            raise
+        raise _not_parquet(error) from error
     except MemoryError as error:
         raise too_large("a row, unpacked,") from error
+
+
+_LIST_COLUMNS = """
+import os
+from pyarrow.parquet import ParquetFile
+try:
+    metadata = ParquetFile(os.fdopen(0, "rb")).metadata
+except Exception:
+    raise SystemExit  # the caller will get the same error, and name it
+for group in range(metadata.num_row_groups):
+    for column in range(metadata.num_columns):
+        metadata.row_group(group).column(column)
+"""
+
+
+def _check_footer(file: IO[bytes]) -> None:
+    """Refuse a file whose description of its columns ends the process that reads it.
+
+    pyarrow does not turn each C++ exception of a damaged footer into one of Python: some end the process. So
+    another process lists the columns first.
+
+    Raises:
+        RefusedError: the file is empty, or the other process was ended.
+    """
+    if not os.fstat(file.fileno()).st_size:
+        raise RefusedError("the file is empty", Reason.EMPTY)
+    command = [sys.executable, "-I", "-c", _LIST_COLUMNS]
+    done = subprocess.run(  # noqa: S603  # our own program
+        command, check=False, stdin=file, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    if done.returncode < 0:
+        said = done.stderr.decode(errors="replace").split("what():")[-1]
+        raise InputError(f"not parquet: the description of its columns is damaged: {' '.join(said.split())}")
+
+
+def _not_parquet(error: Exception) -> InputError:
+    return InputError(f"not parquet, or damaged: {' '.join(str(error).split())}")
 
 
 def _rows_at_once(group: Any) -> int:
