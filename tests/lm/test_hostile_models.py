@@ -204,6 +204,7 @@ GGUF_DAMAGES = {
     "2**60 values": (lambda content: at_offset(content, GGUF_VALUES, "<Q", 2**60), "."),
     "no layers": (lambda content: after_name(content, b"llama.block_count", 0), "asks for 0 layers"),
     "many layers": (lambda content: after_name(content, b"llama.block_count", 2**31), "layers"),
+    "large heads": (lambda content: after_name(content, b"llama.rope.dimension_count", 10**6), "head_dim"),
     "other width": (lambda content: after_name(content, b"llama.embedding_length", 48), "."),
     "no heads": (lambda content: after_name(content, b"llama.attention.head_count", 0), "."),
     "NaN": (lambda content: content[: -len(content) // 2] + b"\xff" * (len(content) // 2), "NaN or infinite"),

@@ -40,8 +40,17 @@ _ALIKE = 0.05
 
 _NO_CODE = "knnstore runs no code that comes with a model"
 
-_MOST_LAYERS = 10_000
-"""Most layers of a model. Transformers builds each before it reads a weight: a wrong number costs hours."""
+_MOST = {
+    "num_hidden_layers": ("layers", 10_000),
+    "hidden_size": ("components of a hidden state", 1 << 20),
+    "intermediate_size": ("components of a feed-forward layer", 1 << 23),
+    "head_dim": ("components of an attention head", 1 << 13),
+}
+"""The largest sizes that are loaded, many times those of any model, by their names in a configuration.
+
+Transformers builds all layers before it compares them with the weights, so a wrong size costs minutes, or
+all memory.
+"""
 
 _FILE_OPTIONS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 """Options of `from_pretrained` that say where a model's files are."""
@@ -96,7 +105,7 @@ def load_model(
         options |= safe
         pinned = {"revision": options.get("revision", "main"), **safe, **of_file}
         config = AutoConfig.from_pretrained(folder, **pinned)
-        _check_layers(name, config)
+        _check_sizes(name, config)
         tokenizer = _tokenizer_of(folder, **pinned)
         wanted_attention = options.get("attn_implementation") or config._attn_implementation
         if "/" in str(wanted_attention):  # a repository whose code transformers would fetch and run
@@ -189,14 +198,16 @@ def _tokenizer_of(name: str, **options: Any) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _check_layers(name: str, config: Any) -> None:
-    """Refuse a configuration with fewer or more layers than a model has, before they are built."""
-    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
-    if isinstance(layers, int) and not 1 <= layers <= _MOST_LAYERS:
-        raise ConfigError(
-            f"the configuration of the model {name!r} asks for {layers:,} layers, and 1 to "
-            f"{_MOST_LAYERS:,} are loaded: it is damaged"
-        )
+def _check_sizes(name: str, config: Any) -> None:
+    """Refuse a configuration with sizes that no model has, before its layers are built."""
+    text = config.get_text_config()
+    for field, (things, most) in _MOST.items():
+        size = getattr(text, field, None)
+        if isinstance(size, int) and (size > most or (size < 1 and field == "num_hidden_layers")):
+            raise ConfigError(
+                f"the configuration of the model {name!r} asks for {size:,} {things} ({field}), and 1 to "
+                f"{most:,} are loaded: it is damaged"
+            )
 
 
 def _check_shards(name: str, **options: Any) -> None:
