@@ -226,4 +226,4 @@ def test_damaged_gguf_files_are_one_line(tmp_path, damage) -> None:
 )
 def test_json_that_is_no_object_is_one_line(folder, file, content) -> None:
     (folder / file).write_text(content)
-    assert_refused(folder, "cannot be loaded on")
+    assert_refused(folder, f"cannot be loaded on .*, because of {file}: ")

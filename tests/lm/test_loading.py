@@ -196,7 +196,10 @@ def test_files_that_are_not_of_one_model_are_refused(model_path, tmp_path) -> No
     refused(deeper.parent, r"lack \d+ of the weights that its config.json asks for, 'transformer.h.")
     broken = copied("broken") / "model.safetensors"
     broken.write_bytes(broken.read_bytes()[:100])
-    refused(broken.parent, "cannot be loaded on cpu: Error while deserializing header")
+    refused(
+        broken.parent,
+        "cannot be loaded on cpu, because of model.safetensors: Error while deserializing header",
+    )
     wordless = copied("wordless")
     for file in wordless.glob("*token*"):
         file.unlink()

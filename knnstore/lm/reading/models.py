@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -96,6 +97,7 @@ def load_model(
     name = add_gguf_file(name, gguf_file)
     folder, gguf_file = split_gguf_file(name)
     of_file = {} if gguf_file is None else {"gguf_file": gguf_file}
+    part = "config.json"  # read now, for the message of an error
     try:
         _check_present(torch.device(place))
         # Without this transformers would ask on the terminal whether to run the folder's code.
@@ -106,7 +108,9 @@ def load_model(
         pinned = {"revision": options.get("revision", "main"), **safe, **of_file}
         config = AutoConfig.from_pretrained(folder, **pinned)
         _check_sizes(name, config)
+        part = "the tokenizer's files (tokenizer.json, tokenizer_config.json)"
         tokenizer = _tokenizer_of(folder, **pinned)
+        part = "the weights, config.json or generation_config.json"
         wanted_attention = options.get("attn_implementation") or config._attn_implementation
         if "/" in str(wanted_attention):  # a repository whose code transformers would fetch and run
             raise ConfigError(f"the model {name!r} wants code from {wanted_attention!r}: {_NO_CODE}")
@@ -134,7 +138,31 @@ def load_model(
     except BaseException as error:
         if not is_of_files(error):
             raise
-        raise ConfigError(f"the model {name!r} cannot be loaded on {place}: {reason_of(error)}") from error
+        files = gguf_file or _find_damaged_file(Path(folder)) or part
+        raise ConfigError(
+            f"the model {name!r} cannot be loaded on {place}, because of {files}: {reason_of(error)}"
+        ) from error
+
+
+def _find_damaged_file(folder: Path) -> str | None:
+    """Return the name of a file of a model's folder that is no JSON object or has no header of safetensors.
+
+    None where every file is of its format, or where the model is on the hub.
+    """
+    for file in sorted(folder.glob("*.json")):
+        try:
+            is_object = isinstance(json.loads(file.read_text("utf-8")), dict)
+        except (OSError, ValueError, RecursionError):
+            return file.name
+        if not is_object:
+            return file.name
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except (OSError, SafetensorError):
+            return file.name
+    return None
 
 
 def loaded(
