@@ -198,7 +198,7 @@ def test_files_that_are_not_of_one_model_are_refused(model_path, tmp_path) -> No
     broken.write_bytes(broken.read_bytes()[:100])
     refused(
         broken.parent,
-        "cannot be loaded on cpu, because of model.safetensors: Error while deserializing header",
+        "because of model.safetensors: Error while deserializing header",
     )
     wordless = copied("wordless")
     for file in wordless.glob("*token*"):
