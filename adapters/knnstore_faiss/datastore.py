@@ -3,21 +3,14 @@
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
-
 from knnstore.datastore import (
     Capabilities,
     Datastore,
     EmbeddedDatastore,
-    Filter,
-    Keys,
     KeySegments,
     Metric,
     Mode,
-    Neighbors,
     Segment,
-    StoredFile,
-    checked_keys,
 )
 from knnstore_faiss.flat import nearest_rows
 from knnstore_faiss.inverted import InvertedIndex, build, fits
@@ -37,7 +30,6 @@ class FaissDatastore(EmbeddedDatastore):
     def __init__(self, segments: KeySegments, dim: int, metric: Metric, policy: Policy) -> None:
         super().__init__(segments, dim, metric, nearest_rows)
         self._policy = policy
-        self._measuring: dict[StoredFile, InvertedIndex | None] = {}
 
     @classmethod
     def open(
@@ -45,7 +37,7 @@ class FaissDatastore(EmbeddedDatastore):
     ) -> Self:
         """Open or create a datastore in a directory; see `Datastore.open`.
 
-        The parameters are `index`, `nprobe`, `rerank`, `exact_distances` and `neighbors`; see `Policy`.
+        The parameters are `index`, `nprobe` and `rerank`; see `Policy`.
         """
         metric = Metric(metric)
         policy = Policy.of(params, dim, metric)
@@ -61,48 +53,13 @@ class FaissDatastore(EmbeddedDatastore):
     @property
     def capabilities(self) -> Capabilities:
         """Durable, in half precision, with one writer."""
-        exact = self._policy.index == "exact" or (
-            self._policy.neighbors == "exact" and self._policy.exact_distances
-        )
+        exact = self._policy.index == "exact"
         return Capabilities(
             exact_search=exact, exact_keys=False, persistent=True, shared_writers=False, checks_keys=True
         )
 
-    def search(self, queries: Keys, k: int, *, where: Filter | None = None) -> Neighbors:
-        """Find the k nearest records of each query; see `Datastore.search`."""
-        found = super().search(queries, k, where=where)
-        if self._policy.neighbors == ("index" if self._policy.exact_distances else "exact"):
-            return self._measured_again(checked_keys(queries, self._dim, what="queries"), found)
-        return found
-
     def _is_indexed(self, group_rows: int) -> bool:
-        return self._policy.neighbors != "exact" and self._policy.indexes(group_rows)
-
-    def _measured_again(self, queries: Keys, found: Neighbors) -> Neighbors:
-        """Replace the distances of neighbors in indexes by those that are wanted, and sort by them."""
-        distances = found.distances.copy()
-        for segments in self._segments.by_group().values():
-            if not self._policy.indexes(sum(segment.live for segment in segments)):
-                continue
-            for segment in segments:
-                index = self._index_of(segment)
-                if index is None:
-                    continue
-                ids = segment.columns.ids
-                rows = np.minimum(np.searchsorted(ids, found.ids), segment.rows - 1)
-                inside = (ids[rows] == found.ids) & ~segment.dead.contains(rows)
-                for query in np.flatnonzero(inside.any(axis=1)):
-                    mine = inside[query]
-                    distances[query, mine] = index.distances_to(queries[query], rows[query, mine])
-        return Neighbors(found.ids, distances).nearest(distances.shape[1])
-
-    def _index_of(self, segment: Segment) -> InvertedIndex | None:
-        if segment.index is None:
-            return None
-        file = segment.index.file
-        if file not in self._measuring:
-            self._measuring = {**self._measuring, file: self._open_index(segment, segment.index.parameters)}
-        return self._measuring[file]
+        return self._policy.indexes(group_rows)
 
     def _index_parameters(self, rows: int, group_rows: int) -> dict[str, Any] | None:
         factory = self._policy.factory(rows, group_rows, self._dim)

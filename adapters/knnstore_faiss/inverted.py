@@ -6,11 +6,9 @@ from pathlib import Path
 
 import faiss
 import numpy as np
-from numpy.typing import NDArray
 
 from knnstore.datastore import (
     BLOCK,
-    Distances,
     IdRanges,
     Keys,
     MappedColumns,
@@ -111,21 +109,6 @@ class InvertedIndex:
             found.put(short, self._search_lists(queries[short], k, selector, lists, candidates))
         return found.named(self._columns.ids)
 
-    def distances_to(self, query: Keys, rows: NDArray[np.int64]) -> Distances:
-        """Measure one query against some distinct rows: by their keys, or by what the index has of them.
-
-        The query has shape (dim,), rows and distances have shape (m,).
-        """
-        if self._policy.exact_distances:
-            return paired(query, self._columns.keys_at(rows).astype(np.float32), self._metric)
-        selector = _selector(IdRanges.of_ids(np.sort(rows)), self.segment.rows)
-        wanted = faiss.SearchParametersIVF(nprobe=self._index.nlist, sel=selector)
-        distances, found = self._index.search(query[None], len(rows), params=wanted)
-        measured = found_by_faiss(found, distances, self._metric)
-        order = np.argsort(measured.ids[0])
-        ours: Distances = measured.distances[0, order[np.searchsorted(measured.ids[0], rows, sorter=order)]]
-        return ours
-
     def _search_lists(
         self, queries: Keys, k: int, selector: faiss.IDSelector | None, probes: int, candidates: int
     ) -> Neighbors:
@@ -133,11 +116,9 @@ class InvertedIndex:
         wanted = faiss.SearchParametersIVF(nprobe=probes, sel=selector)
         keys = self._columns.keys_file
         # Fewer bytes to check than the whole file: the first queries need not wait for all of it.
-        few = not keys.checked and len(queries) * candidates * BLOCK < keys.file.size
-        if few or not self._policy.ranks_again:
+        if not keys.checked and len(queries) * candidates * BLOCK < keys.file.size:
             distances, rows = self._index.search(queries, candidates, params=wanted)
-            found = found_by_faiss(rows, distances, self._metric)
-            return self._ranked(queries, found, k) if self._policy.ranks_again else found
+            return self._ranked(queries, found_by_faiss(rows, distances, self._metric), k)
         if self._ranking is None:
             self._stored = _view(self._columns.keys, self._metric)
             self._ranking = faiss.IndexRefine(self._index, self._stored)

@@ -1,8 +1,10 @@
 """Which index for how many rows, and how far to search it."""
 
+import logging
 import math
 import re
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any
 
 import faiss
@@ -46,6 +48,11 @@ _RANKED_AGAIN = 6  # candidates for each neighbor wanted, where codes are coarse
 _LEAST_RANKED_AGAIN = 1024
 _HNSW_FROM = 1 << 14  # lists from which finding the nearest ones needs an index of its own
 
+_REMOVED = {"exact_distances": True, "neighbors": "auto"}
+"""Parameters of earlier versions that only measurements needed, with their defaults. A home may have them."""
+
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Policy:
@@ -57,46 +64,32 @@ class Policy:
         nprobe: lists to visit for each query; 0 chooses by k.
         rerank: candidates for each neighbor wanted whose exact distances decide; 0 chooses by
             the index, 1 is off.
-        exact_distances: compute the returned distances from the stored keys; else return the
-            index's own, which are approximate, and rank nothing again.
-        neighbors: which keys are chosen: ``"index"``, those that are nearest by the index's own
-            distances; ``"exact"``, the nearest of all; ``"auto"``, the nearest by exact distances of the
-            candidates that the index finds. With ``"exact"`` and without `exact_distances` the indexes
-            are asked for their distances to just these keys: to measure what is lost by either, not
-            to be fast.
     """
 
     index: str = "auto"
     nprobe: int = 0
     rerank: int = 0
-    exact_distances: bool = True
-    neighbors: str = "auto"
 
     @classmethod
     def of(cls, params: dict[str, Any], dim: int, metric: Metric) -> "Policy":
-        """Check the parameters that a user gave.
+        """Check the parameters that a user gave; those that only earlier versions had are ignored.
 
         Raises:
             ConfigError: one is unknown or has a bad value.
         """
+        ignored = [name for name, default in _REMOVED.items() if params.get(name, default) != default]
+        if ignored:
+            _warn_of_ignored(", ".join(ignored))
+        params = {name: value for name, value in params.items() if name not in _REMOVED}
         accepted = {field.name: field.default for field in fields(cls)}
         policy = cls(**checked_params("faiss", params, accepted))
         for name in ("nprobe", "rerank"):
             value = getattr(policy, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ConfigError(f"faiss: {name} must be an integer >= 0, got {value!r}")
-        if not isinstance(policy.exact_distances, bool):
-            raise ConfigError(f"faiss: exact_distances must be true or false, got {policy.exact_distances!r}")
-        if policy.neighbors not in ("auto", "index", "exact"):
-            raise ConfigError(f"faiss: neighbors must be auto, index or exact, got {policy.neighbors!r}")
         if policy.index not in ("auto", "exact"):
             new_index(policy.index, dim, metric)
         return policy
-
-    @property
-    def ranks_again(self) -> bool:
-        """Whether an index's candidates are ranked by their exact distances."""
-        return self.exact_distances and self.neighbors == "auto"
 
     def indexes(self, group_rows: int) -> bool:
         """Whether a group of so many live rows is searched by indexes at all."""
@@ -129,11 +122,15 @@ class Policy:
 
         An index is coarse whose own distances are too rough to choose the k nearest.
         """
-        if not self.ranks_again:
-            return k
         by_index = max(_RANKED_AGAIN * k, _LEAST_RANKED_AGAIN) if coarse else k
         wanted = k * self.rerank or by_index
         return max(k, min(wanted, rows))
+
+
+@cache
+def _warn_of_ignored(names: str) -> None:
+    """Warn once in a process that parameters have no effect."""
+    _log.warning("faiss: this version ignores the parameter %s: distances are always exact", names)
 
 
 def new_index(factory: str, dim: int, metric: Metric) -> faiss.IndexIVF:

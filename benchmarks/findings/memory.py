@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -107,7 +107,6 @@ class Memory:
         *,
         fraction: int = 1,
         k: int | None = None,
-        params: Mapping[str, Any] | None = None,
     ) -> ScoredText:
         """Held-out text of a domain after one pass of model and search.
 
@@ -116,26 +115,20 @@ class Memory:
             split: ``dev`` or ``test``.
             fraction: which part of the store to search.
             k: neighbors; default that of the limits, at most as many as there are.
-            params: of the FAISS adapter, in place of those of the store.
         """
         stored = self.stored(domain)
         k = min(k or self._lab.limits.k, stored.tokens[f"1/{fraction}"])
-        given = "".join(f"-{name}={value}" for name, value in (params or {}).items())
-        file = self.folder / "passes" / f"{domain}-{split}-{fraction}-{k}{given}.safetensors"
+        file = self.folder / "passes" / f"{domain}-{split}-{fraction}-{k}.safetensors"
         if not file.is_file():
-            self._lab.say(f"{domain}: scoring {split}, 1/{fraction} of the store, k={k}{given}")
+            self._lab.say(f"{domain}: scoring {split}, 1/{fraction} of the store, k={k}")
             selection = Selection(domains=(domain,), tags=None if fraction == 1 else (f"1/{fraction}",))
             store = self.lm.store
-            if params is not None:
-                store = KNNStore.open(self.folder / "home", params=params)
-            base, plain = self._lab.base, fraction == 1 and params is None
-            if self.model == self._lab.model and not (self is base and plain):
+            base = self._lab.base
+            if self.model == self._lab.model and not (self is base and fraction == 1):
                 scored = search_again(base.scored(domain, split), store, k, selection)
             else:
                 texts = self._lab.texts[domain][split]
                 scored = score_once(store, self.lm.reader, texts, k=k, selection=selection, ngrams=None)
-            if params is not None:
-                store.close()
             save_scored(file, scored)
         return load_scored(file)
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import faiss
 import numpy as np
 import pytest
-from knnstore_faiss import FaissDatastore, inverted
+from knnstore_faiss import FaissDatastore, inverted, policy
 from knnstore_faiss.policy import EXACT_UP_TO, SCALAR_UP_TO, Policy, new_index
 
 from knnstore.datastore import Filter, IdRanges, Keys, Metric, Neighbors
@@ -145,17 +145,16 @@ def test_nprobe_takes_effect(tmp_path: Path) -> None:
     assert found[1] < 0.9 < 0.98 < found[128]
 
 
-def test_own_distances_are_approximate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inverted, "_FEW_ROWS", 0)
-    keys, queries = clustered(6000), clustered(5, seed=1)
-    filled(tmp_path, keys, index="IVF16,SQ8").optimize()
-    reader = FaissDatastore.open(
-        tmp_path / "store", dim=DIM, mode="r", index="IVF16,SQ8", exact_distances=False
-    )
-    found = reader.search(queries, 10)
-    exact = np.take_along_axis(true_distances(queries, keys), found.ids // 3, axis=1)
-    error = np.abs(found.distances - exact) / exact
-    assert 1e-5 < error.max() < 0.2
+def test_parameters_of_earlier_versions_are_ignored_with_one_warning(tmp_path: Path, caplog) -> None:
+    policy._warn_of_ignored.cache_clear()
+    keys = clustered(50)
+    filled(tmp_path, keys).close()
+    removed = {"neighbors": "index"}
+    for given in ({"exact_distances": True, "neighbors": "auto"}, removed, removed):
+        with FaissDatastore.open(tmp_path / "store", dim=DIM, mode="r", **given) as store:
+            assert store.search(keys[:1], 1).ids.tolist() == [[0]]
+    (line,) = caplog.messages
+    assert "ignores the parameter neighbors" in line
 
 
 @pytest.mark.parametrize("shift", [0, 200])
@@ -197,9 +196,7 @@ def test_parameters(tmp_path: Path) -> None:
         ({"index": "IVF4,PQ7"}, "does not work for dim 16"),
         ({"nprobe": -1}, "nprobe must be an integer >= 0, got -1"),
         ({"nprobe": "8"}, "nprobe must be an integer"),
-        ({"exact_distances": 1}, "true or false"),
-        ({"neighbors": "all"}, "auto, index or exact"),
-        ({"probes": 3}, "accepted: exact_distances, index, neighbors, nprobe, rerank"),
+        ({"probes": 3}, "accepted: index, nprobe, rerank"),
     ):
         with pytest.raises(ConfigError, match=message):
             FaissDatastore.open(tmp_path / "store", dim=DIM, **params)
@@ -269,56 +266,12 @@ def test_an_index_that_is_known_to_be_intact_is_not_read_again(tmp_path: Path) -
         assert store.verify() == []
 
 
-@pytest.mark.parametrize("metric", Metric)
-@pytest.mark.parametrize("index", ["IVF16,SQ4", "IVF16,PQ4x4fs"])
-def test_which_neighbors_and_which_distances_are_chosen_apart(
-    tmp_path: Path, index: str, metric: Metric, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(inverted, "_FEW_ROWS", 0)
-    keys, queries, k = clustered(4000), clustered(9, seed=1), 40
-    with filled(tmp_path, keys, metric=metric, index=index) as store:
-        store.optimize()
-        store.delete(IdRanges([(0, 300)]))
-    exact = -(queries @ keys.T) if metric is Metric.IP else ((queries[:, None] - keys) ** 2).sum(-1)
-    exact[:, :100] = np.inf
-
-    def searched(**params: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Rows, distances, and the exact distances of the same rows."""
-        given = {"index": index, "nprobe": 2, **params}
-        with FaissDatastore.open(tmp_path / "store", dim=DIM, metric=metric, mode="r", **given) as reader:
-            found = reader.search(queries, k)
-        assert (np.diff(found.distances, axis=1) >= 0).all()
-        rows = found.ids // 3
-        return rows, found.distances, np.take_along_axis(exact, rows, 1)
-
-    nearest = np.sort(np.argsort(exact, 1)[:, :k], 1)
-    rows, distances, true = searched(neighbors="exact")
-    np.testing.assert_array_equal(np.sort(rows, 1), nearest)
-    np.testing.assert_allclose(distances, true, rtol=1e-4, atol=1e-3)
-
-    rows, distances, true = searched(neighbors="exact", exact_distances=False)
-    np.testing.assert_array_equal(np.sort(rows, 1), nearest)
-    assert np.abs(distances - true).max() > 0.1
-    everything, coded, _ = searched(exact_distances=False, nprobe=16)
-    for row in range(len(queries)):  # as the index says when it visits all of its lists
-        shared, ours, theirs = np.intersect1d(rows[row], everything[row], return_indices=True)
-        assert len(shared) > 0
-        np.testing.assert_allclose(distances[row, ours], coded[row, theirs], rtol=1e-4, atol=1e-3)
-
-    rows, distances, true = searched(neighbors="index")
-    np.testing.assert_allclose(distances, true, rtol=1e-4, atol=1e-3)
-    approximate, distances, true = searched(exact_distances=False)
-    np.testing.assert_array_equal(np.sort(rows, 1), np.sort(approximate, 1))
-    assert np.abs(distances - true).max() > 0.1
-    assert (np.sort(rows, 1) != nearest).any()
-
-
 def test_an_index_whose_tables_are_larger_than_its_file_is_read(tmp_path: Path) -> None:
     """FAISS computes a table for every list of a product quantizer, and counts it as if it were read."""
     keys = clustered(12000, dim=32)
     with filled(tmp_path, keys, index="IVF256,PQ16") as store:
         store.optimize()
     assert 0 < max(path.stat().st_size for path in tmp_path.rglob("*.index")) < 256 * 16 * 256 * 4 / 8
-    params = {"index": "IVF256,PQ16", "neighbors": "index", "nprobe": 256}
+    params = {"index": "IVF256,PQ16", "nprobe": 256}
     with FaissDatastore.open(tmp_path / "store", dim=32, mode="r", **params) as reader:
         assert np.array_equal(reader.search(keys[:50], 1).ids[:, 0], np.arange(50) * 3)
