@@ -1,4 +1,4 @@
-"""A batch of positions whose next tokens are to be predicted: all that components may look at."""
+"""A batch of positions whose next tokens are predicted: the input of all components."""
 
 from dataclasses import dataclass, replace
 from typing import Self
@@ -10,38 +10,41 @@ from knnstore.lm.contexts import Contexts
 
 @dataclass(frozen=True)
 class Batch:
-    """n positions. A host of the mixture makes a batch for each step, and for each part of a scored text."""
+    """n positions whose next tokens are predicted.
+
+    One batch is made for each decoding step, and for each chunk of a text that is scored.
+    """
 
     keys: Tensor
     """The store's query at each position, float32, shape (n, d)."""
     lm_max: Tensor
-    """log p_LM of the token that the model finds likeliest, float32, shape (n,)."""
+    """log p_LM of the most probable token at each position, float32, shape (n,)."""
     lm_entropy: Tensor | None
-    """Entropy of p_LM in nats, float32, shape (n,); None where no setting looks at it."""
+    """Entropy of p_LM in nats, float32, shape (n,); None if no setting uses it."""
     vocabulary: int
-    """Tokens that the model predicts, v."""
+    """Number of tokens that the model predicts, v."""
     contexts: Contexts | None = None
-    """The positions in their texts; None where no component in use looks at the text."""
+    """The texts before the positions; None if no component in use needs the text."""
     targets: Tensor | None = None
-    """The next tokens, int64, shape (n,), where a text is scored."""
+    """The target tokens, int64, shape (n,), when a text is scored; None when tokens are generated."""
     is_text: Tensor | None = None
-    """Which positions are no padding, bool, shape (n,), in the processor's memory; None is all."""
+    """False at padding, bool, shape (n,), on the CPU; None means no padding."""
 
     def __len__(self) -> int:
         return len(self.lm_max)
 
     def select_rows(self, rows: slice) -> Self:
-        """Return the batch at some of its positions."""
+        """Return a batch of the selected positions."""
 
-        def chosen(column: Tensor | None) -> Tensor | None:
+        def select(column: Tensor | None) -> Tensor | None:
             return None if column is None else column[rows]
 
         return replace(
             self,
             keys=self.keys[rows],
             lm_max=self.lm_max[rows],
-            lm_entropy=chosen(self.lm_entropy),
+            lm_entropy=select(self.lm_entropy),
             contexts=None if self.contexts is None else self.contexts.select_rows(rows),
-            targets=chosen(self.targets),
-            is_text=chosen(self.is_text),
+            targets=select(self.targets),
+            is_text=select(self.is_text),
         )

@@ -1,7 +1,7 @@
-"""Positions of texts whose next tokens are to be predicted: what components look up.
+"""The contexts of positions whose next tokens are predicted; components retrieve for them.
 
-Both ways of reading make the same `Contexts`: a forward pass that goes on with texts (`Contexts.of_pass`),
-and documents that are scored window by window (`DocumentTexts`).
+`Contexts` are made from a forward pass that continues texts (`Contexts.of_pass`), or from documents that are
+scored window by window (`DocumentTexts`). `CutTexts` is the part of the texts near the positions.
 """
 
 from collections.abc import Sequence
@@ -19,45 +19,49 @@ Text = NDArray[np.integer[Any]]
 
 
 class CutTexts(NamedTuple):
-    """The texts of some contexts, without the tokens that are too far before every position."""
+    """The texts of contexts, without the tokens that are too far before every position."""
 
     texts: list[Text]
+    """Token ids of each text that has a position, shapes (n_i,)."""
     is_whole: list[bool]
-    """Which texts still begin where their documents begin."""
+    """True for each text that begins at the beginning of its document."""
     rows: Numbers
-    """Which of the contexts are positions of a text, ascending, shape (m,)."""
+    """Indices of the contexts that are not padding, ascending, int64, shape (m,)."""
     owners: Numbers
-    """The text of each of these rows, an index into `texts`, shape (m,)."""
+    """Index into `texts` for each of `rows`, int64, shape (m,)."""
     lengths: Numbers
-    """How many tokens of the cut text stand before the position of each of these rows, shape (m,)."""
+    """Number of tokens of the cut text before the position of each of `rows`, int64, shape (m,)."""
 
 
 @dataclass(frozen=True)
 class Contexts:
-    """n positions in texts. A text has no prefix: the token that comes before every document is left out."""
+    """n positions in texts. The texts do not contain the prefix token that precedes every document."""
 
     texts: Sequence[Text]
-    """Token ids, shapes (n_i,): up to the last position at least, or all that is known of a document."""
+    """Token ids of each text, shapes (n_i,): at least up to its last position, or the whole document."""
     is_whole: Sequence[bool]
-    """Which texts begin where a document begins."""
+    """True for each text that begins at the beginning of a document."""
     owners: Numbers
-    """The text of each position, an index into `texts`; -1 is padding, where nothing is found. Shape (n,)."""
+    """Index into `texts` for each position, int64, shape (n,); -1 at padding, where nothing is retrieved."""
     lengths: Numbers
-    """How many tokens of its text stand before each position, shape (n,)."""
+    """Number of tokens of the text before each position, int64, shape (n,)."""
     states: Sequence[TextState]
-    """The state of each text, of which the recent text is looked up; with the prefix, if there was one."""
+    """The state of each text, for the recent-text cache. Contains the prefix token, if the text had one."""
     ends: Numbers
-    """How many tokens of the state belong to each position, the last one being its own; shape (n,)."""
+    """Number of tokens of the state up to each position, int64, shape (n,).
+
+    The last of these tokens is the token that the model predicts from.
+    """
     known: dict[Any, Any]
-    """What components have computed of the texts; all selections of the positions share it."""
+    """Cache of values that components computed from the texts; all selections of the positions share it."""
 
     @classmethod
     def of_pass(cls, batch: TextBatch, prefix: int | None, kept: Tensor) -> Self:
-        """Describe positions of a forward pass.
+        """Create the contexts of positions of a forward pass.
 
         Args:
             batch: the b texts after the pass over t positions of each.
-            prefix: the token that comes before every document; None where none does.
+            prefix: the token that precedes every document; None if documents have no prefix.
             kept: indices into the b * t positions, int64, shape (n,), in any order.
         """
         texts, is_whole, headed = list[Text](), list[bool](), list[int]()
@@ -76,17 +80,25 @@ class Contexts:
 
     @classmethod
     def of_documents(cls, texts: Sequence[Text]) -> Self:
-        """Describe no position yet of whole documents, without states; see `at_positions`."""
+        """Create contexts of whole documents, without positions and states; see `at_positions`."""
         none = np.zeros(0, np.int64)
         return cls(texts, [True] * len(texts), none, none, (), none, {})
 
     def at_positions(self, owners: Numbers, lengths: Numbers) -> Self:
-        """Return the contexts at other positions of the same texts; see the class."""
+        """Return the contexts of other positions of the same texts.
+
+        Args:
+            owners: see `Contexts.owners`.
+            lengths: see `Contexts.lengths`. `ends` become 0.
+        """
         return replace(self, owners=owners, lengths=lengths, ends=np.zeros_like(lengths))
 
     @classmethod
     def joined(cls, parts: Sequence["Contexts"]) -> "Contexts":
-        """Put the positions of several contexts one after another."""
+        """Concatenate the texts and the positions of several contexts.
+
+        A single part is returned unchanged; otherwise `known` is empty.
+        """
         if len(parts) == 1:
             return parts[0]
         firsts = np.cumsum([0, *(len(part.texts) for part in parts)])
@@ -108,11 +120,14 @@ class Contexts:
         return len(self.owners)
 
     def select_rows(self, rows: slice | Numbers) -> Self:
-        """Return the contexts at some of the positions."""
+        """Return the contexts of the selected positions; texts and states stay the same."""
         return replace(self, owners=self.owners[rows], lengths=self.lengths[rows], ends=self.ends[rows])
 
     def targets(self, rows: Numbers) -> Numbers:
-        """Return the next tokens of some positions of texts, int64, shape (m,), which the texts must hold."""
+        """Return the target token of each selected position, int64, shape (m,).
+
+        The positions must not be padding, and the texts must contain the target tokens.
+        """
         owners, lengths, found = self.owners[rows], self.lengths[rows], np.empty(len(rows), np.int64)
         for text in np.unique(owners).tolist():
             of_text = owners == text
@@ -120,7 +135,12 @@ class Contexts:
         return found
 
     def cut(self, before: int) -> CutTexts:
-        """Cut the texts to what lies at most `before` tokens before a position, and one token after it."""
+        """Cut each text to the tokens near its positions.
+
+        A cut text begins `before` tokens before its first position (or at its beginning) and ends with the
+        target token of its last position, if the text contains this token. Texts without positions are left
+        out.
+        """
         rows = np.flatnonzero(self.owners >= 0)
         used, owners = np.unique(self.owners[rows], return_inverse=True)
         lengths = self.lengths[rows]
@@ -140,12 +160,12 @@ class Contexts:
 
 
 class DocumentTexts:
-    """Whole documents that are read window by window, one after another.
+    """Documents that are scored window by window, one document after another.
 
     Args:
-        texts: their tokens, shapes (n_i,).
-        prefix: the token that comes before every document; None where none does.
-        keys_kept: how many of the latest keys of a text are needed again.
+        texts: token ids of each document, shapes (n_i,).
+        prefix: the token that precedes every document; None if documents have no prefix.
+        keys_kept: number of the latest keys of a document that later batches need; 0 stores no keys.
     """
 
     def __init__(self, texts: Sequence[Text], prefix: int | None, keys_kept: int) -> None:
@@ -157,21 +177,23 @@ class DocumentTexts:
         self._known: dict[Any, Any] = {}
 
     def read_on(self, keys: Tensor, documents: Numbers, positions: Numbers) -> Contexts:
-        """Take in the keys of a batch of windows, and describe its positions.
+        """Append the keys of a batch of windows to the texts, and return the contexts of its positions.
+
+        Frees the memory of keys and texts that later positions do not need.
 
         Args:
-            keys: float32, shape (n, d).
-            documents: the document of each position, shape (n,). Each document's positions are together and
-                in order, and only the last document may go on in the next batch.
-            positions: in the document, shape (n,).
+            keys: float32, shape (n, d): the key at the token before each position.
+            documents: index of the document of each position, int64, shape (n,). The positions of a document
+                are adjacent and in order, and only the last document may continue in the next batch.
+            positions: position of the target token in its document, int64, shape (n,).
         """
-        # 1) Forget what no later position reaches.
+        # 1) Free keys and texts that no later position needs.
         for document in self._read:
             if document == documents[0]:
                 self._states[document].drop_keys(self._states[document].length - self._keys_kept)
             else:
                 self._states[document] = TextState()
-        # 2) Extend the texts. A key is that of the token before the position.
+        # 2) Extend the texts. The key of a position belongs to the token before it.
         headed = int(self._prefix is not None)
         starts = np.flatnonzero(np.diff(documents, prepend=-1))
         self._read = documents[starts].tolist()

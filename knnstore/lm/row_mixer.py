@@ -1,7 +1,7 @@
-"""Mixing the store into the logits of rows: what a host of the mixture calls at each step.
+"""Mixing the predictions of the store into the logits of rows; called at each decoding step.
 
-A row is one position of one text. Rows may have settings of their own, for example other domains; rows with
-the same settings are looked up together. Nothing here knows which program runs the model.
+A row is one position of one text. Each row may have its own settings, for example other domains; rows with
+the same settings are retrieved together. This module does not depend on the program that runs the model.
 """
 
 from collections.abc import Sequence
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
     from knnstore.lm.substitute import Heads
 
 _CHUNK_VALUES = 1 << 25
-"""Log-probabilities that are mixed at once: 128 MiB of float32."""
+"""Number of log-probabilities that are mixed at once: 128 MiB of float32."""
 
 Indices = NDArray[np.int64]
 
 
 class Rows(NamedTuple):
-    """n positions that a model has predicted from."""
+    """n positions with the model's logits and the store's queries."""
 
     logits: Tensor
-    """Shape (n, v), any floating type."""
+    """Logits of the model, shape (n, v), any floating dtype."""
     keys: Tensor
-    """The store's query at each, shape (n, d), on any device."""
+    """The store's query at each position, shape (n, d), on any device."""
     contexts: Contexts | None
-    """The positions in their texts; None where they are not known."""
+    """The texts before the positions; None if they are not known."""
     is_text: NDArray[np.bool_] | None = None
-    """Which positions are no padding, shape (n,); None is all."""
+    """False at padding, shape (n,); None means no padding."""
 
     def select(self, rows: Indices | slice) -> Self:
-        """Return some of the rows."""
+        """Return the selected rows."""
         at = rows if isinstance(rows, slice) else torch.from_numpy(rows)
         return self._replace(
             logits=self.logits[at],
@@ -54,11 +54,11 @@ class Rows(NamedTuple):
 
 
 class RowMixer:
-    """Mixes what is retrieved into logits, with settings for all rows or for each.
+    """Mixes retrieved predictions into logits, with the same settings for all rows or settings for each row.
 
     Args:
-        store: where to retrieve from.
-        heads: substitutes of the store; None is for settings without one.
+        store: the store to retrieve from.
+        heads: computes the substitute of the store; None is enough for settings without a substitute.
     """
 
     def __init__(self, store: Reader, heads: "Heads | None" = None) -> None:
@@ -70,16 +70,18 @@ class RowMixer:
         """Mix the store into the logits of rows.
 
         Args:
-            rows: n of them.
-            each: the settings of all rows, or of each; rows with the same object are looked up together.
+            rows: the n rows.
+            each: one settings object for all rows, or n, one for each row. Rows with the same object form a
+                group and are retrieved together.
 
         Returns:
-            log p of the mixture, float32, shape (n, v), where anything was found, and the model's logits
-            elsewhere; the given tensor itself where nothing was found for any row.
+            Shape (n, v). For each group of rows: log p of the mixture, float32, if a component found anything
+            for one of its rows or the settings have a substitute; else the model's logits. If all rows are
+            one group without a result, the unchanged tensor ``rows.logits``.
 
         Raises:
-            ConfigError: there are neither one nor n settings; or settings need the texts, which are not
-                known.
+            ConfigError: `each` has neither one nor n settings; or the settings need the texts, and the texts
+                are not known; or they need a substitute, and `heads` is None.
         """
         count = len(rows.logits)
         if len(each) not in (1, count):
@@ -96,13 +98,16 @@ class RowMixer:
         return mixed
 
     def likelihoods(self, rows: Rows, targets: Tensor, settings: KNNSettings, count: int) -> Likelihoods:
-        """Compute what the mixture gives to the next token of each row, and to the likeliest tokens.
+        """Compute the mixture's log-probabilities of the target tokens and of the most probable tokens.
 
         Args:
-            rows: n of them.
-            targets: the next tokens, int64, shape (n,).
-            settings: of all rows.
-            count: of the likeliest tokens, at most the whole vocabulary.
+            rows: the n rows.
+            targets: the target tokens, int64, shape (n,).
+            settings: the settings of all rows.
+            count: number of most probable tokens to return; at most the size of the vocabulary is returned.
+
+        Raises:
+            ConfigError: see `mix`.
         """
         count = min(count, rows.logits.shape[1])
         log_probs = rows.logits.float().log_softmax(-1)
@@ -114,7 +119,7 @@ class RowMixer:
         return mixture.likelihoods(below, targets, count)
 
     def _mix_alike(self, rows: Rows, settings: KNNSettings) -> Tensor:
-        """Mix rows with the same settings."""
+        """Mix rows that have the same settings, in chunks; the result is as for `mix` with one group."""
         if settings.is_model_alone:
             return rows.logits
         is_anything_found = settings.substitute is not None
@@ -134,7 +139,10 @@ class RowMixer:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _mix_substitute(self, settings: KNNSettings, log_probs: Tensor, keys: Tensor) -> Tensor:
-        """Mix the settings' substitute into log p of the model, shape (n, v)."""
+        """Mix the settings' substitute into log p of the model, shape (n, v).
+
+        Returns `log_probs` unchanged if the settings have no substitute.
+        """
         if settings.substitute is None:
             return log_probs
         if self._heads is None:
@@ -143,10 +151,10 @@ class RowMixer:
 
 
 def _batch(rows: Rows, log_probs: Tensor, settings: KNNSettings, targets: Tensor | None = None) -> Batch:
-    """Describe rows for `look_up`.
+    """Create the batch of rows that `look_up` takes.
 
     Raises:
-        ConfigError: the settings need the texts, which are not known.
+        ConfigError: the settings need the texts, and the texts are not known.
     """
     if settings.needs_text and rows.contexts is None:
         raise ConfigError(

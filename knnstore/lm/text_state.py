@@ -1,15 +1,15 @@
-"""The memory of a text that a model is reading: its tokens, and what the model's states made of them.
+"""The state of a text that a model processes: its tokens, their keys, and hidden states if keys join several.
 
-A prediction needs more than the model's own cache: a key may join the states of several tokens, the
-recent-text cache compares with the keys of the same text, and n-grams need its tokens. A host keeps one
-`TextState` for each text, next to the model's cache of that text, and lets `append_pass` extend it after
-every forward pass::
+The model's KV cache is not enough to predict with a store: a key may join the hidden states of several
+tokens, the recent-text cache compares keys of the same text, and n-grams need its tokens. A program that runs
+the model keeps one `TextState` for each text, next to the KV cache of that text, and calls `append_pass`
+after every forward pass::
 
     texts = [TextState() for _ in prompts]
     ...                                             # one forward pass over t new tokens of each text
     keys, batch = append_pass(texts, tokens, states, is_text, joining, project)
     ...                                             # retrieve with the keys; predict
-    texts[0].truncate(length)                       # tokens were taken back, e.g. a rejected draft
+    texts[0].truncate(length)                       # tokens were removed, e.g. a rejected draft
     beam = texts[0].fork()                          # the text continues in two ways
 
 Nothing is shared between texts, so rows of a batch may be reordered, copied and dropped.
@@ -28,14 +28,14 @@ from knnstore.lm.keys import Joining
 Tokens = NDArray[np.int64]
 
 _NO_TOKEN = -1
-"""In place of a token that is not known, because the model was given embeddings, and at padding."""
+"""Stored in place of each token of a pass that the model received as embeddings."""
 
 _ROOM = 64
-"""Positions that are allocated beyond a text's end at least, so that most steps copy nothing."""
+"""Least number of positions that are allocated beyond a text's end, so that most steps do not copy."""
 
 
 class TextState:
-    """The tokens of one text, with the keys, and the states where keys join several, that belong to them.
+    """The tokens of one text and their keys; also their hidden states, if a key joins several states.
 
     Attributes:
         length: number of tokens, >= 0.
@@ -47,11 +47,11 @@ class TextState:
         self._keys: Tensor | None = None
         self._states: Tensor | None = None
         self._unknown_stop = 0
-        self._first_key = 0  # position of the first key that is kept
+        self._first_key = 0  # position of the first key that was not dropped
 
     @property
     def has_all_tokens(self) -> bool:
-        """Whether every token is known; False where a part of the text was given as embeddings."""
+        """True if every token id is known; False if the model received a part of the text as embeddings."""
         return self._unknown_stop == 0
 
     def tokens(self, start: int, stop: int) -> Tokens:
@@ -68,11 +68,11 @@ class TextState:
         return self._keys[start - self._first_key : stop - self._first_key]
 
     def last_states(self, count: int, like: Tensor) -> Tensor:
-        """Return the states of the last `count` tokens, oldest first; zeros before the text's beginning.
+        """Return the hidden states of the last `count` tokens, oldest first; zeros before the text begins.
 
         Args:
             count: >= 0.
-            like: a tensor of the states' width in its last dimension, and of their dtype and device.
+            like: a tensor with the width (last dimension), dtype and device of the result.
 
         Returns:
             Shape (count, width).
@@ -85,12 +85,13 @@ class TextState:
         return states
 
     def append(self, tokens: Tokens | None, keys: Tensor, states: Tensor | None) -> None:
-        """Add the tokens of a forward pass.
+        """Append the tokens of a forward pass. Does nothing if n is 0.
 
         Args:
-            tokens: int64, shape (n,); None where the model was given embeddings without tokens.
+            tokens: int64, shape (n,); None if the model received embeddings without tokens.
             keys: float32, shape (n, d).
-            states: shape (n, width); None where a key is one state, so that nobody needs them again.
+            states: hidden states, shape (n, width); None if a key is a single state, because later keys do
+                not need them.
         """
         start, stop = self.length, self.length + len(keys)
         if stop == start:
@@ -108,7 +109,7 @@ class TextState:
         self.length = stop
 
     def truncate(self, length: int) -> None:
-        """Take back all tokens from position `length` on; nothing where the text is no longer than that."""
+        """Remove all tokens from position `length` on. Does nothing if the text is not longer."""
         if length >= self.length:
             return
         self.length = max(0, length)
@@ -116,14 +117,14 @@ class TextState:
             self._unknown_stop = 0
 
     def drop_keys(self, stop: int) -> None:
-        """Free the memory of the keys before position `stop`, which nobody needs any more."""
+        """Drop the keys before position `stop` and free their memory."""
         dropped = min(stop, self.length) - self._first_key
         if self._keys is not None and dropped > 0:
             self._keys = self._keys[dropped : self.length - self._first_key].clone()
             self._first_key += dropped
 
     def fork(self) -> "TextState":
-        """Return a copy that is continued on its own."""
+        """Return an independent copy; changes of one text do not change the other."""
         copy = TextState()
         copy.length, copy._unknown_stop = self.length, self._unknown_stop
         copy._tokens = self._tokens[: self.length].copy()
@@ -135,16 +136,17 @@ class TextState:
 
 
 class TextBatch(NamedTuple):
-    """The b texts of a forward pass over t positions, as they are after the pass.
+    """The b texts of a forward pass over t positions, after the pass.
 
-    Later passes may extend the texts: what this pass has read ends at `stops`.
+    Later passes may extend the same texts; the tokens up to the end of this pass are those before `stops`.
     """
 
     texts: Sequence[TextState]
+    """The state of each text."""
     stops: Sequence[int]
     """Length of each text after the pass."""
     is_text: NDArray[np.bool_]
-    """Which positions of the pass are tokens of a text, shape (b, t); the others are padding."""
+    """True where a position of the pass is a token of a text, False at padding; shape (b, t)."""
 
     @property
     def starts(self) -> list[int]:
@@ -154,7 +156,7 @@ class TextBatch(NamedTuple):
 
     @property
     def has_all_tokens(self) -> bool:
-        """Whether every token of every text is known."""
+        """True if every token id of every text is known."""
         return all(text.has_all_tokens for text in self.texts)
 
 
@@ -167,18 +169,18 @@ def append_pass(
     joining: Joining,
     project: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, TextBatch]:
-    """Extend texts by the tokens of one forward pass, and make the keys of these.
+    """Compute the keys of one forward pass, and append its tokens and keys to the texts.
 
     Args:
-        texts: b texts.
-        tokens: of the pass, int64, shape (b, t); None where it was given embeddings alone.
-        states: what the model had at the place of the keys, shape (b, t, width).
-        is_text: which positions are tokens of the texts and no padding, shape (b, t); None is all.
-        joining: which states make a key.
-        project: makes the store's keys of joined states.
+        texts: the b texts; they are changed.
+        tokens: token ids of the pass, int64, shape (b, t); None if the model received embeddings only.
+        states: hidden states at the place of the keys, shape (b, t, width).
+        is_text: True at tokens of the texts, False at padding, shape (b, t); None means no padding.
+        joining: the states that make a key.
+        project: converts joined states, shape (..., width), to the store's keys, float32, shape (..., d).
 
     Returns:
-        The keys, float32, shape (b, t, d), undefined at padding; and the batch.
+        The keys, float32, shape (b, t, d), undefined at padding; and the texts after the pass.
     """
     length, states = states.shape[1], states.detach()
     if is_text is None:
@@ -196,7 +198,10 @@ def append_pass(
 
 
 def _join(texts: Sequence[TextState], states: Tensor, is_text: NDArray[np.bool_], joining: Joining) -> Tensor:
-    """Join the states of a pass with each other and with those before them, shape (b, t, width)."""
+    """Join the hidden states of a pass with those of the previous tokens of each text.
+
+    Returns float32, shape (b, t, width); undefined at padding.
+    """
     count = len(joining.discounts)
     before = torch.stack([text.last_states(count, states) for text in texts])
     all_states = torch.cat([before, states], 1)
@@ -209,7 +214,10 @@ def _join(texts: Sequence[TextState], states: Tensor, is_text: NDArray[np.bool_]
 
 
 def _write(buffer: Tensor | None, rows: Tensor, start: int) -> Tensor:
-    """Write rows into a buffer from `start` on; return it, or a larger one with the rows before `start`."""
+    """Write rows into a buffer from `start` on, and return the buffer.
+
+    Returns a new, larger buffer with a copy of the rows before `start`, if `buffer` is None or too small.
+    """
     stop = start + len(rows)
     if buffer is None or stop > len(buffer):
         capacity = max(stop + _ROOM, 0 if buffer is None else 2 * len(buffer))

@@ -1,4 +1,4 @@
-"""Where keys come from: places in a model, capture in a forward pass, joining, projection, fingerprints."""
+"""Making keys with a model: places, capture in a forward pass, joining, projection; and fingerprints."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""How keys are read from the forward pass of a model."""
+"""Capturing keys during the forward pass of a model, with forward hooks of torch."""
 
 import threading
 from contextlib import ExitStack
@@ -20,35 +20,39 @@ Side = Literal["input", "output"]
 
 @dataclass(frozen=True, slots=True)
 class KeyLocation:
-    """The tensor that serves as key: what one module of a model takes in or gives out.
+    """The tensor that serves as key: the input or the output of one module of a model.
 
     ``str(location)`` is the canonical name, e.g. ``transformer.h.3.mlp:input``, which
-    `knnstore.lm.keys.places.locate` takes back.
+    `knnstore.lm.keys.places.locate` accepts.
     """
 
     path: str
     """The module's dotted path in the model."""
 
     side: Side
-    """Whether the key is its input or its output."""
+    """``input`` if the key is the module's input, ``output`` if it is the output."""
 
     def __str__(self) -> str:
         return f"{self.path}:{self.side}"
 
 
 def key_dim(model: PreTrainedModel, location: KeyLocation) -> int:
-    """Return the number of components of the keys, by trying two tokens."""
+    """Return the number of components of a key. Runs the model once on two tokens to find it.
+
+    Raises:
+        ConfigError: see `KeyCapture.keys`.
+    """
     keys, _ = hidden_forward(model, location, torch.zeros((1, 2), dtype=torch.long, device=model.device))
     return keys.shape[-1]
 
 
 def hidden_forward(model: PreTrainedModel, location: KeyLocation, input_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Run a causal language model without its output head, gradients and cache.
+    """Run a causal language model without its output head, without gradients and without a KV cache.
 
     Args:
         model: the model, in evaluation mode.
-        location: where the keys are.
-        input_ids: int64, shape (b, t), on the model's device; padded on the right, if at all.
+        location: the tensor that serves as key.
+        input_ids: int64, shape (b, t), on the model's device; padding is allowed on the right only.
 
     Returns:
         The keys, shape (b, t, d), and the final hidden states, shape (b, t, h), in the model's dtype.
@@ -62,10 +66,13 @@ def hidden_forward(model: PreTrainedModel, location: KeyLocation, input_ids: Ten
 
 
 def keys_forward(model: PreTrainedModel, location: KeyLocation, input_ids: Tensor) -> Tensor:
-    """Run a causal language model only as far as its keys; what lies behind them costs nothing.
+    """Run a causal language model and stop as soon as the keys are captured; later layers do not run.
 
-    The module that holds the keys must be called once in a forward pass. Arguments, errors and keys are
-    those of `hidden_forward`.
+    The keys are taken from the first call of the module, so a model must call it only once in a forward
+    pass. Arguments and errors are the same as for `hidden_forward`.
+
+    Returns:
+        The keys, shape (b, t, d), in the model's dtype.
     """
     with torch.inference_mode(), KeyCapture(model, location, stop=True) as capture:
         model.base_model(input_ids, use_cache=False)
@@ -73,24 +80,27 @@ def keys_forward(model: PreTrainedModel, location: KeyLocation, input_ids: Tenso
 
 
 class _Reached(BaseException):
-    """Ends a forward pass whose keys were captured; no `except Exception` of a model may stop it."""
+    """Raised to end a forward pass when its keys are captured.
+
+    A BaseException, so that an ``except Exception`` in a model's code does not catch it.
+    """
 
 
-_module_at = cache(attrgetter)  # `get_submodule` checks each step of the way, with every token
-_registration = threading.Lock()  # torch numbers its hooks without a lock of its own
+_module_at = cache(attrgetter)  # faster than `get_submodule`, and called for every decoded token
+_registration = threading.Lock()  # torch numbers its hooks without a lock
 
 
 class KeyCapture:
-    """A context in which forward passes of the calling thread leave their keys behind.
+    """Context manager that captures the keys of forward passes that the calling thread runs.
 
-    The passes have the precision that the caller's autocast asks for, see `knnstore.lm.keys.precision`.
-    The hook is removed when the context ends, also by an exception. Other threads may run the
-    same model at the same time, each with a capture of its own.
+    The passes run in the precision of the caller's autocast, see `knnstore.lm.keys.precision`. The hook is
+    removed when the context ends, also after an exception. Other threads may run the same model at the same
+    time; each thread uses its own `KeyCapture`.
 
     Args:
-        model: a model that holds the location.
+        model: a model that has the location's module.
         location: the tensor to capture.
-        stop: end the forward pass, and with it the ``with`` block, when the keys are there.
+        stop: end the forward pass, and with it the ``with`` block, as soon as the keys are captured.
     """
 
     def __init__(self, model: PreTrainedModel, location: KeyLocation, *, stop: bool = False) -> None:
@@ -123,16 +133,16 @@ class KeyCapture:
         """Return the keys of the latest forward pass and forget them.
 
         Returns:
-            Shape (batch, length, d), as the pass's input, in the model's dtype, cut from the autograd graph.
+            Shape (batch, length, d), in the model's dtype, detached from the autograd graph.
 
         Raises:
-            ConfigError: the pass did not reach the location, or what is there is not one vector
-                for each input token.
+            ConfigError: the pass did not call the location's module, or the captured tensor is not one
+                vector for each input token.
         """
         captured, self._captured = self._captured, None
         if captured is None:
             raise ConfigError(f"key {self.location}: no tensor came by; choose a module that the model calls")
-        # Some models (OPT) flatten batch and sequence before the feed-forward part.
+        # Some models (OPT) flatten batch and sequence before the feed-forward layer.
         if captured.ndim < 2 or captured.shape[:-1].numel() != batch * length:
             raise ConfigError(
                 f"key {self.location}: its shape {tuple(captured.shape)} is not one vector for each of "
@@ -140,7 +150,7 @@ class KeyCapture:
             )
         return captured.detach().reshape(batch, length, -1)
 
-    # While another thread adds or removes its hook, torch may call that one without the keywords.
+    # While another thread adds or removes a hook, torch may call this hook without the keywords.
     def _keep_input(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         self._keep((*args, *(kwargs or {}).values()))
 
@@ -157,12 +167,12 @@ class KeyCapture:
 
 
 def keep_positions(values: Tensor, logits_to_keep: int | Tensor) -> Tensor:
-    """Take the positions that a model predicts from, as transformers does before the output head.
+    """Select the positions whose logits are computed, as transformers does before the output head.
 
     Args:
         values: shape (b, t, ...).
-        logits_to_keep: how many of the last positions (0 is all); or positions, shape (p,) or
-            (b, p); or a bool mask, shape (b, t), which flattens batch and positions.
+        logits_to_keep: the number of last positions (0 selects all); or the positions, int64, shape (p,)
+            or (b, p); or a bool mask, shape (b, t), which flattens batch and positions.
 
     Returns:
         Shape (b, p, ...), or (n, ...) for a bool mask.

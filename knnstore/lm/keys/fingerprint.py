@@ -1,4 +1,4 @@
-"""Telling whether a model and a tokenizer are those that a store was made with."""
+"""Fingerprints of models and tokenizers, to check that a store is used with the ones it was made with."""
 
 import base64
 import hashlib
@@ -24,8 +24,9 @@ _SAYS_NOTHING = frozenset(
         "tokenizer_class", "torch_dtype", "transformers_version", "use_cache",
     )
 )  # fmt: skip
-"""Of a configuration: names, what counts in training or for an output alone, how the same is computed."""
+"""Fields of a configuration that do not change the hidden states of a forward pass."""
 _IN_TRAINING = ("drop", "initializer", "_loss", "loss_", "summary_", "label")
+"""Parts of the names of fields that matter in training only; fields with them are ignored as well."""
 
 _PROBES = (
     "The quick brown fox jumps over 12,345.67 lazy dogs.",
@@ -36,12 +37,14 @@ _PROBES = (
 
 
 def model_fingerprint(model: PreTrainedModel) -> str:
-    """Describe a model by a few evenly spaced values of each weight, as they are in its precision.
+    """Compute a fingerprint of a model from its configuration and 16 evenly spaced values of each weight.
+
+    The values are read in the precision in which the model is loaded. `same_model` compares two fingerprints.
 
     Returns:
-        SHA-256 of the values, hexadecimal; the values themselves, little-endian float32; what of the
-        configuration changes a forward pass, as JSON. Both in base64, with colons between. `same_model`
-        compares two.
+        Three parts with colons between them: the SHA-256 of the values, hexadecimal; the values,
+        little-endian float32, in base64; and the fields of the configuration that change a forward pass,
+        JSON in base64.
     """
     values = []
     for _, weight in sorted(model.state_dict().items()):
@@ -56,13 +59,14 @@ def model_fingerprint(model: PreTrainedModel) -> str:
 
 
 def same_model(one: str, other: str) -> bool:
-    """Whether two fingerprints are of one checkpoint, opened in float32, float16 or bfloat16 each.
+    """Check whether two fingerprints describe the same checkpoint.
 
-    Of the configuration what both know must be equal: versions of transformers add fields, and fingerprints
-    of earlier versions of knnstore have none.
+    Each model may have been loaded in float32, float16 or bfloat16. Only fields that both configurations have
+    are compared, because versions of transformers add fields. Fingerprints of earlier versions of knnstore
+    have no configuration.
 
     Raises:
-        CatalogError: one is not a fingerprint.
+        CatalogError: one of the strings is not a fingerprint.
     """
     if one == other:
         return True
@@ -75,6 +79,7 @@ def same_model(one: str, other: str) -> bool:
 
 
 def _same_sample(one: str, other: str) -> bool:
+    """Compare the parts of two fingerprints: configurations first, then the values up to rounding."""
     (_, *first), (_, *second) = (text.split(":") for text in (one, other))
     configs = [json.loads(base64.b64decode(of[1])) for of in (first, second) if len(of) > 1]
     if len(configs) == 2 and not _agree(*configs):
@@ -87,7 +92,7 @@ def _same_sample(one: str, other: str) -> bool:
 
 
 def _forward_pass(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a configuration changes the states of a forward pass."""
+    """Return the fields of a configuration that change a forward pass; nested configurations likewise."""
     return {
         name: _forward_pass(value) if isinstance(value, Mapping) else value
         for name, value in config.items()
@@ -96,24 +101,28 @@ def _forward_pass(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _agree(one: Any, other: Any) -> bool:
-    """Whether all that two configurations both have is equal."""
+    """Check that the fields that two configurations share are equal, nested configurations included."""
     if not (isinstance(one, Mapping) and isinstance(other, Mapping)):
         return bool(one == other)
     return all(_agree(one[name], other[name]) for name in one.keys() & other.keys())
 
 
 def _may_be_rounded(fine: Tensor, coarse: Tensor) -> Tensor:
-    """Where `coarse` is `fine` in another precision, or both may be one number in two precisions."""
+    """Return a mask of the values that may be the same number, with `coarse` in a lower precision.
+
+    True where `coarse` equals `fine` or `fine` rounded to float16 or bfloat16; and where `fine` is a float16,
+    `coarse` a bfloat16, and one float32 may have been rounded to both.
+    """
     half, brain = fine.half().float(), fine.bfloat16().float()
     rounded = (coarse == fine) | (coarse == half) | (coarse == brain)
-    # What a float16 was rounded from, and a bfloat16 too, lies within half a step of the float16.
+    # The float32 value that was rounded to a float16 lies within half a step of that float16.
     step = fine.abs() * 2**-11 + 2**-25
     between = ((fine - step).bfloat16() <= coarse) & (coarse <= (fine + step).bfloat16())
     return rounded | ((fine == half) & (coarse == coarse.bfloat16()) & between)
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Hash the vocabulary, the special tokens and what becomes of some difficult texts.
+    """Hash a tokenizer: its vocabulary, its BOS and EOS tokens, and the tokens of four difficult texts.
 
     Returns:
         SHA-256, hexadecimal.

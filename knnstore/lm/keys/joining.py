@@ -1,12 +1,12 @@
-"""Keys that remember: the state of a token joined with those of the tokens before it.
+"""Keys that join the hidden state of a token with the hidden states of the previous tokens.
 
     key_t = h_t + a_1 P h_(t-1) + a_2 P P h_(t-2) + ...
 
-A sum is no wider than one state and needs nothing that is fitted. P moves every component on by one: states
-whose components were moved differently are close to orthogonal, so that the distance of two sums is close to
-the sum of the distances (Sahlgren, Holst & Kanerva 2008: permutations encode the order of words). The states
-are of one place in the model, hence of one spread; the discounts a_i say how much less what came before
-counts. Before a text's first token there are no states: zeros stand for them.
+h_t is the hidden state of token t at one place in the model. P rotates a vector by one component, and the
+discounts a_i weight the earlier states. The sum is as wide as one state, and no parameter is fitted. States
+that were rotated by different amounts are close to orthogonal, so the squared distance of two sums is close
+to the weighted sum of the squared distances of their states (Sahlgren, Holst & Kanerva 2008: permutations
+encode the order of words). Positions before a text's first token count as zero vectors.
 """
 
 from collections.abc import Sequence
@@ -20,30 +20,32 @@ from torch.nn.functional import pad
 
 from knnstore.errors import ConfigError
 
-_FIRST, _FURTHER = 0.5, 0.7  # of the states tried, .5 and .35 were the best first two discounts
+_FIRST, _FURTHER = 0.5, 0.7  # 0.5 and 0.35 were the best first two discounts in tests
 
 
 @dataclass(frozen=True, slots=True)
 class Joining:
-    """Which states make a key: that of its token, and those before it at a discount.
+    """How many hidden states a key joins, and the discount of each earlier state.
 
-    ``str(joining)`` stands behind the canonical name of the place in a store's identity, e.g.
-    ``transformer.h.3.mlp:input +0.5 +0.35``, and is empty where a key is one state.
+    A store's identity has ``str(joining)`` after the name of the place, e.g.
+    ``transformer.h.3.mlp:input +0.5 +0.35``. It is empty if a key is a single state.
     """
 
     discounts: tuple[float, ...] = ()
-    """Of the state before, of the one before that, and so on."""
+    """Discount of the previous token's state, then of the token before it, and so on; empty for one state."""
 
     @classmethod
     def of(cls, states: int, discounts: Sequence[float] | None = None) -> Self:
-        """Join so many states.
+        """Create a joining of a number of states.
 
         Args:
-            states: >= 1.
-            discounts: of all states but the first, > 0; default 0.5, 0.35 and so on, each 0.7 of the last.
+            states: number of states in a key, the token's own state included, >= 1.
+            discounts: one for each earlier state, > 0 and finite; default 0.5, 0.35 and so on, each 0.7
+                times the discount before it.
 
         Raises:
-            ConfigError: one is out of range, or they do not fit together.
+            ConfigError: `states` or a discount is out of range, or the number of discounts is not
+                ``states - 1``.
         """
         if states < 1:
             raise ConfigError(f"a key is made of at least 1 state, got {states}")
@@ -59,10 +61,10 @@ class Joining:
 
     @classmethod
     def parse(cls, key: str) -> tuple[str, Self]:
-        """Divide a key's name, as in a store's identity, into that of its place and the joining.
+        """Split a store's key name into the name of the place and the joining.
 
         Raises:
-            ConfigError: it is not such a name.
+            ConfigError: the part after the place is not a list of discounts like ``+0.5 +0.35``.
         """
         place, *joined = key.split(" ")
         if all(part.startswith("+") for part in joined):
@@ -75,26 +77,26 @@ class Joining:
 
     @property
     def states(self) -> int:
-        """How many there are in a key."""
+        """Number of states in a key, the token's own state included, >= 1."""
         return 1 + len(self.discounts)
 
     def __call__(self, states: Tensor, attended: Tensor | None = None) -> Tensor:
-        """Make keys of the states of some texts, each from its beginning.
+        """Compute the keys of whole texts from their states.
 
         Args:
             states: shape (b, t, d).
-            attended: False at padding, wherever that is, bool, shape (b, t); None is all True.
+            attended: bool, shape (b, t), False at padding, which may be anywhere; None means no padding.
 
         Returns:
-            Shape (b, t, d); float32, but where a key is one state as they are. Not to be read at padding.
+            Shape (b, t, d), float32; the unchanged `states` if a key is a single state. Undefined at padding.
         """
         if not self.discounts:
             return states
         if attended is None:
             return self.after(pad(states, (0, 0, len(self.discounts), 0)))
         states = states.float()
-        read = attended.cumsum(1) - 1  # how many tokens of the text are before each
-        columns = (~attended).to(torch.uint8).argsort(dim=1, stable=True)  # where these are, in order
+        read = attended.cumsum(1) - 1  # number of tokens of the text before each position
+        columns = (~attended).to(torch.uint8).argsort(dim=1, stable=True)  # their columns, in order
         keys = states
         for back, discount in enumerate(self.discounts, 1):
             at = columns.take_along_dim((read - back).clamp(min=0), 1)
@@ -103,13 +105,14 @@ class Joining:
         return keys
 
     def after(self, states: Tensor) -> Tensor:
-        """Make keys of the states of some texts without padding, but for the first, which are before them.
+        """Compute the keys of the last t positions of texts without padding.
 
         Args:
-            states: shape (b, discounts + t, d); zeros where a text has not begun.
+            states: shape (b, len(discounts) + t, d): the states of the previous tokens, then of the t
+                positions; zeros before the beginning of a text.
 
         Returns:
-            As of a call, shape (b, t, d).
+            float32, shape (b, t, d).
         """
         states, count = states.float(), len(self.discounts)
         length = states.shape[1] - count

@@ -1,14 +1,16 @@
-"""The places in a model where keys can be taken: found from its structure, called alike in every model.
+"""Finding the places in a model where keys are taken. The names of places are the same for every model.
 
-In a layer that normalizes first, as most do, these are the places of two of the names::
+The places are found from the structure of the model. Most layers normalize first (pre-norm); in these layers
+two of the names mean::
 
     x ──┬── norm ── attention ── + ──┬── norm ──┬── feed-forward ── + ──
         └────────────────────────┘   │          └ ffn_input         │
                                      ├ ffn_input_before_norm        │
                                      └──────────────────────────────┘
 
-Where a layer runs attention and feed-forward side by side, or normalizes last, the name stands for the
-same tensor: what enters the part, and what the normalization right before that took in.
+The definition is the same for layers that run attention and feed-forward in parallel, or that normalize last:
+``ffn_input`` is the input of the feed-forward module, and ``ffn_input_before_norm`` is the input of the
+normalization whose output is ``ffn_input``.
 """
 
 import re
@@ -23,16 +25,16 @@ from knnstore.errors import ConfigError
 from knnstore.lm.keys.capture import KeyCapture, KeyLocation, key_dim
 
 LAYER_PLACES = ("ffn_input", "ffn_input_before_norm", "attention_input", "attention_input_before_norm")
-"""The names of places in a layer: the last one, unless ``@LAYER`` follows."""
+"""Names of the places in a layer: the last layer, unless ``@LAYER`` follows the name."""
 
 FINAL_PLACES = ("final_hidden", "final_hidden_before_norm")
-"""The names of places behind the layers."""
+"""Names of the places after the last layer."""
 
 AUTO = "auto"
-"""``ffn_input`` if the model has that place, else ``final_hidden``, as in a model without attention."""
+"""``ffn_input`` if the model has this place, else ``final_hidden``."""
 
 _FEED_FORWARD = re.compile(r"mlp|ffn|feed_?forward|moe|experts", re.IGNORECASE)
-"""Matches the name or the class of a feed-forward part."""
+"""Pattern that matches the attribute name or the class name of a feed-forward module."""
 
 _NAME = re.compile(r"(final_hidden|ffn_input|attention_input)(_before_norm)?(?:@(-?\d+))?")
 
@@ -42,17 +44,18 @@ def locate(model: PreTrainedModel, key: str = "ffn_input") -> KeyLocation:
 
     The names are those of Khandelwal et al. 2020, table 5, whose best key is ``ffn_input``:
 
-    - ``ffn_input``: what enters the feed-forward part of the last layer;
-    - ``attention_input``: what enters its attention;
-    - ``final_hidden``: what the decoder gives to the output head.
+    - ``ffn_input``: the input of the feed-forward module of the last layer;
+    - ``attention_input``: the input of the attention module of the last layer;
+    - ``final_hidden``: the output of the decoder, which is the input of the output head.
 
-    ``_before_norm`` behind a name is what the layer normalization right before the place took in. ``@LAYER``
-    behind one of the first two takes another layer: ``@0`` is the first and ``@-2`` the last but
-    one. ``auto`` is ``ffn_input``, or ``final_hidden`` in a model that has no such part. Anything else is the
-    path of a module, with ``:input`` (the default) or ``:output`` after it.
+    A name with ``_before_norm`` means the input of the normalization whose output is the named tensor. A
+    number selects another layer for the first two names: ``ffn_input@0`` is in the first layer and
+    ``ffn_input@-2`` in the last but one. ``auto`` is ``ffn_input``, or ``final_hidden`` if the model has no
+    ``ffn_input`` with one vector for each token. Any other key is the dotted path of a module, followed by
+    ``:input`` (the default) or ``:output``.
 
     Raises:
-        ConfigError: the model has no such place; names the candidates.
+        ConfigError: the model does not have the place; the message names candidates.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -64,25 +67,25 @@ def locate(model: PreTrainedModel, key: str = "ffn_input") -> KeyLocation:
         return _locate_default(model)
     named = _NAME.fullmatch(key)
     if not named:
-        return _of_module(model, key)
+        return _locate_module(model, key)
     place, before_norm, layer = named.groups()
     if place == "final_hidden":
         if layer is not None:
             raise ConfigError(f"key {key!r}: final_hidden is behind all layers; leave the @{layer} out")
         location = KeyLocation(_path_of(model, _decoder(model)), "output")
     else:
-        part = _part(model, key, place, -1 if layer is None else int(layer))
+        part = _find_layer_module(model, key, place, -1 if layer is None else int(layer))
         location = KeyLocation(_path_of(model, part), "input")
-    return _before_norm(model, key, location) if before_norm else location
+    return _find_norm_input(model, key, location) if before_norm else location
 
 
 def layer_count(model: PreTrainedModel) -> int:
-    """Return how many decoder layers a model has."""
+    """Return the number of decoder layers of a model."""
     return len(_layers(model))
 
 
 def _locate_default(model: PreTrainedModel) -> KeyLocation:
-    """Return the first of the default places that gives one vector for each token."""
+    """Return ``ffn_input`` if it gives one vector for each token, else ``final_hidden``."""
     try:
         location = locate(model, LAYER_PLACES[0])
         key_dim(model, location)
@@ -91,22 +94,38 @@ def _locate_default(model: PreTrainedModel) -> KeyLocation:
     return location
 
 
-def _of_module(model: PreTrainedModel, key: str) -> KeyLocation:
+def _locate_module(model: PreTrainedModel, key: str) -> KeyLocation:
+    """Find a location by the path of its module, ``PATH``, ``PATH:input`` or ``PATH:output``.
+
+    Raises:
+        ConfigError: the model has no module of this path, or the side is neither input nor output.
+    """
     path, colon, side = key.rpartition(":")
     if not colon:
         path, side = key, "input"
     if side not in ("input", "output"):
         raise ConfigError(f"key {key!r}: after the colon stands 'input' or 'output', not {side!r}")
     if not path or path not in dict(model.named_modules()):
+        candidates = _describe_candidates(_layers(model)[-1], model)
         raise ConfigError(
             f"key {key!r}: {type(model).__name__} has no module {path!r}; use "
-            f"{', '.join((*LAYER_PLACES, *FINAL_PLACES))} or one of: {_candidates(_layers(model)[-1], model)}"
+            f"{', '.join((*LAYER_PLACES, *FINAL_PLACES))} or one of: {candidates}"
         )
     return KeyLocation(path, "input" if side == "input" else "output")
 
 
-def _part(model: PreTrainedModel, key: str, place: str, layer: int) -> nn.Module:
-    """Find the attention or the feed-forward part of a layer."""
+def _find_layer_module(model: PreTrainedModel, key: str, place: str, layer: int) -> nn.Module:
+    """Find the attention module or the feed-forward module of a layer.
+
+    Args:
+        model: the model.
+        key: the key that was asked for, for the error message.
+        place: ``attention_input`` or ``ffn_input``.
+        layer: index of the layer; negative values count from the last layer.
+
+    Raises:
+        ConfigError: the model has no layer of this index, or the layer has no module of this kind.
+    """
     layers = _layers(model)
     if not -len(layers) <= layer < len(layers):
         raise ConfigError(
@@ -119,10 +138,10 @@ def _part(model: PreTrainedModel, key: str, place: str, layer: int) -> nn.Module
         return children[attentions[0]]
     if place == "ffn_input":
         for child in children[attentions[0] + 1 :] if attentions else ():
-            # Norms have vectors for weights, dropouts and activations have none.
+            # The weights of a normalization are vectors; dropouts and activations have no weights.
             if not _is_attention(child) and _has_matrix(child) and not isinstance(child, nn.ModuleList):
                 return child
-        # Some layers list their feed-forward part first, or have another mixer in place of the attention.
+        # Some layers list the feed-forward module first, or have another mixer instead of attention.
         for name, child in layers[layer].named_children():
             names = f"{name} {type(child).__name__}"
             if _FEED_FORWARD.search(names) and _has_matrix(child) and not isinstance(child, nn.ModuleList):
@@ -130,17 +149,23 @@ def _part(model: PreTrainedModel, key: str, place: str, layer: int) -> nn.Module
     missing = "attention" if place == "attention_input" else "feed-forward part"
     raise ConfigError(
         f"key {key!r}: {type(model).__name__} has no {missing} in layer {layer}; name the key's module, one "
-        f"of: {_candidates(layers[layer], model)}"
+        f"of: {_describe_candidates(layers[layer], model)}"
     )
 
 
-def _before_norm(model: PreTrainedModel, key: str, location: KeyLocation) -> KeyLocation:
-    """Find the input of the normalization whose result is what is at a location, by trying two tokens."""
+def _find_norm_input(model: PreTrainedModel, key: str, location: KeyLocation) -> KeyLocation:
+    """Find the input of the normalization whose output is the tensor at a location.
+
+    Runs the model once on two tokens and compares the memory of the outputs with that of the captured tensor.
+
+    Raises:
+        ConfigError: the tensor at the location is not the output of a normalization.
+    """
     results: list[tuple[str, Tensor]] = []
 
     def keep(path: str, _: nn.Module, __: Any, output: Any) -> None:
         if isinstance(output, Tensor):
-            results.append((path, output))  # held, so that no other tensor takes its memory
+            results.append((path, output))  # kept alive, so that its memory is not reused
 
     hooks = [
         module.register_forward_hook(partial(keep, path))
@@ -156,7 +181,7 @@ def _before_norm(model: PreTrainedModel, key: str, location: KeyLocation) -> Key
             hook.remove()
     wanted = capture.keys(1, 2)
     for path, output in reversed(results):
-        # Some models (OPT) give the result another shape on its way.
+        # Some models (OPT) reshape the output, so only memory and size are compared.
         if output.data_ptr() == wanted.data_ptr() and output.numel() == wanted.numel():
             return KeyLocation(path, "input")
     raise ConfigError(
@@ -168,7 +193,11 @@ def _before_norm(model: PreTrainedModel, key: str, location: KeyLocation) -> Key
 def _decoder(model: PreTrainedModel) -> nn.Module:
     """Find the decoder without its output head.
 
-    In some models `get_decoder` and `base_model` are the model itself, or the output head.
+    In some models `get_decoder` or `base_model` returns the model itself or the output head, so these results
+    are skipped.
+
+    Raises:
+        ConfigError: no candidate contains a list of layers.
     """
     inner = [child for child in model.children() if isinstance(child, PreTrainedModel)]
     candidates: list[nn.Module] = [model.get_decoder(), model.base_model, *inner]  # type: ignore[no-untyped-call]
@@ -179,7 +208,11 @@ def _decoder(model: PreTrainedModel) -> nn.Module:
 
 
 def _layers(model: PreTrainedModel) -> nn.ModuleList:
-    """Find the decoder layers: the outermost list of modules in the decoder."""
+    """Find the decoder layers: the outermost `ModuleList` of the decoder, the largest if it has several.
+
+    Raises:
+        ConfigError: the decoder has no list of layers that is not empty.
+    """
     lists = [
         (path.count("."), module)
         for path, module in _decoder(model).named_modules()
@@ -188,7 +221,7 @@ def _layers(model: PreTrainedModel) -> nn.ModuleList:
     if not lists:
         raise ConfigError(f"{type(model).__name__} has no list of decoder layers; name the key's module")
     outermost = min(depth for depth, _ in lists)
-    # Beside the layers there may be lists of other parts; the layers are the larger thing.
+    # Other modules may be in lists of the same depth; the layers have the most parameters.
     layers: nn.ModuleList = max(
         (module for depth, module in lists if depth == outermost),
         key=lambda module: sum(parameter.numel() for parameter in module.parameters()),
@@ -197,20 +230,24 @@ def _layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def _is_attention(module: nn.Module) -> bool:
+    """Check by its class name that a module is attention, and not the normalization of attention."""
     name = type(module).__name__.lower()
     return ("attention" in name or "attn" in name) and not name.endswith("norm")
 
 
 def _has_matrix(module: nn.Module) -> bool:
+    """Check that a module has a weight with at least two dimensions."""
     # Quantized layers keep their weights in buffers.
     return any(weight.ndim >= 2 for weight in (*module.parameters(), *module.buffers()))
 
 
-def _candidates(layer: nn.Module, model: PreTrainedModel) -> str:
+def _describe_candidates(layer: nn.Module, model: PreTrainedModel) -> str:
+    """Return the paths and the classes of a layer's modules, for an error message."""
     path = _path_of(model, layer)
     return ", ".join(f"{path}.{name} ({type(child).__name__})" for name, child in layer.named_children())
 
 
 def _path_of(model: PreTrainedModel, wanted: nn.Module) -> str:
+    """Return the dotted path of a module in a model."""
     paths: dict[nn.Module, str] = {module: path for path, module in model.named_modules()}
     return paths[wanted]

@@ -1,9 +1,9 @@
-"""Automatic mixed precision is for passes of the model alone: all else computes in float32.
+"""Keeping automatic mixed precision (autocast) for the model's forward passes only.
 
-Under ``torch.autocast`` every product of matrices is rounded to bfloat16 or float16: distances, projections,
-the networks that choose weights, in the engines too. Keys that differ only there could not be told apart, and
-some operations refuse mixed types. So whatever asks a store runs in `full_precision`, and each pass of the
-model in `model_precision`, which is that of the caller.
+Under ``torch.autocast`` each matrix product is rounded to bfloat16 or float16: also distances, projections
+and the networks that choose weights. Rounded keys are harder to distinguish, and some operations refuse mixed
+dtypes. So code that retrieves from a store runs in `full_precision`, and each forward pass of the model runs
+in `model_precision`, which restores the caller's autocast.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ import torch
 
 _DEVICES = ("cpu", "cuda", "xpu", "mps")
 _asked: ContextVar[tuple[tuple[str, torch.dtype], ...]] = ContextVar("_asked", default=())
-"""The devices for which the caller wants mixed precision, and the dtype for each."""
+"""Device types for which the caller had enabled autocast, each with its dtype."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -24,7 +24,10 @@ R = TypeVar("R")
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Switch autocast off; `model_precision` switches it on again inside."""
+    """Disable autocast inside the context, and remember its settings for `model_precision`.
+
+    Does nothing if autocast is not enabled.
+    """
     asked = tuple((one, torch.get_autocast_dtype(one)) for one in _DEVICES if torch.is_autocast_enabled(one))
     if not asked:
         yield
@@ -41,7 +44,7 @@ def full_precision() -> Iterator[None]:
 
 @contextmanager
 def model_precision() -> Iterator[None]:
-    """Switch autocast on as it was outside of `full_precision`; change nothing elsewhere."""
+    """Enable autocast again as it was before `full_precision`. Does nothing outside of `full_precision`."""
     with ExitStack() as switched_on:
         for device, dtype in _asked.get():
             switched_on.enter_context(torch.autocast(device, dtype=dtype))
@@ -49,7 +52,7 @@ def model_precision() -> Iterator[None]:
 
 
 def in_full_precision(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function that is no generator run in `full_precision`; for use as a decorator."""
+    """Decorate a function so that it runs in `full_precision`. Generator functions are not supported."""
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,8 +1,9 @@
-"""Keys in fewer dimensions: principal component analysis, fitted once on a sample when a store is made.
+"""Projection of keys to fewer dimensions: PCA, fitted once on a sample of keys when a store is made.
 
-For L2 the components are those of the covariance, which keep the most of the squared distances between
-keys; for inner products those of the second moment, without a mean to subtract, which would change
-their order. With as many dimensions as the keys have, no distance changes.
+For the metric L2 the directions are eigenvectors of the covariance, which preserve as much as possible of the
+squared distances between keys. For inner products they are eigenvectors of the second moment, and no mean is
+subtracted, because a mean would change the order of the inner products. A projection to as many dimensions as
+the keys have preserves all distances.
 """
 
 from collections.abc import Mapping
@@ -19,10 +20,10 @@ from knnstore.errors import ConfigError, FingerprintMismatchError
 from knnstore.store import Identity, Reader, Weights
 
 _ROWS = 4_096
-"""Keys that are multiplied at once, in float64."""
+"""Number of keys in a chunk when the covariance is computed."""
 
-_KEYS_PER_DIRECTION = 30  # of fewer keys the directions fit this sample alone, and others lose more
-_KEYS_ENOUGH = 16_384  # for however many directions: half of what a store is made with
+_KEYS_PER_DIRECTION = 30  # with fewer keys the directions overfit the sample
+_KEYS_ENOUGH = 16_384  # enough for any number of directions: half of KEYS_FITTED_ON
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,9 +31,9 @@ class Projection:
     """A linear map of keys to fewer dimensions."""
 
     mean: Tensor
-    """Subtracted first: float32, shape (d,)."""
+    """Vector that is subtracted from each key first, float32, shape (d,); zeros for inner products."""
     matrix: Tensor
-    """Orthonormal columns, float32, shape (d, dim)."""
+    """The directions as orthonormal columns, float32, shape (d, dim)."""
 
     def __call__(self, keys: Tensor) -> Tensor:
         """Project keys, in float32.
@@ -42,6 +43,9 @@ class Projection:
 
         Returns:
             float32, shape (..., dim), on the keys' device.
+
+        Raises:
+            ConfigError: the keys have another number of components than d.
         """
         if keys.shape[-1] != len(self.mean):
             raise ConfigError(f"the store projects keys of {len(self.mean)} components, got {keys.shape[-1]}")
@@ -49,16 +53,16 @@ class Projection:
         return projected
 
     def weights(self, metadata: Mapping[str, Any]) -> Weights:
-        """The file of this projection, with what is to be known about it."""
+        """Return the tensors of this projection together with metadata, as a file of weights to save."""
         return Weights({"mean": self.mean.numpy(), "matrix": self.matrix.numpy()}, metadata)
 
     @classmethod
     def of(cls, store: Reader) -> Self | None:
-        """The projection of a store's keys; None when they are stored as they are.
+        """Load the projection of a store's keys; None if the store does not project its keys.
 
         Raises:
-            CorruptWeightsError: its file is missing or damaged.
-            FingerprintMismatchError: it was fitted for other keys than the store's.
+            CorruptWeightsError: the file of the projection is missing or damaged.
+            FingerprintMismatchError: the projection was fitted for the keys of another store.
         """
         identity = store.identity
         if identity.projection is None:
@@ -75,7 +79,7 @@ class Projection:
 
 
 def described(identity: Identity) -> dict[str, Any]:
-    """What a projection is fitted for, as the metadata of its file."""
+    """Return the metadata that must match between a projection and its store: model, key, metric and dim."""
     return {
         "model": identity.model_fingerprint.partition(":")[0],
         "key": identity.key,
@@ -87,19 +91,20 @@ def described(identity: Identity) -> dict[str, Any]:
 def fit_projection(
     keys: Keys, dim: int, metric: str = Metric.L2, *, keys_per_direction: int = _KEYS_PER_DIRECTION
 ) -> tuple[Projection, float]:
-    """Find the directions that keep the most of the keys.
+    """Fit a projection to the leading principal components of a sample of keys.
 
     Args:
-        keys: a sample, float32, shape (n, d).
-        dim: how many directions, 1 to d.
+        keys: the sample, float32, shape (n, d).
+        dim: number of directions, 1 to d.
         metric: ``l2`` or ``ip``.
-        keys_per_direction: fewer are refused.
+        keys_per_direction: least number of keys for each direction; 16,384 keys are enough for any `dim`.
 
     Returns:
-        The projection, and the share of the variance (for ``ip`` of the squared norms) that it keeps.
+        The projection, and the fraction of the variance (for ``ip``: of the squared norms) that it preserves,
+        0 to 1.
 
     Raises:
-        ConfigError: dim is out of range, or there are too few keys for it.
+        ConfigError: `dim` is out of range, or the sample has too few keys for `dim`.
     """
     count, width = keys.shape
     if not 1 <= dim <= width:
