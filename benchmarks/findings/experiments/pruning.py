@@ -82,10 +82,8 @@ def fit_and_mix(
     """Fit T and λ on dev; return log p of every token of test."""
     temperatures = grid(on_dev.distances[:: max(1, len(dev) // _SAMPLE)])
     knn = torch.stack([on_dev.knn_probs(temperature) for temperature in temperatures.tolist()], 1)
-    lm, nothing = dev.lm_log_probs.exp()[:, None], torch.zeros(len(dev))
-    evidence = GridEvidence(
-        dev.k, temperatures, knn, lm, dev.evidence, relative=nothing, tokens=torch.arange(len(dev))
-    )
+    lm = dev.lm_log_probs.exp()[:, None]
+    evidence = GridEvidence(dev.k, temperatures, knn, lm, dev.evidence, torch.arange(len(dev)))
     settings = fit_fixed(evidence)
     assert isinstance(settings.mixer, FixedLambda)
     knn_probs = on_test.knn_probs(settings.temperature)
