@@ -1,4 +1,9 @@
-"""The engine of the server: one thread, one model, one batch of texts that new ones join between steps."""
+"""The engine of the server: one thread decodes all requests with one model, in continuous batches.
+
+`Engine` runs the thread. `Task`, `Prompt` and `Sampling` describe a request, `Ticket` submits it, and `Piece`
+and `TokenScore` are its results. `Turns` is long work that the engine runs between decoding steps. `Observed`
+describes one turn of the engine for the metrics.
+"""
 
 from knnstore.server.engine.engine import Engine, SettingsOf
 from knnstore.server.engine.jobs import Turns

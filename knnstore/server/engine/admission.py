@@ -1,4 +1,9 @@
-"""Tasks whose texts have not all begun: prompts are read in turns; what a turn reads is scored at once."""
+"""Prefill: tasks that wait, and the order in which their prompts are read and scored.
+
+Prompts are prefilled in chunks, round robin, between the decoding steps. A chunk of a prompt whose tokens are
+scored is scored right after it is read. `Admission` does this; `count_neighbors` estimates what a search
+costs.
+"""
 
 import logging
 import time
@@ -17,30 +22,35 @@ from knnstore.server.engine.tickets import Ticket
 _logger = logging.getLogger(__name__)
 
 _AT_MOST, _IN_PARTS = 1024, 128
-"""Tokens of prompts that are read in a turn; and of those longer than this, which are read in parts beside
-texts that are being written, more where more tasks wait than texts do. Short prompts are read whole, at once:
-eight together take little more than half of the time, and a step between would hold up those behind it.
-Parts have other rounding, so any prompt is read whole where nobody waits."""
+"""`_AT_MOST` is the number of prompt tokens that one turn prefills at most. `_IN_PARTS` is the chunk size of
+longer prompts while other texts are being decoded; the chunks are larger if more tasks wait than texts are
+decoded. Prompts of at most `_IN_PARTS` tokens are read whole, several in one forward pass: eight together
+take little more than half of the time, and a step between them would delay the tasks behind. Chunks round
+differently, so a prompt is read whole if no text is being decoded."""
 
 
 NEIGHBORS_AT_ONCE = 1 << 16
-"""Neighbors that are searched for between two steps of the other texts, for all tokens together: some .2 s on
-one core. Prompts that are scored begin with so many, until it is known how long that takes."""
+"""Neighbors that are retrieved between two steps, summed over all tokens. This takes about 0.2 s on one core.
+It also limits the first turn that scores a prompt, until the time of a turn has been measured."""
 _CELL = 64
-"""How many neighbors a visit of one cell counts as in that turn: its records are summed and not sorted."""
+"""Number of neighbors that reading one cell costs as much as: its records are summed and not sorted."""
 _SHORT, _LONG = 0.1, 0.4
-"""Seconds: after a shorter turn more tokens are scored in the next one, after a longer one fewer."""
+"""Seconds. After a turn shorter than `_SHORT` the next turn scores more tokens, after one longer than `_LONG`
+fewer."""
 _PACES_KEPT = 256
 
 
 class _Paces:
-    """How many tokens are scored in a turn, for each scope: as many as take a part of a second."""
+    """Number of tokens that a turn scores, for each scope, adjusted so that a turn takes 0.1 to 0.4 s."""
 
     def __init__(self) -> None:
         self._tokens: OrderedDict[Hashable, int] = OrderedDict()
 
     def most(self, scope: Hashable, settings: KNNSettings) -> int:
-        """Tokens that may be scored in a turn, between 1 and `_AT_MOST`."""
+        """Return the number of tokens that a turn may score, between 1 and `_AT_MOST`.
+
+        For a new scope it follows from the neighbors that `settings` retrieve for each token.
+        """
         if scope not in self._tokens:
             neighbors = max(1, count_neighbors(settings))
             self._tokens[scope] = max(1, min(_AT_MOST, NEIGHBORS_AT_ONCE // neighbors))
@@ -49,7 +59,11 @@ class _Paces:
         return self._tokens[scope]
 
     def learn(self, scope: Hashable, tokens: int, seconds: float) -> None:
-        """Learn how long it took to score some tokens in one turn."""
+        """Adjust a scope's number of tokens after a turn scored `tokens` tokens in `seconds`.
+
+        The number is halved after a long turn, and doubled after a short turn that used it up. An unknown
+        scope is ignored.
+        """
         most = self._tokens.get(scope)
         if most is None:
             return
@@ -60,7 +74,7 @@ class _Paces:
 
 
 def count_neighbors(settings: KNNSettings) -> int:
-    """Return for how many neighbors each token is searched for, about; 0 where none is."""
+    """Return the approximate number of neighbors retrieved for each token; 0 without retrieval."""
     if not settings.retrieves:
         return 0
     return settings.probes * _CELL if settings.probes else settings.k
@@ -68,22 +82,26 @@ def count_neighbors(settings: KNNSettings) -> int:
 
 @dataclass(eq=False)
 class _Prompt:
-    """A prompt that is being read, or whose texts have not all begun."""
+    """A prompt that is being prefilled, or some of whose copies have not been started."""
 
     number: int
+    """Index of the prompt in its task."""
     reading: Reading
     begun: int = 0
+    """Number of its copies that have been started."""
     is_taken: bool = False
-    """Whether it is about to be read with others."""
+    """True while it is selected for a forward pass together with other prompts."""
 
 
 @dataclass(eq=False)
 class _Waiting:
-    """A task, and those of its prompts of which reading has begun."""
+    """A waiting task, and its prompts whose prefill has begun."""
 
     ticket: Ticket
     opened: int = 0
+    """Number of its prompts whose prefill has begun."""
     prompts: deque[_Prompt] = field(default_factory=deque)
+    """Opened prompts, without those whose copies have all been started."""
 
     @property
     def task(self) -> Task:
@@ -91,11 +109,14 @@ class _Waiting:
 
     @property
     def is_done(self) -> bool:
-        """Whether all its texts have begun."""
+        """True if all its texts have been started."""
         return self.opened == len(self.task.prompts) and not self.prompts
 
     def to_read(self, lm: KNNLMForCausalLM) -> _Prompt | None:
-        """The prompt that is to be read on; None where all were read."""
+        """Return the prompt to read next; None if all are read or selected to be read with others.
+
+        Opens the next prompt if the last opened one has been read.
+        """
         if self.prompts and self.prompts[-1].reading.left and not self.prompts[-1].is_taken:
             return self.prompts[-1]
         if self.opened == len(self.task.prompts):
@@ -110,16 +131,17 @@ class _Waiting:
 
 
 class _Part(NamedTuple):
-    """What was read of a prompt in this turn, and is to be scored."""
+    """A chunk of a prompt that this turn has read and still has to score."""
 
     waiting: _Waiting
     reading: Reading
     read: ForwardPass
     came: Tensor
+    """Target of each token of the chunk: the token after it, int64, shape (t,)."""
 
 
 class _Taken(NamedTuple):
-    """A prompt that is to be read with others."""
+    """A prompt that is read together with others, in one forward pass."""
 
     waiting: _Waiting
     prompt: _Prompt
@@ -127,15 +149,17 @@ class _Taken(NamedTuple):
 
 
 class Admission:
-    """Reads prompts and has their texts begun.
+    """Prefills the prompts of waiting tasks and starts their texts.
+
+    Its length is the number of waiting tasks.
 
     Args:
         lm: the model.
-        settings_of: makes the settings of a task's `knn`; equal ones are the same object.
-        receive: takes in what came, perhaps adding tasks.
-        begin: begins a text of a task by its number, after its prompt.
-        fail: told of a task of which a prompt could not be read, or a text not begun.
-        admitted: told of each task that does not wait any more, whatever became of it.
+        settings_of: returns the settings of a task's `knn`. Equal settings must be the same object.
+        receive: processes the engine's inbox. It may call `add`.
+        begin: starts a text. It gets the ticket, the index of the text, and the state after its prompt.
+        fail: called with a ticket and an error if a prompt could not be read or a text not be started.
+        admitted: called once for each task that stops waiting: started, failed or cancelled.
     """
 
     def __init__(
@@ -154,36 +178,38 @@ class Admission:
         self._waiting: list[_Waiting] = []
         self._paces = _Paces()
         self._searched = 0
-        """Neighbors that were searched for in this turn, for the first tokens of texts."""
+        """Number of neighbors that this turn has retrieved for the first tokens of texts."""
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     @property
     def can_go_on(self) -> bool:
-        """Whether a task waits for anything but its own reader."""
+        """True if `go_on` can do something: a task was cancelled, or its client keeps up with its pieces."""
         return any(one.ticket.cancelled or not one.ticket.is_behind for one in self._waiting)
 
     @property
     def tickets(self) -> list[Ticket]:
-        """Of all tasks that wait."""
+        """Tickets of all waiting tasks."""
         return [one.ticket for one in self._waiting]
 
     def add(self, ticket: Ticket) -> None:
-        """Let a task wait."""
+        """Append a task to the waiting tasks."""
         self._waiting.append(_Waiting(ticket))
 
     def drop_cancelled(self) -> None:
-        """Forget the tasks of which nobody wants anything any more."""
+        """Remove the waiting tasks whose tickets were cancelled."""
         for waiting in [one for one in self._waiting if one.ticket.cancelled]:
             self._leave(waiting)
 
     def go_on(self, room: int, beside: int) -> None:
-        """Read a little, and begin texts; short prompts that come meanwhile do not wait for a step.
+        """Prefill at most `_AT_MOST` tokens of prompts, and start the texts whose prompts are read.
+
+        Short prompts that arrive meanwhile are read in the same turn.
 
         Args:
-            room: how many texts more may be written.
-            beside: how many are being written, which are not to wait long.
+            room: number of texts that may be added to those being decoded.
+            beside: number of texts being decoded. If it is not 0, long prompts are read in chunks.
         """
         left = in_parts = _AT_MOST
         self._searched = 0
@@ -203,15 +229,28 @@ class Admission:
     def _read(
         self, room: int, left: int, in_parts: int, *, is_alone: bool
     ) -> tuple[int, list[tuple[KNNSettings, list[_Part]]]]:
-        """Read prompts in turn: how many tokens, and what is to be scored, by settings."""
+        """Prefill prompts of the waiting tasks, in their order.
+
+        A task that fails is removed. A task whose prompt was read or scored moves behind the others.
+
+        Args:
+            room: as in `go_on`.
+            left: number of tokens that may be read.
+            in_parts: number of these for prompts that are not read together with others.
+            is_alone: no text is being decoded, so prompts are not cut into chunks.
+
+        Returns:
+            The number of tokens read, and the chunks to score, grouped by their settings.
+        """
         by_settings: dict[int, tuple[KNNSettings, list[_Part]]] = {}
         taken: list[_Taken] = []
         most, at = left, 0
-        share = 1.0  # of the time in which prompts are scored in a turn, for all scopes together
+        share = 1.0  # part of the turn's scoring time that is left, for all scopes together
         scored: list[_Waiting] = []
         while left > 0 and at < len(self._waiting):
             waiting = self._waiting[at]
             try:
+                # 1) Select the task's next prompt, unless it has no room or its client is behind.
                 needs = waiting.task.copies if waiting.task.max_tokens else 0
                 settings = self._settings_of(waiting.task.knn)
                 has_room = (room > 0 or not needs) and not waiting.ticket.is_behind
@@ -220,13 +259,14 @@ class Admission:
                     at += 1
                     continue
                 reading = prompt.reading
-                # Each prompt ends with a search for its first token.
+                # 2) Skip it if the searches for first tokens have used up the turn.
                 neighbors = 0
                 if not (reading.is_scored or is_alone):
                     neighbors = count_neighbors(self._lm.resolve_settings(settings, Purpose.GENERATION))
                 if self._searched and self._searched + neighbors > NEIGHBORS_AT_ONCE:
                     at += 1
                     continue
+                # 3) Collect short prompts, to read them in one pass after the loop.
                 prompt.is_taken = reading.can_be_read_with_others and reading.left <= max(in_parts, _IN_PARTS)
                 if prompt.is_taken and not _fit([*(one.prompt.reading for one in taken), reading]):
                     prompt.is_taken = False
@@ -235,6 +275,7 @@ class Admission:
                 if prompt.is_taken:
                     taken.append(_Taken(waiting, prompt, settings))
                     left -= reading.left
+                # 4) Read any other prompt now, in chunks.
                 while reading.left and in_parts > 0 and not prompt.is_taken:
                     part, scope = reading.left if is_alone else in_parts, waiting.task.knn
                     if reading.is_scored:
@@ -256,18 +297,22 @@ class Admission:
             if prompt.is_taken or not reading.left:
                 room -= needs
                 self._searched += neighbors
-                # A task of many prompts does not hold up the others.
+                # Move the task to the end, so that its many prompts do not delay the other tasks.
                 self._waiting.append(self._waiting.pop(at))
             else:
-                at += 1  # short ones do not wait for a long one
-        for waiting in scored:  # in the next turn the others come first
+                at += 1  # short prompts do not wait for a long one
+        # 5) Move the scored tasks to the end: the other tasks come first in the next turn.
+        for waiting in scored:
             if waiting in self._waiting:
                 self._waiting.append(self._waiting.pop(self._waiting.index(waiting)))
         self._read_together(taken)
         return most - left, list(by_settings.values())
 
     def _read_together(self, taken: Sequence[_Taken]) -> None:
-        """Read prompts in one pass; if it fails each alone, so that what fails fails alone."""
+        """Read prompts in one forward pass.
+
+        If it fails, read each prompt alone, so that only the tasks at fault fail.
+        """
         if len(taken) > 1:
             try:
                 read_together(
@@ -284,7 +329,10 @@ class Admission:
                 self._give_up(waiting, error)
 
     def _score(self, parts: Sequence[_Part], settings: KNNSettings) -> None:
-        """Score parts of prompts; what fails fails alone."""
+        """Score chunks of prompts together, and append the results to their readings.
+
+        If it fails, score each chunk alone, so that only the tasks at fault fail.
+        """
         count = max(part.waiting.task.top or 0 for part in parts)
         began = time.perf_counter()
         try:
@@ -302,7 +350,13 @@ class Admission:
         self._paces.learn(parts[0].waiting.task.knn, tokens, time.perf_counter() - began)
 
     def _begin_texts(self, room: int) -> int:
-        """Begin texts whose prompts were read, as many as there is room for; how much is left."""
+        """Start the texts whose prompts are read, at most `room` texts that generate tokens.
+
+        Tasks whose client is behind start no further text. Tasks that are completely started or fail leave.
+
+        Returns:
+            The remaining room.
+        """
         for waiting in list(self._waiting):
             task = waiting.task
             try:
@@ -337,5 +391,5 @@ class Admission:
 
 
 def _fit(readings: Sequence[Reading]) -> bool:
-    """Whether prompts may be read in one pass, in which each is padded to the longest; one always may."""
+    """Check whether one forward pass can read all prompts, padded to the longest. One prompt always fits."""
     return len(readings) == 1 or len(readings) * max(one.left for one in readings) <= _AT_MOST

@@ -1,8 +1,9 @@
-"""The texts that are being written, as one left-padded batch: each step adds a token to every one.
+"""The texts that are being decoded, as one left-padded batch. Each step adds a token to every text.
 
-A text joins with what the model remembers of its prompt and with its first token, so that all texts, new and
-old, give the model one token in each step. Shorter ones are padded on the left and masked there. A text that
-is alone gives it a draft as well: while the tokens chosen are those of the draft, they need no step.
+A text joins after its prefill, with the KV cache of its prompt and its first token. So each text, new or old,
+gives the model one token in a step. Shorter texts are padded on the left and masked there. If the batch has
+only one text, the step also reads draft tokens (speculative decoding): as long as the chosen tokens equal the
+draft, they need no further step.
 """
 
 from collections.abc import Sequence
@@ -19,30 +20,30 @@ from knnstore.server.engine.rows import Row
 
 
 class Step(NamedTuple):
-    """What the model says after the last tokens of all rows."""
+    """Result of one forward pass over the last token of each row."""
 
     ahead: list[int]
-    """What it read further in a single row: tokens that may come."""
+    """Draft tokens that the pass read after the last token of a single row; else empty."""
 
     log_probs: Tensor
-    """log p of the next token, and of the one after each of those, float32, shape (b, 1 + ahead, v)."""
+    """log p of the token after the last one, and after each draft token, float32, shape (b, 1 + ahead, v)."""
 
 
 class _Drafting(NamedTuple):
-    """Drafts of one text, from the store as it is."""
+    """The draft model of one text, for one revision of the store."""
 
     row: Row
     revision: int
     drafts: Drafts
 
     def ahead(self) -> list[int]:
-        """Tokens that may come next."""
-        found: list[int] = self.drafts.propose(np.array(self.row.tokens), self.row.left - 1).tolist()
-        return found
+        """Return draft tokens that may come next; at most one less than the text may still get."""
+        tokens: list[int] = self.drafts.propose(np.array(self.row.tokens), self.row.left - 1).tolist()
+        return tokens
 
 
 class Batch:
-    """The rows that advance together."""
+    """The rows that get their next token in the same step."""
 
     def __init__(self, lm: KNNLMForCausalLM) -> None:
         self.rows: list[Row] = []
@@ -52,28 +53,28 @@ class Batch:
 
     @torch.inference_mode()
     def join(self, row: Row, remembered: Remembered) -> None:
-        """Take in a row, which has one token more than was read."""
+        """Add a row. `remembered` is the state before the row's last token, which the next step reads."""
         self._memory.join(remembered.layers, remembered.text.fork())
         self.rows.append(row)
 
     @torch.inference_mode()
     def leave(self, gone: Sequence[Row]) -> None:
-        """Let rows go."""
-        for row in list(gone):  # which may be `rows`
+        """Remove rows. The last row takes the place of a removed one."""
+        for row in list(gone):  # a copy: `gone` may be `self.rows`
             at = self.rows.index(row)
             self._memory.leave(at)
             self.rows[at] = self.rows[-1]
             self.rows.pop()
         if not self.rows:
-            self._drafting = None  # which holds counts of n-grams
+            self._drafting = None  # frees its n-gram counts
 
     def step(self, settings: Sequence[KNNSettings]) -> Step:
-        """Let the model read the last token of each row, and of a single one some that may come.
+        """Run one forward pass over the last token of each row. A single row also gets draft tokens.
 
-        What it has read counts when `keep` is called; until then the same step may be done again.
+        The step changes nothing that stays until `keep` is called, so a failed step can be repeated.
 
         Args:
-            settings: of each row.
+            settings: the settings of each row.
         """
         self._drafting = self._drafting_for(self.rows[0], settings[0]) if len(self.rows) == 1 else None
         ahead = [] if self._drafting is None else self._drafting.ahead()
@@ -93,16 +94,24 @@ class Batch:
             return Step(ahead, output.logits.float().log_softmax(-1))
 
     def keep(self, step: Step, taken: int) -> None:
-        """Let a step count, of which so many tokens, >= 1, were taken into each row."""
+        """Keep the cache of a step.
+
+        Args:
+            step: the last step.
+            taken: number of tokens that each row has taken from it, at least 1. The others are dropped.
+        """
         self._memory.keep(taken)
         if self._drafting is not None:
             self._drafting.drafts.learn(len(step.ahead), taken - 1)
 
     def _drafting_for(self, row: Row, settings: KNNSettings) -> _Drafting | None:
-        """What is drafted by for a text; nothing without n-grams, whose order drafts need."""
+        """Return the draft model of a row at the store's current revision.
+
+        Returns None if the settings use no n-grams, because drafts need their suffix array.
+        """
         if settings.ngrams is None:
             return None
-        now, revision = self._drafting, self._lm.store.revision()
-        if now is not None and now.row is row and now.revision == revision:
-            return now
+        current, revision = self._drafting, self._lm.store.revision()
+        if current is not None and current.row is row and current.revision == revision:
+            return current
         return _Drafting(row, revision, Drafts(self._lm.store, settings))

@@ -1,4 +1,4 @@
-"""The one thread that owns the model: it writes all texts step by step, and does jobs between."""
+"""The engine: one thread that owns the model, decodes all texts step by step, and runs jobs between steps."""
 
 import logging
 import queue
@@ -23,32 +23,33 @@ from knnstore.server.engine.tickets import EngineBusyError, EngineStoppedError, 
 
 _logger = logging.getLogger(__name__)
 
-_ATTEMPTS = 3  # at a step: another process may write to the store meanwhile
+_ATTEMPTS = 3
+"""Number of times that a step is tried: another process may write to the store during a step."""
 
 _NOTHING = KNNSettings(lam=0.0)
 
 _LIGHT = 1 << 12
-"""Neighbors of each token up to which a text is written with all the others, in one batch."""
+"""Largest number of neighbors for each token with which a text is decoded in the light batch."""
 
 Found = TypeVar("Found")
 SettingsOf = Callable[[Hashable], KNNSettings]
 
 
 class Engine:
-    """Writes texts with a model and its store.
+    """Generates and scores texts with a model and its store, in a thread of its own.
 
     Args:
-        lm: the model; nobody else may use it from now on, but by `call`.
-        settings_of: makes the settings of a task's `knn`, in the engine's thread. Equal ones must be the same
-            object, for texts that share one are searched for together. It is asked before each step, so it
-            sees each change of the store. Prompts are scored with all their components, and texts written
-            without those that count in scoring only.
-        max_rows: texts that are written at once at most.
-        max_waiting: tasks and jobs that may wait.
-        observe: told of each step, in the engine's thread.
+        lm: the model. From now on, other threads may use it through `call` only.
+        settings_of: returns the settings of a task's `knn`; called in the engine's thread. Equal settings
+            must be the same object, because texts that share it are searched for together. It is called
+            before each step, so it sees each change of the store. Prompts are scored with all components;
+            texts are generated without the components that are for scoring only.
+        max_rows: largest number of texts that are decoded at once.
+        max_waiting: largest number of tasks and jobs that wait.
+        observe: called in the engine's thread after each step.
 
     Raises:
-        ConfigError: texts of this model cannot be written together.
+        ConfigError: if the model's cache cannot be padded, so that its texts cannot share a batch.
     """
 
     def __init__(
@@ -74,8 +75,8 @@ class Engine:
         self._counting = threading.Lock()
         self._light = Batch(lm)
         self._heavy: deque[Batch] = deque()
-        """Texts that search for many neighbors. One of these batches has a step after each step of the
-        others, so that no step of many such texts holds up the texts that search for few."""
+        """Batches of texts that retrieve more than `_LIGHT` neighbors for each token. One heavy batch has a
+        step after each step of the light batch, so the light texts wait for one heavy batch at a time."""
         self._tickets: dict[Row, Ticket] = {}
         self._waiting = Admission(
             lm, settings_of, lambda: self._receive(wait=False), self._begin, self._give_up, self._begun
@@ -83,16 +84,16 @@ class Engine:
         self._calls: deque[Job[Any]] = deque()
         self._firsts = self._turns = 0
         self._scored: tuple[Ticket | None, int, tuple[TokenScore, ...]] = None, 0, ()
-        """The latest prompt that was scored, by its task and number, and its scores."""
+        """Ticket, index and scores of the prompt whose scores were last told; its copies share them."""
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="knnstore-engine", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End: what is being written fails with `EngineStoppedError`; returns when the thread has ended."""
+        """Stop the thread and wait until it has ended. Unfinished tasks and jobs get EngineStoppedError."""
         self._refuse()
         self._inbox.put(None)
         if self._thread.is_alive():
@@ -100,38 +101,38 @@ class Engine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread runs."""
+        """True if the thread runs."""
         return self._thread.is_alive()
 
     @property
     def rows(self) -> list[Row]:
-        """The texts that are being written."""
+        """The texts that are being decoded, of all batches."""
         return [row for batch in (self._light, *self._heavy) for row in batch.rows]
 
     @property
     def ends(self) -> frozenset[int]:
-        """The tokens that end a text."""
+        """Tokens that end a text."""
         return self._ends
 
     def submit(self, ticket: Ticket) -> None:
-        """Take in a task.
+        """Add a task. Its pieces are told to the ticket later.
 
         Raises:
-            EngineBusyError: too much is waiting.
-            EngineStoppedError: the engine takes nothing any more.
+            EngineBusyError: if `max_waiting` tasks and jobs are waiting.
+            EngineStoppedError: if the engine is stopped or was not started.
         """
         self._enter(lambda: self._waiting.add(ticket))
 
     def call(self, work: Callable[[], Found], *, is_part: bool = False) -> "Future[Found]":
-        """Do some work in the engine's thread, between two steps.
+        """Run a function in the engine's thread, between two steps. Returns a future of its result.
 
         Args:
-            work: what is done; it must be short, for every text waits for it.
-            is_part: the work is a part of something that was taken in already: it is not refused where much
-                is waiting.
+            work: the function. It must be short, because every text waits for it.
+            is_part: the work belongs to a request that was accepted before, so it never raises
+                EngineBusyError.
 
         Raises:
-            EngineBusyError, EngineStoppedError: as `submit`.
+            EngineBusyError, EngineStoppedError: as in `submit`.
         """
 
         def turns() -> Turns[Found]:
@@ -141,26 +142,29 @@ class Engine:
         return self._promise(turns, is_part=is_part)
 
     def call_in_turns(self, work: Callable[[], Turns[Found]], *, is_part: bool = False) -> "Future[Found]":
-        """Do some work in the engine's thread in turns, between each two of which all texts have a step.
+        """Run long work in the engine's thread, in turns with decoding steps between them.
 
-        Several works have their turns one after another. The work ends before its next turn when the
-        future is cancelled. It counts as waiting until it is done.
+        Several jobs take turns, round robin. If the future is cancelled, the job ends before its next turn. A
+        job counts as waiting until it is done.
 
         Args:
-            work: makes a generator that yields where a turn ends, and returns the result.
-            is_part: as of `call`.
+            work: returns a generator that yields at the end of each turn, and returns the result.
+            is_part: as in `call`.
+
+        Returns:
+            A future of the generator's result.
 
         Raises:
-            EngineBusyError, EngineStoppedError: as `submit`.
+            EngineBusyError, EngineStoppedError: as in `submit`.
         """
         return self._promise(work, is_part=is_part)
 
     def wake(self) -> None:
-        """Have the engine look again at what waits: a reader has caught up, or has left."""
+        """Wake the thread to check its tasks again: a client has caught up with its pieces, or has left."""
         self._inbox.put(lambda: None)
 
     def go_on(self) -> None:
-        """Let what is being written go on: for work that takes long, in its thread."""
+        """Give all texts a step. Call it in the engine's thread only, from work that takes long."""
         if self._receive(wait=False):
             self._write()
 
@@ -205,7 +209,7 @@ class Engine:
             self._fail([*self._tickets.values(), *self._waiting.tickets], EngineStoppedError())
 
     def _take_turn(self, job: Job[Any]) -> None:
-        """Do the next part of a work; what is left of it waits for its next turn behind the others."""
+        """Run the next turn of a job. An unfinished job goes to the end of the queue."""
         self._turns += 1
         if job.take_turn():
             self._begun()
@@ -213,28 +217,36 @@ class Engine:
             self._calls.append(job)
 
     def _drop_cancelled_jobs(self) -> None:
-        """End works whose futures were cancelled: they have no further turn."""
+        """Close and remove the jobs whose futures were cancelled."""
         for job in [one for one in self._calls if one.promised.cancelled()]:
             self._calls.remove(job)
             job.close()
             self._begun()
 
     def _write(self) -> None:
-        """Go on with all texts."""
+        """Prefill waiting prompts, then run one step of the light batch and one of the next heavy batch."""
+        # 1) Remove cancelled tasks.
         self._drop_cancelled()
+        # 2) Prefill prompts and start their texts.
         rows = len(self.rows)
         self._waiting.go_on(self._max_rows - rows, rows)
+        # 3) Decode.
         self._heavy.rotate(-1)
         batches = [batch for batch in (self._light, *[*self._heavy][:1]) if batch.rows]
         for batch in batches:
             self._step(batch)
             self._firsts = self._turns = 0
+        # 4) Report a turn that had no step.
         if self._firsts or self._turns:
             self._observe(Observed(0, self._firsts, self._jobs, 0.0, turns=self._turns))
         self._firsts = self._turns = 0
 
     def _receive(self, *, wait: bool) -> bool:
-        """Take in what came, or wait for something where nothing is to be done; False is the end."""
+        """Process the inbox. Returns False if the engine is stopping.
+
+        Args:
+            wait: block until something arrives, if the engine has nothing to do.
+        """
         idle = wait and not (self.rows or self._waiting.can_go_on or self._calls or self._stopping)
         with suppress(queue.Empty):
             while True:
@@ -249,12 +261,15 @@ class Engine:
         self._waiting.drop_cancelled()
 
     def _begin(self, ticket: Ticket, index: int, remembered: Remembered) -> None:
-        """Begin a text of a task, whose prompt was read, by its first token."""
+        """Start a text whose prompt is read: tell its prompt's scores, choose its first token, join a batch.
+
+        A task that generates nothing is finished at once, with the reason "length".
+        """
         task = ticket.task
         prompt = task.prompts[index // task.copies]
         if task.score_prompt:
             scored = ticket, index // task.copies
-            if self._scored[:2] != scored:  # copies share what is made for the first
+            if self._scored[:2] != scored:  # all copies of a prompt share its scores
                 self._scored = *scored, prompt_scores(prompt, remembered.scores, task.top, self._texts)
             ticket.tell(Piece(index, tokens=self._scored[2], is_prompt=True))
         if not task.max_tokens:
@@ -262,7 +277,7 @@ class Engine:
             return
         assert remembered.next is not None
         row = Row(task, index, self._texts, self._ends)
-        # At once: it need not wait for a step.
+        # The prefill has predicted the first token: no step is needed for it.
         piece = row.take(remembered.next, int(remembered.next.argmax()))
         self._firsts += 1
         ticket.tell(piece)
@@ -272,7 +287,7 @@ class Engine:
         self._tickets[row] = ticket
 
     def _batch_for(self, scope: Hashable) -> Batch:
-        """Return the batch that a new text of a scope joins; makes one where the heavy ones are full."""
+        """Return the batch that a new text of a scope joins. Adds one if all heavy batches are full."""
         neighbors = self._neighbors_of(scope)
         if neighbors <= _LIGHT:
             return self._light
@@ -283,7 +298,7 @@ class Engine:
         return self._heavy[-1]
 
     def _neighbors_of(self, scope: Hashable) -> int:
-        """Return for how many neighbors the next token of a text of a scope searches, about."""
+        """Return the approximate number of neighbors that a text of a scope retrieves for its next token."""
         return count_neighbors(self._lm.resolve_settings(self._settings_of(scope), Purpose.GENERATION))
 
     def _give_up(self, ticket: Ticket, error: Exception) -> None:
@@ -291,7 +306,11 @@ class Engine:
         self._fail([ticket], error)
 
     def _step(self, batch: Batch) -> None:
-        """Give each text of a batch its next token."""
+        """Run one step of a batch, which gives each text its next token.
+
+        If the step fails, only the texts whose settings make it fail get the error; all texts, if no settings
+        alone make it fail. Finished and failed texts leave.
+        """
         started = time.perf_counter()
         rows = batch.rows
         done, taken, drafted = list[Row](), 1, 0
@@ -312,10 +331,10 @@ class Engine:
         self._observe(observed)
 
     def _take(self, rows: Sequence[Row], step: Step) -> tuple[list[Row], int]:
-        """Give each text its next token, and a single one more while they are what was read ahead.
+        """Give each text its next token; a single text gets more while its tokens equal the draft.
 
         Returns:
-            Those that end, and how many tokens each was given.
+            The texts that ended, and the number of tokens that each text was given.
         """
         done, taken = [], 0
         for ahead, log_probs in zip([*step.ahead, None], step.log_probs.unbind(1), strict=True):
@@ -326,7 +345,12 @@ class Engine:
         return done, taken
 
     def _take_one(self, rows: Sequence[Row], log_probs: Tensor) -> list[Row]:
-        """Give each text a token; those that end."""
+        """Give each text one token, and tell its piece. Returns the texts that ended or failed.
+
+        Args:
+            rows: the texts.
+            log_probs: log p of each text's next token, shape (b, v).
+        """
         done = []
         for row, of_row, likeliest in zip(rows, log_probs, log_probs.argmax(1).tolist(), strict=True):
             try:
@@ -342,7 +366,10 @@ class Engine:
         return done
 
     def _predict(self, batch: Batch) -> Step:
-        """Do a step, again if the store changed in the middle of it."""
+        """Run the forward pass of a step; repeat it after a KnnstoreError, at most `_ATTEMPTS` times in all.
+
+        A step can fail because the store changed during it.
+        """
         for attempt in range(_ATTEMPTS):
             try:
                 scopes = [row.task.knn for row in batch.rows]
@@ -355,7 +382,7 @@ class Engine:
         raise AssertionError
 
     def _fails(self, batch: Batch, scope: Hashable) -> bool:
-        """Whether a step fails with the settings of one scope, all other texts being without a store."""
+        """Check whether a step fails if one scope retrieves, and all other texts use the model alone."""
         try:
             one = self._settings_of(scope)
             each = [one if row.task.knn == scope else _NOTHING for row in batch.rows]
@@ -377,5 +404,5 @@ class Engine:
     def _fail(tickets: Sequence[Ticket], error: Exception) -> None:
         for ticket in dict.fromkeys(tickets):
             if not ticket.cancelled:
-                ticket.cancelled = True  # the rest of its texts as well
+                ticket.cancelled = True  # so that its other texts end too
                 ticket.tell(error)

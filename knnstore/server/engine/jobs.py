@@ -1,4 +1,7 @@
-"""Work for the engine's thread that is done in turns, so that texts have a step between each two of them."""
+"""Long work for the engine's thread, done in turns so that the texts have a step between two turns.
+
+`Turns` is the generator that does the work, `Job` runs it.
+"""
 
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, InvalidStateError
@@ -8,16 +11,16 @@ from typing import Generic, TypeAlias, TypeVar
 Found = TypeVar("Found")
 
 Turns: TypeAlias = Generator[None, None, Found]
-"""Work that yields where a turn ends, and returns its result."""
+"""Generator that yields at the end of each turn, and returns its result."""
 
 
 class Job(Generic[Found]):
-    """One work with its result to come.
+    """Long work and the future of its result.
 
     The future stays pending until the work is done, so that it can be cancelled between turns.
 
     Args:
-        work: makes the generator; it is called in the first turn.
+        work: returns the generator. It is called in the first turn.
     """
 
     def __init__(self, work: Callable[[], Turns[Found]]) -> None:
@@ -26,7 +29,10 @@ class Job(Generic[Found]):
         self._turns: Turns[Found] | None = None
 
     def take_turn(self) -> bool:
-        """Do the next part of the work; returns whether there is no further one."""
+        """Run the next turn. Returns True if the job is done, failed or cancelled.
+
+        Sets the result or the error of the future. Errors are not raised.
+        """
         if self.promised.cancelled():
             self.close()
             return True
@@ -44,12 +50,12 @@ class Job(Generic[Found]):
         return True
 
     def fail(self, error: BaseException) -> None:
-        """Give the work up; the future tells why."""
+        """Close the job, and set the error of its future. A cancelled future is left as it is."""
         self.close()
         with suppress(InvalidStateError):  # it was cancelled a moment ago
             self.promised.set_exception(error)
 
     def close(self) -> None:
-        """Let go what the work holds."""
+        """Close the generator, so that its `finally` blocks run."""
         if self._turns is not None:
             self._turns.close()

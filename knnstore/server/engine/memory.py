@@ -1,7 +1,7 @@
-"""What the model remembers of the texts of a batch: it grows in place, so a step copies nothing.
+"""The KV cache of a batch. It grows in place, so a step copies no keys and values of earlier tokens.
 
-All texts end in one column; shorter ones are padded on the left. Beyond it there is room for the next steps,
-where `DynamicCache` copies everything to add a column.
+All texts end in the same column; shorter texts are padded on the left. Free columns to the right are for the
+next steps. `DynamicCache` would copy everything to add a column.
 """
 
 from torch import Tensor
@@ -11,27 +11,27 @@ from knnstore.lm import TextState, TextStateLayer
 from knnstore.server.engine.prompts import Layers
 
 _ROOM = 64
-"""Columns that are added at once, at least as many as a step has."""
+"""Number of columns that are added at once. It is at least the number of tokens of a step."""
 
 
 class Memory:
-    """The texts of the rows, and keys and values of their attention; padding is zeros, for NaN spreads."""
+    """Token state and KV cache of each row. Padding is zero: a NaN in it would spread to the attention."""
 
     def __init__(self) -> None:
         self._texts: list[TextState] = []
         self._layers: Layers = []
         self._rows = self._columns = 0
-        """Rows and columns that the layers have room for."""
+        """Allocated rows and columns of the layers."""
         self._end = 0
         self.lengths: list[int] = []
-        """Tokens of each row that the model has read."""
+        """Number of tokens of each row that the model has read and `keep` has kept."""
 
     def join(self, layers: Layers, text: TextState) -> None:
-        """Take in a row.
+        """Add a row. Copies its keys and values.
 
         Args:
-            layers: keys and values of the tokens that were read, at least one.
-            text: these tokens; it is changed from now on.
+            layers: keys and values of the row's tokens, at least one token.
+            text: state of these tokens. The row owns it from now on and changes it.
         """
         row, length = len(self.lengths), text.length
         if row == self._rows or length > self._end:
@@ -45,7 +45,7 @@ class Memory:
         self._texts.append(text)
 
     def leave(self, row: int) -> None:
-        """Let a row go; the last one takes its place."""
+        """Remove a row. The last row takes its place."""
         self.lengths[row], self._texts[row] = self.lengths[-1], self._texts[-1]
         self.lengths.pop()
         self._texts.pop()
@@ -58,9 +58,9 @@ class Memory:
                     values[row, :, : self._end] = values[last, :, : self._end]
 
     def step(self, count: int) -> DynamicCache:
-        """Make a cache for a pass that reads `count` tokens more of each row.
+        """Return a cache for a forward pass that reads `count` further tokens of each row.
 
-        What the pass reads is forgotten unless `keep` is called before the next step.
+        The pass writes into free columns. They are dropped unless `keep` is called before the next step.
         """
         rows = len(self.lengths)
         if self._end + count > self._columns:
@@ -75,7 +75,7 @@ class Memory:
         return cache
 
     def keep(self, count: int) -> None:
-        """Let the first `count` tokens of the last step count."""
+        """Keep the first `count` tokens of the last step, and drop its other tokens."""
         self._end += count
         self.lengths = [length + count for length in self.lengths]
         self._forget_unkept()
@@ -85,7 +85,13 @@ class Memory:
             text.truncate(length)
 
     def _make_room(self, rows: int, length: int, like: Layers) -> None:
-        """Make room for so many rows, of which a new one has a length, and for the next steps."""
+        """Reallocate the layers, with `_ROOM` free columns, and copy the kept rows.
+
+        Args:
+            rows: number of rows to allocate.
+            length: number of tokens of a new row; 0 without one.
+            like: layers whose shapes, dtypes and devices the new layers have.
+        """
         old = slice(self._end - max(self.lengths, default=0), self._end)
         kept, end = len(self.lengths), max([length, *self.lengths])
         at = slice(end - (old.stop - old.start), end)
@@ -99,12 +105,12 @@ class Memory:
 
 
 class _Layer(DynamicLayer):
-    """A layer of a cache whose last columns are still to be written.
+    """A layer of a cache whose last columns the forward pass fills in place.
 
     Args:
-        keys: with these columns, shape (b, heads, t, width).
-        values: likewise.
-        new: how many they are.
+        keys: keys of all columns, the new ones included, shape (b, heads, t, width).
+        values: values, likewise.
+        new: number of new columns.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, new: int) -> None:
@@ -116,7 +122,7 @@ class _Layer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        """Write the columns."""
+        """Write the new columns. Returns the keys and values of all columns."""
         self.keys, self.values = self._whole
         self.keys[:, :, -self._new :], self.values[:, :, -self._new :] = key_states, value_states
         return self.keys, self.values

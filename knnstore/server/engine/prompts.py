@@ -1,4 +1,7 @@
-"""Reading prompts, part by part, so that what is being written can go on in between."""
+"""Prefill of prompts, in chunks or several prompts in one forward pass.
+
+`Reading` is the prefill of one prompt, `Remembered` its result. `read_together` reads several prompts.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,31 +28,32 @@ Layers = list[tuple[Tensor, Tensor]]
 """Keys and values of each layer's attention, shape (b, heads, t, width)."""
 
 _VALUES = 1 << 25
-"""Log-probabilities of a part that is scored, in memory at once: 128 MiB."""
+"""Largest number of log-probabilities of a scored chunk. They take 128 MiB."""
 
 
 @dataclass(frozen=True)
 class Remembered:
-    """What the model remembers of a prompt."""
+    """State of the model after the prefill of a prompt."""
 
     layers: Layers
-    """Of one row; none where nothing was read."""
+    """KV cache of the prompt, one row; empty if no token was read."""
     length: int
+    """Number of tokens read."""
     text: TextState
     scores: tuple[Likelihoods, ...] = ()
-    """What the mixture says of its tokens after the first, part by part; none unless asked for."""
+    """Likelihoods of the prompt's tokens after the first, one object for each chunk; empty if not scored."""
     next: Tensor | None = None
-    """log p of what comes after it, float32, shape (v,); None unless it is continued."""
+    """log p of the token after the prompt, float32, shape (v,); None if the prompt is not continued."""
 
 
 class Reading:
-    """A prompt that the model reads.
+    """The prefill of one prompt.
 
     Args:
         lm: the model.
-        tokens: of the prompt.
-        is_scored: whether each of its tokens is predicted.
-        is_continued: whether the one after it is.
+        tokens: the tokens of the prompt.
+        is_scored: True if the prompt's own tokens are scored.
+        is_continued: True if the token after the prompt is predicted. Otherwise the last token is not read.
     """
 
     def __init__(
@@ -65,18 +69,25 @@ class Reading:
         self._text = TextState()
         self._read = 0
         self.scores: list[Likelihoods] = []
-        """Of what was read, added by whoever scores it."""
+        """Likelihoods of each chunk read so far; the caller of `go_on` appends them."""
 
     @property
     def left(self) -> int:
-        """How many tokens are still to be read."""
+        """Number of tokens that are not read yet."""
         return self._length - self._read
 
     def go_on(self, settings: KNNSettings, most: int) -> tuple[ForwardPass, Tensor]:
-        """Read at most so many tokens, >= 1; after an error it may be called again.
+        """Read the next chunk. After an error the same chunk can be read again.
+
+        Predicts the token after the prompt when the last chunk is read, if the prompt is continued.
+
+        Args:
+            settings: the settings to score with; text is generated with those resolved for generation.
+            most: largest number of tokens to read, at least 1.
 
         Returns:
-            What was read, and what came after each of its tokens, int64, shape (t,); 0 after the prompt.
+            The forward pass, and the target of each of its tokens, int64, shape (t,). The target of the
+            prompt's last token is 0.
         """
         if self.is_scored:
             most = min(most, max(1, _VALUES // self._lm.store.identity.vocab_size))
@@ -95,16 +106,22 @@ class Reading:
 
     @property
     def can_be_read_with_others(self) -> bool:
-        """Whether `read_together` may read it."""
+        """True if `read_together` can read it: it is unread, not scored and continued."""
         return not (self._read or self.is_scored) and self._is_continued
 
     def remembered(self) -> Remembered:
-        """What it has come to."""
+        """Return the state after the tokens read so far."""
         return Remembered(self._layers, self._read, self._text, tuple(self.scores), self._next)
 
 
 def read_together(lm: KNNLMForCausalLM, readings: Sequence[Reading], settings: Sequence[KNNSettings]) -> None:
-    """Read some prompts whole in one left-padded pass, with settings for each; after an error none is."""
+    """Read whole prompts in one left-padded forward pass. If it fails, no prompt counts as read.
+
+    Args:
+        lm: the model.
+        readings: prompts for which `can_be_read_with_others` is True; at least one.
+        settings: the settings of each prompt; they are resolved for generation.
+    """
     lengths = [reading.left for reading in readings]
     width = max(lengths)
     tokens = torch.cat([pad(one._tokens, (width - one.left, 0)) for one in readings])
@@ -127,12 +144,12 @@ def read_together(lm: KNNLMForCausalLM, readings: Sequence[Reading], settings: S
 
 
 def layers_of(cache: Any) -> Layers:
-    """Return the keys and values of the model's layers in a cache."""
+    """Return the keys and values of each of the model's layers in a cache."""
     return [(layer.keys, layer.values) for layer in cache.layers if not isinstance(layer, TextStateLayer)]
 
 
 def has_attention_only(model: Any) -> bool:
-    """Check whether a model remembers keys and values of attention only, as `Memory` keeps them."""
+    """Check whether a model's cache holds attention keys and values only, as `Memory` needs."""
     if model._is_stateful or not model._supports_default_dynamic_cache():
         return False
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers

@@ -1,4 +1,8 @@
-"""One text that is being written: choosing its tokens, its text so far, and where it ends."""
+"""One text that is being decoded: sampling of its tokens, its text so far, and its end.
+
+`Task`, `Prompt` and `Sampling` describe a request; `Piece`, `TokenScore` and `TopToken` are its results.
+`Row` decodes one text; `Constraint` restricts its tokens. `prompt_scores` builds the scores of a prompt.
+"""
 
 import math
 import random
@@ -19,35 +23,35 @@ Finish = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are chosen."""
+    """Settings that choose the tokens of a text."""
 
     temperature: float = 1.0
-    """0 takes the most probable one."""
+    """0 takes the most probable token."""
     top_p: float = 1.0
-    """Only the most probable tokens that make up this much."""
+    """Nucleus sampling: only the most probable tokens whose probabilities add up to `top_p` are sampled."""
     seed: int | None = None
-    """Makes it repeatable, whatever else is being written."""
+    """The same seed gives the same random numbers, whatever other texts are decoded meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A text that is to be continued."""
+    """A prompt as tokens."""
 
     tokens: tuple[int, ...]
-    """At least one."""
+    """All tokens that the model reads; at least one."""
     hidden: int = 0
-    """How many of the first ones are not part of the text that was given."""
+    """Number of leading tokens that the server has added and the answer does not show."""
     texts: tuple[str, ...] = ()
-    """The text of each of the others, if the prompt is part of the answer; else empty."""
+    """Text of each shown token, if the answer repeats the prompt; else empty."""
     unfinished: int = 0
-    """How many of the last ones end inside a character, whose text comes with the continuation."""
+    """Number of trailing tokens that end inside a character. The continuation gives their text."""
 
 
 class Constraint(Protocol):
-    """Decides which tokens may come next in one text."""
+    """Decides which tokens are allowed next in one text."""
 
     def fork(self) -> "Constraint":
-        """Return a constraint at the same place for another text."""
+        """Return an independent copy, for another text that has the same tokens so far."""
 
     def restrict(self, log_probs: Tensor) -> Tensor:
         """Return log-probabilities of shape (v,) with -inf for each token that is not allowed next.
@@ -56,37 +60,40 @@ class Constraint(Protocol):
         """
 
     def advance(self, token: int) -> bool:
-        """Take in the chosen token; return whether the text is complete, so that nothing can follow."""
+        """Append the chosen token. Returns True if the text is complete, so that no token can follow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is to be written after each of some prompts, `copies` times."""
+    """A request to continue each prompt `copies` times, or to score the prompts, or both."""
 
     prompts: tuple[Prompt, ...]
     knn: Hashable
-    """What the engine's `settings_of` makes settings of."""
+    """Key from which the engine's `settings_of` makes the retrieval settings."""
     max_tokens: int = 16
+    """Largest number of tokens of each text; 0 generates nothing."""
     copies: int = 1
+    """Number of texts for each prompt."""
     sampling: Sampling = field(default_factory=Sampling)
     stops: tuple[str, ...] = ()
+    """Strings that end a text; none is empty."""
     top: int | None = None
-    """So many of the most probable tokens are listed for each; None wants no log-probabilities."""
+    """Number of most probable tokens listed for each token; None gives no log-probabilities."""
     score_prompt: bool = False
-    """Whether the prompts' own tokens are scored."""
+    """True if the prompts' own tokens are scored."""
     constraint: Constraint | None = None
-    """What each text is held to, as it is before the first token; each text forks it."""
+    """Constraint of each text before its first token. Each text forks it."""
 
 
 class TopToken(NamedTuple):
-    """One of the most probable tokens at a place."""
+    """One of the most probable tokens at a position."""
 
     token: int
     log_prob: float
     name: str
-    """Its text in the middle of a text, or `bytes:...` for a part of a character."""
+    """The token's text inside a longer text, or `bytes:...` for a part of a character."""
     data: bytes
-    """Its bytes in the middle of a text."""
+    """The token's bytes inside a longer text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,36 +102,40 @@ class TokenScore:
 
     token: int
     text: str = ""
-    """What it adds to the text. Nothing if it is special, ends inside a character or follows the end."""
+    """Text that the token adds. Empty if it is special, ends inside a character, or follows the end."""
     offset: int = 0
-    """Characters of the prompt or the continuation before it."""
+    """Number of characters before it, in the prompt or in the continuation."""
     data: bytes = b""
-    """Its own bytes, as far as they are part of the text."""
+    """The token's bytes that are part of the text."""
     log_prob: float | None = None
+    """Log-probability of the token; None if it was not scored, as for the first token of a prompt."""
     top: tuple[TopToken, ...] = ()
-    """The most probable tokens, and always the token itself; may be empty."""
+    """The most probable tokens, and the token itself behind them if it is none of them. Empty if none are
+    wanted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What is new of one text."""
+    """New text and tokens of one text of a task."""
 
     index: int
-    """Which text: prompt × copies + copy."""
+    """Index of the text: prompt × copies + copy."""
     text: str = ""
     tokens: tuple[TokenScore, ...] = ()
+    """Tokens whose text has been given out completely."""
     finish: Finish | None = None
+    """Reason why the text has ended; None if it goes on."""
     is_prompt: bool = False
-    """Whether these are the tokens of its prompt."""
+    """True if `tokens` are those of the text's prompt."""
 
 
 class Row:
-    """A text of a task that is being written.
+    """One text of a task that is being decoded.
 
     Args:
-        task: what is asked for.
-        index: which of its texts.
-        texts: of the model's tokenizer.
+        task: the task.
+        index: index of the text in the task, as in `Piece`.
+        texts: the texts of the model's tokens.
         ends: tokens that end any text.
     """
 
@@ -133,7 +144,7 @@ class Row:
         self.task = task
         self.index = index
         self.tokens = [*prompt.tokens]
-        """The prompt, and what was written after it."""
+        """Tokens of the prompt, followed by the generated tokens."""
         self._first = len(self.tokens)
         self._ends = ends
         self._constraint = None if task.constraint is None else task.constraint.fork()
@@ -143,26 +154,29 @@ class Row:
         self._unfinished = prompt.unfinished
         self._early = [piece for token in self.tokens[before:] for piece in self._detokenizer.take(token)]
         self._stops = StopStrings(task.stops)
-        self._chosen: deque[TokenScore] = deque()  # their text is not certain
-        self._held: deque[TokenScore] = deque()  # their text is not given out, a stop string may cut it off
-        self._length = 0  # characters that are certain
-        self._given = 0  # characters that were given out
+        self._chosen: deque[TokenScore] = deque()  # tokens whose text depends on the tokens that follow
+        self._held: deque[TokenScore] = deque()  # tokens whose text a stop string may still cut off
+        self._length = 0  # characters of the tokens whose text is certain
+        self._given = 0  # characters given out
         seed = task.sampling.seed
         self._random = random.Random(None if seed is None else f"{seed}:{index}")  # noqa: S311
 
     @property
     def left(self) -> int:
-        """How many tokens are still to come at most."""
+        """Largest number of tokens that the text may still get."""
         return self.task.max_tokens - (len(self.tokens) - self._first)
 
     def take(self, log_probs: Tensor, likeliest: int) -> Piece:
-        """Choose the next token.
+        """Choose and append the next token. Returns the text and tokens that can be given out now.
+
+        The text ends at an end token, a stop string, a complete constraint, or after `max_tokens` tokens.
 
         Args:
-            log_probs: log p of all, float32, shape (v,).
-            likeliest: the most probable one.
+            log_probs: log p of all tokens, float32, shape (v,).
+            likeliest: the most probable token.
         """
         sampling, top = self.task.sampling, self.task.top
+        # 1) Choose a token that the constraint allows.
         allowed = log_probs
         if self._constraint is not None:
             allowed = self._constraint.restrict(log_probs)
@@ -170,11 +184,13 @@ class Row:
         token = likeliest if sampling.temperature == 0 else drawn(allowed, sampling, self._random.random)
         is_complete = self._constraint is not None and self._constraint.advance(token)
         self.tokens.append(token)
+        # 2) Record its log-probability, without the constraint.
         score = TokenScore(token)
         if top is not None:
             found = Likelihoods.of(log_probs[None], torch.tensor([token], device=log_probs.device), top)
             score = next(scored(found, [token], top, self._texts))
         self._chosen.append(score)
+        # 3) End the text, or give out the text that no stop string can cut off any more.
         if token in self._ends:
             return self._end("stop", [*self._detokenizer.end(), TokenPiece(token, "", b"")])
         pieces = self._detokenizer.take(token)
@@ -188,7 +204,7 @@ class Row:
         return Piece(self.index, text, self._let_go())
 
     def _end(self, finish: Finish, pieces: Sequence[TokenPiece], text: str = "") -> Piece:
-        """End the text; its last tokens have what of their texts is before a stop string."""
+        """Return the last piece of the text. The text is cut before a stop string, and so are its tokens."""
         last, stopped = self._give(pieces)
         rest = "" if stopped else self._stops.end()
         self._given += len(rest)
@@ -196,16 +212,16 @@ class Row:
         return Piece(self.index, text + last + rest, tuple(scores), "stop" if stopped else finish)
 
     def _give(self, pieces: Sequence[TokenPiece]) -> tuple[str, bool]:
-        """Take in tokens whose text is certain.
+        """Append tokens whose text is certain.
 
         Returns:
-            What of the text can be given out, and whether a stop string came.
+            The text that can be given out, and True if a stop string was found.
         """
         text, given, stopped = "", "", False
         pieces, self._early = [*self._early, *pieces], []
         for piece in pieces:
             text += piece.text
-            if self._unfinished:  # a token of the prompt
+            if self._unfinished:  # this token belongs to the prompt
                 self._unfinished -= 1
                 continue
             score = self._chosen.popleft()
@@ -219,7 +235,7 @@ class Row:
         return given, stopped
 
     def _let_go(self) -> tuple[TokenScore, ...]:
-        """Return the tokens all of whose text was given out; they are no longer held."""
+        """Remove and return the held tokens whose text has been given out completely."""
         done = []
         while self._held and self._held[0].offset + len(self._held[0].text) <= self._given:
             done.append(self._held.popleft())
@@ -227,7 +243,7 @@ class Row:
 
 
 def _cut(score: TokenScore, length: int) -> TokenScore:
-    """Return a token as it is in a text of this length."""
+    """Return a token cut to the part that lies in the first `length` characters of the text."""
     left = length - score.offset
     if left <= 0:
         return replace(score, text="", offset=length, data=b"")
@@ -235,20 +251,20 @@ def _cut(score: TokenScore, length: int) -> TokenScore:
 
 
 def drawn(log_probs: Tensor, sampling: Sampling, draw: Any) -> int:
-    """Draw a token.
+    """Sample a token.
 
     Args:
-        log_probs: of all tokens, shape (v,).
-        sampling: how; its temperature is not 0.
-        draw: gives a number in [0, 1); asked once.
+        log_probs: log p of all tokens, shape (v,).
+        sampling: temperature, which is not 0, and top_p.
+        draw: returns a random number in [0, 1); called once.
     """
     probs = (log_probs.double() / sampling.temperature).softmax(-1).cpu()
     if sampling.top_p < 1:
         ranked, order = probs.sort(descending=True, stable=True)
         beyond = ranked.cumsum(0) - ranked >= sampling.top_p
-        probs[order[1:][beyond[1:]]] = 0  # one always stays
+        probs[order[1:][beyond[1:]]] = 0  # the most probable token always stays
     total = probs.cumsum(0)
-    # The last one that can be drawn, where rounding leaves a draw beyond all.
+    # Rounding can put the draw beyond all tokens: then take the last token of nonzero probability.
     last = int(probs.nonzero()[-1])
     return min(int(torch.searchsorted(total, draw() * total[-1], right=True)), last)
 
@@ -256,13 +272,13 @@ def drawn(log_probs: Tensor, sampling: Sampling, draw: Any) -> int:
 def scored(
     found: Likelihoods, tokens: Sequence[int], top: int | None, texts: TokenTexts
 ) -> Iterator[TokenScore]:
-    """Say what the mixture says of some tokens; their texts are left empty.
+    """Yield the score of each token, with empty text.
 
     Args:
-        found: of each of them, with at least `top` of the likeliest.
-        tokens: which they are.
-        top: as of `Task`.
-        texts: of the model's tokenizer.
+        found: the likelihoods of the tokens, with at least `top` of the most probable tokens.
+        tokens: the tokens.
+        top: as in `Task`; None gives no log-probabilities.
+        texts: the texts of the model's tokens.
     """
     if top is None:
         yield from map(TokenScore, tokens)
@@ -281,13 +297,13 @@ def scored(
 def prompt_scores(
     prompt: Prompt, parts: Sequence[Likelihoods], top: int | None, texts: TokenTexts
 ) -> tuple[TokenScore, ...]:
-    """Say what the mixture says of a prompt's tokens; the first has no log-probability.
+    """Return the scores of a prompt's shown tokens. The first of them has no log-probability.
 
     Args:
         prompt: the prompt.
-        parts: of each of its tokens but the first, in parts; none where it has but one.
-        top: as of `Task`.
-        texts: of the model's tokenizer.
+        parts: the likelihoods of all its tokens but the first, in chunks; empty if it has one token.
+        top: as in `Task`.
+        texts: the texts of the model's tokens.
     """
     shown = prompt.tokens[prompt.hidden :]
     scores = [TokenScore(token) for token in shown[:1]]
@@ -309,12 +325,12 @@ def prompt_scores(
 
 
 def _finite(log_prob: float) -> float:
-    """JSON has no -inf; this is what others write."""
+    """Return a log-probability that JSON can hold: -9999.0 in place of -inf, as other servers send."""
     return log_prob if math.isfinite(log_prob) else -9999.0
 
 
 def ends_of(config: Any, tokenizer: Any) -> frozenset[int]:
-    """The tokens that end a text, of a generation configuration and a tokenizer."""
+    """Return the tokens that end a text, by a generation configuration and a tokenizer; may be empty."""
     named = config.eos_token_id
     listed = named if isinstance(named, list) else [named]
     return frozenset(token for token in (*listed, tokenizer.eos_token_id) if token is not None)

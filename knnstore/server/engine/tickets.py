@@ -1,4 +1,7 @@
-"""What passes between an engine and whoever asks it for texts."""
+"""The interface between the engine and its callers.
+
+`Ticket` is a submitted task, `Observed` describes a turn of the engine, and two exceptions refuse a task.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,56 +10,56 @@ from knnstore.server.engine.rows import Piece, Task
 
 
 class EngineBusyError(Exception):
-    """As much is waiting as may wait."""
+    """The engine refuses a task or a job, because as many wait as may wait."""
 
 
 class EngineStoppedError(Exception):
-    """The engine takes nothing any more."""
+    """The engine is stopping, has stopped or was not started."""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What happened in one turn of the engine."""
+    """Counts of one turn of the engine."""
 
     rows: int
-    """Texts that were written on in a step; 0 where there was none."""
+    """Number of texts in the step; 0 if the turn had no step."""
     tokens: int
-    """That were written, first ones included."""
+    """Number of generated tokens, the first token of each new text included."""
     waiting: int
-    """Tasks and jobs that had not begun."""
+    """Number of tasks that have not been started and jobs that are not done."""
     seconds: float
-    """Of the step, for each token that it gave to a text."""
+    """Duration of the step divided by the number of tokens that it gave each text; 0 without a step."""
     drafted: int = 0
-    """Tokens that the step read ahead."""
+    """Number of draft tokens that the step read."""
     accepted: int = 0
-    """Of these, that were written."""
+    """Number of draft tokens that were chosen."""
     turns: int = 0
-    """Turns of other work, as explanations, since the step before."""
+    """Number of turns of jobs, for example explanations, since the step before."""
 
 
 MOST_BEHIND = 1024
-"""Pieces that are not taken yet, beyond which no further text of a task begins."""
+"""Largest number of untaken pieces with which a further text of a task is started."""
 MOST_UNREAD = 16_384
-"""Pieces that are not taken yet, beyond which a task fails."""
+"""Largest number of untaken pieces of a task; with more, the task fails."""
 
 
 class Ticket:
-    """A task in the engine's hands.
+    """A task that is submitted to an engine, with the callback for its results.
 
     Args:
-        task: what is to be written.
-        tell: called in the engine's thread with each piece, and with an exception if it fails.
+        task: the task.
+        tell: called in the engine's thread with each piece, or with the exception if the task fails.
     """
 
     def __init__(self, task: Task, tell: Callable[[Piece | Exception], None]) -> None:
         self.task = task
         self.tell = tell
         self.cancelled = False
-        """Set to True by whoever wants nothing more of it."""
+        """The caller sets it to True to cancel the task; the engine sets it if the task fails."""
         self.told = self.taken = 0
-        """Pieces that were told, and how many of them its reader has taken; kept by whoever hands them on."""
+        """Numbers of pieces told to the caller and taken by the client. The caller counts both."""
 
     @property
     def is_behind(self) -> bool:
-        """Whether so much is not taken yet that no further text of the task is to begin."""
+        """True if more than `MOST_BEHIND` pieces are not taken, so that no further text is started."""
         return self.told - self.taken > MOST_BEHIND
