@@ -1,4 +1,7 @@
-"""A server of OpenAI's protocol over a store. Needs the extra ``server``."""
+"""Server of OpenAI's HTTP protocol over a store. Needs the extra ``server``.
+
+`serve` runs it; `Config` and `Limits` are its settings.
+"""
 
 from knnstore.server.running import Config, serve
 from knnstore.server.serving import Limits

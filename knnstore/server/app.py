@@ -1,4 +1,4 @@
-"""The application: all endpoints, and what becomes of errors."""
+"""The ASGI application: all endpoints and the error handlers. `make_app` builds it."""
 
 import logging
 from collections.abc import Callable
@@ -44,25 +44,25 @@ Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a server meets the world."""
+    """Access settings of a server."""
 
     local_only: bool = True
-    """Only requests to a name of this machine are answered."""
+    """True if only requests whose Host header names this machine are answered."""
     public_metrics: bool = False
-    """Whether ``/metrics`` needs no key."""
+    """True if ``/metrics`` needs no key."""
 
 
 def make_app(
     serving: Serving, gate: Gate, metrics: Metrics, options: Options, lifespan: Lifespan | None = None
 ) -> ASGIApp:
-    """Make the application.
+    """Build the application with all endpoints and the frame around them.
 
     Args:
-        serving: the model; it need not be there yet.
-        gate: tells what a request may do.
-        metrics: what is counted.
-        options: how it meets the world.
-        lifespan: what is done before the first request and after the last.
+        serving: the server's state; its model need not be loaded yet.
+        gate: authenticates the requests.
+        metrics: the metrics that requests are recorded in.
+        options: the access settings.
+        lifespan: context manager that is open from before the first request until after the last.
     """
     app = make_endpoints(serving, metrics, options, lifespan)
     return Frame(
@@ -80,7 +80,10 @@ def make_app(
 def make_endpoints(
     serving: Serving, metrics: Metrics, options: Options, lifespan: Lifespan | None = None
 ) -> FastAPI:
-    """Make what answers, without what is done with every request; see `make_app`."""
+    """Build the application without the frame, which authenticates, limits and logs every request.
+
+    The arguments are those of `make_app`. Raises RuntimeError if an endpoint does not declare its right.
+    """
     app = FastAPI(
         title="knnstore",
         version=knnstore.__version__,
@@ -111,25 +114,25 @@ def _declare_about(
 
     @routes.add("GET", "/health", None)
     async def health() -> Response:
-        """Whether requests are answered: 200, else 503 with the reason."""
+        """Check whether the server is ready: 200, otherwise 503 with the reason."""
         status = await to_thread.run_sync(serving.status, limiter=looking)
         return JSONResponse({"status": status}, 200 if status == "ready" else 503)
 
     @routes.add("GET", "/health/live", None)
     async def live() -> dict[str, str]:
-        """Whether the process is there, though perhaps still loading the model."""
+        """Check whether the process is alive; it may still be loading the model."""
         return {"status": "alive"}
 
     @routes.add("GET", "/metrics", None if options.public_metrics else Right.ADMIN)
     def counted(request: Request) -> Response:
-        """What the server counts, for Prometheus; it counts for all domains together."""
+        """Return the metrics for Prometheus. They cover all domains together."""
         if not options.public_metrics and not access(request).sees_all:
             raise ApiError(403, "this key is for some domains, the metrics are of all", code="missing_right")
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @routes.add("GET", "/openapi.json", Right.PREDICT)
     def description() -> dict[str, Any]:
-        """This description."""
+        """Return this OpenAPI description."""
         if not described:
             described.append(get_openapi(title=app.title, version=app.version, routes=app.routes))
         return described[0]
@@ -143,7 +146,7 @@ async def _known(_: Request, error: Exception) -> JSONResponse:
 
 
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
-    """The first thing that is wrong with a request."""
+    """Answer 400 with the first error of a request that fails validation."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     field = first.get("ctx", {}).get("field")
@@ -162,7 +165,7 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _http(request: Request, error: Exception) -> Response:
-    """Answer what no endpoint answers, and OPTIONS."""
+    """Answer requests that no endpoint takes: unknown paths, other methods, and OPTIONS."""
     assert isinstance(error, HTTPException)
     headers, said, path = dict(error.headers or {}), str(error.detail), request.url.path
     if error.status_code == 405:

@@ -1,4 +1,7 @@
-"""Models, tokens and why they are likely: ``/v1/models``, ``/tokenize`` and the like, ``/v1/explain``."""
+"""Endpoints that generate no text: ``/v1/models``, ``/tokenize``, ``/detokenize``, ``/v1/explain``.
+
+`sources_of` finds the sources of generated tokens, for the endpoints of `completions`.
+"""
 
 import json
 from collections.abc import Callable, Generator, Hashable, Sequence
@@ -32,13 +35,14 @@ from knnstore.server.scopes import Scope, named
 from knnstore.server.serving import Serving, unless_left
 
 _DOCUMENTS_AT_ONCE = 256
-"""That are written as JSON in one turn."""
+"""Number of documents of an explanation that one turn converts to JSON."""
 
 
 def declare_asking(routes: Endpoints, serving: Serving) -> None:
-    """Declare the endpoints that write no text."""
+    """Add the endpoints that generate no text."""
 
     def models_of(who: Access) -> list[dict[str, Any]]:
+        """List the model alone, then the model with each domain that the client sees."""
         store = serving.lm.store
         seen = who.seen(domain.name for domain in store.domains())
         names = [named(serving.name), *(named(serving.name, (domain,)) for domain in seen)]
@@ -55,19 +59,19 @@ def declare_asking(routes: Endpoints, serving: Serving) -> None:
 
     @routes.add("GET", "/v1/models", Right.PREDICT)
     def models(request: Request) -> dict[str, Any]:
-        """List the model alone, and with each domain."""
+        """List the model alone, and the model with each domain."""
         return {"object": "list", "data": models_of(access(request))}
 
     @routes.add("GET", "/v1/models/{name:path}", Right.PREDICT)
     def model(request: Request, name: str) -> dict[str, Any]:
-        """Show a model, which may have several domains."""
+        """Show a model, which may name several domains."""
         serving.lm  # noqa: B018
         serving.scopes.scope(name, None, access(request))
         return {**models_of(access(request))[0], "id": name}
 
     @routes.add("POST", "/tokenize", Right.PREDICT)
     async def tokenize(body: TokenizeRequest) -> Response:
-        """The tokens of a text."""
+        """Return the tokens of a text."""
         serving.lm  # noqa: B018
 
         def answer() -> Response:
@@ -79,7 +83,7 @@ def declare_asking(routes: Endpoints, serving: Serving) -> None:
 
     @routes.add("POST", "/detokenize", Right.PREDICT)
     async def detokenize(body: DetokenizeRequest) -> Response:
-        """The text of some tokens."""
+        """Return the text of tokens; empty without tokens."""
         serving.lm  # noqa: B018
         if len(body.tokens) > serving.most_tokens:
             most = serving.most_tokens
@@ -93,7 +97,7 @@ def declare_asking(routes: Endpoints, serving: Serving) -> None:
 
     @routes.add("GET", "/tokenizer_info", Right.PREDICT)
     def tokenizer_info() -> dict[str, Any]:
-        """Return what evaluation harnesses need to know of the tokenizer."""
+        """Return the properties of the tokenizer that evaluation harnesses need."""
         tokenizer, most = serving.lm.tokenizer, serving.limits.answer_bytes
         assert tokenizer is not None
         found = {
@@ -111,7 +115,7 @@ def declare_asking(routes: Endpoints, serving: Serving) -> None:
 
     @routes.add("POST", "/v1/explain", Right.READ)
     async def explain(request: Request, body: ExplainRequest) -> Response:
-        """Say how probable each token of a text is, and where that comes from."""
+        """Explain the probability of each token of a text: its components and its neighbors in the store."""
         serving.lm  # noqa: B018
 
         def planned() -> tuple[Scope, int, list[int]]:
@@ -141,7 +145,18 @@ def declare_asking(routes: Endpoints, serving: Serving) -> None:
 async def sources_of(
     serving: Serving, scope: Hashable, prompt: Prompt, written: Sequence[int], count: int
 ) -> list[dict[str, Any]]:
-    """Say where each token of a text comes from that was written after a prompt."""
+    """Explain each generated token of a text.
+
+    Args:
+        serving: the server's state.
+        scope: the documents to retrieve from, and the settings.
+        prompt: the prompt of the text.
+        written: the generated tokens.
+        count: number of neighbors for each token.
+
+    Returns:
+        The explanation of each generated token, as JSON values.
+    """
     before = prompt.tokens[1:] if prompt.tokens[0] == serving.prefix else prompt.tokens
     tokens = np.array([*before, *written], np.uint32)
 
@@ -156,13 +171,13 @@ async def sources_of(
 
 
 def _explained_tokens(serving: Serving, body: ExplainRequest) -> tuple[int, list[int]]:
-    """Tokenize what is to be explained.
+    """Tokenize the text to explain and the text before it.
 
     Returns:
-        How many of the tokens come before the explained text, and all tokens.
+        The number of tokens before the explained text, and all tokens.
 
     Raises:
-        ApiError: 400 where they are more than are explained at once, or with so many neighbors.
+        ApiError: 400 if the tokens are too many, alone or for the number of neighbors.
     """
     serving.check_length(len(body.after) + len(body.text), MOST_EXPLAINED, "text")
     start, tokens = len(serving.tokens(body.after)), serving.tokens(body.after + body.text)
@@ -185,7 +200,10 @@ def _shown_in_turns(
     turns: Generator[list[TokenExplanation], None, tuple[DocumentEffect, ...]],
     take: Callable[[list[TokenExplanation]], object],
 ) -> Turns[tuple[DocumentEffect, ...]]:
-    """Explain in turns; `take` is given the tokens of each. Returns what each document did."""
+    """Run an explanation in turns, and call `take` with the tokens that each turn has explained.
+
+    Returns the effect of each document.
+    """
     while True:
         try:
             part = next(turns)
@@ -197,10 +215,10 @@ def _shown_in_turns(
 
 
 class _Parts:
-    """The answer to ``/v1/explain`` as JSON, written turn by turn, so that no part takes long.
+    """The answer to ``/v1/explain`` as JSON. It is built turn by turn, so that no turn takes long.
 
     Args:
-        most: bytes of the answer.
+        most: largest size of the answer in bytes.
     """
 
     def __init__(self, most: int) -> None:
@@ -209,15 +227,15 @@ class _Parts:
         self._documents: list[bytes] = []
 
     def add_tokens(self, part: Sequence[TokenExplanation]) -> None:
-        """Take in some tokens; raises 400 where the answer becomes too large."""
+        """Append explained tokens. Raises ApiError 400 if the answer becomes too large."""
         self._tokens += [(one.position, self._written(_shown(one))) for one in part]
 
     def add_documents(self, part: Sequence[DocumentEffect]) -> None:
-        """Take in what some documents did; raises as `add_tokens`."""
+        """Append effects of documents. Raises ApiError 400 if the answer becomes too large."""
         self._documents += [self._written(asdict(one)) for one in part]
 
     def answer(self, more: dict[str, Any]) -> bytes:
-        """All of it, and some more fields."""
+        """Return the whole answer, with the fields `more` first and the tokens sorted by position."""
         tokens = b",".join(text for _, text in sorted(self._tokens))
         documents = b",".join(self._documents)
         return b"".join([_json(more)[:-1], b',"data":[', tokens, b'],"documents":[', documents, b"]}"])
@@ -239,7 +257,10 @@ def _json(value: object) -> bytes:
 
 
 def _in_force(settings: KNNSettings) -> dict[str, Any]:
-    """The settings of an answer that a request may change; no λ where a mixer chooses one for each token."""
+    """Return the settings that a request may change, and the mixer's name.
+
+    `lam` is None if a mixer or a gate chooses λ for each token.
+    """
     mixer, gate = settings.mixer, settings.gate
     return {
         "k": settings.k,

@@ -1,7 +1,7 @@
-"""Bodies of requests are parsed and validated in other threads, and refused first where that would take long.
+"""Parsing and validation of request bodies, in worker threads. Bodies with too many values are refused first.
 
-Python's JSON parser and pydantic hold the interpreter while they work. How long that takes depends on the
-number of values more than on bytes, so values are counted before anything is parsed.
+Python's JSON parser and pydantic hold the global interpreter lock while they work. Their time depends on the
+number of values more than on the number of bytes. So the values are counted before the body is parsed.
 """
 
 import json
@@ -20,27 +20,27 @@ from starlette.exceptions import HTTPException
 from knnstore.server.errors import ApiError
 
 MOST_VALUES = 500_000
-"""Of all lists and objects of a body together."""
+"""Largest number of values in all lists and objects of a body together."""
 MOST_CONTAINERS = 50_000
-"""Lists and objects."""
+"""Largest number of lists and objects in a body."""
 MOST_MEMBERS = 100_000
-"""Names of objects."""
+"""Largest number of fields in all objects of a body together."""
 
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\Z)', re.DOTALL)
 
 
 class BodyRoute(APIRoute):
-    """A route whose body, if it is JSON for a model, does not pass through the event loop's thread."""
+    """A route that parses and validates its body in a worker thread, if the body is a pydantic model."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Make what answers a request."""
+        """Return the coroutine function that answers a request."""
         handler = super().get_route_handler()
         model = None if self.body_field is None else self.body_field.field_info.annotation
         if not (isinstance(model, type) and issubclass(model, BaseModel)):
             return handler
 
         async def handle(request: Request) -> Response:
-            # The body of a client that lacks the right is not read.
+            # Check the rights first: the body of a client without the right is not read.
             for needed in self.dependencies:
                 assert needed.dependency is not None
                 await needed.dependency(request)
@@ -56,16 +56,16 @@ class BodyRoute(APIRoute):
 
 
 class _ParsedRequest(Request):
-    """A request whose `json` is the model itself."""
+    """A request whose `json` returns the validated model."""
 
     def __init__(self, request: Request, model: type[BaseModel]) -> None:
         super().__init__(request.scope, request.receive)
         self._model = model
         self.error: Exception | None = None
-        """What is wrong with the body; FastAPI would say no more than that something is."""
+        """The error that `json` raised; FastAPI replaces it by a general one."""
 
     async def json(self) -> Any:
-        """Parse and validate the body."""
+        """Parse and validate the body in a worker thread. Also stores an error in `error`."""
         try:
             return await run_in_threadpool(parse_body, await self.body(), self._model)
         except (RequestValidationError, ApiError) as error:
@@ -77,9 +77,9 @@ def parse_body(body: bytes, model: type[BaseModel]) -> BaseModel:
     """Parse a body and validate it.
 
     Raises:
-        json.JSONDecodeError: it is not JSON.
-        ApiError: 400 where it has too many values.
-        RequestValidationError: it is not what the model says; names the first fault.
+        json.JSONDecodeError: if it is not JSON.
+        ApiError: 400 if it has too many values.
+        RequestValidationError: if it does not match the model; contains the first error only.
     """
     _check_size(body)
     given = json.loads(body)
@@ -91,9 +91,12 @@ def parse_body(body: bytes, model: type[BaseModel]) -> BaseModel:
 
 
 def _check_size(body: bytes) -> None:
-    counts = {byte: body.count(byte) for byte in (b",", b"[", b"{", b":")}  # of strings as well
+    """Raise ApiError 400 if a body has too many values, lists, objects or fields. Does not parse it."""
+    # 1) Count quickly; this also counts characters inside strings.
+    counts = {byte: body.count(byte) for byte in (b",", b"[", b"{", b":")}
     if not _too_many(counts):
         return
+    # 2) Count again without the strings.
     bare = _STRING.sub(b"", body)
     too_many = _too_many({byte: bare.count(byte) for byte in counts})
     if too_many:
@@ -101,6 +104,11 @@ def _check_size(body: bytes) -> None:
 
 
 def _too_many(counts: dict[bytes, int]) -> str:
+    """Return the exceeded limit as text, or an empty string.
+
+    Args:
+        counts: number of commas, opening brackets, opening braces and colons.
+    """
     containers = counts[b"["] + counts[b"{"]
     if containers > MOST_CONTAINERS:
         return f"{MOST_CONTAINERS:,} lists and objects"

@@ -1,4 +1,4 @@
-"""``/v1/completions`` and ``/v1/chat/completions``."""
+"""Endpoints ``/v1/completions`` and ``/v1/chat/completions``: generate and score text."""
 
 import json
 import time
@@ -32,31 +32,32 @@ from knnstore.server.serving import Serving, unless_left
 from knnstore.server.shapes import Messages, Shape, Texts, choice
 
 _SCORE_BYTES = 32
-"""Of an answer, for each token and each of the likeliest ones, about."""
+"""Approximate bytes of an answer for each scored token and for each of its listed alternatives."""
 _EVENT_TOKENS = 128
-"""Of a prompt, whose scores are in one event."""
-_MAX_TOKENS = 16  # where a completion says nothing, as OpenAI's
+"""Largest number of prompt tokens whose scores one event of a stream contains."""
+_MAX_TOKENS = 16
+"""Default of `max_tokens` of a completion, as in OpenAI's protocol."""
 
 
 def declare_completions(routes: Endpoints, serving: Serving) -> None:
-    """Declare the endpoints that write text."""
+    """Add the endpoints that generate text."""
 
     @routes.add("POST", "/v1/completions", Right.PREDICT)
     async def completions(request: Request, body: CompletionRequest) -> Response:
         """Continue texts, or score them."""
-        return await _Answer.to(request, body, serving, lambda: _of_texts(serving, body))
+        return await _Answer.to(request, body, serving, lambda: _plan_completion(serving, body))
 
     @routes.add("POST", "/v1/chat/completions", Right.PREDICT)
     async def chat(request: Request, body: ChatRequest) -> Response:
-        """Continue a conversation, with models that have a template for one."""
-        serving.lm  # noqa: B018  is it there?
-        text = await serving.render(lambda: _conversation(serving, body))
-        return await _Answer.to(request, body, serving, lambda: _of_messages(serving, body, text))
+        """Continue a conversation. The model needs a chat template."""
+        serving.lm  # noqa: B018  raises 503 while the model is loading
+        text = await serving.render(lambda: _render_conversation(serving, body))
+        return await _Answer.to(request, body, serving, lambda: _plan_chat(serving, body, text))
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is to be written, but for the scope, and in which shape."""
+    """The validated content of a request: its task without the scope, and the shape of the answer."""
 
     prompts: tuple[Prompt, ...]
     max_tokens: int
@@ -65,7 +66,8 @@ class _Plan:
     score_prompt: bool = False
 
 
-def _of_texts(serving: Serving, body: CompletionRequest) -> _Plan:
+def _plan_completion(serving: Serving, body: CompletionRequest) -> _Plan:
+    """Tokenize and check the prompts of a completion. Raises ApiError 400 if one is too long or empty."""
     prompts = tuple(serving.prompt(one) for one in body.prompts)
     max_tokens = _MAX_TOKENS if body.max_tokens is None else body.max_tokens
     for prompt in prompts:
@@ -74,7 +76,7 @@ def _of_texts(serving: Serving, body: CompletionRequest) -> _Plan:
     if body.echo:
         pairs = zip(prompts, body.prompts, strict=True)
         prompts = tuple(serving.echoed(one, given, is_continued=max_tokens > 0) for one, given in pairs)
-        # A text as it was given: it may have no tokens, e.g. a space.
+        # Repeat the text itself, not its tokens: a text such as a single space may have none.
         echoed = [
             given if isinstance(given, str) else "".join(one.texts)
             for one, given in zip(prompts, body.prompts, strict=True)
@@ -84,8 +86,12 @@ def _of_texts(serving: Serving, body: CompletionRequest) -> _Plan:
     return _Plan(prompts, max_tokens, shape, body.logprobs, bool(body.echo) and with_log_probs)
 
 
-def _of_messages(serving: Serving, body: ChatRequest, text: str) -> _Plan:
-    """Plan the answer to a conversation whose text the template has made."""
+def _plan_chat(serving: Serving, body: ChatRequest, text: str) -> _Plan:
+    """Tokenize and check a conversation. `text` is the result of the chat template.
+
+    Without a limit in the request, the answer may fill the rest of the model's window. Raises ApiError 400 if
+    the conversation is empty or too long.
+    """
     tokens = serving.conversation_tokens(text)
     if not tokens:
         raise refused("the messages are empty", "messages")
@@ -98,8 +104,12 @@ def _of_messages(serving: Serving, body: ChatRequest, text: str) -> _Plan:
     return _Plan((prompt,), max_tokens, shape, (body.top_logprobs or 0) if body.logprobs else None)
 
 
-def _conversation(serving: Serving, body: ChatRequest) -> str:
-    """Return the text of a conversation, up to where the assistant is to speak."""
+def _render_conversation(serving: Serving, body: ChatRequest) -> str:
+    """Render a conversation with the chat template, up to the beginning of the assistant's answer.
+
+    Raises:
+        ApiError: 400 if the model has no template, the messages are too long, or the template refuses them.
+    """
     characters = sum(len(one.text) + len(one.thoughts) for one in body.messages)
     serving.check_length(characters, serving.window, "messages")
     template = serving.chat_template
@@ -113,10 +123,12 @@ def _conversation(serving: Serving, body: ChatRequest) -> str:
 
 
 def _messages_for(template: str, messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return the messages as a chat template takes them.
+    """Convert messages to the objects that a chat template takes.
 
-    A template that does not know the role `developer` is given `system`, which it replaced. Tool calls and
-    their results are refused where the template would leave them out.
+    The role `developer` becomes `system`, its former name, if the template does not contain it.
+
+    Raises:
+        ApiError: 400 if a message has tool calls or the role `tool`, and the template would ignore them.
     """
     found = []
     for number, message in enumerate(messages):
@@ -135,7 +147,7 @@ def _messages_for(template: str, messages: Sequence[Message]) -> list[dict[str, 
                     f"messages.{number}.tool_calls",
                 )
             given["tool_calls"] = [_call_for_template(call) for call in message.tool_calls]
-        if message.thoughts:  # by both of its names; a template leaves out what it does not know
+        if message.thoughts:  # templates use one of these two names, and ignore the other
             given["reasoning_content"] = given["reasoning"] = message.thoughts
         if message.name is not None:
             given["name"] = message.name
@@ -146,7 +158,7 @@ def _messages_for(template: str, messages: Sequence[Message]) -> list[dict[str, 
 
 
 def _call_for_template(call: ToolCall) -> dict[str, Any]:
-    """Return a tool call with its arguments parsed, as templates expect; text that is no JSON stays text."""
+    """Return a tool call with parsed arguments, as templates expect. Invalid JSON in arguments stays text."""
     arguments: Any = call.function.arguments
     with suppress(ValueError, RecursionError):
         arguments = json.loads(arguments)
@@ -158,14 +170,14 @@ def _call_for_template(call: ToolCall) -> dict[str, Any]:
 
 
 class _Stream(StreamingResponse):
-    """The events of an answer; when the client has left, or never read one, nothing more is written."""
+    """The stream of events of an answer. When it ends, or the client leaves, the task is cancelled."""
 
     def __init__(self, answer: "_Answer", headers: dict[str, str]) -> None:
         super().__init__(answer.events(), media_type="text/event-stream", headers=headers)
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events."""
+        """Send the events, then close the answer."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -173,7 +185,10 @@ class _Stream(StreamingResponse):
 
 
 class _Answer:
-    """The answer to one request."""
+    """The answer to one request: submits its task, and formats the pieces.
+
+    Raises ApiError 429 if the key's quota is used up, EngineBusyError if too many requests wait.
+    """
 
     def __init__(self, serving: Serving, body: Writing, plan: _Plan, task: Task, quota: Quota) -> None:
         self._serving = serving
@@ -195,7 +210,17 @@ class _Answer:
     async def to(
         cls, request: Request, body: CompletionRequest | ChatRequest, serving: Serving, plan_of: Any
     ) -> Response:
-        """Begin to answer: whatever is wrong with the request is told here."""
+        """Check the request, submit its task, and return the whole answer or its stream.
+
+        Args:
+            request: the HTTP request.
+            body: its body.
+            serving: the server's state.
+            plan_of: returns the request's `_Plan`; called in a worker thread.
+
+        Raises:
+            ApiError: if the request is wrong. Later errors of a stream are sent as an event.
+        """
         knn, who = body.knn or Retrieval(), access(request)
         if knn.sources:
             who.check(Right.READ)
@@ -204,7 +229,7 @@ class _Answer:
             plan: _Plan = plan_of()
             return plan, _task(serving, body, plan, who)
 
-        serving.lm  # noqa: B018  is it there?
+        serving.lm  # noqa: B018  raises 503 while the model is loading
         plan, task = await serving.read(planned)
         _check_size(serving, body, task)
         answer = cls(serving, body, plan, task, who.quota)
@@ -217,15 +242,19 @@ class _Answer:
             answer.close()
 
     def close(self) -> None:
-        """Have no more written."""
+        """Cancel the rest of the task."""
         self._pieces.close()
 
     async def whole(self) -> Response:
-        """All texts at once; what is large is put together in another thread."""
+        """Return one answer with all texts. It is built in a worker thread, because it may be large.
+
+        Raises:
+            ApiError: 400 if the scores make the answer too large; or the error of the task.
+        """
         shape, texts = self._shape, defaultdict[int, list[Piece]](list)
         left = self._serving.limits.answer_bytes
         async for piece in self._pieces:
-            texts[piece.index].append(self._noted(piece))
+            texts[piece.index].append(self._record(piece))
             if self._task.top is not None:
                 left -= _SCORE_BYTES * len(piece.tokens) * (1 + self._task.top)
             if left < 0:
@@ -247,12 +276,15 @@ class _Answer:
         return await run_in_threadpool(shaped)
 
     async def events(self) -> AsyncIterator[str]:
-        """A stream of events: the texts as they are written."""
+        """Yield server-sent events: the texts as they are decoded, the usage if wanted, and ``[DONE]``.
+
+        An error is sent as the last event before ``[DONE]``.
+        """
         begun: set[int] = set()
         try:
-            async for piece in _in_parts(self._pieces):
+            async for piece in _split_pieces(self._pieces):
                 index, first = piece.index, piece.index not in begun
-                text = (self._shape.before(index) if first else "") + self._noted(piece).text
+                text = (self._shape.before(index) if first else "") + self._record(piece).text
                 if not (text or piece.finish or (piece.tokens and self._task.top is not None)):
                     continue
                 begun.add(index)
@@ -264,7 +296,7 @@ class _Answer:
                 yield self._event([{**choice(shaped, piece.finish), **extra}])
             if self._body.wants_usage:
                 yield self._event([], usage=self._usage())
-        except Exception as error:  # the answer has begun: its status can say nothing any more
+        except Exception as error:  # the status was sent before, so an event must tell the error
             yield f"data: {json.dumps(error_of(error).body)}\n\n"
         finally:
             self.close()
@@ -276,7 +308,8 @@ class _Answer:
             event["usage"] = usage
         return f"data: {json.dumps(event, ensure_ascii=False, allow_nan=False)}\n\n"
 
-    def _noted(self, piece: Piece) -> Piece:
+    def _record(self, piece: Piece) -> Piece:
+        """Return a piece after counting its generated tokens, for the usage and the quota."""
         if not piece.is_prompt:
             self._written[piece.index].extend(score.token for score in piece.tokens)
             self._quota.take(len(piece.tokens))
@@ -291,19 +324,22 @@ class _Answer:
         }
 
     async def _sources(self, index: int) -> dict[str, Any]:
-        """Where the tokens of a text come from, if that is asked for."""
+        """Return the sources of a text's generated tokens, as the field `knn`; empty if none are wanted.
+
+        The text's tokens count against the quota again, because the model reads them once more.
+        """
         count = self._body.knn.sources if self._body.knn else 0
         if not count:
             return {}
         prompt = self._task.prompts[index // self._task.copies]
         _check_sources(self._body, len(self._written[index]))
-        self._quota.take(len(prompt.tokens) + len(self._written[index]))  # they are read once more
+        self._quota.take(len(prompt.tokens) + len(self._written[index]))
         found = await sources_of(self._serving, self._task.knn, prompt, self._written[index], count)
         return {"knn": {"sources": found}}
 
 
-async def _in_parts(pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
-    """Cut the scores of long prompts into parts, so that each event takes a short time to write."""
+async def _split_pieces(pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
+    """Split pieces with many tokens into pieces of `_EVENT_TOKENS` tokens, so that no event takes long."""
     async for piece in pieces:
         ends = range(_EVENT_TOKENS, len(piece.tokens), _EVENT_TOKENS)
         for end in ends:
@@ -312,10 +348,10 @@ async def _in_parts(pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
 
 
 def _check_size(serving: Serving, body: CompletionRequest | ChatRequest, task: Task) -> None:
-    """Refuse what is known beforehand to be too large for an answer, or to take too long to be traced.
+    """Check that the answer is not known beforehand to be too large, or to name too many sources.
 
     Raises:
-        ApiError: 400.
+        ApiError: 400 if it is.
     """
     texts = len(task.prompts) * task.copies
     if task.score_prompt and not body.stream:
@@ -328,10 +364,10 @@ def _check_size(serving: Serving, body: CompletionRequest | ChatRequest, task: T
 
 
 def _check_sources(body: Writing, tokens: int) -> None:
-    """Refuse to name more sources than one explanation names.
+    """Check that the sources of `tokens` tokens are at most `MOST_SOURCES`.
 
     Raises:
-        ApiError: 400.
+        ApiError: 400 if they are more.
     """
     sources = body.knn.sources if body.knn else 0
     if sources * tokens > MOST_SOURCES:
@@ -351,6 +387,11 @@ def _too_large(serving: Serving) -> ApiError:
 
 
 def _task(serving: Serving, body: Writing, plan: _Plan, who: Access) -> Task:
+    """Build the task of a request. Also prepares its scope, so that the engine need not.
+
+    Raises:
+        ApiError: 404 if the client sees no such model, 400 if retrieval or the JSON schema is wrong.
+    """
     scope = serving.scopes.scope(body.model, body.knn, who)
     serving.scopes.prepare(scope)
     return Task(

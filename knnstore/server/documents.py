@@ -1,7 +1,7 @@
-"""``/v1/domains`` and ``/v1/documents``: what is in the store, put in and taken out while texts are written.
+"""Endpoints ``/v1/domains`` and ``/v1/documents``: list, add and remove documents while texts are decoded.
 
-Adding and removing is done in a thread of its own, see `StoreWriter`: when a removal has been answered, no
-token that comes later, of any text, was retrieved from what is gone.
+`StoreWriter` makes the changes in a thread of its own. After the answer to a removal, no later token of any
+text is retrieved from the removed documents.
 """
 
 import json
@@ -27,7 +27,7 @@ Wanted = Annotated[str | None, Query(min_length=1, max_length=MAX_NAME)]
 
 
 def declare_documents(routes: Endpoints, serving: Serving) -> None:
-    """Declare the endpoints for what is stored."""
+    """Add the endpoints that list and change the store's documents."""
 
     @routes.add("GET", "/v1/domains", Right.READ)
     def domains(request: Request) -> dict[str, Any]:
@@ -46,7 +46,10 @@ def declare_documents(routes: Endpoints, serving: Serving) -> None:
         limit: Annotated[int, Query(ge=1, le=_MOST_LISTED)] = 100,
         offset: Annotated[int, Query(ge=0, le=2**53)] = 0,
     ) -> dict[str, Any]:
-        """List documents in the order in which they were added, or show one, with its text if wanted."""
+        """List documents in the order in which they were added, or show one, with its text if wanted.
+
+        The page ends early if it becomes larger than the largest answer; `has_more` is true then.
+        """
         who = access(request)
         if domain is not None and not who.sees(domain):
             return {"object": "list", "data": [], "has_more": False}
@@ -69,9 +72,9 @@ def declare_documents(routes: Endpoints, serving: Serving) -> None:
 
     @routes.add("POST", "/v1/documents", Right.WRITE)
     async def add(request: Request, body: NewDocuments) -> dict[str, Any]:
-        """Add documents to a domain; one of the same id is replaced, unless its text is the same.
+        """Add documents to a domain. A document of the same id is replaced, unless its text is the same.
 
-        A document whose tokens the model does not have is refused with 400; the others are stored.
+        If a document has tokens that the model does not have, the answer is 400; the others are stored.
         """
         _check_seen(access(request), body.domain)
         serving.lm  # noqa: B018
@@ -80,10 +83,10 @@ def declare_documents(routes: Endpoints, serving: Serving) -> None:
         given = await serving.read(lambda: list(documents_of(body.documents)))
         counts = {"added": 0, "replaced": 0, "described": 0, "unchanged": 0, "tokens": 0}
         bad: list[UnusableDocumentError] = []
-        for document in given:  # one at a time: other changes have their turn between them
+        for document in given:  # one at a time, so that changes of other requests can run between them
             done = await serving.writer.add(document, body.domain, body.tags, quota.take, bad.append)
             counts = {name: count + done[name] for name, count in counts.items()}
-        await serving.writer.count_ngrams()  # so that whoever asks next retrieves from all of it
+        await serving.writer.count_ngrams()  # so that the next request retrieves from all documents
         if bad:
             raise refused(
                 f"{bad[0]}; {len(given) - len(bad)} of {len(given)} documents are stored", "documents"
@@ -110,15 +113,20 @@ def declare_documents(routes: Endpoints, serving: Serving) -> None:
 
 
 def _check_seen(who: Access, domain: str) -> None:
-    """Refuse to touch what is not there for whoever asks, in the words for what is not there at all."""
+    """Check that the client sees a domain.
+
+    Raises:
+        ApiError: 404 if it does not, with the same message as for a domain that does not exist.
+    """
     if not who.sees(domain):
         raise ApiError(404, "there is no such document or domain", code="document_not_found")
 
 
 def _text_of(serving: Serving, document: Document) -> str | None:
+    """Return the text of a document; None if the document was removed meanwhile."""
     try:
         tokens = serving.lm.store.tokens(document.id, domain=document.domain)
-    except DocumentNotFoundError:  # removed a moment ago
+    except DocumentNotFoundError:
         return None
     return serving.text(tokens.tolist()) if len(tokens) else ""
 

@@ -1,4 +1,7 @@
-"""What goes wrong, as OpenAI's clients read it: a status and an object with message, type, param, code."""
+"""Errors in the form of OpenAI's protocol: a status, and an object with message, type, param and code.
+
+`ApiError` is such an answer, `refused` makes one for a bad request, `error_of` converts any exception.
+"""
 
 from typing import Any
 
@@ -30,7 +33,15 @@ _RETRY_SECONDS = 1
 
 
 class ApiError(Exception):
-    """An answer that is an error."""
+    """An HTTP answer that is an error.
+
+    Args:
+        status: the HTTP status; it determines the error's type.
+        message: the text for the client. Characters that are not printable are escaped.
+        code: a short name of the error for programs.
+        param: the field of the request that is wrong.
+        headers: further HTTP headers.
+    """
 
     def __init__(
         self,
@@ -41,7 +52,7 @@ class ApiError(Exception):
         param: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        message = printable(message)  # it may name what was sent
+        message = printable(message)  # it may quote the request
         super().__init__(message)
         self.status = status
         self.headers = headers or {}
@@ -52,12 +63,15 @@ class ApiError(Exception):
 
 
 def refused(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """The error that a request cannot be done as it is."""
+    """Return the error 400 for a request that is wrong or asks for too much."""
     return ApiError(400, message, param=param, code=code)
 
 
 def error_of(error: BaseException) -> ApiError:
-    """What a client is told of an error; what is no fault of a request stays in the log."""
+    """Convert an exception to the error that the client gets.
+
+    An unknown exception becomes 500 with a general message, so that no detail of the server leaks.
+    """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineBusyError):

@@ -1,4 +1,4 @@
-"""What a server counts, for Prometheus: by endpoint and outcome, never by key, domain or text."""
+"""Metrics of a server for Prometheus. Labels are endpoints and statuses, never keys, domains or texts."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -9,7 +9,7 @@ _ROWS = (1, 2, 4, 8, 16, 32, 64)
 
 
 class Metrics:
-    """The counters of one server; the names are those of OpenTelemetry's conventions where it has some."""
+    """Metrics of one server. Their names follow OpenTelemetry's conventions where these name a metric."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -64,7 +64,7 @@ class Metrics:
         )
 
     def observe(self, step: Observed) -> None:
-        """Count a turn of the engine."""
+        """Record a turn of the engine."""
         if step.rows:
             self._steps.observe(step.seconds)
             self._rows.observe(step.rows)
@@ -75,11 +75,18 @@ class Metrics:
         self._waiting.set(step.waiting)
 
     def count(self, endpoint: str, status: int, seconds: float, first: float | None) -> None:
-        """Count a request: its path as declared, its status, when it ended and when its answer began."""
+        """Record a finished request.
+
+        Args:
+            endpoint: the declared path, with its parameters in braces.
+            status: the HTTP status.
+            seconds: time from the request to the end of its answer.
+            first: time from the request to the first byte of its answer; None if the answer has no body.
+        """
         self._requests.labels(endpoint, str(status)).observe(seconds)
         if first is not None:
             self._first.labels(endpoint).observe(first)
 
     def text(self) -> bytes:
-        """All of it, as Prometheus reads it."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)

@@ -1,4 +1,4 @@
-"""The two shapes of what was written: texts with their tokens, and messages of a conversation."""
+"""The two JSON shapes of an answer's choices: `Texts` of completions, and `Messages` of conversations."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,22 +8,29 @@ from knnstore.server.engine import Finish, TokenScore
 
 
 class Shape(Protocol):
-    """How choices of an answer look."""
+    """Converts texts and token scores to the choices of an answer."""
 
     kind: str
-    """Of a whole answer, its ``object``."""
+    """Field ``object`` of a whole answer."""
     kind_of_part: str
-    """Of a part of a stream."""
+    """Field ``object`` of an event of a stream."""
     id: str
-    """What ids of answers begin with."""
+    """Prefix of the ids of answers."""
 
     def before(self, index: int) -> str:
-        """What a text begins with: its prompt, if that is wanted."""
+        """Return the beginning of a text: its prompt, if the answer repeats it, else an empty string."""
 
     def whole(
         self, index: int, text: str, prompt: Sequence[TokenScore], written: Sequence[TokenScore]
     ) -> dict[str, Any]:
-        """A choice, but for why it ended: its text, the prompt's tokens and those written."""
+        """Return the choice of a whole text, without its finish reason.
+
+        Args:
+            index: index of the text.
+            text: the text, which begins with `before(index)`.
+            prompt: scores of the prompt's tokens; empty if they are not shown.
+            written: scores of the generated tokens.
+        """
 
     def part(
         self,
@@ -34,36 +41,38 @@ class Shape(Protocol):
         *,
         first: bool,
     ) -> dict[str, Any]:
-        """The same of a part of a text; `first` is its first."""
+        """Return the choice of one event of a stream, as in `whole`. `first` marks the text's first event."""
 
 
 def choice(shaped: dict[str, Any], finish: Finish | None) -> dict[str, Any]:
-    """A choice with why it ended; None in the middle."""
+    """Return a choice with its finish reason, which is None while the text goes on."""
     return {**shaped, "finish_reason": finish}
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Of ``/v1/completions``."""
+    """Shape of the choices of ``/v1/completions``."""
 
     with_log_probs: bool
+    """True if the choices have log-probabilities."""
     echoed: Sequence[str] = ()
-    """The prompts, where each text begins with its own."""
+    """The prompts, if each text begins with its prompt; else empty."""
     copies: int = 1
+    """Number of texts for each prompt."""
     by_id: bool = False
-    """Whether tokens are written as their ids."""
+    """True if tokens are shown as ``token_id:N``."""
 
     kind = kind_of_part = "text_completion"
     id = "cmpl-"
 
     def before(self, index: int) -> str:
-        """The prompt, if it is wanted."""
+        """Return the prompt of a text, if it is repeated; else an empty string."""
         return self.echoed[index // self.copies] if self.echoed else ""
 
     def whole(
         self, index: int, text: str, prompt: Sequence[TokenScore], written: Sequence[TokenScore]
     ) -> dict[str, Any]:
-        """A text, and a list for each thing that is known of its tokens."""
+        """Return the choice: the text, and parallel lists of its tokens' names, scores and offsets."""
         shift = len(self.before(index))
         offsets = [*(one.offset for one in prompt), *(one.offset + shift for one in written)]
         return {
@@ -81,7 +90,7 @@ class Texts:
         *,
         first: bool,
     ) -> dict[str, Any]:
-        """A part of a text, in the same shape."""
+        """Return the choice of a part of a text; it has the same shape as `whole`."""
         return self.whole(index, text, prompt, written)
 
     def _log_probs(self, scores: Sequence[TokenScore], offsets: Sequence[int]) -> dict[str, Any]:
@@ -93,9 +102,10 @@ class Texts:
         }
 
     def _top(self, score: TokenScore) -> dict[str, float] | None:
-        """Return log-probabilities by name; the token of the text has the name that `tokens` has.
+        """Return the log-probabilities of the most probable tokens by name; None if none are listed.
 
-        A token whose name is taken, by that one or a more probable one, is named by its id.
+        The text's own token has the same name as in `tokens`. A token whose name is taken, by the text's
+        token or by a more probable token, is named by its id.
         """
         names = {score.token: self._name(score.token, score.text)}
         for one in score.top:
@@ -110,22 +120,23 @@ class Texts:
 
 @dataclass(frozen=True)
 class Messages:
-    """Of ``/v1/chat/completions``."""
+    """Shape of the choices of ``/v1/chat/completions``."""
 
     with_log_probs: bool
+    """True if the choices have log-probabilities."""
 
     kind = "chat.completion"
     kind_of_part = "chat.completion.chunk"
     id = "chatcmpl-"
 
     def before(self, index: int) -> str:
-        """Nothing."""
+        """Return an empty string: an answer does not repeat its conversation."""
         return ""
 
     def whole(
         self, index: int, text: str, prompt: Sequence[TokenScore], written: Sequence[TokenScore]
     ) -> dict[str, Any]:
-        """A message of the assistant."""
+        """Return the choice: the assistant's message and its log-probabilities. The prompt is not shown."""
         message = {"role": "assistant", "content": text, "refusal": None}
         return {"index": index, "message": message, "logprobs": self._log_probs(written)}
 
@@ -138,7 +149,7 @@ class Messages:
         *,
         first: bool,
     ) -> dict[str, Any]:
-        """What a message goes on with."""
+        """Return the choice of an event: a delta, which has the role only in the text's first event."""
         delta = {"role": "assistant", "content": text} if first else {"content": text} if text else {}
         return {"index": index, "delta": delta, "logprobs": self._log_probs(written)}
 

@@ -1,9 +1,9 @@
-"""The program that renders a model's chat template, run by `chat_templates` in a process of its own.
+"""Program that renders a model's chat template. `chat_templates` runs it in a process of its own.
 
-It imports nothing of knnstore, so that it starts in a second. It reads lines of JSON from standard input:
-first ``{"template", "values", "most_characters", "cpu_seconds", "memory_bytes"}``, then a list of messages a
-line. For each list it writes one line: ``{"text"}``, or ``{"characters"}`` if the text is too long, or
-``{"error"}``.
+It imports nothing of knnstore, so that it starts within a second. It reads JSON lines from standard input.
+The first line is ``{"template", "values", "most_characters", "cpu_seconds", "memory_bytes"}``, each later
+line a list of messages. For each list it writes one line: ``{"text"}``, ``{"characters"}`` if the text is too
+long, or ``{"error"}``.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ _MOST_ERROR_CHARACTERS = 300
 
 
 def _limit_memory(extra_bytes: int) -> None:
-    """Limit this process's memory to what it has now and `extra_bytes`. Does nothing where Linux is not."""
+    """Limit this process's memory to its current size plus `extra_bytes`. Does nothing outside Linux."""
     with contextlib.suppress(OSError, ValueError, NameError):
         with open("/proc/self/statm", encoding="ascii") as file:
             taken = int(file.read().split()[0]) * resource.getpagesize()
@@ -30,13 +30,13 @@ def _limit_memory(extra_bytes: int) -> None:
 
 
 def _limit_time(cpu_seconds: float) -> None:
-    """Have the kernel end this process after so much CPU time; 0 takes the limit away."""
+    """Let the kernel end this process after `cpu_seconds` of CPU time; 0 removes the limit."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
 
 
 def _render(first: dict[str, Any], messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the text of some messages, or its length if that is too large, or the template's error."""
+    """Render messages. Returns the text, its length if it is too long, or the first line of the error."""
     try:
         rendered: Any = render_jinja_template(
             conversations=[messages],
@@ -49,7 +49,7 @@ def _render(first: dict[str, Any], messages: list[dict[str, Any]]) -> dict[str, 
         return {"error": "it takes too much memory"}
     except RecursionError:
         return {"error": "it calls itself too often"}
-    except Exception as error:  # of any kind: a template is a program
+    except Exception as error:  # a template is a program and can raise any exception
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return {"error": lines[0][:_MOST_ERROR_CHARACTERS]}
     if len(text) > first["most_characters"]:

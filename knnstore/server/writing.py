@@ -1,4 +1,7 @@
-"""Writing to the store in a thread of its own; the engine does only what needs the model, in turns."""
+"""Changes of the store by requests: `StoreWriter` adds and removes documents in a thread of its own.
+
+The engine's thread only encodes the documents, in turns between its decoding steps.
+"""
 
 import asyncio
 import copy
@@ -18,19 +21,20 @@ from knnstore.server.engine import Engine, Turns
 from knnstore.store import KNNStore
 
 _TURN_TOKENS = 128
-"""Of a document, that the model reads in one turn."""
+"""Tokens of a document that the model encodes in one turn."""
 
 Found = TypeVar("Found")
 
 
 class StoreWriter:
-    """Adds and removes documents, one change after another.
+    """Adds and removes documents, one change at a time.
 
-    Tokenizing, the database and the vector engine are of this thread; the model reads in the engine's.
+    Its thread tokenizes, and writes to the database and the vector engine. The model runs in the engine's
+    thread.
 
     Args:
         lm: the model.
-        engine: its engine.
+        engine: the engine that runs the model.
     """
 
     def __init__(self, lm: KNNLMForCausalLM, engine: Engine) -> None:
@@ -46,14 +50,14 @@ class StoreWriter:
         """Add a document.
 
         Args:
-            document: as `KNNLMForCausalLM.add` takes it.
-            domain: where to.
-            tags: of the document.
-            count: told of the tokens as they are read.
-            on_bad: called where the document cannot be used; it is left out then.
+            document: any form that `KNNLMForCausalLM.add` takes.
+            domain: the domain that it is added to.
+            tags: tags of the document.
+            count: called in the writer's thread with the number of tokens, as they are read.
+            on_bad: called if the document cannot be used. It is left out then.
 
         Returns:
-            The fields of `Added`, but for the seconds.
+            The fields of `Added` without its seconds.
         """
 
         def work() -> Added:
@@ -68,19 +72,23 @@ class StoreWriter:
         }
 
     async def remove(self, work: Callable[[KNNStore], Found]) -> Found:
-        """Remove something; when this returns, every later token is predicted without it."""
+        """Run `work`, which removes documents from the store, and return its result.
+
+        When this returns, the n-grams are counted again, and every later token of any text is predicted
+        without the removed documents.
+        """
         gone = await self._do(lambda: work(self._adding.store))
         await self.count_ngrams()
-        # A step that began before has ended then, and its tokens were told.
+        # Wait for the current step of the engine: it may have begun before the removal.
         await asyncio.wrap_future(self._engine.call(lambda: None, is_part=True))
         return gone
 
     async def count_ngrams(self) -> None:
-        """Count the n-grams of what has changed, in the writing thread; texts go on with older counts."""
+        """Count the n-grams of changed selections in the writer's thread. Texts use old counts meanwhile."""
         await self._do(self._adding.store.catch_up_ngrams)
 
     def end(self) -> None:
-        """Wait for what is being written; the engine has stopped."""
+        """Wait for the current change, and cancel the changes that wait. Stop the engine before."""
         self._thread.shutdown(cancel_futures=True)
 
     async def _do(self, work: Callable[[], Found]) -> Found:
@@ -89,7 +97,7 @@ class StoreWriter:
 
 @dataclass
 class _Adding:
-    """A model as `add_documents` needs it."""
+    """The parts of a model that `add_documents` needs."""
 
     store: KNNStore
     tokenizer: Any
@@ -98,7 +106,7 @@ class _Adding:
 
 
 class _TurnEncoder:
-    """An encoder that makes keys in the engine's thread, in turns; everything else is that of the encoder."""
+    """An encoder that computes keys in the engine's thread, in turns. All else is the wrapped encoder's."""
 
     def __init__(self, encoder: Encoder, engine: Engine) -> None:
         self._encoder = encoder
@@ -108,7 +116,7 @@ class _TurnEncoder:
         return getattr(self._encoder, name)
 
     def keys(self, input_ids: NDArray[np.int64], at: NDArray[np.int64]) -> Tensor:
-        """Make keys as `Encoder.keys` does."""
+        """Return the same keys as `Encoder.keys`. Waits for the engine; call it in another thread."""
 
         def turns() -> Turns[Tensor]:
             if len(input_ids) > 1 or input_ids.shape[1] <= _TURN_TOKENS:
@@ -120,11 +128,11 @@ class _TurnEncoder:
 
 
 class _Counting(Progress):
-    """Tells of the tokens that are read."""
+    """Progress that calls a function with each number of tokens read."""
 
     def __init__(self, count: Callable[[int], None]) -> None:
         self._count = count
 
     def advance(self, amount: int) -> None:
-        """So many more were read."""
+        """Report `amount` more tokens."""
         self._count(amount)

@@ -1,4 +1,4 @@
-"""Who may do what and how much of it: keys, rights, what a key sees, and its limits."""
+"""Access control of the server: authentication by API keys, rights, visible domains, and rate limits."""
 
 from knnstore.server.access.gate import (
     Access,

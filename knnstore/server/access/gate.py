@@ -1,4 +1,8 @@
-"""Who may do what: keys, the rights that each endpoint asks for, and what a key sees."""
+"""Authentication and authorization: API keys, the right that each endpoint needs, and the visible domains.
+
+`Gate` finds the `Access` of a request. `Endpoints` declares endpoints with their rights. The functions at the
+end list paths and methods of an application, and check its declarations.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -16,54 +20,54 @@ from knnstore.server.access.quotas import UNLIMITED, Quota
 from knnstore.server.errors import ApiError
 
 _PREFIX = "Bearer "
-_RIGHT, _NONE = "x-knnstore-right", "none"  # in the description of each endpoint
+_RIGHT, _NONE = "x-knnstore-right", "none"  # field of each endpoint's OpenAPI description, and its value
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What whoever sent a request may do."""
+    """Permissions of the client that sent a request."""
 
     rights: frozenset[Right]
     domains: frozenset[str] | None = None
-    """The domains that there are for it; None is all, those included that are still to come."""
+    """Visible domains; None means all domains, also those created later."""
     key: str = ""
-    """The key's public name, for the log."""
+    """Public id of the API key, for the log; empty without a key."""
     quota: Quota = UNLIMITED
-    """How much of it."""
+    """Rate limits of the key."""
 
     @property
     def sees_all(self) -> bool:
-        """Whether the whole store is there for it."""
+        """True if all domains are visible."""
         return self.domains is None
 
     def sees(self, domain: str) -> bool:
-        """Whether there may be such a domain for it."""
+        """Check whether a domain is visible. The domain need not exist."""
         return self.domains is None or domain in self.domains
 
     def seen(self, domains: Iterable[str]) -> list[str]:
-        """Those of some domains that it sees."""
+        """Return the visible domains among `domains`, in their order."""
         return [domain for domain in domains if self.sees(domain)]
 
     def check(self, right: Right) -> None:
-        """Refuse what needs another right.
+        """Check that the client has a right.
 
         Raises:
-            ApiError: 403.
+            ApiError: 403 if it has not.
         """
         if right not in self.rights:
             raise ApiError(403, f"this key lacks the right {right.value!r}", code="missing_right")
 
 
 EVERYBODY = Access(frozenset(Right))
-"""Whoever reaches a server that asks for no key."""
+"""Permissions of clients without a key, on a server that needs none."""
 
 
 class Gate:
-    """Tells what a request may do.
+    """Authenticates requests.
 
     Args:
-        keys: those of the store.
-        required: whether a key must be given. Otherwise one is heeded where it is given.
+        keys: the API keys of the store.
+        required: True if each request needs a key. Otherwise a key is checked only if a request has one.
     """
 
     def __init__(self, keys: AccessKeys, *, required: bool) -> None:
@@ -72,14 +76,17 @@ class Gate:
         self._quotas: dict[str, Quota] = {}
 
     async def access_of(self, authorization: str) -> Access:
-        """What the header ``Authorization`` allows; only a key is looked up in another thread.
+        """Return the permissions that a header ``Authorization`` gives.
+
+        If no key is required, a value that does not have the form of a key gives all rights, because clients
+        send arbitrary placeholders. A key is looked up in another thread: the event loop does not wait.
 
         Raises:
-            ApiError: 401, which does not say what is wrong with a key.
+            ApiError: 401 if the key is missing, unknown or expired. The message does not say which.
         """
         given = authorization.removeprefix(_PREFIX).strip() if authorization.startswith(_PREFIX) else ""
         if not self._required and not AccessKeys.is_one(given):
-            return EVERYBODY  # clients send anything where no key is needed
+            return EVERYBODY
         key = await run_in_threadpool(self._keys.find, given)
         if key is None:
             raise ApiError(
@@ -93,18 +100,18 @@ class Gate:
         return Access(rights, domains, key.id, self._quota_of(key))
 
     def forget(self) -> None:
-        """Count anew what each key has used of its limits."""
+        """Reset the rate limits of all keys: nothing counts as used any more."""
         self._quotas.clear()
 
     def _quota_of(self, key: AccessKey) -> Quota:
-        """What is left to a key, counted since its first request here."""
+        """Return the quota of a key. It is created at the key's first request and kept until `forget`."""
         if key.requests is None and key.tokens is None:
             return UNLIMITED
         return self._quotas.setdefault(key.id, Quota(key.requests, key.tokens))
 
 
 class Endpoints:
-    """Declares the endpoints of an application, none without the right that it needs."""
+    """Adds endpoints to an application, each with the right that it needs."""
 
     def __init__(self, app: FastAPI) -> None:
         self._app = app
@@ -112,9 +119,13 @@ class Endpoints:
     def add(
         self, method: str, path: str, right: Right | None, **options: Any
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Declare an endpoint, a decorator; None is a right that everybody has.
+        """Return a decorator that adds a function as an endpoint. A GET endpoint also answers HEAD.
 
-        An endpoint for GET also answers HEAD.
+        Args:
+            method: the HTTP method.
+            path: the path, with parameters in braces.
+            right: the right that a request needs; None if it needs neither a right nor a key.
+            options: passed on to FastAPI.
         """
 
         def declare(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -124,7 +135,7 @@ class Endpoints:
             self._app.add_api_route(
                 path, answer, methods=[method], dependencies=dependencies, openapi_extra=extra, **options
             )
-            if method == "GET":  # load balancers ask with HEAD; the HTTP server leaves the body out
+            if method == "GET":  # load balancers send HEAD; the HTTP server leaves the body out
                 hidden = {**options, "include_in_schema": False}
                 self._app.add_api_route(
                     path, function, methods=["HEAD"], dependencies=dependencies, openapi_extra=extra, **hidden
@@ -135,7 +146,7 @@ class Endpoints:
 
 
 def _as_json(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Write what an endpoint returns as JSON in its own thread, and not in that of the event loop."""
+    """Wrap a synchronous endpoint so that the worker thread, not the event loop, makes JSON of its result."""
 
     @wraps(function)
     def answer(*args: Any, **kwargs: Any) -> Response:
@@ -146,37 +157,38 @@ def _as_json(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Needs:
-    """A dependency that refuses requests without a right."""
+    """FastAPI dependency that refuses requests without a right with 403."""
 
     def __init__(self, right: Right) -> None:
         self.right = right
 
-    async def __call__(self, request: Request) -> None:  # no coroutine would be run in another thread
+    # A coroutine, because FastAPI would call a plain function in a worker thread.
+    async def __call__(self, request: Request) -> None:
         access(request).check(self.right)
 
 
 def access(request: Request) -> Access:
-    """What a request may do, as the server's frame has found."""
-    known: Access = request.state.access
-    return known
+    """Return the permissions of a request, which `Frame` has stored in its state."""
+    permissions: Access = request.state.access
+    return permissions
 
 
 def open_paths(app: FastAPI) -> frozenset[str]:
-    """The paths that need no right and therefore no key."""
+    """Return the paths that need no right and therefore no key."""
     return frozenset(
         route.path for route in app.routes if isinstance(route, APIRoute) and _right_of(route) == _NONE
     )
 
 
 def whole_paths(app: FastAPI) -> frozenset[str]:
-    """Return the paths that hold no parameter."""
+    """Return the paths without parameters."""
     return frozenset(
         route.path for route in app.routes if isinstance(route, APIRoute) and "{" not in route.path
     )
 
 
 def methods_of(app: FastAPI, path: str) -> list[str]:
-    """Return the methods that a path takes, sorted; empty if there is no such path."""
+    """Return the HTTP methods of a path, sorted, OPTIONS included; empty if no endpoint has this path."""
     found = {
         method
         for route in app.routes
@@ -187,10 +199,10 @@ def methods_of(app: FastAPI, path: str) -> list[str]:
 
 
 def check_declared(app: FastAPI) -> None:
-    """Refuse an application with a route that says nothing of its right.
+    """Check that each route of an application declares its right.
 
     Raises:
-        RuntimeError: names it.
+        RuntimeError: if a route does not; names its path.
     """
     for route in app.routes:
         if not isinstance(route, APIRoute) or _right_of(route) is None:

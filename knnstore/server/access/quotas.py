@@ -1,4 +1,4 @@
-"""How much each key may ask for: requests at once, and tokens a minute."""
+"""Rate limits of an API key: concurrent requests, and tokens a minute."""
 
 import math
 import threading
@@ -10,19 +10,20 @@ from knnstore.server.errors import ApiError
 
 _MINUTE = 60.0
 _SOON = 1
-"""Seconds after which to ask again while other requests run."""
+"""Seconds in the header Retry-After if too many requests run."""
 
 
 class Quota:
-    """What is left to one key; threads may share it.
+    """Rate limits of one key, and what it has used. Threads may share the object.
 
-    Tokens are a bucket that fills in a minute. A request is taken while there is something in it, for nobody
-    knows how much will be written; what goes beyond is missing later.
+    Tokens are limited by a token bucket that refills in one minute. A request is accepted while the bucket is
+    not empty, because the number of generated tokens is not known beforehand. The bucket can become negative;
+    later requests wait until it has refilled.
 
     Args:
-        requests: at once; None is any number.
-        tokens: a minute, read and written; None is any number.
-        now: the time in seconds.
+        requests: largest number of concurrent requests; None means no limit.
+        tokens: tokens a minute, of prompts and generated ones together; None means no limit.
+        now: returns the time in seconds.
     """
 
     def __init__(
@@ -39,10 +40,10 @@ class Quota:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Let a request run.
+        """Count a request as running while the context is open.
 
         Raises:
-            ApiError: 429 where as many run as may.
+            ApiError: 429 if the largest number of requests runs already.
         """
         with self._lock:
             if self.requests is not None and self._running >= self.requests:
@@ -55,10 +56,10 @@ class Quota:
                 self._running -= 1
 
     def spend(self, tokens: int) -> None:
-        """Take what a request begins with.
+        """Count the tokens that a new request begins with, if the bucket is not empty.
 
         Raises:
-            ApiError: 429 where nothing is left, with the seconds until there is.
+            ApiError: 429 if it is empty. The header Retry-After says in how many seconds it is not.
         """
         with self._lock:
             if self.tokens is not None and self._filled() <= 0:
@@ -67,11 +68,12 @@ class Quota:
             self._left -= tokens
 
     def take(self, tokens: int) -> None:
-        """Take what a request goes on with."""
+        """Count further tokens of an accepted request; the bucket may become negative."""
         with self._lock:
             self._left -= tokens
 
     def _filled(self) -> float:
+        """Refill the bucket up to the current time, and return its tokens. The caller holds the lock."""
         assert self.tokens is not None
         now = self._now()
         self._left = min(self.tokens, self._left + self.tokens * (now - self._at) / _MINUTE)
@@ -80,7 +82,7 @@ class Quota:
 
 
 UNLIMITED = Quota()
-"""Of whoever needs no key."""
+"""Quota without limits, of clients without a key and of keys without limits."""
 
 
 def _too_many(message: str, wait: int) -> ApiError:

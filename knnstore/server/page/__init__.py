@@ -1,4 +1,7 @@
-"""The inspector: a page that says what caused each token of a text. Plain modules, nothing from elsewhere."""
+"""The inspector: a web page that shows the sources of each token of a text.
+
+It consists of plain JavaScript modules and loads nothing from other servers.
+"""
 
 from knnstore.server.page.files import declare_page
 

@@ -1,4 +1,4 @@
-"""The files of the page, and what a browser is told of them."""
+"""The static files of the inspector page, and their HTTP headers."""
 
 from collections.abc import Callable
 from importlib.resources import files
@@ -11,8 +11,8 @@ from knnstore.server.access import Endpoints
 _START = "index.html"
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
-# Text of documents is only ever text. Were it taken for something else by mistake, the browser refuses to run
-# it, to ask another server for anything, and to make elements of strings.
+# The page shows text of documents as text only. If it treated that text as HTML by mistake, this policy makes
+# the browser refuse to run it as a script, to contact another server, and to create elements from strings.
 _POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -31,7 +31,11 @@ _HEADERS = {
 
 
 def declare_page(routes: Endpoints) -> None:
-    """Declare the page, for everybody: it holds nothing of the store, and asks as any client does."""
+    """Add an endpoint for each file of the page.
+
+    The files need no key, because they hold no data of the store. The page sends the same requests as any
+    other client.
+    """
     for file in (files(__package__) / "static").iterdir():
         path = "/" if file.name == _START else f"/page/{file.name}"
         kind = f"{_TYPES[PurePath(file.name).suffix]}; charset=utf-8"
