@@ -1,7 +1,7 @@
-"""Rendering a model's chat template, which is a program that came with the model, apart from the server.
+"""Rendering of a model's chat template in a separate process. The template is a program of the model.
 
-What clients send cannot forge the control tokens of a conversation, such as ``<|im_start|>``: they are marked
-in the messages before the template sees these, and marked ones are encoded as ordinary text.
+Clients cannot forge the control tokens of a conversation, such as ``<|im_start|>``. Control tokens in the
+messages are marked before the template is rendered, and the marked ones are encoded as ordinary text.
 """
 
 import json
@@ -18,25 +18,27 @@ from knnstore.server.errors import ApiError, refused
 _PROGRAM = Path(__file__).with_name("template_process.py")
 
 _CPU_SECONDS = 5.0
-"""CPU time that the template may take for one request. Templates of real models take milliseconds."""
+"""Largest CPU time in seconds that a template may take for one request. Real templates take milliseconds."""
 
 _MEMORY_BYTES = 512 << 20
-"""Memory that it may take beside what the process needs for itself."""
+"""Memory that a template may take, in addition to the memory of the process itself."""
 
 _MARK = "\U000f0000"
-"""Character, of those for private use, that transformers writes before a control token of a message."""
+"""Private-use character that transformers puts before a control token in a message, to mark it."""
 
 
 class ChatTemplate:
     """The chat template of a model, rendered in a process of its own with limits of CPU time and memory.
 
     Transformers renders templates in jinja's sandbox, where they reach no file and no Python object. But a
-    template may still loop forever, or ask for any amount of memory. One operation, as ``10**10**9``, holds
-    Python's global lock until it ends, so that no thread of the server could stop it.
+    template can still loop forever or allocate any amount of memory. A single operation such as ``10**10**9``
+    holds the global interpreter lock until it ends, so no thread of the server could stop it.
+
+    Creating the object starts the process, if the model has a template.
 
     Args:
-        tokenizer: of the model. Only its template and its added tokens are used, and only here.
-        most_characters: longest text that is accepted.
+        tokenizer: the model's tokenizer. Only the constructor uses it, for its template and its tokens.
+        most_characters: largest length of a rendered text, in characters.
     """
 
     def __init__(self, tokenizer: Any, most_characters: int) -> None:
@@ -52,21 +54,21 @@ class ChatTemplate:
         self._one_at_a_time = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         if self.text:
-            self._process = self._start()  # now, so that the first request need not wait for it
+            self._process = self._start()  # now, so that the first request does not wait for it
 
     def render(self, messages: list[dict[str, Any]]) -> str:
-        """Return the text of some messages, up to where the assistant is to speak.
+        """Render messages to a text that ends where the assistant's answer begins.
 
-        Control tokens in the messages are marked in it: `encode` makes its tokens. Waits for other calls to
-        end. If the template exceeds its limits, its process ends and the next call
+        Control tokens of the messages are marked in the text, so only `encode` can tokenize it. A call waits
+        for the calls before it. If the template exceeds its limits, its process ends, and the next call
         starts another one.
 
         Args:
-            messages: of plain JSON values.
+            messages: the messages, as plain JSON values.
 
         Raises:
-            ApiError: 400 if the template refuses the messages or makes too long a text of them, 500 if it
-                took too much time or ended its process.
+            ApiError: 400 if the template refuses the messages or their text is too long, 500 if the template
+                takes too much time or ends its process.
         """
         try:
             line = json.dumps(self._marked(messages))
@@ -93,16 +95,17 @@ class ChatTemplate:
         return str(answer["text"])
 
     def encode(self, tokenizer: Any, text: str) -> list[int]:
-        """Return the tokens of a text that `render` has made.
+        """Tokenize a text that `render` returned.
 
-        Control tokens that the template wrote are what they are; those of the messages are ordinary text.
+        Control tokens of the template are encoded as control tokens, those of the messages as ordinary text.
 
         Args:
-            tokenizer: of the model, for this call alone.
-            text: from `render`.
+            tokenizer: the model's tokenizer. No other thread may use it during the call.
+            text: the result of `render`.
 
         Raises:
-            ApiError: 400 if the tokenizer makes a control token of ordinary text, so that it could be forged.
+            ApiError: 400 if the tokenizer encodes ordinary text as a control token, so that a client could
+                forge one.
         """
         if self._control_tokens is None or _MARK not in text:
             return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -112,12 +115,12 @@ class ChatTemplate:
             raise refused(f"messages: {error}", "messages") from error
 
     def close(self) -> None:
-        """End the process. Waits for a call that is running."""
+        """Stop the process, after the current call has ended."""
         with self._one_at_a_time:
             self._stop()
 
     def _marked(self, value: Any) -> Any:
-        """Return a JSON value in which the control tokens of all strings, names of fields too, are marked."""
+        """Return a JSON value with the control tokens marked in all strings, also in the names of fields."""
         if self._control_tokens is None:
             return value
         if isinstance(value, str):
@@ -129,7 +132,10 @@ class ChatTemplate:
         return value
 
     def _ask(self, line: str) -> dict[str, Any] | None:
-        """Have the process render one line of messages; None if it ends instead."""
+        """Send one line of messages to the process, and return its answer; None if the process ends instead.
+
+        Starts the process if it does not run.
+        """
         process = self._process = self._process or self._start()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -145,19 +151,19 @@ class ChatTemplate:
         return found
 
     def _start(self) -> "subprocess.Popen[str]":
-        """Start the process, and send it the template."""
+        """Start the process, send it the template, and return it."""
         process = subprocess.Popen(  # noqa: S603  this package's own file
-            # -P: its folder holds modules whose names other packages may use.
+            # -P keeps the program's folder out of sys.path: its modules could hide those of other packages.
             [sys.executable, "-P", str(_PROGRAM)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
             encoding="ascii",
-            start_new_session=True,  # Ctrl-C is for the server, which ends it
+            start_new_session=True,  # Ctrl-C goes to the server only, which then stops this process
         )
         assert process.stdin is not None
-        with suppress(OSError):  # it has ended: the next call says so
+        with suppress(OSError):  # the process has ended already: `_ask` notices it
             print(json.dumps(self._first), file=process.stdin, flush=True)
         return process
 
@@ -176,13 +182,14 @@ def _marking() -> Any:
 
 
 def _control_tokens_of(tokenizer: Any, template: str) -> re.Pattern[str] | None:
-    """Compile a pattern of the tokens that only the template may write, the longest first.
+    """Compile a pattern that matches the control tokens: those that only the template may write.
 
-    These are the special tokens, and of the other added tokens those that the tokenizer lists as
-    `chat_control_tokens` or, if it has no list, those that the template contains.
+    These are all special tokens. Other added tokens are control tokens if the tokenizer lists them in
+    `chat_control_tokens` or, without this list, if the template contains them.
 
     Returns:
-        None where transformers is too old to encode them as ordinary text.
+        The pattern, with longer tokens first; None if transformers is too old to encode control tokens as
+        ordinary text.
     """
     if not hasattr(_marking(), "encode_marked_chat"):
         return None
@@ -194,7 +201,7 @@ def _control_tokens_of(tokenizer: Any, template: str) -> re.Pattern[str] | None:
         or (token.content in (template if listed is None else listed) and not token.content.isspace())
     ]
     longest_first = sorted(found, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")  # which matches nothing
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")  # "(?!)" matches nothing
 
 
 def _template_of(tokenizer: Any) -> str:

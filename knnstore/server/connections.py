@@ -64,7 +64,7 @@ class Connection(H11Protocol):
         self._look_again()
 
     def data_received(self, data: bytes) -> None:
-        """Process data. Stops the head's timer when the head is complete."""
+        """Process data. Stops the head's timer at the end of a head; starts it with the next request."""
         super().data_received(data)
         self._watch()
 

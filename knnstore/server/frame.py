@@ -1,4 +1,4 @@
-"""What is done with every request, whatever it asks: its id, its key, its size, its line in the log."""
+"""ASGI middleware for every request: its id, authentication, size and time limits, metrics, and log line."""
 
 import asyncio
 import logging
@@ -23,24 +23,25 @@ _LOCAL = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?", re.IGNORECA
 _REQUEST_ID = re.compile(r"[\w.-]{1,64}")
 
 _PART_BYTES = 1 << 16
-"""Of an answer, that are handed on at once."""
+"""Largest part of an answer that is passed to the server at once, in bytes."""
 
 Count = Callable[[str, int, float, float | None], None]
 
 
 class Frame:
-    """An ASGI application around another.
+    """An ASGI application that wraps another one.
 
     Args:
-        app: what answers.
-        gate: tells what a request may do.
-        open_paths: those that need no key.
-        paths: the paths without parameters; each may also be asked for with a slash at its end.
-        body_bytes: of a request at most.
-        body_seconds: after which its body must be there.
-        local_only: only requests to a name of this machine are answered. A page of anybody's in a browser
-            here could reach the server by a name of its own.
-        count: told of each request.
+        app: the application that answers.
+        gate: authenticates the requests.
+        open_paths: paths that need no key.
+        paths: the paths without parameters. A trailing slash is removed from them.
+        body_bytes: largest size of a request's body in bytes.
+        body_seconds: seconds in which the body must arrive.
+        local_only: True if only requests whose Host header names this machine are answered. Otherwise a web
+            page in a browser on this machine could reach the server through a host name of its own (DNS
+            rebinding).
+        count: called after each request with endpoint, status, seconds, and seconds to the first byte.
     """
 
     def __init__(
@@ -65,7 +66,10 @@ class Frame:
         self._count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer."""
+        """Answer one request. Other ASGI scopes, such as lifespan, go to the wrapped application unchanged.
+
+        An error before the answer has begun is sent as a JSON error. Each request is counted and logged.
+        """
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -82,7 +86,7 @@ class Frame:
                 MutableHeaders(scope=message)["x-request-id"] = id
             elif seen["first"] is None and message.get("body"):
                 seen["first"] = time.perf_counter() - started
-            for part in _parts(message):  # each waits until the client has read enough of those before
+            for part in _parts(message):  # `send` waits until the client has read enough earlier parts
                 await send(part)
 
         try:
@@ -97,7 +101,7 @@ class Frame:
         except Exception as error:
             if not seen["begun"]:
                 await _error(error_of(error))(scope, receive, answer)
-            _logger.debug("request %s failed", id, exc_info=error)  # the application has told of it
+            _logger.debug("request %s failed", id, exc_info=error)  # the application has logged the error
         finally:
             seconds = time.perf_counter() - started
             endpoint = getattr(scope.get("route"), "path", "(none)")
@@ -111,6 +115,11 @@ class Frame:
             )  # fmt: skip
 
     async def _checked(self, scope: Scope, headers: Headers) -> Access | None:
+        """Authenticate a request. Returns None for an open path.
+
+        Raises:
+            ApiError: 403 if the Host header is not local but must be, 401 if the key is missing or wrong.
+        """
         if self._local_only and not _LOCAL.fullmatch(headers.get("host", "")):
             raise ApiError(403, "this server is for this machine alone: call it by the name localhost")
         if scope["path"] in self._open:
@@ -118,6 +127,12 @@ class Frame:
         return await self._gate.access_of(headers.get("authorization", ""))
 
     def _limited(self, headers: Headers, receive: Receive) -> Receive:
+        """Wrap `receive` so that it enforces the size and time limits of the body.
+
+        Raises:
+            ApiError: 413 if the header content-length exceeds the limit. The wrapper raises HTTPException 413
+                or 408.
+        """
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > self._body_bytes:
             raise self._too_large()
@@ -144,7 +159,7 @@ class Frame:
 
 
 def _parts(message: Message) -> Iterator[Message]:
-    """Cut a large part of an answer into small ones, so that no more is copied than the client reads."""
+    """Split a large part of an answer into small ones, so that no more is copied than the client reads."""
     body = message.get("body", b"")
     if len(body) <= _PART_BYTES:
         yield message

@@ -1,7 +1,8 @@
-"""The bodies of requests, in OpenAI's protocol and our own, and what is accepted in them.
+"""Request bodies of OpenAI's protocol and of this server's own endpoints, as pydantic models.
 
-A field that asks for nothing (null, empty or at the protocol's default) is accepted. A field that asks for
-something that this server cannot do is refused by name. The tables `UNSUPPORTED_…` list those fields.
+The tables `UNSUPPORTED_…` list the fields of the protocol that this server does not support. Their values are
+accepted if they ask for nothing: null, an empty value, or the protocol's default. Other values are refused
+with an error that names the field.
 """
 
 import json
@@ -28,20 +29,20 @@ from knnstore.server.engine import Sampling
 MOST_COPIES = 16
 MOST_PROMPTS = 64
 MOST_TEXTS = 128
-"""Prompts × n."""
+"""Largest number of texts of a request: prompts × n."""
 MOST_TOP = 20
 MOST_STOPS = 16
 MOST_STOP = 1024
-"""Characters of a string that ends a text."""
+"""Largest length of a stop string in characters."""
 MOST_MESSAGES = 4096
 MOST_FIELDS = 64
-"""Of one object of a body."""
+"""Largest number of fields of one JSON object in a body."""
 MOST_NEIGHBORS = 64
 MOST_NAMES = 64
 MOST_EXPLAINED = 4096
-"""Tokens."""
+"""Largest number of tokens of an explanation."""
 MOST_SOURCES = 32_768
-"""Tokens × neighbors of one explanation: an answer of some 25 MB."""
+"""Largest tokens × neighbors of an explanation. The answer has about 25 MB then."""
 
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 Names = Annotated[list[Name], Field(min_length=1, max_length=MOST_NAMES)]
@@ -51,28 +52,29 @@ TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
 
 
 def field_error(field: str, message: str) -> PydanticCustomError:
-    """Return the error that names a field, to be raised by a validator of the whole body."""
+    """Return an error that names a field. Validators of the whole body raise it."""
     return PydanticCustomError("field", "{message}", {"field": field, "message": message})
 
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """A field of a protocol that this server cannot do, and the values of it that ask for nothing.
+    """A field of the protocol that this server does not support, with the values that it accepts.
 
-    Null asks for nothing. Neither does an empty value, except where `empty_asks` is True; an object is
-    empty if all its values are.
+    Null is accepted. An empty value is accepted unless `empty_asks` is True; an object is empty if all its
+    values are.
     """
 
     reason: str
-    """Why any other value is refused, as one sentence."""
+    """Reason for refusing any other value, as one sentence."""
     defaults: tuple[Any, ...] = ()
-    """The protocol's defaults, and other values that ask for nothing."""
+    """Accepted values: the protocol's defaults, and others that ask for nothing."""
     asks_nothing: Callable[[Any], bool] | None = None
-    """Also accepts the values for which it returns True; it may be given any JSON value."""
+    """Further test of a value: True accepts it. It must take any JSON value."""
     empty_asks: bool = False
+    """True if an empty value asks for something, and so is refused."""
 
     def accepts(self, value: Any) -> bool:
-        """Return whether a value asks for nothing."""
+        """Check whether a value asks for nothing. True and 1, False and 0 are different values."""
         if value is None or (_is_empty(value) and not self.empty_asks):
             return True
         if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.defaults):
@@ -91,7 +93,7 @@ def _is_zero_for_all_tokens(bias: Any) -> bool:
 
 
 def _has_only(**defaults: str) -> Callable[[Any], bool]:
-    """Return a test for objects that have these values alone, or some of them."""
+    """Return a test for objects whose fields all have these values; fields may be missing."""
     return lambda value: isinstance(value, dict) and value.items() <= defaults.items()
 
 
@@ -101,7 +103,7 @@ _NO_SAMPLER = "this server samples with temperature, top_p and seed only"
 _NO_CACHE_CONTROL = "this server keeps no prompts between requests"
 _NO_AUDIO = "this server reads and writes text only"
 
-# The fields below are in OpenAI's protocol or in what other servers add to it.
+# These fields are part of OpenAI's protocol, or of the extensions of other servers.
 UNSUPPORTED_STREAM_OPTIONS = {
     "include_obfuscation": Unsupported("this server adds no random characters to events", (False,)),
     "continuous_usage_stats": Unsupported("only the last event of a stream has the usage", (False,)),
@@ -161,8 +163,8 @@ IGNORED_IN_MESSAGE = (
     "reasoning_details",
     "thinking_blocks",
 )
-"""Fields of an answer that clients send back in the history with whatever another server gave. They are left
-out: they tell about the answer, and ask for nothing."""
+"""Fields of an earlier answer of another server, which clients send back with the history. They are dropped,
+because they describe the answer and ask for nothing."""
 UNSUPPORTED_PART = {
     "annotations": Unsupported("this server reads the text of a message only"),
     "prompt_cache_breakpoint": Unsupported(_NO_CACHE_CONTROL),
@@ -173,8 +175,9 @@ UNSUPPORTED_PART = {
 class Body(BaseModel):
     """The body of a request, or an object in it.
 
-    A field that is null counts as not given, whether it is known or not. A field in `unsupported` is refused
-    by name unless its value asks for nothing. Any other field that is not declared is refused by name.
+    A field with the value null counts as missing, even if the field is unknown. A field in `unsupported` is
+    refused unless its value asks for nothing. Any other undeclared field is refused. The error names the
+    field.
     """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -184,12 +187,13 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_what_asks_nothing(cls, given: Any) -> Any:
-        """Return the fields that ask for something; raise an error that names one that cannot be done.
+        """Return the fields of an object without null and without accepted unsupported fields.
 
-        Also refuses a lone surrogate anywhere in the object, names of fields included: JSON can escape it,
-        but it is no text.
+        Raises an error if a field asks for something unsupported, or if the object has too many fields, is
+        nested too deeply, or contains NaN, Infinity or a lone surrogate. JSON can escape a lone surrogate,
+        but it cannot be encoded as text. A value that is not an object is returned unchanged.
         """
-        if not isinstance(given, dict):  # pydantic refuses it for its type
+        if not isinstance(given, dict):  # pydantic refuses its type later
             return given
         if len(given) > MOST_FIELDS:
             raise ValueError(f"an object has {len(given):,} fields, at most {MOST_FIELDS} are known")
@@ -212,7 +216,7 @@ class Body(BaseModel):
 
 
 class Retrieval(Body):
-    """How to retrieve, where a request leaves the saved settings."""
+    """Retrieval settings of a request. A missing field means the store's saved setting."""
 
     domains: Names | None = Field(default=None, description="Only from these of the model's domains.")
     tags: Names | None = Field(default=None, description="Only from documents with one of these tags.")
@@ -231,7 +235,7 @@ class Retrieval(Body):
 
 
 class StreamOptions(Body):
-    """What a stream has beside its text."""
+    """Options of a stream."""
 
     unsupported = UNSUPPORTED_STREAM_OPTIONS
 
@@ -239,7 +243,7 @@ class StreamOptions(Body):
 
 
 class JsonSchemaFormat(Body):
-    """The JSON schema that an answer is held to; it is always held to it strictly."""
+    """JSON schema of an answer. It is always enforced strictly."""
 
     name: str | None = None
     description: str | None = None
@@ -248,7 +252,7 @@ class JsonSchemaFormat(Body):
 
 
 class ResponseFormat(Body):
-    """What an answer is held to."""
+    """Format of an answer: free text, any JSON object, or JSON of a schema."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: JsonSchemaFormat | None = None
@@ -261,7 +265,7 @@ class ResponseFormat(Body):
 
 
 class Writing(Body):
-    """What completions of both kinds have in common."""
+    """Fields that `CompletionRequest` and `ChatRequest` have in common."""
 
     model: str
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -287,22 +291,22 @@ class Writing(Body):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The strings that end a text; an empty string in place of a list is none."""
+        """Stop strings; empty if `stop` is missing or an empty string."""
         if isinstance(self.stop, str):
             return (self.stop,) if self.stop else ()
         return tuple(self.stop or ())
 
     @property
     def sampling(self) -> Sampling:
-        """How tokens are chosen."""
+        """Sampling settings. A temperature below 1e-6 counts as 0."""
         temperature = 1.0 if self.temperature is None else self.temperature
         if 0 < temperature < 1e-6:
-            temperature = 0.0  # the most probable token, where its log-probability would have no number
+            temperature = 0.0  # dividing log-probabilities by it would overflow
         return Sampling(temperature, 1.0 if self.top_p is None else self.top_p, self.seed)
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with what it used."""
+        """True if a stream ends with an event that has the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
 
@@ -318,12 +322,12 @@ _KINDS = {
 
 
 def _kind(value: Any) -> str:
-    """Return what JSON calls the type of a value."""
+    """Return the name of a value's JSON type, with its article."""
     return _KINDS.get(type(value), "null")
 
 
 class CompletionRequest(Writing):
-    """The body of ``/v1/completions``. Without a prompt a new document is begun, as in OpenAI's protocol."""
+    """The body of ``/v1/completions``. Without a prompt, the text of a new document is generated."""
 
     unsupported = UNSUPPORTED_COMPLETION
 
@@ -344,7 +348,7 @@ class CompletionRequest(Writing):
     @field_validator("prompt", mode="before")
     @classmethod
     def _check_prompt(cls, given: Any) -> Any:
-        """Say what is wrong with a prompt. Without this, each of the four forms would report an error."""
+        """Raise one clear error for a wrong prompt. Otherwise pydantic would report an error of each form."""
         if isinstance(given, str):
             return given
         if not isinstance(given, list):
@@ -382,7 +386,7 @@ class CompletionRequest(Writing):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Each prompt, as text or as tokens."""
+        """All prompts, each as text or as token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
@@ -391,7 +395,7 @@ class CompletionRequest(Writing):
 
 
 class TextPart(Body):
-    """A part of a message."""
+    """A part of a message's content. Only text is supported."""
 
     unsupported = UNSUPPORTED_PART
 
@@ -401,14 +405,14 @@ class TextPart(Body):
     @model_validator(mode="before")
     @classmethod
     def _check_type(cls, given: Any) -> Any:
-        """Refuse a part that is not text before its other fields are looked at."""
+        """Refuse a part of another type before its other fields cause errors."""
         if isinstance(given, dict) and isinstance(given.get("type"), str) and given["type"] != "text":
             raise field_error("type", f"a part of type {given['type']!r} cannot be read, only 'text'")
         return given
 
 
 def _as_parts(content: Any) -> Any:
-    """Return the content of a message as a list of parts."""
+    """Convert the content of a message to a list of parts. A string becomes one text part."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if isinstance(content, list):
@@ -420,14 +424,14 @@ Content = Annotated[list[TextPart], BeforeValidator(_as_parts, json_schema_input
 
 
 class FunctionCall(Body):
-    """The function that an earlier answer called, and its arguments as JSON."""
+    """Name of the function that an earlier answer called, and its arguments as JSON text."""
 
     name: str
     arguments: str
 
 
 class ToolCall(Body):
-    """A call in an earlier answer, which another server has given."""
+    """A tool call of an earlier answer by another server."""
 
     id: str
     type: Literal["function"] = "function"
@@ -452,7 +456,7 @@ class Message(Body):
     @model_validator(mode="before")
     @classmethod
     def _drop_what_is_ignored(cls, given: Any) -> Any:
-        """Return the fields without those that an assistant's answer had for its reader alone."""
+        """Return the fields without `IGNORED_IN_MESSAGE`, if the message is the assistant's."""
         if not isinstance(given, dict) or given.get("role") != "assistant":
             return given
         return {name: value for name, value in given.items() if name not in IGNORED_IN_MESSAGE}
@@ -470,12 +474,12 @@ class Message(Body):
 
     @property
     def thoughts(self) -> str:
-        """What an assistant thought before its answer; empty where it is not given."""
+        """Reasoning text of the assistant before its answer; empty if missing."""
         return self.reasoning_content or self.reasoning or ""
 
     @property
     def text(self) -> str:
-        """The texts of its parts, joined; empty without content."""
+        """Joined texts of all parts; empty without content."""
         return "".join(part.text for part in self.content or ())
 
 

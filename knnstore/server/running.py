@@ -1,4 +1,4 @@
-"""Running a server: it is there at once, loads its model, and ends what runs when it is told to end."""
+"""Running a server: `serve` listens at once, loads the model in a thread, and drains requests at shutdown."""
 
 import asyncio
 import gc
@@ -30,34 +30,38 @@ _logger = logging.getLogger(__name__)
 
 _SWITCH_SECONDS = 0.0005
 _IDLE_SECONDS = 75
-"""An idle connection is kept longer than clients keep one (httpx 5 s): a request on one that ends is lost."""
+"""Seconds that an idle connection stays open. Clients close theirs earlier (httpx after 5 s). A request that
+is sent on a connection while the server closes it would be lost."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """How to serve."""
+    """Configuration of a server."""
 
     home: Path
+    """Folder of the store."""
     name: str
-    """Of the model alone."""
+    """Name of the model alone, without domains."""
     host: str = "127.0.0.1"
     port: int = 8000
-    """0 takes any that is free."""
+    """0 takes any free port."""
     keys_required: bool = False
-    """Also on this machine's own addresses, as is needed behind a proxy; on others always."""
+    """True if requests need a key also on a loopback address, as behind a proxy. On other addresses they
+    always do."""
     public_metrics: bool = False
+    """True if ``/metrics`` needs no key."""
     drain_seconds: int = 30
-    """How long what runs may take to end after SIGTERM."""
+    """Seconds that running requests may take to end after SIGTERM."""
     limits: Limits = field(default_factory=Limits)
 
     @property
     def needs_keys(self) -> bool:
-        """Whether requests must have a key."""
+        """True if requests need a key."""
         return self.keys_required or not is_local(self.host)
 
 
 def is_local(host: str) -> bool:
-    """Whether an address can be reached from this machine alone."""
+    """Check whether an address is a loopback address or ``localhost``."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -68,12 +72,12 @@ def serve(config: Config, load: Callable[[], KNNLMForCausalLM]) -> None:
     """Serve until SIGTERM or Ctrl-C.
 
     Args:
-        config: how.
-        load: loads the model, its store opened; called once, in a thread, while the server is there already.
+        config: the configuration.
+        load: loads the model and opens its store; called once, in a thread. The server listens meanwhile.
 
     Raises:
-        ConfigError: keys are needed and there is none, or the address cannot be had.
-        KnnstoreError: whatever `load` raises.
+        ConfigError: if keys are needed and the store has no valid one, or the address cannot be listened to.
+        KnnstoreError: any error of `load`.
     """
     catalog = Catalog.open(Home.open(config.home).catalog_url)
     try:
@@ -88,6 +92,17 @@ def serve(config: Config, load: Callable[[], KNNLMForCausalLM]) -> None:
 
 
 def _serve(config: Config, load: Callable[[], KNNLMForCausalLM], gate: Gate) -> None:
+    """Run uvicorn with the application until a signal stops it.
+
+    Args:
+        config: as in `serve`.
+        load: as in `serve`.
+        gate: authenticates the requests.
+
+    Raises:
+        ConfigError: if the address cannot be listened to.
+        KnnstoreError: any error of `load`.
+    """
     metrics = Metrics()
     serving = Serving(config.name, config.limits, metrics.observe)
     failed: list[BaseException] = []
@@ -97,7 +112,8 @@ def _serve(config: Config, load: Callable[[], KNNLMForCausalLM], gate: Gate) -> 
             lm = load()
             try:
                 serving.begin(lm)
-                # What is there now stays: looking through it for garbage would stop all texts for .4 s.
+                # The loaded objects stay until the end. Without the freeze, each full garbage collection
+                # would scan them and stop all texts for 0.4 s.
                 gc.collect()
                 gc.freeze()
             except BaseException:
@@ -135,13 +151,12 @@ def _serve(config: Config, load: Callable[[], KNNLMForCausalLM], gate: Gate) -> 
     server = uvicorn.Server(running)
     try:
         listening = running.bind_socket()
-        listening.listen(running.backlog)  # at once: who reads the log connects, and waits for the loop
-    except (SystemExit, OSError) as error:  # uvicorn says so in its own log
+        listening.listen(running.backlog)  # before the log line, so that a client that reads it can connect
+    except (SystemExit, OSError) as error:  # uvicorn logs the cause
         raise ConfigError(f"{config.host} port {config.port} cannot be listened to: is it in use?") from error
-    listening.setsockopt(
-        socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
-    )  # else a first event waits 40 ms for an ACK
-    # Threads that read requests hold up the engine's, at each of its many calls, by this long at most.
+    # Without TCP_NODELAY the first event of a stream waits 40 ms for an ACK.
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # A thread that reads requests delays the engine's thread by at most this long each time.
     sys.setswitchinterval(_SWITCH_SECONDS)
     address = listening.getsockname()
     host = f"[{address[0]}]" if ":" in address[0] else address[0]
@@ -157,7 +172,11 @@ def _serve(config: Config, load: Callable[[], KNNLMForCausalLM], gate: Gate) -> 
 
 @contextmanager
 def _reloading(serving: Serving, gate: Gate) -> Iterator[None]:
-    """Let SIGHUP be no end, but a new start of what is remembered; requests go on."""
+    """Reload caches on SIGHUP instead of exiting, while the context is open. Requests go on.
+
+    A reload resets the settings of all domains, the n-gram counts and the rate limits of keys. SIGHUP is
+    ignored until the model is loaded.
+    """
 
     def reload() -> None:
         if not serving.is_ready:
@@ -185,7 +204,11 @@ def _reloading(serving: Serving, gate: Gate) -> Iterator[None]:
 
 @contextmanager
 def _ending_well() -> Iterator[None]:
-    """Let a signal be the end of it: uvicorn sends itself again the one that has ended it."""
+    """Ignore SIGTERM and SIGINT around uvicorn's run.
+
+    uvicorn has its own handlers while it runs, and sends the signal that stopped it to the process again at
+    the end. Without this context that signal would kill the process.
+    """
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield

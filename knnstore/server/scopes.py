@@ -1,7 +1,7 @@
-"""What a model's name and a request's field `knn` mean: which documents are retrieved from, and how.
+"""Scopes: the documents and settings of retrieval, from a model's name and a request's field `knn`.
 
-`MODEL` is the model alone, `MODEL+DOMAIN+DOMAIN` the model with these domains. In a domain's name ``%`` and
-``+`` are written ``%25`` and ``%2B``.
+`MODEL` is the model alone, `MODEL+DOMAIN+DOMAIN` is the model with these domains. In the name of a domain,
+``%`` and ``+`` are written as ``%25`` and ``%2B``.
 """
 
 import threading
@@ -18,14 +18,16 @@ from knnstore.server.protocol import Retrieval
 from knnstore.store import KNNStore, Selection
 
 _KEPT = 256
+"""Number of settings that are cached, by revision of the store and scope."""
 _MOST_FIRST = 8
+"""Largest number of domains that the server warms up."""
 
 _ALONE = KNNSettings(lam=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Which documents to retrieve from, and how; no domain is the model alone."""
+    """Documents to retrieve from, and the settings of a request. Without domains it is the model alone."""
 
     domains: tuple[str, ...] = ()
     tags: tuple[str, ...] | None = None
@@ -35,22 +37,22 @@ class Scope:
     temperature: float | None = None
     lam: float | None = None
     own: bool = False
-    """Whether nothing may count that is known of other documents."""
+    """True if the settings must not depend on other documents, because the client may not see them."""
 
 
 def named(model: str, domains: tuple[str, ...] = ()) -> str:
-    """The name of a model with domains."""
+    """Return the name of a model with domains, with ``%`` and ``+`` of the domains escaped."""
     return "+".join([model, *(domain.replace("%", "%25").replace("+", "%2B") for domain in domains)])
 
 
 class Scopes:
-    """The scopes of one store.
+    """Parses and resolves the scopes of one store. Threads may share the object.
 
     Args:
-        store: which is read.
+        store: the store.
         model: the name of the model alone.
-        most_k: neighbors of each token that a request may ask for.
-        most_probes: cells of each token that a request may ask for.
+        most_k: largest number of neighbors of a token that a request may ask for.
+        most_probes: largest number of cells of a token that a request may ask for.
     """
 
     def __init__(self, store: KNNStore, model: str, most_k: int = 16_384, most_probes: int = 128) -> None:
@@ -62,21 +64,31 @@ class Scopes:
         self._names: tuple[int, frozenset[str]] = -1, frozenset()
 
     def first(self) -> list[Scope]:
-        """The scopes that requests are likely to have: each domain, and all of them."""
+        """Return the scopes that requests probably have: each single domain, and all domains together.
+
+        At most `_MOST_FIRST` domains are returned alone. The scope of all domains is left out if the store
+        has only one domain, or more than `_MOST_FIRST`.
+        """
         domains = tuple(sorted(self._there()))
         each = [Scope((domain,)) for domain in domains[:_MOST_FIRST]]
         return [*each, Scope(domains)] if 1 < len(domains) <= _MOST_FIRST else each
 
     def forget(self) -> None:
-        """Make all settings anew when they are asked for."""
+        """Clear the cached settings, so that they are resolved again."""
         with self._keeping:
             self._settings.clear()
 
     def scope(self, name: str, knn: Retrieval | None, access: Access) -> Scope:
-        """Read a model's name and a field `knn`.
+        """Return the scope of a model's name and a field `knn`.
+
+        Args:
+            name: the model's name, with domains.
+            knn: the field of the request; None if it is missing.
+            access: the permissions of the client.
 
         Raises:
-            ApiError: 404 where there is no such model for whoever asks, 400 where the field does not fit.
+            ApiError: 404 if the model or a domain does not exist or is not visible to the client, 400 if the
+                field does not fit the model or exceeds a limit.
         """
         domains = self._domains_of(name, access)
         if knn is None:
@@ -123,10 +135,10 @@ class Scopes:
         return self._keep(name, self._resolve(scope)) if found is None else found
 
     def prepare(self, scope: Scope) -> None:
-        """Do in the caller's thread what the engine would else do when it first uses the scope.
+        """Fill the caches for a scope in the caller's thread, so that the engine does not have to.
 
-        Settings are read or derived, the condition on metadata is resolved, n-grams are counted. An error is
-        not raised: the engine meets it again and tells the request.
+        Resolves the settings and the condition on metadata, and counts n-grams. Errors are ignored: the
+        engine raises them again for the request.
         """
         name = self._store.revision(), scope
         if name in self._settings:
@@ -139,7 +151,7 @@ class Scopes:
                 self._store.ngrams(settings.selection)
 
     def _keep(self, name: tuple[int, Scope], settings: KNNSettings) -> KNNSettings:
-        """Remember settings, and return those that another thread has remembered sooner, if any."""
+        """Cache settings. Returns the settings that another thread has cached meanwhile, if any."""
         with self._keeping:
             kept = self._settings.setdefault(name, settings)
             if len(self._settings) > _KEPT:
@@ -159,13 +171,18 @@ class Scopes:
         return resolve(self._store, asked, only_selected=scope.own)
 
     def _there(self) -> frozenset[str]:
-        """The names of all domains, read once in each revision; to be called in any thread."""
+        """Return the names of all domains at the current revision, cached. Any thread may call it."""
         revision = self._store.revision()
         if self._names[0] != revision:
             self._names = revision, frozenset(domain.name for domain in self._store.domains())
         return self._names[1]
 
     def _domains_of(self, name: str, access: Access) -> tuple[str, ...]:
+        """Return the domains in a model's name, sorted; empty for the model alone.
+
+        Raises:
+            ApiError: 404 if the model or a domain does not exist or is not visible.
+        """
         model, *parts = name.removeprefix(self.model).split("+")
         domains = tuple(sorted({part.replace("%2B", "+").replace("%25", "%") for part in parts}))
         there = self._there() if domains else frozenset()

@@ -1,4 +1,8 @@
-"""What all endpoints share: the model once it is there, its engine, and what is allowed."""
+"""State that all endpoints share: `Serving` holds the model, its engine and tokenizer, and the `Limits`.
+
+`Pieces` is the result of a task as an asynchronous iterator. `unless_left` cancels work when the client
+leaves.
+"""
 
 import asyncio
 import copy
@@ -48,47 +52,48 @@ from knnstore.store import KNNStore, Selection
 _logger = logging.getLogger(__name__)
 
 _WARMING, _AT_ONCE = 1024, 128
-"""Stored keys whose cells are read before a server is ready, and how many of them at a time."""
+"""Number of stored keys whose cells are read while warming up, and number of them in one call."""
 _READING = 4
-"""Threads that read requests."""
+"""Number of threads that tokenize and check requests."""
 _BEGINNING = 32
-"""Tokens of a document that is explained and continued then."""
+"""Number of a document's first tokens that are explained and continued while warming up."""
 
 Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a server takes."""
+    """Limits of a server."""
 
     rows: int = 16
-    """Texts that are written at once."""
+    """Largest number of texts that are decoded at once."""
     waiting: int = 64
-    """Requests that wait."""
+    """Largest number of requests that wait."""
     body_bytes: int = 4 << 20
-    """Of a request."""
+    """Largest size of a request's body in bytes."""
     head_seconds: float = 20.0
-    """In which the head of a request must come, from its connection's beginning or its first byte."""
+    """Seconds in which the head of a request must arrive. They count from the beginning of the connection;
+    for a later request on the same connection, from its first byte."""
     body_seconds: float = 60.0
-    """In which its body must come, from there."""
+    """Seconds in which the body must arrive, after the head."""
     answer_seconds: float = 30.0
-    """In which a client must read something of its answer."""
+    """Seconds in which a client must read a part of its answer."""
     k: int = 16_384
-    """Neighbors of each token that a request may ask for."""
+    """Largest number of neighbors of a token that a request may ask for."""
     probes: int = 128
-    """Cells of each token that a request may ask for."""
+    """Largest number of cells of a token that a request may ask for."""
     answer_bytes: int = 32 << 20
-    """Of an answer at most."""
+    """Largest size of an answer in bytes."""
 
 
 @dataclass
 class Serving:
-    """A model being served, or about to be.
+    """A served model; it is not ready before `begin` has ended.
 
     Args:
-        name: of the model alone.
-        limits: what is taken.
-        observe: told of each step of the engine.
+        name: the name of the model alone.
+        limits: the limits of the server.
+        observe: called in the engine's thread after each step.
     """
 
     name: str
@@ -102,13 +107,15 @@ class Serving:
         self._rendering = CapacityLimiter(1)
 
     def begin(self, lm: KNNLMForCausalLM) -> None:
-        """Take in the model, warm up, and be ready."""
+        """Start serving a model: start the engine, warm up, and become ready. Takes seconds."""
+        # 1) Copy the tokenizer: the engine and the requests may not share one.
         tokenizer: Any = lm.tokenizer
-        self._tokenizer: Any = copy.deepcopy(tokenizer)  # one for each thread: they may not be shared
+        self._tokenizer: Any = copy.deepcopy(tokenizer)
         self._token_texts = TokenTexts(self._tokenizer)
         self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
         self.window = lm.reader.max_length
         self.prefix = lm.reader.prefix
+        # 2) Start the engine and the writer.
         self.scopes = Scopes(lm.store, self.name, self.limits.k, self.limits.probes)
         self.engine = Engine(
             lm,
@@ -123,15 +130,16 @@ class Serving:
         lm.store.count_ngrams_in_background()
         self.engine.start()
         self.writer = StoreWriter(lm, self.engine)
+        # 3) Warm up, then become ready.
         for scope in self.scopes.first():
             self._warm_up(lm, scope)
         self.chat_template = ChatTemplate(tokenizer, self.window * self._longest_token)
         self._lm = lm
 
     def reload(self) -> None:
-        """Forget what is remembered of the store's settings, and warm up again while texts are written.
+        """Clear the cached settings, and warm up again while texts are decoded.
 
-        Documents, domains, keys and settings that change are seen without.
+        Changes of documents, domains, keys and settings are seen without a reload.
         """
         lm = self.lm
         self.engine.call(self.scopes.forget).result()
@@ -139,7 +147,10 @@ class Serving:
             self._warm_up(lm, scope)
 
     def _warm_up(self, lm: KNNLMForCausalLM, scope: Scope) -> None:
-        """Do once what a first request would wait for: n-grams are counted, cells are read where keys are."""
+        """Do the work that a scope's first request would wait for: count n-grams, read cells, run the model.
+
+        Errors are logged as a warning, because a request may not meet them.
+        """
         selection = Selection(domains=scope.domains)
 
         def visited(keys: Keys) -> None:
@@ -150,7 +161,7 @@ class Serving:
         def explained() -> None:
             settings, lengths = self.scopes.settings(scope), lm.store.lengths(selection)
             text = np.zeros(1, np.uint32)
-            if any(lengths.values()):  # some characters are no token
+            if any(lengths.values()):  # a document can have characters but no tokens
                 text = lm.store.text(max(lengths, key=lengths.__getitem__))[:_BEGINNING]
             explain_tokens(lm, text, settings, neighbors=1)
             with torch.inference_mode():
@@ -160,19 +171,19 @@ class Serving:
         try:
             self.scopes.prepare(scope)
             keys = self.engine.call(lambda: _some_keys(lm.store, selection)).result()
-            for at in range(0, len(keys), _AT_ONCE):  # others are not to wait long
+            for at in range(0, len(keys), _AT_ONCE):  # in parts, so that other work of the engine can run
                 self.engine.call(partial(visited, keys[at : at + _AT_ONCE])).result()
             self.engine.call(explained).result()
-        except (KnnstoreError, EngineBusyError) as error:  # which requests may meet, or not
+        except (KnnstoreError, EngineBusyError) as error:
             _logger.warning("could not warm up: %s", error)
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests are answered."""
+        """True if the model is loaded and the engine runs."""
         return self._lm is not None and self.engine.is_alive
 
     def status(self) -> Literal["ready", "loading", "store_unavailable"]:
-        """Whether requests are answered, and if not, why."""
+        """Return "ready" if requests are answered, otherwise the reason. Reads the store's revision."""
         if not self.is_ready or self._lm is None:
             return "loading"
         try:
@@ -183,13 +194,19 @@ class Serving:
 
     @property
     def lm(self) -> KNNLMForCausalLM:
-        """The model; only its store may be used outside of the engine, and only to read."""
+        """The model. Outside of the engine's thread, only its store may be used, and only for reading.
+
+        Raises ApiError 503 if the server is not ready.
+        """
         if not self.is_ready or self._lm is None:
             raise ApiError(503, "the model is not there yet", code="not_ready", headers={"Retry-After": "2"})
         return self._lm
 
     def end(self) -> None:
-        """Stop the engine and close the store."""
+        """Stop the engine, the writer and the template's process, and close the store.
+
+        Does nothing if no model was loaded.
+        """
         if self._lm is not None:
             self.engine.stop()
             self.writer.end()
@@ -197,45 +214,50 @@ class Serving:
             self._lm.store.close()
 
     async def read(self, work: Callable[[], Found]) -> Found:
-        """Read a request in one of a few threads: tokenize it, look up what it names.
+        """Run `work`, which tokenizes and checks a request, in a worker thread, and return its result.
 
-        Requests that wait for a tokenizer take no thread from others.
+        At most `_READING` threads do this, so that requests that wait for the tokenizer take no threads from
+        other endpoints.
         """
         return await to_thread.run_sync(work, limiter=self._reading)
 
     async def render(self, work: Callable[[], Found]) -> Found:
-        """Render a chat template in a thread of its own, so that a slow one delays no other request."""
+        """Run `work`, which renders a chat template, in a thread of its own, and return its result.
+
+        Only one runs at a time. A slow template delays no requests without a template.
+        """
         return await to_thread.run_sync(work, limiter=self._rendering)
 
     # -- tokens and texts
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of a text that is tokenized at most, which may be longer than the model's window."""
+        """Largest number of tokens of a text to tokenize. It can exceed the model's window."""
         return max(self.window, MOST_EXPLAINED)
 
     def tokenizer(self, use: Callable[[Any], Found]) -> Found:
-        """Use the tokenizer, as the only one meanwhile."""
+        """Call `use` with the tokenizer and return its result. Other threads wait for the tokenizer."""
         with self._tokenizing:
             return use(self._tokenizer)
 
     def tokens(self, text: str, *, special: bool = False) -> list[int]:
-        """The tokens of a text, with the special ones that the tokenizer adds if wanted."""
+        """Tokenize a text. `special` includes the special tokens that the tokenizer adds."""
         return self.tokenizer(
             lambda one: list(one(text, add_special_tokens=special, verbose=False)["input_ids"])
         )
 
     def conversation_tokens(self, text: str) -> list[int]:
-        """The tokens of a conversation whose text the model's template has made."""
+        """Tokenize a conversation that the chat template has rendered; see `ChatTemplate.encode`."""
         return self.tokenizer(lambda one: self.chat_template.encode(one, text))
 
     def echoed(self, prompt: Prompt, given: str | Sequence[int], *, is_continued: bool) -> Prompt:
-        """Return a prompt with the text of each of its tokens, for an answer that begins with it.
+        """Return a prompt with the text of each of its tokens, for an answer that repeats the prompt.
 
         Args:
             prompt: the prompt.
-            given: what it was made of. The texts of the tokens of a text add up to it.
-            is_continued: whether an incomplete character at its end is left to the continuation.
+            given: the prompt as in the request. If it is text, the texts of its tokens add up to it.
+            is_continued: True if an incomplete character at the end of token ids gets its text with the
+                continuation.
         """
         shown = prompt.tokens[prompt.hidden :]
 
@@ -255,11 +277,22 @@ class Serving:
         return replace(prompt, texts=tuple(found), unfinished=unfinished)
 
     def text(self, tokens: Sequence[int]) -> str:
-        """The text of some tokens, special ones included."""
+        """Return the text of tokens, special tokens included."""
         return self.tokenizer(lambda _: self._token_texts.decode(tokens))
 
     def prompt(self, given: str | Sequence[int], param: str = "prompt") -> Prompt:
-        """A text as the model reads it, after the token that begins a document; tokens as they are."""
+        """Convert text or token ids to a prompt.
+
+        Text is tokenized and put after the token that begins a document, if the model has one. Token ids are
+        used unchanged.
+
+        Args:
+            given: the text or the token ids.
+            param: the field of the request that an error names.
+
+        Raises:
+            ApiError: 400 if the prompt is empty, too long, or has tokens that the model does not have.
+        """
         if isinstance(given, str):
             self.check_length(len(given), self.window, param)
             before = [] if self.prefix is None else [self.prefix]
@@ -278,7 +311,10 @@ class Serving:
         return Prompt(tuple(given))
 
     def check_length(self, characters: int, tokens: int, param: str) -> None:
-        """Refuse a text of more characters than so many tokens can have, before it is tokenized."""
+        """Raise ApiError 400 if a text has more characters than `tokens` tokens can have.
+
+        This check is fast, so that no long text has to be tokenized.
+        """
         most = tokens * self._longest_token
         if characters > most:
             raise refused(
@@ -288,7 +324,7 @@ class Serving:
             )
 
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:
-        """Refuse tokens that the model does not have, with a 400 that names the first of them."""
+        """Raise ApiError 400 if the model lacks a token. The message names the first of these tokens."""
         vocabulary = self.lm.encoder.vocabulary
         try:
             check_tokens(tokens, vocabulary)
@@ -299,7 +335,10 @@ class Serving:
                 raise refused(str(error), param) from error
 
     def check_window(self, prompt: Prompt, max_tokens: int, param: str = "prompt") -> None:
-        """Refuse what is longer than the model reads; the last token that is written is not read."""
+        """Raise ApiError 400 if a prompt and `max_tokens` generated tokens exceed the model's window.
+
+        The last generated token does not count, because the model does not read it.
+        """
         if len(prompt.tokens) + max(0, max_tokens - 1) > self.window:
             raise refused(
                 f"this model reads at most {self.window} tokens, but the prompt has {len(prompt.tokens)} and "
@@ -311,31 +350,34 @@ class Serving:
     # -- the engine
 
     def write(self, task: Task) -> "Pieces":
-        """Have a task written; its pieces come as they are written, and closing them ends it.
+        """Submit a task to the engine, and return its pieces as an asynchronous iterator.
 
         Raises:
-            EngineBusyError, EngineStoppedError: at once; or whatever fails, later.
+            EngineBusyError, EngineStoppedError: at once. The iterator raises any later error.
         """
         return Pieces(self.engine, task)
 
     async def call(self, work: Callable[[], Found]) -> Found:
-        """Do some work with the model, in the engine's thread."""
+        """Run a short function in the engine's thread, and return its result; see `Engine.call`."""
         return await asyncio.wrap_future(self.engine.call(work))
 
     async def call_in_turns(self, work: Callable[[], Turns[Found]]) -> Found:
-        """Do some work with the model in turns; when the caller is cancelled it has no further turn."""
+        """Run long work in turns in the engine's thread, and return its result; see `Engine.call_in_turns`.
+
+        If the caller is cancelled, the work gets no further turn.
+        """
         return await asyncio.wrap_future(self.engine.call_in_turns(work))
 
 
 class Pieces:
-    """The pieces of a task as an asynchronous iterator, which waits for whoever reads them.
+    """The pieces of a task, as an asynchronous iterator. Creating the object submits the task.
 
-    Where many pieces are not taken, no further text of the task begins; where far too many are not, the task
-    fails. Nobody else waits.
+    A slow client delays no other task. If more than `MOST_BEHIND` pieces are not taken, the engine starts no
+    further text of the task. If more than `MOST_UNREAD` are not taken, the task fails with ApiError 400.
 
     Args:
-        engine: writes the task.
-        task: what is to be written.
+        engine: the engine that runs the task.
+        task: the task.
     """
 
     def __init__(self, engine: Engine, task: Task) -> None:
@@ -363,24 +405,24 @@ class Pieces:
         return piece
 
     def close(self) -> None:
-        """End the task: the engine drops it before its next turn."""
+        """Cancel the task. The engine drops it before its next turn, and the iterator ends."""
         self._left = 0
         self._ticket.cancelled = True
         self._engine.wake()
 
     def _tell(self, piece: Piece | Exception) -> None:
-        """Hand a piece on to the event loop; called in the engine's thread."""
+        """Pass a piece to the event loop. The engine's thread calls this."""
         ticket = self._ticket
         ticket.told += 1
         if ticket.told - ticket.taken > MOST_UNREAD:
             ticket.cancelled = True
             piece = ApiError(400, "the answer is read more slowly than it is written", code="too_slow")
-        with suppress(RuntimeError):  # the loop has ended
+        with suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(self._box.put_nowait, piece)
 
 
 def _some_keys(store: KNNStore, selection: Selection) -> Keys:
-    """Keys of some of the first records, where an engine has cells to be read."""
+    """Return at most `_WARMING` keys of the first records, float32; none if the store has no cells."""
     first = next(store.records(selection), None) if store.has_cells else None
     if first is None:
         return np.empty((0, 0), np.float32)
@@ -388,10 +430,10 @@ def _some_keys(store: KNNStore, selection: Selection) -> Keys:
 
 
 async def unless_left(request: Request, work: Coroutine[Any, Any, Found]) -> Found:
-    """Await some work; it is cancelled when the client has gone.
+    """Await work and return its result. Cancels it if the client disconnects.
 
     Raises:
-        ApiError: 499, which nobody reads.
+        ApiError: 499 if the client has disconnected; it is only counted and logged.
     """
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(request))
     try:
@@ -407,5 +449,6 @@ async def unless_left(request: Request, work: Coroutine[Any, Any, Found]) -> Fou
 
 
 async def _left(request: Request) -> None:
+    """Wait until the client disconnects."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

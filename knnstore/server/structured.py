@@ -1,7 +1,7 @@
-"""Answers that are held to JSON or to a JSON schema, with llguidance (the extra `structured`).
+"""Structured output: answers that are JSON, or JSON of a schema, with llguidance (the extra `structured`).
 
-A constraint forbids the tokens after which the text could no longer become JSON of the schema. It follows one
-text token by token; the engine asks it before it chooses each token.
+A `JsonConstraint` forbids the tokens after which the text could no longer become JSON of the schema. It
+follows one text; the engine applies it before it chooses each token. `JsonConstraints` makes them.
 """
 
 import json
@@ -19,15 +19,15 @@ from knnstore.server.errors import refused
 from knnstore.server.protocol import ResponseFormat
 
 _MAX_SCHEMA_LENGTH = 65_536
-"""Characters of a schema as JSON. Compiling 65,000 characters of patterns takes seconds."""
+"""Largest length of a schema as JSON, in characters. Patterns of 65,000 characters compile in seconds."""
 _MAX_LEXER_STATES = 50_000
-"""Of one text, 1 to 2 kB each."""
+"""Largest number of lexer states for one text. A state takes 1 to 2 kB."""
 _MAX_STEPS = 12
-"""Of the path to the wrong part of a schema that a message names, about."""
+"""Approximate largest number of steps in the path to the wrong part of a schema, for the error message."""
 _MAX_PROBES = 100
-"""Parts of a wrong schema that are compiled alone to find the wrong one."""
+"""Largest number of parts of a wrong schema that are compiled alone to find the wrong part."""
 
-# A space may follow a comma and a colon, other whitespace could go on without an end.
+# Only one space may follow a comma or a colon. With free whitespace a model could write spaces forever.
 _LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
 _PARAM = "response_format"
@@ -35,26 +35,27 @@ _SCHEMA_PARAM = "response_format.json_schema.schema"
 
 
 class JsonConstraint:
-    """What a text may go on with to be JSON of one schema.
+    """Constraint that keeps one text JSON of one schema.
 
     Args:
-        matcher: llguidance's state of the text, which this object owns.
+        matcher: llguidance's state of the text. This object owns and changes it.
     """
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
 
     def fork(self) -> "JsonConstraint":
-        """Return a constraint at the same place for another text."""
+        """Return an independent copy, for another text that has the same tokens so far."""
         return JsonConstraint(self._matcher.deep_copy())
 
     def restrict(self, log_probs: Tensor) -> Tensor:
         """Return log-probabilities of shape (v,) with -inf for each token that is not allowed next.
 
-        The others keep theirs and are not normalized. If all of these are -inf, all become 0.
+        Allowed tokens keep their log-probabilities, which are not normalized again. If all of them are -inf,
+        they become 0.
 
         Raises:
-            InputError: the schema needs more states than a text may have.
+            InputError: if the schema needs more lexer states than a text may have.
         """
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
@@ -66,7 +67,11 @@ class JsonConstraint:
         return restricted
 
     def advance(self, token: int) -> bool:
-        """Take in the chosen token; return whether the text is complete, so that nothing can follow."""
+        """Append the chosen token. Returns True if the text is complete, so that no token can follow.
+
+        Raises:
+            InputError: if the schema needs more lexer states than a text may have.
+        """
         self._matcher.consume_token(token)
         self._check()
         return bool(self._matcher.is_stopped())
@@ -77,11 +82,12 @@ class JsonConstraint:
 
 
 class JsonConstraints:
-    """Makes constraints for the tokens of one model.
+    """Makes the constraints of requests for one model. Threads may share the object.
 
     Args:
-        use_tokenizer: calls a function with the model's tokenizer while nobody else uses it.
-        vocab_size: tokens that the model predicts.
+        use_tokenizer: calls a function with the model's tokenizer, and returns its result. No other thread
+            uses the tokenizer meanwhile.
+        vocab_size: number of tokens that the model predicts.
         ends: tokens that end a text.
     """
 
@@ -95,11 +101,13 @@ class JsonConstraints:
         self._made: Any = None
 
     def constraint_for(self, response_format: ResponseFormat | None) -> JsonConstraint | None:
-        """Return the constraint of a request, None if its text is free. Takes a second at the first call.
+        """Return the constraint of a request; None if its answer is free text.
+
+        The first call takes about a second.
 
         Raises:
-            ApiError: 400, because llguidance is not installed, the tokenizer is not supported, or the schema
-                is wrong; then it says which part of the schema is.
+            ApiError: 400 if llguidance is not installed, the tokenizer is not supported, or the schema is
+                wrong. The message names the wrong part of the schema.
         """
         if response_format is None or response_format.type == "text":
             return None
@@ -115,11 +123,16 @@ class JsonConstraints:
         if not _adds_properties(schema):
             closed, fault = _compile(tokenizer, _without_other_properties(schema))
             matcher = matcher if fault else closed
-        matcher.compute_bitmask()  # the first is slow for a large schema, and would hold up all texts
+        # Compute the first bitmask here: it is slow for a large schema and would delay all texts.
+        matcher.compute_bitmask()
         return JsonConstraint(matcher)
 
     def _tokenizer(self) -> Any:
-        """Return the vocabulary as llguidance needs it, made at the first call."""
+        """Return the model's vocabulary as llguidance's tokenizer, built at the first call.
+
+        Raises:
+            ApiError: 400 if llguidance is not installed or does not support the tokenizer.
+        """
         try:
             from llguidance import LLTokenizer
         except ImportError as error:
@@ -135,21 +148,21 @@ class JsonConstraints:
                             eos_token=self._ends or one.eos_token_id,
                         )
                     )
-                except Exception as error:  # whatever Rust makes of a tokenizer that it does not know
+                except Exception as error:  # llguidance raises various exceptions for unknown tokenizers
                     message = f"{_PARAM}: llguidance does not support this model's tokenizer"
                     raise refused(message, _PARAM) from error
             return self._made
 
 
 def _serialize_tokenizer(tokenizer: Any) -> str:
-    """Return a fast tokenizer as JSON, in which no text is a token that was added to the vocabulary.
+    """Return a fast tokenizer as JSON, with its added tokens renamed so that no text matches them.
 
-    llguidance tokenizes text that a schema forces. If the text holds a name such as ``</s>`` or ``<tool>``,
-    it offers the token of this name, and then refuses it. So added tokens get names that no text has; their
-    text can be written with the other tokens.
+    llguidance tokenizes the text that a schema forces. If this text contains the name of an added token, such
+    as ``</s>`` or ``<tool>``, llguidance offers this token and then refuses it. So added tokens get names
+    that no text contains. Their text can still be generated with other tokens.
 
     Raises:
-        ValueError: the tokenizer is not a fast one.
+        ValueError: if the tokenizer is not a fast one.
     """
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError("only fast tokenizers are supported")
@@ -161,7 +174,7 @@ def _serialize_tokenizer(tokenizer: Any) -> str:
         token |= {"content": names[token["content"]], "special": True}
     if isinstance(model.get("vocab"), dict):
         model["vocab"] = {names.get(token, token): id for token, id in model["vocab"].items()}
-    elif model.get("vocab"):  # of unigrams, with their scores
+    elif model.get("vocab"):  # a unigram model lists its tokens with their scores
         model["vocab"] = [[names.get(token, token), score] for token, score in model["vocab"]]
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
@@ -169,7 +182,10 @@ def _serialize_tokenizer(tokenizer: Any) -> str:
 
 
 def _compile(tokenizer: Any, schema: dict[str, Any]) -> tuple[Any, str]:
-    """Return llguidance's matcher of a schema, and what is wrong with the schema; empty if nothing is."""
+    """Compile a schema. Returns llguidance's matcher, and the error of the schema; an empty string if none.
+
+    The matcher can be None if the error is not empty.
+    """
     from llguidance import LLMatcher, LLParserLimits
 
     length = len(json.dumps(schema))
@@ -185,7 +201,18 @@ def _compile(tokenizer: Any, schema: dict[str, Any]) -> tuple[Any, str]:
 
 
 def _find_fault(tokenizer: Any, schema: dict[str, Any], reason: str) -> tuple[list[str], str]:
-    """Return the path of the innermost part of a schema that is wrong alone, and what is wrong with it."""
+    """Find the innermost part of a wrong schema that is wrong on its own.
+
+    The search ends after `_MAX_PROBES` compilations, or when the path has `_MAX_STEPS` steps.
+
+    Args:
+        tokenizer: the vocabulary.
+        schema: the wrong schema.
+        reason: the error of the whole schema.
+
+    Returns:
+        The path to this part, and its error in one line.
+    """
     shared: dict[str, Any] = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     path: list[str] = []
     part, probes = schema, 0
@@ -208,10 +235,11 @@ _SINGLE = ("items", "additionalProperties")
 
 
 def _without_other_properties(schema: Any) -> Any:
-    """Return a schema whose objects have no properties but those that it names, where it leaves that open.
+    """Return a copy of a schema in which objects have only the properties that the schema names.
 
-    JSON of the result is JSON of the schema. A small model would add properties until its tokens are used up.
-    The schema is one for which `_adds_properties` is False.
+    An object that sets `additionalProperties` or `patternProperties`, or names no properties, keeps its rule.
+    Any JSON of the result is also JSON of the schema. The caller has checked that `_adds_properties` is
+    False. Without this, a small model would add properties until its tokens are used up.
     """
     if not isinstance(schema, dict):
         return schema
@@ -229,7 +257,7 @@ def _without_other_properties(schema: Any) -> Any:
 
 
 def _adds_properties(schema: dict[str, Any]) -> bool:
-    """Return whether some object of a schema may have properties that another part of the schema names."""
+    """Check whether an object of a schema may have properties that another part of the schema names."""
     combines = "allOf" in schema or (
         any(name in schema for name in ("$ref", "anyOf", "oneOf"))
         and any(name in schema for name in ("properties", "required"))
@@ -238,7 +266,7 @@ def _adds_properties(schema: dict[str, Any]) -> bool:
 
 
 def _inner_schemas(schema: dict[str, Any]) -> Iterator[tuple[list[str], dict[str, Any]]]:
-    """Yield each schema that is directly inside a schema, with the steps that lead to it."""
+    """Yield the path and the schema of each direct subschema of a schema. A path has one or two steps."""
     for name, value in schema.items():
         if name in _MAPS and isinstance(value, dict):
             inner = [([name, key], one) for key, one in value.items()]
@@ -252,6 +280,6 @@ def _inner_schemas(schema: dict[str, Any]) -> Iterator[tuple[list[str], dict[str
 
 
 def _first_line(reason: str) -> str:
-    """Return the reason in one line; an error of a pattern draws the place below it."""
+    """Return an error in one line: its first and its last line. The lines between draw a wrong pattern."""
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
     return lines[0] if len(lines) < 2 else f"{lines[0]} {lines[-1]}"
