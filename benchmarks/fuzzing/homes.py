@@ -100,5 +100,4 @@ def look(home: Path) -> tuple[dict[str, Any], list[str]]:
 
 def found(store: KNNStore, queries: Any, selection: Selection) -> Any:
     neighbors = store.search(queries, 5, selection)
-    weights = None if neighbors.log_weights is None else neighbors.log_weights.tolist()
-    return neighbors.ids.tolist(), neighbors.distances.tolist(), weights
+    return neighbors.ids.tolist(), neighbors.distances.tolist()

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     )
     from knnstore.catalog.differing import Difference, change_of, other_ids
     from knnstore.catalog.keys import AccessKey, AccessKeys, Right
-    from knnstore.catalog.representatives import DROPPED, PrunedDocument, Representatives
     from knnstore.catalog.schema import upgrade_catalog
     from knnstore.catalog.types import (
         KEYLESS,
@@ -38,7 +37,6 @@ else:
     __getattr__, __dir__ = attach_lazy_imports(__name__)
 
 __all__ = [
-    "DROPPED",
     "KEYLESS",
     "PASSWORD_VARIABLE",
     "URL",
@@ -53,8 +51,6 @@ __all__ = [
     "Identity",
     "NewDocument",
     "PlacedDocument",
-    "PrunedDocument",
-    "Representatives",
     "Right",
     "Snapshot",
     "StoredVersion",

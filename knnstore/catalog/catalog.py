@@ -24,7 +24,6 @@ from knnstore.catalog.connection import (
 from knnstore.catalog.digests import digest_of_values
 from knnstore.catalog.queries import (
     DOCUMENTS,
-    PRUNED,
     among,
     by_value,
     checked_names,
@@ -41,7 +40,6 @@ from knnstore.catalog.queries import (
     scope_of,
     unpacked,
 )
-from knnstore.catalog.representatives import PrunedDocument
 from knnstore.catalog.sqlite import Commits, make_private, take_in_log, unchanged
 from knnstore.catalog.tables import (
     DELETING,
@@ -271,12 +269,6 @@ class Catalog:
                 else:
                     altered |= set(chunk)
         return altered.intersection(ordered)
-
-    def pruned(self, rows: Iterable[int]) -> dict[int, PrunedDocument]:
-        """What was pruned of these documents, of those that are live and were pruned."""
-        with reading(self.sql) as current:
-            found = among(current, PRUNED, DocumentRow.id, rows)
-            return {row: PrunedDocument.unpacked(blob, scale, start) for row, start, blob, scale in found}
 
     def checksums(self) -> dict[int, str]:
         """The checksums of the live documents' keys, by primary key; none where the engine has its own."""

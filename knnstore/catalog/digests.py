@@ -43,11 +43,6 @@ def digest_of_document(
     return digest_of_values(id, domain, start, stop, content_hash, dict(metadata), sorted(tags), tokens)
 
 
-def digest_of_pruned(records: int, scale: float, representatives: bytes) -> str:
-    """Return the digest of which records of a document are left."""
-    return digest_of_values(records, float(scale), digest_of_bytes(representatives))
-
-
 def digest_of_store(identity: Identity, params: Mapping[str, Any]) -> str:
     """Return the digest of what a store was made for, and of its engine's parameters."""
     hashed = {name: value for name, value in asdict(identity).items() if name not in _NOT_HASHED}

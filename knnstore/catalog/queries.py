@@ -17,11 +17,9 @@ from sqlalchemy.orm import InstrumentedAttribute, Session
 from knnstore.catalog.digests import (
     digest_of_bytes,
     digest_of_document,
-    digest_of_pruned,
     digest_of_store,
 )
-from knnstore.catalog.representatives import PrunedDocument, Representatives
-from knnstore.catalog.tables import IS_LIVE, DocumentRow, DomainRow, PrunedRow, StoreRow, TagRow, TokensRow
+from knnstore.catalog.tables import IS_LIVE, DocumentRow, DomainRow, StoreRow, TagRow, TokensRow
 from knnstore.catalog.types import Document, Domain, Engine, Identity, Snapshot
 from knnstore.checks import check_name
 from knnstore.datastore import POSITION_LIMIT, TOKEN_LIMIT, Metric
@@ -32,13 +30,6 @@ MANY = 500
 
 DOCUMENTS = select(DocumentRow, DomainRow.name).join(DomainRow).order_by(DocumentRow.start)
 """Documents and the names of their domains, in the order in which they were added."""
-
-PRUNED = (
-    select(DocumentRow.id, DocumentRow.start, PrunedRow.representatives, PrunedRow.scale)
-    .join(PrunedRow, PrunedRow.document_id == DocumentRow.id)
-    .where(IS_LIVE)
-)
-"""What was pruned of the live documents."""
 
 
 def in_chunks(values: Iterable[Any]) -> Iterator[list[Any]]:
@@ -149,7 +140,6 @@ def read_domains(current: Session, *, has_prefix: bool) -> list[Domain]:
         select(DomainRow.name, func.count(), tokens, records)
         .select_from(DomainRow)
         .join(DocumentRow)
-        .outerjoin(PrunedRow, PrunedRow.document_id == DocumentRow.id)
         .where(IS_LIVE)
         .group_by(DomainRow.name)
     )
@@ -193,7 +183,6 @@ def read_snapshot(current: Session, *, has_prefix: bool) -> Snapshot:
     records = records_of_document(has_prefix=has_prefix)
     documents = (
         select(DocumentRow.id, DocumentRow.domain_id, DocumentRow.start, DocumentRow.stop, records)
-        .outerjoin(PrunedRow, PrunedRow.document_id == DocumentRow.id)
         .where(IS_LIVE)
         .order_by(DocumentRow.start, DocumentRow.stop)  # an empty document before its neighbor
     )
@@ -208,24 +197,18 @@ def read_snapshot(current: Session, *, has_prefix: bool) -> Snapshot:
     borders = np.stack([starts, stops], axis=1).ravel()
     if (np.diff(borders, prepend=0) < 0).any() or (borders > POSITION_LIMIT).any():
         raise CatalogError("the catalog is damaged: positions of documents overlap; restore it from a backup")
-    pruned = {
-        start: PrunedDocument.unpacked(blob, scale, start)
-        for _, start, blob, scale in current.execute(PRUNED)
-    }
-    representatives = Representatives.of(pruned) if pruned else None
     rows, groups, starts, stops, counts = table
     engine, names = read_engine(current), dict(current.execute(domains).all())
     if engine.is_keyless:
         counts = np.zeros_like(counts)
-    return Snapshot(revision, engine, rows, groups, starts, stops, counts, representatives, names)
+    return Snapshot(revision, engine, rows, groups, starts, stops, counts, names)
 
 
 def records_of_document(*, has_prefix: bool) -> ColumnElement[int]:
-    """How many records a document has, in a statement that joins `PrunedRow` from the outside."""
+    """Return the number of records of a document, as an expression of SQL."""
     tokens = DocumentRow.stop - DocumentRow.start
     # Without a prefix nothing predicts a document's first token.
-    stored = tokens if has_prefix else case((tokens > 0, tokens - 1), else_=tokens)
-    return func.coalesce(PrunedRow.records, stored)
+    return tokens if has_prefix else case((tokens > 0, tokens - 1), else_=tokens)
 
 
 def read_problems(current: Session) -> list[str]:
@@ -256,10 +239,9 @@ def read_altered(current: Session, first: int, last: int) -> set[int]:
     Their keys are not read.
     """
     chosen = (
-        select(DocumentRow, DomainRow.name, TokensRow, PrunedRow)
+        select(DocumentRow, DomainRow.name, TokensRow)
         .outerjoin(DomainRow, DomainRow.id == DocumentRow.domain_id)
         .outerjoin(TokensRow, TokensRow.document_id == DocumentRow.id)
-        .outerjoin(PrunedRow, PrunedRow.document_id == DocumentRow.id)
         .where(IS_LIVE, DocumentRow.id.between(first, last))
         .execution_options(yield_per=100)  # few texts in memory at once
     )
@@ -268,15 +250,12 @@ def read_altered(current: Session, first: int, last: int) -> set[int]:
     for document, tag in current.execute(chosen_tags):
         tags.setdefault(document, []).append(tag)
     altered = set()
-    for row, domain, tokens, pruned in current.execute(chosen):
+    for row, domain, tokens in current.execute(chosen):
         sound = (
             tokens is not None
             and tokens.digest == digest_of_bytes(tokens.tokens)
             and row.digest == document_digest(row, domain, tags.get(row.id, ()), tokens.digest)
         )
-        if pruned is not None:
-            expected = digest_of_pruned(pruned.records, pruned.scale, pruned.representatives)
-            sound = sound and pruned.digest == expected
         if not sound:
             altered.add(row.id)
     return altered

@@ -13,7 +13,6 @@ from sqlalchemy import (
     BigInteger,
     CheckConstraint,
     DateTime,
-    Double,
     ForeignKey,
     Index,
     Integer,
@@ -165,23 +164,6 @@ class TokensRow(Base):
     """Little-endian uint32."""
     digest: Mapped[str] = mapped_column(String(32), server_default="")
     """Digest of the tokens; see `knnstore.catalog.digests`."""
-
-
-class PrunedRow(Base):
-    """Which records of one document pruning has left."""
-
-    __tablename__ = "knnstore_document_pruned"
-
-    document_id: Mapped[_DocumentId]
-    records: Mapped[int]
-    """How many are left."""
-    scale: Mapped[float] = mapped_column(Double)
-    """What each token counts; above 1 where others were dropped at random."""
-    representatives: Mapped[bytes] = mapped_column("survivors", LargeBinary)
-    """zlib of a little-endian int64 for each token: how many positions after its own the record is that
-    stands for it; 0 where its own is left, the least integer where there is none."""
-    digest: Mapped[str] = mapped_column(String(32), server_default="")
-    """Digest of the three columns above; see `knnstore.catalog.digests`."""
 
 
 class ChecksumRow(Base):

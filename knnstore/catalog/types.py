@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from knnstore.catalog.representatives import Representatives
-
 
 @dataclass(frozen=True, slots=True)
 class Identity:
@@ -100,7 +98,7 @@ class Domain:
     documents: int
     tokens: int
     records: int
-    """How many are stored for them: fewer than tokens once the domain was pruned, none without keys."""
+    """How many are stored for them: one for each token that something comes before; none without keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,14 +130,8 @@ class Snapshot:
     stops: NDArray[np.int64]
     records: NDArray[np.int64]
     """How many records each document has, shape (n,)."""
-    representatives: Representatives | None
-    """Which ones these are in the documents that were pruned; None when none was."""
     domains: Mapping[str, int]
     """Id of each domain that has a live document, by name."""
-
-    def log_weights_at(self, positions: NDArray[np.int64]) -> NDArray[np.float32] | None:
-        """See `Representatives.log_weights_at`; None where nothing was pruned."""
-        return None if self.representatives is None else self.representatives.log_weights_at(positions)
 
     def documents_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Which document holds each position.

@@ -20,10 +20,9 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from knnstore.catalog.catalog import Catalog
-from knnstore.catalog.digests import digest_of_bytes, digest_of_pruned, digest_of_store, digest_of_values
+from knnstore.catalog.digests import digest_of_bytes, digest_of_store, digest_of_values
 from knnstore.catalog.fencing import Fence
 from knnstore.catalog.queries import among, document_digest, in_chunks, read_tags, scope_of
-from knnstore.catalog.representatives import PrunedDocument
 from knnstore.catalog.tables import (
     DELETING,
     IS_LIVE,
@@ -33,7 +32,6 @@ from knnstore.catalog.tables import (
     ChecksumRow,
     DocumentRow,
     DomainRow,
-    PrunedRow,
     SettingRow,
     StoreRow,
     TagRow,
@@ -241,40 +239,14 @@ class CatalogWriter:
             current.execute(delete(SettingRow).where(SettingRow.scope.in_(scopes)))
             _reveal(current)
 
-    def move(
-        self,
-        engine: Engine,
-        pruned: Mapping[int, PrunedDocument] = MappingProxyType({}),
-        checksums: Mapping[int, str] = MappingProxyType({}),
-    ) -> None:
+    def move(self, engine: Engine, checksums: Mapping[int, str] = MappingProxyType({})) -> None:
         """Point the store at the engine that holds its keys from now on.
 
         Args:
-            engine: holds all records, or what pruning has left of them.
-            pruned: which are left in some documents, by primary key.
+            engine: holds all records.
             checksums: of the keys of each document, by primary key, in place of all former ones.
-
-        Raises:
-            CatalogError: a document is live no more, or has another number of tokens; nothing changes.
         """
         with self._transaction("move") as current:
-            live = select(DocumentRow.id, DocumentRow.start, DocumentRow.stop).where(IS_LIVE)
-            found = list(among(current, live, DocumentRow.id, pruned))
-            lengths = {row: stop - start for row, start, stop in found}
-            if any(lengths.get(row) != len(document.representatives) for row, document in pruned.items()):
-                raise CatalogError("a document to prune is not live, or another one")
-            for row, start, _ in found:
-                document = pruned[row]
-                left, packed = int(document.kept(start).sum()), document.packed(start)
-                current.merge(
-                    PrunedRow(
-                        document_id=row,
-                        records=left,
-                        scale=document.scale,
-                        representatives=packed,
-                        digest=digest_of_pruned(left, document.scale, packed),
-                    )
-                )
             current.execute(delete(ChecksumRow))
             _add_checksums(current, checksums)
             digest = digest_of_store(self.catalog.identity, engine.params)

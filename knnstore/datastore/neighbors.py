@@ -19,8 +19,7 @@ class Neighbors:
     """The nearest records of each query.
 
     Rows ascend by distance, where nothing else is said, and no id stands twice in a row. Where fewer than k
-    records match, the rest of the row is missing: id -1 at distance +inf. An adapter gives ids and distances
-    only; a store that was pruned adds log weights.
+    records match, the rest of the row is missing: id -1 at distance +inf.
     """
 
     ids: Ids
@@ -28,10 +27,6 @@ class Neighbors:
 
     distances: Distances
     """As `Metric` measures them; float32, shape (q, k)."""
-
-    log_weights: NDArray[np.float32] | None = None
-    """The log of how many records each stands for, shape (q, k), 0 for what is missing; None where each
-    stands for itself."""
 
     @classmethod
     def nothing(cls, queries: int, k: int) -> "Neighbors":
@@ -49,30 +44,23 @@ class Neighbors:
         if axis == 0:
             width = max(part.ids.shape[1] for part in parts)
             parts = [part.padded(width) for part in parts]
-        log_weights = None
-        if any(part.log_weights is not None for part in parts):
-            log_weights = np.concatenate([part._weights() for part in parts], axis)
         ids = np.concatenate([part.ids for part in parts], axis)
-        return cls(ids, np.concatenate([part.distances for part in parts], axis), log_weights)
+        return cls(ids, np.concatenate([part.distances for part in parts], axis))
 
     @classmethod
     def visited(cls, found: Sequence[Visits], queries: int) -> "Neighbors":
         """All records that each query was measured against, in any order, as wide as the widest needs."""
         if found and all(some.is_by_row(queries) for some in found):
-            return cls.joined([cls(some.ids, some.distances[:, 0], some.log_weights) for some in found])
+            return cls.joined([cls(some.ids, some.distances[:, 0]) for some in found])
         visits = apart(found)
         counts = np.zeros(queries, np.int64)
         for visit in visits:
             counts[visit.queries] += len(visit.ids)
         met = cls.nothing(queries, max(1, int(counts.max(initial=0))))
-        if any(visit.log_weights is not None for visit in visits):
-            met = replace(met, log_weights=np.zeros_like(met.distances))
         counts[:] = 0
         for visit in visits:
             places = visit.queries[:, None], counts[visit.queries, None] + np.arange(len(visit.ids))
             met.ids[places], met.distances[places] = visit.ids, visit.distances
-            if met.log_weights is not None and visit.log_weights is not None:
-                met.log_weights[places] = visit.log_weights
             counts[visit.queries] += len(visit.ids)
         return met
 
@@ -106,16 +94,12 @@ class Neighbors:
     def spread(self, rows: NDArray[np.bool_]) -> "Neighbors":
         """The same as the rows of a larger result that are True, shape (n,); the others find nothing."""
         whole = Neighbors.nothing(len(rows), self.ids.shape[1])
-        if self.log_weights is not None:
-            whole = replace(whole, log_weights=np.zeros(whole.ids.shape, np.float32))
         whole.put(rows, self)
         return whole
 
     def without(self, gone: NDArray[np.bool_]) -> "Neighbors":
         """The same with some missing in their places, bool of shape (q, k); see `nearest`."""
-        log_weights = None if self.log_weights is None else np.where(gone, np.float32(0), self.log_weights)
-        distances = np.where(gone, np.float32(np.inf), self.distances)
-        return Neighbors(np.where(gone, -1, self.ids), distances, log_weights)
+        return Neighbors(np.where(gone, -1, self.ids), np.where(gone, np.float32(np.inf), self.distances))
 
     def nearest(self, k: int) -> "Neighbors":
         """The k nearest in order, from columns in any order.
@@ -135,23 +119,17 @@ class Neighbors:
     def put(self, rows: NDArray[Any], part: "Neighbors") -> None:
         """Replace those of some queries, given by a mask or by their numbers, in place.
 
-        The part has no more columns than this; its log weights are lost if there are none here.
+        The part has no more columns than this.
         """
         part = part.padded(self.ids.shape[1])
         self.ids[rows], self.distances[rows] = part.ids, part.distances
-        if self.log_weights is not None:
-            self.log_weights[rows] = part._weights()
 
     def sort_rows(self, rows: NDArray[np.int64]) -> None:
         """Put some rows in order again, in place, after distances in them changed."""
         self.put(rows, self.rows(rows).nearest(self.ids.shape[1]))
 
-    def _weights(self) -> NDArray[np.float32]:
-        return np.zeros_like(self.distances) if self.log_weights is None else self.log_weights
-
     def _changed(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> "Neighbors":
-        log_weights = None if self.log_weights is None else change(self.log_weights)
-        return Neighbors(change(self.ids), change(self.distances), log_weights)
+        return Neighbors(change(self.ids), change(self.distances))
 
 
 def _with_first(array: NDArray[Any], at: NDArray[np.intp]) -> NDArray[Any]:

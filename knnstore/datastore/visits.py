@@ -21,9 +21,6 @@ class Visit(NamedTuple):
     distances: Distances
     """As `Metric` measures them, float32, shape (m, r)."""
 
-    log_weights: NDArray[np.float32] | None = None
-    """As in `Neighbors`, shape (r,); an adapter gives none."""
-
     ranks: NDArray[np.int64] | None = None
     """How many of a query's cells are nearer than this one, shape (m,); None where that is not known."""
 
@@ -41,9 +38,6 @@ class Visits(NamedTuple):
     """As `Metric` measures them, float32, shape (b, m, r): +inf where a query or a record is missing. An
     array, or a tensor of torch on the device where the engine computes."""
 
-    log_weights: NDArray[np.float32] | None = None
-    """As in `Neighbors`, shape (b, r); an adapter gives none."""
-
     ranks: NDArray[np.int64] | None = None
     """How many of a query's cells are nearer, shape (b, m); None where that is not known. With it sums over
     fewer cells come out of the same pass."""
@@ -51,11 +45,8 @@ class Visits(NamedTuple):
     @classmethod
     def of(cls, visit: Visit) -> Self:
         """One alone."""
-        queries, ids, distances, log_weights, ranks = visit
-        return cls(
-            queries[None], ids[None], distances[None],
-            None if log_weights is None else log_weights[None], None if ranks is None else ranks[None],
-        )  # fmt: skip
+        queries, ids, distances, ranks = visit
+        return cls(queries[None], ids[None], distances[None], None if ranks is None else ranks[None])
 
     def apart(self) -> Iterator[Visit]:
         """Each that met something alone, in the processor's memory, without what is missing."""
@@ -67,8 +58,6 @@ class Visits(NamedTuple):
                 visit = Visit(queries, ids, of_each)
             else:
                 visit = Visit(queries[asked], ids[there], of_each[np.ix_(asked, there)])
-            if self.log_weights is not None:
-                visit = visit._replace(log_weights=self.log_weights[at, there])
             if self.ranks is not None:
                 visit = visit._replace(ranks=self.ranks[at, asked])
             if visit.distances.size:

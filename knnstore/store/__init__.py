@@ -34,17 +34,7 @@ if TYPE_CHECKING:
     )
     from knnstore.store.provenance import Provenance
     from knnstore.store.reader import Reader
-    from knnstore.store.relocation import (
-        Choice,
-        Chooser,
-        DomainRecords,
-        Moved,
-        Pruned,
-        PrunedDomain,
-        drop_highest,
-        merge_chooser,
-        random_chooser,
-    )
+    from knnstore.store.relocation import Moved
     from knnstore.store.selection import EVERYTHING, Selection
     from knnstore.store.store import KNNStore
 else:
@@ -55,12 +45,9 @@ __all__ = [
     "KEYLESS",
     "KNOWN",
     "LONGEST_NGRAM",
-    "Choice",
-    "Chooser",
     "Difference",
     "Document",
     "Domain",
-    "DomainRecords",
     "Draft",
     "Engine",
     "Erased",
@@ -77,8 +64,6 @@ __all__ = [
     "NewDocument",
     "Occurrence",
     "Provenance",
-    "Pruned",
-    "PrunedDomain",
     "Reader",
     "SavedSettings",
     "Selection",
@@ -88,9 +73,6 @@ __all__ = [
     "change_of",
     "check_new",
     "draft_from",
-    "drop_highest",
     "load_weights",
-    "merge_chooser",
-    "random_chooser",
     "save_weights",
 ]  # fmt: skip

@@ -24,8 +24,6 @@ class Records(NamedTuple):
     """Shape (n,), ascending."""
     keys: Keys
     """Float32, shape (n, dim)."""
-    log_weights: NDArray[np.float32] | None
-    """The log of how many records each stands for, shape (n,); None when all are 0."""
 
 
 class Reader(Protocol):

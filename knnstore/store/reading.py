@@ -41,12 +41,6 @@ class StoreReader:
         self._tracer = Tracer(catalog)
         self._counting = Counting(self.identity.vocab_size)
 
-    def at(self, view: View) -> "StoreReader":
-        """A reader of one view, whatever becomes of the store; it shares what this one remembers."""
-        reader = StoreReader(self.home, self._catalog, lambda: view)
-        reader._tracer, reader._counting = self._tracer, self._counting
-        return reader
-
     def view(self) -> View:
         """What is live at the latest revision."""
         self._latest = view = self._current_view()

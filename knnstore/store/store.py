@@ -21,7 +21,7 @@ from knnstore.store.home import Home, make_store
 from knnstore.store.info import info_of
 from knnstore.store.ingest import Ingest
 from knnstore.store.reading import StoreReader
-from knnstore.store.relocation import Chooser, Inspector, Moved, Pruned, Relocation
+from knnstore.store.relocation import Moved, Relocation
 from knnstore.store.selection import Selection
 from knnstore.store.verify import problems_of
 from knnstore.store.writing import Writing
@@ -51,7 +51,7 @@ class KNNStore(StoreReader):
             self._current = Current(home, catalog, mode, params or {}, copied=copied)
             opened.callback(self._current.close)
             super().__init__(home, catalog, self._current.view)
-            self._relocation = Relocation(home, catalog, self._current, self.at)
+            self._relocation = Relocation(home, catalog, self._current)
             if mode == "a":
                 self._writing = Writing(home, writer, self._current)
                 if self._current.owned:
@@ -274,42 +274,8 @@ class KNNStore(StoreReader):
         with self._locked(copied=True) as writing, writing.parting():
             return self._relocation.move(writing.writer, target, progress or Progress())
 
-    def prune(
-        self,
-        keep: float,
-        choose: Chooser,
-        *,
-        domains: Sequence[str] = (),
-        location: str | None = None,
-        params: Params = None,
-        inspect: Inspector | None = None,
-        progress: Progress | None = None,
-    ) -> Pruned:
-        """Let only some records of each domain stay: those are copied to a new place of the same engine.
-
-        Works as `move` does. Called again when it is done, it changes nothing.
-
-        Args:
-            keep: share of each domain's tokens that shall have a record, in (0, 1]; one with fewer stays.
-            choose: says which records stay, see `random_chooser` and `merge_chooser`.
-            domains: the domains to prune; none is all.
-            location: a new place; by default one beside the old one.
-            params: adapter's parameters that differ from those in use.
-            inspect: looks at the store as it will be, before the switch; what it raises ends the pruning.
-            progress: is told of each batch.
-
-        Raises:
-            ConfigError: `keep` is out of range, or the adapter must be told where the copy is to be.
-            DomainNotFoundError: there is no such domain.
-            DatastoreExistsError: something else is at the location.
-        """
-        with self._locked() as writing:
-            return self._relocation.prune(
-                writing.writer, keep, choose, domains, location, params, inspect, progress or Progress()
-            )
-
     def abandon_move(self) -> Engine | None:
-        """Give up an interrupted move or pruning and erase its copy; returns where it was to go, or None."""
+        """Give up an interrupted move and erase its copy; returns where it was to go, or None."""
         with self._locked():
             return self._relocation.abandon()
 

@@ -77,7 +77,6 @@ def _compare(catalog: Catalog, datastore: Datastore, unsettled: list[PlacedDocum
     """Compare each record with the token that the catalog has at its position."""
     snapshot = catalog.snapshot()
     first = 0 if catalog.identity.has_prefix else 1  # without one nothing predicts a first token
-    representatives = snapshot.representatives
     records = np.zeros(len(snapshot.rows), np.int64)
     wrong = np.zeros(len(snapshot.rows), bool)
     foreign = [np.zeros(0, np.int64)]
@@ -101,8 +100,6 @@ def _compare(catalog: Catalog, datastore: Datastore, unsettled: list[PlacedDocum
         origins = np.cumsum(lengths) - lengths
         offsets = positions - snapshot.starts[at]
         there = (first <= offsets) & (offsets < lengths[which])
-        if representatives is not None:
-            there &= representatives.has_record(positions)
         there &= groups == snapshot.groups[at]
         tokens = np.concatenate([_NO_TOKENS, *read])
         there[there] = tokens[(origins[which] + offsets)[there]] == tokens_of(ids[there])

@@ -2,7 +2,6 @@
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -74,8 +73,6 @@ class View:
     def search(self, queries: Keys, k: int, selection: Selection) -> Neighbors:
         """The k nearest live records of each query, among the selected documents; see `StoreReader.search`.
 
-        With log weights if a live document was pruned so that records stand for others.
-
         Raises:
             CorruptDatastoreError: the datastore finds nothing where there must be something.
         """
@@ -90,7 +87,7 @@ class View:
             raise CorruptDatastoreError(_LOST)
         if orphans.any():
             found = found.without(orphans).nearest(k)
-        return replace(found, log_weights=self.snapshot.log_weights_at(positions_of(found.ids)))
+        return found
 
     def visit(self, queries: Keys, probes: int, selection: Selection) -> list[Visits]:
         """All live records of the cells nearest to each query; see `StoreReader.visit`.
@@ -189,10 +186,10 @@ class View:
         chosen = self.chosen(selection) & ~self._among(without)
         live = ranges_of(self.snapshot.starts[chosen], self.snapshot.stops[chosen])
         for ids, keys, _ in self.datastore.iterate(ids=live, batch_size=batch_size):
-            yield Records(ids, keys, self.snapshot.log_weights_at(positions_of(ids)))
+            yield Records(ids, keys)
 
     def _visits(self, queries: Keys, probes: int, live: IdRanges, where: Filter | None) -> list[Visits]:
-        """The records that are live, with log weights as `search` gives them."""
+        """Visit cells; records that are not live are missing."""
         datastore: Any = self.datastore  # to ask again whether it has cells takes longer than all this
         visits: list[Visits] = datastore.visit(queries, probes, where=where)
         # All ids at once: of scored text there are a thousand small visits.
@@ -203,11 +200,6 @@ class View:
             ends = np.cumsum([len(of) for of in ids])[:-1]
             parts = zip(visits, np.split(alive, ends), strict=True)
             visits = [found.only(of.reshape(found.ids.shape)) for found, of in parts]
-        if self.snapshot.representatives is not None:
-            visits = [
-                found._replace(log_weights=self.snapshot.log_weights_at(positions_of(found.ids)))
-                for found in visits
-            ]
         return visits
 
     def _resolve(self, selection: Selection) -> Scope:

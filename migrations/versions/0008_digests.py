@@ -15,12 +15,7 @@ from typing import Any
 import sqlalchemy as sa
 from alembic import op
 
-from knnstore.catalog.digests import (
-    digest_of_bytes,
-    digest_of_document,
-    digest_of_pruned,
-    digest_of_values,
-)
+from knnstore.catalog.digests import digest_of_bytes, digest_of_document, digest_of_values
 
 revision = "0008"
 down_revision = "0007"
@@ -75,7 +70,7 @@ def upgrade() -> None:
         connection,
         _pruned,
         _pruned.c.document_id,
-        lambda row: digest_of_pruned(row.records, row.scale, row.survivors),
+        lambda row: digest_of_values(row.records, float(row.scale), digest_of_bytes(row.survivors)),
     )
     _fill(connection, _settings, _settings.c.scope, lambda row: digest_of_values(row.domains, row.payload))
     _fill_documents(connection)

@@ -14,7 +14,13 @@ from sqlalchemy import URL, inspect
 from knnstore.catalog import Catalog, CatalogWriter, NewDocument, schema, upgrade_catalog
 from knnstore.catalog.connection import connect, exclusive
 from knnstore.catalog.tables import Base
-from knnstore.errors import SchemaOutdatedError, SchemaTooNewError, StoreExistsError, StoreNotFoundError
+from knnstore.errors import (
+    CatalogError,
+    SchemaOutdatedError,
+    SchemaTooNewError,
+    StoreExistsError,
+    StoreNotFoundError,
+)
 
 Make = Callable[..., NewDocument]
 Creator = Callable[[URL], Catalog]
@@ -29,7 +35,7 @@ import sqlalchemy as sa
 from alembic import op
 
 revision = "9998"
-down_revision = "0008"
+down_revision = "0009"
 
 
 def upgrade() -> None:
@@ -130,6 +136,34 @@ def test_an_upgrade_that_fails_changes_nothing(
     engine = connect(catalog_url)
     assert inspect(engine).get_table_names() == []
     engine.dispose()
+
+
+def test_a_store_that_was_pruned_is_refused_and_stays_as_it_is(
+    catalog_url: URL, create: Creator, document: Make
+) -> None:
+    """Documents that are being removed do not count."""
+    writer = CatalogWriter(create(catalog_url))
+    placed = writer.begin([document("a", "law"), document("b", "tax")])
+    writer.publish([one.row for one in placed])
+    writer.retire([placed[1].row])
+    writer.catalog.close()
+    run(
+        catalog_url,
+        "CREATE TABLE knnstore_document_pruned (document_id BIGINT PRIMARY KEY)",
+        *(f"INSERT INTO knnstore_document_pruned VALUES ({one.row})" for one in placed),
+        "UPDATE knnstore_alembic_version SET version_num = '0008'",
+    )
+    for _ in range(2):
+        with pytest.raises(CatalogError, match=r"the documents of 'law' were: make the store again"):
+            upgrade_catalog(catalog_url)
+    with pytest.raises(SchemaOutdatedError):
+        Catalog.open(catalog_url)
+    run(catalog_url, f"DELETE FROM knnstore_document_pruned WHERE document_id = {placed[0].row}")
+    upgrade_catalog(catalog_url)
+    catalog = Catalog.open(catalog_url)
+    assert not inspect(catalog.sql).has_table("knnstore_document_pruned")
+    assert [one.id for one in catalog.documents()] == ["a"]
+    catalog.close()
 
 
 def test_a_second_process_waits_for_the_first_to_make_the_tables(catalog_url: URL, create: Creator) -> None:

@@ -163,7 +163,6 @@ def test_a_store_that_cannot_be_made_leaves_nothing(knnstore, workplace, options
         "generate x --ngrams 9",
         "generate x --temperature 0.8 --seed -1",
         "generate x --temperature 0.8 --seed 4294967296",
-        "prune --method random --seed -1",
         "remove",
         "remove a --tag b",
         "sync - --domain d",

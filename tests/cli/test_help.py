@@ -34,7 +34,6 @@ def test_every_command_has_help_with_an_example_of_itself(name):
         ("calibrate", KNNLMForCausalLM.calibrate),
         ("substitute", KNNLMForCausalLM.train_substitute),
         ("generate", KNNLMForCausalLM.generate_text),
-        ("prune", KNNLMForCausalLM.prune),
     ],
 )
 def test_defaults_are_those_of_the_library(command, function):

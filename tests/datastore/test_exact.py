@@ -161,16 +161,15 @@ def test_one_formula_for_arrays_and_tensors(metric: Metric) -> None:
     np.testing.assert_allclose(distances.paired(queries[0], keys, metric), truth[0], rtol=1e-5)
 
 
-def test_log_weights_go_along() -> None:
-    weighted = Neighbors(np.array([[3, 1]]), np.float32([[0.1, 0.3]]), np.float32([[1, 2]]))
-    plain = Neighbors(np.array([[5]]), np.float32([[0.2]]))
-    found = Neighbors.joined([weighted, plain]).nearest(4)
+def test_neighbors_are_joined_spread_and_replaced() -> None:
+    two = Neighbors(np.array([[3, 1]]), np.float32([[0.1, 0.3]]))
+    one = Neighbors(np.array([[5]]), np.float32([[0.2]]))
+    found = Neighbors.joined([two, one]).nearest(4)
     assert found.ids.tolist() == [[3, 5, 1, -1]]
-    assert found.log_weights.tolist() == [[1, 0, 2, 0]]
     left = found.without(found.ids == 3).nearest(4).spread(np.array([False, True]))
     assert left.ids.tolist() == [[-1] * 4, [5, 1, -1, -1]]
-    assert left.log_weights.tolist() == [[0] * 4, [0, 2, 0, 0]]
-    below = Neighbors.joined([plain, weighted], axis=0).rows(np.array([1, 0]))
+    below = Neighbors.joined([one, two], axis=0).rows(np.array([1, 0]))
     assert below.ids.tolist() == [[3, 1], [5, -1]]
-    below.put(np.array([0]), plain)
-    assert below.log_weights.tolist() == [[0, 0], [0, 0]]
+    below.put(np.array([0]), one)
+    assert below.ids.tolist() == [[5, -1], [5, -1]]
+    assert below.distances.tolist() == [[np.float32(0.2), np.inf]] * 2

@@ -217,7 +217,7 @@ class ExactStore(Reader):
         return Neighbors(ids, distances)
 
     def records(self, selection=EVERYTHING, *, without=(), batch_size=8192) -> Iterator[Records]:
-        yield Records(self.ids, self.keys, None)
+        yield Records(self.ids, self.keys)
 
     def record_count(self, selection=EVERYTHING) -> int:
         return len(self.ids) if selection == EVERYTHING else 0

@@ -8,25 +8,19 @@ from io import StringIO
 import numpy as np
 import pytest
 import torch
-from transformers.cache_utils import DynamicCache
 
 import knnstore
 from knnstore.errors import InputError, ReadOnlyError
 from knnstore.lm import (
     CalibrationRecord,
     KNNSettings,
-    TextState,
     TokenTable,
     default_settings,
-    likelihoods,
-    read_part,
     save_settings,
     settings_for,
 )
-from knnstore.lm.calibration.evidence import gather_evidence
 from knnstore.lm.calibration.scored_text import score_once
-from knnstore.lm.calibration.searches import FurtherSearches
-from knnstore.lm.mixing import Evidence, NeighborSums, between_points
+from knnstore.lm.mixing import Evidence, NeighborSums
 from knnstore.store import EVERYTHING, Selection
 from tests.lm.phrases import documents, phrases, words
 
@@ -197,37 +191,6 @@ def test_the_cached_pass_agrees_with_the_evaluation(lm):
         mixed, lam = scored.log_probs(settings)
         assert math.exp(-mixed.double().mean()) == pytest.approx(evaluated.knn_ppl, rel=1e-4)
         assert float(lam.mean()) == pytest.approx(evaluated.lam, rel=1e-3, abs=1e-6)
-
-
-def test_merged_duplicates_predict_as_each_of_them_did(make_lm):
-    # Equal keys become one record of their number: no probability changes, wherever it is computed.
-    thrice = [replace(one, id=f"{one.id}-{copy}") for one in STORED[:4] for copy in range(3)]
-    once, knn = STORED[4:6], KNNSettings(k=5000, temperature=8.0, lam=0.4)
-    lm = make_lm({"d": [*thrice, *once]}, max_length=32, stride=16)
-    ids = torch.tensor([[0, *lm.reader.tokens(HELD_OUT[0].text)[:20].tolist()]])
-
-    def measured():
-        k = lm.store.record_count()
-        scored = score_once(lm.store, lm.reader, HELD_OUT[:4], k=k, selection=EVERYTHING)
-        mixed = scored.log_probs(replace(knn, k=k)).log_probs
-        further = FurtherSearches(lm.store, scored, HELD_OUT[:4], EVERYTHING)
-        (evidence,), wide = gather_evidence(scored, [k]), further.with_k([k])[0].evidence
-        gridded = [evidence.knn, wide.knn, *further.by_domain(["d"], k).knn]
-        on_grid = [between_points(one, evidence.temperatures, 8.0) for one in gridded]
-        with torch.no_grad():
-            ppl, logits = lm.evaluate(HELD_OUT[:4], knn).knn_ppl, lm(ids, knn=knn).logits
-        (given,) = likelihoods(
-            lm, [read_part(lm, ids, DynamicCache(), TextState(), knn)], [ids[0].roll(-1)], knn, 1
-        )
-        return ppl, logits, mixed, given.gold, *on_grid
-
-    before = measured()
-    lm.prune(5.99 / 14, domains=["d"])
-    assert lm.store.record_count() < 0.45 * 14 * 108
-    after = measured()
-    assert after[0] == pytest.approx(before[0], rel=2e-3)
-    for one, other in zip(after[1:], before[1:], strict=True):
-        torch.testing.assert_close(one, other, atol=0.02, rtol=0.02)
 
 
 def test_every_token_has_a_row_that_adds_up(lm):

@@ -121,7 +121,7 @@ def test_domains_visited_apart_agree_with_the_evaluation(lm) -> None:
 
 
 def test_p_knn_on_a_grid_is_what_it_is_at_each_temperature() -> None:
-    """With records that stand for others, and a query that visits nothing."""
+    """Also for a query that visits nothing."""
     generator = torch.Generator().manual_seed(0)
     gold = torch.tensor([1, 2, 3, 1])
     cells = [
@@ -129,8 +129,7 @@ def test_p_knn_on_a_grid_is_what_it_is_at_each_temperature() -> None:
             torch.tensor([[0, 2]]), torch.tensor([[1, 1, 3, 2]]), torch.rand(1, 2, 4, generator=generator) * 9
         ),
         ProbedCells(
-            torch.tensor([[2, 1]]), torch.tensor([[3, 2]]), torch.rand(1, 2, 2, generator=generator) * 9,
-            torch.tensor([[0.5, 2.0]]),
+            torch.tensor([[2, 1]]), torch.tensor([[3, 2]]), torch.rand(1, 2, 2, generator=generator) * 9
         ),
     ]  # fmt: skip
     found = CellSums(cells, gold)

@@ -10,7 +10,7 @@ RNG = np.random.default_rng(9)
 QUERIES, TOKENS = 12, 5
 
 
-def cells(count: int, *, weighted: bool) -> list[ProbedCells]:
+def cells(count: int) -> list[ProbedCells]:
     """Some alone, some beside each other, where queries and records may be missing."""
     made = []
     for number in range(count):
@@ -20,34 +20,27 @@ def cells(count: int, *, weighted: bool) -> list[ProbedCells]:
         if beside > 1:
             queries[1, -1], distances[1, -1], distances[0, :, 0] = -1, np.inf, np.inf
         tokens = torch.from_numpy(RNG.integers(0, TOKENS, (beside, r)))
-        log_weights = torch.from_numpy(RNG.normal(size=(beside, r)).astype(np.float32))
         asked, away = torch.from_numpy(queries), torch.from_numpy(distances.astype(np.float32))
-        made.append(ProbedCells(asked, tokens, away, log_weights if weighted else None))
+        made.append(ProbedCells(asked, tokens, away))
     return made
 
 
 def met_by(query: int, some: list[ProbedCells]) -> np.ndarray:
-    """Distance, token and weight of all that one query met, shape (3, r)."""
+    """Distance and token of all that one query met, shape (2, r)."""
     rows = [
-        (float(away), int(token), float(log_weight.exp()))
+        (float(away), int(token))
         for one in some
         for at in range(len(one.queries))
         for row in (one.queries[at] == query).nonzero()[:, 0].tolist()
-        for away, token, log_weight in zip(
-            one.distances[at, row],
-            one.tokens[at],
-            torch.zeros(one.tokens.shape[1]) if one.log_weights is None else one.log_weights[at],
-            strict=True,
-        )
+        for away, token in zip(one.distances[at, row], one.tokens[at], strict=True)
         if away.isfinite()
     ]
-    return np.array(rows, np.float64).reshape(-1, 3).T
+    return np.array(rows, np.float64).reshape(-1, 2).T
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-def test_squares_are_what_separate_exponentials_are(weighted: bool) -> None:
+def test_squares_are_what_separate_exponentials_are() -> None:
     """A gate's temperatures, each twice the one before it: all from the exponential of the largest."""
-    some, gold = cells(30, weighted=weighted), torch.from_numpy(RNG.integers(0, TOKENS, QUERIES))
+    some, gold = cells(30), torch.from_numpy(RNG.integers(0, TOKENS, QUERIES))
     temperatures = [7.3 * factor for factor in (0.25, 0.5, 1.0, 2.0, 4.0)]
     visited = CellSums(some, gold)
     visited.prepare(temperatures)
@@ -55,8 +48,8 @@ def test_squares_are_what_separate_exponentials_are(weighted: bool) -> None:
     for at, of in [(one, visited.weights(one)) for one in temperatures] + [(each, visited.weights(each))]:
         wanted = np.zeros((QUERIES, 2))
         for query in range(QUERIES):
-            distances, tokens, counts = met_by(query, some)
-            powers = np.exp(-distances / float(torch.as_tensor(at).expand(QUERIES)[query])) * counts
+            distances, tokens = met_by(query, some)
+            powers = np.exp(-distances / float(torch.as_tensor(at).expand(QUERIES)[query]))
             share = powers[tokens == int(gold[query])].sum() / powers.sum()
             wanted[query] = share, 1 - share
         assert of.numpy() == pytest.approx(wanted, abs=1e-6)
@@ -70,25 +63,24 @@ def test_squares_are_what_separate_exponentials_are(weighted: bool) -> None:
 @pytest.mark.parametrize("k", [1, 8, 16, 64, 500])
 def test_the_nearest_are_the_nearest_of_all_cells(k: int) -> None:
     """Also where a query met fewer than k, or none, and where a distance is negative."""
-    some, gold = cells(9, weighted=False), torch.zeros(QUERIES + 1, dtype=torch.int64)
+    some, gold = cells(9), torch.zeros(QUERIES + 1, dtype=torch.int64)
     some = [one._replace(distances=one.distances - 30) for one in some]
     distances, tokens = CellSums(some, gold).near(k)
     for query in range(QUERIES + 1):
-        away, of_each, _ = met_by(query, some)
+        away, of_each = met_by(query, some)
         order = np.argsort(away)[:k]
         assert distances[query, : len(order)].numpy() == pytest.approx(away[order], abs=0)
         assert tokens[query, : len(order)].tolist() == of_each[order].tolist()
         assert distances[query, len(order) :].isinf().all()
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-def test_each_token_has_what_its_records_weigh(weighted: bool) -> None:
+def test_each_token_has_what_its_records_weigh() -> None:
     """Each query at a temperature of its own; one that met nothing gives nothing to any token."""
-    some, gold = cells(9, weighted=weighted), torch.zeros(QUERIES + 1, dtype=torch.int64)
+    some, gold = cells(9), torch.zeros(QUERIES + 1, dtype=torch.int64)
     temperatures = torch.linspace(3, 30, QUERIES + 1)
     found = CellSums(some, gold, TOKENS + 2).weights(temperatures)
     for query in range(QUERIES + 1):
-        distances, tokens, counts = met_by(query, some)
-        powers = np.exp(-distances / float(temperatures[query])) * counts
+        distances, tokens = met_by(query, some)
+        powers = np.exp(-distances / float(temperatures[query]))
         wanted = np.bincount(tokens.astype(int), powers, TOKENS + 2)
         assert found[query].numpy() == pytest.approx(wanted / max(powers.sum(), 1e-30), abs=1e-6)

@@ -129,14 +129,6 @@ def test_records_of_no_live_document_are_in_no_sum(lm, group) -> None:
 
 
 @pytest.mark.parametrize("filled", ["l2"], indirect=True)
-def test_records_that_stand_for_others_weigh_as_many(lm) -> None:
-    lm.prune(0.5)
-    by_k = KNNSettings(k=K_ALL, temperature=temperature(lm), lam=0.4)
-    expected = lm.evaluate(HELD_OUT, by_k).knn_ppl
-    assert lm.evaluate(HELD_OUT, replace(by_k, probes=ALL)).knn_ppl == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize("filled", ["l2"], indirect=True)
 def test_probes_count_where_there_are_cells_alone(lm, tmp_path) -> None:
     """They are saved with the settings; after a move to an engine without cells k counts."""
     settings = KNNSettings(k=7, temperature=temperature(lm), lam=0.4, probes=2)

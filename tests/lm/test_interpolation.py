@@ -149,22 +149,6 @@ def test_gradients_flow_to_the_model_alone():
         assert logits.grad[at].item() == pytest.approx(slope.item(), abs=1e-3)
 
 
-@settings(deadline=None)
-@given(queries(), st.integers(1, 4), st.sampled_from([0.01, 1.0, 30.0, 1e4]))
-def test_a_weight_counts_for_as_many_copies_at_any_temperature(case, copies, temperature):
-    _, distances, tokens, _, _ = case
-    counts = (np.arange(distances.shape[1]) * copies) % 4 + 1
-    once, ids = torch.from_numpy(distances), torch.from_numpy(tokens)
-    lam, repeats = torch.ones(len(ids)), torch.from_numpy(counts)
-    weights = neighbor_weights(once, temperature, repeats.log().expand_as(once))
-    merged = Contribution(weights, lam, ids)
-    apart = [column.repeat_interleave(repeats, 1) for column in (once, ids)]
-    unmerged = Contribution(neighbor_weights(apart[0], temperature), lam, apart[1])
-    for gold in range(7):
-        wanted = torch.full((len(ids),), gold)
-        torch.testing.assert_close(merged.probs(wanted), unmerged.probs(wanted), rtol=1e-4, atol=1e-6)
-
-
 def test_weights_that_sum_to_more_than_one_by_rounding_leave_nothing_to_the_model():
     lams = torch.rand((4, 4096), generator=torch.Generator().manual_seed(0))
     lams[0] = 1.0

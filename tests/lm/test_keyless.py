@@ -147,7 +147,6 @@ def test_what_needs_keys_is_refused_in_one_line(lm, tmp_path, model_path):
         lambda: lm.evaluate(HELD_OUT[:1], KNNSettings(lam=0.5)),
         lm.train_substitute,
         lambda: store.move("faiss", "elsewhere"),
-        lambda: lm.prune(0.5),
     ):
         with pytest.raises(ConfigError, match=r"no keys|keeps none|keys or none") as refused:
             needs_keys()

@@ -27,10 +27,10 @@ from knnstore.lm import (
 )
 from knnstore.lm.mixing import mix_log_probs
 from knnstore.lm.substitute.head import SubstituteHead, load_head
-from knnstore.lm.substitute.records import RecordBlocks, Records
+from knnstore.lm.substitute.records import Records
 from knnstore.lm.substitute.training import fit_rows
 from knnstore.progress import Progress
-from knnstore.store import EVERYTHING, Lineage, Selection
+from knnstore.store import Lineage, Selection
 from tests.lm.phrases import documents, phrases
 
 RNG = np.random.default_rng(3)
@@ -89,7 +89,7 @@ def test_training_finds_the_best_distribution_where_it_is_known() -> None:
     drawn = np.random.default_rng(1)
     at = drawn.integers(0, contexts, 4_000)
     tokens = np.array([drawn.choice(vocabulary - 1, p=truth[context]) for context in at])
-    block = Records(torch.eye(contexts)[at].half(), torch.from_numpy(tokens), torch.ones(len(at)))
+    block = Records(torch.eye(contexts)[at].half(), torch.from_numpy(tokens))
     first = SubstituteHead(torch.zeros(1, vocabulary - 1, contexts), torch.arange(5), vocabulary)
 
     def loss(head: SubstituteHead) -> float:
@@ -110,7 +110,7 @@ def test_training_finds_the_best_distribution_where_it_is_known() -> None:
 
 
 def test_it_stops_where_held_out_records_find_no_gain() -> None:
-    block = Records(torch.ones(300, 1).half(), torch.zeros(300, dtype=torch.int64), torch.ones(300))
+    block = Records(torch.ones(300, 1).half(), torch.zeros(300, dtype=torch.int64))
     first = SubstituteHead(torch.zeros(1, 2, 1), torch.arange(2), 2)
     other = torch.ones(3, dtype=torch.int64)  # held out: always the token that never came
     best, epochs = fit_rows(
@@ -118,32 +118,6 @@ def test_it_stops_where_held_out_records_find_no_gain() -> None:
         records=300, epochs=3, learning_rate=0.1, generator=torch.Generator(), progress=Progress(),
     )  # fmt: skip
     assert (best, epochs) == (first, 0)
-
-
-def test_a_record_that_stands_for_several_counts_as_often() -> None:
-    keys, tokens, times = torch.randn(9, 4).half(), torch.arange(9) % 5, torch.arange(9) % 4 + 1
-    merged = Records(keys, tokens, times.float())
-    apart = Records(*(column.repeat_interleave(times, 0) for column in (keys, tokens, torch.ones(9))))
-    first = SubstituteHead(torch.zeros(1, 5, 4), torch.arange(5), 5)
-    found = [
-        fit_rows(
-            first, [block], lambda head: -float(head.rows.square().sum()),  # whatever changes is better
-            records=len(block.tokens), epochs=5, learning_rate=0.1, generator=torch.Generator(),
-            progress=Progress(),
-        )[0].rows
-        for block in (merged, apart)
-    ]  # fmt: skip
-    torch.testing.assert_close(*found)
-    assert found[0].abs().min() > 0
-
-
-def test_the_records_of_a_pruned_store_stand_for_all_its_tokens(lm) -> None:
-    tokens = sum(domain.tokens for domain in lm.store.domains())
-    lm.prune(0.5)
-    (block,) = RecordBlocks(lm.store, EVERYTHING)
-    assert len(block.tokens) < 0.6 * tokens
-    assert float(block.weights.sum()) == pytest.approx(tokens)
-    assert block.weights.max() > 1
 
 
 def test_training_gains_on_documents_held_out_and_is_the_same_each_time(lm, trained) -> None:

@@ -391,20 +391,3 @@ def test_half_precision_gives_nearly_the_same_keys(make_lm) -> None:
         found.append((tokens_of(ids), keys))
     assert np.array_equal(found[0][0], found[1][0])
     assert np.allclose(found[0][1], found[1][1], atol=0.1)
-
-
-def test_what_the_model_predicts_goes_first_and_the_cost_is_that_of_the_store_afterwards(lm) -> None:
-    text, held_out = words(40), [{"id": "t", "text": words(30)}]
-    lm.add([{"id": "a", "text": text}], domain="d")
-    before = lm.evaluate(held_out).knn_ppl
-    with pytest.raises(InputError, match="it would find itself"):
-        lm.prune(0.5, held_out=[{"id": "b", "text": text}])
-    done = lm.prune(0.5, method="known", held_out=held_out)
-    assert done.cost.before_ppl == pytest.approx(before, rel=1e-5)
-    assert done.cost.after_ppl == pytest.approx(lm.evaluate(held_out).knn_ppl, rel=1e-5)
-    log_probs, _, _ = direct_log_probs(lm, text)
-    representatives = lm.store.view().snapshot.representatives
-    kept = representatives.has_record(representatives.starts[0] + np.arange(40))
-    assert kept.sum() == 20
-    assert log_probs[kept].max() <= log_probs[~kept].min() + 1e-5
-    assert lm.store.verify() == []

@@ -128,8 +128,10 @@ def fill_and_remove(home: str, *ids: str) -> None:
 def age(home: str) -> None:
     """Give a home's database the schema of an earlier release, which had no digests."""
     with closing(sqlite3.connect(Path(home) / "catalog.db")) as database:
-        for table in ("store", "documents", "document_tokens", "document_pruned", "settings"):
+        for table in ("store", "documents", "document_tokens", "settings"):
             database.execute(f"ALTER TABLE knnstore_{table} DROP COLUMN digest")
+        columns = "document_id INTEGER PRIMARY KEY, records INTEGER, scale DOUBLE, survivors BLOB"
+        database.execute(f"CREATE TABLE knnstore_document_pruned ({columns})")
         database.execute("UPDATE knnstore_alembic_version SET version_num = '0007'")
         database.commit()
         database.execute("VACUUM")

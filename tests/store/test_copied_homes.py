@@ -137,7 +137,6 @@ def changes(writer_of: Callable) -> list[Callable[[KNNStore], object]]:
         lambda store: store.optimize(),
         lambda store: store.repair(),
         lambda store: store.repair(take_over=True),
-        lambda store: store.prune(0.5, lambda *_: None),
     ]
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from knnstore.catalog import NewDocument
 from knnstore.errors import DomainNotFoundError
-from knnstore.store import EVERYTHING, KNNStore, Matches, NGramCounts, Selection, counting, random_chooser
+from knnstore.store import EVERYTHING, KNNStore, Matches, NGramCounts, Selection, counting
 from knnstore.store.ngrams import DEPTH, SortedText
 from knnstore.store.ngrams.ranks import RankedBits
 from tests.kneser_ney import KneserNey
@@ -185,7 +185,6 @@ def test_they_are_the_same_wherever_the_keys_are_and_whatever_was_erased(store, 
     with KNNStore.open(store.home.path) as reader:
         for change in (
             store.erase,
-            lambda: store.prune(0.5, random_chooser(0)),
             lambda: store.move("hnswlib", "elsewhere"),
             store.repair,
         ):

@@ -80,7 +80,6 @@ def test_a_copied_home_reads_and_leaves_the_keys_alone(original, outside, writer
         for change in (
             lambda: store.remove_document("1"),
             store.repair,
-            lambda: store.prune(0.5, lambda *_: None),
             lambda: put(store, "2", writer_of),
             store.optimize,
         ):

@@ -8,7 +8,6 @@ from knnstore.cli.commands.calibrating import calibrate
 from knnstore.cli.commands.demonstrating import demo
 from knnstore.cli.commands.evaluating import evaluate
 from knnstore.cli.commands.listing import adapters, documents, domains, info, show
-from knnstore.cli.commands.pruning import prune
 from knnstore.cli.commands.serving import key_add, key_list, key_revoke, serve
 from knnstore.cli.commands.substituting import substitute
 from knnstore.cli.commands.upkeep import erase, move, optimize, remove, repair, tag, upgrade, verify
@@ -34,7 +33,6 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "erase": erase,
     "info": info,
     "move": move,
-    "prune": prune,
     "optimize": optimize,
     "verify": verify,
     "repair": repair,

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 def domains(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:
     """List the domains with their documents, tokens and records.
 
-    A domain that was pruned has fewer records than tokens.
-
     Examples:
       knnstore domains
       knnstore domains --json

@@ -94,7 +94,7 @@ def evidence_of(
     knn = torch.empty(len(ks), len(scored), len(temperatures))
     for rows, found in parts:
         assert found.hits is not None
-        knn[:, rows] = targets_on_grid(found.distances, found.hits, ks, temperatures, found.log_weights)
+        knn[:, rows] = targets_on_grid(found.distances, found.hits, ks, temperatures)
     nearest, lm = _nearest(scored, tokens)
     return [GridEvidence(k, temperatures, knn[at, tokens], lm, nearest, tokens) for at, k in enumerate(ks)]
 

@@ -76,9 +76,7 @@ class FurtherSearches:
             found = TargetSums.nothing(len(scored), temperatures)
             for tokens, near in self._search(k, title, selection):
                 assert near.hits is not None
-                found.knn[tokens] = targets_on_grid(
-                    near.distances, near.hits, [k], temperatures, near.log_weights
-                )[0]
+                found.knn[tokens] = targets_on_grid(near.distances, near.hits, [k], temperatures)[0]
                 found.found[tokens] = True
             apart.append(found)
         knn = torch.stack([one.knn.where(one.found[:, None], lm[:, None]) for one in apart])
@@ -122,10 +120,8 @@ class FurtherSearches:
                 neighbors = self.store.search(reading.keys[tokens].numpy(), k, reached)
                 distances = torch.from_numpy(neighbors.distances)
                 found = distances[:, 0].isfinite()
-                log_weights = neighbors.log_weights
                 hits = torch.from_numpy(tokens_of(neighbors.ids)) == reading.targets[tokens, None]
-                weights = None if log_weights is None else torch.from_numpy(log_weights)[found]
-                yield tokens[found], NeighborSums(distances[found], hits=hits[found], log_weights=weights)
+                yield tokens[found], NeighborSums(distances[found], hits=hits[found])
                 self._shown.advance(len(tokens))
         self._shown.finish()
 

@@ -223,7 +223,7 @@ def _sum_cells(
                 torch.from_numpy(found.queries),
                 torch.from_numpy(tokens_of(found.ids)),
                 torch.as_tensor(found.distances),
-                *(None if of is None else torch.from_numpy(of) for of in (found.log_weights, found.ranks)),
+                None if found.ranks is None else torch.from_numpy(found.ranks),
             )
             for found in reader.visit(queries, settings.probes, selection)
         ]
@@ -248,11 +248,9 @@ def _sums(found: Neighbors, batch: Batch, settings: KeySettings, form: Form) -> 
             f"the store holds token {tokens.max()}, the model's vocabulary has {batch.vocabulary}; "
             "use the model that the store was made with"
         )
-    log_weights = None if found.log_weights is None else torch.from_numpy(found.log_weights).to(device)
     sums = NeighborSums(
         torch.from_numpy(found.distances).to(device),
         torch.from_numpy(tokens).to(device),
-        log_weights=log_weights,
         ids=found.ids if form is Form.SOURCES else None,
     )
     if form is not Form.TARGET:

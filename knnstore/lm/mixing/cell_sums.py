@@ -35,9 +35,6 @@ class ProbedCells(NamedTuple):
     distances: Tensor
     """Of each query to each record, float32, shape (b, m, r); +inf where one is missing."""
 
-    log_weights: Tensor | None = None
-    """Of the records, float32, shape (b, r); see `neighbor_weights`."""
-
     ranks: Tensor | None = None
     """How many cells are nearer to the query, int64, shape (b, m); None where that is not known."""
 
@@ -45,10 +42,8 @@ class ProbedCells(NamedTuple):
         """Return the same on a device."""
         if device.type == "cpu":
             return self
-        weights, ranks = (None if of is None else of.to(device) for of in (self.log_weights, self.ranks))
-        return ProbedCells(
-            self.queries.to(device), self.tokens.to(device), self.distances.to(device), weights, ranks
-        )
+        ranks = None if self.ranks is None else self.ranks.to(device)
+        return ProbedCells(self.queries.to(device), self.tokens.to(device), self.distances.to(device), ranks)
 
 
 class Hits(NamedTuple):
@@ -59,9 +54,6 @@ class Hits(NamedTuple):
 
     distances: Tensor
     """float32, shape (h,)."""
-
-    weights: Tensor
-    """How many records each counts for, float32, shape (h,)."""
 
 
 class CellSums:
@@ -211,8 +203,6 @@ class CellSums:
         sums = self._zero.new_zeros(len(self._zero), vocabulary)
         for some, zero, asked in self._with(self._zero[self._asked], self._asked):
             of_each = (zero - some.distances).div_(temperatures[asked]).exp_()
-            if some.log_weights is not None:
-                of_each *= some.log_weights.exp()[:, None]
             # A missing record weighs nothing, whatever its token.
             at = asked * vocabulary + some.tokens.clamp(max=vocabulary - 1)[:, None]
             sums.view(-1).index_add_(0, at.flatten(), of_each.flatten())
@@ -246,15 +236,14 @@ class CellSums:
         totals = [[list[Tensor]() for _ in of] for of in chains]
         for some, zero, asked in self._with(near, self._asked):
             gaps = zero - some.distances
-            weights = None if some.log_weights is None else some.log_weights.exp()[..., None]
             for own, of_chain in zip(temperatures, totals, strict=True):
                 divisors = own if len(own) == 1 else own[asked]
                 powers = (gaps / divisors).exp_() if len(chains) > 1 else gaps.div_(divisors).exp_()
                 for sums in of_chain:
                     if sums is not of_chain[0]:
                         powers.square_()
-                    sums.append(powers.sum(2) if weights is None else (powers @ weights)[..., 0])
-        pairs, distances, counts = self._hits
+                    sums.append(powers.sum(2))
+        pairs, distances = self._hits
         found = []
         for own, of_chain in zip(temperatures, totals, strict=True):
             divisors = own if len(own) == 1 else own[self._asked[pairs]]
@@ -264,7 +253,7 @@ class CellSums:
                 if sums is not of_chain[0]:
                     powers.square_()
                 total = _in_a_row(sums, near.device)
-                target = torch.zeros_like(total).index_add_(0, pairs, powers * counts)
+                target = torch.zeros_like(total).index_add_(0, pairs, powers)
                 found[-1].append(torch.stack([total, target]))
         return found
 
@@ -339,7 +328,7 @@ def hits_of(cells: Sequence[ProbedCells], queries: Tensor, targets: Tensor) -> H
     """
     nothing = torch.empty(0, device=targets.device)
     if not cells:
-        return Hits(targets[:0], nothing, nothing)
+        return Hits(targets[:0], nothing)
     shapes = [some.distances.shape for some in cells]
     visits = torch.arange(sum(count for count, _, _ in shapes), device=targets.device)
     each = torch.tensor([shape for shape in shapes for _ in range(shape[0])], device=targets.device)
@@ -361,19 +350,12 @@ def hits_of(cells: Sequence[ProbedCells], queries: Tensor, targets: Tensor) -> H
     begins = (ends - ends.diff(prepend=ends.new_zeros(1))).tolist()
     parts = zip(cells, torch.split(places, shares), begins, strict=True)
     distances = torch.cat([nothing, *(some.distances.take(at - begin) for some, at, begin in parts)])
-    weights = torch.ones_like(distances)
-    if any(some.log_weights is not None for some in cells):
-        weights = torch.cat([_log_weights(some).flatten() for some in cells])[found].exp()
-    return Hits(pair, distances, weights)
+    return Hits(pair, distances)
 
 
 def _starts(sizes: Tensor) -> Tensor:
     """Return where each of several parts begins when they lie one after another."""
     return sizes.cumsum(0) - sizes
-
-
-def _log_weights(cells: ProbedCells) -> Tensor:
-    return torch.zeros_like(cells.tokens).float() if cells.log_weights is None else cells.log_weights
 
 
 def nearest_records(cells: Sequence[ProbedCells], asked: Tensor, count: int, k: int) -> tuple[Tensor, Tensor]:

@@ -39,16 +39,13 @@ def entropy_of(log_probs: Tensor) -> Tensor:
     return -(log_probs.exp() * log_probs.clamp(min=_LOWEST)).sum(-1)
 
 
-def neighbor_weights(distances: Tensor, temperature: PerQuery, log_weights: Tensor | None = None) -> Tensor:
+def neighbor_weights(distances: Tensor, temperature: PerQuery) -> Tensor:
     """Turn distances into the probability that p_kNN gives to each neighbor.
-
-    A neighbor of weight w counts as w of them at its distance, whatever T is: exp(-d / T + log w).
 
     Args:
         distances: float32, shape (n, k), +inf where a neighbor is missing, k >= 1; or (n, 1, k) for several
             temperatures of each query.
         temperature: T > 0; larger is flatter. Several are of shape (t,).
-        log_weights: log w, float32, of the shape of `distances`, finite; None is w = 1.
 
     Returns:
         float32, shape (n, k) or (n, t, k). Rows sum to 1, or to 0 when no neighbor was found.
@@ -57,8 +54,6 @@ def neighbor_weights(distances: Tensor, temperature: PerQuery, log_weights: Tens
         temperature = temperature.to(distances).reshape(-1, 1)
     # The nearest is taken as zero before dividing, so that no row under- or overflows.
     scores = (distances.amin(-1, keepdim=True) - distances) / temperature
-    if log_weights is not None:
-        scores = scores + log_weights
     return scores.softmax(-1).nan_to_num(nan=0.0)  # where all are missing it is inf - inf
 
 

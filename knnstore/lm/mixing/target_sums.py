@@ -32,13 +32,7 @@ def grid(distances: Tensor) -> Tensor:
     return smallest * 2 ** (_STEP * torch.arange(steps))
 
 
-def targets_on_grid(
-    distances: Tensor,
-    hits: Tensor,
-    ks: Sequence[int],
-    temperatures: Tensor,
-    log_weights: Tensor | None = None,
-) -> Tensor:
+def targets_on_grid(distances: Tensor, hits: Tensor, ks: Sequence[int], temperatures: Tensor) -> Tensor:
     """Compute p_kNN of n target tokens among the first neighbors, for each k and temperature.
 
     Args:
@@ -46,7 +40,6 @@ def targets_on_grid(
         hits: whether a neighbor has the target token, bool, shape (n, k).
         ks: ascending.
         temperatures: shape (m,).
-        log_weights: of the neighbors, shape (n, k); see `NeighborSums`.
 
     Returns:
         float32, shape (len(ks), n, m); 0 where nothing is found.
@@ -57,11 +50,8 @@ def targets_on_grid(
         near = distances[rows, : ks[-1]]
         nearest = near.amin(1, keepdim=True)
         gaps = torch.where(nearest.isfinite(), nearest, 0.0) - near
-        factors = None if log_weights is None else log_weights[rows, : ks[-1]].exp()
         for column, temperature in enumerate(temperatures):
             weights = (gaps / temperature).exp_()
-            if factors is not None:
-                weights *= factors
             total = torch.stack([weights[:, part].sum(1) for part in slices]).cumsum(0)
             weights *= hits[rows, : ks[-1]]
             gold = torch.stack([weights[:, part].sum(1) for part in slices]).cumsum(0)

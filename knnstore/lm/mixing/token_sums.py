@@ -1,6 +1,6 @@
 """p_kNN as weighted sums of tokens: what a search found, as far as mixing needs it.
 
-    p_kNN(y) ∝ Σ_{i: token_i = y} w_i exp(-d_i / T)
+    p_kNN(y) ∝ Σ_{i: token_i = y} exp(-d_i / T)
 
 `TokenSums` is the interface. `NeighborSums` sums over the k nearest records; `CellSums` in `cell_sums` sums
 over all records of the probed cells. Which of both is in use depends on the engine, and nothing above here
@@ -83,10 +83,6 @@ class NeighborSums:
     hits: Tensor | None = None
     """Whether each neighbor has the target token, bool, shape (n, k), in place of `tokens`."""
 
-    log_weights: Tensor | None = None
-    """The log of how many records each neighbor stands for, float32, shape (n, k); None where each stands
-    for itself, as in a store that was not pruned."""
-
     ids: Ids | None = None
     """Record ids, int64, shape (n, k), -1 where one is missing; kept where sources are asked for."""
 
@@ -112,15 +108,14 @@ class NeighborSums:
     def prepare(self, temperatures: Sequence[float]) -> None:
         """Precompute `weights` for these temperatures."""
         if not self._prepared.keys() >= set(temperatures):
-            log_weights = None if self.log_weights is None else self.log_weights[:, None]
-            every = neighbor_weights(self.distances[:, None], torch.tensor(temperatures), log_weights)
+            every = neighbor_weights(self.distances[:, None], torch.tensor(temperatures))
             self._prepared.update(zip(temperatures, every.unbind(1), strict=True))
 
     def weights(self, temperature: PerQuery) -> Tensor:
         """Compute the probability that p_kNN gives to each neighbor; see `TokenSums`."""
         if isinstance(temperature, float) and temperature in self._prepared:
             return self._prepared[temperature]
-        return neighbor_weights(self.distances, temperature, self.log_weights)
+        return neighbor_weights(self.distances, temperature)
 
     def for_targets(self, targets: Tensor, *, with_distinct: bool) -> "NeighborSums":
         """Keep only whether each neighbor has its query's target token, shape (n,): 5 bytes in place of 12.
@@ -130,7 +125,7 @@ class NeighborSums:
         assert self.tokens is not None
         distinct = self.distinct if with_distinct else None
         hits = self.tokens == targets[:, None]
-        return NeighborSums(self.distances, None, hits, self.log_weights, known_distinct=distinct)
+        return NeighborSums(self.distances, hits=hits, known_distinct=distinct)
 
     def nearest(self, k: int) -> "NeighborSums":
         """Return the k nearest records alone, which must be in order; counts of distinct tokens stay."""
@@ -166,13 +161,12 @@ class NeighborSums:
             column("distances", torch.inf),
             column("tokens", 0),
             column("hits", False),
-            column("log_weights", 0.0),
             known_distinct=torch.cat(counts) if counts else None,
         )
 
     def _changed(self, change: Callable[[Any], Any]) -> "NeighborSums":
         """Return the same with a change to each column of shape (n, k)."""
-        names = "distances", "tokens", "hits", "log_weights", "ids"
+        names = "distances", "tokens", "hits", "ids"
         values = {name: getattr(self, name) for name in names}
         changed: dict[str, Any] = {
             name: None if value is None else change(value) for name, value in values.items()

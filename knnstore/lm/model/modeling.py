@@ -92,7 +92,6 @@ class KNNLMForCausalLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # ty
     neighbors = in_full_precision(scoring.neighbors)
     p_knn = in_full_precision(scoring.p_knn)
     generate_text = generate_text
-    prune = in_full_precision(scoring.prune)
     search = in_full_precision(scoring.search)
     sync = in_full_precision(sync)
     train_substitute = in_full_precision(train_substitute)

@@ -7,15 +7,14 @@ from knnstore.lm.scoring.evaluating import Evaluation, evaluate
 from knnstore.lm.scoring.exporting import export
 from knnstore.lm.scoring.held_out import HeldOut, grouped, score_held_out, score_text_in_turns, score_texts
 from knnstore.lm.scoring.intervals import FEWEST, Interval, blocks_of, interval_of
-from knnstore.lm.scoring.pruning import PruningCost, prune
 from knnstore.lm.scoring.scores import ReadTokens, TokenScores
 from knnstore.lm.scoring.searching import Passage, search
 from knnstore.lm.scoring.token_table import TokenTable, replacing
 
 __all__ = [
     "FEWEST", "Audit", "Check", "DocumentScore", "Evaluation", "GroupScore", "HeldOut", "Interval",
-    "Intervals", "Passage", "PruningCost", "ReadTokens", "TextNeighbors", "TokenScores",
+    "Intervals", "Passage", "ReadTokens", "TextNeighbors", "TokenScores",
     "TokenTable", "audit",
     "blocks_of", "evaluate", "export", "grouped", "interval_of", "keys", "neighbors",
-    "p_knn", "prune", "replacing", "score_held_out", "score_text_in_turns", "score_texts", "search",
+    "p_knn", "replacing", "score_held_out", "score_text_in_turns", "score_texts", "search",
 ]  # fmt: skip

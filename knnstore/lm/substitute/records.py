@@ -26,8 +26,6 @@ class Records(NamedTuple):
     """float16, shape (m, d)."""
     tokens: Tensor
     """int64, shape (m,)."""
-    weights: Tensor
-    """How many records each stands for, float32, shape (m,): 1 but where the store was pruned."""
 
 
 class RecordBlocks:
@@ -54,14 +52,13 @@ class RecordBlocks:
     def _read(self) -> Iterator[Records]:
         parts: list[Records] = []
         room = 0
-        for ids, keys, logs in self._store.records(self._selection, without=self._without):
+        for ids, keys in self._store.records(self._selection, without=self._without):
             if room < len(ids) and parts:
                 yield _together(parts)
                 parts = []
             if not parts:
                 room = max(1, _BLOCK_VALUES // keys.shape[1])
-            weights = torch.ones(len(ids)) if logs is None else torch.from_numpy(logs).exp()
-            parts.append(Records(torch.from_numpy(keys).half(), torch.from_numpy(tokens_of(ids)), weights))
+            parts.append(Records(torch.from_numpy(keys).half(), torch.from_numpy(tokens_of(ids))))
             room -= len(ids)
         if parts:
             yield _together(parts)

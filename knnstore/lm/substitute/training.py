@@ -135,9 +135,7 @@ def fit_rows(
             order = torch.randperm(len(block.tokens), generator=generator)
             for batch in torch.split(order, _BATCH):
                 scores = token_scores(block.keys[batch].to(rows.device).float(), rows)
-                losses = cross_entropy(scores, head.columns(block.tokens[batch]), reduction="none")
-                weights = block.weights[batch].to(losses.device)
-                loss = (weights * losses).sum() / weights.sum()
+                loss = cross_entropy(scores, head.columns(block.tokens[batch]))
                 optimizer.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()

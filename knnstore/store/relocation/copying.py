@@ -33,7 +33,6 @@ GIVE_UP = "the store stays where it is; drop the copy with `knnstore move --aban
 
 _QUERIES = 32
 _NEIGHBORS = 1024
-_NOTHING = IdRanges()
 _MOST_LOST = 0.5  # by codes, of the keys' squared distance to their mean; a tenth is usual
 _MOST_OF_SIZE = 0.01  # and of their squares, where keys are all but equal
 
@@ -61,11 +60,10 @@ def transfer(
     target: Datastore,
     progress: Progress,
     *,
-    without: IdRanges,
     reads: Seen = lambda ids, keys: None,
     holds: Seen = lambda ids, keys: None,
 ) -> Transferred:
-    """Make the target hold the records of the source but for some, ready to be searched, and check that.
+    """Make the target hold the records of the source, ready to be searched, and check that.
 
     What the target holds already, records of the source from a transfer that was interrupted, is not
     copied again. Every record is compared, and the neighbors of a sample with those that numpy finds.
@@ -74,7 +72,6 @@ def transfer(
         source: what is copied.
         target: where to.
         progress: is told of each batch.
-        without: records that are left out.
         reads: is called with all records of the source, by ascending id.
         holds: is called with all records of the target, by ascending id, when it is whole.
 
@@ -82,15 +79,15 @@ def transfer(
         DatastoreError: the target gives back other records than it was given, or does not find
             the nearest ones although it says that its search is exact.
     """
-    total = source.count() - without.size
-    queries, copied = _copy(_read_ahead(source, without, reads), total, target, progress)
+    total = source.count()
+    queries, copied = _copy(_read_ahead(source, reads), total, target, progress)
     if isinstance(target, SupportsOptimize):
         progress.start("indexing")
         target.optimize()
         progress.finish()
     failpoint("move.indexed")
-    held = _read_ahead(target, seen=holds)
-    nearest = _compare(_read_ahead(source, without), held, total, target, queries, progress)
+    held = _read_ahead(target, holds)
+    nearest = _compare(_read_ahead(source), held, total, target, queries, progress)
     records = target.count()
     failpoint("move.compared")
     if not records:
@@ -150,9 +147,7 @@ def _settle(target: Datastore, start: int, stop: int, wanted: Ids) -> Ids:
     return ids
 
 
-def _read_ahead(
-    datastore: Datastore, without: IdRanges = _NOTHING, seen: Seen = lambda ids, keys: None
-) -> Iterator[Batch]:
+def _read_ahead(datastore: Datastore, seen: Seen = lambda ids, keys: None) -> Iterator[Batch]:
     """The records in batches, none empty; the next is read while the caller is busy with this one."""
     batches = datastore.iterate(batch_size=BATCH_SIZE)
     with ThreadPoolExecutor(1) as reader:
@@ -160,7 +155,6 @@ def _read_ahead(
         while (batch := coming.result()) is not None:
             coming = reader.submit(next, batches, None)
             seen(batch[0], batch[1])
-            batch = _rows(batch, ~without.contains(batch[0])) if without else batch
             if len(batch[0]):
                 yield batch
 

@@ -1,10 +1,9 @@
 """A move of the keys: what is noted of one that has begun, and what is reported of one that is done."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import count
-from typing import Any, Self
+from typing import Self
 
 from knnstore.catalog import Engine
 from knnstore.datastore import SupportsBeside, registry
@@ -92,37 +91,28 @@ class Plan:
         sync_directory(home.path)
 
 
-def engine_beside(
-    home: Home, engine: Engine, location: str | None, params: Mapping[str, Any], *, begun: Engine | None
-) -> Engine:
-    """Choose where a copy in the same engine goes.
+def engine_beside(home: Home, engine: Engine, *, begun: Engine | None) -> Engine:
+    """Choose where a copy in the same engine goes: a free folder of the home, or what the adapter chooses.
 
     Args:
         home: where a folder without a place of its own is.
         engine: where the keys are.
-        location: a new place; None chooses one.
-        params: adapter's parameters that differ.
         begun: where a move that was interrupted goes, which may be this one.
 
     Raises:
         ConfigError: the adapter cannot choose a place on its server.
     """
-    target = replace(engine, params={**engine.params, **params})
-    if location is not None:
-        return replace(target, location=location)
-    if "://" in target.location:
+    if "://" in engine.location:
         adapter = registry.load(engine.adapter)
-        if not params and issubclass(adapter, SupportsBeside):
-            elsewhere = adapter.beside(engine.location, **engine.params)
-            return replace(target, params={**engine.params, **elsewhere})
-        if not params:
+        if not issubclass(adapter, SupportsBeside):
             raise ConfigError(
-                f"the keys are at {target.location}: say where the copy goes, with --location, or by a "
-                "parameter such as --param collection=NAME"
+                f"the adapter {engine.adapter} cannot choose a place for a copy at {engine.location}: move "
+                "the keys elsewhere with `knnstore move`, which removes the old ones"
             )
-        return target
-    if begun is not None and begun == replace(target, location=begun.location):
+        elsewhere = adapter.beside(engine.location, **engine.params)
+        return replace(engine, params={**engine.params, **elsewhere})
+    if begun is not None and begun == replace(engine, location=begun.location):
         return begun
-    stem = target.location.rstrip("0123456789").removesuffix("-") or "keys"
+    stem = engine.location.rstrip("0123456789").removesuffix("-") or "keys"
     free = (f"{stem}-{number}" for number in count(2))
-    return replace(target, location=next(name for name in free if not (home.path / name).exists()))
+    return replace(engine, location=next(name for name in free if not (home.path / name).exists()))

@@ -1,4 +1,4 @@
-"""Putting a store's keys elsewhere: all of them in another engine, or fewer of them in the same one.
+"""Putting a store's keys elsewhere: in another engine, or written anew in the same one.
 
 In steps that may each be interrupted.
 
@@ -17,14 +17,14 @@ erases the half-made target first. After 4 the next writer does step 5.
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
 from knnstore.catalog import Catalog, CatalogWriter, Engine
 from knnstore.checks import check_json
-from knnstore.datastore import Datastore, IdRanges
+from knnstore.datastore import Datastore
 from knnstore.errors import (
     ConfigError,
     CorruptDatastoreError,
@@ -36,32 +36,22 @@ from knnstore.failpoints import failpoint
 from knnstore.progress import Progress
 from knnstore.store.current import Current
 from knnstore.store.home import Home, Place, Whose, holds_something
-from knnstore.store.reader import Reader
 from knnstore.store.relocation.copying import GIVE_UP, Transferred, transfer
 from knnstore.store.relocation.moving import Moved, Plan, engine_beside
-from knnstore.store.relocation.pruning import Chooser, Pruned, Pruning, plan_pruning
-from knnstore.store.selection import EVERYTHING, Selection
 from knnstore.store.soundness import check_undamaged, checking, named, naming_damage, taking
-from knnstore.store.view import View
 
 _logger = logging.getLogger(__name__)
 
 _UNDONE = "the store stays as it is"
 
-Inspector = Callable[[Reader], None]
-"""Looks at a store as it will be."""
-
 
 class Relocation:
-    """Moves and prunes one store; `preview` makes a reader of what will be live."""
+    """Moves the keys of one store."""
 
-    def __init__(
-        self, home: Home, catalog: Catalog, current: Current, preview: Callable[[View], Reader]
-    ) -> None:
+    def __init__(self, home: Home, catalog: Catalog, current: Current) -> None:
         self._home = home
         self._catalog = catalog
         self._current = current
-        self._preview = preview
 
     def unfinished(self) -> Engine | None:
         """Where a move goes that was interrupted before it switched."""
@@ -107,7 +97,8 @@ class Relocation:
     def rewrite(self, writer: CatalogWriter, progress: Progress) -> list[str]:
         """Copy the records to a new place of the same engine; returns what stays of the old, a line each."""
         before = self._current.place(self._current.engine)
-        self._relocate(writer, self._beside(None, {}), progress)
+        target = engine_beside(self._home, self._current.engine, begun=self.unfinished())
+        self._relocate(writer, target, progress)
         return _lines(before, self.settle())
 
     def move(self, writer: CatalogWriter, target: Engine, progress: Progress) -> Moved:
@@ -122,70 +113,32 @@ class Relocation:
         left = self.settle()
         return Moved(before, target, seconds=time.perf_counter() - started, left=left, **done._asdict())
 
-    def prune(
-        self,
-        writer: CatalogWriter,
-        keep: float,
-        choose: Chooser,
-        domains: Sequence[str],
-        location: str | None,
-        params: Mapping[str, Any] | None,
-        inspect: Inspector | None,
-        progress: Progress,
-    ) -> Pruned:
-        """Let only some records of each domain stay; see `KNNStore.prune`."""
-        started, differing = time.perf_counter(), _as_json(params or {})
-        _check_keys(self._current.engine)
-        check_undamaged(self._catalog, self._current.datastore, _UNDONE)
-        view, before = self._current.view(), self._current.engine
-        view.scope(Selection(domains=tuple(domains)) if domains else EVERYTHING)
-        names = sorted(set(domains) or view.snapshot.domains)
-        with naming_damage(self._catalog, self._current.datastore, _UNDONE):
-            plan = plan_pruning(self._catalog, view, keep, choose, names, progress)
-        if not plan.gone:
-            seconds = time.perf_counter() - started
-            return Pruned(plan.domains, before, before, view.datastore.count(), seconds)
-        target = self._beside(location, differing)
-        done = self._relocate(writer, target, progress, plan, inspect)
-        left = self.settle()
-        return Pruned(plan.domains, before, target, done.records, time.perf_counter() - started, left)
-
-    def _relocate(
-        self,
-        writer: CatalogWriter,
-        target: Engine,
-        progress: Progress,
-        pruning: Pruning | None = None,
-        inspect: Inspector | None = None,
-    ) -> Transferred:
+    def _relocate(self, writer: CatalogWriter, target: Engine, progress: Progress) -> Transferred:
         """Copy the records, compare them, and switch to the copy; the old keys stay."""
 
         def commit() -> None:
-            writer.move(target, pruning.documents if pruning else {}, held.found())
+            writer.move(target, held.found())
             failpoint("move.switched")
 
         source = self._current.datastore
         check_undamaged(self._catalog, source, _UNDONE)
         snapshot, stored = self._current.view().snapshot, self._catalog.checksums()
-        without = pruning.gone if pruning else IdRanges()
-        copy = self._begin(target, source.count() - without.size, progress)
+        copy = self._begin(target, source.count(), progress)
         try:
             read, held = checking(snapshot, stored), taking(snapshot, copy.capabilities)
             with naming_damage(self._catalog, source, _UNDONE):
-                done = transfer(source, copy, progress, without=without, reads=read.add, holds=held.add)
+                done = transfer(source, copy, progress, reads=read.add, holds=held.add)
             altered = read.differing(stored)
             if altered:
                 raise CorruptDatastoreError(
                     f"keys of {named(self._catalog, altered)} were altered: remove and add again what "
                     f"`knnstore verify` names; {GIVE_UP}"
                 )
-            lacking = int(snapshot.records.sum()) - without.size - done.records
+            lacking = int(snapshot.records.sum()) - done.records
             if lacking > 0:
                 raise DatastoreError(
                     f"{lacking:,} records are lost: `knnstore verify` names their documents; {GIVE_UP}"
                 )
-            if pruning and inspect:
-                inspect(self._preview(View(pruning.snapshot, copy, self._catalog)))
             old = self._current.switch(target, copy, commit)
         except BaseException:
             with suppress(KnnstoreError):  # what is durable already serves the next try
@@ -266,17 +219,13 @@ class Relocation:
         """The old keys of a move that has switched, the copy of one that has not."""
         return self._current.place(plan.source if plan.target == self._current.engine else plan.target)
 
-    def _beside(self, location: str | None, params: Mapping[str, Any]) -> Engine:
-        """Where a copy of the same engine goes, or was about to go."""
-        return engine_beside(self._home, self._current.engine, location, params, begun=self.unfinished())
-
     def _plan(self) -> Plan | None:
         """The move that is unfinished, if any."""
         return Plan.read(self._home, self._catalog.store_id)
 
 
 def _check_keys(engine: Engine) -> None:
-    """Refuse to move or to prune keys where none are kept."""
+    """Refuse to move keys where none are kept."""
     if engine.is_keyless:
         raise ConfigError(
             "a store keeps keys or none from its beginning on: make another one and add the documents to it"
