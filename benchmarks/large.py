@@ -123,7 +123,7 @@ def weighed(run: Run) -> dict[str, Any]:
     temperature = np.load(run.source, mmap_mode="r")[:20_000].astype(np.float32).var(0).sum() / 10
     exact, shares = np.zeros(len(queries)), dict[int, float]()
     with KNNStore.open(run.home) as store:
-        for _, keys, _ in store.records():
+        for _, keys in store.records():
             exact += np.exp(-pairwise(queries, keys, Metric.L2) / temperature).sum(1)
         for probes in sorted({*LADDER, run.probes}):
             near = np.zeros(len(queries))
