@@ -1,4 +1,7 @@
-"""The command line: data on stdout, progress and messages on stderr; exit 0 done, 1 error, 2 usage."""
+"""The command line: data on stdout, progress and messages on stderr.
+
+The exit status is 0 after success, 1 after an error, 2 after wrong usage, and 130 after Ctrl-C.
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +16,13 @@ __all__ = ["app", "main"]
 def main() -> None:
     """Run the command line."""
     prepare()
-    from knnstore.cli.root import run  # takes a while, in which somebody may lose patience
+    from knnstore.cli.root import run  # slow, so `prepare` handles Ctrl-C before
 
     run()
 
 
 def __getattr__(name: str) -> Any:
-    if name == "app":  # importing it takes a while, which `main` is prepared for
+    if name == "app":  # imported on first use, because the import is slow
         from knnstore.cli.root import app
 
         return app

@@ -1,9 +1,9 @@
-"""Commands of other packages.
+"""Command groups of other packages.
 
-A package offers commands as an entry point of the group ``knnstore.commands``. The entry point names a
-`CommandGroup`; its own name is that of the group: an entry point ``research`` with a command ``probe-keys``
-gives ``knnstore research probe-keys``. The module is imported whenever `knnstore` starts, so it should import
-nothing heavy outside its commands.
+A package adds commands by an entry point of the group ``knnstore.commands``, which refers to a
+`CommandGroup`. The name of the entry point becomes the name of the command group: the entry point
+``research`` with the command ``probe-keys`` gives ``knnstore research probe-keys``. Its module is imported
+whenever `knnstore` starts, so it should import heavy modules inside its commands only.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -19,15 +19,15 @@ class CommandGroup(NamedTuple):
     """Commands that another package adds to ``knnstore``."""
 
     help: str
-    """A sentence about the group."""
+    """Help text of the group, one sentence."""
     commands: Mapping[str, Callable[..., None]]
-    """The commands by name, as Typer takes them. A docstring may end in a section "Examples:"."""
+    """Typer functions by command name. A docstring may end with a section "Examples:"."""
 
 
 def load_command_groups() -> Iterator[tuple[str, CommandGroup]]:
     """Yield the name and the commands of each installed group.
 
-    A group that cannot be loaded is left out; a message on stderr names it.
+    A group that cannot be loaded is left out, with a message on stderr.
     """
     for entry in entry_points(group=GROUP):
         try:

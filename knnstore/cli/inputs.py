@@ -1,4 +1,4 @@
-"""Reading what a command is given: documents, a text, parameters of an engine."""
+"""Input of commands: documents in files, a text, and parameters of an engine."""
 
 import json
 import sys
@@ -26,12 +26,12 @@ from knnstore.documents import (
 from knnstore.errors import UnusableDocumentError
 
 _MOST_NAMED = 5
-"""Names of each reason that are printed, of what was left out; with --json all are."""
+"""Number of left-out files and rows that are printed for each reason; ``--json`` prints all."""
 _ADVICE: dict[str, str] = {
     Reason.ENCODING: "; save as UTF-8, or give --encoding: cp1252 for Latin-1 and Windows-1252",
     Reason.TOO_LARGE: "; divide it, or write many documents into a .jsonl",
 }
-"""Advice behind the names of files that were left out for a reason."""
+"""Advice that is printed after the left-out files of a reason."""
 
 ParamsOption = Annotated[
     list[str] | None,
@@ -41,7 +41,7 @@ ParamsOption = Annotated[
 
 @dataclass
 class Documents:
-    """The documents of some files, to be read once."""
+    """Options that name files of documents, and counts of left-out documents. Read an object only once."""
 
     files: Annotated[
         list[str],
@@ -76,37 +76,40 @@ class Documents:
         ),
     ] = False
     skipped: int = field(default=0, init=False)
-    """How many cannot be used and were left out."""
+    """Number of documents that cannot be used and were left out."""
     ignored: int = field(default=0, init=False)
-    """How many files of folders are of another kind."""
+    """Number of files in folders that have an unsupported type."""
     unknown: int = field(default=0, init=False)
-    """How many of the skipped have an id that nobody knows."""
+    """Number of skipped documents whose id is not known."""
     first: str = field(default="", init=False)
-    """Why the first of the skipped cannot."""
+    """Error message of the first skipped document; empty without one."""
     kept: set[str] = field(default_factory=set, init=False)
-    """The ids of the others of them."""
+    """Known ids of skipped documents; `sync` must not remove these."""
     named: dict[str, list[str]] = field(default_factory=dict, init=False)
-    """By reason the files and rows that were left out; of unusable ones the whole message."""
+    """Names of the left-out files and rows, by reason; for the reason OTHER their error messages."""
 
     @property
     def fields(self) -> Fields:
-        """Which fields of a row are its text and its id."""
+        """Names of the fields of a row that hold its text and its id."""
         return Fields(self.text_field, self.id_field)
 
     def check(self) -> None:
-        """Refuse what cannot be read, before the work begins.
+        """Check the files before the work begins. Does nothing with ``--skip-bad``.
 
         Raises:
-            InputError: a file is not there, of no kind that is read, or its first row cannot be used.
+            InputError: if a file is missing, has an unsupported type, or its first row cannot be used.
         """
         if not self.skip_bad:
             check_paths(self.files, self.fields, self.encoding)
 
     def read(self, bar: Bar) -> Iterator[TextDocument]:
-        """Read them; those that are left out are counted, and reported above a bar where that is asked for.
+        """Return an iterator over the documents. Left-out documents are counted.
+
+        They are also printed above `bar` with ``--verbose``; unusable ones with ``--skip-bad`` too.
 
         Raises:
-            InputError: on reading, a document that was named cannot be used and is not to be left out.
+            InputError: from the iterator, if a document outside of folders cannot be used, and ``--skip-bad``
+                was not given.
         """
 
         def ignore(file: Path) -> None:
@@ -124,7 +127,10 @@ class Documents:
         )
 
     def skipping(self, bar: Bar) -> OnBad:
-        """Return what counts a document that cannot be used, and raises its error where it is to be used."""
+        """Return a function that counts an unusable document, or raises its error if it may not be left out.
+
+        A document may be left out with ``--skip-bad``, or if it is a file in a folder.
+        """
 
         def skip(error: UnusableDocumentError) -> None:
             if not (error.in_folder or self.skip_bad):
@@ -144,7 +150,7 @@ class Documents:
         return skip
 
     def report(self) -> None:
-        """Say how much was left out, if anything."""
+        """Print counts, names and reasons of the left-out documents on stderr. Prints nothing if none was."""
         parts = []
         if self.skipped:
             parts.append(f"{self.skipped:,} that cannot be used")
@@ -153,12 +159,12 @@ class Documents:
         if parts:
             named = "" if LOG.verbose else " (-v names them)" + (f": {self.first}" if self.first else "")
             note(f"left out {' and '.join(parts)}{named}")
-        if not (LOG.verbose or self.skip_bad):  # else each was named already
+        if not (LOG.verbose or self.skip_bad):  # otherwise each was named while reading
             for reason, names in self.named.items():
                 shown = names[:_MOST_NAMED]
                 if len(names) > _MOST_NAMED:
                     shown.append(f"{len(names) - _MOST_NAMED:,} more")
-                if reason == Reason.OTHER:  # each has a message of its own
+                if reason == Reason.OTHER:  # each name is a whole message, so each gets a line
                     note(f"  {reason} ({len(names):,}):")
                     for one in shown:
                         note(f"    {one}")
@@ -167,18 +173,18 @@ class Documents:
 
     @property
     def left_out(self) -> dict[str, Any]:
-        """Counts of the files and documents that were left out, and all names by reason, for `--json`."""
+        """Counts of left-out files and documents, and all their names by reason, for ``--json``."""
         return {"skipped": self.skipped, "ignored": self.ignored, "left_out": self.named}
 
     @property
     def counts(self) -> dict[str, int]:
-        """The counts of what was left out, for a table."""
+        """Counts of left-out files and documents, for a table."""
         return {"skipped": self.skipped, "ignored": self.ignored}
 
 
 @dataclass
 class AnyDocuments(Documents):
-    """The documents of some files, if any are given."""
+    """Options that name files of documents; the files may be omitted."""
 
     files: Annotated[
         list[str],
@@ -187,15 +193,15 @@ class AnyDocuments(Documents):
 
 
 def read_text(given: str) -> str:
-    """A text from the command line, or standard input in place of ``-``."""
+    """Return a text of the command line; for ``-``, read it from standard input."""
     return sys.stdin.read() if given == STDIN else given
 
 
 def read_params(given: Sequence[str] | None) -> dict[str, Any]:
-    """Read ``NAME=VALUE`` options; values are JSON where they can be, else text.
+    """Parse ``NAME=VALUE`` options. A value that is not valid JSON stays text. None gives no parameters.
 
     Raises:
-        typer.BadParameter: one has no ``=``.
+        typer.BadParameter: if an option has no name or no ``=``.
     """
     params: dict[str, Any] = {}
     for option in given or ():

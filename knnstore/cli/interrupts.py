@@ -1,7 +1,7 @@
-"""Ctrl-C: one line and exit status 130, whenever it comes.
+"""Handling of Ctrl-C: the process prints one line and exits with status 130.
 
-A command that is under way closes what it has open. Before and after, and at a second Ctrl-C, the process
-ends at once: whatever a store was doing then, it is whole.
+The first Ctrl-C during a command raises KeyboardInterrupt, so that the command closes its files. At any other
+time, and at a second Ctrl-C, the process exits at once. A store stays whole in both cases.
 """
 
 import os
@@ -11,21 +11,24 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it."""
+"""Exit status after Ctrl-C, by the convention of shells: 128 + SIGINT."""
 
 SAID = "interrupted; what was committed stays, run the same command again"
 
 
 def prepare() -> None:
-    """From now on end at Ctrl-C, unless this process is to ignore it, as a job in the background."""
+    """Exit at Ctrl-C from now on. Does nothing if the process ignores SIGINT, as a background job does."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _leave)
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """While a command is under way, raise KeyboardInterrupt at the first Ctrl-C."""
-    if signal.getsignal(signal.SIGINT) is not _leave:  # called in a process of somebody else's
+    """Raise KeyboardInterrupt at the first Ctrl-C while the context is open.
+
+    Does nothing if `prepare` was not called, as in the process of another program.
+    """
+    if signal.getsignal(signal.SIGINT) is not _leave:
         yield
         return
     signal.signal(signal.SIGINT, _interrupt)
@@ -36,7 +39,10 @@ def interruptible() -> Iterator[None]:
 
 
 def was_interrupted() -> bool:
-    """Whether Ctrl-C came in the block, of which a library may have made another exception."""
+    """Check if Ctrl-C was pressed; call it inside `interruptible`.
+
+    It is needed because a library can turn KeyboardInterrupt into another exception.
+    """
     return signal.getsignal(signal.SIGINT) is _leave
 
 

@@ -1,4 +1,4 @@
-"""How much is said on stderr, and in which form: lines for people, or a JSON object a line."""
+"""Options for messages on stderr: how many, and in which form. `LOG` holds the options of the current run."""
 
 import json
 from datetime import UTC, datetime
@@ -20,18 +20,20 @@ LogFormatOption = Annotated[
 
 
 class Log:
-    """What the options of this run of the command line ask for."""
+    """Message options of the current run of the command line."""
 
     def __init__(self) -> None:
         self.verbose = False
+        """True if details are printed too."""
         self.as_json = False
+        """True if each message is printed as a JSON object."""
 
     def begin(self) -> None:
-        """Forget what an earlier run in this process asked for."""
+        """Reset the options, because a process can run the command line several times."""
         self.verbose = self.as_json = False
 
     def ask(self, verbose: bool, form: Form | None) -> None:
-        """Take options, which stand before the command or after it."""
+        """Apply options that were given before or after the command. None leaves the form unchanged."""
         self.verbose = self.verbose or verbose
         self.as_json = self.as_json if form is None else form == "json"
 
@@ -40,13 +42,13 @@ LOG = Log()
 
 
 def as_object(level: str, message: str, **more: Any) -> str:
-    """Write a message as one line of JSON, with the time in UTC."""
+    """Return a message as one line of JSON, with the current time in UTC and the fields `more`."""
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     return json.dumps({"time": now, "level": level, "message": message, **more}, ensure_ascii=False)
 
 
 def level_of(message: str) -> tuple[str, str]:
-    """The level of a message that begins with it, and the rest; info where it does not."""
+    """Split a message into its level and its text. Without a prefix "warning: " or "error: " it is info."""
     for level in ("warning", "error"):
         if message.startswith(f"{level}: "):
             return level, message.removeprefix(f"{level}: ")

@@ -1,4 +1,4 @@
-"""Loading models, for the commands that need one."""
+"""Loading of models and tokenizers, for the commands that need one."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Runtime:
-    """Where and how a model runs."""
+    """Options for running a model."""
 
     device: Annotated[
         str | None,
@@ -41,7 +41,7 @@ class Runtime:
 
 @dataclass(frozen=True)
 class StoreRuntime(Runtime):
-    """Where and how the model of a store runs, and where the store is."""
+    """Options for running the model of a store, and the folder of the store."""
 
     model_at: ModelAtOption = None
     home: HomeOption = DEFAULT_HOME
@@ -54,14 +54,13 @@ class StoreRuntime(Runtime):
         params: Mapping[str, Any] | None = None,
         domains: Sequence[str] | None = None,
     ) -> Iterator["KNNLMForCausalLM"]:
-        """Open the store with its model, and close it again; see `knnstore.load`.
-
-        Commands that retrieve choose their own settings.
+        """Open the store with its model while the context is open. The model has default settings.
 
         Args:
-            mode: as of `KNNStore.open`.
-            params: as there.
-            domains: must be there. Importing torch takes seconds: what is wrong is said before.
+            mode: as in `KNNStore.open`.
+            params: as in `KNNStore.open`.
+            domains: domains that must exist. An unknown domain raises DomainNotFoundError before torch is
+                imported, which takes seconds.
         """
         from knnstore.store import KNNStore, Selection
 
@@ -72,7 +71,10 @@ class StoreRuntime(Runtime):
 
     @contextmanager
     def open_for_adding(self) -> Iterator["KNNLMForCausalLM | KeylessText"]:
-        """Open the store for writing with what reads text: its model, without keys the tokenizer alone."""
+        """Open the store for writing while the context is open, with its model.
+
+        A store without keys gets a `KeylessText` with the tokenizer alone.
+        """
         from knnstore.store import KNNStore
 
         with KNNStore.open(self.home, "a") as store:
@@ -86,6 +88,7 @@ class StoreRuntime(Runtime):
             yield KeylessText(store, tokenizer)
 
     def _loaded(self, store: "KNNStore") -> "KNNLMForCausalLM":
+        """Load the model of an open store, with default settings."""
         name = place_of_model(store, self.model_at)
         with working(f"loading {Path(name).name}"):
             quiet_transformers()
@@ -97,10 +100,10 @@ class StoreRuntime(Runtime):
 
 
 def place_of_model(store: "KNNStore", model_at: str | None) -> str:
-    """Where a store's model is: what was given, else where it was when the store was made.
+    """Return the path or hub id of a store's model: `model_at`, or by default the one saved in the store.
 
     Raises:
-        ConfigError: none is there.
+        ConfigError: if no model is found at this place.
     """
     place = model_at or store.identity.model
     try:
@@ -111,7 +114,7 @@ def place_of_model(store: "KNNStore", model_at: str | None) -> str:
 
 
 def load_tokenizer(model: str) -> Any:
-    """Load a model's tokenizer alone; that it is not there is an error."""
+    """Load the tokenizer of a model. Raises ConfigError if it is missing or cannot be loaded."""
     is_cached = check_model(model)
     quiet_transformers()
     from transformers import AutoTokenizer
@@ -124,14 +127,16 @@ def load_tokenizer(model: str) -> Any:
         )
     except MemoryError:
         raise
-    except BaseException as error:  # of any kind: transformers uses the values of its files unchecked
+    except (
+        BaseException
+    ) as error:  # any kind is possible: transformers does not check the values in its files
         if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
             raise
         raise ConfigError(f"the tokenizer of {model!r} cannot be loaded: {one_line(error)[:300]}") from error
 
 
 def quiet_transformers() -> None:
-    """Keep transformers' own bars and advice off stderr."""
+    """Turn off the progress bars and warnings of transformers."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]

@@ -14,12 +14,16 @@ DEFAULT_HOME = Path(".knnstore")
 
 
 def _home(context: typer.Context, given: Path) -> Path:
-    """``--home`` after the command, else before it, else the environment's, else the default."""
+    """Return the store's folder.
+
+    The order of precedence is ``--home`` after the command, ``--home`` before it, the environment variable,
+    the default.
+    """
     source = context.get_parameter_source("home")
     if source is not None and source.name == "COMMANDLINE":
         return given
-    before: Path = context.find_root().params["home"]
-    return before
+    root_home: Path = context.find_root().params["home"]
+    return root_home
 
 
 HomeOption = Annotated[
@@ -70,14 +74,14 @@ YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
 def confirm(what: str, yes: bool) -> None:
-    """Ask at a terminal whether something is to be done; without one it must have been said.
+    """Ask the user to confirm a change. Returns if the change may be made.
 
     Args:
-        what: will happen.
-        yes: it was said already.
+        what: the change, as a sentence without its period.
+        yes: True if ``--yes`` was given; then nothing is asked.
 
     Raises:
-        ConfigError: it is not to be done.
+        ConfigError: if the user declines, or if there is no terminal to ask at.
     """
     if yes:
         return
@@ -89,5 +93,5 @@ def confirm(what: str, yes: bool) -> None:
 
 
 def seed_option(help: str) -> Any:
-    """An option for a seed that every generator of random numbers takes."""
+    """Return an option for a seed in the range that all random number generators accept, 0 to 2³² - 1."""
     return typer.Option(min=0, max=2**32 - 1, metavar="N", help=help)

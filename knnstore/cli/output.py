@@ -1,7 +1,7 @@
-"""What commands print: tables and JSON on stdout, progress and messages on stderr.
+"""Output of commands: tables and JSON on stdout, progress and messages on stderr.
 
-Whatever is printed comes through here, for it may hold text of anybody's, and some characters steer a
-terminal: write the clipboard, clear lines, reverse what is read.
+All output goes through this module. It can contain untrusted text, and some characters control a terminal:
+they write to the clipboard, clear lines, or reverse the direction of text. These characters are escaped.
 """
 
 import json
@@ -23,31 +23,31 @@ from knnstore.cli.logs import LOG, as_object, level_of
 from knnstore.progress import Progress
 
 _STEERING = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters, but for tabs and line breaks
-    "\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"  # direction, width 0, breaks
-    "\ud800-\udfff\U000e0000-\U000e007f]"  # halves of characters, invisible copies of ASCII
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters except tabs and line breaks
+    "\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"  # direction, zero width, breaks
+    "\ud800-\udfff\U000e0000-\U000e007f]"  # surrogates, invisible copies of ASCII
 )
 _DEEPEST = 100
-"""Levels of nesting that are printed."""
+"""Largest depth of nested JSON that is printed."""
 _NARROWEST = 12
-"""Characters that are left of a column of text."""
+"""Smallest width in characters to which a text column of a table is cut."""
 _ERASED = "\r\x1b[K"
-"""What takes a line of a terminal away."""
+"""Escape code that clears the terminal line."""
 SECONDS_BETWEEN_LINES = 15.0
-"""How often progress is said where no bar is shown."""
+"""Seconds between two progress lines, if stderr is not a terminal."""
 
 
 class Verbatim(str):
-    """The text of a document or a model: into a file or a pipe it goes as it is, that it can be used."""
+    """Text of a document or a model. `echo` escapes it on a terminal only, not in files and pipes."""
 
 
 def print_result(result: Any, text: str | Sequence[str], *, as_json: bool) -> None:
-    """Print a result: as JSON on one line, where what is not finite is null, else as its text, if any.
+    """Print a result on stdout, as one line of JSON or as text. An empty text prints nothing.
 
     Args:
-        result: what JSON can hold.
-        text: the same for people, or parts of it.
-        as_json: which of them is wanted.
+        result: a value that JSON can hold. Infinite numbers and NaN become null.
+        text: the same result for people, or the parts of this text.
+        as_json: True prints `result`, False prints `text`.
     """
     parts = [_json(result)] if as_json else [text] if isinstance(text, str) else text
     if any(parts):
@@ -55,7 +55,7 @@ def print_result(result: Any, text: str | Sequence[str], *, as_json: bool) -> No
 
 
 def echo(*parts: str, to_stderr: bool = False, end: str = "\n") -> None:
-    """Print the parts of a text and an end, what steers a terminal made visible."""
+    """Print the joined parts of a text and `end`, with terminal controls escaped; see `Verbatim`."""
     stream = sys.stderr if to_stderr else sys.stdout
     exact = not stream.isatty()
     shown = (part if exact and isinstance(part, Verbatim) else visible(part) for part in parts)
@@ -63,24 +63,24 @@ def echo(*parts: str, to_stderr: bool = False, end: str = "\n") -> None:
 
 
 def visible(text: str) -> str:
-    r"""Write characters that steer a terminal as Python does, ``\x1b``; tabs and line breaks stay."""
+    r"""Escape characters that control a terminal as in Python, ``\x1b``. Tabs and line breaks stay."""
     return _STEERING.sub(lambda char: repr(char[0])[1:-1], text)
 
 
 def row_of(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass as they stand, however deep."""
+    """Return the fields of a dataclass by name. Nested values are not converted."""
     return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
 def plain(result: Any) -> dict[str, Any]:
-    """The fields of a dataclass as the user knows them: λ is ``lambda``."""
+    """Return a dataclass as a dict, nested ones too. The outer field ``lam`` is renamed to ``lambda``."""
     return {"lambda" if name == "lam" else name: value for name, value in asdict(result).items()}
 
 
 def json_lines(pairs: Mapping[str, Any]) -> str:
-    """Write an object as JSON, a line for each value, and for each object in a list of them.
+    """Format an object as JSON with one value a line. A list of objects gets one line for each object.
 
-    In such objects numbers have six digits, so that their lines can be read.
+    Numbers in these lists are rounded to six digits, so that their lines stay readable.
     """
     lines = []
     for name, value in pairs.items():
@@ -103,7 +103,7 @@ def _json(value: Any) -> str:
 
 
 def _finite(value: Any, depth: int = 0) -> Any:
-    """Leave out what JSON has no word for, and what is nested too deep to be written."""
+    """Replace infinite numbers and NaN by None, and values nested too deeply by "…"."""
     if isinstance(value, Mapping | list | tuple) and depth == _DEEPEST:
         return "…"
     if isinstance(value, Mapping):
@@ -114,13 +114,13 @@ def _finite(value: Any, depth: int = 0) -> Any:
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], *, width: int | None = None) -> str:
-    """Write rows under headings, numbers to the right; nothing but headings when there are none.
+    """Format rows as a table with headings. Numbers are right-aligned. Without rows it has headings only.
 
     Args:
-        rows: values by column.
-        columns: in their order.
-        width: characters of a line, to which the widest texts are cut; default is that of the terminal, and
-            no limit where stdout is none.
+        rows: the values of each row, by column.
+        columns: the columns, in their order.
+        width: largest number of characters of a line. The widest text columns are cut to fit. Default is the
+            width of the terminal; no limit if stdout is not a terminal.
     """
     if width is None and sys.stdout.isatty():
         width = shutil.get_terminal_size().columns
@@ -142,33 +142,34 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], *, width: i
 
 
 def _cut(text: str, size: int) -> str:
+    """Return a text cut to `size` characters, with "…" at the cut."""
     return text if len(text) <= size else f"{text[: size - 1]}…"
 
 
 def pairs(values: Mapping[str, Any]) -> str:
-    """Write a value a line, after its name."""
+    """Format values one a line, each after its name."""
     width = max(len(name) for name in values)
     return "\n".join(f"{name:<{width}}  {_cell(value)}".rstrip() for name, value in values.items())
 
 
 def note(message: str) -> None:
-    """Tell the user something beside the result."""
+    """Print a message on stderr, in the form of ``--log-format``."""
     if LOG.as_json:
         message = as_object(*level_of(message))
     echo(message, to_stderr=True)
 
 
 def detail(message: str) -> None:
-    """Tell something that only `--verbose` asks for."""
+    """Print a message on stderr if ``--verbose`` was given."""
     if LOG.verbose:
         note(message)
 
 
 class Lines(logging.Handler):
-    """Writes what is logged to stderr, as `--log-format` has it.
+    """Logging handler that prints records on stderr, in the form of ``--log-format``.
 
     Args:
-        timed: lines for people begin with time and level too, as those of a server.
+        timed: True if text lines begin with time and level, as the log of a server does.
     """
 
     def __init__(self, *, timed: bool = False) -> None:
@@ -176,7 +177,7 @@ class Lines(logging.Handler):
         self._timed = timed
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one; where it tells of an error that nobody expected, with the way to it."""
+        """Print a record, with the traceback if it has an exception."""
         way = ""
         if record.exc_info and record.exc_info[1]:
             way = "".join(traceback.format_exception(record.exc_info[1]))
@@ -192,12 +193,13 @@ class Lines(logging.Handler):
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an error, without line breaks."""
+    """Return the message of an error in one line; the name of its class if the message is empty."""
     said = "out of memory " * isinstance(error, MemoryError) + str(error)
     return printable(" ".join(said.split()) or type(error).__name__)
 
 
 def _cell(value: Any) -> str:
+    """Format a value for a table: numbers with separators, booleans as yes or no, None as empty text."""
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: ""}[value]
     if isinstance(value, int):
@@ -213,7 +215,10 @@ def _cell(value: Any) -> str:
 
 @contextmanager
 def working(title: str) -> Iterator[None]:
-    """Show at a terminal what is being waited for, as long as it takes; elsewhere a detail says how long."""
+    """Show a title on the terminal while the context is open.
+
+    After a success it prints the duration with ``--verbose``.
+    """
     shown = sys.stderr.isatty() and not LOG.as_json
     began = time.perf_counter()
     if shown:
@@ -227,10 +232,13 @@ def working(title: str) -> Iterator[None]:
 
 
 class Bar(Progress, AbstractContextManager["Bar"]):
-    """Progress on stderr: amount, rate and time left; a bar at a terminal, elsewhere a line now and then."""
+    """Progress on stderr with amount, rate and remaining time.
+
+    On a terminal it is a bar, otherwise a line every `SECONDS_BETWEEN_LINES` seconds.
+    """
 
     def __init__(self) -> None:
-        from tqdm import tqdm  # not needed to list domains
+        from tqdm import tqdm  # imported here, because many commands need no bar
 
         self._new = tqdm
         self._bar: Any = tqdm(disable=True)
@@ -239,7 +247,7 @@ class Bar(Progress, AbstractContextManager["Bar"]):
         self._began = self._said = time.monotonic()
 
     def start(self, title: str, *, total: int | None = None, unit: str = "tok") -> None:
-        """Show a new bar."""
+        """Close the current bar and show a new one."""
         self.finish()
         self._title, self._unit, self._done, self._total = title, unit, 0, total
         self._began = self._said = time.monotonic()
@@ -248,18 +256,18 @@ class Bar(Progress, AbstractContextManager["Bar"]):
             total=total,
             unit=unit,
             unit_scale=True,
-            disable=LOG.as_json or None,  # None: where stderr is no terminal
+            disable=LOG.as_json or None,  # None disables the bar if stderr is not a terminal
             file=sys.stderr,
             leave=False,
         )
 
     def expect(self, total: int) -> None:
-        """Correct the end of the bar."""
+        """Change the expected total; at least the amount already done."""
         self._total = max(total, self._done)
         self._bar.total = self._total
 
     def advance(self, amount: int) -> None:
-        """Move the bar on."""
+        """Add `amount` to the progress."""
         self._done += amount
         self._bar.update(amount)
         now = time.monotonic()
@@ -268,7 +276,7 @@ class Bar(Progress, AbstractContextManager["Bar"]):
             self._say_how_far(now - self._began)
 
     def finish(self) -> None:
-        """Take the bar away."""
+        """Close and remove the bar."""
         self._bar.close()
 
     def say(self, message: str) -> None:
@@ -277,6 +285,7 @@ class Bar(Progress, AbstractContextManager["Bar"]):
         note(printable(message))
 
     def _say_how_far(self, seconds: float) -> None:
+        """Print a line with the progress after `seconds` of work."""
         done, total, rate = self._done, self._total, self._done / seconds
         parts = [
             f"{done:,}{'' if total is None else f' of {total:,}'} {self._unit}",

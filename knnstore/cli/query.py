@@ -1,4 +1,4 @@
-"""The options of commands that retrieve."""
+"""Options of commands that retrieve: `SelectionOptions`, `Query` and `ScoringQuery`."""
 
 import json
 import math
@@ -21,6 +21,7 @@ _TEMPERATURE = "Divides the distances: larger gives far neighbors more weight."
 
 
 def _above_zero(given: float | None) -> float | None:
+    """Return a value unchanged. Raises typer.BadParameter unless it is finite and above 0, or None."""
     if given is not None and not (given > 0 and math.isfinite(given)):
         raise typer.BadParameter(f"must be above 0, got {given}")
     return given
@@ -28,7 +29,7 @@ def _above_zero(given: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class SelectionOptions:
-    """Which documents are retrieved from."""
+    """Options that select the documents to retrieve from."""
 
     domains: DomainsOption = None
     tags: Annotated[
@@ -39,7 +40,7 @@ class SelectionOptions:
     where: WhereOption = None
 
     def selection(self) -> "Selection":
-        """All documents where nothing was given."""
+        """Return the selection; without options it contains all documents."""
         from knnstore import Selection
 
         domains, tags = tuple(self.domains or ()) or None, tuple(self.tags or ()) or None
@@ -48,7 +49,7 @@ class SelectionOptions:
 
 @dataclass(frozen=True)
 class Query:
-    """How to retrieve; what was not given is None."""
+    """Options for retrieval settings; None if an option was not given."""
 
     k: Annotated[int | None, typer.Option(min=1, metavar="N", help="Neighbors of each token.")] = None
     probes: Annotated[
@@ -113,7 +114,7 @@ class Query:
         Also prints notes if calibrated settings are used, if they are stale, and if nothing is retrieved.
 
         Raises:
-            ConfigError: a value is out of range, or k is given with probes.
+            ConfigError: if a value is out of range, or k is given with probes.
         """
         from knnstore.lm import is_substitute_outdated, resolve
 
@@ -132,10 +133,10 @@ class Query:
         return settings
 
     def _overrides(self, selection: "Selection") -> "Overrides":
-        """Convert the options to what `resolve` takes.
+        """Convert the options to overrides of the saved settings, for `knnstore.lm.resolve`.
 
         Raises:
-            ConfigError: k is given with probes, or a component's JSON is wrong.
+            ConfigError: if k is given with probes, or a component's JSON is wrong.
         """
         from knnstore.lm import Overrides
 
@@ -156,7 +157,11 @@ class Query:
         )
 
     def _parse_others(self) -> dict[str, Any]:
-        """Parse the options ``--component NAME=JSON``: settings by name, None for NAME=null."""
+        """Parse the options ``--component NAME=JSON``. Returns settings by name, None for NAME=null.
+
+        Raises:
+            ConfigError: if the value is not a JSON object or null.
+        """
         others: dict[str, Any] = {}
         for given in self.others or ():
             name, _, values = given.partition("=")
@@ -169,7 +174,10 @@ class Query:
         return others
 
     def is_default(self, store: "KNNStore", selection: "Selection") -> bool:
-        """Whether a search is made with settings that nobody chose: nothing was given, nothing calibrated."""
+        """Check whether retrieval uses default settings: no option was given, and nothing was calibrated.
+
+        Returns False if the selection has no records.
+        """
         from knnstore.lm import CalibrationRecord
 
         given = any(value is not None for value in vars(self).values())
@@ -178,6 +186,7 @@ class Query:
         )
 
     def _name_calibration(self, store: "KNNStore", settings: "KNNSettings") -> None:
+        """Print a note about the calibration in use, and a warning if it is stale; nothing without one."""
         from knnstore.lm import CalibrationRecord
 
         record = CalibrationRecord.of(store, settings.selection)
@@ -203,7 +212,10 @@ class Query:
 
 @dataclass(frozen=True)
 class ScoringQuery(Query):
-    """How to retrieve where nothing is sampled: ``--temperature``, the older name, can mean nothing else."""
+    """Options for retrieval settings of commands that do not sample.
+
+    They also accept ``--temperature``, the older name of ``--knn-temperature``, which is not ambiguous here.
+    """
 
     temperature: Annotated[
         float | None,
@@ -214,13 +226,13 @@ class ScoringQuery(Query):
 
 
 def say_if_nothing(store: "KNNStore", selection: "Selection") -> None:
-    """Say why a selection has no document, if it has none."""
+    """Print the reason why a selection is empty; print nothing if it has documents."""
     if not store.lengths(selection):
         note(f"nothing is found: {why_nothing(store, selection)}")
 
 
 def why_nothing(store: "KNNStore", selection: "Selection") -> str:
-    """Why a selection has no document."""
+    """Return the reason why a selection has no documents, as text."""
     if selection.where is not None:
         from knnstore.catalog import fields_of
 
@@ -233,7 +245,10 @@ def why_nothing(store: "KNNStore", selection: "Selection") -> str:
 
 
 def _reached(store: "KNNStore", settings: "KNNSettings") -> int:
-    """How many records or, where these do not count, tokens of n-grams there are; 1 where neither counts."""
+    """Return the number of records that can be retrieved.
+
+    Without retrieval of records it is the number of tokens for n-grams; 1 if the settings use neither.
+    """
     if settings.retrieves and not store.is_keyless:
         return store.record_count(settings.selection)
     return sum(store.lengths(settings.selection).values()) if settings.ngrams else 1

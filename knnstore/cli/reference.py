@@ -22,7 +22,12 @@ called wrongly and 130 after Ctrl-C.
 
 
 def helps(command: Any = None, name: str = "knnstore") -> Iterator[tuple[str, str]]:
-    """Yield the name of every command, as it is called, with its help, from `command` on."""
+    """Yield the full name and the help text of a command and of all its subcommands.
+
+    Args:
+        command: the command to begin with; None begins with `knnstore` itself.
+        name: its full name.
+    """
     command = command or typer.main.get_command(app)
     context = typer.Context(
         command, info_name=name, terminal_width=_WIDTH, help_option_names=["-h", "--help"]
@@ -34,7 +39,7 @@ def helps(command: Any = None, name: str = "knnstore") -> Iterator[tuple[str, st
 
 
 def page() -> str:
-    """Write the whole page."""
+    """Return the whole page as Markdown."""
     sections = [f"## {name}\n\n```text\n{text}\n```\n" for name, text in helps()]
     return "\n".join([_OPENING, *sections])
 

@@ -1,7 +1,7 @@
-"""The command line: data on stdout, progress and messages on stderr; exit 0 done, 1 error, 2 usage.
+"""The root of the command line: registers all commands with Typer, and `run` runs them.
 
-Commands that need no model import neither torch nor transformers, so every import of a heavy
-module is inside the command that needs it.
+Commands that need no model import neither torch nor transformers. So each heavy module is imported inside the
+commands that need it.
 """
 
 import inspect
@@ -38,11 +38,11 @@ _OTHER_WORDS = {
     **dict.fromkeys(("compact", "vacuum"), "'optimize' or 'erase'"),
     **dict.fromkeys(("check",), "'verify'"),
 }
-"""What other programs call a command, and what it is called here."""
+"""Names of commands in other programs, and the name of the same command here."""
 
 
 class _Commands(TyperGroup):
-    """Turns errors into one line on stderr, and knows what else a command may be called."""
+    """Command group that prints an error as one line on stderr, and suggests the name of a wrong command."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] in _OTHER_WORDS and args[0] not in self.commands:
@@ -53,7 +53,7 @@ class _Commands(TyperGroup):
         with interruptible():
             try:
                 return super().invoke(ctx)
-            except BrokenPipeError:  # the reader of our output has seen enough
+            except BrokenPipeError:  # the reader of stdout, for example `head`, has exited
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 raise typer.Exit(1) from None
             except (Exception, KeyboardInterrupt) as error:
@@ -70,18 +70,27 @@ _MESSAGES = [
     inspect.Parameter("verbose", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=VerboseOption),
     inspect.Parameter("log_format", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=LogFormatOption),
 ]
-"""Options of every command."""
+"""Message options that each command gets."""
 
 
 def _register(group: typer.Typer, command: Callable[..., None], name: str) -> None:
-    """Make a function a command; the examples of its docstring stand at the end of its help."""
+    """Add a function as a command. Its help is its docstring; the section "Examples:" comes last.
+
+    Args:
+        group: the group to add it to.
+        command: the function.
+        name: the name of the command.
+    """
     text, _, examples = (inspect.getdoc(command) or "").partition("\n\nExamples:\n")
     verbatim = f"\b\nExamples:\n{examples}"  # \b: lines are not joined
     group.command(name, help=text, epilog=verbatim)(_flattened(command))
 
 
 def _flattened(command: Callable[..., None]) -> Callable[..., None]:
-    """Spread parameters that are dataclasses of options: each field becomes an option of its own."""
+    """Wrap a command so that each field of a dataclass parameter becomes an option.
+
+    The wrapper also has the message options, and applies them to `LOG`.
+    """
     parameters = inspect.signature(command).parameters
     groups: dict[str, Any] = {
         name: one.annotation for name, one in parameters.items() if is_dataclass(one.annotation)
@@ -124,6 +133,7 @@ app.add_typer(database, name="db")
 
 
 def _version(wanted: bool) -> None:
+    """Print the version and exit, if wanted."""
     if wanted:
         echo(f"knnstore {knnstore.__version__}")
         raise typer.Exit
@@ -159,11 +169,11 @@ def add_installed_groups() -> None:
 
 
 def run() -> None:
-    """Run the command line; `knnstore.cli.main` is prepared for Ctrl-C before it imports this."""
+    """Run the command line. `knnstore.cli.main` handles Ctrl-C before it imports this module."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # a terminal that cannot show λ still works
+            stream.reconfigure(errors="backslashreplace")  # for terminals whose encoding lacks λ
     logging.getLogger("knnstore").addHandler(Lines())
-    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # without a network it would tell of each attempt
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # hides a warning for each failed connection
     add_installed_groups()
     app(prog_name="knnstore")

@@ -1,4 +1,4 @@
-"""The commands, a module a group; here in the order in which the help lists them."""
+"""All commands of the command line, in the order of the help. Each module has one group of commands."""
 
 from collections.abc import Callable
 
@@ -40,6 +40,6 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "demo": demo,
 }
 DATABASE_COMMANDS: dict[str, Callable[..., None]] = {"upgrade": upgrade}
-"""Those of ``knnstore db``."""
+"""Commands of ``knnstore db``."""
 KEY_COMMANDS: dict[str, Callable[..., None]] = {"add": key_add, "list": key_list, "revoke": key_revoke}
-"""Those of ``knnstore key``."""
+"""Commands of ``knnstore key``."""

@@ -1,4 +1,4 @@
-"""Commands that ask the model with its store: text, and explanations."""
+"""Commands that run the model with its store: `generate`, `explain` and `search`."""
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     from knnstore.lm import Detokenizer, Passage, Source, TextReader, TokenExplanation
 
-_NEIGHBORS_CREDITED = 32  # of each token; further ones hardly weigh and cost time to name
+_NEIGHBORS_CREDITED = 32  # neighbors of each token that get credit; further ones hardly weigh
 _SOURCES_SHOWN = 5
-_LEAST_SAMPLED = 1e-6  # below it the most probable token's logit has no number
+_LEAST_SAMPLED = 1e-6  # smallest temperature; smaller ones would overflow the logits
 
 
 def generate(
@@ -112,9 +112,10 @@ def generate(
 
 
 class PromptAndContinuation:
-    """Prints a text while it is generated: the prompt, then each piece whose characters are complete.
+    """Streamer for `generate` of transformers that prints the prompt, then the generated text.
 
-    It is a streamer for `generate` of transformers. The pieces are those that `generate_text` returns.
+    A token is printed as soon as its characters are complete. Together the pieces are the text that
+    `generate_text` returns.
     """
 
     def __init__(self, reader: "TextReader", prompt: str) -> None:
@@ -124,7 +125,7 @@ class PromptAndContinuation:
         self._printed = ""
 
     def put(self, tokens: "Tensor") -> None:
-        """Take the prompt's tokens first, and then the tokens that are generated."""
+        """Print new text. The first call gets the tokens of the prompt, later calls the generated tokens."""
         from knnstore.lm import Detokenizer, TokenTexts
 
         ids = tokens.flatten().tolist()
@@ -137,10 +138,10 @@ class PromptAndContinuation:
         self._printed += text
 
     def end(self) -> None:
-        """Do nothing: `finish` prints what still waits for the end of a character."""
+        """Do nothing; `finish` prints the rest of the text."""
 
     def finish(self, continuation: str) -> None:
-        """Print what was not printed of the text, and the end of the line."""
+        """Print the part of the continuation that is not printed yet, and a line break."""
         if self._detokenizer is None:
             echo(Verbatim(self._prompt), end="")
         echo(Verbatim(continuation.removeprefix(self._printed)))
@@ -155,12 +156,12 @@ def explain(
     runtime: StoreRuntime,
     as_json: JsonOption = False,
 ) -> None:
-    """Say how probable each token of a text is, and why.
+    """Show the probability of each token of a text, and its sources in the store.
 
-    Under each token stand its nearest neighbors: their part of the retrieved probability, their
-    distance (squared for l2, the negated inner product for ip), where they are, and the text around
-    them with the retrieved token in brackets. With --ngrams there are also places where this token was found
-    after the same tokens, and how many these are.
+    Below each token are its nearest neighbors: their share of the retrieved probability, their distance
+    (squared for l2, the negated inner product for ip), their document and position, and the text around
+    them with the retrieved token in brackets. --ngrams also lists places where this token follows the same
+    tokens, with the number of these tokens.
 
     Examples:
       knnstore explain "The harbour was quiet" --neighbors 2
@@ -184,10 +185,10 @@ def search(
     runtime: StoreRuntime,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the stored passages that are nearest to a text, for the model.
+    """Show the stored passages that are nearest to a text in the model's key space.
 
-    These are what predictions after such text come from: the store is searched at each token of the text and
-    at its end. The share says how much of all that was found lies in a passage.
+    The model's predictions for this text come from these passages. The store is searched at each token of the
+    text and at its end. The share of a passage is its part of all neighbors found.
 
     Examples:
       knnstore search "The harbour was quiet"
@@ -205,14 +206,14 @@ def search(
 
 
 def _lines_of(passage: "Passage") -> Iterator[str]:
-    """Where a passage is, and below it its text."""
+    """Yield the output lines of a passage: its share and place, then its wrapped text."""
     yield f"{passage.share:6.1%}  {printable(f'{passage.domain}/{passage.document}:{passage.position}')}"
     text = printable(" ".join(passage.text.split()))
     yield from textwrap.wrap(text, 79, initial_indent=" " * 8, subsequent_indent=" " * 8)
 
 
 def _lines(token: "TokenExplanation") -> Iterator[str]:
-    """A token, and below it its neighbors."""
+    """Yield the output lines of a token: its probabilities, then one line for each neighbor."""
     apart = [f"{name} {share:.2f}" for name, share in token.shares.items() if name != "model"]
     shares = f" ({', '.join(apart)})" if len(apart) > 1 else ""
     p_sub = "" if token.p_sub is None else f"  p_sub {_probability(token.p_sub)}"
@@ -227,22 +228,22 @@ def _lines(token: "TokenExplanation") -> Iterator[str]:
 
 
 def _probability(p: float) -> str:
-    """Four digits, two of what is rare."""
+    """Format a probability with four decimals; one below 0.001 in scientific notation."""
     return f"{p:.4f}" if p >= 0.001 or p == 0 else f"{p:.1e}"
 
 
 def table_of_sources(sources: Sequence[Mapping[str, Any]]) -> str:
-    """Write the documents that gave most to a text, from `credits_of`."""
+    """Format the first sources of `credits_of`, which have the largest shares, as a table."""
     most = [{**source, "share": f"{source['share']:6.1%}"} for source in sources[:_SOURCES_SHOWN]]
     return table(most, ["share", "domain", "document", "passage"])
 
 
 def credits_of(tokens: Sequence["TokenExplanation"]) -> list[dict[str, Any]]:
-    """Add up, by document, how much of the probability of a text's tokens was retrieved there.
+    """Sum up for each document its part of the probability of a text's tokens.
 
     Returns:
-        Objects with share (of all tokens' probability), domain, document and passage (around the
-        record that gave most), the largest share first.
+        Objects with share (averaged over all tokens), domain, document and passage (the text around the
+        record with the largest part), sorted by share, largest first.
     """
     credits: dict[tuple[str, str], list[tuple[float, str]]] = {}
     for token in tokens:

@@ -1,4 +1,4 @@
-"""Commands that make a store and fill it."""
+"""Commands that create a store and fill it: `init`, `add` and `sync`."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -119,7 +119,7 @@ def init(
 ) -> None:
     """Make an empty store for a model.
 
-    The store remembers the model and its tokenizer, and refuses another.
+    The store saves which model and tokenizer it is for, and refuses any other.
 
     Examples:
       knnstore init --model examples/tiny-lm
@@ -178,7 +178,7 @@ def init(
 
 
 _MOST_NAMED = 10
-"""Documents of each kind that `sync` names, where -v does not ask for all."""
+"""Number of documents of each kind that `sync` lists without ``-v``."""
 
 
 def add(
@@ -230,11 +230,11 @@ def sync(
     runtime: StoreRuntime,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a domain what a folder is: new and changed documents are stored, what is gone there is removed.
+    """Make a domain equal to a folder: add new documents, replace changed ones, remove missing ones.
 
-    A document is known by its path in the folder; a file that was moved keeps its records. What cannot be
-    read stays as it is stored. The model is loaded only where there is text to store. Removing more than
-    half of the domain needs a yes.
+    A document's path in the folder is its id. A moved file keeps its records. A document that cannot be read
+    stays stored as it is. The model is loaded only if text must be stored. Removing more than half of the
+    domain asks for confirmation.
 
     Examples:
       knnstore sync letters --domain letters --dry-run
@@ -303,19 +303,19 @@ def sync(
         if gone:
             with knnstore.open(runtime.home, "a") as store:
                 store.remove_selected(knnstore.Selection((domain,), documents=tuple(gone)))
-        elif not is_settled:  # opening for writing finishes what a killed writer began; one at work does so
-            with suppress(LockedError, ReadOnlyError):
+        elif not is_settled:  # opening for writing completes the changes of a killed writer
+            with suppress(LockedError, ReadOnlyError):  # a running writer completes its changes itself
                 knnstore.open(runtime.home, "a").close()
     result |= {"tokens": tokens}
     print_result(result, pairs(_without_names(result)), as_json=as_json)
 
 
 def _without_names(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a result without the names of what was left out, which are printed by reason."""
+    """Return a result without the names of left-out documents, which `Documents.report` prints."""
     return {name: value for name, value in result.items() if name != "left_out"}
 
 
 def _some(ids: Sequence[str]) -> list[str]:
-    """As many ids as are shown, and how many more there are."""
+    """Return the ids to print: the first `_MOST_NAMED` and the number of the others; all with ``-v``."""
     most = len(ids) if LOG.verbose else _MOST_NAMED
     return [*ids[:most], *([f"{len(ids) - most:,} more (-v names them)"] if len(ids) > most else [])]

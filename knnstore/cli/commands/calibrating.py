@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from knnstore.lm import Comparison
 
 STORED_TOKENS = 64_000
-"""That are predicted where there is no other text."""
+"""Number of stored tokens that are predicted if no held-out text is given."""
 _COMPARED = ("model alone", "current")
 _MOST_SHOWN = 8
 _LEGEND = """\
@@ -76,15 +76,19 @@ def calibrate(
 ) -> None:
     """Fit k or probes, temperature, lambda and mixer to held-out text, or the store's own, and save the best.
 
-    The model reads the documents once; then every candidate is fitted on half of the documents and judged
-    on the other half, both ways (two-fold cross-fitting). Where there are 2 to 16 domains, each is searched
-    on its own too, and weights of their own are a candidate. The table gives held-out perplexities with
-    intervals of 95 % over documents, and their ratio to that of the model alone. What is best is saved for
-    these domains (or the whole store) and used by eval, generate and explain from then on; nothing is saved
-    unless it beats the model alone, and settings chosen before, beyond chance; those that were fitted to this
-    very text are replaced. The lowest of many is low by luck too: what is saved with it is what to expect, of
-    each half by the best on the other half. Then beginnings of the documents are continued, and what makes
-    text repeat itself, as a cache may, is left out by generate and by the server.
+    The model reads the documents once. Each candidate is fitted on one half of the documents and evaluated
+    on the other half, both ways (two-fold cross-fitting). With 2 to 16 domains, each domain is also searched
+    on its own, and one weight for each domain is a further candidate. The table shows held-out perplexities
+    with 95 % intervals over documents, and their ratio to the perplexity of the model alone.
+
+    The best settings are saved for these domains (or the whole store); eval, generate and explain use them
+    from then on. They are saved only if they beat the model alone, and the settings saved before, beyond
+    chance. Saved settings that were fitted to this same text are always replaced. The lowest of many
+    perplexities is partly luck, so the perplexity to expect is saved too: that of each half, with the
+    settings that are best on the other half.
+
+    At the end the model continues beginnings of the documents. Components that make the generated text repeat
+    itself, as a cache can, are left out by generate and by the server.
 
     Examples:
       knnstore calibrate dev.jsonl
@@ -167,7 +171,12 @@ def calibrate(
 
 
 def _of_writing(scoring_only: Sequence[str], written: Sequence[Mapping[str, Any]]) -> str:
-    """What counts in scoring only, and how much text repeats itself with and without it: one line."""
+    """Describe in one line the components for scoring only, and the repetition in generated text.
+
+    Args:
+        scoring_only: names of the components that are left out of generation.
+        written: measurements of generated text, each with its components and its share of repeated 4-grams.
+    """
     left = ", ".join(scoring_only)
     what = f"counts in scoring only: {left}" if left else "everything counts in writing too"
     shares = {one["of"]: one["repeated_4grams"] for one in written}
@@ -186,7 +195,7 @@ def _of_writing(scoring_only: Sequence[str], written: Sequence[Mapping[str, Any]
 
 
 def _rows(comparison: "Comparison") -> list[dict[str, Any]]:
-    """A row for the model alone, for the settings until now, and for each candidate."""
+    """Return the table's rows: the model alone, the current settings if any, and each candidate."""
     from knnstore.lm import Interval
 
     alone = figures(None, 0.0, comparison.base, Interval(1.0, 1.0, 1.0))
@@ -197,11 +206,17 @@ def _rows(comparison: "Comparison") -> list[dict[str, Any]]:
 
 
 def _shown_candidates(rows: Sequence[Mapping[str, Any]], saved: bool, kept: bool) -> str:
-    """Write the best candidates and what they are compared with, a star before what is saved now."""
+    """Format a table of the model alone, the current settings and the best candidates.
+
+    Args:
+        rows: the rows of `_rows`.
+        saved: True if settings were saved.
+        kept: True if the current settings stay. The star marks them, or else the saved candidate.
+    """
     fixed = [row for row in rows if row["mixer"] in _COMPARED]
     tried = sorted((row for row in rows if row["mixer"] not in _COMPARED), key=lambda row: float(row["ppl"]))
     most = len(tried) if LOG.verbose else _MOST_SHOWN
-    star = len(fixed) - kept if saved or kept else -1  # below the settings until now, or these
+    star = len(fixed) - kept if saved or kept else -1  # the first candidate, or the current settings
     marked = [
         {**row, "mixer": f"{'*' if at == star else ' '} {row['mixer']}"}
         for at, row in enumerate([*fixed, *tried[:most]])
@@ -211,12 +226,12 @@ def _shown_candidates(rows: Sequence[Mapping[str, Any]], saved: bool, kept: bool
 
 
 def _show_saved(home: Path, domains: Sequence[str] | None, as_json: bool) -> None:
-    """Print the settings that are saved for these domains, else for the whole store."""
+    """Print the settings that are saved for these domains or, if none are, for the whole store."""
     import knnstore
 
     with knnstore.open(home) as store:
         chosen = tuple(domains or ())
-        store.record_count(knnstore.Selection(domains=chosen or None))  # an unknown domain is an error
+        store.record_count(knnstore.Selection(domains=chosen or None))  # raises for an unknown domain
         found = [(scope, store.settings(scope)) for scope in ((chosen, ()) if chosen else ((),))]
         scope, saved = next(((scope, one) for scope, one in found if one and one.query), ((), None))
         known = len(store.stored_content(saved.fitted_on)) if saved else 0
@@ -231,8 +246,8 @@ def _show_saved(home: Path, domains: Sequence[str] | None, as_json: bool) -> Non
         made["writing"] = _of_writing(saved.query.get("scoring_only") or (), how.get("written") or ())
     if known:
         made["goes"] = f"with any of {known:,} stored documents that it was fitted to"
-    told = {"k"} if saved.query.get("probes") else set()  # cells are visited, no nearest chosen
-    told |= {"mixer"} if saved.query.get("gate") else set()  # which only weighs where the gate does not
+    told = {"k"} if saved.query.get("probes") else set()  # with probes, k has no effect
+    told |= {"mixer"} if saved.query.get("gate") else set()  # with a gate, the mixer is only a fallback
     settings = {
         name: value for name, value in saved.query.items() if value not in (None, []) and name not in told
     }
@@ -248,7 +263,10 @@ def _show_saved(home: Path, domains: Sequence[str] | None, as_json: bool) -> Non
 
 
 def _drop_saved(home: Path, domains: Sequence[str] | None, as_json: bool) -> None:
-    """Drop the settings that are saved for exactly these domains; a trained substitute stays."""
+    """Delete the settings that are saved for exactly these domains, and print the result.
+
+    Derived defaults do not count as saved. A trained substitute stays. Damaged settings are deleted too.
+    """
     import knnstore
     from knnstore.errors import CatalogError
     from knnstore.store import SavedSettings
@@ -257,7 +275,7 @@ def _drop_saved(home: Path, domains: Sequence[str] | None, as_json: bool) -> Non
     with knnstore.open(home, "a") as store:
         try:
             saved = store.settings(chosen)
-        except CatalogError:  # damaged
+        except CatalogError:  # the saved settings are damaged
             saved = SavedSettings(query={"damaged": True})
         is_there = saved is not None and bool(saved.query) and saved.derived is None
         if saved is not None and is_there:
@@ -268,7 +286,7 @@ def _drop_saved(home: Path, domains: Sequence[str] | None, as_json: bool) -> Non
 
 
 def _short(value: Any) -> Any:
-    """A part of settings as it fits a line: its name, or how large it is."""
+    """Shorten a value of the settings for one line: a list of numbers becomes the count of its values."""
     if isinstance(value, Mapping):
         parts = {"lambda" if name == "lam" else name: part for name, part in value.items()}
         return ", ".join(f"{name} {_short(part)}" for name, part in parts.items() if part not in (None, []))

@@ -1,6 +1,6 @@
-"""The main job in one command: add a domain, measure, add another, take it away, write a text.
+"""The command `demo`: add a domain, evaluate, add a second one, remove it again, and generate a text.
 
-The text is what every installation has: Python's language reference and the docstrings of numpy.
+Its documents are in every installation: Python's language reference and the docstrings of numpy.
 """
 
 import inspect
@@ -30,17 +30,17 @@ LIBRARY = "library-docs"
 _MODULES = ("numpy", "numpy.linalg", "numpy.fft", "numpy.random")
 _LIBRARY_DOCUMENTS = 66
 _SHORTEST, _LONGEST = 500, 4_000
-"""Characters of a document: shorter ones are left out and longer ones cut, to save time."""
+"""Length of a document in characters. Shorter documents are left out and longer ones cut, to save time."""
 _HELD_OUT_EVERY = 14
-"""One document in so many is held out."""
+"""Every 14th document is held out."""
 _PROMPT = "Returns the sum of the array elements along"
 _NEW_TOKENS = 20
 _LAMBDA_OF_TEXT = 0.8
-"""Text so far from what the model has read is written better with more weight on retrieval."""
+"""Weight of retrieval for generation. The model has hardly seen text of this kind, so the store gets more."""
 
 
 class Corpus(NamedTuple):
-    """A domain's documents, some of them held out."""
+    """The documents of a domain: those to store, and those held out for evaluation."""
 
     domain: str
     stored: "list[TextDocument]"
@@ -81,10 +81,15 @@ def demo(
 
 
 def demonstrate(lm: "KNNLMForCausalLM", corpora: list[Corpus], bar: Bar) -> dict[str, Any]:
-    """Add two domains to an empty store and take the second away again.
+    """Add two domains to an empty store, then remove the second again.
+
+    Args:
+        lm: the model with its empty store. It keeps the first domain.
+        corpora: the two domains.
+        bar: shows the progress.
 
     Returns:
-        Perplexities of each state by domain, whether removing restored them, speeds, and a
+        The perplexities by state and domain, a flag that removing restored them exactly, speeds, and a
         continuation with its sources.
     """
     first, second = corpora
@@ -100,14 +105,17 @@ def demonstrate(lm: "KNNLMForCausalLM", corpora: list[Corpus], bar: Bar) -> dict
         evaluations.extend(found.values())
         return perplexities
 
+    # 1) Add both domains, one after the other.
     added = [lm.add(first.stored, domain=first.domain, progress=bar)]
     before = measure(f"with {first.domain}")
     added.append(lm.add(second.stored, domain=second.domain, progress=bar))
     measure(f"with {second.domain} as well")
+    # 2) Continue a text without and with the store.
     alone, strong = replace(lm.knn, lam=0.0), replace(lm.knn, lam=_LAMBDA_OF_TEXT)
     without = lm.generate_text(_PROMPT, max_new_tokens=_NEW_TOKENS, knn=alone)
     continuation = lm.generate_text(_PROMPT, max_new_tokens=_NEW_TOKENS, knn=strong)
     sources = credits_of(lm.explain(continuation, strong, after=_PROMPT, neighbors=32))
+    # 3) Remove the second domain: the perplexities must be the same as before it.
     lm.store.remove_domain(second.domain)
     after = measure(f"after removing {second.domain}")
     return {
@@ -153,14 +161,14 @@ def _default_model() -> str:
 
 
 def reference() -> Corpus:
-    """The language reference as `help()` has it, a document a topic."""
+    """Return Python's language reference, as `help()` shows it. Each topic is a document."""
     from pydoc_data.topics import topics
 
     return _split(REFERENCE, sorted(topics.items()))
 
 
 def library() -> Corpus:
-    """Docstrings of numpy's functions and classes, spread evenly over the alphabet."""
+    """Return docstrings of numpy's functions and classes, evenly sampled from the alphabetic order."""
     documented: dict[str, str] = {}
     for name in _MODULES:
         module = import_module(name)
@@ -181,9 +189,10 @@ def _split(domain: str, texts: Iterable[tuple[str, str]]) -> Corpus:
 
 
 def _unrepeated(texts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Join each paragraph to one line, without ruled lines, and keep it in the first text that has it.
+    """Yield texts with one line for each paragraph, without ruled lines and repeated paragraphs.
 
-    So nothing that is held out is stored elsewhere, and indentation is not what is predicted.
+    A paragraph stays only in the first text that contains it, so that no held-out paragraph is stored.
+    Joining the lines removes the indentation, so that it is not predicted. Short texts are left out.
     """
     seen: set[str] = set()
     for id, text in texts:

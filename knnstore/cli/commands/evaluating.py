@@ -1,4 +1,4 @@
-"""The command that measures perplexity."""
+"""The command `eval`, which measures perplexity, and the text forms of its result."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -74,11 +74,11 @@ def evaluate(
 ) -> None:
     """Measure perplexity with and without the store.
 
-    The documents should not be in the store. Perplexity is that of the model alone and of the mixture, for
-    each token, word and byte; "helped" is the share of tokens to which retrieval gives more probability than
-    the model. With a continuous cache or n-grams it is also told what the store, the cache and the n-grams do
-    alone. --json has everything: base_ppl, knn_ppl, store_ppl, cache_ppl, ngram_ppl, by_frequency,
-    by_distance and more.
+    The documents should not be in the store. Prints the perplexity of the model alone and of the mixture, by
+    token, word and byte. "helped" is the share of tokens to which retrieval gives a higher probability than
+    the model. With a continuous cache or n-grams, it also prints the perplexities with the store, the cache
+    and the n-grams alone. --json has all values: base_ppl, knn_ppl, store_ppl, cache_ppl, ngram_ppl,
+    by_frequency, by_distance and more.
 
     Examples:
       knnstore eval held-out.jsonl
@@ -107,7 +107,7 @@ def evaluate(
         selection = selected.selection()
         settings = query.settings(lm.store, selection)
         texts: Iterable[TextDocument] = documents.read(bar)
-        if audited:  # which reads them again
+        if audited:  # the audit reads the documents a second time
             texts = list(usable_documents(lm.reader, texts, documents.skipping(bar)))
         found = lm.evaluate(
             texts,
@@ -149,7 +149,7 @@ def evaluate(
 
 
 def summary(result: Mapping[str, Any]) -> str:
-    """Write an evaluation in some ten lines."""
+    """Format the main figures of an evaluation in about ten lines."""
     sides = {"model alone": "base", "with the store": "knn"}
     perplexities = [
         {"": name, **{title: result[f"{side}_{unit}ppl"] for title, side in sides.items()}}
@@ -171,7 +171,7 @@ def summary(result: Mapping[str, Any]) -> str:
 
 
 def details_of(result: Mapping[str, Any]) -> str:
-    """Write what `summary` leaves out, each row of tokens with its perplexities."""
+    """Format the figures that `summary` leaves out, and tables of perplexities by groups of tokens."""
     said = {"documents", "tokens", "tokens_per_s", "k", "probes", "temperature", "lambda", "mixer", "helped"}
     plain_values = {
         name: value
@@ -196,10 +196,10 @@ def _sliced(name: str, rows: Any) -> str:
 
 
 def check_writable(file: Path) -> None:
-    """Refuse the name of a file that cannot be made, before the work.
+    """Check before the work that a file can be created.
 
     Raises:
-        ConfigError: its folder is not there, or cannot be written.
+        ConfigError: if its folder is missing or cannot be written to.
     """
     folder = file.resolve().parent
     if not os.access(folder, os.W_OK):
@@ -207,12 +207,16 @@ def check_writable(file: Path) -> None:
 
 
 def intervals_of(found: "Evaluation") -> dict[str, dict[str, float]]:
-    """The intervals of an evaluation by name, as objects."""
+    """Return the confidence intervals of an evaluation by name, as dicts."""
     return {name: interval._asdict() for name, interval in found.intervals._asdict().items()}
 
 
 def trained_substitute(store: "KNNStore", selection: "Selection") -> "Substitute":
-    """The substitute that was trained on exactly these domains; that there is none is an error."""
+    """Return the substitute that was trained on exactly these domains.
+
+    Raises:
+        ConfigError: if none was trained on them, or if the selection has tags or a condition.
+    """
     from knnstore.lm import find_trained_substitute
 
     if selection.tags or selection.where:

@@ -1,4 +1,4 @@
-"""Commands that say what there is; none needs the model."""
+"""Commands that list domains, documents, properties of the store, and engines. They need no model."""
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
@@ -95,7 +95,7 @@ def show(
 
 
 def info(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:
-    """Say what the store is made for and how full it is.
+    """Show the properties of the store: its model, keys, engine, and numbers of documents and records.
 
     Examples:
       knnstore info
@@ -109,8 +109,8 @@ def info(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:
 def adapters(as_json: JsonOption = False) -> None:
     """List the vector engines that are installed.
 
-    Says of each the version of its library and of the package that brings the adapter, what it can do
-    with its default parameters, and, where it cannot be used, what to install.
+    Shows the version of each engine's library and of the package of its adapter, its abilities with default
+    parameters, and, if it cannot be used, the package to install.
 
     Examples:
       knnstore adapters

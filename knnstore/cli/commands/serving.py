@@ -1,4 +1,4 @@
-"""Commands that serve a store, and look after the keys of its server."""
+"""Commands that serve a store and manage the API keys of its server."""
 
 import logging
 import re
@@ -83,10 +83,11 @@ def serve(
     ] = False,
     runtime: StoreRuntime,
 ) -> None:
-    """Serve the store: OpenAI's protocol, for whatever speaks it.
+    """Serve the store over HTTP with OpenAI's protocol.
 
-    The model's name says what is retrieved from: MODEL is the model alone, MODEL+DOMAIN the model with that
-    domain, MODEL+DOMAIN+DOMAIN with both. SIGTERM ends what runs and then the server.
+    The model's name in a request selects the domains to retrieve from: MODEL is the model alone, MODEL+DOMAIN
+    is the model with this domain, MODEL+DOMAIN+DOMAIN with both. After SIGTERM the server finishes the
+    running requests, then exits.
 
     Examples:
       knnstore serve --port 8000
@@ -101,7 +102,7 @@ def serve(
         )
     Home.open(runtime.home)
     mode: Literal["r", "a"] = "r" if read_only else "a"
-    with KNNStore.open(runtime.home, mode) as store:  # before torch is loaded, whatever is wrong with it
+    with KNNStore.open(runtime.home, mode) as store:  # before torch is loaded, to report errors early
         name = model or Path(store.identity.model).name
         place = place_of_model(store, runtime.model_at)
     _log()
@@ -163,12 +164,12 @@ def key_add(
     home: HomeOption = DEFAULT_HOME,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a key for a server of this store, and print it, once.
+    """Make an API key for the servers of this store, and print it. It cannot be shown again.
 
-    predict lets a client have text written and scored, read see documents and where predictions come from,
-    write add and remove documents, admin all of that and the metrics. With --domain nothing else of the store
-    is there for it. A server that runs knows the key at once. Whoever asks for more than --requests and
-    --tokens is told when to come back; each server counts for itself.
+    The right predict allows to generate and score text, read to see documents and the sources of predictions,
+    write to add and remove documents, admin all of these and the metrics. --domain hides all other domains
+    from the key. Running servers accept the key at once. A request beyond --requests or --tokens is refused,
+    and told when to try again; each server counts on its own.
 
     Examples:
       knnstore key add --right predict --domain letters --expires 90d
@@ -193,7 +194,7 @@ def key_add(
 
 
 def key_list(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:
-    """List the keys of servers of this store, without what is secret.
+    """List the API keys of this store, without their secrets.
 
     Examples:
       knnstore key list --json
@@ -210,7 +211,7 @@ def key_revoke(
     home: HomeOption = DEFAULT_HOME,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a key useless, at once.
+    """Revoke an API key. Servers refuse it at once.
 
     Examples:
       knnstore key revoke 0a1b2c3d4e5f
@@ -226,7 +227,7 @@ def key_revoke(
 
 @contextmanager
 def _catalog(home: Path) -> Iterator["Catalog"]:
-    """The catalog of a store, whoever else has it open."""
+    """Open the catalog of a store while the context is open. Other processes may use the store meanwhile."""
     from knnstore.catalog import Catalog
     from knnstore.store import Home
 
@@ -238,6 +239,7 @@ def _catalog(home: Path) -> Iterator["Catalog"]:
 
 
 def _duration(given: str) -> timedelta:
+    """Parse a duration such as 30m, 12h, 90d or 4w. Raises typer.BadParameter for any other text."""
     found = re.fullmatch(r"(\d{1,6})([mhdw])", given)
     if found is None:
         raise typer.BadParameter(
@@ -247,6 +249,7 @@ def _duration(given: str) -> timedelta:
 
 
 def _row(key: "AccessKey") -> dict[str, Any]:
+    """Return the printed fields of an API key."""
     return {
         "id": key.id,
         "name": key.name,
@@ -260,7 +263,7 @@ def _row(key: "AccessKey") -> dict[str, Any]:
 
 
 def _log() -> None:
-    """Let what the server says of itself be its log."""
+    """Print the log records of knnstore, from INFO, and of uvicorn, from WARNING, as the server's log."""
     for name in ("knnstore", "uvicorn"):
         logger = logging.getLogger(name)
         logger.handlers = [Lines(timed=True)]

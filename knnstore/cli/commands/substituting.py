@@ -1,4 +1,4 @@
-"""The command that trains a substitute of the store."""
+"""The command `substitute`, which trains a substitute of the store."""
 
 from dataclasses import asdict
 from typing import Annotated
@@ -32,13 +32,13 @@ def substitute(
     runtime: StoreRuntime,
     as_json: JsonOption = False,
 ) -> None:
-    """Train a substitute of the store: what part of its gain needs no retrieval.
+    """Train a substitute of the store, to see how much of its gain needs no retrieval.
 
-    A few rows for each token of the vocabulary are trained to predict, from the keys, what the store
-    holds; the model itself stays as it is. Some documents are held out to stop in time and to find the
-    weight beside the model. `eval --substitute` measures what part of the store's gain it recovers, and
-    `calibrate` tries it alone and beside the store from then on. When a document that it was trained
-    on is removed or replaced, the substitute goes too, for it holds traces of each.
+    The substitute has a few rows for each token of the vocabulary. They are trained to predict the stored
+    tokens from their keys; the model itself does not change. Some documents are held out, for early stopping
+    and to fit the weight of the substitute. `eval --substitute` measures how much of the store's gain it
+    recovers, and `calibrate` tries it alone and together with the store from then on. When a document of its
+    training is removed or replaced, the substitute is deleted too, because it holds traces of the document.
 
     Examples:
       knnstore substitute

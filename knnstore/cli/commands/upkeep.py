@@ -1,4 +1,4 @@
-"""Commands that change what is in a store or look after it; none needs the model."""
+"""Commands that change, move, check or repair a store. They need no model."""
 
 import time
 from collections.abc import Sequence
@@ -83,11 +83,11 @@ def remove(
     home: HomeOption = DEFAULT_HOME,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove documents, also all with a tag or whose metadata meet a condition, or a whole domain.
+    """Remove documents: by id, by tag, by a condition on metadata, or a whole domain.
 
-    When the command ends, nothing of it is retrieved by any process. Its tokens and keys stay readable in
-    the files of the engine and of the database, for whoever reads these, until `knnstore erase`. Before a
-    whole domain goes it asks at a terminal, and elsewhere takes --yes.
+    When the command ends, no process retrieves the removed documents any more. Their tokens and keys stay
+    readable in the files of the engine and the database until `knnstore erase`. Removing a whole domain asks
+    for confirmation at a terminal; without a terminal it needs --yes.
 
     Examples:
       knnstore remove second.txt
@@ -138,25 +138,32 @@ def remove(
 def _chosen(
     store: "KNNStore", ids: Sequence[str], domain: str | None, tag: str | None, where: str | None
 ) -> "Selection":
-    """What is to be removed; that an id, a tag or a domain is not there is an error."""
+    """Return the selection of documents to remove.
+
+    A condition that no document meets prints a note.
+
+    Raises:
+        DocumentNotFoundError, DomainNotFoundError: if an id, a tag or a domain does not exist.
+    """
     if ids:
         found = [store.document(id, domain=domain) for id in ids]
         return knnstore.Selection(tuple({one.domain for one in found}), documents=tuple(ids))
     domains, tags = (None if one is None else (one,) for one in (domain, tag))
     chosen = knnstore.Selection(domains, tags=tags, where=where)
     if where is not None:
-        say_if_nothing(store, chosen)  # no error: a condition may come from a clock
+        say_if_nothing(store, chosen)  # no error: a condition on dates may often meet no document
     elif not store.lengths(chosen):
         raise DocumentNotFoundError(why_nothing(store, chosen))
     return chosen
 
 
 def erase(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:
-    """Rewrite whatever still holds text or keys that were removed.
+    """Rewrite all files that still hold text or keys of removed documents.
 
-    `remove` takes documents away from every reader at once, but leaves bytes of them: in the engine's files,
-    where the ids of the records are the text, and in the database's free pages and log. When this command
-    ends, no file of the store holds any. It names what it cannot reach; backups are yours to erase.
+    `remove` hides documents from every reader at once, but leaves their bytes: in the files of the engine,
+    where the ids of the records reveal the text, and in free pages and the log of the database. When this
+    command ends, no file of the store holds them. It names the places that it cannot reach. Erase backups
+    yourself.
 
     Examples:
       knnstore erase
@@ -186,10 +193,10 @@ def move(
 ) -> None:
     """Move the keys to another engine.
 
-    They are copied without the model and both sides are compared, then the store switches and the old
-    keys are removed. Interrupted before that, nothing has changed: the same command goes on where it
-    stopped, and --abandon drops what was copied. Prints how many of the true nearest neighbors of some
-    stored keys the new engine finds.
+    The keys are copied without the model, and both sides are compared. Then the store switches to the new
+    engine, and the old keys are removed. If the command is interrupted before the switch, the store is
+    unchanged: run the same command to continue, or --abandon to delete the copy. Prints the recall of the new
+    engine: the share of the true nearest neighbors of some stored keys that it finds.
 
     Examples:
       knnstore move --store faiss --location keys-2 --param index=exact
@@ -221,9 +228,9 @@ def move(
 
 
 def optimize(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:
-    """Build indexes and reclaim the space of what was removed.
+    """Build indexes and reclaim the space of removed records.
 
-    `add` does this by itself; it is worth a call after much was removed.
+    `add` does this by itself. It is useful after many documents were removed.
 
     Examples:
       knnstore optimize
@@ -239,10 +246,9 @@ def optimize(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> No
 def verify(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:
     """Read and check everything that is stored.
 
-    Prints what is wrong, a line each; the exit status is 1 then. Damaged keys are named with their
-    documents: remove these and add them again. Beside a writer at work, the documents that it has not
-    committed yet are reported too. Names, tags, metadata and settings have no checksum, so that another
-    one in their place is not found.
+    Prints one line for each problem; the exit status is 1 then. Damaged keys are named with their documents:
+    remove these documents and add them again. While another process writes, its uncommitted documents are
+    reported too. Names, tags, metadata and settings have no checksum, so a change in them is not found.
 
     Examples:
       knnstore verify
@@ -264,11 +270,11 @@ def repair(
     home: HomeOption = DEFAULT_HOME,
     as_json: JsonOption = False,
 ) -> None:
-    """Settle what an interrupted writer left, and verify.
+    """Clean up after an interrupted writer, and verify the store.
 
-    Documents that were half added or half removed go; every command that writes does this first.
-    Records that belong to no document go as well. Indexes and whatever else is derived from the keys are
-    made anew where they are damaged.
+    Documents that were added or removed only partly are removed; every command that writes does this first.
+    Records without a document are removed too. Damaged indexes and other data derived from the keys are built
+    again.
 
     Examples:
       knnstore repair
@@ -280,7 +286,11 @@ def repair(
 
 
 def _report(records: int, problems: list[str], which: str, *, as_json: bool) -> None:
-    """Print what was found; problems are an error."""
+    """Print the result of a check.
+
+    Raises:
+        KnnstoreError: if there are problems; `which` says in the message which problems.
+    """
     sentence = "\n".join(problems) or f"sound: {records:,} records"
     print_result({"records": records, "problems": problems}, sentence, as_json=as_json)
     if problems:
@@ -288,7 +298,7 @@ def _report(records: int, problems: list[str], which: str, *, as_json: bool) -> 
 
 
 def upgrade(home: HomeOption = DEFAULT_HOME) -> None:
-    """Bring the database to the schema of this package.
+    """Upgrade the database to the schema of this version.
 
     Examples:
       knnstore db upgrade
