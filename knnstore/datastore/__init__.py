@@ -1,7 +1,7 @@
-"""The vector side: the `Datastore` protocol, and all that whoever implements or uses it needs.
+"""The vector side: the `Datastore` protocol, and everything that its implementations and users need.
 
-Adapters import from here and from `knnstore.errors` alone. No engine is imported, nor torch, nor SQL; engines
-are found through `registry`.
+Adapters import only from here and from `knnstore.errors`. Importing this package imports no engine, no torch
+and no SQL. `registry` finds the engines.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,8 @@
-"""Checks of arguments that every adapter makes, so that all refuse the same things alike."""
+"""Checks of arguments, shared by all adapters so that each refuses the same input with the same message.
+
+`checked_keys` and `checked_records` check vectors and records, `checked_k` checks counts, and
+`checked_params` checks an adapter's parameters.
+"""
 
 from typing import Any
 
@@ -10,20 +14,27 @@ from knnstore.datastore.records import ID_LIMIT
 from knnstore.errors import ConfigError, DimensionMismatchError, InvalidVectorError
 
 _GROUP_LIMIT = 2**31
+"""Group ids must be below this limit, because they are stored as int32."""
 
 
 def checked_keys(keys: ArrayLike, dim: int, *, what: str = "keys") -> Keys:
-    """Cast to C-contiguous float32 of shape (n, dim) and refuse what is not finite.
+    """Cast vectors to C-contiguous float32 of shape (n, dim), and refuse values that are not finite.
+
+    Args:
+        keys: an array, or anything that numpy converts to one. It is copied only if dtype or layout differ.
+        dim: the required number of components.
+        what: noun for the vectors in error messages.
 
     Raises:
         DimensionMismatchError: the last axis is not `dim` long.
-        InvalidVectorError: a component is NaN or infinite; names the first such row.
-        ValueError: not a two-dimensional array.
+        InvalidVectorError: a component is NaN or infinite; the message names the first such row.
+        ValueError: the array does not have two dimensions.
     """
     if isinstance(keys, np.ndarray) and keys.dtype == np.float32:
         array = np.ascontiguousarray(keys)
     else:
-        with np.errstate(over="ignore"):  # what overflows becomes infinite and is refused as such
+        # values that overflow float32 become infinite, and are refused below
+        with np.errstate(over="ignore"):
             array = np.ascontiguousarray(keys, np.float32)
     if array.ndim != 2:
         raise ValueError(f"{what} need two axes (n, {dim}), got shape {array.shape}")
@@ -40,10 +51,11 @@ def checked_records(ids: ArrayLike, keys: ArrayLike, groups: ArrayLike, dim: int
     """Check and cast the arguments of `Datastore.add`.
 
     Returns:
-        ids int64 (n,), keys float32 (n, dim), groups int32 (n,); casts copy only where needed.
+        ids int64 (n,), keys float32 (n, dim), groups int32 (n,). Arrays are copied only where a cast needs
+        it.
 
     Raises:
-        ValueError: shapes differ, an id or a group is negative or too great, an id stands twice.
+        ValueError: shapes differ, an id or a group is negative or too large, or an id occurs twice.
         DimensionMismatchError, InvalidVectorError: see `checked_keys`.
     """
     checked = checked_keys(keys, dim)
@@ -66,22 +78,25 @@ def checked_records(ids: ArrayLike, keys: ArrayLike, groups: ArrayLike, dim: int
 
 
 def checked_k(k: int, *, what: str = "k") -> int:
-    """Return k, or another count, or raise ValueError when it is below 1."""
+    """Return a count unchanged, or raise ValueError if it is below 1.
+
+    `what` names the count in the message.
+    """
     if k < 1:
         raise ValueError(f"{what} must be at least 1, got {k}")
     return k
 
 
 def checked_params(adapter: str, params: dict[str, Any], accepted: dict[str, Any]) -> dict[str, Any]:
-    """Fill an adapter's parameters with their defaults and refuse unknown ones.
+    """Return an adapter's parameters with defaults filled in, and refuse unknown parameters.
 
     Args:
         adapter: the adapter's name, for the message.
-        params: what the user gave.
+        params: the parameters from the user. Values are not checked.
         accepted: every parameter's name and default.
 
     Raises:
-        ConfigError: a parameter is unknown; names the accepted ones.
+        ConfigError: a parameter is unknown; the message names the accepted parameters.
     """
     unknown = sorted(set(params) - set(accepted))
     if unknown:

@@ -1,4 +1,7 @@
-"""The arrays and small records that the `Datastore` protocol speaks in."""
+"""The array types and small records in the signatures of the `Datastore` protocol.
+
+Arrays: `Ids`, `Keys`, `Groups`, `Distances`. Records: `Metric`, `Filter`, `Capabilities`, `DamagedPart`.
+"""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -9,20 +12,20 @@ from numpy.typing import NDArray
 from knnstore.datastore.ranges import IdRanges
 
 Ids = NDArray[np.int64]
-"""Record ids, shape (n,), each >= 0. In results -1 stands for a missing neighbor."""
+"""Record ids, shape (n,), each >= 0. In search results -1 marks a missing neighbor."""
 
 Keys = NDArray[np.float32]
-"""Vectors, shape (n, dim), C-contiguous, finite."""
+"""Vectors (keys or queries), shape (n, dim), C-contiguous, finite."""
 
 Groups = NDArray[np.int32]
 """The group of each record, shape (n,), each >= 0."""
 
 Distances = NDArray[np.float32]
-"""Distances, smaller is nearer; in results +inf stands for a missing neighbor."""
+"""Distances; a smaller value is nearer. In search results +inf marks a missing neighbor."""
 
 
 class Metric(StrEnum):
-    """How near two vectors are. Smaller is nearer for both."""
+    """Measure of distance between two vectors. For both metrics a smaller value is nearer."""
 
     L2 = "l2"
     """Squared Euclidean distance, >= 0."""
@@ -33,55 +36,59 @@ class Metric(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """A set of records, named twice; an adapter uses whichever name is cheap for its engine."""
+    """A set of records, described in two ways.
+
+    An adapter uses the description that is cheaper for its engine.
+    """
 
     ids: IdRanges
-    """Exactly the records with these ids; in the worst case one range for each, so any number of them."""
+    """The record ids of the set. It may have any number of ranges, in the worst case one for each record."""
 
     groups: frozenset[int] | None = None
-    """If not None: the same set is exactly the records of these groups."""
+    """Groups whose records are exactly the same set; None if the set is not a union of groups."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an engine can do; the conformance kit tests that each statement is true."""
+    """Features of an engine. The conformance kit tests that each value is true."""
 
     exact_search: bool
     """`search` returns the true nearest neighbors."""
 
     exact_keys: bool
-    """`iterate` returns the very float32 values given to `add` (else rounded to half precision)."""
+    """`iterate` returns the same float32 values that `add` got; if False, values rounded to half precision.
+    """
 
     persistent: bool
-    """What was flushed is there after the process ends."""
+    """Flushed records survive the end of the process."""
 
     shared_writers: bool
-    """Several processes may add at once (else the second one is refused)."""
+    """Several processes may add records at the same time; if False, the second writer is refused."""
 
     checks_keys: bool = False
-    """`verify` compares every stored byte of keys and ids with a checksum (else the store keeps some of its
-    own)."""
+    """`verify` compares every stored byte of keys and ids with a checksum. If False, the store keeps
+    checksums itself."""
 
     codes: str | None = None
-    """What keys are kept as where there are many, as ``pq32``: they come back near what was given, and no
-    more is said. None where `exact_keys` says all."""
+    """Name of the codes in which large groups store their keys, as ``pq32``. Such keys are read back only
+    approximately. None if `exact_keys` describes all keys."""
 
     coded_from: int | None = None
-    """Records from which on a group is so many."""
+    """Number of records from which a group counts as large and is coded; None without codes."""
 
 
 @dataclass(frozen=True, slots=True)
 class DamagedPart:
-    """Records that are lost, or that cannot be read."""
+    """Records that are lost or unreadable."""
 
     name: str
-    """What the engine calls it."""
+    """The engine's name for the part, unique in the datastore."""
 
     problem: str
-    """What is wrong, where, and what to do, in one line."""
+    """The problem, its place, and the remedy, in one line."""
 
     group: int
-    """The group of its records."""
+    """The group of the records."""
 
     ids: IdRanges
-    """Among which its records are."""
+    """Ids that include all ids of the damaged records; other ids may be among them."""

@@ -1,4 +1,7 @@
-"""Exact distances between vectors: each with each, row by row, and the nearest rows of a matrix."""
+"""Exact distances between vectors: all pairs, row by row, and the nearest rows of a matrix.
+
+`pairwise` and `nearest_rows` multiply matrices, `paired` subtracts row by row.
+"""
 
 from typing import Any, TypeVar
 
@@ -8,29 +11,31 @@ from knnstore.datastore.arrays import Distances, Keys, Metric
 from knnstore.datastore.neighbors import Neighbors
 
 BLOCK_VALUES = 1 << 22
-"""How many components of vectors to compare row by row at once: 16 MiB of float32."""
+"""Number of vector components that are compared row by row in one step: 16 MiB of float32."""
 
-_PRODUCT_SIZE = 1 << 23  # numbers of a product of queries and keys that are in memory at once
+_PRODUCT_SIZE = 1 << 23  # largest number of entries of a (queries, keys) product in memory
 
 Array = TypeVar("Array", bound=Any)
 """A numpy array or a torch tensor."""
 
 
 def pairwise(queries: Array, keys: Array, metric: Metric | str) -> Array:
-    """Measure each query against each key by multiplication; errors are about 1e-6 of q² + x².
+    """Compute the distance of every query to every key by multiplication; errors are about 1e-6 of q² + x².
 
     Args:
         queries: float32, shape (q, dim).
         keys: float32, shape (n, dim), n >= 1; on the same device.
-        metric: how distances are measured.
+        metric: the distance.
 
     Returns:
-        float32, shape (q, n).
+        float32, shape (q, n); L2 distances are at least 0.
     """
     distances: Array
     if metric == Metric.IP:
         distances = -(queries @ keys.T)
-    else:  # the same from any origin; from one amid the keys, rounding loses least in q² - 2qx + x²
+    # Distances do not depend on the origin. With the mean key as origin, q² - 2qx + x² loses least to
+    # rounding.
+    else:
         middle = keys.mean(0)
         queries, keys = queries - middle, keys - middle
         distances = (-2 * queries) @ keys.T
@@ -41,12 +46,12 @@ def pairwise(queries: Array, keys: Array, metric: Metric | str) -> Array:
 
 
 def paired(queries: Keys, keys: Keys, metric: Metric) -> Distances:
-    """Measure queries against keys row by row, by their differences: exact however near they are.
+    """Compute distances row by row from the differences, which is exact even for nearly equal vectors.
 
     Args:
-        queries: float32, shape (n, dim), or (dim,) for one query against all.
+        queries: float32, shape (n, dim), or (dim,) to compare one query with all keys.
         keys: float32, shape (n, dim).
-        metric: how distances are measured.
+        metric: the distance.
 
     Returns:
         float32, shape (n,).
@@ -63,17 +68,18 @@ def paired(queries: Keys, keys: Keys, metric: Metric) -> Distances:
 def nearest_rows(
     queries: Keys, keys: Keys, k: int, metric: Metric, norms: Distances | None = None
 ) -> Neighbors:
-    """Find the k nearest rows of a matrix, as exactly as `pairwise`, in blocks.
+    """Find the k nearest rows of a matrix in blocks, as exactly as `pairwise`.
 
     Args:
         queries: float32, shape (q, dim).
         keys: float32, shape (n, dim).
-        k: how many, >= 1.
-        metric: how distances are measured.
-        norms: squared norms of the keys, shape (n,), where the origin is amid them already.
+        k: number of rows to find for each query, >= 1.
+        metric: the distance.
+        norms: squared norms of the keys, shape (n,). Given only if the keys are already centered; with None
+            the function centers them for L2 and computes the norms.
 
     Returns:
-        Row numbers and distances, shape (q, k), padded where there are fewer rows.
+        Row numbers and distances, shape (q, k), nearest first; padded with -1 and +inf if n < k.
     """
     found = Neighbors.nothing(len(queries), k)
     k = min(k, len(keys))
@@ -94,9 +100,9 @@ def nearest_rows(
         distances = np.take_along_axis(distances, nearest, axis=1)
         order = np.argsort(distances, axis=1)
         distances = np.take_along_axis(distances, order, axis=1)
-        if metric is Metric.L2:  # the same for all keys of a query, so only now
+        if metric is Metric.L2:  # equal for all keys of a query, so added after the selection
             distances += np.einsum("qd,qd->q", some, some)[:, None]
-            np.maximum(distances, 0, out=distances)  # the sum rounds below zero
+            np.maximum(distances, 0, out=distances)  # rounding can make the sum negative
         found.ids[start : start + step, :k] = np.take_along_axis(nearest, order, axis=1)
         found.distances[start : start + step, :k] = distances
     return found

@@ -1,4 +1,4 @@
-"""No engine at all: what stands in the place of one where a store keeps no keys."""
+"""The adapter ``none``: the datastore of a store that keeps no keys."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,13 +13,13 @@ from knnstore.errors import ConfigError
 
 
 class KeylessDatastore:
-    """Holds nothing, and writes no file: so there is nothing to remove, to check and to erase.
+    """A datastore without records and files.
 
-    No other adapter is like it, for it takes no records: adding and searching say why.
+    Searching and adding raise ConfigError; all other methods do nothing.
 
     Args:
-        dim: number of components of the vectors that it does not keep.
-        metric: how their distances would be measured.
+        dim: number of components of the vectors.
+        metric: the distance. Both are only reported.
     """
 
     def __init__(self, dim: int, metric: Metric) -> None:
@@ -30,7 +30,7 @@ class KeylessDatastore:
     def open(
         cls, location: str | Path, *, dim: int, metric: Metric = Metric.L2, mode: Mode = "a", **params: Any
     ) -> Self:
-        """Open nothing, wherever that is; no parameters are accepted."""
+        """Return a handle without touching the location. Raises ConfigError for any parameter."""
         checked_params("none", params, accepted={})
         return cls(dim, Metric(metric))
 
@@ -41,50 +41,50 @@ class KeylessDatastore:
 
     @property
     def metric(self) -> Metric:
-        """How distances are measured."""
+        """The distance, as given to `open`."""
         return self._metric
 
     @property
     def capabilities(self) -> Capabilities:
-        """Nothing is kept exactly, for ever, and whole."""
+        """All True: statements about an empty set of records hold."""
         return Capabilities(
             exact_search=True, exact_keys=True, persistent=True, shared_writers=True, checks_keys=True
         )
 
     @classmethod
     def record_size(cls, dim: int, **params: Any) -> int:
-        """See `SupportsSize.record_size`: a record takes nothing."""
+        """Return 0, because nothing is stored; see `SupportsSize.record_size`."""
         return 0
 
     def add(self, ids: Ids, keys: Keys, groups: Groups) -> NoReturn:
-        """Refuse records."""
+        """Raise ConfigError, because this store keeps no keys."""
         self._refuse()
 
     def search(self, queries: Keys, k: int, *, where: Filter | None = None) -> Neighbors:
-        """Refuse to search: whoever asks expects neighbors."""
+        """Raise ConfigError, because the caller expects neighbors and none can exist."""
         self._refuse()
 
     def delete(self, ids: IdRanges) -> None:
-        """Do nothing: no record is there."""
+        """Do nothing, because no record exists."""
 
     def count(self) -> int:
-        """How many records there are: none."""
+        """Return 0."""
         return 0
 
     def iterate(
         self, *, ids: IdRanges | None = None, batch_size: int = BATCH_SIZE
     ) -> Iterator[tuple[Ids, Keys, Groups]]:
-        """Yield nothing."""
+        """Return an empty iterator."""
         return iter(())
 
     def vacuum(self) -> None:
-        """Do nothing: there is no file."""
+        """Do nothing, because no file exists."""
 
     def flush(self) -> None:
-        """Do nothing: there is no file."""
+        """Do nothing, because no file exists."""
 
     def close(self) -> None:
-        """Do nothing: nothing is open."""
+        """Do nothing, because nothing is open."""
 
     def __enter__(self) -> Self:
         return self
@@ -93,6 +93,7 @@ class KeylessDatastore:
         self.close()
 
     def _refuse(self) -> NoReturn:
+        """Raise ConfigError with a hint how to get a store with keys."""
         raise ConfigError(
             "this store keeps no keys (`knnstore init --key none`), it knows its text by n-grams alone: for "
             "what needs keys make another store and add the documents to it"

@@ -1,7 +1,7 @@
-"""The exact reference store: the oracle of the tests and the shortest complete adapter.
+"""The exact reference datastore: the oracle of the tests, and the shortest complete adapter.
 
-Whoever writes an adapter can start from this file: it is everything the `Datastore` protocol asks
-for, and `get`. Subclassing the protocol is not needed; having its methods is enough.
+Authors of adapters can start from this file: it implements the whole `Datastore` protocol, and `get`.
+Subclassing the protocol is not needed; having its methods is enough.
 """
 
 import threading
@@ -22,32 +22,33 @@ from knnstore.datastore.reading import read_keys
 from knnstore.errors import ConfigError, DatastoreClosedError, DatastoreNotFoundError
 
 _BLOCK_ROWS = 256
-"""Keys whose differences to a query are in memory at once: few enough to stay in the processor's cache."""
+"""Number of keys whose differences to a query are in memory at once; they fit into the processor's cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Records:
-    """What a store holds at one moment, by ascending id; the arrays never change."""
+    """An immutable snapshot of all records, by ascending id."""
 
     ids: Ids
     keys: Keys
     groups: Groups
 
     def rows(self, rows: NDArray[Any]) -> "_Records":
-        """Copy some rows, given by a mask or by their numbers."""
+        """Return a copy of the records that `rows` selects, by a mask or by row numbers."""
         return _Records(self.ids[rows], self.keys[rows], self.groups[rows])
 
 
 class MemoryDatastore:
-    """Keeps float32 keys in memory and compares each query with every one of them.
+    """Keeps float32 keys in memory and compares each query with every key.
 
-    Searches are exact and never wait: a change makes new arrays and swaps them in, so a search
-    goes on with the arrays it began with. The price is that each change copies everything. Nothing
-    outlives the handle, and no two handles share records, whatever their location.
+    Searches are exact and never wait: a change builds new arrays and swaps them in, and a running search
+    continues with the old arrays. For this, each change copies all records. Nothing outlives the handle, and
+    no
+    two handles share records, even with the same location.
 
     Args:
         dim: number of components of a vector, >= 1.
-        metric: how distances are measured.
+        metric: the distance.
 
     Example:
         >>> store = MemoryDatastore.open("anywhere", dim=2)
@@ -70,8 +71,11 @@ class MemoryDatastore:
     ) -> Self:
         """Create an empty store; see `Datastore.open`.
 
-        The location is not used, there is never anything for mode ``"r"`` to read, and no parameters are
-        accepted.
+        The location is not used. No parameters are accepted.
+
+        Raises:
+            DatastoreNotFoundError: mode ``"r"``, because an earlier handle leaves nothing to read.
+            ConfigError: dim is below 1, or a parameter is given.
         """
         checked_params("memory", params, accepted={})
         if dim < 1:
@@ -87,16 +91,16 @@ class MemoryDatastore:
 
     @property
     def metric(self) -> Metric:
-        """How distances are measured."""
+        """The distance."""
         return self._metric
 
     @property
     def capabilities(self) -> Capabilities:
-        """Exact, and gone with the process."""
+        """Exact search and exact keys; not persistent."""
         return Capabilities(exact_search=True, exact_keys=True, persistent=False, shared_writers=False)
 
     def add(self, ids: Ids, keys: Keys, groups: Groups) -> None:
-        """Store records, replacing those whose id is present; see `Datastore.add`."""
+        """Store records; a record replaces an older record with the same id. See `Datastore.add`."""
         ids, keys, groups = checked_records(ids, keys, groups, self._dim)
         with self._writing:
             old = self._live()
@@ -109,13 +113,17 @@ class MemoryDatastore:
             self._records = merged.rows(np.argsort(merged.ids))
 
     def search(self, queries: Keys, k: int, *, where: Filter | None = None) -> Neighbors:
-        """Find the k nearest records of each query, equally near ones by id; see `Datastore.search`."""
+        """Find the k nearest records of each query. Equally near records are ordered by id.
+
+        See `Datastore.search`.
+        """
         queries, k = checked_keys(queries, self._dim, what="queries"), checked_k(k)
         records = self._live()
         if where is not None:
             records = records.rows(where.ids.contains(records.ids))
         found = Neighbors.nothing(len(queries), k)
-        for row, query in enumerate(queries):  # one at a time: no answer depends on the batch it is in
+        # One query at a time, so that no result depends on the other queries of the batch.
+        for row, query in enumerate(queries):
             to_all = _distances(query, records.keys, self._metric)
             nearest = np.argsort(to_all, kind="stable")[:k]
             found.ids[row, : len(nearest)] = records.ids[nearest]
@@ -129,13 +137,13 @@ class MemoryDatastore:
             self._records = old.rows(~ids.contains(old.ids))
 
     def count(self) -> int:
-        """How many records are live."""
+        """Return the number of live records."""
         return len(self._live().ids)
 
     def iterate(
         self, *, ids: IdRanges | None = None, batch_size: int = BATCH_SIZE
     ) -> Iterator[tuple[Ids, Keys, Groups]]:
-        """Yield the records live at the first step, by ascending id; see `Datastore.iterate`."""
+        """Yield all records by ascending id, as they are at the first step; see `Datastore.iterate`."""
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         records = self._live()
@@ -145,15 +153,15 @@ class MemoryDatastore:
             yield batch.ids, batch.keys, batch.groups
 
     def get(self, ids: Ids) -> Keys:
-        """Read the keys of some records; see `SupportsGet.get`."""
+        """Return the keys of records; see `SupportsGet.get`."""
         return read_keys(self, ids)
 
     def flush(self) -> None:
-        """Do nothing: there is no place to write to."""
+        """Do nothing, because the store has no files. Raises DatastoreClosedError after `close`."""
         self._live()
 
     def close(self) -> None:
-        """Forget all records."""
+        """Drop all records. Later calls of other methods raise DatastoreClosedError."""
         self._records = None
 
     def __enter__(self) -> Self:
@@ -163,6 +171,7 @@ class MemoryDatastore:
         self.close()
 
     def _live(self) -> _Records:
+        """Return the current records. Raises DatastoreClosedError after `close`."""
         records = self._records
         if records is None:
             raise DatastoreClosedError("this memory store was closed; open a new one")
@@ -170,11 +179,11 @@ class MemoryDatastore:
 
 
 def _distances(query: Keys, keys: Keys, metric: Metric) -> Distances:
-    """Measure one query, shape (dim,), against keys of shape (n, dim); shape (n,).
+    """Compute the distance of one query, shape (dim,), to keys of shape (n, dim). Returns shape (n,).
 
-    Shares nothing with `knnstore.datastore.distances`, whose oracle it is. The sums are taken over the
-    differences themselves: |q|² - 2qx + |x|² is several times faster but loses most digits where they
-    matter, between vectors that are near each other.
+    It shares no code with `knnstore.datastore.distances`, because it is the oracle for it. It sums the
+    differences themselves: |q|² - 2qx + |x|² is several times faster, but loses most digits for vectors that
+    are near each other, where digits matter.
     """
     distances = np.empty(len(keys), np.float32)
     for start in range(0, len(keys), _BLOCK_ROWS):
@@ -188,4 +197,4 @@ def _distances(query: Keys, keys: Keys, metric: Metric) -> Distances:
     return distances
 
 
-_conforms: type[Datastore] = MemoryDatastore  # here a type checker compares every signature
+_conforms: type[Datastore] = MemoryDatastore  # a type checker compares every signature here

@@ -1,4 +1,4 @@
-"""What a search finds, and how several searches become one."""
+"""The result of a search (`Neighbors`), and merging the results of several searches."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -12,32 +12,33 @@ from knnstore.datastore.arrays import Distances, Ids
 from knnstore.datastore.visits import Visits, apart
 
 _COLUMNS_HELD = 16
+"""`merge_many` merges when it holds more than this multiple of k columns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Neighbors:
     """The nearest records of each query.
 
-    Rows ascend by distance, where nothing else is said, and no id stands twice in a row. Where fewer than k
-    records match, the rest of the row is missing: id -1 at distance +inf.
+    Each row is sorted by ascending distance unless a function's docstring says otherwise, and no id occurs
+    twice in a row. If fewer than k records match, the rest of the row is padded: id -1 at distance +inf.
     """
 
     ids: Ids
-    """Record ids, or row numbers where an index says so; int64, shape (q, k)."""
+    """Record ids, int64, shape (q, k). In results of an index these can be row numbers instead."""
 
     distances: Distances
-    """As `Metric` measures them; float32, shape (q, k)."""
+    """Distances as `Metric` measures them; float32, shape (q, k)."""
 
     @classmethod
     def nothing(cls, queries: int, k: int) -> "Neighbors":
-        """All missing."""
+        """Return a result of shape (queries, k) in which every neighbor is missing."""
         return cls(np.full((queries, k), -1, np.int64), np.full((queries, k), np.inf, np.float32))
 
     @classmethod
     def joined(cls, parts: Sequence["Neighbors"], *, axis: int = 1) -> "Neighbors":
-        """Put one or more parts of the same queries beside each other, in the order given.
+        """Concatenate one or more results of the same queries by columns, without sorting.
 
-        With axis 0 parts of any queries come below each other, padded to the widest.
+        With axis 0, concatenate results of different queries by rows, each padded to the widest.
         """
         if len(parts) == 1:
             return parts[0]
@@ -49,7 +50,12 @@ class Neighbors:
 
     @classmethod
     def visited(cls, found: Sequence[Visits], queries: int) -> "Neighbors":
-        """All records that each query was measured against, in any order, as wide as the widest needs."""
+        """Return all records that each query was compared with, unsorted and padded.
+
+        Args:
+            found: the visited cells of the queries.
+            queries: number of queries, q. A query without a visit gets only missing neighbors.
+        """
         if found and all(some.is_by_row(queries) for some in found):
             return cls.joined([cls(some.ids, some.distances[:, 0]) for some in found])
         visits = apart(found)
@@ -65,7 +71,10 @@ class Neighbors:
         return met
 
     def nearest_first(self, k: int) -> "Neighbors":
-        """The same with the k nearest of each query in order, and the others after them in any order."""
+        """Return a copy whose first k columns are the k nearest in order.
+
+        The other columns follow unsorted.
+        """
         if k >= self.ids.shape[1]:
             return self.nearest(self.ids.shape[1])
         if k == 1:
@@ -76,37 +85,48 @@ class Neighbors:
         return self._changed(lambda array: array[rows, order])
 
     def rows(self, rows: NDArray[Any]) -> "Neighbors":
-        """Copy those of some queries, given by a mask or by their numbers."""
+        """Return a copy of the rows that `rows` selects, by a mask or by row numbers."""
         return self._changed(lambda array: array[rows])
 
     def named(self, ids: Ids) -> "Neighbors":
-        """The same with row r called ids[r]."""
+        """Return a copy in which each row number r is replaced by ids[r]; -1 stays -1."""
         named = ids.take(self.ids, mode="clip")
         if len(named) and self.ids[:, -1].min() < 0:
             named[self.ids < 0] = -1
         return replace(self, ids=named)
 
     def padded(self, k: int) -> "Neighbors":
-        """The same with k columns, at least as many as there are."""
+        """Return the result with k columns, padded with missing neighbors.
+
+        k must be at least the present width.
+        """
         queries, columns = self.ids.shape
         return self if columns == k else Neighbors.joined([self, Neighbors.nothing(queries, k - columns)])
 
     def spread(self, rows: NDArray[np.bool_]) -> "Neighbors":
-        """The same as the rows of a larger result that are True, shape (n,); the others find nothing."""
+        """Scatter the rows into a larger result: to the rows where the mask, shape (n,), is True.
+
+        The mask has as many True values as this result has rows. The other rows get only missing neighbors.
+        """
         whole = Neighbors.nothing(len(rows), self.ids.shape[1])
         whole.put(rows, self)
         return whole
 
     def without(self, gone: NDArray[np.bool_]) -> "Neighbors":
-        """The same with some missing in their places, bool of shape (q, k); see `nearest`."""
+        """Return a copy in which the neighbors of a mask, shape (q, k), are missing.
+
+        The missing neighbors stay in their columns; `nearest` sorts them to the end.
+        """
         return Neighbors(np.where(gone, -1, self.ids), np.where(gone, np.float32(np.inf), self.distances))
 
     def nearest(self, k: int) -> "Neighbors":
-        """The k nearest in order, from columns in any order.
+        """Return the k nearest neighbors in order, from columns in any order.
 
-        Of equally near ones that have no room together, those with the least ids.
+        Padded if fewer than k columns exist.
+
+        Ties at the k-th distance are broken by the smallest ids.
         """
-        # Of the kinds of sort the one that uses order.
+        # The stable sort is the one that is fast on presorted rows.
         order = np.argsort(self.distances, axis=1, kind="stable")
         if order.shape[1] > k:
             last, next_one = np.take_along_axis(self.distances, order[:, k - 1 : k + 1], axis=1).T
@@ -117,30 +137,36 @@ class Neighbors:
         return self._changed(lambda array: np.take_along_axis(array, order, axis=1)).padded(k)
 
     def put(self, rows: NDArray[Any], part: "Neighbors") -> None:
-        """Replace those of some queries, given by a mask or by their numbers, in place.
+        """Replace rows in place.
 
-        The part has no more columns than this.
+        Args:
+            rows: the rows, by a mask or by row numbers.
+            part: the new rows. It has no more columns than this result, and is padded.
         """
         part = part.padded(self.ids.shape[1])
         self.ids[rows], self.distances[rows] = part.ids, part.distances
 
     def sort_rows(self, rows: NDArray[np.int64]) -> None:
-        """Put some rows in order again, in place, after distances in them changed."""
+        """Sort rows again in place, after their distances have changed."""
         self.put(rows, self.rows(rows).nearest(self.ids.shape[1]))
 
     def _changed(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> "Neighbors":
+        """Return a result with the same function applied to ids and distances."""
         return Neighbors(change(self.ids), change(self.distances))
 
 
 def _with_first(array: NDArray[Any], at: NDArray[np.intp]) -> NDArray[Any]:
-    """Each row with the value at a column of its own and the one at the first exchanged."""
+    """Return a copy in which each row's first value is exchanged with the value at column `at` of the row."""
     changed, rows = array.copy(), np.arange(len(array))
     changed[:, 0], changed[rows, at] = array[rows, at], array[:, 0]
     return changed
 
 
 def merge(parts: Sequence[Neighbors], queries: int, k: int) -> Neighbors:
-    """The k nearest of several parts that have no record in common."""
+    """Return the k nearest neighbors from several results that have no record in common.
+
+    Without parts all neighbors are missing.
+    """
     parts = [part for part in parts if part.ids.shape[1]]
     if not parts:
         return Neighbors.nothing(queries, k)
@@ -150,7 +176,7 @@ def merge(parts: Sequence[Neighbors], queries: int, k: int) -> Neighbors:
 
 
 def merge_many(parts: Iterable[Neighbors], queries: int, k: int) -> Neighbors:
-    """What `merge` gives, holding some multiple of k columns at a time, however many parts there are."""
+    """Return the same as `merge`, with at most about `_COLUMNS_HELD` * k columns in memory."""
     held: list[Neighbors] = []
     columns = 0
     for part in parts:

@@ -1,4 +1,8 @@
-"""What an engine may offer beside the `Datastore` protocol, each by methods of its own."""
+"""Optional features of an engine beyond the `Datastore` protocol. Each is a protocol with its methods.
+
+`SupportsGet`, `SupportsCells`, `SupportsOptimize`, `SupportsSize`, `SupportsVacuum`, `SupportsBeside`,
+`SupportsVerify`, `SupportsDamage`, `SupportsErase`, `SupportsOwner`.
+"""
 
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -9,40 +13,41 @@ from knnstore.datastore.visits import Visits
 
 @runtime_checkable
 class SupportsGet(Protocol):
-    """An engine that can read a few records fast."""
+    """An engine that reads a few records by id quickly."""
 
     def get(self, ids: Ids) -> Keys:
-        """Read the keys of some records.
+        """Return the keys of records.
 
         Args:
-            ids: int64, shape (n,), in any order; one may stand there several times.
+            ids: int64, shape (n,), in any order; an id may occur several times.
 
         Returns:
-            float32, shape (n, dim), in the order of the ids; as exact as those of `iterate`.
+            float32, shape (n, dim), in the order of the ids; as exact as the keys from `iterate`.
 
         Raises:
-            RecordNotFoundError: there is no record with one of the ids, which it names.
+            RecordNotFoundError: an id has no record; the message names the id.
         """
 
 
 @runtime_checkable
 class SupportsCells(Protocol):
-    """An engine whose records lie in cells: a sum over all of a few cells needs no k nearest."""
+    """An engine whose records lie in cells, so that sums over the records of a few cells need no k."""
 
     def visit(self, queries: Keys, probes: int, *, where: Filter | None = None) -> list[Visits]:
-        """Measure each query against every record of the cells that are nearest to it.
+        """Compare each query with every record of its nearest cells.
 
-        Cells without a record that matches are no cells here, so that a query finds something wherever
-        there is something; with as many probes as there are cells it is measured against all that matches.
+        Cells without a matching record are skipped and not counted, so a query finds records whenever one
+        matches. With as many probes as cells it is compared with all matching records.
 
         Args:
             queries: float32, shape (q, dim), finite; q may be 0.
-            probes: cells of each query, >= 1.
+            probes: number of cells of each query, >= 1.
             where: only these records; see `Datastore.search`.
 
         Returns:
-            Visits in which a query and a record meet once at most. They take q times the records of
-            `probes` cells in memory, 4 bytes each.
+            Visits in which each pair of query and record occurs at most once. They take 4 bytes of memory for
+            each
+            query and each record of its `probes` cells.
 
         Raises:
             DimensionMismatchError, InvalidVectorError: as `Datastore.search`.
@@ -52,48 +57,48 @@ class SupportsCells(Protocol):
 
 @runtime_checkable
 class SupportsOptimize(Protocol):
-    """An engine that can rearrange itself for faster search."""
+    """An engine that can reorganize itself for faster search."""
 
     def optimize(self) -> None:
-        """Build or extend indexes and reclaim the space of deleted records; searches stay correct."""
+        """Build or extend indexes and reclaim the space of deleted records. Search results stay correct."""
 
 
 @runtime_checkable
 class SupportsSize(Protocol):
-    """An engine that knows how much of a local disk it takes."""
+    """An engine that can estimate its size on a local disk."""
 
     @classmethod
     def record_size(cls, dim: int, **params: Any) -> int:
-        """Bytes that a record takes, its share of an index included; rather too many than too few.
+        """Return the bytes of one record with its share of an index; rather an over- than an underestimate.
 
         Args:
             dim: number of components of a vector.
-            **params: the adapter's own parameters, as for `Datastore.open`.
+            **params: the adapter's parameters, as for `Datastore.open`.
         """
 
 
 @runtime_checkable
 class SupportsVacuum(Protocol):
-    """An engine that can free its files of deleted records, which others only mark."""
+    """An engine that only marks records as deleted, and can rewrite its files without them."""
 
     def vacuum(self) -> None:
-        """Rewrite what holds deleted or replaced records: no file has their ids or keys afterwards."""
+        """Rewrite files with deleted or replaced records. Afterwards no file contains their ids or keys."""
 
 
 @runtime_checkable
 class SupportsBeside(Protocol):
-    """A server that can hold a copy of a datastore beside it."""
+    """An engine, usually a server, that can hold a copy of a datastore at the same location."""
 
     @classmethod
     def beside(cls, location: str | Path, **params: Any) -> dict[str, Any]:
-        """Choose where at the same location a copy goes.
+        """Choose a place for a copy of the datastore at the same location.
 
         Args:
             location: as in `Datastore.open`.
-            **params: those of the datastore.
+            **params: the parameters of the datastore.
 
         Returns:
-            The parameters in which the copy differs; nothing is there yet.
+            The parameters in which the copy differs. Nothing exists under them yet.
 
         Raises:
             StoreUnavailableError: the engine cannot be reached.
@@ -102,24 +107,25 @@ class SupportsBeside(Protocol):
 
 @runtime_checkable
 class SupportsVerify(Protocol):
-    """An engine that can check its own files."""
+    """An engine that can check its files."""
 
     def verify(self) -> list[str]:
-        """Check sizes and checksums of everything stored; one line for each problem found."""
+        """Check sizes and checksums of everything stored. Returns one line for each problem."""
 
 
 @runtime_checkable
 class SupportsDamage(Protocol):
-    """An engine that goes on without the part of its records that is damaged.
+    """An engine that continues without the damaged part of its records.
 
-    Searching and iterating leave it out from the moment that it is known; it is logged once.
+    As soon as the damage is known, searching and iterating leave the damaged records out. Each damage is
+    logged once.
     """
 
     def damaged(self) -> list[DamagedPart]:
-        """The damage that this handle knows of; `verify` finds the rest."""
+        """Return the damage that this handle has noticed so far; `verify` searches for more."""
 
     def abandon(self, part: DamagedPart) -> None:
-        """Give up the records of a damaged part for good, durably: nobody needs them."""
+        """Remove a damaged part from the datastore durably. Its records are lost."""
 
 
 @runtime_checkable
@@ -128,38 +134,40 @@ class SupportsErase(Protocol):
 
     @classmethod
     def erase(cls, location: str | Path, **params: Any) -> None:
-        """Remove everything that the engine keeps at a location, and nothing else.
+        """Remove everything that the engine keeps for the datastore at a location, and nothing else.
 
-        It may be damaged, or partly removed by a call that was interrupted; where nothing is, nothing
-        happens.
+        The datastore may be damaged, or half removed by an interrupted call. Does nothing if nothing exists.
 
         Args:
             location: as in `Datastore.open`.
-            **params: those that it was opened with.
+            **params: the parameters with which the datastore was opened.
 
         Raises:
-            LockedError: another process writes to it.
+            LockedError: another process writes to the datastore.
             StoreUnavailableError: the engine cannot be reached.
         """
 
 
 @runtime_checkable
 class SupportsOwner(Protocol):
-    """An engine that remembers beside the keys whose they are.
+    """An engine that stores an owner with the keys.
 
-    The store then writes, moves and erases no keys of another store, or of a home that it is a copy of.
+    The store then never writes, moves or erases keys that belong to another store, or to the home of which it
+    is a copy.
     """
 
     @classmethod
     def owner(cls, location: str | Path, **params: Any) -> str | None:
-        """Who claimed the datastore at a location last; None where nobody did, or nothing is.
+        """Return the last claimed owner of the datastore at a location; None if nobody claimed it.
 
-        It is known as long as anything of the datastore is there: where its files are damaged, and where
-        `erase` was interrupted.
+        Also None if no datastore exists.
+
+        The owner is known as long as any part of the datastore exists: also with damaged files, and after an
+        interrupted `erase`.
 
         Args:
             location: as in `Datastore.open`.
-            **params: those that it was opened with.
+            **params: the parameters with which the datastore was opened.
 
         Raises:
             StoreUnavailableError: the engine cannot be reached.
@@ -167,12 +175,12 @@ class SupportsOwner(Protocol):
 
     @classmethod
     def claim(cls, location: str | Path, owner: str, **params: Any) -> None:
-        """Remember a new owner, durably; records and open handles stay as they are.
+        """Set the owner durably. Records and open handles do not change.
 
         Args:
-            location: of a datastore that is there; the caller has it open for writing.
+            location: the location of an existing datastore, which the caller has open for writing.
             owner: one line of text.
-            **params: those that it was opened with.
+            **params: the parameters with which the datastore was opened.
 
         Raises:
             StoreUnavailableError: the engine cannot be reached.

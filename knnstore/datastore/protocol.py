@@ -1,4 +1,4 @@
-"""The contract between knnstore and a vector engine."""
+"""The contract between knnstore and a vector engine: the `Datastore` protocol."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,16 +12,16 @@ from knnstore.datastore.ranges import IdRanges
 Mode = Literal["r", "a", "x"]
 
 BATCH_SIZE = 8192
-"""Records that `Datastore.iterate` gives at once, if nothing else is asked for."""
+"""Default number of records in a batch of `Datastore.iterate`."""
 
 
 @runtime_checkable
 class Datastore(Protocol):
-    """Vectors under int64 ids, each in one group, searched for the nearest.
+    """A set of records: vectors under int64 ids, each in one group, searched for the nearest neighbors.
 
-    One handle may be used by several threads: searches run beside each other and beside one
-    thread that adds or deletes. Engine exceptions are chained to a `KnnstoreError`; trouble with
-    a connection is `StoreUnavailableError` and safe to retry.
+    Several threads may share one handle: searches run in parallel with each other and with one thread that
+    adds or deletes. Exceptions of the engine are chained to a `KnnstoreError`. A connection problem raises
+    `StoreUnavailableError`; the call may be retried.
     """
 
     @classmethod
@@ -33,19 +33,20 @@ class Datastore(Protocol):
         Args:
             location: a directory that the adapter owns, or the URL of a server.
             dim: number of components of a vector, >= 1.
-            metric: how distances are measured.
-            mode: ``"r"`` reads what exists and sees what a writer flushes without reopening;
-                ``"a"`` opens for writing or creates; ``"x"`` creates.
-            **params: the adapter's own parameters, which each adapter documents. What says how records are
-                kept is fixed when the datastore is made; what says how an index is built counts when one
-                is built, and what says how to search or to reach an engine, for this handle.
+            metric: the distance.
+            mode: ``"r"`` reads an existing datastore and sees the changes that a writer flushes without
+                reopening; ``"a"`` opens for writing, or creates; ``"x"`` creates.
+            **params: the adapter's parameters, which each adapter documents. Parameters about the storage of
+                records are fixed when the datastore is created. Parameters about building an index apply when
+                an index is built. Parameters about searching or about reaching an engine apply to this
+                handle.
 
         Raises:
-            DatastoreNotFoundError: mode ``"r"`` and nothing is there.
-            DatastoreExistsError: mode ``"x"`` and something is there.
-            DatastoreMismatchError: what is there has another dim or metric; both are named.
-            LockedError: another process writes to it and the engine allows one writer only.
-            ConfigError: a parameter is unknown (the accepted ones are named) or has a bad value.
+            DatastoreNotFoundError: mode ``"r"`` and no datastore exists.
+            DatastoreExistsError: mode ``"x"`` and a datastore exists.
+            DatastoreMismatchError: the datastore has another dim or metric; the message names both.
+            LockedError: another process writes to the datastore and the engine allows only one writer.
+            ConfigError: a parameter is unknown (the message names the accepted ones) or has a bad value.
         """
 
     @property
@@ -54,29 +55,29 @@ class Datastore(Protocol):
 
     @property
     def metric(self) -> Metric:
-        """How distances are measured."""
+        """The distance."""
 
     @property
     def capabilities(self) -> Capabilities:
-        """What this engine can do."""
+        """The features of this engine."""
 
     def add(self, ids: Ids, keys: Keys, groups: Groups) -> None:
-        """Store records; one whose id is present replaces the old one, group and all.
+        """Store records; a record replaces an older record with the same id, including its group.
 
-        When it returns, this handle's `search` sees the records; they are durable after `flush`.
-        The arrays are neither kept nor changed. An empty call does nothing. Arguments that are refused
-        leave nothing behind. An engine that fails half-way (a disk is full, a connection breaks) may leave
-        some of the records, each of them whole, in place of old ones too: adding again completes them.
+        When the call returns, `search` of this handle finds the records; they are durable after `flush`. The
+        arrays are neither kept nor changed. An empty call does nothing. A call with refused arguments stores
+        nothing. If an engine fails halfway (disk full, connection lost), any of the records may have been
+        stored or replaced, each of them completely; calling again completes the rest.
 
         Args:
-            ids: int64, shape (n,), >= 0, each once.
+            ids: int64, shape (n,), >= 0, without duplicates.
             keys: shape (n, dim), finite; other float types and layouts are cast.
             groups: int32, shape (n,), >= 0.
 
         Raises:
             DimensionMismatchError: the keys have another dimension.
-            InvalidVectorError: a key holds NaN or an infinity.
-            ValueError: shapes do not match, an id or a group is negative, an id stands twice.
+            InvalidVectorError: a key contains NaN or infinity.
+            ValueError: shapes do not match, an id or a group is negative, or an id occurs twice.
             ReadOnlyError: the handle was opened with mode ``"r"``.
         """
 
@@ -85,28 +86,30 @@ class Datastore(Protocol):
 
         Args:
             queries: float32, shape (q, dim), finite; q may be 0.
-            k: how many, >= 1; where fewer match, rows are padded with id -1 at +inf. Which of equally near
-                records are found where not all have room is the engine's choice; by the least ids is best.
-            where: only these records; None means all. Always honored, an empty one matches none, and so
-                is one with any number of ranges.
+            k: number of neighbors, >= 1. If fewer records match, rows are padded with id -1 at +inf. Among
+                equally near records at the k-th place the engine may choose; it should choose the smallest
+                ids.
+            where: only these records; None means all. It is always respected: an empty filter matches no
+                record, and a filter may have any number of ranges.
 
         Returns:
-            ids and distances, each of shape (q, k).
+            ids and distances, each of shape (q, k), nearest first.
 
         Raises:
             DimensionMismatchError: the queries have another dimension.
-            InvalidVectorError: a query holds NaN or an infinity.
+            InvalidVectorError: a query contains NaN or infinity.
             ValueError: k < 1.
         """
 
     def delete(self, ids: IdRanges) -> None:
-        """Remove every record in the ranges; unknown ids are ignored.
+        """Delete every record whose id is in the ranges; ids without a record are ignored.
 
-        When it returns, no search of this handle finds them; durable after `flush`.
+        When the call returns, no search of this handle finds the records; the deletion is durable after
+        `flush`.
         """
 
     def count(self) -> int:
-        """How many records are live, exactly."""
+        """Return the exact number of live records."""
 
     def iterate(
         self, *, ids: IdRanges | None = None, batch_size: int = BATCH_SIZE
@@ -114,15 +117,18 @@ class Datastore(Protocol):
         """Yield every live record once, by ascending id, in batches of at most `batch_size`.
 
         Args:
-            ids: only records in these ranges; None means all.
-            batch_size: records a batch, >= 1.
+            ids: only records with ids in these ranges; None means all.
+            batch_size: largest number of records in a batch, >= 1.
         """
 
     def flush(self) -> None:
-        """Return when everything added or deleted so far survives `kill -9` and a power loss."""
+        """Make everything added or deleted so far durable: it survives `kill -9` and a power loss."""
 
     def close(self) -> None:
-        """Flush, if opened for writing, and release everything; a second call does nothing."""
+        """Flush, if the handle was opened for writing, and release all resources.
+
+        A second call does nothing.
+        """
 
     def __enter__(self) -> Self: ...
 

@@ -7,10 +7,10 @@ from numpy.typing import ArrayLike, NDArray
 
 
 class IdRanges:
-    """An immutable set of int64 ids, kept as sorted, disjoint, half-open ranges.
+    """An immutable set of int64 ids, stored as sorted, disjoint, half-open ranges.
 
-    Ranges that overlap or touch are merged, empty ones dropped, so equal sets have equal
-    representations. All operations cost O(number of ranges), never O(number of ids).
+    Ranges that overlap or touch are merged, and empty ranges are dropped, so equal sets have equal
+    representations. All operations cost O(number of ranges) except `ids`, which costs O(number of ids).
 
     Args:
         ranges: pairs (start, stop) in any order, or an integer array of shape (m, 2).
@@ -29,7 +29,7 @@ class IdRanges:
     """First id of each range, shape (m,), ascending."""
 
     stops: NDArray[np.int64]
-    """One past the last id of each range, shape (m,)."""
+    """One past the last id of each range, shape (m,), ascending."""
 
     def __init__(self, ranges: Iterable[tuple[int, int]] | ArrayLike = ()) -> None:
         pairs = np.asarray(ranges if isinstance(ranges, np.ndarray) else list(ranges), np.int64)  # type: ignore[arg-type]
@@ -47,16 +47,16 @@ class IdRanges:
 
     @classmethod
     def of_ids(cls, ids: NDArray[np.int64]) -> "IdRanges":
-        """The set of exactly these ids, shape (n,), in any order."""
+        """Return the set of exactly these ids, shape (n,), in any order."""
         return cls(np.stack([ids, ids + 1], axis=1))
 
     def __len__(self) -> int:
-        """The number of ranges."""
+        """Return the number of ranges, not of ids."""
         return len(self.starts)
 
     @property
     def size(self) -> int:
-        """The number of ids."""
+        """Number of ids in the set."""
         return int((self.stops - self.starts).sum())
 
     def __bool__(self) -> bool:
@@ -77,16 +77,19 @@ class IdRanges:
         return f"IdRanges({list(self)})"
 
     def ids(self) -> NDArray[np.int64]:
-        """Every id, ascending: shape (size,), so only for sets that are small."""
+        """Return every id, ascending, shape (size,). Use it only for small sets."""
         lengths = self.stops - self.starts
         shifts: NDArray[np.int64] = np.repeat(self.stops - np.cumsum(lengths), lengths)
         return np.arange(len(shifts)) + shifts
 
     def contains(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which of the ids are in the set: bool of the shape of `ids`. Negative ids never are."""
+        """Return a mask of the ids that are in the set, in the shape of `ids`.
+
+        Negative ids are never in the set.
+        """
         if not self:
             return np.zeros(ids.shape, bool)
-        if len(self) == 1:  # the common case, and several times cheaper than a binary search
+        if len(self) == 1:  # the common case; several times cheaper than a binary search
             inside: NDArray[np.bool_] = (ids >= self.starts[0]) & (ids < self.stops[0])
             return inside
         at = np.searchsorted(self.starts, ids, side="right") - 1
@@ -99,13 +102,14 @@ class IdRanges:
         return self - (self - other)
 
     def __sub__(self, other: "IdRanges") -> "IdRanges":
-        """The ids of this set that are not in the other."""
+        """Return the ids of this set that are not in the other set."""
         if not self or not other:
             return self
         low, high = int(min(self.starts[0], other.starts[0])), int(max(self.stops[-1], other.stops[-1]))
         gaps = np.stack([np.append(low, other.stops), np.append(other.starts, high)], axis=1)
         gaps = gaps[gaps[:, 0] < gaps[:, 1]]
-        # Each of our ranges meets a run of consecutive gaps; cut it at their borders.
+        # Each range of this set overlaps a run of consecutive gaps of the other; cut it at the borders of the
+        # gaps.
         first = np.searchsorted(gaps[:, 1], self.starts, side="right")
         last = np.searchsorted(gaps[:, 0], self.stops, side="left")
         counts = np.maximum(last - first, 0)
@@ -116,7 +120,7 @@ class IdRanges:
         return IdRanges(np.stack([starts, stops], axis=1))
 
     def rows_in(self, sorted_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The rows of an ascending id array that are in the set, as slices.
+        """Find the rows of an ascending id array whose ids are in the set, as slices.
 
         Args:
             sorted_ids: int64, shape (n,), ascending.
@@ -126,11 +130,12 @@ class IdRanges:
         """
         if not len(sorted_ids):
             return np.empty((0, 2), np.int64)
-        # Ranges are many where documents are; most are not among these ids.
+        # A store with many documents has many ranges, most of them outside these ids: skip those first.
         first = np.searchsorted(self.stops, sorted_ids[0], side="right")
         last = np.searchsorted(self.starts, sorted_ids[-1], side="right")
         slices = np.searchsorted(sorted_ids, self._pairs(slice(first, last)))
         return slices[slices[:, 0] < slices[:, 1]]
 
     def _pairs(self, which: slice = slice(None)) -> NDArray[np.int64]:
+        """Return the ranges that a slice selects as an array of shape (m, 2)."""
         return np.stack([self.starts[which], self.stops[which]], axis=1)

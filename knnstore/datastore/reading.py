@@ -1,4 +1,4 @@
-"""Reading some records by their ids."""
+"""Reading the keys of records by id, for engines that only iterate."""
 
 import numpy as np
 
@@ -9,7 +9,11 @@ from knnstore.errors import RecordNotFoundError
 
 
 def read_keys(store: Datastore, ids: Ids) -> Keys:
-    """Do what `SupportsGet.get` says for a datastore that iterates fast over a few records."""
+    """Return the keys of records; implements `SupportsGet.get` by iterating over exactly these ids.
+
+    Raises:
+        RecordNotFoundError: an id has no record; the message names the smallest such id.
+    """
     wanted = np.unique(ids)
     known, keys = np.empty(0, np.int64), np.empty((0, store.dim), np.float32)
     batches = list(store.iterate(ids=IdRanges.of_ids(wanted[wanted >= 0])))

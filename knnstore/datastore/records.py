@@ -1,7 +1,7 @@
-"""Record ids: the position of a token in the store, and the token itself.
+"""Record ids: the position of a token in the store, and the token, in one int64.
 
-A search result is therefore the retrieved tokens, with no second look-up for any engine. Nothing else knows
-how an id is laid out.
+So a search result contains the retrieved tokens, and no engine needs a second look-up. No other module
+depends on the layout of an id.
 """
 
 from typing import Any
@@ -12,40 +12,41 @@ from numpy.typing import NDArray
 from knnstore.datastore.ranges import IdRanges
 
 _TOKEN_BITS = 20
+"""Number of low bits of an id that hold the token."""
 
 TOKEN_LIMIT = 1 << _TOKEN_BITS
-"""Vocabularies up to this size fit."""
+"""Token ids are below this limit, so larger vocabularies are not supported."""
 
 POSITION_LIMIT = 1 << (63 - _TOKEN_BITS)
-"""Positions are 43-bit: a store takes 8.8e12 tokens in its life, removed ones included."""
+"""Positions are below this limit (43 bits): 8.8e12 tokens in the life of a store, removed tokens included."""
 
 ID_LIMIT = 2**63 - 1
-"""Ids are below it, so that a half-open range can end after any of them."""
+"""Record ids are below this limit, so that a half-open range can end after any id."""
 
 
 def record_ids(positions: NDArray[np.int64], tokens: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
-    """The ids of the records that predict these tokens at these positions; shapes agree."""
+    """Return the ids of the records of `tokens` at `positions`. Both arrays have the same shape."""
     return (positions << _TOKEN_BITS) | tokens.astype(np.int64)
 
 
 def tokens_of(ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The token of each record; meaningless where the id is -1."""
+    """Return the token of each record id. The result for id -1 is meaningless."""
     return ids & (TOKEN_LIMIT - 1)
 
 
 def positions_of(ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The position of each record, -1 where the id is -1."""
+    """Return the position of each record id; -1 for id -1."""
     return ids >> _TOKEN_BITS
 
 
 def ranges_of(starts: NDArray[np.int64], stops: NDArray[np.int64]) -> IdRanges:
-    """The ids of every record whose position is in one of the ranges [start, stop)."""
+    """Return the ids of every record whose position is in one of the ranges [start, stop)."""
     ends = np.where(stops < POSITION_LIMIT, stops << _TOKEN_BITS, ID_LIMIT)
     return IdRanges(np.stack([starts << _TOKEN_BITS, ends], axis=1))
 
 
 def whole_positions(ids: IdRanges) -> IdRanges:
-    """The positions of which the set has every id that a record can have."""
+    """Return the positions for which the set contains every possible record id."""
     starts = positions_of(ids.starts - 1) + 1
     stops = positions_of(ids.stops) + (ids.stops == ID_LIMIT)
     return IdRanges(np.stack([starts, np.maximum(starts, stops)], axis=1))

@@ -1,11 +1,12 @@
-"""Finding adapters: every installed distribution may offer some.
+"""The registry of adapters: every installed distribution may offer adapters.
 
-An adapter is one line in the metadata of its distribution, ours like anybody's::
+An adapter is one line in the metadata of its distribution; the adapters of knnstore are declared alike::
 
     [project.entry-points."knnstore.datastores"]
     milvus = "knnstore_milvus:MilvusDatastore"
 
-Nothing is imported before `load` is called for that very name, so a broken plug-in harms no other.
+`names` lists adapters, `load` imports one, `describe` tries all. An adapter is imported only when `load` gets
+its name or `describe` tries it, so a broken plug-in affects no other.
 """
 
 import difflib
@@ -29,79 +30,86 @@ from knnstore.errors import AdapterConflictError, AdapterError, AdapterLoadError
 ENTRY_POINT_GROUP = "knnstore.datastores"
 """The entry-point group in which distributions offer adapters."""
 
-_OURSELVES = "knnstore"  # requires much that is not the engine of an adapter
+_OURSELVES = "knnstore"  # its requirements are mostly not those of an adapter's engine
 _NO_ENGINE = {_OURSELVES, "numpy"}
+"""Requirements that never name the engine of an adapter."""
 _PROBE_DIM = 8
+"""Dimension of the temporary datastore that `describe` opens."""
 
 _METHODS = [
     name
     for name, member in vars(Datastore).items()
     if not name.startswith("_") and not isinstance(member, property)
 ]
-"""What every adapter's class must have; properties may be set by its instances."""
+"""Methods that every adapter's class must have. Properties may be set by instances, so they are not checked.
+"""
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterInfo:
-    """One adapter that some installed distribution offers."""
+    """One adapter that an installed distribution offers."""
 
     name: str
-    """The name that `load` takes."""
+    """The adapter's name, the argument of `load`."""
 
     distribution: str
-    """The distribution that offers it."""
+    """Name of the distribution that offers the adapter."""
 
     version: str
-    """That distribution's version."""
+    """Version of the distribution."""
 
     problem: str | None
-    """Why it cannot be loaded and what to do about it; None if it can."""
+    """Reason why the adapter cannot be loaded, with a remedy; None if it can be loaded."""
 
     libraries: Mapping[str, str | None] = field(default_factory=dict)
-    """Version of each distribution that the engine is in; None for one that is not installed."""
+    """Version of each distribution that provides the engine; None for a distribution that is not installed.
+    """
 
     capabilities: Capabilities | None = None
-    """What it can do with its default parameters, in a folder; None where that cannot be opened."""
+    """Features with default parameters in a local folder; None if no datastore can be opened in a folder."""
 
     note: str | None = None
-    """Why no datastore can be opened in a folder, where the adapter itself can be loaded."""
+    """Reason why no datastore can be opened in a folder, although the adapter can be loaded; else None."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
+    """One entry point and the distribution that declares it."""
+
     entry_point: EntryPoint
     distribution: Distribution
 
 
 def names() -> list[str]:
-    """List the names of all installed adapters, sorted, without importing any."""
+    """Return the names of all installed adapters, sorted, without importing any."""
     return sorted({offer.entry_point.name for offer in _offers()})
 
 
 def load(name: str) -> type[Datastore]:
-    """Import an adapter.
+    """Import an adapter and return its class.
 
     Args:
-        name: as in `names`.
+        name: a name from `names`.
 
     Returns:
-        The adapter's class; open a datastore with its `open`.
+        The adapter's class; its `open` opens a datastore.
 
     Raises:
-        AdapterNotFoundError: no distribution offers this name; says which names there are.
-        AdapterConflictError: several distributions offer it; names them.
-        AdapterLoadError: it cannot be imported; says what to install, if that is the reason.
+        AdapterNotFoundError: no distribution offers this name; the message lists the installed names.
+        AdapterConflictError: several distributions offer this name; the message names them.
+        AdapterLoadError: the adapter cannot be imported, or lacks a method of `Datastore`. For a missing
+            dependency the message says how to install it.
     """
     return _load(name, _offers())
 
 
 def describe() -> list[AdapterInfo]:
-    """Try every adapter, on an empty datastore in a temporary folder.
+    """Try every adapter by opening an empty datastore in a temporary folder.
 
     Returns:
-        A report on each, sorted by name and distribution; one that fails harms no other.
+        A report on each adapter, sorted by name and distribution. A failing adapter affects no other.
     """
     offers = _offers()
     return sorted(
@@ -110,6 +118,7 @@ def describe() -> list[AdapterInfo]:
 
 
 def _describe(offer: _Offer, offers: list[_Offer]) -> AdapterInfo:
+    """Return the report on one adapter."""
     problem = capabilities = note = None
     name, owner = offer.entry_point.name, offer.distribution
     try:
@@ -122,21 +131,25 @@ def _describe(offer: _Offer, offers: list[_Offer]) -> AdapterInfo:
 
 
 def _probe(adapter: type[Datastore]) -> tuple[Capabilities | None, str | None]:
-    """What an adapter says that it can do, or why it does not say so."""
+    """Return the capabilities of an adapter and None, or None and the reason why it cannot be opened."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             with adapter.open(Path(folder) / "probe", dim=_PROBE_DIM, mode="x") as store:
                 return store.capabilities, None
-        except Exception as error:  # whatever an adapter does, the others are to be listed
+        except Exception as error:  # an adapter may raise anything; the other adapters are still listed
             return None, (str(error).splitlines() or [""])[0] or type(error).__name__
 
 
 def _libraries(offer: _Offer) -> dict[str, str | None]:
-    """What an adapter's engine comes in: the extra of its name, else all that its distribution requires."""
+    """Return the version of each distribution that provides an adapter's engine.
+
+    These are the requirements of the extra with the adapter's name. Without one, all requirements of the
+    distribution count, except for knnstore, whose requirements are mostly no engine.
+    """
     adapter, owner = offer.entry_point.name, offer.distribution
     try:
         requirements = [Requirement(line) for line in owner.requires or ()]
-    except InvalidRequirement:  # no reason to list no adapter
+    except InvalidRequirement:  # unreadable requirements must not hide the adapter
         return {}
     extras = [extra for extra in _extras(owner) if extra == adapter or extra.startswith(f"{adapter}-")]
     engine = [
@@ -148,15 +161,17 @@ def _libraries(offer: _Offer) -> dict[str, str | None]:
 
 
 def _holds(requirement: Requirement, extra: str = "") -> bool:
-    """Whether something is required here, with an extra or with none."""
+    """Check whether a requirement applies on this machine, with an extra or with none."""
     return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
 
 
 def _extras(owner: Distribution) -> list[str]:
+    """Return the names of a distribution's extras."""
     return owner.metadata.get_all("Provides-Extra") or []
 
 
 def _version(distribution: str) -> str | None:
+    """Return the version of a distribution; None if it is not installed."""
     try:
         return version_of(distribution)
     except PackageNotFoundError:
@@ -164,11 +179,15 @@ def _version(distribution: str) -> str | None:
 
 
 def _offers() -> list[_Offer]:
-    """All offers; what is installed is read again where a folder of Python's path has changed."""
+    """Return all entry points of adapters.
+
+    The metadata is read again if a folder of `sys.path` has changed.
+    """
     return _offers_in(tuple((folder, _time_of(folder)) for folder in sys.path))
 
 
 def _time_of(folder: str) -> int:
+    """Return the modification time of a folder in ns; 0 if it cannot be read."""
     try:
         return Path(folder or ".").stat().st_mtime_ns
     except OSError:
@@ -177,7 +196,11 @@ def _time_of(folder: str) -> int:
 
 @lru_cache(maxsize=1)
 def _offers_in(folders: tuple[tuple[str, int], ...]) -> list[_Offer]:  # only to be told apart
-    """All offers; of a distribution that is installed twice, those of the copy that Python imports."""
+    """Return all entry points of adapters. `folders` is only the key of the cache.
+
+    If a distribution is installed twice, only the copy that Python imports counts. Unreadable distributions
+    are logged and skipped.
+    """
     found: list[_Offer] = []
     seen: set[str] = set()
     for distribution in distributions():
@@ -186,7 +209,7 @@ def _offers_in(folders: tuple[tuple[str, int], ...]) -> list[_Offer]:  # only to
             owner = distribution.metadata["Name"] if ours else ""
             if owner is None:
                 raise ValueError("the metadata names no distribution")
-        except Exception as error:  # damaged metadata of one distribution is no reason to lose the others
+        except Exception as error:  # damaged metadata of one distribution must not hide the others
             _logger.warning("the entry points of %s cannot be read: %s", distribution, error)
             continue
         if ours and owner not in seen:
@@ -196,6 +219,7 @@ def _offers_in(folders: tuple[tuple[str, int], ...]) -> list[_Offer]:  # only to
 
 
 def _load(name: str, offers: list[_Offer]) -> type[Datastore]:
+    """Import the adapter of a name; see `load`."""
     named = [offer for offer in offers if offer.entry_point.name == name]
     if not named:
         raise AdapterNotFoundError(_not_found(name, sorted({offer.entry_point.name for offer in offers})))
@@ -220,7 +244,10 @@ def _load(name: str, offers: list[_Offer]) -> type[Datastore]:
 
 
 def _missing_dependency(error: Exception, entry_point: EntryPoint) -> str | None:
-    """The package, other than the adapter's own, for want of which an import failed."""
+    """Return the name of the package whose absence made an import fail.
+
+    None if the error has another cause, or if the missing module belongs to the adapter's package itself.
+    """
     if not isinstance(error, ModuleNotFoundError) or not error.name:
         return None
     package = error.name.partition(".")[0]
@@ -228,13 +255,14 @@ def _missing_dependency(error: Exception, entry_point: EntryPoint) -> str | None
 
 
 def _install_command(offer: _Offer) -> str:
-    """How to get what an adapter needs: its distribution's extra of the same name, if there is one."""
+    """Return the command that installs an adapter's dependencies, by its extra if it has one."""
     owner, extra = offer.distribution.name, offer.entry_point.name
     known = extra in _extras(offer.distribution)
     return f"pip install '{owner}[{extra}]'" if known else f"pip install {owner}"
 
 
 def _not_found(name: str, installed: list[str]) -> str:
+    """Return the message for an unknown adapter, with the closest installed name as a guess."""
     if not installed:
         return f"no adapter {name!r}, nor any other: knnstore itself is not installed; run `pip install -e .`"
     close = difflib.get_close_matches(name, installed, n=1)

@@ -1,4 +1,4 @@
-"""What queries meet in the cells that they visit."""
+"""Visits: distances between queries and all records of the cells that they probe."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Self
@@ -10,46 +10,46 @@ from knnstore.datastore.arrays import Distances, Ids
 
 
 class Visit(NamedTuple):
-    """Some queries and the records of a cell, or of several: each is measured against each."""
+    """Distances between queries and the records of one or several cells: every query with every record."""
 
     queries: NDArray[np.int64]
-    """Numbers of the queries, shape (m,), each once."""
+    """Row numbers of the queries, shape (m,), without duplicates."""
 
     ids: Ids
-    """The records, shape (r,), each once."""
+    """Ids of the records, shape (r,), without duplicates."""
 
     distances: Distances
-    """As `Metric` measures them, float32, shape (m, r)."""
+    """Distances as `Metric` measures them, float32, shape (m, r)."""
 
     ranks: NDArray[np.int64] | None = None
-    """How many of a query's cells are nearer than this one, shape (m,); None where that is not known."""
+    """For each query the number of its cells that are nearer than this cell, shape (m,); None if unknown."""
 
 
 class Visits(NamedTuple):
-    """Visits of one shape beside each other, as an accelerator makes them; on a processor often one alone."""
+    """A stack of b visits of equal shape. An accelerator makes many at once, a processor often one."""
 
     queries: NDArray[np.int64]
-    """Of each visit, shape (b, m); -1 where one has fewer. Several visits may be by the same query."""
+    """Row numbers of the queries of each visit, shape (b, m); padded with -1. Visits may share queries."""
 
     ids: Ids
-    """Of each visit, shape (b, r); -1 where one has fewer."""
+    """Record ids of each visit, shape (b, r); padded with -1."""
 
     distances: Any
-    """As `Metric` measures them, float32, shape (b, m, r): +inf where a query or a record is missing. An
-    array, or a tensor of torch on the device where the engine computes."""
+    """Distances as `Metric` measures them, float32, shape (b, m, r); +inf for padded queries or records. A
+    numpy array, or a torch tensor on the engine's device."""
 
     ranks: NDArray[np.int64] | None = None
-    """How many of a query's cells are nearer, shape (b, m); None where that is not known. With it sums over
-    fewer cells come out of the same pass."""
+    """For each query the number of its cells that are nearer, shape (b, m); None if unknown. With ranks, sums
+    over fewer cells can be computed from the same visits."""
 
     @classmethod
     def of(cls, visit: Visit) -> Self:
-        """One alone."""
+        """Return a stack of one visit."""
         queries, ids, distances, ranks = visit
         return cls(queries[None], ids[None], distances[None], None if ranks is None else ranks[None])
 
     def apart(self) -> Iterator[Visit]:
-        """Each that met something alone, in the processor's memory, without what is missing."""
+        """Yield each visit separately, as numpy arrays without padding. Empty visits are skipped."""
         distances = self.distances
         distances = distances if isinstance(distances, np.ndarray) else distances.cpu().numpy()
         for at, (queries, ids, of_each) in enumerate(zip(self.queries, self.ids, distances, strict=True)):
@@ -64,23 +64,23 @@ class Visits(NamedTuple):
                 yield visit
 
     def is_by_row(self, queries: int) -> bool:
-        """Whether these are a visit of each of so many queries, in their order, in the processor's memory."""
+        """Check that each of `queries` queries has exactly one visit, in order, in a numpy array."""
         in_order = self.queries.shape == (queries, 1) and bool((self.queries[:, 0] == range(queries)).all())
         return in_order and self.ids.shape[1] > 0 and isinstance(self.distances, np.ndarray)
 
     def only(self, records: NDArray[np.bool_]) -> "Visits":
-        """The same with some of the records, given by a mask of shape (b, r); the others are missing."""
+        """Return a copy with only the records of a mask, shape (b, r); the other records become padding."""
         distances = self.distances
         distances = distances.copy() if isinstance(distances, np.ndarray) else distances.clone()
         distances.swapaxes(1, 2)[~records] = np.inf
         return self._replace(ids=np.where(records, self.ids, -1), distances=distances)
 
     def meeting(self) -> NDArray[np.int64]:
-        """The queries that meet a record, in any order, some perhaps several times."""
+        """Return the row numbers of queries with at least one record, unsorted, maybe with duplicates."""
         queries = self.queries[(self.ids >= 0).any(axis=1)].ravel()
         return queries[queries >= 0]
 
 
 def apart(visits: Iterable[Visits]) -> list[Visit]:
-    """All visits, each alone."""
+    """Return all visits of several stacks as separate visits."""
     return [visit for some in visits for visit in some.apart()]
