@@ -1,4 +1,4 @@
-"""Reading text with a model: documents become tokens, windows, keys and log-probabilities."""
+"""Tokens, windows, keys and log-probabilities of documents; adding documents to a store; loading models."""
 
 from knnstore.lm.reading.adding import Added, Synced, add, sync
 from knnstore.lm.reading.encoder import Encoded, Encoder, LogProbs, check_logits

@@ -1,4 +1,8 @@
-"""Building a domain: documents become tokens, one forward pass gives their keys, the store keeps both."""
+"""Adding documents to a domain, and making a domain equal to a set of documents (`add`, `sync`).
+
+Each document is tokenized, a forward pass of the model gives the keys of its tokens, and the store saves
+tokens and keys.
+"""
 
 import logging
 import time
@@ -34,56 +38,67 @@ from knnstore.store import Ingest, KNNStore, NewDocument, Selection, change_of
 _logger = logging.getLogger(__name__)
 
 COMMIT_TOKENS = 65_536
-"""Documents become live in groups of about so many tokens at most: what an interrupted run can lose."""
+"""Largest number of tokens in a group of documents that is committed together, up to one document more.
+
+An interrupted run loses at most one group.
+"""
 COMMIT_SECONDS = 30.0
-"""Groups are so large that the model reads one in about this time; half of a minute, for speeds change."""
+"""Time in seconds that the model should take for one group.
+
+Half a minute, so that a group takes about a minute at most if the speed of the model halves.
+"""
 _SLOWEST = 2e10
-"""Operations a second that are expected of any machine before its speed is known; a token takes two for each
-weight."""
+"""Operations per second that are assumed before the speed of the machine is measured.
+
+A token takes two operations for each weight of the model.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """What adding documents did."""
+    """Counts of a call of `add`."""
 
     added: int
-    """Documents that were not there before."""
+    """Number of documents whose ids were new in the domain."""
     replaced: int
-    """Documents whose text had changed."""
+    """Number of documents whose text had changed."""
     described: int
-    """Documents with the same text but new metadata or tags."""
+    """Number of documents with the same text but new metadata or tags."""
     unchanged: int
+    """Number of documents that were stored already with the same text, metadata and tags."""
     tokens: int
-    """Tokens that were stored: went through the model, where the store keeps keys."""
+    """Number of tokens that were stored. If the store keeps keys, the model processed these tokens."""
     seconds: float
+    """Duration of the call in seconds."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens stored in a second."""
+        """Number of tokens stored per second; 0 if the duration is 0."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Synced:
-    """What making a domain the same as some documents did."""
+    """Counts of a call of `sync`."""
 
     added: Added
+    """Counts of the documents that were added, replaced or left unchanged."""
     removed: tuple[str, ...]
-    """Ids of the documents that are no more; sorted."""
+    """Ids of the documents that were removed, sorted."""
 
 
 class Adds(Protocol):
-    """A store that documents can be added to, with what reads them: `KNNLMForCausalLM`, `KeylessText`."""
+    """A store with the tokenizer and the reader for its documents: `KNNLMForCausalLM` or `KeylessText`."""
 
     store: KNNStore
     tokenizer: PreTrainedTokenizerBase | None
 
     @property
     def reader(self) -> TextReader:
-        """Makes their keys, where the store keeps any."""
+        """Computes the keys of documents; not used if the store keeps no keys and `tokenizer` is set."""
 
     def after_adding(self) -> None:
-        """Hear that documents are live, new ones or not."""
+        """Run after a call of `add` has processed at least one document, also if all were unchanged."""
 
 
 def add(
@@ -99,51 +114,53 @@ def add(
     total_bytes: int | None = None,
     progress: Progress | None = None,
 ) -> Added:
-    """Store documents under a domain.
+    """Add documents to a domain, and return counts.
 
-    A document with the same id and text is left alone, one with another text replaces the old
-    version at once. Documents become live in groups; an interrupted run has lost at most the last
-    group, and running it again goes on from there.
+    A document with the same id and text is not stored again; its metadata and tags are updated. A document
+    with the same id and another text replaces the stored version. Documents are committed in groups: an
+    interrupted run loses at most the last group, and a second run continues from the last commit. No
+    documents give zero counts.
 
     Args:
-        lm: the model, its store opened for writing.
-        documents: rows ``{"id", "text", ...metadata}``, bare texts or `TextDocument`s; any
-            iterable, also a `datasets` stream; read once; ids distinct.
-        domain: the domain's name; made when it is new.
-        tags: set on every document, beside the tags it has.
-        on_bad: called for each document that cannot be used, which is then left out; None
-            raises at the first. A document whose tokens the model does not have is one, and one
-            without tokens.
-        commit_tokens: documents become live in groups of about so many tokens at most.
-        commit_seconds: and in groups that the model reads in about this time; one document is never divided.
-        batch_tokens: tokens in one forward pass, padding included.
-        total_bytes: UTF-8 bytes of all texts, if known, for the time left.
-        progress: is told of each batch.
+        lm: the model; its store is opened for writing.
+        documents: rows ``{"id", "text", ...metadata}``, bare texts or `TextDocument`s, with distinct ids. Any
+            iterable, for example a `datasets` stream; it is read once.
+        domain: the domain's name; a new domain is created.
+        tags: added to every document; tags that a stored document has are kept.
+        on_bad: called with the error of each document that cannot be used, for example one without tokens or
+            with a token that the model does not have; the document is skipped. None raises the first error.
+        commit_tokens: largest number of tokens in a group, up to one document more.
+        commit_seconds: time in seconds that the model should take for one group. A document is never divided.
+        batch_tokens: number of tokens in one forward pass, padding included.
+        total_bytes: size of all texts in UTF-8 bytes, if known, to estimate the remaining time.
+        progress: receives the number of tokens of each batch.
 
     Raises:
-        InputError: the domain or a tag is no name; or a document cannot be used and `on_bad` is None. What
-            was committed stays. Where the model lacks a token, the documents read with that one are stored.
-        ModelOutputError: the model's states of a document are NaN or infinite; names the document. What was
-            committed before stays.
+        InputError: the domain or a tag is not a valid name; or a document cannot be used and `on_bad` is
+        None.
+            Committed groups stay. If the document has no tokens or an unknown token, the other documents
+            of its chunk are committed before the error is raised.
+        ModelOutputError: the model's hidden states of a document are NaN or infinite; the message names the
+            document. Earlier groups stay committed.
         ReadOnlyError: the store was opened for reading.
     """
     shown, store = progress or Progress(), lm.store
     reader = None if store.is_keyless else replace(lm.reader, batch_tokens=batch_tokens)
     vocabulary = store.identity.vocab_size if reader is None else reader.encoder.vocabulary
-    tokenizer = lm.tokenizer or lm.reader.tokenizer  # or the error that there is none
+    tokenizer = lm.tokenizer or lm.reader.tokenizer  # raises an error if the store has no tokenizer
     check_name(domain, "the domain's name")
     given = distinct_names(tags, "tag")
     pace = _Pace(reader, commit_tokens, commit_seconds)
     counts = {"added": 0, "replaced": 0, "described": 0, "unchanged": 0, "tokens": 0}
     started = time.perf_counter()
-    tokens_read, bytes_read = 0, 0  # for the time left
+    tokens_read, bytes_read = 0, 0  # for the estimate of the remaining time
     shown.start(f"adding to {domain}")
 
     group: list[NewDocument] = []
-    waiting = 0  # tokens in it
+    waiting = 0  # number of tokens in the group
 
-    def put() -> None:
-        """Store the group, and begin a new one."""
+    def store_group() -> None:
+        """Compute the keys of the group, commit it, and begin a new group."""
         nonlocal group, waiting
         documents, group, waiting = group, [], 0
         began, before = time.perf_counter(), counts["tokens"]
@@ -152,24 +169,26 @@ def add(
             for count in map(len, texts) if reader is None else _encode(reader, documents, ingest):
                 counts["tokens"] += count
                 shown.advance(count)
-        pace.took(counts["tokens"] - before, time.perf_counter() - began)
+        pace.record_speed(counts["tokens"] - before, time.perf_counter() - began)
 
-    new_ids: dict[str, str] = {}  # of the documents that are added, by content hash
+    new_ids: dict[str, str] = {}  # id of each new document, by content hash
     refused: InputError | None = None
     chunks = in_chunks(documents_of(documents, on_bad=on_bad))
     while refused is None:
         try:
-            ahead = next(chunks, None)
+            chunk = next(chunks, None)
         except InputError as error:
             refused = error
             break
-        if ahead is None:
+        if chunk is None:
             break
-        there = store.versions(domain, [document.id for document in ahead])
+        # 1) Compare a chunk of documents with the stored versions. If only metadata or tags changed, update
+        #    these without the model.
+        versions = store.versions(domain, [document.id for document in chunk])
         fresh: list[TextDocument] = []
         changes: dict[str, tuple[Mapping[str, Any], frozenset[str]]] = {}
-        for document in ahead:
-            version = there.get(document.id)
+        for document in chunk:
+            version = versions.get(document.id)
             change = change_of(document, version, given)
             if version is None or change == "replaced":
                 fresh.append(document)
@@ -181,16 +200,17 @@ def add(
                 changes[document.id] = document.metadata, version.tags | given
         if changes:
             store.describe(domain, changes)
+        # 2) Tokenize the new and the changed documents; commit the group each time it is large enough.
         texts = tokenized(tokenizer, [document.text for document in fresh])
         for document, tokens in zip(fresh, texts, strict=True):
-            version = there.get(document.id)
+            version = versions.get(document.id)
             problem = _problem_of(document, tokens, vocabulary, tokenizer)
             if problem is not None:
                 try:
                     if on_bad is None:
                         raise problem
                     on_bad(problem)
-                except InputError as error:  # the others are stored before it is raised
+                except InputError as error:  # raised after the usable documents are committed
                     refused = refused or error
                 continue
             counts["added" if version is None else "replaced"] += 1
@@ -207,12 +227,13 @@ def add(
             group.append(new)
             waiting += len(tokens)
             if waiting >= pace.group_tokens:
-                put()
+                store_group()
+    # 3) Commit the last group. Index the store, also if an interrupted run has left that undone.
     if group:
-        put()
+        store_group()
     if refused is not None:
         raise refused
-    if any(counts.values()):  # also what an interrupted run left undone after its last commit
+    if any(counts.values()):
         try:
             store.optimize()
         except DiskFullError as error:
@@ -234,26 +255,27 @@ def sync(
     on_bad: OnBad | None = None,
     progress: Progress | None = None,
 ) -> Synced:
-    """Make a domain hold some documents and no others: add what is new or changed, then remove the rest.
+    """Make a domain contain exactly the documents: add new and changed ones, then remove all others.
 
-    What cannot be used stays as it is stored, by its id; while there is something whose id is not known,
-    nothing is removed.
+    A document that cannot be used keeps its stored version, which is found by its id. If the id of a document
+    that cannot be used is not known, nothing is removed.
 
     Args:
-        lm: the model, its store opened for writing.
-        documents: as of `add`.
+        lm: the model; its store is opened for writing.
+        documents: see `add`.
         domain: the domain's name.
-        tags: set on every document, beside the tags it has.
-        on_bad: as of `add`.
-        progress: as of `add`.
+        tags: see `add`.
+        on_bad: see `add`.
+        progress: see `add`.
 
     Raises:
-        InputError: there is no document at all, and the domain stays as it is; or as `add`.
+        InputError: no usable document was given; the domain is not changed. Also raised as by `add`.
+        ModelOutputError: see `add`.
     """
     seen: set[str] = set()
     nameless = 0
 
-    def left_out(error: UnusableDocumentError) -> None:
+    def record_unusable(error: UnusableDocumentError) -> None:
         nonlocal nameless
         if on_bad is None:
             raise error
@@ -265,21 +287,21 @@ def sync(
         else:
             seen.add(error.id)
 
-    def given() -> Iterator[TextDocument]:
-        found = False
-        for document in documents_of(documents, on_bad=left_out):
-            found = True
+    def iterate_documents() -> Iterator[TextDocument]:
+        has_documents = False
+        for document in documents_of(documents, on_bad=record_unusable):
+            has_documents = True
             seen.add(document.id)
             yield document
-        if not found:
+        if not has_documents:
             raise InputError(f"no document was given: {domain} stays as it is")
 
-    added = add(lm, given(), domain=domain, tags=tags, on_bad=left_out, progress=progress)
-    there = [] if nameless else lm.store.documents(domain=domain)
-    gone = tuple(sorted(document.id for document in there if document.id not in seen))
-    if gone:
-        lm.store.remove_selected(Selection((domain,), documents=gone))
-    return Synced(added, gone)
+    added = add(lm, iterate_documents(), domain=domain, tags=tags, on_bad=record_unusable, progress=progress)
+    stored = [] if nameless else lm.store.documents(domain=domain)
+    removed = tuple(sorted(document.id for document in stored if document.id not in seen))
+    if removed:
+        lm.store.remove_selected(Selection((domain,), documents=removed))
+    return Synced(added, removed)
 
 
 def _problem_of(
@@ -288,7 +310,7 @@ def _problem_of(
     vocabulary: int,
     tokenizer: PreTrainedTokenizerBase,
 ) -> UnusableDocumentError | None:
-    """Return the error of a document whose tokens cannot be stored; None where they can."""
+    """Return an error if a document has no tokens or a token that the model does not have; else None."""
     try:
         if not len(tokens):
             raise InputError("the tokenizer makes no token of the text")
@@ -299,10 +321,11 @@ def _problem_of(
 
 
 def _encode(reader: TextReader, documents: Sequence[NewDocument], ingest: Ingest) -> Iterator[int]:
-    """Make and store the keys of some documents. Yields the number of keys of each batch.
+    """Compute and store the keys of documents, batch by batch; yield the number of keys of each batch.
 
     Raises:
-        ModelOutputError: a key is NaN or infinite; names the document.
+        ModelOutputError: a key is NaN or infinite; the message names the document.
+        InvalidVectorError: the engine refuses a finite key.
     """
     for batch in reader.batches([document.tokens for document in documents]):
         keys = reader.encoder.keys(batch.input_ids, batch.at).cpu().numpy()
@@ -311,7 +334,7 @@ def _encode(reader: TextReader, documents: Sequence[NewDocument], ingest: Ingest
             ingest.add(batch.documents, batch.positions, batch.gold, keys)
         except InvalidVectorError as error:
             finite = np.isfinite(keys).all(1)
-            if finite.all():  # numbers beyond what the engine keeps
+            if finite.all():  # values outside the range of the engine
                 raise
             document = documents[int(batch.documents[int(np.argmin(finite))])]
             found = not_finite(reader.encoder.model, "states")
@@ -320,29 +343,39 @@ def _encode(reader: TextReader, documents: Sequence[NewDocument], ingest: Ingest
 
 
 class _Pace:
-    """How many tokens a group of documents has, so that one is committed in time.
+    """Chooses the number of tokens in a group from the measured speed of the model.
 
     Args:
-        reader: with the model whose speed is guessed by its size, until it is known; None has none.
-        tokens: of a group at most.
-        seconds: that a group is to take.
+        reader: has the model, whose speed is estimated from its size until it is measured; None if the store
+            needs no model.
+        tokens: largest number of tokens in a group.
+        seconds: time in seconds that a group should take.
+
+    Attributes:
+        group_tokens: number of tokens at which a group is committed, >= 1.
     """
 
     def __init__(self, reader: TextReader | None, tokens: int, seconds: float) -> None:
-        self._most = self.group_tokens = tokens
+        self._max_tokens = self.group_tokens = tokens
         self._seconds = seconds
         if reader is not None:
             operations = 2 * sum(weights.numel() for weights in reader.encoder.model.parameters())
-            self.took(1, operations / _SLOWEST)
+            self.record_speed(1, operations / _SLOWEST)
 
-    def took(self, tokens: int, seconds: float) -> None:
-        """Learn how long a group took."""
+    def record_speed(self, tokens: int, seconds: float) -> None:
+        """Set `group_tokens` from the duration of the latest group; zero tokens or seconds change nothing."""
         if tokens and seconds:
-            self.group_tokens = max(1, min(self._most, round(tokens * self._seconds / seconds)))
+            self.group_tokens = max(1, min(self._max_tokens, round(tokens * self._seconds / seconds)))
 
 
 def _warn_of_other_ids(store: KNNStore, domain: str, ids: Mapping[str, str]) -> None:
-    """Tell of texts that the domain now holds twice, as of files that were renamed."""
+    """Log a warning if the domain has a new text under two ids, for example after a file was renamed.
+
+    Args:
+        store: the store.
+        domain: the domain's name.
+        ids: id of each new document, by content hash.
+    """
     twice = store.other_ids(domain, ids) if ids else {}
     for id, other in list(twice.items())[:1]:
         _logger.warning(

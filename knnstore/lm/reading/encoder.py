@@ -1,4 +1,4 @@
-"""One forward pass of the base model over packed windows: keys, and log-probabilities where wanted."""
+"""Running the base model on packed windows, for keys and log-probabilities; and checks of its logits."""
 
 from collections.abc import Generator
 from functools import cached_property
@@ -26,54 +26,54 @@ from knnstore.lm.reading.model_cache import as_cache_argument
 from knnstore.store import Reader
 
 _CHUNK_VALUES = 1 << 24
-"""How many logits are in memory at once: 64 MiB of float32."""
+"""Number of logits that are in memory at once on a GPU: 64 MiB of float32."""
 _CHUNK_VALUES_CPU = 1 << 21
-"""On a CPU: what stays in its cache."""
-_LEAST_ROWS = 64  # of a chunk: for each the whole head is read
+"""Number of logits that are in memory at once on a CPU: 8 MiB, which fits its cache."""
+_LEAST_ROWS = 64  # least rows of a chunk: each chunk reads all weights of the output head
 
 _SINGLE = Joining()
 
 _CHECKED_TOKENS = 32
-"""From so many tokens the model predicts, before the first text is stored."""
+"""Number of tokens of the first text for which the logits are checked before the text is stored."""
 
-_LOWEST = -1e30  # a token that the model rules out at -inf adds nothing to the entropy
+_LOWEST = -1e30  # replaces a logit of -inf, so that the token adds 0 to the entropy
 
 
 class Encoded(NamedTuple):
-    """What a forward pass gave at the n positions asked for."""
+    """Result of a forward pass at n selected positions."""
 
     keys: Tensor
-    """float32, shape (n, d)."""
+    """Keys, float32, shape (n, d)."""
 
     states: Tensor
-    """Opaque, shape (n, ...): what `Encoder.log_probs` makes probabilities from."""
+    """Input of `Encoder.log_probs`, shape (n, ...): final hidden states or logits, depending on the model."""
 
 
 class LogProbs(NamedTuple):
-    """What the base model predicts at n positions."""
+    """Predictions of the base model at n positions."""
 
     gold: Tensor
-    """log p_LM of one token each, float32, shape (n,), <= 0."""
+    """log p_LM of the target token, float32, shape (n,), <= 0."""
 
     best: Tensor
-    """log p_LM of the likeliest token, float32, shape (n,), <= 0: the model's confidence."""
+    """log p_LM of the most probable token, float32, shape (n,), <= 0."""
 
     entropy: Tensor
-    """Of p_LM, in nats, float32, shape (n,), >= 0."""
+    """Entropy of p_LM in nats, float32, shape (n,), >= 0."""
 
 
 class Encoder:
-    """A causal language model as a source of keys and of gold-token probabilities.
+    """Computes keys and target-token probabilities with a causal language model.
 
-    The output head, most of the cost of a small model, runs only on the positions asked for and
-    only by `log_probs`. Some models do more than their head between hidden state and logits (cap or
-    scale them); this is found by one trial, and for them the logits of the full model are used.
+    The output head is most of the cost of a small model, so it runs only in `log_probs` and only on the
+    selected positions. Some models cap or scale the output of the head. The encoder detects this with one
+    trial, and then uses the logits of the full model.
 
     Args:
         model: a causal language model in evaluation mode.
-        location: where the states are that keys are made of.
-        joining: which of them make a key; default is one alone.
-        projection: how keys are brought to fewer dimensions; None leaves them as they are.
+        location: the place of the hidden states that make keys.
+        joining: the states that make a key; default is a single state.
+        projection: maps keys to fewer dimensions; None leaves keys unchanged.
     """
 
     def __init__(
@@ -92,25 +92,32 @@ class Encoder:
 
     @property
     def vocabulary(self) -> int:
-        """Number of tokens that the model reads and predicts; see `vocabulary_size`."""
+        """Number of tokens in the model's vocabulary; see `vocabulary_size`."""
         return vocabulary_size(self.model)
 
     @classmethod
     def of(cls, model: PreTrainedModel, store: Reader) -> Self:
-        """The source of a store's keys."""
+        """Create the encoder that computes a store's keys: with its place, joining and projection.
+
+        Raises:
+            ConfigError: the model does not have the place of the keys.
+            CorruptWeightsError: the file of the projection is missing or damaged.
+            FingerprintMismatchError: the projection was fitted for the keys of another store.
+        """
         place, joining = Joining.parse(store.identity.key)
         return cls(model, locate(model, place), joining, Projection.of(store))
 
     def check_once(self, input_ids: NDArray[np.int64]) -> None:
-        """Predict from the beginning of some text, the first time that this is called.
+        """Check the model's logits for the first tokens of a text; later calls do nothing after one success.
 
-        Storing stops at the keys, so that a model whose output is damaged would be noticed only later.
+        Adding documents computes only keys, so without this check a model with damaged logits would not be
+        noticed.
 
         Args:
-            input_ids: shape (b, t), of a text that is to be stored.
+            input_ids: tokens of the text that will be stored, shape (b, t). Empty input is not checked.
 
         Raises:
-            ModelOutputError: a prediction is NaN or infinite.
+            ModelOutputError: at some position the largest logit is NaN or infinite.
         """
         if self._is_checked or not input_ids.size:
             return
@@ -121,30 +128,41 @@ class Encoder:
         self._is_checked = True
 
     def keys(self, input_ids: NDArray[np.int64] | Tensor, at: NDArray[np.int64] | Tensor) -> Tensor:
-        """Run the model over rows of tokens, no further than to the keys.
+        """Compute the keys at selected positions of rows of tokens. Later layers do not run, if possible.
 
         Args:
-            input_ids: shape (b, t); rows may be padded on the right.
-            at: shape (n,): indices into the b * t flattened positions.
+            input_ids: token ids, shape (b, t); rows may be padded on the right.
+            at: indices into the b * t flattened positions, int64, shape (n,).
 
         Returns:
-            The keys at these positions, float32, shape (n, d), on the model's device.
+            The keys, float32, shape (n, d), on the model's device.
         """
         wanted = torch.as_tensor(at, device=self.model.device)
         return self.projected(self.joining(self.key_states(input_ids)).flatten(0, 1)[wanted])
 
     def key_states(self, input_ids: NDArray[np.int64] | Tensor) -> Tensor:
-        """What keys are made of, shape (b, t, d), in the model's dtype; `input_ids` as of `keys`."""
+        """Compute the hidden states that make keys, before joining and projection.
+
+        Args:
+            input_ids: token ids, shape (b, t); rows may be padded on the right.
+
+        Returns:
+            Shape (b, t, h), in the model's dtype, on its device.
+        """
         ids = torch.as_tensor(input_ids, device=self.model.device)
         if self._stops_at_keys:
             return keys_forward(self.model, self.location, ids)
         return hidden_forward(self.model, self.location, ids)[0]
 
     def encode(self, input_ids: NDArray[np.int64] | Tensor, at: NDArray[np.int64] | Tensor) -> Encoded:
-        """Run the model over rows of tokens; the arguments are those of `keys`.
+        """Compute keys and the input of `log_probs` at selected positions of rows of tokens.
+
+        Args:
+            input_ids: see `keys`.
+            at: see `keys`.
 
         Returns:
-            Keys and states at these positions, on the model's device.
+            Keys and states at the n positions, on the model's device.
         """
         ids = torch.as_tensor(input_ids, device=self.model.device)
         wanted = torch.as_tensor(at, device=self.model.device)
@@ -159,19 +177,19 @@ class Encoder:
     def encode_in_parts(
         self, input_ids: NDArray[np.int64] | Tensor, at: NDArray[np.int64] | Tensor, most: int
     ) -> Generator[None, None, Encoded]:
-        """Do what `encode` does for one row, a few tokens in each forward pass, with a cache of attention.
+        """Compute the result of `encode` for one row, in several forward passes with a KV cache.
 
         Args:
-            input_ids: shape (1, t).
-            at: as of `keys`.
-            most: tokens of a pass, >= 1. A row of no more tokens is read as `encode` reads it, to the bit;
-                others differ from that by rounding.
+            input_ids: token ids, shape (1, t).
+            at: see `keys`.
+            most: largest number of tokens in a pass, >= 1. For a row with at most this number of tokens the
+                result equals that of `encode` to the bit; for a longer row it differs by rounding.
 
         Yields:
-            None after each pass but the last.
+            None after each pass except the last.
 
         Returns:
-            As `encode`.
+            The result of `encode`.
         """
         ids = torch.as_tensor(input_ids, device=self.model.device)
         if ids.shape[1] <= most:
@@ -196,17 +214,23 @@ class Encoder:
         return Encoded(joined, torch.cat(states, 1).flatten(0, 1)[wanted])
 
     def gold_log_probs(self, states: Tensor, gold: NDArray[np.int64] | Tensor) -> Tensor:
-        """Return the first part of `log_probs` alone."""
+        """Return log p_LM of the target tokens, float32, shape (n,); see `log_probs`."""
         return self.log_probs(states, gold).gold
 
     def log_probs(self, states: Tensor, gold: NDArray[np.int64] | Tensor) -> LogProbs:
-        """Return the base model's log-probability of one token and of its best guess, and its entropy.
+        """Compute log p_LM of the target tokens and of the most probable tokens, and the entropy of p_LM.
 
-        Memory stays bounded: the vocabulary is touched for a few positions at a time.
+        The logits are computed for a few positions at a time, so that memory is bounded.
 
         Args:
-            states: from `encode`, n positions.
-            gold: token ids, shape (n,).
+            states: ``Encoded.states`` of n positions.
+            gold: target tokens, int64, shape (n,).
+
+        Returns:
+            Three float32 tensors of shape (n,), on the device of `states`.
+
+        Raises:
+            ModelOutputError: the logits of a position are NaN or infinite.
         """
         tokens = torch.as_tensor(gold, device=states.device)[:, None]
         found = LogProbs(*(torch.empty(len(states), device=states.device) for _ in LogProbs._fields))
@@ -230,7 +254,7 @@ class Encoder:
         return found
 
     def _logits(self, states: Tensor) -> Tensor:
-        """Return the logits of some states from `encode`, in the model's precision."""
+        """Compute the logits, shape (n, v), from states of `encode`, in the model's precision."""
         if not self._head_suffices:
             return states
         with model_precision():
@@ -238,13 +262,21 @@ class Encoder:
         return logits
 
     def projected(self, keys: Tensor) -> Tensor:
-        """The keys as the store has them, float32, from joined states, shape (..., d)."""
+        """Project joined states to the store's keys.
+
+        Args:
+            keys: joined states, shape (..., h).
+
+        Returns:
+            float32, shape (..., d).
+        """
         return keys.float() if self.projection is None else self.projection(keys)
 
     @cached_property
     def _stops_at_keys(self) -> bool:
+        """True if a pass that stops at the keys gives the same keys as a whole pass, tried on 8 tokens."""
         ids = torch.arange(8, device=self.model.device)[None]
-        # Parts that are moved to the device for their turn would not be moved back.
+        # Layers that accelerate moves to the device for their turn would stay on the device.
         return not hasattr(self.model, "hf_device_map") and torch.equal(
             keys_forward(self.model, self.location, ids),
             hidden_forward(self.model, self.location, ids)[0],
@@ -252,7 +284,7 @@ class Encoder:
 
     @cached_property
     def _head_suffices(self) -> bool:
-        """Whether logits are the head's output for the base model's states, tried on a few tokens."""
+        """True if the head computes the logits from the final hidden states alone, tried on 8 tokens."""
         if self.head is None or self.model.base_model is self.model:
             return False
         ids = torch.arange(8, device=self.model.device)[None]
@@ -261,14 +293,17 @@ class Encoder:
             hidden = self.model.base_model(ids, use_cache=False)[0]
             try:
                 logits = self.head(hidden)
-            except RuntimeError:  # another layer lies between them, and gives the states another width
+            except RuntimeError:  # a layer before the head changes the width
                 return False
-            # The same operations on the same shapes: equal to the bit, or something else is done.
+            # The operations and shapes are the same, so the logits are equal to the bit if nothing is added.
             return torch.equal(whole.float(), logits.float())
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
-    """Return the number of tokens that a model reads and predicts: rows of its embeddings and of its head."""
+    """Return the number of tokens that a model both accepts as input and predicts.
+
+    Returns the minimum of the configured size, the rows of the embeddings and the outputs of the head.
+    """
     counts = [int(model.config.get_text_config().vocab_size)]
     inputs, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[no-untyped-call]
     for module, name in ((inputs, "num_embeddings"), (head, "out_features")):
@@ -279,17 +314,17 @@ def vocabulary_size(model: PreTrainedModel) -> int:
 
 
 def check_logits(model: PreTrainedModel, logits: Tensor, mask: Tensor | None = None) -> None:
-    """Refuse logits from which no token can be predicted. A token that is ruled out at -inf is allowed.
+    """Check that a token can be predicted at each position. Single logits may be -inf.
 
     Args:
-        model: the model that made them, named in the message.
-        logits: shape (b, kept, v), of the last positions.
-        mask: attention mask, shape (b, n), 0 for padding. Predictions at padding are not looked at.
+        model: the model that computed the logits; its dtype is in the message.
+        logits: logits of the last positions, shape (b, kept, v).
+        mask: attention mask, shape (b, n), 0 at padding. Logits at padding are not checked.
 
     Raises:
         ModelOutputError: at some position the largest logit is NaN or infinite.
     """
-    if logits.sum(dtype=torch.float32).isfinite():  # a sum takes a tenth of the time of a maximum
+    if logits.sum(dtype=torch.float32).isfinite():  # a sum is ten times faster than a maximum
         return
     finite = logits.amax(-1).isfinite()
     if finite.all():
@@ -302,7 +337,12 @@ def check_logits(model: PreTrainedModel, logits: Tensor, mask: Tensor | None = N
 
 
 def not_finite(model: PreTrainedModel, what: str = "logits") -> ModelOutputError:
-    """Build the error for NaN or infinite output; names the dtype, which is the likely cause at float16."""
+    """Return the error for NaN or infinite output, with the dtype and the probable cause.
+
+    Args:
+        model: the model.
+        what: the output that is not finite, ``logits`` or ``states``, for the message.
+    """
     dtype = str(model.dtype).removeprefix("torch.")
     if model.dtype == torch.float16:
         cause = "float16 overflows above 65,504 in this model: load it in bfloat16 or float32 (--dtype)"

@@ -1,4 +1,4 @@
-"""Loading a model and its tokenizer, and telling whether they are the ones a store was made with."""
+"""Loading models and tokenizers, and checking that a store was made with them (`check_matches`)."""
 
 import json
 import logging
@@ -37,7 +37,7 @@ from knnstore.store import Identity
 _logger = logging.getLogger(__name__)
 
 _ALIKE = 0.05
-"""By how much, of the largest one, logits may differ through rounding alone."""
+"""Difference of logits that may be rounding, as a fraction of the largest logit."""
 
 _NO_CODE = "knnstore runs no code that comes with a model"
 
@@ -47,24 +47,26 @@ _MOST = {
     "intermediate_size": ("components of a feed-forward layer", 1 << 23),
     "head_dim": ("components of an attention head", 1 << 13),
 }
-"""The largest sizes that are loaded, many times those of any model, by their names in a configuration.
+"""Largest accepted size of each field of a configuration, far above the sizes of real models.
 
-Transformers builds all layers before it compares them with the weights, so a wrong size costs minutes, or
+Transformers builds all layers before it compares them with the weights, so a wrong size would take minutes or
 all memory.
 """
 
 _FILE_OPTIONS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
-"""Options of `from_pretrained` that say where a model's files are."""
+"""Options of `from_pretrained` that choose a model's files."""
 
 _REASON_CHARACTERS = 300
-"""Most characters of another package's error message that are shown."""
+"""Largest number of characters of another package's error message in a message of ours."""
 
 
 class Loaded(NamedTuple):
-    """A causal language model, ready to run, and its tokenizer."""
+    """A causal language model in evaluation mode, and its tokenizer."""
 
     model: PreTrainedModel
+    """The model, on its device."""
     tokenizer: PreTrainedTokenizerBase
+    """The model's tokenizer."""
 
 
 def load_model(
@@ -78,15 +80,19 @@ def load_model(
     """Load a causal language model and its tokenizer.
 
     Args:
-        name: a folder or a hub id; or a GGUF file in one, as in ``models/small.gguf``.
-        device: as torch names it; default is the GPU if there is one, else the CPU.
-        dtype: ``float32``, ``bfloat16`` or ``float16``; default is what the model was saved in on
-            a GPU, and float32 on the CPU.
-        gguf_file: the file in `name` that has the model.
+        name: a folder or a hub id; or the path of a GGUF file, for example ``models/small.gguf``.
+        device: device name of torch; default is the GPU if torch finds one, else the CPU.
+        dtype: ``float32``, ``bfloat16`` or ``float16``; default is float32 on the CPU, and the dtype in which
+            the model was saved on a GPU.
+        gguf_file: name of the GGUF file in the folder or hub id `name`.
         **options: passed on to ``AutoModelForCausalLM.from_pretrained`` (revision, device_map, ...).
 
+    Returns:
+        The model in evaluation mode, on its device, and the tokenizer.
+
     Raises:
-        ConfigError: there is no such model, device or dtype; or it could run only with code of its own.
+        ConfigError: the model, device or dtype does not exist; the files of the model are damaged or
+            incomplete; or the model needs code from its repository.
     """
     if options.get("trust_remote_code"):
         raise ConfigError(f"{_NO_CODE}: trust_remote_code is not accepted")
@@ -97,10 +103,10 @@ def load_model(
     name = add_gguf_file(name, gguf_file)
     folder, gguf_file = split_gguf_file(name)
     of_file = {} if gguf_file is None else {"gguf_file": gguf_file}
-    part = "config.json"  # read now, for the message of an error
+    part = "config.json"  # the file that is loaded now, for error messages
     try:
         _check_present(torch.device(place))
-        # Without this transformers would ask on the terminal whether to run the folder's code.
+        # Without this option transformers asks on the terminal if it may run code from the repository.
         safe: dict[str, Any] = {"trust_remote_code": False}
         if check_model(name, options.get("revision")):
             safe["local_files_only"] = True
@@ -112,7 +118,7 @@ def load_model(
         tokenizer = _tokenizer_of(folder, **pinned)
         part = "the weights, config.json or generation_config.json"
         wanted_attention = options.get("attn_implementation") or config._attn_implementation
-        if "/" in str(wanted_attention):  # a repository whose code transformers would fetch and run
+        if "/" in str(wanted_attention):  # a repository: transformers would download and run its code
             raise ConfigError(f"the model {name!r} wants code from {wanted_attention!r}: {_NO_CODE}")
         if gguf_file is None:
             _check_shards(folder, **options)
@@ -121,7 +127,7 @@ def load_model(
         )
         model, found = loading
         missing = sorted(found["missing_keys"])
-        if missing:  # transformers would make them at random
+        if missing:  # transformers would initialize them randomly
             raise ConfigError(
                 f"the files of the model {name!r} lack {len(missing):,} of the weights that its config.json "
                 f"asks for, {missing[0]!r} for one: they are not of one model"
@@ -134,7 +140,7 @@ def load_model(
         raise
     except MemoryError:
         raise
-    # Of any kind: transformers and torch use the values of a model's files without asking for their types.
+    # Any exception is possible: transformers and torch do not check the types of values in a model's files.
     except BaseException as error:
         if not is_of_files(error):
             raise
@@ -145,9 +151,10 @@ def load_model(
 
 
 def _find_damaged_file(folder: Path) -> str | None:
-    """Return the name of a file of a model's folder that is no JSON object or has no header of safetensors.
+    """Return the name of the first damaged JSON or safetensors file in a model's folder.
 
-    None where every file is of its format, or where the model is on the hub.
+    A JSON file is damaged if it is not a JSON object, a safetensors file if its header cannot be read.
+    Returns None if no file is damaged, or if the model is on the hub.
     """
     for file in sorted(folder.glob("*.json")):
         try:
@@ -173,18 +180,20 @@ def loaded(
     dtype: str | torch.dtype | None = None,
     **options: Any,
 ) -> Loaded:
-    """A model by its name, see `load_model`, or one that was loaded, with its tokenizer.
+    """Load a model by its name, or accept a loaded model; return it with its tokenizer.
 
     Args:
-        model: a folder, a hub id, or a causal language model, e.g. quantized, spread over devices or with
-            adapters of PEFT; it is set to evaluation mode.
-        tokenizer: default is that of the model's folder or hub id.
-        device: of a model by its name.
-        dtype: likewise.
-        **options: likewise.
+        model: a folder, a hub id, or a loaded causal language model, e.g. quantized, distributed over devices
+        or
+            with adapters of PEFT. A loaded model is set to evaluation mode.
+        tokenizer: default is the tokenizer in the model's folder or hub id.
+        device: see `load_model`; only for a model that is given by its name.
+        dtype: see `load_model`; only for a model that is given by its name.
+        **options: see `load_model`; only for a model that is given by its name.
 
     Raises:
-        ConfigError: a model that was loaded is given with what only loading can follow; or as `load_model`.
+        ConfigError: a loaded model is given together with options for loading; its tokenizer is not found;
+            the adapters are learned prompts of PEFT; or an error of `load_model`.
     """
     if isinstance(model, str | os.PathLike):
         found = load_model(os.fspath(model), device=device, dtype=dtype, **options)
@@ -214,20 +223,26 @@ def loaded(
 
 
 def _tokenizer_of(name: str, **options: Any) -> PreTrainedTokenizerBase:
-    """Load a tokenizer, and try it on one letter.
+    """Load a tokenizer, and test it on one letter.
 
     Raises:
-        ConfigError: its files are missing. Transformers would make a tokenizer that knows no text.
+        ConfigError: the files of the tokenizer are missing. Transformers would return a tokenizer that has
+        only
+            special tokens.
     """
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, **options)
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ConfigError(f"the model {name!r} has no tokenizer: save that beside it (save_pretrained)")
-    tokenizer("a", add_special_tokens=False)  # raises where its files hold a value that makes no sense
+    tokenizer("a", add_special_tokens=False)  # raises an error if its files have an invalid value
     return tokenizer
 
 
 def _check_sizes(name: str, config: Any) -> None:
-    """Refuse a configuration with sizes that no model has, before its layers are built."""
+    """Check the sizes in a configuration before the layers are built.
+
+    Raises:
+        ConfigError: a size is larger than in `_MOST`, or the number of layers is below 1.
+    """
     text = config.get_text_config()
     for field, (things, most) in _MOST.items():
         try:
@@ -242,17 +257,17 @@ def _check_sizes(name: str, config: Any) -> None:
 
 
 def _check_shards(name: str, **options: Any) -> None:
-    """Refuse an index of weights that names anything but safetensors files of its own folder.
+    """Check that an index of weights names only safetensors files in the model's own folder.
 
-    Transformers opens each file that the index names, wherever it is, and unpickles one of another kind.
-    A model without an index is accepted.
+    Transformers opens every file that the index names, in any folder, and unpickles files of other formats. A
+    model without an index is accepted.
 
     Args:
-        name: a folder, or a hub id: then the index is fetched first.
-        **options: of `load_model`.
+        name: a folder or a hub id; the index of a hub id is downloaded.
+        **options: the options of `load_model`.
 
     Raises:
-        ConfigError: the index is not an index, or names such a file.
+        ConfigError: the index is damaged, or names any other file.
     """
     variant = options.get("variant")
     index_name = f"model.safetensors.index.{f'{variant}.' if variant else ''}json"
@@ -280,15 +295,18 @@ def _check_shards(name: str, **options: Any) -> None:
 
 
 def is_of_files(error: BaseException) -> bool:
-    """Return whether loading may raise this for what is in a model's files.
+    """Check whether an error during loading may be caused by the model's files.
 
-    Tokenizers' panics are no `Exception`.
+    True for every `Exception`, and for a panic of the package tokenizers, which is a `BaseException` only.
     """
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def reason_of(error: BaseException) -> str:
-    """Return one line that says what is wrong: of an error's message, or its type where it has none."""
+    """Return one line that explains an error of another package.
+
+    Returns the name of the error's type if the error has no message.
+    """
     lines = [line for line in str(error).strip().strip('"').splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
@@ -297,19 +315,26 @@ def reason_of(error: BaseException) -> str:
         return f"its file ends too early ({whole})"
     if isinstance(error, KeyError | AttributeError | TypeError | IndexError | ZeroDivisionError):
         return f"its files hold a value that makes no sense ({whole})"
-    if "ignore_mismatched_sizes" in lines[0]:  # an argument of transformers, which nobody has given
+    if "ignore_mismatched_sizes" in lines[0]:  # the advice of transformers does not apply here
         return "its weights have other shapes than its configuration asks for"
     return whole if lines[0].endswith(":") else lines[0][:_REASON_CHARACTERS]
 
 
 def name_of(model: str | PreTrainedModel) -> str:
-    """The folder, as an absolute path, or the hub id to load a model from again; else empty."""
+    """Return the name to load a model again: the absolute path of its folder, or its hub id.
+
+    Returns an empty string if the model has no name.
+    """
     name = os.fspath(model) if isinstance(model, str | os.PathLike) else str(model.config.name_or_path or "")
     return os.path.abspath(name) if name and os.path.exists(name) else name
 
 
 def _check_present(device: torch.device) -> None:
-    """Refuse a GPU that is not there, before a model is read."""
+    """Check that a CUDA device exists, before a model is loaded.
+
+    Raises:
+        ConfigError: torch does not find the device. Devices of other types are not checked.
+    """
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
         there = f"cuda:0 to cuda:{count - 1}" if count > 1 else "cuda:0" if count else "no CUDA device"
@@ -317,12 +342,12 @@ def _check_present(device: torch.device) -> None:
 
 
 def check_runs(model: PreTrainedModel) -> None:
-    """Refuse a model that cannot predict the next token of a text, tried on three tokens.
+    """Check with a pass over three tokens that a model predicts the next token of a text.
 
-    Logs a warning if what it predicts depends on later tokens, as in BERT without ``is_decoder``.
+    Logs a warning if the logits depend on later tokens, as for BERT without ``is_decoder``.
 
     Raises:
-        ConfigError: the forward pass fails, or gives no logits for each token.
+        ConfigError: the forward pass fails, or its result does not have logits for each token.
         ModelOutputError: the logits are NaN or infinite.
     """
     name = type(model).__name__
@@ -331,7 +356,7 @@ def check_runs(model: PreTrainedModel) -> None:
         with torch.inference_mode():
             logits: Any = model(ids, use_cache=False).logits
         shape = tuple(logits.shape)
-    except Exception as error:  # of any kind: whatever a model meets in its layers
+    except Exception as error:  # any exception of the model's layers
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(f"the model cannot read text: {name} fails on three tokens: {reason}") from error
     if len(shape) != 3 or shape[:2] != (2, 3):
@@ -349,7 +374,7 @@ def check_runs(model: PreTrainedModel) -> None:
 
 
 def warn_of_unknown_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Log a warning if the tokenizer has tokens that the model has not. Text with such a token is refused."""
+    """Log a warning if the tokenizer has tokens that the model does not have; text with them is refused."""
     vocabulary = vocabulary_size(model)
     unknown = {id: token for token, id in tokenizer.get_vocab().items() if not 0 <= id < vocabulary}
     if unknown:
@@ -372,20 +397,21 @@ def identify(
     max_length: int | None = None,
     stride: int | None = None,
 ) -> Identity:
-    """Describe what a store for this model is made for.
+    """Create the identity of a store for a model: fingerprints, keys, metric and windows.
 
     Args:
         model: a causal language model in evaluation mode.
-        tokenizer: its tokenizer.
-        name: the folder or hub id to load it from again.
-        key: where the keys are taken; see `locate`.
-        joining: how many states there make a key; default one.
+        tokenizer: the model's tokenizer.
+        name: the folder or hub id from which the model can be loaded again.
+        key: the place of the keys in the model; see `locate`.
+        joining: the states that make a key; default is a single state.
         metric: ``l2`` or ``ip``.
-        max_length: tokens in a window, the prefix included; default is the model's limit.
-        stride: tokens by which a window moves on; default is half of `max_length`.
+        max_length: largest number of tokens in a window, the prefix included; default is the model's limit.
+        stride: number of tokens between the ends of two windows; default is half of `max_length`.
 
     Raises:
-        ConfigError: the key location, the metric or the window is not possible for this model.
+        ConfigError: the place of the keys, the metric, the prefix or the window is not possible for this
+        model.
     """
     if metric not in {choice.value for choice in Metric}:
         raise ConfigError(f"metric {metric!r} is none of {', '.join(Metric)}")
@@ -415,10 +441,11 @@ def identify(
 
 
 def window_of(model: PreTrainedModel, max_length: int | None = None) -> int:
-    """The length of windows: what was asked for, which the model must take; default its limit.
+    """Return `max_length` after a check against the model's limit; the limit if `max_length` is None.
 
     Raises:
-        ConfigError: the model takes less, or has no limit and nothing was asked for.
+        ConfigError: `max_length` is above the model's limit; or `max_length` is None and the model has no
+        limit.
     """
     try:
         limit = max_length_of(model.config)
@@ -434,10 +461,15 @@ def window_of(model: PreTrainedModel, max_length: int | None = None) -> int:
 def check_matches(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, identity: Identity
 ) -> None:
-    """Refuse a model or tokenizer, unless that is None, that is not the one the store was made with.
+    """Check that a store was made with a model and a tokenizer.
+
+    Args:
+        model: the model.
+        tokenizer: the tokenizer; None is not checked.
+        identity: the store's identity.
 
     Raises:
-        FingerprintMismatchError: one differs; both are named.
+        FingerprintMismatchError: the model or the tokenizer differs; the message names both.
     """
     found = model_fingerprint(model)
     if not same_model(found, identity.model_fingerprint):
@@ -456,10 +488,10 @@ def check_matches(
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, identity: Identity) -> None:
-    """Refuse a tokenizer that is not the one the store was made with.
+    """Check that a store was made with a tokenizer.
 
     Raises:
-        FingerprintMismatchError: it differs; both are named.
+        FingerprintMismatchError: the tokenizer differs; the message names both fingerprints.
     """
     found = tokenizer_fingerprint(tokenizer)
     if found != identity.tokenizer_fingerprint:

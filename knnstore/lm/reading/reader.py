@@ -1,4 +1,4 @@
-"""A model that reads text: documents become tokens, windows, keys and log-probabilities."""
+"""A model with its tokenizer and windows (`TextReader`), and checks that it can process documents."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,37 +16,39 @@ from knnstore.lm.reading.token_text import TokenTexts, decode_tokens, letters_of
 from knnstore.lm.reading.windows import BATCH_TOKENS, WindowBatch, pack, prefix_of
 from knnstore.store import Letters
 
-_AHEAD = 64  # tokenized together: fast tokenizers work in parallel
+_AHEAD = 64  # documents that are tokenized together, because fast tokenizers work in parallel
 
 
 @dataclass(frozen=True, slots=True)
 class TextReader:
-    """A language model with its tokenizer, and the windows in which it reads."""
+    """A language model with its tokenizer, and the size of the windows into which texts are cut."""
 
     encoder: Encoder
+    """Computes keys and log-probabilities."""
     tokenizer: PreTrainedTokenizerBase
+    """The model's tokenizer."""
     max_length: int
-    """Tokens in a window, the prefix counted."""
+    """Number of tokens in a window, the prefix included."""
     stride: int
-    """By how much a window's end moves on."""
+    """Number of tokens between the ends of two windows."""
     batch_tokens: int = BATCH_TOKENS
-    """Tokens in one forward pass, padding included."""
+    """Number of tokens in one forward pass, padding included."""
 
     @property
     def prefix(self) -> int | None:
-        """The token that precedes every document, if any."""
+        """The token that precedes every document; None if documents have no prefix."""
         return prefix_of(self.tokenizer)
 
     @property
     def letters(self) -> Letters:
-        """What each token is spelled with."""
+        """Letters of each token in the vocabulary, without spaces."""
         return letters_of(self.tokenizer)
 
     def tokens(self, text: str) -> NDArray[np.uint32]:
         """Return the token ids of a text, without special tokens, shape (length,).
 
         Raises:
-            InputError: the tokenizer gives a token that the model does not have.
+            InputError: the text has a token that the model does not have.
         """
         tokens = tokenized(self.tokenizer, [text])[0]
         check_tokens(tokens, self.encoder.vocabulary, self.tokenizer)
@@ -56,7 +58,7 @@ class TextReader:
         """Return the token ids of each document, without special tokens, shapes (length,).
 
         Raises:
-            InputError: the tokenizer gives a token that the model does not have; names the document.
+            InputError: a document has a token that the model does not have; the message names the document.
         """
         texts = tokenized(self.tokenizer, [document.text for document in documents])
         vocabulary = self.encoder.vocabulary
@@ -68,15 +70,19 @@ class TextReader:
         return texts
 
     def text(self, tokens: Sequence[int]) -> str:
-        """Decode a text, with its special tokens."""
+        """Return the text of tokens, special tokens included."""
         return decode_tokens(self.tokenizer, tokens)
 
     def pieces(self, tokens: Sequence[int], before: Sequence[int] = ()) -> list[str]:
-        """Return what each token adds to the text of those before it; see `TokenTexts.pieces`."""
+        """Return the text that each token adds after the previous tokens; see `TokenTexts.pieces`."""
         return TokenTexts(self.tokenizer).pieces(tokens, before)
 
     def batches(self, texts: Sequence[NDArray[np.integer[Any]]]) -> Iterator[WindowBatch]:
-        """Cut texts, given by their tokens, into windows and pack these into batches; see `pack`."""
+        """Cut texts into windows and yield batches of windows; see `pack`.
+
+        Args:
+            texts: token ids of each text, shapes (n_i,).
+        """
         return pack(
             texts,
             prefix=self.prefix,
@@ -86,30 +92,37 @@ class TextReader:
         )
 
     def count_predicted(self, documents: Iterable[TextDocument]) -> int:
-        """Count the tokens that are predicted: all, or without a prefix all but each document's first."""
+        """Count the target tokens of documents.
+
+        Without a prefix the first token of each document is not predicted, so it is not counted.
+
+        Raises:
+            InputError: a document has a token that the model does not have.
+        """
         context = 0 if self.prefix is not None else 1
         return sum(
-            max(0, len(ids) - context) for ahead in in_chunks(documents) for ids in self.tokenized(ahead)
+            max(0, len(ids) - context) for chunk in in_chunks(documents) for ids in self.tokenized(chunk)
         )
 
 
 def usable_documents(
     reader: TextReader, documents: Iterable[object], on_bad: OnBad | None = None
 ) -> Iterator[TextDocument]:
-    """Yield the documents that the model can read; an empty one is among them.
+    """Yield the documents whose tokens the model has. Documents without tokens are yielded as well.
 
     Args:
-        reader: of the model.
+        reader: has the model and its tokenizer.
         documents: rows, texts or `TextDocument`s, see `documents_of`.
-        on_bad: called for each row that is no document and for each document with a token that the model
-            does not have, which is then left out. None raises at the first.
+        on_bad: called with the error of each row that is not a document, and of each document with a token
+        that
+            the model does not have; both are skipped. None raises the first error.
 
     Raises:
-        UnusableDocumentError: a document cannot be used and `on_bad` is None; names it.
+        UnusableDocumentError: a document cannot be used and `on_bad` is None; the message names the document.
     """
-    for ahead in in_chunks(documents_of(documents, on_bad=on_bad)):
-        texts = tokenized(reader.tokenizer, [document.text for document in ahead])
-        for document, tokens in zip(ahead, texts, strict=True):
+    for chunk in in_chunks(documents_of(documents, on_bad=on_bad)):
+        texts = tokenized(reader.tokenizer, [document.text for document in chunk])
+        for document, tokens in zip(chunk, texts, strict=True):
             try:
                 check_tokens(tokens, reader.encoder.vocabulary, reader.tokenizer)
             except InputError as error:
@@ -122,7 +135,7 @@ def usable_documents(
 
 
 def unusable_document_error(document: TextDocument, reason: InputError) -> UnusableDocumentError:
-    """Return the error of a document that cannot be used; it names the document and where it was read."""
+    """Create the error for a document that cannot be used; it has the document's id and origin."""
     origin = document.origin or Origin("")
     return UnusableDocumentError(
         f"{document.place}: {reason}", in_folder=origin.in_folder, id=document.id, where=origin.where
@@ -130,7 +143,10 @@ def unusable_document_error(document: TextDocument, reason: InputError) -> Unusa
 
 
 def tokenized(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[NDArray[np.uint32]]:
-    """The token ids of each text, without special tokens, shapes (length,)."""
+    """Tokenize texts without special tokens; return uint32 arrays of shapes (length,).
+
+    The tokens are not checked; see `check_tokens`. No texts give an empty list.
+    """
     encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
     return [np.array(tokens, np.uint32) for tokens in encoded]
 
@@ -140,18 +156,19 @@ def check_tokens(
     vocabulary: int,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> None:
-    """Refuse tokens that a model cannot read.
+    """Check that a model has all of the tokens.
 
     Args:
         tokens: token ids, shape (n,); may be empty.
         vocabulary: number of tokens that the model has.
-        tokenizer: writes the token's text into the message.
+        tokenizer: if given, the error message contains the text of the token.
 
     Raises:
-        InputError: a token is negative or not below `vocabulary`; names the first one and its position,
-            counted from 0.
+        InputError: a token is negative or not below `vocabulary`. The message names the first wrong token and
+        its
+            position, counted from 0.
     """
-    ids = np.asarray(tokens)  # of Python integers of any size, too
+    ids = np.asarray(tokens)  # Python integers may be larger than int64
     is_outside = (ids < 0) | (ids >= vocabulary)
     if not is_outside.any():
         return
@@ -167,7 +184,7 @@ def check_tokens(
 
 
 def in_chunks(documents: Iterable[TextDocument], size: int = _AHEAD) -> Iterator[list[TextDocument]]:
-    """Cut a stream of documents into lists of at most `size`."""
+    """Yield consecutive lists of at most `size` documents; no documents give no lists."""
     remaining = iter(documents)
     while chunk := list(islice(remaining, size)):
         yield chunk

@@ -1,4 +1,4 @@
-"""A small random sample of many documents, for what is fitted before there is a store."""
+"""Drawing a small random sample of documents, tokens or keys, to fit a projection before a store exists."""
 
 import heapq
 from collections.abc import Iterable
@@ -13,25 +13,33 @@ from knnstore.lm.reading.reader import TextReader, in_chunks, usable_documents
 from knnstore.progress import Progress
 
 KEYS_FITTED_ON = 32_768
-"""Keys that a projection is fitted on, if there is so much text."""
+"""Largest number of keys that a projection is fitted on."""
 
-_CHARACTERS_PER_TOKEN = 8  # more than most texts have
+_CHARACTERS_PER_TOKEN = 8  # more than in most texts, so that the sample has enough tokens
 
 
 def sample_documents(
     documents: Iterable[TextDocument], characters: int, *, longest: int | None = None
 ) -> list[TextDocument]:
-    """Choose documents at random until their texts are about so long together; the same ones each time.
+    """Sample documents until their texts have at least `characters` characters together.
 
-    Those with the lowest hashes are chosen: in whichever order they come, and each text once. Memory is
-    that of the sample, however many documents there are. Of each at most `longest` characters are counted;
-    the last one may exceed what is to be reached.
+    The documents with the lowest content hashes are chosen, so the sample does not depend on the order of
+    the documents, and each text is chosen once. Only the sample is kept in memory. If the documents have
+    fewer characters, all of them are returned.
+
+    Args:
+        documents: read once, to the end.
+        characters: number of characters to reach; the last document may exceed it.
+        longest: largest number of characters that count for one document; default no limit.
+
+    Returns:
+        The documents in ascending order of their hashes.
     """
     chosen: list[tuple[int, int, TextDocument]] = []  # a heap with the highest hash first
     hashes: set[int] = set()
     size = 0
 
-    def counted(document: TextDocument) -> int:
+    def count_characters(document: TextDocument) -> int:
         return len(document.text) if longest is None else min(len(document.text), longest)
 
     for at, document in enumerate(documents):
@@ -40,11 +48,11 @@ def sample_documents(
             continue
         heapq.heappush(chosen, (-hash, at, document))
         hashes.add(hash)
-        size += counted(document)
-        while size - counted(chosen[0][2]) >= characters:
+        size += count_characters(document)
+        while size - count_characters(chosen[0][2]) >= characters:
             negative, _, dropped = heapq.heappop(chosen)
             hashes.remove(-negative)
-            size -= counted(dropped)
+            size -= count_characters(dropped)
     return [document for *_, document in sorted(chosen, reverse=True)]
 
 
@@ -56,29 +64,32 @@ def sample_tokens(
     longest: int | None = None,
     on_bad: OnBad | None = None,
 ) -> list[NDArray[np.uint32]]:
-    """Choose documents at random, see `sample_documents`, of so many tokens together.
+    """Sample documents with `count` tokens together; see `sample_documents`.
 
     Args:
-        reader: makes their tokens.
+        reader: tokenizes the documents.
         documents: read once, to the end.
-        count: tokens; the last document is cut there.
-        longest: tokens where each document is cut; default nowhere.
-        on_bad: called for each chosen document with a token that the model does not have, which is then
-            left out. None raises at the first.
+        count: total number of tokens; the last document is cut to reach it exactly.
+        longest: number of tokens to which each document is cut; default `count`.
+        on_bad: called with the error of each chosen document that has a token that the model does not have;
+        the
+            document is skipped. None raises the first error.
 
     Returns:
-        The tokens of each document; fewer in all where there is less text.
+        The token ids of each document, uint32, shapes (n_i,); fewer than `count` in total if the documents
+        have less text.
 
     Raises:
-        UnusableDocumentError: a chosen document has such a token and `on_bad` is None; names it.
+        UnusableDocumentError: a chosen document has a token that the model does not have, and `on_bad` is
+            None; the message names the document.
     """
     texts: list[NDArray[np.uint32]] = []
     longest = longest or count
     chosen = sample_documents(
         documents, _CHARACTERS_PER_TOKEN * count, longest=_CHARACTERS_PER_TOKEN * longest
     )
-    for ahead in in_chunks(usable_documents(reader, chosen, on_bad)):
-        for tokens in reader.tokenized(ahead):
+    for chunk in in_chunks(usable_documents(reader, chosen, on_bad)):
+        for tokens in reader.tokenized(chunk):
             texts.append(tokens[: min(count, longest)])
             count -= len(texts[-1])
             if count == 0:
@@ -93,16 +104,20 @@ def sample_keys(
     on_bad: OnBad | None = None,
     progress: Progress | None = None,
 ) -> Keys:
-    """Take the keys of documents chosen at random.
+    """Compute the keys of a random sample of at most 32,768 tokens.
 
     Args:
-        reader: the model.
+        reader: computes the keys.
         documents: read once, to the end.
-        on_bad: as of `sample_tokens`.
-        progress: is told of each batch.
+        on_bad: see `sample_tokens`.
+        progress: receives the number of keys of each batch.
 
     Returns:
-        float32, shape (n, d).
+        The keys, float32, shape (n, d), n >= 1.
+
+    Raises:
+        InputError: the sample has no token with a key.
+        UnusableDocumentError: see `sample_tokens`.
     """
     shown = progress or Progress()
     texts = sample_tokens(reader, documents, KEYS_FITTED_ON, on_bad=on_bad)

@@ -1,11 +1,11 @@
-"""Tokens to text and bytes. All that shows tokens uses this module.
+"""Converting tokens to text and bytes.
 
-`decode_tokens` decodes a text. `TokenTexts` knows the text and the bytes of each token of a tokenizer.
-`Detokenizer` decodes a text token by token. `split_text` says which part of a given text each of its tokens
-stands for. `letters_of` gives the letters of each token without spaces.
+`decode_tokens` decodes a text. `TokenTexts` returns the text and the bytes of each token of a tokenizer.
+`Detokenizer` decodes a text token by token. `split_text` splits a given text into the parts of its tokens.
+`letters_of` returns the letters of each token without spaces.
 
-A continuation is what decoding all tokens adds to decoding the prompt's tokens. It cannot be decoded alone: a
-tokenizer may drop the space at the beginning of a text.
+The text of a continuation is the text of prompt and continuation without the text of the prompt. The tokens
+of a continuation cannot be decoded alone, because a tokenizer may drop the space at the beginning of a text.
 """
 
 import codecs
@@ -21,28 +21,28 @@ from transformers import PreTrainedTokenizerBase
 from knnstore.store import Letters
 
 _CONTEXT = 8
-"""Tokens before a continuation that are decoded with it, at least; more where their text is not certain."""
+"""Least number of context tokens that are decoded with a continuation; more if their text is not certain."""
 
 _REPLACEMENT = "\ufffd"
-"""Stands in decoded text for bytes that are not, or not yet, a character."""
+"""Decoders return this character for bytes that are not (or not yet) a complete UTF-8 character."""
 
 _SPACES = re.compile(r"[\sĠĊĉč▁]|^##|^<0x(?:09|0A|0D|20)>$")
-"""Spaces and line ends as byte-level tokenizers, SentencePiece and byte fallback write them."""
+"""Pattern of spaces and line ends in the vocabularies of byte-level BPE, SentencePiece and byte fallback."""
 
 _FALLBACK_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-"""Name of a token that is one byte, in vocabularies with byte fallback."""
+"""Pattern of the name of a token that is one byte, in vocabularies with byte fallback."""
 
 
 def decode_tokens(tokenizer: Any, tokens: Sequence[int], *, special: bool = True) -> str:
-    """Decode a text.
+    """Return the text of tokens.
 
-    Spaces are not cleaned up, whatever the tokenizer's ``clean_up_tokenization_spaces`` says: that would
-    change the text, and depends on what follows.
+    Spaces are not cleaned up, even if the tokenizer has ``clean_up_tokenization_spaces``: cleaning changes
+    the text, and its result depends on later tokens.
 
     Args:
-        tokenizer: the model's.
-        tokens: the token ids; none give an empty text.
-        special: whether special tokens appear in the text.
+        tokenizer: the model's tokenizer.
+        tokens: token ids; no tokens give an empty text.
+        special: True to include the text of special tokens.
     """
     if not len(tokens):
         return ""
@@ -52,20 +52,21 @@ def decode_tokens(tokenizer: Any, tokens: Sequence[int], *, special: bool = True
 
 
 class TokenPiece(NamedTuple):
-    """What one token adds to a text."""
+    """The part of a text that one token adds."""
 
     token: int
+    """The token id."""
     text: str
-    """Empty for a token that ends inside a character; the last token of the character has all of it."""
+    """Text of the token. If a character spans several tokens, the last of them has the character."""
     data: bytes
-    """The token's own bytes, also where they are only a part of a character."""
+    """Bytes of the token; they may be a part of a character."""
 
 
 class TokenTexts:
-    """The text and bytes of each token of a tokenizer. Results are cached; use one for many tokens.
+    """Returns the text and the bytes of each token of a tokenizer. Results are cached, so reuse the object.
 
     Args:
-        tokenizer: the model's; it is used by the caller's thread only.
+        tokenizer: the model's tokenizer. It is used in the calling thread only.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -75,14 +76,14 @@ class TokenTexts:
         self._skipped: dict[int, bool] = {}
 
     def decode(self, tokens: Sequence[int], *, special: bool = True) -> str:
-        """Decode a text; see `decode_tokens`."""
+        """Return the text of tokens; see `decode_tokens`."""
         return decode_tokens(self.tokenizer, tokens, special=special)
 
     def bytes_of(self, token: int) -> bytes:
-        """Return the bytes that a token stands for in the middle of a text.
+        """Return the bytes of a token in the middle of a text.
 
-        With byte-level tokenizers and byte fallback they need not be characters. A special token has the
-        bytes of its name.
+        With byte-level BPE and byte fallback the bytes may be a part of a character. A special token has the
+        bytes of its name. A token that the tokenizer does not have gives no bytes.
         """
         found = self._bytes.get(token)
         if found is None:
@@ -92,7 +93,8 @@ class TokenTexts:
     def name_of(self, token: int) -> str:
         r"""Return a token's text in the middle of a text, or ``bytes:\xe2\x80`` for part of a character.
 
-        A token that the tokenizer does not have, as in a model with a larger vocabulary, is ``token_id:N``.
+        A token that the tokenizer does not have gives ``token_id:N``; the vocabulary of a model may be
+        larger.
         """
         if not self._name(token):
             return f"token_id:{token}"
@@ -103,7 +105,7 @@ class TokenTexts:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def is_skipped(self, token: int) -> bool:
-        """Check whether a token is a special one that texts without special tokens leave out."""
+        """Check whether a token is a special token that decoding with ``special=False`` leaves out."""
         found = self._skipped.get(token)
         if found is None:
             is_added = token in self._added or token in self._special
@@ -112,9 +114,10 @@ class TokenTexts:
         return found
 
     def is_fallback_byte(self, token: int) -> bool:
-        """Check whether a token is one byte of byte fallback, as ``<0xE2>``.
+        """Check whether a token is one byte of byte fallback, for example ``<0xE2>``.
 
-        Tokenizers decode a run of such tokens at once, and none of its bytes is a character where one is not.
+        Tokenizers decode a run of byte tokens at once. If one byte of a run is not valid UTF-8, every byte of
+        the run becomes U+FFFD.
         """
         found = self._fallback_bytes.get(token)
         if found is None:
@@ -125,7 +128,7 @@ class TokenTexts:
 
     @cached_property
     def is_byte_level(self) -> bool:
-        """Check whether a token's name writes each of its bytes as one letter, as GPT-2's does."""
+        """True for byte-level BPE, where a token's name has one letter for each byte, as for GPT-2."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         decoder = getattr(backend, "decoder", None)
         if decoder is None:
@@ -133,13 +136,18 @@ class TokenTexts:
         return "ByteLevel" in _types_of(json.loads(decoder.__getstate__()))
 
     def pieces(self, tokens: Sequence[int], before: Sequence[int] = (), *, special: bool = True) -> list[str]:
-        """Return what each token adds to the text of those before it.
+        """Return the text that each token adds after the previous tokens.
 
-        Together they are what decoding ``[*before, *tokens]`` adds to decoding `before`. The last token of a
-        character has all of it; bytes that never become a character come out as U+FFFD.
+        The joined pieces are the text of ``[*before, *tokens]`` without the text of `before`. If a character
+        spans several tokens, the last of them has the character. Bytes that are not valid UTF-8 give U+FFFD.
+
+        Args:
+            tokens: token ids; no tokens give no pieces.
+            before: the tokens before them.
+            special: True to include the text of special tokens.
         """
         if not before and special:
-            # Most texts are just the texts of their tokens, without the space that the first one may lose.
+            # For most texts the tokens can be decoded one by one; only the first token may lose its space.
             try:
                 texts = [self.bytes_of(token).decode() for token in tokens]
             except UnicodeDecodeError:
@@ -151,12 +159,14 @@ class TokenTexts:
         pieces = [piece for token in tokens for piece in detokenizer.take(token)]
         return [piece.text for piece in (*pieces, *detokenizer.end())]
 
-    # -- how the tokenizer spells
+    # -- names and bytes of single tokens
 
     def _name(self, token: int) -> str:
+        """Return a token as the vocabulary writes it; empty if the tokenizer does not have the token."""
         return self.tokenizer.convert_ids_to_tokens(token) or ""
 
     def _find_bytes(self, token: int) -> bytes:
+        """Compute the result of `bytes_of`."""
         name = self._name(token)
         if not name:
             return b""
@@ -171,15 +181,20 @@ class TokenTexts:
 
     @cached_property
     def _added(self) -> frozenset[int]:
+        """Tokens that were added to the vocabulary of the tokenizer."""
         return frozenset(getattr(self.tokenizer, "added_tokens_decoder", ()))
 
     @cached_property
     def _special(self) -> frozenset[int]:
+        """Special tokens of the tokenizer."""
         return frozenset(self.tokenizer.all_special_ids)
 
     @cached_property
     def _anchor(self) -> list[int]:
-        """A token of letters, after which a token has the text that it has inside a text; or nothing."""
+        """One token of letters as context, so that the next token decodes as in the middle of a text.
+
+        Empty if the tokenizer has no suitable token.
+        """
         for token in range(len(self.tokenizer) - 1, -1, -1):
             if token in self._added:
                 continue
@@ -190,17 +205,18 @@ class TokenTexts:
 
 
 class Detokenizer:
-    """Decodes a text token by token; what is given out never changes.
+    """Decodes a text token by token. Returned pieces never change.
 
-    A token's text comes when it is certain. Incomplete characters wait for their last byte. With byte
-    fallback a run of bytes waits for its end, because one wrong byte makes all of them U+FFFD. All texts
-    together are what decoding ``[*before, *tokens]`` adds to decoding `before`. Few tokenizers change a text
-    that was given out, depending on what follows; then comes what follows the first difference.
+    A token's piece is returned when its text is certain. A token that ends inside a character waits for the
+    last byte of the character. With byte fallback a run of byte tokens waits for its end, because one invalid
+    byte turns the whole run into U+FFFD. The joined pieces are the text of ``[*before, *tokens]`` without the
+    text of `before`. A few tokenizers change earlier text when a later token follows; the next piece then
+    begins after the common prefix of the old and the new text.
 
     Args:
-        texts: of the model's tokenizer.
-        before: tokens before the text. Their own incomplete bytes count as given.
-        special: whether special tokens appear in the text.
+        texts: has the model's tokenizer.
+        before: tokens before the text. Incomplete bytes at their end count as returned.
+        special: True to include the text of special tokens.
     """
 
     def __init__(self, texts: TokenTexts, before: Sequence[int] = (), *, special: bool = False) -> None:
@@ -214,7 +230,10 @@ class Detokenizer:
                 self._read_bytes(token)
 
     def take(self, token: int) -> list[TokenPiece]:
-        """Take the next token and return the tokens whose text is certain now; none while one waits."""
+        """Append a token and return the pieces that are certain now.
+
+        Returns an empty list while a character is incomplete; a later call then returns all waiting pieces.
+        """
         self._tokens.append(token)
         if not self._is_shown(token):
             is_waiting = len(self._tokens) - self._settled > 1
@@ -230,17 +249,22 @@ class Detokenizer:
         return self._settle(whole)
 
     def end(self) -> list[TokenPiece]:
-        """Return the tokens that wait; bytes that are no character become U+FFFD."""
+        """Return the pieces of all waiting tokens; bytes of an incomplete character give U+FFFD."""
         self._partial.reset()
         return self._settle(self._decode(self._tokens)) if self._settled < len(self._tokens) else []
 
     def peek(self, tokens: Sequence[int]) -> str:
-        """Return the text that would come if the text ended after these further tokens; change nothing."""
+        """Return the text that is not returned yet, if the text ended after `tokens`. Changes no state."""
         whole = self._decode([*self._tokens, *tokens])
         return whole[_common_length(self._given, whole) :]
 
     def _context(self, before: Sequence[int]) -> tuple[list[int], str]:
-        """Return the last of these tokens, from where a character begins and with some text; and the text."""
+        """Choose the last tokens of a text that are enough context to decode a continuation.
+
+        Returns:
+            The tokens, at least 8 if `before` has 8, and their text. The first token begins a character, or
+            the tokens are all of `before`.
+        """
         size = _CONTEXT
         while True:
             tokens = list(before[-size:])
@@ -251,14 +275,14 @@ class Detokenizer:
             size *= 2
 
     def _settle(self, whole: str) -> list[TokenPiece]:
-        """Give out the tokens that wait.
+        """Return the pieces of the waiting tokens, and mark them as returned.
 
         Args:
-            whole: the text of all tokens that are kept.
+            whole: the text of all tokens in `_tokens`.
         """
         waiting = self._tokens[self._settled :]
         new = whole[_common_length(self._given, whole) :]
-        # The next text is decoded after this one, if that gives what decoding after all would give.
+        # Drop the older context tokens, if the remaining tokens decode without a replacement character.
         text = self._decode(waiting) if new else ""
         if text and (self._texts.is_byte_level or text[0] != _REPLACEMENT):
             self._tokens, self._given = waiting, text
@@ -268,12 +292,12 @@ class Detokenizer:
         return self._pieces(waiting, new)
 
     def _pieces(self, tokens: Sequence[int], text: str) -> list[TokenPiece]:
-        """Divide a text among its tokens by their bytes."""
+        """Split a text into the pieces of its tokens, by the bytes of each token."""
         data = [self._texts.bytes_of(token) if self._is_shown(token) else b"" for token in tokens]
         for texts in (_characters(data), [self._in_invalid_run(token) for token in tokens]):
             if "".join(texts) == text:
                 return [TokenPiece(*one) for one in zip(tokens, texts, data, strict=True)]
-        # The tokenizer shows it otherwise, e.g. without the space at the beginning of a text.
+        # The bytes differ from the decoded text, e.g. because the tokenizer drops the first space.
         shown = [at for at, token in enumerate(tokens) if self._is_shown(token)]
         last = shown[-1] if shown else len(tokens) - 1
         texts = [text if at == last else "" for at in range(len(tokens))]
@@ -282,16 +306,17 @@ class Detokenizer:
         return [TokenPiece(*one) for one in zip(tokens, texts, data, strict=True)]
 
     def _in_invalid_run(self, token: int) -> str:
-        """Return the text of a token where a run of fallback bytes is not valid: each is U+FFFD."""
+        """Return a token's text if runs of fallback bytes are not valid UTF-8: U+FFFD for each byte."""
         if not self._is_shown(token):
             return ""
         return _REPLACEMENT if self._texts.is_fallback_byte(token) else self._texts.name_of(token)
 
     def _is_shown(self, token: int) -> bool:
+        """Check that a token adds text: special tokens do only with ``special=True``."""
         return self._special or not self._texts.is_skipped(token)
 
     def _read_bytes(self, token: int) -> bool:
-        """Read the bytes of a token; return whether a character is incomplete then."""
+        """Append the bytes of a token; return True if the last character is incomplete now."""
         if self._is_shown(token):
             self._partial.decode(self._texts.bytes_of(token))
         return bool(self._partial.getstate()[0])
@@ -301,16 +326,16 @@ class Detokenizer:
 
 
 def split_text(texts: TokenTexts, text: str, tokens: Sequence[int]) -> list[str]:
-    """Return the part of a given text that each of its tokens stands for; together they are the text.
+    """Split a text into the parts of its tokens; the joined parts are the text.
 
-    Where decoding does not give the text back, e.g. in lower case, the tokenizer's offsets divide it.
-    Tokenizers of Python alone have none: then the decoded parts are returned. A text without tokens gives no
-    parts.
+    If the decoded tokens differ from the text, e.g. in upper and lower case, the tokenizer's offsets are
+    used. Slow tokenizers (Python only) have no offsets; then the decoded parts are returned. A text without
+    tokens gives no parts.
 
     Args:
-        texts: of the model's tokenizer.
-        text: as it was given.
-        tokens: its tokens, without special ones before it.
+        texts: has the model's tokenizer.
+        text: the text before tokenization.
+        tokens: the tokens of the text, without special tokens before it.
     """
     pieces = texts.pieces(tokens)
     if "".join(pieces) == text or not pieces or not texts.tokenizer.is_fast:
@@ -321,26 +346,29 @@ def split_text(texts: TokenTexts, text: str, tokens: Sequence[int]) -> list[str]
         return pieces
     ends = [0]
     for (_, end), (following, _) in zip(spans, [*spans[1:], (len(text), 0)], strict=True):
-        ends.append(max(ends[-1], min(end, following)))  # the last token of a character has all of it
+        ends.append(max(ends[-1], min(end, following)))  # the last token has the whole character
     ends[-1] = len(text)
     return [text[start:end] for start, end in pairwise(ends)]
 
 
 def letters_of(tokenizer: PreTrainedTokenizerBase) -> Letters:
-    """Return the letters of each token as the vocabulary writes it, without spaces."""
+    """Return the letters of each token as the vocabulary writes them, without spaces and line ends."""
     names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     return Letters([_SPACES.sub("", name or "") for name in names])
 
 
 def _common_length(one: str, other: str) -> int:
-    """Count the characters that two texts begin with alike."""
+    """Return the length of the common prefix of two texts."""
     if other.startswith(one):
         return len(one)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def _characters(parts: Sequence[bytes]) -> list[str]:
-    """Decode the parts of a text; a character belongs to the part with its last byte."""
+    """Decode the parts of a text, with each character in the part that has its last byte.
+
+    Bytes that are not valid UTF-8 give U+FFFD.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     texts = [decoder.decode(part) for part in parts]
     rest = decoder.decode(b"", final=True)
@@ -351,6 +379,7 @@ def _characters(parts: Sequence[bytes]) -> list[str]:
 
 
 def _is_text(data: bytes) -> bool:
+    """Check that bytes are valid UTF-8."""
     try:
         data.decode()
     except UnicodeDecodeError:
@@ -359,15 +388,16 @@ def _is_text(data: bytes) -> bool:
 
 
 def _types_of(state: Any) -> set[str]:
-    """Return the types of a decoder and of all that it is made of."""
+    """Return the type of a decoder and the types of its nested decoders."""
     found = {str(state.get("type"))}
     return found.union(*(_types_of(one) for one in state.get("decoders", ())))
 
 
 def _bytes_of_letters() -> dict[str, int]:
-    """Return the byte of each letter in the names of byte-level tokens.
+    """Return the byte that each letter means in the vocabulary of a byte-level BPE tokenizer.
 
-    Bytes that are visible in Latin-1 are written as themselves; the others, in order, from U+0100 on.
+    A byte that is a visible character of Latin-1 is written as this character. The other bytes are written as
+    U+0100, U+0101 and so on, in order.
     """
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in visible]

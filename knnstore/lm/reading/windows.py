@@ -1,8 +1,8 @@
-"""Documents cut into windows, and windows packed into batches: the same for storing and for scoring.
+"""Cutting documents into windows, and packing windows into batches; used for adding and for scoring.
 
-Each document stands alone. A prefix (the tokenizer's BOS or EOS token) takes position -1 before its
-tokens 0, 1, ..., so that even the first token is predicted from something. With ``max_length=6``
-and ``stride=3`` a prefixed document of 10 tokens has three windows::
+No context is shared between documents. A prefix (the tokenizer's BOS or EOS token) has position -1, before
+the tokens 0, 1, ..., so that the model can predict the first token as well. With ``max_length=6`` and
+``stride=3`` a prefixed document of 10 tokens has three windows::
 
     position   -1  0  1  2  3  4  5  6  7  8  9
     window 1   [B  *  *  *  *  *]                     B the prefix, context only
@@ -27,7 +27,7 @@ Tokens = NDArray[np.int64]
 
 
 class Window(NamedTuple):
-    """A stretch of one document that goes through the model at once, in the document's positions."""
+    """Consecutive positions of one document that the model processes in one row."""
 
     start: int
     """First position of the window; -1 is the prefix."""
@@ -36,18 +36,23 @@ class Window(NamedTuple):
     """One past the last position."""
 
     first: int
-    """First position predicted; the window predicts ``first .. stop - 1``."""
+    """First position whose token is predicted; the window predicts ``first .. stop - 1``."""
 
 
 def windows(length: int, max_length: int, stride: int, *, has_prefix: bool) -> Iterator[Window]:
     """Cut one document into windows that predict every token exactly once.
 
+    A document without target tokens gives no windows.
+
     Args:
-        length: tokens of the document, without the prefix, >= 0.
-        max_length: tokens of a window, the prefix counted, >= 2.
-        stride: by how much a window's end moves on, 1 <= stride < max_length.
-        has_prefix: whether a prefix precedes the document; without one its first token is
-            context only, since nothing comes before it.
+        length: number of tokens in the document, without the prefix, >= 0.
+        max_length: largest number of tokens in a window, the prefix included, >= 2.
+        stride: number of tokens between the ends of two windows, 1 <= stride < max_length.
+        has_prefix: True if a prefix precedes the document. Without a prefix the first token is not predicted,
+            because it has no context.
+
+    Raises:
+        ConfigError: `max_length` or `stride` is out of range.
 
     Example:
         >>> [tuple(window) for window in windows(10, 6, 3, has_prefix=True)]
@@ -63,28 +68,30 @@ def windows(length: int, max_length: int, stride: int, *, has_prefix: bool) -> I
 
 @dataclass(frozen=True, slots=True)
 class WindowBatch:
-    """Windows that go through the model together, and where to read their predictions.
+    """Windows that the model processes together, and the positions of their predictions.
 
-    Short rows are padded on the right and no attention mask is needed: in a causal model a
-    position sees only what is before it, and the padding is after everything that is read.
-    A window's last token is not in its row, for nothing is predicted from it.
+    Short rows are padded on the right. No attention mask is needed, because a position of a causal model
+    attends only to earlier positions, and padding comes last. The last token of a window is not in its row,
+    because no token is predicted from it.
     """
 
     input_ids: NDArray[np.int64]
-    """Shape (rows, width), padded with token 0."""
+    """Token ids, int64, shape (rows, width), padded with token 0."""
 
     at: Tokens
-    """Shape (n,): indices into ``input_ids.reshape(-1)`` of the positions that predict; the four
-    arrays of shape (n,) are aligned."""
+    """Indices into ``input_ids.reshape(-1)`` of the positions that predict, shape (n,).
+
+    The arrays `at`, `documents`, `positions` and `gold` are aligned.
+    """
 
     documents: Tokens
-    """Shape (n,): index of the document whose token is predicted, in the order given to `pack`."""
+    """Index of the document whose token is predicted, as in the argument of `pack`, shape (n,)."""
 
     positions: Tokens
-    """Shape (n,): position of the predicted token in its document, 0 is the first token."""
+    """Position of the target token in its document, 0 for the first token, shape (n,)."""
 
     gold: Tokens
-    """Shape (n,): the predicted token itself."""
+    """The target tokens, shape (n,)."""
 
 
 def pack(
@@ -97,26 +104,36 @@ def pack(
 ) -> Iterator[WindowBatch]:
     """Group the windows of many documents into batches of rows of similar length.
 
-    The longest come first, so that too large a batch fails at the start and not after an hour. Where a
-    document has several windows all are of the same length, so they stay together and in order. A batch has
-    at most `batch_tokens`, padding counted; a window longer than that is a batch of its own.
+    The longest windows come first, so that a batch that is too large for the memory fails at the start. All
+    windows of a document with several windows have the same length, so they stay adjacent and in order.
+
+    Args:
+        documents: token ids of each document, shapes (n_i,).
+        prefix: the token that precedes every document; None for no prefix.
+        max_length: largest number of tokens in a window, the prefix included.
+        stride: number of tokens between the ends of two windows.
+        batch_tokens: largest number of tokens in a batch, padding included. A window that is longer is a
+        batch
+            of its own.
 
     Yields:
-        Batches that together predict every token of every document once (without a prefix, every
-        token but the first).
+        Batches that together predict every token of every document once; without a prefix every token except
+        the first of each document. No target tokens give no batches.
 
     Raises:
-        ConfigError: max_length, stride or batch_tokens is out of range.
+        ConfigError: `max_length`, `stride` or `batch_tokens` is out of range.
     """
     check_window(max_length, stride)
     if batch_tokens < 1:
         raise ConfigError(f"batch_tokens must be at least 1, got {batch_tokens}")
+    # 1) Concatenate all documents, each after its prefix.
     before = [] if prefix is None else [np.array([prefix], np.int64)]
     pieces = [piece for document in documents for piece in (*before, np.asarray(document, np.int64))]
     text = np.concatenate([np.zeros(0, np.int64), *pieces])
     lengths = np.array([len(document) for document in documents], np.int64)
-    # Where token 0 of each document stands in `text`.
+    # Index of token 0 of each document in `text`.
     origins = np.cumsum(lengths + len(before)) - lengths
+    # 2) Cut the documents into windows, and sort these by length, longest first.
     table = np.array(
         [
             (document, *window)
@@ -127,6 +144,7 @@ def pack(
     ).reshape(-1, 4)
     widths = table[:, 2] - table[:, 1] - 1
     order = np.argsort(-widths, kind="stable")
+    # 3) Yield batches; the first window of a batch is the longest and sets the width.
     done = 0
     while done < len(order):
         width = int(widths[order[done]])
@@ -136,13 +154,20 @@ def pack(
 
 
 def _batch(text: Tokens, origins: Tokens, table: NDArray[np.int64], width: int) -> WindowBatch:
-    """Build the batch of the windows in `table`: rows of (document, start, stop, first)."""
+    """Create the batch of windows.
+
+    Args:
+        text: all documents, concatenated.
+        origins: index of token 0 of each document in `text`.
+        table: one row (document, start, stop, first) for each window, int64.
+        width: length of the longest row.
+    """
     document, start, stop, first = table.T
     column = np.arange(width)
     inside = column < (stop - start - 1)[:, None]
     source = origins[document, None] + start[:, None] + column
     input_ids = np.where(inside, text[np.where(inside, source, 0)], 0)
-    # The token at position p is predicted one column before its own.
+    # The token at position p is predicted in the column of position p - 1.
     predicts = inside & (column >= (first - start - 1)[:, None])
     row, at_column = np.nonzero(predicts)
     positions = start[row] + at_column + 1
@@ -157,27 +182,33 @@ def _batch(text: Tokens, origins: Tokens, table: NDArray[np.int64], width: int) 
 
 
 def prefix_of(tokenizer: Any) -> int | None:
-    """Return the token id that precedes every document: the tokenizer's BOS, else its EOS, else None."""
+    """Return the id of the tokenizer's BOS token, else of its EOS token, else None."""
     candidates = (getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id"))
     return next((int(token) for token in candidates if token is not None), None)
 
 
 def max_length_of(config: Any) -> int:
-    """Return the longest input that a model takes, in tokens, from its transformers configuration.
+    """Return the largest number of input tokens of a model, from its transformers configuration.
 
     Raises:
-        ConfigError: the configuration names no limit (a model without position embeddings).
+        ConfigError: the configuration has no limit, as for a model without position embeddings.
     """
     text_config = config.get_text_config()
     for name in ("max_position_embeddings", "max_seq_len", "seq_length"):
         limit = getattr(text_config, name, None)
-        if isinstance(limit, int) and limit > 0:  # -1 says that there is none
+        if isinstance(limit, int) and limit > 0:  # -1 means no limit
             return limit
     raise ConfigError(f"{text_config.model_type}: the model names no longest input; give max_length")
 
 
 def check_window(max_length: int, stride: int) -> None:
-    """Refuse windows that hold nothing to predict, or that would leave tokens out."""
+    """Check the size of windows.
+
+    Raises:
+        ConfigError: `max_length` is below 2, so that a window predicts nothing; or `stride` is not between 1
+        and
+            ``max_length - 1``.
+    """
     if max_length < 2:
         raise ConfigError(f"max_length must be at least 2, got {max_length}")
     if not 1 <= stride < max_length:
@@ -185,4 +216,4 @@ def check_window(max_length: int, stride: int) -> None:
 
 
 BATCH_TOKENS = 4_096
-"""Tokens in one forward pass, padding included."""
+"""Default number of tokens in one forward pass, padding included."""
