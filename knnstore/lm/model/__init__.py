@@ -1,4 +1,4 @@
-"""The model with a store, as transformers knows models."""
+"""The model with a store as a transformers model: creating, loading, generating and scoring."""
 
 from knnstore.lm.model.given import following, likelihoods, read_part
 from knnstore.lm.model.keyless import KeylessText

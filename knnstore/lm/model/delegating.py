@@ -1,9 +1,9 @@
-"""Passes what transformers sets on a model, or asks of it, on to the base model.
+"""Delegating attributes of transformers models from the model with a store to its base model.
 
-`PreTrainedModel` has some two hundred attributes: which attention and which experts may be used, embeddings
-and tied heads, gradient checkpointing, adapters, plans for several devices. All of them are about weights and
-layers, and the model with a store has none of its own. So the base model answers all but `_OWN`, also those
-that later versions of transformers add.
+`PreTrainedModel` has about two hundred attributes: attention implementations, experts, embeddings, tied
+heads, gradient checkpointing, adapters, device plans. All of them concern weights and layers, and the model
+with a store has no weights or layers except those of its base model. So every attribute except `_OWN` is
+delegated to the base model, also attributes that later versions of transformers add.
 """
 
 import sys
@@ -18,25 +18,28 @@ Model = TypeVar("Model", bound=type[PreTrainedModel])
 
 _OWN = frozenset(
     {
-        # What class this is, and how it is saved and found again.
+        # The class of the model, and how it is saved and loaded.
         "_auto_class", "base_model", "base_model_prefix", "can_generate", "config_class", "is_custom_code",
         "is_remote_code", "register_for_auto_class",
-        # The loss is that of the mixture.
+        # The loss is computed from the mixture.
         "loss_function",
-        # `forward` searches on the CPU, so it cannot be compiled as one graph.
+        # `forward` retrieves on the CPU, so it cannot be compiled as one graph.
         "_can_compile_fullgraph", "_default_compile_config", "get_compiled_call",
-        # Names of weights begin with "base." here.
+        # Names of weights begin with "base." in the model with a store.
         "get_parameter_or_buffer", "named_non_persistent_buffers", "retrieve_modules_from_names",
     }
 )  # fmt: skip
-"""Attributes of `PreTrainedModel` that the model with a store has itself, beside those of `nn.Module`."""
+"""Attributes of `PreTrainedModel` that are not delegated; those of `nn.Module` are not delegated either."""
 
 _BY_CLASS_NAME = frozenset({"_prepare_cache_for_generation", "_supports_default_dynamic_cache"})
-"""Methods of `GenerationMixin` that decide by the name of the model's class."""
+"""Methods of `GenerationMixin` that depend on the name of the model's class."""
 
 
-class _OfBase:
-    """An attribute that the base model answers; of the class itself it is that of transformers."""
+class _BaseAttribute:
+    """Descriptor that reads and sets an attribute on the base model.
+
+    Access through the class returns the attribute of transformers.
+    """
 
     def __init__(self, name: str, inherited: Any) -> None:
         self._name = name
@@ -52,8 +55,12 @@ class _OfBase:
         setattr(model.base, self._name, value)
 
 
-class _OfGeneration:
-    """A step of `generate` that the base model takes if its class has a version of its own."""
+class _GenerationStep:
+    """Descriptor of a step of `generate`: the base model's method if its class overrides the step.
+
+    Otherwise it is the method of `GenerationMixin`. Methods in `_BY_CLASS_NAME` are always those of the base
+    model.
+    """
 
     def __init__(self, name: str, inherited: Any) -> None:
         self._name = name
@@ -70,10 +77,11 @@ class _OfGeneration:
 
 
 def delegate_to_base(model_class: Model) -> Model:
-    """Let the attribute `base` of a model class answer for it; for use as a decorator.
+    """Decorate a model class so that its attributes are delegated to the attribute `base`.
 
-    What the class and its ancestors of this package define, what `nn.Module` has, and `_OWN` stay. Steps of
-    `generate` go to the base model only if its class overrides them.
+    Not delegated are attributes that the class and its ancestors in this package define, attributes of
+    `nn.Module`, and `_OWN`. Steps of `generate` are delegated only if the class of the base model overrides
+    them. Changes the class and returns it.
     """
     package = __name__.partition(".")[0]
     ours = [one for one in model_class.__mro__ if one.__module__.partition(".")[0] == package]
@@ -81,29 +89,30 @@ def delegate_to_base(model_class: Model) -> Model:
     for ancestor in model_class.__mro__:
         if ancestor in nn.Module.__mro__ or ancestor in ours:
             continue
-        kind = _OfGeneration if issubclass(GenerationMixin, ancestor) else _OfBase
+        kind = _GenerationStep if issubclass(GenerationMixin, ancestor) else _BaseAttribute
         for name, inherited in vars(ancestor).items():
             if name in kept or name.startswith("__"):
                 continue
             kept.add(name)
-            if kind is _OfBase or (name.startswith("_") and hasattr(inherited, "__get__")):
+            if kind is _BaseAttribute or (name.startswith("_") and hasattr(inherited, "__get__")):
                 setattr(model_class, name, kind(name, inherited))
     return model_class
 
 
 def is_answered_by_base(base: Any, name: str) -> bool:
-    """Whether the base model answers for an attribute that the model with a store does not have at all.
+    """Check whether an attribute that the model with a store does not have is delegated to the base model.
 
-    A private attribute of one object, such as a hook or a compiled call, belongs to that object alone.
+    True for public names, and for private names that the class of the base model defines. A private attribute
+    of a single object, for example a hook or a compiled call, is not delegated.
     """
     return not name.startswith("_") or hasattr(type(base), name)
 
 
 def is_trainer_calling() -> bool:
-    """Whether a method of a `transformers.Trainer` is among the callers.
+    """Check whether a method of a `transformers.Trainer` is in the call stack.
 
-    `Trainer.train` gives a model no other sign: it calls ``model.train()`` before each step, as anyone's own
-    loop does. `Trainer.evaluate` calls ``model.eval()``.
+    The call stack is the only way to detect `Trainer.train`: it calls ``model.train()`` before each step, as
+    other training loops do. `Trainer.evaluate` calls ``model.eval()``.
     """
     trainer: Any = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
     frame: FrameType | None = sys._getframe(1)

@@ -1,12 +1,12 @@
-"""Generation with drafts: tokens that followed the same words elsewhere are checked several in one pass.
+"""Generation with drafts (speculative decoding): one forward pass checks several drafted tokens.
 
-At each drafted position the next token is chosen from the mixture as without drafts, greedily or by a draw.
-While it equals the drafted token, the next position is known too. So greedy text is the same, and sampled
-text has the same distribution; even the same random numbers make it.
+A draft is a continuation that followed the same tokens in the store or earlier in the text. At each drafted
+position the next token is chosen from the mixture as without drafts, greedily or by sampling. As long as the
+chosen token equals the drafted token, the logits of the next position are valid. So greedy text is the same
+as without drafts, and sampled text has the same distribution and uses the same random numbers.
 
-Drafted tokens that were not chosen are taken back from the model's cache, as transformers' assisted decoding
-does it. A cache that cannot take tokens back (static, quantized, or the state of a recurrent model) is not
-drafted for.
+Rejected tokens are removed from the model's cache, as in assisted decoding of transformers. If a cache does
+not support this (static, quantized, or the state of a recurrent model), text is generated without drafts.
 """
 
 import logging
@@ -34,16 +34,20 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "assistant_early_exit": (None,), "dola_layers": (None,), "use_mtp": (None, False),
     "token_healing": (None, False), "penalty_alpha": (None,), "guidance_scale": (None, 1, 1.0),
 }  # fmt: skip
-"""Options of `generate` with the values that they have where one text is generated token by token."""
+"""Options of `generate`, each with the values that drafts support: one text, one token at a time."""
 _OTHERWISE = ("assistant_model", "custom_generate", "inputs_embeds", *CACHE_NAMES)
 _CANNOT_TAKE_BACK = "the model's cache cannot take tokens back"
 
 
 def why_no_drafts(model: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> str | None:
-    """Say why `generate_with_drafts` cannot do what these arguments of `generate` ask for.
+    """Return the reason why drafts do not support these arguments of `generate`; None if they do.
 
-    Returns:
-        The reason, or None where it can. Whether the cache can take tokens back is only known later.
+    The cache is not checked here, because it does not exist yet; `generate_with_drafts` checks it.
+
+    Args:
+        model: the model with a store.
+        args: positional arguments of `generate`.
+        options: keyword arguments of `generate`.
     """
     config = options.get("generation_config") or model.generation_config
     prompt = next(
@@ -63,24 +67,31 @@ def why_no_drafts(model: Any, args: tuple[Any, ...], options: Mapping[str, Any])
     for name in _OTHERWISE:
         if options.get(name) is not None:
             return f"{name} is given"
-    if model.base._is_stateful:  # the flag by which transformers refuses assisted decoding
+    if model.base._is_stateful:  # transformers refuses assisted decoding by this flag
         return "the model has a recurrent state, which cannot take tokens back"
     return None
 
 
 def warn_undrafted(reason: str) -> None:
-    """Log why a text is generated without the drafts that were asked for."""
+    """Log a warning that a text is generated without drafts, with the reason."""
     _logger.warning("generating without drafts: %s", reason)
 
 
 def with_drafts(
     store: KNNStore, settings: KNNSettings, tokenizer: Any, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the options of `generate` with which it generates with drafts."""
+    """Return a copy of the options of `generate`, changed so that it calls `generate_with_drafts`.
+
+    Args:
+        store: the store, whose texts give drafts.
+        settings: the settings of the call.
+        tokenizer: tokenizer for stop strings, unless the options have one.
+        options: keyword arguments of `generate`.
+    """
     given = dict(options)
     config = given.get("generation_config")
     streamer, tokenizer = given.get("streamer"), given.pop("tokenizer", tokenizer)
-    # What transformers does not hand on to a function of ours.
+    # transformers does not pass stop strings to a custom function, so they become a stopping criterion.
     stop = given.pop("stop_strings", None) or getattr(config, "stop_strings", None)
     if stop is not None:
         criteria = StoppingCriteriaList(given.get("stopping_criteria") or [])
@@ -104,31 +115,31 @@ def generate_with_drafts(
     generation_config: GenerationConfig,
     **model_kwargs: Any,
 ) -> Tensor:
-    """Continue one text, for ``generate(custom_generate=...)``.
+    """Generate one text with drafts; used as ``generate(custom_generate=...)``.
 
-    Logs one line, and generates without drafts, where the cache cannot take tokens back.
+    If the cache cannot remove tokens, logs one warning and generates without drafts.
 
     Args:
         model: the model with a store.
         input_ids: the prompt, int64, shape (1, t).
         drafts: proposes tokens.
-        streamer: receives each token.
+        streamer: receives each token; None for no streaming.
         logits_processor: as in `generate`.
         stopping_criteria: as in `generate`.
-        generation_config: says whether to sample, and how long the text may be.
-        **model_kwargs: what `generate` prepared for the model, among it the empty cache.
+        generation_config: has the sampling mode (`do_sample`) and the largest length of the text.
+        **model_kwargs: arguments for the model that `generate` prepared, with the empty cache.
 
     Returns:
-        The text, shape (1, t + new).
+        Prompt and continuation, int64, shape (1, t + new).
     """
-    if not _may_take_back(find_cache(model_kwargs)):
+    if not _may_remove_tokens(find_cache(model_kwargs)):
         warn_undrafted(_CANNOT_TAKE_BACK)
         text: Tensor = model._sample(
             input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
             generation_config=generation_config, streamer=streamer, **model_kwargs,
         )  # fmt: skip
         return text
-    # 1) Read the prompt. Only then a cache knows its layers, and the window of a sliding layer is full.
+    # 1) Prefill. Only then does the cache have layers, and is the window of a sliding layer full.
     output = model._prefill(input_ids, generation_config, model_kwargs)
     model_kwargs = model._update_model_kwargs_for_generation(output, model_kwargs)
     cache = find_cache(output)
@@ -139,7 +150,7 @@ def generate_with_drafts(
     draft: list[int] = []
     is_finished = False
     while True:
-        # 2) Choose tokens while they are the drafted ones, and one more.
+        # 2) Choose tokens as long as they equal the draft, and one token more.
         accepted = 0
         logits = output.logits[:, -1 - len(draft) :].float()
         for drafted, predicted in zip([*draft, None], logits.unbind(1), strict=True):
@@ -157,12 +168,12 @@ def generate_with_drafts(
             accepted += 1
         if is_finished:
             break
-        # 3) Take back the drafted tokens that were not chosen.
+        # 3) Remove the rejected tokens from the cache.
         if is_drafting:
             drafts.learn(len(draft), accepted)
             cache.crop(accepted - len(draft))
         model_kwargs = _extend(model, model_kwargs, accepted)
-        # 4) Read the last chosen token, and a new draft.
+        # 4) Run the model on the last chosen token and a new draft.
         most = (generation_config.max_length or input_ids.shape[1] + 1) - input_ids.shape[1] - 1
         draft = drafts.propose(input_ids[0].cpu().numpy(), most).tolist() if is_drafting else []
         candidate = torch.cat([input_ids, input_ids.new_tensor([draft])], 1)
@@ -180,17 +191,18 @@ def generate_with_drafts(
 
 
 def _extend(model: Any, model_kwargs: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """Return the model's arguments with mask and positions for `count` >= 0 tokens more."""
+    """Return a copy of the model's arguments, with mask and positions extended by `count` >= 0 tokens."""
     given = dict(model_kwargs)
     if count:
         given = model._update_model_kwargs_for_generation({}, given, num_new_tokens=count)
     return given
 
 
-def _may_take_back(cache: Any) -> bool:
-    """Check whether tokens can be taken back from a cache, as far as its layers tell before they are filled.
+def _may_remove_tokens(cache: Any) -> bool:
+    """Check by the classes of its layers whether a cache, still empty, may be able to remove tokens.
 
-    A class of layers that changes how states are stored (static, quantized) must bring its own `crop`.
+    False for static layers, and for layers whose class overrides `update` (for example quantized layers) and
+    not `crop`. A cache without layers gives True.
     """
     if not isinstance(cache, Cache) or not hasattr(cache, "activate_past_recording"):
         return False

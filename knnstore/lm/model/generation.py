@@ -1,9 +1,9 @@
-"""How `generate` of transformers works with a store: what of it concerns the model with its store.
+"""`generate` of transformers for a model with a store.
 
-`generate` keeps the settings of each call (``knn``) among the arguments for the model, and hands all of these
-to whatever else takes part: an assistant model, the second text of classifier-free guidance. Here each
-receives its own. The texts so far ride in the cache, see `knnstore.lm.model.text_layer`. What `generate`
-cannot do with a store is refused by name before anything runs.
+`generate` keeps the settings of a call (``knn``) among the arguments for the model. It passes these arguments
+also to an assistant model and to the second text of classifier-free guidance; this module gives each of them
+the arguments that it accepts. The texts so far are in the cache, see `knnstore.lm.model.text_layer`. Modes of
+`generate` that do not work with a store raise an error before generation begins.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from knnstore.lm.settings import KNNSettings, Purpose
 from knnstore.lm.text_state import TextState
 
 _OURS = ("knn",)
-"""Arguments of `generate` and `prepare_inputs_for_generation` that no other model takes."""
+"""Arguments of `generate` and `prepare_inputs_for_generation` that other models do not accept."""
 _NO_OTHER_CODE = "needs code from another repository, and knnstore runs no code but its own"
 
 
@@ -35,15 +35,20 @@ class StoreGeneration(GenerationMixin):
         """Generate text as `GenerationMixin.generate` does.
 
         Args:
-            *args: as there.
-            knn: settings of this call, but for what counts in scoring only; default ``self.knn``.
-            draft: check several tokens in one pass, which stood after the same words in the store or the
-                text; the text stays the same. Done for a single text without beams, if the model's cache can
-                take tokens back; otherwise one line is logged that says why not.
-            **kwargs: as there.
+            *args: see `GenerationMixin.generate`.
+            knn: settings of this call, resolved for generation; default ``self.knn``.
+            draft: check several drafted tokens in one forward pass. A draft followed the same tokens in the
+            store
+                or earlier in the text; greedy text stays the same. Works for a single text without beams, if
+                the model's cache can remove tokens; otherwise a warning with the reason is logged.
+            **kwargs: see `GenerationMixin.generate`.
+
+        Returns:
+            The result of `GenerationMixin.generate`.
 
         Raises:
             ConfigError: a mode of `generate` does not work with a store.
+            InputError: the prompt has a token that the model does not have.
         """
         _refuse_modes(self, kwargs)
         kwargs = _with_named_cache(kwargs)
@@ -60,7 +65,7 @@ class StoreGeneration(GenerationMixin):
         return super().generate(*args, knn=knn, **kwargs)
 
     def generate_batch(self: Any, *_: Any, **__: Any) -> Any:
-        """Always raises: continuous batching of transformers mixes the texts of a batch in one row."""
+        """Raise ConfigError, always: continuous batching of transformers packs several texts into one row."""
         raise ConfigError(
             "continuous batching of transformers (generate_batch, cache_implementation='paged') does not "
             "work with a store: use generate, or knnstore serve, which batches continuously"
@@ -76,18 +81,24 @@ class StoreGeneration(GenerationMixin):
         knn: KNNSettings | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Let the base model prepare its inputs; add the settings, and which new positions are padding.
+        """Prepare the base model's inputs, and add the settings and the mask of padding.
 
         Args:
-            input_ids: as in transformers: the texts so far, or the next part of the prompts.
-            *args: as in transformers.
-            inputs_embeds: as in transformers.
-            knn: the settings in use.
-            **kwargs: as in transformers.
+            input_ids: the texts so far, or the next chunk of the prompts, int64, shape (b, n).
+            *args: see `GenerationMixin.prepare_inputs_for_generation`.
+            inputs_embeds: see `GenerationMixin.prepare_inputs_for_generation`.
+            knn: settings of the call.
+            **kwargs: see `GenerationMixin.prepare_inputs_for_generation`.
+
+        Returns:
+            The base model's inputs; ``knn``; and ``text_mask``, shape (b, new), 0 at padding, or None.
+
+        Raises:
+            ConfigError: rows of a cache that does not support reordering have been reordered.
         """
         if inputs_embeds is not None:
             kwargs["inputs_embeds"] = inputs_embeds
-        mask = kwargs.get("attention_mask")  # the base model may make another of it
+        mask = kwargs.get("attention_mask")  # the base model may replace the mask
         inputs: dict[str, Any] = self.base.prepare_inputs_for_generation(input_ids, *args, **kwargs)
         embeds = inputs.get("inputs_embeds")
         new = (inputs["input_ids"] if embeds is None else embeds).shape[1]
@@ -99,7 +110,7 @@ class StoreGeneration(GenerationMixin):
             text_mask = mask[:, stop - new : stop]
         elif mask is None and inputs.get("attention_mask") is not None:
             text_mask = torch.ones((len(input_ids), new), dtype=torch.long)
-        if cache_argument(self.base.forward) is None:  # `generate` makes one for every model
+        if cache_argument(self.base.forward) is None:  # `generate` makes a cache for every model
             inputs = {name: value for name, value in inputs.items() if name not in CACHE_NAMES}
         check_rows(inputs, input_ids, new)
         return {**inputs, "knn": knn, "text_mask": text_mask}
@@ -107,7 +118,11 @@ class StoreGeneration(GenerationMixin):
     def _prefill(  # type: ignore[override]
         self: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], **options: Any
     ) -> Any:
-        """Read the prompts, after the texts of a cache that another model has filled."""
+        """Prefill the prompts. If another model filled the cache, first restore the texts in the cache.
+
+        Raises:
+            ConfigError: the cache covers all of the input tokens.
+        """
         mask, read = model_kwargs.get("attention_mask"), past_length(model_kwargs)
         covered = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
         if read and covered == input_ids.shape[1]:
@@ -125,11 +140,11 @@ class StoreGeneration(GenerationMixin):
         return super()._prefill(input_ids, generation_config, model_kwargs, **options)  # type: ignore[misc, arg-type]
 
     def _read_texts(self: Any, input_ids: Tensor, mask: Tensor | None) -> list[TextState]:
-        """Read texts once more that another model has read into a cache.
+        """Compute the state of texts that another model has put into a cache, one `TextState` for each row.
 
         Args:
-            input_ids: shape (b, n).
-            mask: shape (b, n), 0 for padding; None is no padding.
+            input_ids: tokens of the texts, shape (b, n).
+            mask: shape (b, n), 0 at padding; None means no padding.
         """
         texts = []
         for row, tokens in enumerate(input_ids):
@@ -144,14 +159,14 @@ class StoreGeneration(GenerationMixin):
     def _get_candidate_generator(  # type: ignore[override]
         self: Any, *, model_kwargs: dict[str, Any], **kwargs: Any
     ) -> Any:
-        """Give the assistant model none of our arguments."""
+        """Create the candidate generator; the assistant model does not receive our arguments."""
         others = {name: value for name, value in model_kwargs.items() if name not in _OURS}
         return super()._get_candidate_generator(model_kwargs=others, **kwargs)  # type: ignore[misc]
 
     def _get_logits_processor(
         self: Any, *args: Any, model_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> LogitsProcessorList:
-        """Let guidance predict its second text with the same settings."""
+        """Return the logits processors; `Guidance` replaces the guidance processor of transformers."""
         found: LogitsProcessorList = super()._get_logits_processor(  # type: ignore[misc]
             *args, model_kwargs=model_kwargs, **kwargs
         )
@@ -165,7 +180,7 @@ class StoreGeneration(GenerationMixin):
         return found
 
     def _get_deprecated_gen_repo(self: Any, generation_mode: Any, *_: Any, **__: Any) -> None:
-        """Raise for a mode that transformers would load from another repository."""
+        """Raise ConfigError for a mode whose code transformers would download; other modes are accepted."""
         if generation_mode.value in _ELSEWHERE:
             raise ConfigError(f"{_ELSEWHERE[generation_mode.value]} {_NO_OTHER_CODE}: leave it out")
 
@@ -176,11 +191,11 @@ _ELSEWHERE = {
     "group_beam_search": "num_beam_groups",
     "constrained_beam_search": "constraints or force_words_ids",
 }
-"""The option that chooses each mode of `generate` whose code is not in transformers."""
+"""Modes of `generate` whose code is not in transformers, each with the option that selects the mode."""
 
 
 def _with_named_cache(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Give the cache among the options of `generate` the name that it has in the installed transformers."""
+    """Return the options of `generate`, with the cache under the name of the installed transformers."""
     name = cache_argument(GenerationMixin.prepare_inputs_for_generation)
     others = {"cache", "past_key_values"} - {name}
     found = {key: value for key, value in options.items() if key not in others}
@@ -191,12 +206,12 @@ def _with_named_cache(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _option(model: Any, options: Mapping[str, Any], name: str) -> Any:
-    """Return an option of `generate` that is in force, from its arguments or the configuration."""
+    """Return the value of an option of `generate`: from its arguments, else from the configuration."""
     return options.get(name, getattr(options.get("generation_config") or model.generation_config, name, None))
 
 
 def _refuse_modes(model: Any, options: Mapping[str, Any]) -> None:
-    """Refuse by name what `generate` cannot do with a store."""
+    """Raise ConfigError for options of `generate` that do not work with a store."""
     if isinstance(options.get("custom_generate"), str):
         raise ConfigError(f"custom_generate={options['custom_generate']!r} {_NO_OTHER_CODE}: give a function")
     if options.get("trust_remote_code"):

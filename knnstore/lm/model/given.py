@@ -1,4 +1,4 @@
-"""Texts that are given: read part by part, and scored without a distribution for each position."""
+"""Prefilling and scoring of existing texts, in chunks (`read_part`, `following`, `likelihoods`)."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,15 +25,21 @@ def read_part(
     *,
     logits_to_keep: int = 0,
 ) -> ForwardPass:
-    """Let the model read on in a text, retrieving nothing.
+    """Run the base model on the next chunk of a text. Nothing is retrieved.
 
     Args:
-        lm: the model.
-        tokens: all tokens up to the last that is to be read, int64, shape (1, n).
-        past: the cache of attention, which is lengthened.
-        text: the state of the text that belongs to the cache; it is lengthened as well.
-        knn: with which the text is scored or continued.
-        logits_to_keep: of how many of the last positions; 0 is all.
+        lm: the model with a store.
+        tokens: the text up to the end of the chunk, int64, shape (1, n).
+        past: the KV cache of the earlier tokens; the chunk is appended.
+        text: the state of the same earlier tokens; the chunk is appended.
+        knn: settings for scoring or continuing the text.
+        logits_to_keep: number of last positions whose logits are computed; 0 means all positions.
+
+    Returns:
+        Logits and keys of the chunk, with the text.
+
+    Raises:
+        ModelOutputError: at some position the largest logit is NaN or infinite.
     """
     read, knn = int(past.get_seq_length()), lm.resolve_settings(knn)
     with torch.inference_mode():
@@ -49,7 +55,7 @@ def read_part(
 
 
 def following(lm: KNNLMForCausalLM, part: ForwardPass, knn: KNNSettings) -> Tensor:
-    """Say what comes after a part of a text: log p of the mixture, float32, shape (v,)."""
+    """Predict the token after a chunk of a text: log p of the mixture, float32, shape (v,)."""
     last = replace(part, logits=part.logits[:, -1:], logits_to_keep=1)
     with torch.inference_mode():
         mixed: Tensor = lm._mixer.mix(last, [lm.resolve_settings(knn)])
@@ -59,17 +65,19 @@ def following(lm: KNNLMForCausalLM, part: ForwardPass, knn: KNNSettings) -> Tens
 def likelihoods(
     lm: KNNLMForCausalLM, parts: Sequence[ForwardPass], gold: Sequence[Tensor], knn: KNNSettings, count: int
 ) -> list[Likelihoods]:
-    """Say what the mixture gives to the tokens that came, and to the likeliest; one search is for all parts.
+    """Compute log-probabilities of the target tokens and of the most probable tokens, for several chunks.
+
+    All chunks are retrieved for together.
 
     Args:
-        lm: the model.
-        parts: of texts, from `read_part`, each with its logits at all positions.
-        gold: what came after each position of each, int64, shapes (t_i,).
-        knn: for all of them.
-        count: of the likeliest tokens, at most the whole vocabulary.
+        lm: the model with a store.
+        parts: chunks from `read_part`, each with the logits of all positions.
+        gold: target tokens of each chunk, int64, shapes (t_i,).
+        knn: settings for all chunks.
+        count: number of most probable tokens; at most the size of the vocabulary is returned.
 
     Returns:
-        Of each part, on the processor.
+        The likelihoods of each chunk, on the CPU.
     """
     with torch.inference_mode():
         found = lm._mixer.likelihoods(parts, torch.cat([*gold]), lm.resolve_settings(knn), count)

@@ -2,8 +2,9 @@
 
     log p = log p_u + s (log p_c - log p_u)
 
-p_c is the mixture after the text, and p_u the mixture after the negative prompt and what was generated.
-transformers' own processor calls the model without the settings of the call.
+p_c is the mixture after the text. p_u is the mixture after the negative prompt followed by the generated
+tokens. s is the guidance scale. The processor of transformers calls the model without the settings of the
+call.
 """
 
 from typing import Any
@@ -18,14 +19,14 @@ from knnstore.lm.settings import KNNSettings
 
 
 class Guidance(LogitsProcessor):
-    """Guides one call of `generate`.
+    """Logits processor for classifier-free guidance in one call of `generate`.
 
     Args:
         model: the model with a store.
         knn: the settings of the call.
-        scale: s; 1 is no guidance.
-        negative_ids: the negative prompts, int64, shape (b, m); None is the last token of each prompt.
-        negative_mask: shape (b, m), 0 for padding; None is no padding.
+        scale: the guidance scale s; 1 means no guidance.
+        negative_ids: the negative prompts, int64, shape (b, m); None uses the last token of each prompt.
+        negative_mask: shape (b, m), 0 at padding; None means no padding.
     """
 
     def __init__(
@@ -40,10 +41,16 @@ class Guidance(LogitsProcessor):
         self._negative_ids, self._negative_mask = negative_ids, negative_mask
         self._prompt_length: int | None = None
         self._latest: tuple[Tensor, Any] | None = None
-        """The text of the latest call, and the cache that has read it."""
+        """Tokens of the latest call and the cache with these tokens; None if the model gives no cache."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Guide the scores of the tokens after `input_ids`, shape (b, v)."""
+        """Return the guided log-probabilities of the tokens after `input_ids`, shape (b, v).
+
+        Raises:
+            ConfigError: the prompt was given as embeddings without negative prompts, or the number of
+            negative
+                prompts does not divide the number of texts.
+        """
         scores = scores.log_softmax(-1)
         if self._prompt_length is None:
             self._prompt_length = input_ids.shape[1]
@@ -53,7 +60,7 @@ class Guidance(LogitsProcessor):
         return self._scale * (scores - others) + others
 
     def _unconditional(self, input_ids: Tensor) -> Tensor:
-        """Log-probabilities after the negative prompts and what was generated, shape (b, v)."""
+        """Log-probabilities after the negative prompts and the generated tokens, float32, shape (b, v)."""
         assert self._prompt_length is not None
         prompt, generated = input_ids[:, : self._prompt_length], input_ids[:, self._prompt_length :]
         negative = prompt[:, -1:] if self._negative_ids is None else self._negative_ids.to(input_ids.device)
@@ -66,7 +73,7 @@ class Guidance(LogitsProcessor):
         text = torch.cat([negative.repeat_interleave(copies, 0), generated], 1)
         mask = mask.to(text.device).repeat_interleave(copies, 0)
         mask = torch.cat([mask, torch.ones_like(generated)], 1)
-        # Rows of a beam search change places, and drafts are taken back: then the whole text is read again.
+        # Beam search reorders rows, and rejected drafts are removed: then the whole text is computed again.
         cache, new = None, text
         if self._latest is not None and torch.equal(text[:, :-1], self._latest[0]):
             cache, new = self._latest[1], text[:, -1:]

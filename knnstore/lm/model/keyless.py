@@ -1,4 +1,4 @@
-"""Adding text to a store without keys, which takes its tokenizer and no model."""
+"""Adding text to a store without keys: this needs the tokenizer, and not the model."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from knnstore.store import KNNStore
 
 @dataclass
 class KeylessText:
-    """A store that keeps no keys, open for writing, and the tokenizer of its model.
+    """A store without keys, opened for writing, with the tokenizer of its model; `add` adds documents.
 
     Raises:
         FingerprintMismatchError: the store was made with another tokenizer.
@@ -29,9 +29,9 @@ class KeylessText:
 
     @property
     def reader(self) -> TextReader:
-        """None is here."""
+        """Raises ConfigError, always: a store without keys has no model."""
         raise ConfigError("text is read by a model with its tokenizer, and here is none")
 
     def after_adding(self) -> None:
-        """Keep the default settings."""
+        """Save the default settings in the store; see `save_default_settings`."""
         save_default_settings(self.store)

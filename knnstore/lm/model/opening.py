@@ -1,4 +1,4 @@
-"""Making a store for a model, and loading the model that a store was made for."""
+"""Creating a store for a model, and loading a store together with its model."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,7 +28,7 @@ from knnstore.store import KEYLESS, KNNStore, Mode, check_new
 
 _ENGINE = "cells"
 _STATES = 3
-"""That make a key: see docs/benchmarks.md."""
+"""Default number of hidden states in a key, see docs/benchmarks.md."""
 
 
 def create(
@@ -54,42 +54,48 @@ def create(
     progress: Progress | None = None,
     **options: Any,
 ) -> KNNLMForCausalLM:
-    """Make an empty store for a model and open both, the store for writing. If it fails, nothing is left.
+    """Create an empty store for a model, and return the model with the store opened for writing.
+
+    If an error occurs, the new store is removed again.
 
     Args:
-        home: the folder that the store is known by; new or empty.
-        model: folder or hub id of a causal language model, or a GGUF file in one; or one that was loaded.
-        tokenizer: the model's; default is that of its folder or hub id.
-        store: the adapter that holds the keys.
-        location: where it keeps them: a URL or a folder; default ``HOME/keys``.
-        params: the adapter's own parameters.
+        home: the folder of the store; new or empty.
+        model: folder or hub id of a causal language model, the path of a GGUF file, or a loaded model.
+        tokenizer: the model's tokenizer; default is the tokenizer in the model's folder or hub id.
+        store: name of the adapter that stores the keys.
+        location: URL or folder where the adapter stores the keys; default ``HOME/keys``.
+        params: parameters of the adapter.
         catalog: SQLAlchemy URL of the catalog; default is SQLite in the home.
-        key: where in the model the keys are taken, see `locate`; default is ``ffn_input``, or
-            ``final_hidden`` in a model without such a place. None keeps no keys: the model reads nothing that
-            is added, and n-grams are all that is retrieved.
-        states: how many states make a key: that of its token there, and those of the tokens before. A key
-            is as wide as one state.
-        discounts: of the state before, of the one before that, and so on; default 0.5, 0.35, ...
+        key: the place of the keys in the model, see `locate`; default is ``ffn_input``, or ``final_hidden``
+        if the
+            model has no ``ffn_input``. None stores no keys: added text does not need the model, and the store
+            retrieves with n-grams only.
+        states: number of hidden states in a key: the state of its token and of the previous tokens. A key is
+        as
+            wide as one state.
+        discounts: discount of the previous token's state, then of the token before it, and so on; default
+        0.5,
+            0.35, ...
         metric: ``l2`` or ``ip``.
-        dim: to how many components the keys are projected (PCA); default is as many as they have.
-        sample: documents of the kind to be stored, on whose keys the projection is fitted.
-        on_bad: called for each document of the sample that cannot be used, which is then left out; None
-            raises at the first.
-        max_length: tokens in a window; default is the model's limit.
-        stride: tokens by which a window moves on; default is half of it.
-        device: where the model runs; default is the GPU if there is one, else the CPU.
-        dtype: of its weights; see `load_model`.
-        progress: is told of the sample's keys.
+        dim: number of components of the projected keys (PCA); default is no projection.
+        sample: documents that resemble those that will be stored; the projection is fitted on their keys.
+        on_bad: called with the error of each document of the sample that cannot be used; the document is
+            skipped. None raises the first error.
+        max_length: largest number of tokens in a window; default is the model's limit.
+        stride: number of tokens between the ends of two windows; default is half of `max_length`.
+        device: device of the model; default is the GPU if torch finds one, else the CPU.
+        dtype: dtype of the weights; see `load_model`.
+        progress: receives the number of keys of each batch of the sample.
         **options: passed on to ``AutoModelForCausalLM.from_pretrained`` (revision, device_map,
-            quantization_config, ...). The store remembers ``gguf_file`` alone: give `load` the others.
+            quantization_config, ...). The store saves only ``gguf_file``, so `load` needs the others again.
 
     Raises:
-        StoreExistsError: there is a store already.
-        ConfigError: something given cannot be used.
-        ModelOutputError: the model predicts NaN.
+        StoreExistsError: the folder has a store already.
+        ConfigError: an argument or the model cannot be used.
+        ModelOutputError: the model's logits are NaN or infinite.
         InputError: a document of the sample cannot be used and `on_bad` is None.
     """
-    if key is None:  # keys of the text that is being read, for a cache, are made all the same
+    if key is None:  # the recent-text cache still uses keys
         if store != _ENGINE or location is not None:
             raise ConfigError("a store that keeps no keys has no engine and no location for them")
         store, key = KEYLESS, AUTO
@@ -136,26 +142,28 @@ def load(
     dtype: str | torch.dtype | None = None,
     **options: Any,
 ) -> KNNLMForCausalLM:
-    """Open a store and load the model that it was made for.
+    """Open a store, load the model that it was made for, and return both as one model.
 
     Args:
-        home: the folder that the store is known by.
-        mode: ``"r"`` to read, beside a writer; ``"a"`` to read and write.
-        params: parameters of the adapter in place of the store's own; for reading only.
-        knn: settings in place of those that are saved.
-        model: where it is now, or the model itself, e.g. quantized, spread over devices, with adapters of
-            PEFT; default is where it was when the store was made.
-        tokenizer: the model's; default is that of its folder or hub id.
-        device: where the model runs; default is the GPU if there is one, else the CPU.
-        dtype: of its weights; see `load_model`.
+        home: the folder of the store.
+        mode: ``"r"`` to read, also while another process writes; ``"a"`` to read and write.
+        params: parameters of the adapter that replace the saved ones; for reading only.
+        knn: settings that replace the saved settings.
+        model: folder or hub id of the model, or a loaded model, e.g. quantized, distributed over devices or
+        with
+            adapters of PEFT; default is the folder or hub id from which the store was created.
+        tokenizer: the model's tokenizer; default is the tokenizer in the model's folder or hub id.
+        device: device of the model; default is the GPU if torch finds one, else the CPU.
+        dtype: dtype of the weights; see `load_model`.
         **options: passed on to ``AutoModelForCausalLM.from_pretrained``, as in `create`.
 
     Raises:
-        StoreNotFoundError: there is no store.
-        FingerprintMismatchError: what is at the model's place is another model now, or the saved settings
-            were fitted for another.
-        CorruptWeightsError: a network of the saved settings is missing or damaged. For writing, this and the
-            latter are but a warning, so that `calibrate` can mend it.
+        StoreNotFoundError: the folder has no store.
+        FingerprintMismatchError: the loaded model is not the model of the store, or the saved settings were
+            fitted for another model.
+        CorruptWeightsError: a network of the saved settings is missing or damaged. If `mode` is ``"a"``,
+        unusable
+            settings cause only a warning, so that `calibrate` can replace them.
     """
     opened = KNNStore.open(home, mode, params=params)
     try:

@@ -1,4 +1,4 @@
-"""One forward pass: what it leaves to be mixed into, and which of its positions are predicted from."""
+"""The result of one forward pass of the base model (`ForwardPass`), as input of the mixture."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,36 +15,36 @@ from knnstore.lm.text_state import TextBatch
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """What one pass of the base model over the last t positions of b texts leaves to be mixed into."""
+    """Result of a forward pass of the base model over the last t positions of b texts."""
 
     logits: Tensor
-    """Shape (b, kept, v)."""
+    """Logits of the kept positions, shape (b, kept, v)."""
     keys: Tensor
-    """Shape (b, t, d)."""
+    """Keys of all positions, shape (b, t, d)."""
     is_text: NDArray[np.bool_] | None
-    """Which positions are no padding, shape (b, t); None is all."""
+    """False at padding, shape (b, t); None means no padding."""
     batch: TextBatch | None
-    """The texts up to the end of the pass; None where they cannot be followed."""
+    """The texts up to the end of the pass; None if the texts are not known."""
     logits_to_keep: int | Tensor
-    """How many of the last positions are predicted from (0 is all), or which ones."""
+    """Number of last positions that are kept (0 means all), or the kept positions; see `keep_positions`."""
     prefix: int | None
-    """The token that comes before every document; None where none does, or nothing asks for it."""
+    """The token that precedes every document; None if documents have no prefix, or no setting needs it."""
 
     @cached_property
     def kept(self) -> Tensor:
-        """Which of the b * t positions are predicted from, int64, shape (b, kept)."""
+        """Indices of the kept positions among the b * t positions, int64, shape (b, kept)."""
         batch, length = self.keys.shape[:2]
         at = torch.arange(batch * length, device=self.keys.device).reshape(batch, length, 1)
         return keep_positions(at, self.logits_to_keep)[..., 0]
 
     @property
     def kept_keys(self) -> Tensor:
-        """Keys of the positions that are predicted from, shape (n, d), n = b * kept."""
+        """Keys of the kept positions, shape (n, d), n = b * kept."""
         return self.keys.flatten(0, 1)[self.kept.flatten()]
 
     @property
     def attended(self) -> NDArray[np.bool_] | None:
-        """Which positions that are predicted from are no padding, shape (n,); None is all."""
+        """False at kept positions that are padding, shape (n,); None if no kept position is padding."""
         if self.is_text is None:
             return None
         attended: NDArray[np.bool_] = self.is_text.ravel()[self.kept.flatten().cpu().numpy()]
@@ -52,6 +52,6 @@ class ForwardPass:
 
     @property
     def contexts(self) -> Contexts:
-        """The positions that are predicted from, in their texts, which must be followed."""
+        """Contexts of the kept positions; `batch` must not be None."""
         assert self.batch is not None
         return Contexts.of_pass(self.batch, self.prefix, self.kept.flatten())

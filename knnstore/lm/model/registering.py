@@ -1,4 +1,4 @@
-"""The type of a saved model in transformers' registers, so that its `Auto` classes find it by the folder."""
+"""Registering the model with a store in transformers, so that the `Auto` classes can load a saved folder."""
 
 from os import PathLike
 from typing import Any
@@ -16,17 +16,20 @@ _OF_THE_FOLDER = frozenset(
     {"config", "revision", "subfolder", "trust_remote_code", "code_revision", "gguf_file", "_commit_hash",
      "_from_auto", "adapter_kwargs"}
 )  # fmt: skip
-"""What the `Auto` classes pass on of the folder, and not of the base model."""
+"""Options from the `Auto` classes that concern the saved folder, and not the base model."""
 
 
 class KNNLMConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
-    """What ``config.json`` of a saved folder says: that ``knn_config.json`` says the rest."""
+    """Content of ``config.json`` in a saved folder: the model's type. ``knn_config.json`` has the rest."""
 
     model_type = "knnstore"
 
     @classmethod
     def of(cls, base: PreTrainedConfig) -> "KNNLMConfig":
-        """With what callers read before the model is loaded."""
+        """Create the configuration with the fields of the base model that callers read before they load it.
+
+        Fields that the base model does not have are left out.
+        """
         text = base.get_text_config()
         names = ("vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
         known = {name: getattr(text, name, None) for name in names}
@@ -35,24 +38,34 @@ class KNNLMConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
 
 
 def register(model: type[PreTrainedModel]) -> None:
-    """Let the `Auto` classes know saved models, and pipelines and lm-eval that these write."""
+    """Register the model in the `Auto` classes, and as a model that generates text.
+
+    Pipelines and lm-eval look for a model in the list of causal language models.
+    """
     AutoConfig.register(KNNLMConfig.model_type, KNNLMConfig)
     AutoModelForCausalLM.register(KNNLMConfig, model)
-    # Who checks a model beforehand looks here, and warns with all names that it finds.
+    # Callers that check the type of a model look in this mapping, and list all its names in a warning.
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[KNNLMConfig.model_type] = model.__name__
 
 
 def write_type(
     folder: str | PathLike[str], base: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None
 ) -> None:
-    """Write ``config.json``, and the tokenizer, which the `Auto` classes look for beside it."""
+    """Write ``config.json`` and the tokenizer's files to a folder, for the `Auto` classes.
+
+    Without a tokenizer only ``config.json`` is written.
+    """
     KNNLMConfig.of(base).save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 
 
 def of_base_model(options: dict[str, Any]) -> dict[str, Any]:
-    """The options of `from_pretrained` that are of the base model, where an `Auto` class gives them."""
+    """Return the options of `from_pretrained` that concern the base model.
+
+    Options that do not come from an `Auto` class are returned unchanged. Otherwise options of the folder and
+    options that are None are removed, and ``torch_dtype`` becomes ``dtype``.
+    """
     if not isinstance(options.get("config"), KNNLMConfig):
         return options
     given = {name: value for name, value in options.items() if value is not None}

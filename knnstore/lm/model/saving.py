@@ -1,4 +1,4 @@
-"""The small file that `save_pretrained` writes: where the base model and the store are, and the settings."""
+"""Writing and reading ``knn_config.json``: the base model, the folder of the store, and the settings."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,11 @@ _FORMAT = 1
 
 
 def write_config(directory: Path, base: Any, store: KNNStore, knn: KNNSettings) -> None:
-    """Write it, and the weights that the settings name; see `KNNLMForCausalLM.save_pretrained`."""
+    """Write ``knn_config.json`` and the weights that the settings use to a folder, which is created.
+
+    Raises:
+        ConfigError: the base model has no path or hub id.
+    """
     name = base.name_or_path
     if not name:
         raise ConfigError("the base model has no path or hub id; save it and load it from there first")
@@ -33,10 +37,18 @@ def write_config(directory: Path, base: Any, store: KNNStore, knn: KNNSettings) 
 def read_config(
     directory: Path, store: KNNStore | None, knn: KNNSettings | None
 ) -> tuple[str, str, KNNStore, KNNSettings]:
-    """Read what `write_config` wrote, and open the store; see `KNNLMForCausalLM.from_pretrained`.
+    """Read a folder that `write_config` wrote, and open the store.
+
+    Args:
+        directory: the folder.
+        store: an open store, used instead of the saved one; None opens the saved store for reading.
+        knn: settings that replace the saved ones.
 
     Returns:
         The base model's name and revision, the store and the settings.
+
+    Raises:
+        ConfigError: the file is missing, or a newer version of knnstore wrote it.
     """
     path = directory / CONFIG_NAME
     if not path.is_file():

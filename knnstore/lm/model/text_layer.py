@@ -1,7 +1,8 @@
-"""The texts of a batch ride in the model's cache, as one more layer behind the model's own.
+"""Storing the texts of a batch in the model's cache, as one more layer after the model's layers.
 
-transformers reorders, repeats, selects and crops the layers of a cache while it generates (beams, several
-sequences, drafts), so the texts follow. `docs/architecture.md` lists the kinds of caches that were tried.
+transformers reorders, repeats, selects and crops the layers of a cache during generation (beams, several
+sequences, drafts), so the texts change in the same way. `docs/architecture.md` lists the kinds of caches that
+were tested.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,10 +20,10 @@ from knnstore.lm.text_state import TextState
 
 
 class TextStateLayer(DummyLayer):
-    """One `TextState` for each row of a cache.
+    """Layer of a cache that holds one `TextState` for each row.
 
     Args:
-        texts: of the rows.
+        texts: the text of each row.
     """
 
     def __init__(self, texts: Sequence[TextState]) -> None:
@@ -30,27 +31,32 @@ class TextStateLayer(DummyLayer):
         self.texts = list(texts)
 
     def reset(self) -> None:
-        """Forget all texts; the next pass begins new ones."""
+        """Remove all texts; the next forward pass begins new texts."""
         self.texts = []
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last tokens of each text; their number is negative, as in transformers."""
+        """Remove the last tokens of each text; their number may be negative, as in transformers."""
         for text in self.texts:
             text.truncate(text.length - abs(tokens_to_remove))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let each row go on with the text of another one, shape (b,); a text that several take is copied."""
+        """Give each row the text of row ``beam_idx[row]``; a text that several rows use is copied.
+
+        Args:
+            beam_idx: int64, shape (b,).
+        """
         self._select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row."""
+        """Repeat each row `repeats` times; the copies are independent."""
         self._select([row for row in range(len(self.texts)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep some rows, by number or by a mask."""
+        """Keep the selected rows, given as indices or as a bool mask."""
         self._select(torch.arange(len(self.texts), device=indices.device)[indices].tolist())
 
     def _select(self, rows: Sequence[int]) -> None:
+        """Replace the texts by those of `rows`; repeated rows get copies."""
         taken, texts = set[int](), list[TextState]()
         for row in rows:
             texts.append(self.texts[row].fork() if row in taken else self.texts[row])
@@ -59,19 +65,22 @@ class TextStateLayer(DummyLayer):
 
 
 class _ListWithTexts(list[Any]):
-    """What a model keeps as a list (RWKV), with the texts that were read; a list takes no attribute."""
+    """A cache that is a list (RWKV), with an attribute for the texts; a plain list has no attributes."""
 
 
 _ATTRIBUTE = "knnstore_texts"
-"""Where the texts ride on what is no `Cache` of transformers."""
+"""Name of the attribute for the texts on a cache that is not a `Cache` of transformers."""
 
 
 def past_length(values: Mapping[str, Any]) -> int | None:
-    """Count the tokens that a model has read before, from the arguments of its forward pass.
+    """Return the number of tokens in the cache of a forward pass.
+
+    Args:
+        values: arguments of the forward pass.
 
     Returns:
-        Their number, padding included; 0 without a cache. None where there are some, and the cache, that of a
-        recurrent model, does not tell how many.
+        The number of tokens, padding included; 0 without a cache. None if the cache is not empty and does not
+        know its length, as for recurrent models.
     """
     cache = _text_cache(values)
     if cache is None:
@@ -80,12 +89,16 @@ def past_length(values: Mapping[str, Any]) -> int | None:
         return None
     try:
         return int(cache.get_seq_length())
-    except ValueError:  # there is no layer of attention
+    except ValueError:  # the cache has no attention layer
         return None if cache.has_previous_state() else 0
 
 
 def texts_in(values: Mapping[str, Any]) -> Sequence[TextState] | None:
-    """Return the texts that ride in the cache among a pass's arguments or results; None if there are none."""
+    """Return the texts in the cache of a forward pass; None if the cache has no texts.
+
+    Args:
+        values: arguments or results of the forward pass.
+    """
     cache = _text_cache(values)
     if cache is not None and not isinstance(cache, Cache):
         return getattr(cache, _ATTRIBUTE, None)
@@ -94,11 +107,13 @@ def texts_in(values: Mapping[str, Any]) -> Sequence[TextState] | None:
 
 
 def attach_texts(values: Any, texts: Sequence[TextState] | None) -> None:
-    """Let texts ride in the cache among a forward pass's arguments or results, in place of others.
+    """Store texts in the cache of a forward pass, instead of earlier texts.
 
     Args:
-        values: the arguments or results; nothing is done where they have no cache.
-        texts: one for each row; None removes those that ride there.
+        values: arguments or results of the forward pass. Nothing is done if they have no cache. A cache that
+        is
+            a list or tuple is replaced in `values`.
+        texts: one text for each row; None removes the texts.
     """
     cache = _text_cache(values)
     if isinstance(cache, Cache):
@@ -108,7 +123,7 @@ def attach_texts(values: Any, texts: Sequence[TextState] | None) -> None:
             cache.layers.append(TextStateLayer(texts))
         return
     if type(cache) in (list, tuple):
-        named = dict(values.items())  # a `ModelOutput` logs a warning when it is asked for an old name
+        named = dict(values.items())  # a `ModelOutput` logs a warning for each access to an old name
         name = next(name for name in CACHE_NAMES if named.get(name) is cache)
         cache = values[name] = _ListWithTexts(cache)
     if cache is not None:
@@ -116,15 +131,15 @@ def attach_texts(values: Any, texts: Sequence[TextState] | None) -> None:
 
 
 def check_rows(values: Mapping[str, Any], input_ids: Tensor, new: int) -> None:
-    """Refuse rows that have changed places in what is no `Cache` of transformers, as beams do.
+    """Check that the rows of a cache that is not a `Cache` of transformers were not reordered, as by beams.
 
     Args:
         values: arguments of a forward pass.
-        input_ids: the texts so far, shape (b, n), or only the new tokens.
-        new: tokens of the pass.
+        input_ids: the texts so far, shape (b, n), or only the new tokens, which are not checked.
+        new: number of tokens in the pass.
 
     Raises:
-        ConfigError: a row goes on with another text than that which rides in its place.
+        ConfigError: the earlier tokens of a row differ from the text in the cache.
     """
     texts = texts_in(values)
     if texts is None or isinstance(_text_cache(values), Cache) or input_ids.shape[1] <= new:
@@ -142,24 +157,24 @@ class PassTexts(NamedTuple):
     """The texts that a forward pass continues."""
 
     texts: Sequence[TextState] | None
-    """Of each row, as they were before the pass; None where they cannot be followed."""
+    """The text of each row before the pass; None if the texts are not known."""
     is_text: NDArray[np.bool_] | None
-    """Which positions of the pass are no padding, shape (b, t); None is all."""
+    """False at padding, shape (b, t); None means no padding."""
     why_not: str
-    """Why the texts cannot be followed, and how to call instead; empty where they can be."""
+    """Error message with the reason why the texts are not known, and the remedy; empty if they are known."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def texts_of_pass(
     values: Mapping[str, Any], batch: int, length: int, text_mask: Tensor | None = None
 ) -> PassTexts:
-    """Find the texts of a forward pass: those that ride in its cache, or new ones if it has none.
+    """Return the texts of a forward pass: from its cache, or new texts if the cache is empty or missing.
 
     Args:
         values: arguments of the pass: its cache, ``attention_mask`` and ``position_ids``.
-        batch: rows of the pass.
-        length: positions of the pass.
-        text_mask: 0 at padding, shape (b, t), where ``attention_mask`` does not tell.
+        batch: number of rows in the pass.
+        length: number of positions in the pass.
+        text_mask: shape (b, t), 0 at padding; if given, it replaces ``attention_mask``.
     """
     mask, positions, read = values.get("attention_mask"), values.get("position_ids"), past_length(values)
     is_text: NDArray[np.bool_] | None = None
@@ -202,7 +217,7 @@ _ROWS = (
 
 
 def _are_of_one_text(positions: Tensor, is_text: NDArray[np.bool_] | None) -> bool:
-    """Check that positions count up along each row but at padding, so that a row is one text."""
+    """Check that positions increase by 1 along each row, except at padding, so that a row is one text."""
     if positions.ndim != 2 or positions.shape[1] < 2:
         return True
     follows = positions.diff(dim=1).cpu().numpy() == 1
@@ -212,6 +227,6 @@ def _are_of_one_text(positions: Tensor, is_text: NDArray[np.bool_] | None) -> bo
 
 
 def _text_cache(values: Mapping[str, Any]) -> Any:
-    """Return the `Cache` among a pass's arguments or results, or what older models have; None for none."""
+    """Return the cache in a pass's arguments or results, without cross-attention; None if they have none."""
     cache = find_cache(values)
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache

@@ -1,4 +1,4 @@
-"""Generating text with a model and its store."""
+"""Generating text with a model and its store (`generate_text`)."""
 
 from collections.abc import Iterator, Sequence
 from copy import copy
@@ -60,28 +60,29 @@ def generate_text(
     stop_strings: str | Sequence[str] | None = None,
     **options: Any,
 ) -> Any:
-    """Continue a text, or several, one after another.
+    """Generate the continuation of a prompt, or of several prompts one after another.
 
     Args:
-        lm: the model.
-        prompt: the text, or a list of texts.
-        max_new_tokens: at most so many tokens.
-        knn: settings of this call, but for what counts in scoring only; default ``lm.knn``.
-        seed: makes sampling repeatable.
-        num_return_sequences: how many continuations of each prompt to return; more than one need
-            ``do_sample=True`` or as many beams.
-        stop_strings: end a continuation after the token that completes one of these strings, wherever
-            tokens begin and end. The string, and whatever else that token adds, are part of the continuation,
+        lm: the model with a store.
+        prompt: a text, or a list of texts.
+        max_new_tokens: largest number of tokens in a continuation.
+        knn: settings of this call, resolved for generation; default ``lm.knn``.
+        seed: random seed, set before sampling for repeatable results; None sets no seed.
+        num_return_sequences: number of continuations of each prompt. More than one continuation needs
+            ``do_sample=True`` or at least as many beams.
+        stop_strings: end a continuation after the token that completes one of these strings, which need not
+            begin or end with a token. The continuation contains the string and all other text of the token,
             as with `generate` of transformers.
         **options: passed on to `generate` (do_sample, temperature, top_p, num_beams, streamer, ...).
 
     Returns:
-        The continuation: exactly what decoding all tokens adds to decoding the prompt's, special tokens left
-        out and spaces not cleaned up. A list of continuations if more than one is asked for. For a list of
-        prompts a list with this for each prompt.
+        The continuation: the decoded text of all tokens without the decoded prompt. Special tokens are left
+        out, and spaces are not cleaned up. A list of continuations if `num_return_sequences` is above 1. For
+        a list of prompts a list with one of these results for each prompt.
 
     Raises:
-        InputError: prompt and continuation exceed the model's window, or a stop string is empty.
+        InputError: prompt and continuation exceed the model's window, a prompt is empty and the tokenizer has
+            no prefix, or a stop string is empty.
     """
     if seed is not None:
         set_seed(seed)
@@ -103,6 +104,8 @@ def _continue_text(
     stops: list[str],
     options: dict[str, Any],
 ) -> str | list[str]:
+    """Generate the continuations of one prompt; see `generate_text`. Changes `options`."""
+    # 1) Tokenize the prompt, and check its length.
     if not isinstance(prompt, str):
         raise InputError(f"a prompt is a string, not {type(prompt).__name__}")
     reader = lm.reader
@@ -115,6 +118,7 @@ def _continue_text(
         )
     if not ids:
         raise InputError("the prompt is empty, and the tokenizer has no token to begin with")
+    # 2) Set the padding token, the tokenizer and the stop strings, and generate.
     inputs = torch.tensor([ids], device=reader.encoder.model.device)
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
         options.setdefault("pad_token_id", tokenizer.eos_token_id)
@@ -128,6 +132,7 @@ def _continue_text(
     output = lm.generate(
         inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=max_new_tokens, knn=knn, **options
     )
+    # 3) Remove prompt and padding, and decode.
     rows = output if isinstance(output, Tensor) else output.sequences
     named = options.get("eos_token_id", config.eos_token_id)
     ends = {named} if isinstance(named, int) else set(named or ())
@@ -139,7 +144,7 @@ def _continue_text(
 
 
 def _pieces(texts: TokenTexts, prompt: Sequence[int], tokens: Sequence[int]) -> Iterator[str]:
-    """Yield the text of a continuation in the pieces in which a stream gives it."""
+    """Yield the text of a continuation piece by piece, with the pieces that streaming gives."""
     detokenizer = Detokenizer(texts, prompt)
     for token in tokens:
         yield from (piece.text for piece in detokenizer.take(token))
@@ -147,7 +152,16 @@ def _pieces(texts: TokenTexts, prompt: Sequence[int], tokens: Sequence[int]) -> 
 
 
 def _without_padding(tokens: list[int], ends: set[int], pad: int | None) -> list[int]:
-    """Cut off what follows the token that ends a row, or the padding where a stop string ended it."""
+    """Return a row without padding.
+
+    The row is cut after its first EOS token. If it has none, padding tokens at the end are removed, as after
+    a stop string.
+
+    Args:
+        tokens: the generated tokens of a row.
+        ends: ids of the EOS tokens.
+        pad: id of the padding token; None for no padding token.
+    """
     for at, token in enumerate(tokens):
         if token in ends:
             return tokens[: at + 1]
@@ -158,9 +172,10 @@ def _without_padding(tokens: list[int], ends: set[int], pad: int | None) -> list
 
 
 class _StopStrings(StoppingCriteria):
-    """Ends a row when its continuation contains one of some strings.
+    """Stopping criterion that ends a row when its continuation contains a stop string.
 
-    transformers' own criterion compares tokens one by one, and never sees a character of several tokens.
+    The criterion of transformers compares single tokens, so it does not recognize a character that spans
+    several tokens.
     """
 
     def __init__(self, texts: TokenTexts, prompt: Sequence[int], stops: Sequence[str]) -> None:
@@ -169,16 +184,17 @@ class _StopStrings(StoppingCriteria):
         self._stops = stops
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Any:
-        """Return whether each row has ended, shape (b,)."""
+        """Return True for each row that has ended, bool, shape (b,), on the device of `input_ids`."""
         written = (self._detokenizer.peek(row) for row in input_ids[:, self._length :].tolist())
         ended = [any(stop in text for stop in self._stops) for text in written]
         return torch.tensor(ended, device=input_ids.device)
 
 
 def with_cache(config: GenerationConfig) -> GenerationConfig:
-    """The same with a cache of attention, which training often switches off in a model's files.
+    """Return the configuration with the KV cache enabled; a copy if it was disabled.
 
-    Without it a text is read anew for every token, and nothing is drafted.
+    Training often disables the cache in a model's files. Without the cache every decoding step processes the
+    whole text again, and drafts are not possible.
     """
     if config.use_cache is not False:  # None is what transformers takes for True
         return config
