@@ -98,7 +98,7 @@ class Domain:
     documents: int
     tokens: int
     records: int
-    """How many are stored for them: one for each token that something comes before; none without keys."""
+    """Number of records: one for each token that has a predecessor; 0 in a store without keys."""
 
 
 @dataclass(frozen=True, slots=True)

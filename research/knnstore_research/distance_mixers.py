@@ -64,7 +64,7 @@ class RelativeConfidence(SimpleMixer):
     """The ratio at which both weigh the same."""
 
     tau: float = 0.1
-    """How gradually λ falls with the ratio; below 0 it rises."""
+    """Scale of the ratio at which λ falls; a negative value makes λ rise."""
 
     name = "relative-confidence"
 

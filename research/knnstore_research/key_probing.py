@@ -62,11 +62,11 @@ class Probed:
     dim: int
     """Components of a key; fewer than the model's where they were projected."""
     states: int
-    """How many make a key."""
+    """Number of hidden states that make a key."""
     fitted: Candidate
     """The fixed T and λ that are best, at the best k."""
     change: Interval | None = None
-    """Of several states: their perplexity divided by that of one, over the same resamples; else None."""
+    """Perplexity with several states ÷ that with one, over the same resamples; None for one state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ class _Sample(NamedTuple):
     stored: Keys
     """Shape (n, d), in half precision as stores keep them."""
     asked: Keys
-    """Of the text held out, shape (m, d)."""
+    """Query vectors of the held-out text, shape (m, d)."""
 
     def projected(self, dim: int, metric: str) -> "_Sample":
         """These keys in fewer components."""
@@ -217,7 +217,7 @@ def _keys(reader: TextReader, texts: Sequence[NDArray[np.uint32]]) -> Keys:
 
 
 class _Read(NamedTuple):
-    """What one pass of the model gave for n tokens."""
+    """Keys and log-probabilities of n tokens from one forward pass."""
 
     keys: Mapping[str, Keys]
     """By place, shape (n, d)."""

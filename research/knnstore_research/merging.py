@@ -25,17 +25,17 @@ _NEAREST = 16
 """Candidates that each record can be merged with, before more are looked for."""
 
 Weights = NDArray[np.float64]
-"""How many records each of n records stands for, shape (n,); 0 where it is gone."""
+"""Number of records that each of n records stands for, shape (n,); 0 for a record that was removed."""
 
 
 def drop_at_random(count: int, left: int, seed: int = 0) -> Weights:
-    """Let `left` of `count` records stay at random, all equally likely."""
+    """Choose `left` of `count` records at random, all equally likely; the others are removed."""
     stay = np.random.default_rng(seed).choice(count, left, replace=False, shuffle=False)
     return _weigh_only(stay, count)
 
 
 def drop_highest(scores: NDArray[np.floating], left: int) -> Weights:
-    """Let the `left` records with the lowest scores, shape (n,), stay; of equal ones the first."""
+    """Keep the `left` records with the lowest scores, shape (n,); of equal scores the first."""
     return _weigh_only(np.argsort(scores, kind="stable")[:left], len(scores))
 
 
@@ -84,9 +84,9 @@ class WeightedNeighbors(NamedTuple):
     distances: Tensor
     """Float32, shape (n, k), ascending."""
     hits: Tensor
-    """Whether each has the target token, bool, shape (n, k)."""
+    """True for each neighbor that has the target token, bool, shape (n, k)."""
     weights: Tensor
-    """How many records each stands for, float32, shape (n, k)."""
+    """Number of records that each neighbor stands for, float32, shape (n, k)."""
 
     def knn_probs(self, temperature: float) -> Tensor:
         """Compute p_kNN of each target token, float32, shape (n,)."""

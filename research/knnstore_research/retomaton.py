@@ -69,7 +69,7 @@ class Clusters:
 
 
 class Followed(NamedTuple):
-    """What pointers and searches together gave for n tokens."""
+    """p_kNN of n tokens from pointers and searches, and the tokens that were searched for."""
 
     knn_probs: Tensor
     """p_kNN of each token, float32, shape (n,); NaN where nothing was retrieved."""

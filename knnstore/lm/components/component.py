@@ -83,7 +83,7 @@ class Citations(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Question(Generic[S]):
-    """What a component of the text is asked about n positions."""
+    """The input of a component's look-up at n positions, and of its citations."""
 
     reader: Reader
     """The store."""

@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class KeySettings(Protocol):
-    """What the component looks at of `KNNSettings`; see the fields there."""
+    """The fields and properties of `KNNSettings` that the component reads."""
 
     @property
     def k(self) -> int:
@@ -74,12 +74,12 @@ class KeySettings(Protocol):
 
     @property
     def retrieves(self) -> bool:
-        """Whether a search can make any difference."""
+        """True if λ can be above 0, so that a search can change a prediction."""
         ...
 
     @property
     def needs_nearest_only(self) -> bool:
-        """Whether the nearest distance and the model's confidence are enough to choose all weights."""
+        """True if all weights are chosen from the nearest distance and the model's confidence alone."""
         ...
 
 

@@ -30,7 +30,7 @@ _PLACES = 32
 
 @dataclass(frozen=True, slots=True)
 class NGramSettings:
-    """How much counts of n-grams weigh; of the selected documents: see `knnstore.store.ngrams`.
+    """Order and weight of the n-grams of the selected documents; see `knnstore.store.ngrams`.
 
     Raises:
         ConfigError: a value is out of range.
@@ -167,7 +167,7 @@ class NGramFitting(NamedTuple):
     """Fits the weight of n-grams; see `Fitting`."""
 
     found: TargetContinuation
-    """What they give to each token, shape (n,)."""
+    """Probability and suffix of each target token by n-grams, n entries."""
 
     def fit(self, log_probs: Tensor, wanted: Tensor) -> NGramSettings:
         """Find the likeliest λ by length, each drawn towards the best for all lengths by `PRIOR_TOKENS`."""

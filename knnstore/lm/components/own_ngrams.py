@@ -113,7 +113,7 @@ class _LaidOut(NamedTuple):
     firsts: Places
     """The place of each text's first token."""
     text: Places
-    """Of each place, which text it is in."""
+    """Index of the text of each place."""
 
     @classmethod
     def of(cls, texts: Texts) -> "_LaidOut":
@@ -129,18 +129,18 @@ class _LaidOut(NamedTuple):
 
 
 class _Before(NamedTuple):
-    """What came before after the ends of q contexts, place by place."""
+    """Earlier tokens that followed the ends of q contexts: e places in all."""
 
     rows: Places
     """After which context, ascending, shape (e,)."""
     places: Places
     """Where it stands, shape (e,)."""
     matched: Places
-    """How many tokens of the context stand before it there, shape (e,)."""
+    """Number of tokens of the context that precede the place, shape (e,)."""
     probs: NDArray[np.float32]
-    """What it has of the distribution, shape (e,): those of a context sum to 1."""
+    """Probability of the place, shape (e,); the places of a context sum to 1."""
     suffixes: Places
-    """Of each context, see `Continuation`, shape (q, 3)."""
+    """Suffix of each context, see `Continuation`, shape (q, 3)."""
 
 
 def _before(laid: _LaidOut, at: Places, order: int) -> _Before:
@@ -201,7 +201,7 @@ def _gold(laid: _LaidOut, order: int) -> tuple[NDArray[np.float32], Places]:
 
 
 def _earlier(values: Places) -> tuple[Places, Places]:
-    """How many equal values stand before each, and the order of all by value and place."""
+    """Return the number of equal values before each value, and the order of all by value and place."""
     in_order = np.argsort(values, kind="stable")
     ordered, places = values[in_order], np.arange(len(values))
     begins = np.ones(len(values), bool)

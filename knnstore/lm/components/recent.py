@@ -42,7 +42,7 @@ Rows = slice | Tensor
 
 @dataclass(frozen=True, slots=True)
 class CacheSettings:
-    """How much the text that is being read counts; it is mixed with all the rest.
+    """Reach, temperature and weight of the recent text, which is mixed over the model, keys and n-grams.
 
     Raises:
         ConfigError: a value is out of range.
@@ -58,8 +58,8 @@ class CacheSettings:
     """λ, between 0 and 1: the weight of the cache against the mixture of model and store."""
 
     ngrams: NGramSettings | None = None
-    """How much the own n-grams of the text count, of all that was read of it, against all the rest; None is
-    not at all."""
+    """Order and weight of the text's own n-grams, counted in all of the text so far and mixed over all
+    else; None leaves them out."""
 
     def __post_init__(self) -> None:
         if isinstance(self.ngrams, dict):  # as it is saved
@@ -79,9 +79,9 @@ class Recent(NamedTuple):
     """The last m tokens before each of n positions, the latest in the last column."""
 
     distances: Tensor
-    """Of their keys, float32, shape (n, m); +inf before the beginning of the text."""
+    """Distances of their keys, float32, shape (n, m); +inf before the beginning of the text."""
     tokens: Tensor
-    """That the keys predicted, int64, shape (n, m); anything before the beginning of the text."""
+    """Tokens that the keys predicted, int64, shape (n, m); arbitrary before the beginning of the text."""
 
     @property
     def width(self) -> int:
@@ -118,7 +118,7 @@ class Recent(NamedTuple):
 
 
 class TargetRecent(NamedTuple):
-    """What the past of each of n positions gives to its next token; little beside `Recent`."""
+    """Probability that the recent text gives to the target token of n positions; smaller than `Recent`."""
 
     nearest: Tensor
     """Distance of the nearest key, float32, shape (n,); +inf where there is none."""
@@ -305,7 +305,7 @@ class _LaidOut(NamedTuple):
     keys: Tensor
     """float32, shape (m, d)."""
     tokens: Tensor
-    """That each key predicts, int64, shape (m,); anything at the end of a text."""
+    """Token that each key predicts, int64, shape (m,); arbitrary at the end of a text."""
     at: Tensor
     """The contexts' own keys, each once, int64, shape (q,), ascending."""
     starts: Tensor
@@ -356,7 +356,7 @@ class DocumentKeys:
     documents: Tensor
     """The document of each token; those of a document are together and in order; int64, shape (n,)."""
     metric: Metric | str
-    """How distances are measured."""
+    """Measure of the distances between keys."""
 
     def look_back(self, tokens: Tensor, size: int) -> Recent:
         """Compare the keys of some tokens with at most `size` keys before each in its document.
@@ -372,7 +372,7 @@ class DocumentKeys:
 
 
 RECENT_SIZES = (100, 400, 1600, 6400)
-"""How far back the cache may reach; no more are tried than the longest document has use for."""
+"""Sizes of the cache that are tried, in tokens; sizes beyond the longest document are left out."""
 
 _OCTAVES = torch.arange(-6.0, 3.0, 0.5)
 _SAMPLE = 1024  # tokens to choose the temperatures by

@@ -28,7 +28,7 @@ _registered: dict[str, Callable[..., Mixer]] = {}
 
 
 def register_mixer(mixer: M) -> M:
-    """Let settings with a mixer of this class be saved and read again; usable as a decorator.
+    """Register a class of mixers, so that settings with one can be saved and loaded; usable as a decorator.
 
     Args:
         mixer: a dataclass with a ``name`` of its own, whose fields are JSON values, or `Weights` under the
