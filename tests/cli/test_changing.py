@@ -138,6 +138,7 @@ def test_a_folder_with_bad_files_is_added_without_them(knnstore, store, notes):
         "not UTF-8": ["notes/latin.txt"],
     }
     assert "\n  empty (1): notes/empty.txt\n" in done.err
+    assert "\n  not UTF-8 (1): notes/latin.txt; save as UTF-8, or give --encoding: cp1252 " in done.err
     named = knnstore("-v add notes --domain notes").err.splitlines()
     assert "skipped notes/empty.txt: the file is empty" in named
     assert "ignored notes/photo.png: no kind of file that is read" in named

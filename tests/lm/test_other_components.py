@@ -14,7 +14,7 @@ import torch
 import knnstore
 from knnstore.errors import ConfigError
 from knnstore.lm import DistributionComponent, KNNSettings, settings_for, settings_from_dict, settings_to_dict
-from knnstore.lm.components import registry
+from knnstore.lm.components import NGramSettings, registry
 from tests.lm.phrases import words
 from tests.server.conftest import Server
 
@@ -151,6 +151,16 @@ def test_its_settings_are_checked_by_name(title) -> None:
 def test_without_the_package_its_settings_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="no component 'title' of another package is installed"):
         KNNSettings(others={"title": {"lam": 0.1}})
+
+
+def test_settings_of_one_component_leave_those_of_the_others(title, monkeypatch) -> None:
+    class Twin(type(registry.other_components()["title"])):
+        name = "twin"
+
+    monkeypatch.setitem(registry._registered, "twin", Twin())
+    both = title.with_part("twin", {"lam": 0.2}).with_part("n-grams", NGramSettings(3))
+    assert both.parts == {"title": {"lam": LAM}, "twin": {"lam": 0.2}, "n-grams": NGramSettings(3)}
+    assert title.parts == {"title": {"lam": LAM}}
 
 
 @pytest.mark.usefixtures("installed")
