@@ -135,7 +135,16 @@ class CellsDatastore(EmbeddedDatastore):
             rows = sum(segment.rows for segment in self._segments.snapshot())
             size = rows * self.record_size(self._dim, **asdict(self._policy))
             self._device = chosen_device(self._policy.device, size)
-        return CellGroup(self._dim, self._metric, self._policy, self._opened, self._kept, self._device)
+        segments = self._segments
+        return CellGroup(
+            self._dim,
+            self._metric,
+            self._policy,
+            self._opened,
+            lambda: segments.replacements,
+            self._kept,
+            self._device,
+        )
 
     def _is_indexed(self, group_rows: int) -> bool:
         return self._policy.cells_for(group_rows) > 1
@@ -153,7 +162,9 @@ class CellsDatastore(EmbeddedDatastore):
 
     def _arrange(self, segment: Segment, cells: int, path: Path) -> None:
         """Assign a segment's rows to the cells of its group, and write which row is in which."""
-        from knnstore_cells.partition import arranged, fit_centers
+        from torch import from_numpy
+
+        from knnstore_cells.partition import NearestCenter, arranged, fit_centers
 
         group = segment.group
         former = (self._former or {}).get(group, [])
@@ -163,7 +174,7 @@ class CellsDatastore(EmbeddedDatastore):
         if centers is None or len(centers) != cells:
             centers = fit_centers(list(self._segments.by_group()[group]), cells)
         self._centers[group] = centers
-        arranged(segment, centers, former).write(path)
+        arranged(segment, NearestCenter(from_numpy(centers)), former).write(path)
 
     def _open_index(self, segment: Segment, parameters: dict[str, Any]) -> None:
         """Open none: the segments of a group are searched together."""

@@ -20,14 +20,15 @@ from knnstore.datastore import (
     Visits,
 )
 from knnstore_cells.device import DeviceKeys, Visitors
-from knnstore_cells.index import SegmentCells
+from knnstore_cells.index import ArrangedSegment, SegmentCells
 from knnstore_cells.kept import Cell, KeptCells
-from knnstore_cells.partition import arranged, fit_centers
+from knnstore_cells.partition import NearestCenter, arranged, fit_centers
 from knnstore_cells.policy import Policy
 from knnstore_cells.scanning import CodedCell, CodeScanner, can_scan
 from knnstore_cells.visiting import DISTANCES_AT_ONCE, Cells, visit
 
 _SMALL = 4096  # records; where no more match, all are compared
+_MOST_GROWTH = 4  # times as many cells as there are would suit the group: fit new centers
 
 
 class _Part(NamedTuple):
@@ -50,6 +51,8 @@ class CellGroup:
         metric: how distances are measured.
         policy: how many cells there are, and how many a search visits.
         opens: the index of a segment, if it has one that can be used.
+        count_replacements: returns how many additions have replaced records so far. While this number stays
+            the same, a record that was in a cell at the last update has the same key now.
         kept: where cells are kept between searches, if they are read one by one.
         device: that is to hold all keys; None reads cells one by one.
     """
@@ -60,6 +63,7 @@ class CellGroup:
         metric: Metric,
         policy: Policy,
         opens: Callable[[Segment], SegmentCells | None],
+        count_replacements: Callable[[], int],
         kept: KeptCells,
         device: torch.device | None = None,
     ) -> None:
@@ -67,6 +71,9 @@ class CellGroup:
         self.metric = metric
         self._policy = policy
         self._opens = opens
+        self._count_replacements = count_replacements
+        self._replacements = 0
+        self._nearest = NearestCenter(torch.empty(0, dim))
         self._kept = kept
         self.device = device
         self._version = object()
@@ -97,25 +104,30 @@ class CellGroup:
     def update(self, segments: Sequence[Segment]) -> None:
         """Search exactly these segments from now on; must not run beside a search.
 
+        Only records that are new since the last update are compared with the centers. Records that were
+        moved to another segment, as from memory to disk, stay in their cells.
+
         Raises:
             FileNotFoundError: the file of an index is gone, the first time that it is.
         """
         self._segments = ()
+        moved = self._moved_since_update(segments)
         known = {_name(part.segment): part for part in self._parts}
         self.rows = sum(segment.live for segment in segments)
         former = [known.get(_name(segment)) for segment in segments]
         found = [part.cells if part else self._opens(one) for part, one in zip(former, segments, strict=True)]
-        centers = self._common_centers(segments, found)
+        nearest = self._nearest_center(self._common_centers(segments, found))
+        centers = nearest.centers.numpy()
         codec_file = self._codec_file
         self._set_rotation(segments)
         # Component by component: of 16,384 cells one query finds the nearest in a third of the time.
-        self.centers = torch.from_numpy(centers).to(self.device).T.contiguous().T
+        self.centers = nearest.centers.to(self.device).T.contiguous().T
         self.origins = self.turned(self.centers)
         self.middle = self._middle()
         self._parts = []
         for segment, cells, part in zip(segments, found, former, strict=True):
             fits = cells is not None and np.array_equal(cells.centers, centers)
-            own = cells if cells is not None and fits else arranged(segment, centers)
+            own = cells if cells is not None and fits else arranged(segment, nearest, moved)
             alive = _mask(segment.live_rows(), segment.rows) if segment.dead else None
             same = part is not None and part.cells is own and codec_file is self._codec_file
             on_device = part.on_device if part is not None and same else None
@@ -126,6 +138,18 @@ class CellGroup:
         self._matching = (None, self.counts)
         self._version = object()
         self._segments = segments
+
+    def _moved_since_update(self, segments: Sequence[Segment]) -> list[ArrangedSegment]:
+        """Return the former segments that are not among `segments`; none if records were replaced."""
+        former, self._replacements = self._replacements, self._count_replacements()
+        if self._replacements != former:
+            return []
+        names = {_name(segment) for segment in segments}
+        return [
+            ArrangedSegment(part.segment, part.cells)
+            for part in self._parts
+            if _name(part.segment) not in names
+        ]
 
     def turned(self, vectors: Tensor) -> Tensor:
         """Vectors, shape (n, dim), in the space of the cells' keys: distances are the same there."""
@@ -197,13 +221,13 @@ class CellGroup:
         if total == 0 or not len(queries):
             return Neighbors.nothing(len(queries), k)
         probes = cells if total <= max(_SMALL, 4 * k) else self._policy.probes_for(k, cells, total)
-        found = self._nearest(queries, k, ids, probes)
+        found = self._search_cells(queries, k, ids, probes)
         short = np.flatnonzero(found.ids[:, min(k, total) - 1] < 0)
         if len(short):  # the cells visited did not hold enough
-            found.put(short, self._nearest(queries[short], k, ids, cells))
+            found.put(short, self._search_cells(queries[short], k, ids, cells))
         return found
 
-    def _nearest(self, queries: Keys, k: int, ids: IdRanges | None, probes: int) -> Neighbors:
+    def _search_cells(self, queries: Keys, k: int, ids: IdRanges | None, probes: int) -> Neighbors:
         largest = np.sort(self.matching(ids))[-probes:].sum()
         step = max(1, DISTANCES_AT_ONCE // int(largest))
         parts = []
@@ -214,14 +238,30 @@ class CellGroup:
         return Neighbors.joined(parts, axis=0)
 
     def _common_centers(self, segments: Sequence[Segment], found: Sequence[SegmentCells | None]) -> Keys:
-        """The centers of the largest segment that has some; else new ones, as where one cell was enough."""
+        """Return the centers for all segments, shape (cells, dim).
+
+        These are the centers of the largest segment with an index or with cells of the last update. Without
+        one, as while a new group is filled, the centers of the last update stay until the group has
+        outgrown them. Then new centers are fitted.
+        """
         wanted = self._policy.cells_for(self.rows)
         known = [
             (segment.rows, cells.centers)
             for segment, cells in zip(segments, found, strict=True)
             if cells and (len(cells.centers) > 1 or wanted == 1)
         ]
-        return max(known, key=lambda one: one[0])[1] if known else fit_centers(list(segments), wanted)
+        if known:
+            return max(known, key=lambda one: one[0])[1]
+        former: Keys = self._nearest.centers.numpy()
+        if 1 < len(former) <= wanted * _MOST_GROWTH and wanted <= len(former) * _MOST_GROWTH:
+            return former
+        return fit_centers(list(segments), wanted)
+
+    def _nearest_center(self, centers: Keys) -> NearestCenter:
+        """Return what finds the nearest of `centers`. It is kept while the centers stay the same."""
+        if not np.array_equal(self._nearest.centers.numpy(), centers):
+            self._nearest = NearestCenter(torch.from_numpy(centers))
+        return self._nearest
 
     def _set_rotation(self, segments: Sequence[Segment]) -> None:
         """Take the space of the codec by which most is coded."""

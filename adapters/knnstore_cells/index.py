@@ -89,8 +89,8 @@ class ArrangedSegment(NamedTuple):
     cells: SegmentCells
 
     def has(self, centers: Keys) -> bool:
-        """Whether these are the centers of its cells."""
-        return np.array_equal(self.cells.centers, centers)
+        """Check whether these are the centers of its cells."""
+        return self.cells.centers is centers or np.array_equal(self.cells.centers, centers)
 
     def owners_of(self, ids: Ids) -> NDArray[np.int64]:
         """The cells of the live records with some ids, shape (n,); -1 where there is none."""

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -65,26 +66,29 @@ class NearestCenter:
     """
 
     def __init__(self, centers: Tensor) -> None:
-        self._centers, self._norms = centers, (centers * centers).sum(1)
-        self._parts: tuple[Tensor, list[Tensor]] | None = None
-        if len(centers) > _ALL_COMPARED:
-            parts = _k_means(centers, _parts_of(len(centers)), _ROUNDS, torch.Generator().manual_seed(0))
-            owners = NearestCenter(parts)(centers)
-            there = torch.unique(owners)
-            self._parts = parts[there], [(owners == part).nonzero()[:, 0] for part in there.tolist()]
+        self.centers, self._norms = centers, (centers * centers).sum(1)
 
     def __call__(self, keys: Tensor) -> Tensor:
-        """Indices of the centers of keys, shape (n, dim): int64, shape (n,)."""
-        look, size = (self._look_in_parts, CHUNK) if self._parts else (self._look_at_all, _IN_CACHE)
-        parts = [look(some) for some in torch.split(keys, size)]
+        """Return the index of the center of each key: keys (n, dim), int64, shape (n,)."""
+        compare_all = len(self.centers) <= _ALL_COMPARED
+        search, size = (self._search_all, _IN_CACHE) if compare_all else (self._search_parts, CHUNK)
+        parts = [search(chunk) for chunk in torch.split(keys, size)]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
-    def _look_at_all(self, keys: Tensor) -> Tensor:
-        return torch.addmm(self._norms, keys, self._centers.T, alpha=-2).argmin(1)
+    @cached_property
+    def _parts(self) -> tuple[Tensor, list[Tensor]]:
+        """Centers of some hundred parts, and the indices of the centers in each part."""
+        centers = self.centers
+        parts = _k_means(centers, _parts_of(len(centers)), _ROUNDS, torch.Generator().manual_seed(0))
+        owners = NearestCenter(parts)(centers)
+        used = torch.unique(owners)
+        return parts[used], [(owners == part).nonzero()[:, 0] for part in used.tolist()]
 
-    def _look_in_parts(self, keys: Tensor) -> Tensor:
-        """Among the centers in the parts, of some hundred, that are nearest to each key."""
-        assert self._parts is not None
+    def _search_all(self, keys: Tensor) -> Tensor:
+        return torch.addmm(self._norms, keys, self.centers.T, alpha=-2).argmin(1)
+
+    def _search_parts(self, keys: Tensor) -> Tensor:
+        """Compare each key only with the centers in the parts that are nearest to it."""
         parts, members = self._parts
         away = torch.addmm((parts * parts).sum(1), keys, parts.T, alpha=-2)
         near = away.topk(min(_PARTS_COMPARED, len(parts)), largest=False).indices
@@ -93,7 +97,7 @@ class NearestCenter:
         for part, at in enumerate(members):
             rows = (near == part).any(1).nonzero()[:, 0]
             if len(rows):
-                away = torch.addmm(self._norms[at], keys[rows], self._centers[at].T, alpha=-2)
+                away = torch.addmm(self._norms[at], keys[rows], self.centers[at].T, alpha=-2)
                 of_part = away.min(1)
                 nearer = of_part.values < least[rows]
                 least[rows[nearer]] = of_part.values[nearer]
@@ -131,28 +135,31 @@ def _shared(counts: Tensor, cells: int) -> list[int]:
     return shares
 
 
-def arranged(segment: Segment, centers: Keys, former: Sequence[ArrangedSegment] = ()) -> SegmentCells:
+def arranged(
+    segment: Segment, nearest: NearestCenter, former: Sequence[ArrangedSegment] = ()
+) -> SegmentCells:
     """Put each row of a segment, dead or not, into the cell with the nearest center.
 
     Args:
         segment: new or rewritten.
-        centers: of the cells.
-        former: what was in which cell before; what was in cells with these centers stays there.
+        nearest: finds the center of a key.
+        former: segments that held some of the records before. Records stay in their cells if these had the
+            same centers.
     """
-    owners = np.zeros(segment.rows, np.uint16)
+    owners, centers = np.zeros(segment.rows, np.uint16), nearest.centers.numpy()
     if len(centers) > 1:
-        left, there = np.ones(segment.rows, bool), [one for one in former if one.has(centers)]
-        ids = segment.columns.ids if there else np.empty(0, np.int64)
-        for one in there:
+        left, same = np.ones(segment.rows, bool), [one for one in former if one.has(centers)]
+        ids = segment.columns.ids if same else np.empty(0, np.int64)
+        for arranged_segment in same:
             with suppress(CorruptDatastoreError):  # of a segment that was damaged before
-                known = one.owners_of(ids)
+                known = arranged_segment.owners_of(ids)
                 left &= known < 0
                 np.copyto(owners, known, "unsafe", where=known >= 0)
-        nearest, rows = NearestCenter(torch.from_numpy(centers)), np.flatnonzero(left)
+        rows = np.flatnonzero(left)
         for start in range(0, len(rows), CHUNK):
-            some = rows[start : start + CHUNK]
-            keys: Keys = segment.columns.keys_at(some).astype(np.float32)
-            owners[some] = nearest(torch.from_numpy(keys)).numpy()
+            chunk = rows[start : start + CHUNK]
+            keys: Keys = segment.columns.keys_at(chunk).astype(np.float32)
+            owners[chunk] = nearest(torch.from_numpy(keys)).numpy()
     return SegmentCells(centers, owners)
 
 

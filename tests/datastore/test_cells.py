@@ -181,6 +181,38 @@ def test_what_is_rewritten_stays_in_its_cells(tmp_path: Path, monkeypatch: pytes
         assert len(after) == 4000 - 200 + 1500
 
 
+def test_a_search_compares_only_new_records_with_the_centers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records stay in their cells while segments grow in memory, go to disk and are merged; replaced ones move."""
+    keys, compared = clustered(6000), list[int]()
+    nearest = partition.NearestCenter.__call__
+    with CellsDatastore.open(tmp_path / "store", dim=DIM, cells=16) as store:
+        put(store, np.arange(4000), keys)
+        store.search(keys[:1], 1)
+        monkeypatch.setattr(
+            partition.NearestCenter,
+            "__call__",
+            lambda self, rows: (compared.append(len(rows)), nearest(self, rows))[1],
+        )
+        for start in range(4000, 6000, 500):
+            put(store, np.arange(start, start + 500), keys)
+            if start == 5000:
+                store.flush()
+            store.search(keys[:1], 1)
+        assert sum(compared) == 2000
+        compared.clear()
+        store.flush()
+        store._segments._merge(0, ratio=100, indexed=True)
+        store.search(keys[:1], 1)
+        assert compared == []
+        moved = keys.copy()
+        moved[:100] = keys[-100:]
+        put(store, np.arange(100), moved)
+        found = store.search(moved[:100], 2)
+        assert all(row * 3 in ids for row, ids in enumerate(found.ids.tolist()))
+
+
 def test_no_center_is_a_key_that_was_erased(tmp_path: Path) -> None:
     """A cell of one record has it as its center, in the index of every segment."""
     keys = clustered(4400)

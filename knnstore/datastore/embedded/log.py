@@ -75,6 +75,8 @@ class KeySegments(SegmentReader):
         self._lock: WriterLock | None = None
         self._changed: set[int] = set()  # groups, since the last manifest
         self._buffered: set[int] = set()  # groups with segments in memory
+        self.replacements = 0
+        """How many calls of `append` have replaced records."""
         if mode == "r":
             self._manifest = self._load()
             self._check_same(dim, metric)
@@ -109,6 +111,8 @@ class KeySegments(SegmentReader):
             changed = without_rows(
                 self._groups, among, int(ids[0]), int(ids[-1]), lambda segment: segment.rows_with(ids)
             )
+            if changed:
+                self.replacements += 1
             for group in np.unique(groups).tolist():
                 mine = groups == group
                 fresh = Segment.in_memory(group, ids[mine], stored_keys(keys[order[mine]]))
