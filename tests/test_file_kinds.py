@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from knnstore.documents import TextDocument, check_paths, files, read_documents, size_of
+from knnstore.documents import TextDocument, check_paths, read_documents, size_of, source_files
 from knnstore.errors import InputError, UnusableDocumentError
 
 texts = st.text(
@@ -480,8 +480,8 @@ def test_a_document_has_a_bound(
 ) -> None:
     size = 1 << 20
     for module in (
-        files,
-        *(__import__(f"knnstore.documents.{one}", fromlist=[""]) for one in ("rows", "mail")),
+        source_files,
+        *(__import__(f"knnstore.documents.{one}", fromlist=[""]) for one in ("row_files", "text_extraction")),
     ):
         monkeypatch.setattr(module, "MAX_DOCUMENT_BYTES", size)
     file = written(tmp_path, name, make(size))
@@ -494,7 +494,7 @@ def test_a_document_has_a_bound(
 def test_lines_after_one_that_is_too_long_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
 ) -> None:
-    for name in ("files", "rows"):
+    for name in ("source_files", "row_files"):
         module = __import__(f"knnstore.documents.{name}", fromlist=[""])
         monkeypatch.setattr(module, "MAX_DOCUMENT_BYTES", 1000)
     for longest in (988, 989, 990, 2500):  # the row, with what stands around its text, has 12 bytes more
@@ -512,8 +512,8 @@ def test_lines_after_one_that_is_too_long_are_read(
 
 def test_many_rows_may_be_longer_together_than_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (
-        files,
-        *(__import__(f"knnstore.documents.{one}", fromlist=[""]) for one in ("rows", "mail")),
+        source_files,
+        *(__import__(f"knnstore.documents.{one}", fromlist=[""]) for one in ("row_files", "text_extraction")),
     ):
         monkeypatch.setattr(module, "MAX_DOCUMENT_BYTES", 1000)
     rows = [f"{number}{'x' * 300}" for number in range(20)]

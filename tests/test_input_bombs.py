@@ -12,7 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from knnstore.documents import read_documents, rows
+from knnstore.documents import read_documents, row_files
 from knnstore.errors import UnusableDocumentError
 
 READER = """
@@ -161,7 +161,7 @@ def test_a_footer_that_ends_the_process_that_reads_it_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table(tmp_path / "a.parquet", {"text": ["a text"]})
-    monkeypatch.setattr(rows, "_LIST_COLUMNS", "import os; os.abort()")
+    monkeypatch.setattr(row_files, "_LIST_COLUMNS", "import os; os.abort()")
     problems = list[UnusableDocumentError]()
     assert not list(read_documents([tmp_path / "a.parquet"], on_bad=problems.append))
     assert "a.parquet: not parquet: the description of its columns is damaged" in str(problems[0])

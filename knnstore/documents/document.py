@@ -1,4 +1,4 @@
-"""A document as its user has it, made from a row of anything."""
+"""`TextDocument`, made from rows of any kind; entries to be read, and the errors of unusable documents."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -9,26 +9,33 @@ from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 from knnstore.checks import check_json, check_name
-from knnstore.documents.tables import mapping_of, rows_of
-from knnstore.documents.values import as_json, is_missing, json_metadata, plain_text
+from knnstore.documents.python_values import (
+    as_json,
+    as_mapping,
+    is_missing,
+    iterate_rows,
+    json_metadata,
+    unwrap_string,
+)
 from knnstore.errors import InputError, UnusableDocumentError
 
 OnBad = Callable[[UnusableDocumentError], None]
-"""Called with what is wrong with a document that is left out; raise it to go no further."""
+"""Callback for each document that is skipped, called with its error; it may raise the error to stop."""
 
 
 class Fields(NamedTuple):
-    """Where in a row its text and its id are; what else is there is metadata."""
+    """Names of the fields of a row that contain the text and the id; all other fields are metadata."""
 
     text: str = "text"
     id: str = "id"
 
 
 FIELDS = Fields()
+"""Default names of the fields."""
 
 
 class Reason(StrEnum):
-    """Why a document or a file was left out, in few words."""
+    """Kinds of problems for which a document or a file is skipped; the values are shown to users."""
 
     KIND = "another kind of file"
     EMPTY = "empty"
@@ -42,11 +49,11 @@ class Reason(StrEnum):
 
 
 NOT_MEMBERS = frozenset((Reason.LINK, Reason.SPECIAL))
-"""Reasons of what is no part of a folder at all, so that `sync` does not keep what is stored of it."""
+"""Reasons for which a path does not count as a file of its folder, so `sync` removes its stored document."""
 
 
 class RefusedError(InputError):
-    """A file or a text cannot be used, for a reason of a known kind."""
+    """Error of a file or a text that cannot be used for one of the known reasons."""
 
     def __init__(self, message: str, reason: Reason) -> None:
         super().__init__(message)
@@ -54,21 +61,22 @@ class RefusedError(InputError):
 
 
 class Entry(NamedTuple):
-    """A document that is to be read."""
+    """A document that is not read yet."""
 
     where: str
-    """Where it stands, for messages."""
+    """Place of the document, such as file and row, for messages."""
     read: Callable[[], "TextDocument"]
+    """Reads the document; raises `InputError` if it cannot be used."""
     in_folder: bool = False
-    """Whether it was found in a folder, not named."""
+    """True if the file was found in a folder; False if the caller named it."""
     id: str | None = None
-    """Its id, where that is known before it is read."""
+    """Id of the document; None if it is known only after reading."""
 
     @classmethod
     def refused(
         cls, where: str, error: InputError, *, in_folder: bool = False, id: str | None = None
     ) -> "Entry":
-        """Something that cannot be read."""
+        """Return an entry whose `read` raises `error`."""
 
         def refuse() -> NoReturn:
             raise error
@@ -77,27 +85,30 @@ class Entry(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """The place that a document was read from."""
+    """Place that a document was read from."""
 
     where: str
-    """The file and row, or the number in a list, for messages."""
+    """File and row, or number in a list, for messages."""
     in_folder: bool = False
     """True if the file was found in a folder; False if the caller named it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextDocument:
-    """A document as its user has it.
+    """A text with an id and metadata, before it is tokenized.
 
     Raises:
-        InputError: the id, the text or the metadata cannot be stored; says which and why.
+        InputError: the id, the text or the metadata cannot be stored; the message says which and why.
     """
 
     id: str
+    """Id of the document, unique in its domain."""
     text: str
+    """Text of the document; it contains more than white space."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Metadata, JSON values by name."""
     origin: Origin | None = field(default=None, compare=False, repr=False)
-    """Where it was read, for messages; None where it was made by the caller."""
+    """Place that the document was read from, for messages; None if the caller made it."""
 
     def __post_init__(self) -> None:
         check_name(self.id, "the id")
@@ -111,11 +122,11 @@ class TextDocument:
 
     @property
     def place(self) -> str:
-        """Its id and where it was read, for messages."""
+        """Id and origin of the document, for messages."""
         return f"document {self.id!r}" + (f" ({self.origin.where})" if self.origin is not None else "")
 
-    def read_at(self, origin: Origin) -> "TextDocument":
-        """Return the same document with its origin; an origin that it has already stays."""
+    def with_origin(self, origin: Origin) -> "TextDocument":
+        """Return a copy with an origin; a document that has an origin already is returned unchanged."""
         if self.origin is not None:
             return self
         document = copy(self)
@@ -129,34 +140,35 @@ class TextDocument:
 
     @classmethod
     def from_row(cls, row: object, fields: Fields = FIELDS) -> "TextDocument":
-        """Read a row ``{"id", "text", ...metadata}``, or a bare text.
+        """Convert a row ``{"id", "text", ...metadata}`` or a bare text to a document.
 
-        A row without an id is known by a hash of its text, so that adding it again is no change.
+        A row without an id gets a hash of its text as its id, so that adding it again changes nothing. A
+        `TextDocument` is returned unchanged.
 
         Raises:
-            InputError: the row has no text, or something in it is of a wrong type.
+            InputError: the row has no text, or a value has a wrong type.
         """
         if isinstance(row, TextDocument):
             return row
-        row = plain_text(mapping_of(row))
+        row = unwrap_string(as_mapping(row))
         if isinstance(row, str):
             row = {fields.text: row}
         if not isinstance(row, Mapping):
             raise InputError(f"a document is an object with a {fields.text!r}, not {type(row).__name__}")
         text, id = row.get(fields.text), row.get(fields.id)
         if is_missing(text):
-            raise without_text(fields, row)
-        text = plain_text(text)
+            raise missing_text_error(fields, row)
+        text = unwrap_string(text)
         if not isinstance(text, str):
             raise InputError(f"{fields.text!r} is {type(text).__name__}, not a string")
         if is_missing(id):
             id = "sha256:" + hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
         name = as_json(id)
-        if isinstance(name, float) and name.is_integer():  # integers of a column in which some are missing
+        if isinstance(name, float) and name.is_integer():  # pandas: integers in a column with missing values
             name = int(name)
         if isinstance(name, bool) or not isinstance(name, str | int):
             raise InputError(f"{fields.id!r} is {type(id).__name__}, not a string or an integer")
-        # As it will be read back (a tuple is a list then), so that adding it again is no change.
+        # JSON values, as they will be read back (a tuple becomes a list), so adding it again changes nothing.
         metadata = json_metadata({key: value for key, value in row.items() if key not in fields})
         return cls(str(name), text, metadata)
 
@@ -164,39 +176,51 @@ class TextDocument:
 def documents_of(
     rows: Iterable[object], *, source: str = "document", on_bad: OnBad | None = None
 ) -> Iterator[TextDocument]:
-    """Turn rows, bare texts or `TextDocument`s into documents, refusing repeated ids.
+    """Yield a document for each row, bare text or `TextDocument`; no rows yield nothing.
 
     Args:
-        rows: any iterable, also a `datasets` stream, read once, one row at a time; or a table of pandas,
-            polars or pyarrow, whose columns ``text``, ``id`` and any others are.
-        source: what the rows are, for messages; the row's number from 1 is added.
-        on_bad: called for each row that cannot be used, which is then left out; None raises.
+        rows: any iterable, also a `datasets` stream, which is read once, one row at a time; or a table of
+            pandas, polars or pyarrow with the columns ``text``, ``id`` (optional) and metadata.
+        source: name of a row in messages; the number of the row, from 1, is appended.
+        on_bad: called with the error of each row that cannot be used, which is skipped; None raises the
+            error.
 
     Raises:
-        InputError: `rows` is one document and not many; or a row cannot be used and `on_bad` is
-            None, which names the source and the row.
+        InputError: `rows` is a single document or not iterable.
+        UnusableDocumentError: a row cannot be used, or its id was read before, and `on_bad` is None. The
+            message names the source and the row.
     """
     if isinstance(rows, str | bytes | Mapping | TextDocument):
         hint = ": give one of its values" if isinstance(rows, Mapping) and type(rows) is not dict else ""
         raise InputError(f"documents are a list or another iterable, not one {type(rows).__name__}{hint}")
     entries = (
         Entry(f"{source} {number}", partial(TextDocument.from_row, row))
-        for number, row in enumerate(rows_of(rows), start=1)
+        for number, row in enumerate(iterate_rows(rows), start=1)
     )
-    return unique(entries, on_bad)
+    return read_entries(entries, on_bad)
 
 
-def without_text(fields: Fields, names: Iterable[object]) -> InputError:
-    """Return the error for a row or table without a text, with the names of the fields that it has."""
+def missing_text_error(fields: Fields, names: Iterable[object]) -> InputError:
+    """Return the error for a row or a table without a text.
+
+    Args:
+        fields: the expected field names.
+        names: names of the fields or columns that exist; the message lists them.
+    """
     if fields.text in (names := list(names)):
         return InputError(f"no {fields.text!r}: it is null")
-    there = ", ".join(repr(name) for name in names if isinstance(name, str) and name != fields.id)
-    found = f"; there is {there[:200]}: name the field that is the text (--text-field)" if there else ""
-    return InputError(f"no {fields.text!r}{found}")
+    others = ", ".join(repr(name) for name in names if isinstance(name, str) and name != fields.id)
+    hint = f"; there is {others[:200]}: name the field that is the text (--text-field)" if others else ""
+    return InputError(f"no {fields.text!r}{hint}")
 
 
-def unique(entries: Iterable[Entry], on_bad: OnBad | None) -> Iterator[TextDocument]:
-    """Read the documents, and refuse ids that came before; see `documents_of`."""
+def read_entries(entries: Iterable[Entry], on_bad: OnBad | None) -> Iterator[TextDocument]:
+    """Yield the documents of the entries; an id that occurred before is an error.
+
+    Raises:
+        UnusableDocumentError: a document cannot be used and `on_bad` is None; otherwise `on_bad` is called
+            with this error and the document is skipped.
+    """
     seen: dict[str, str] = {}
     for where, read, in_folder, id in entries:
         try:
@@ -214,4 +238,4 @@ def unique(entries: Iterable[Entry], on_bad: OnBad | None) -> Iterator[TextDocum
             on_bad(located)
             continue
         seen[document.id] = where
-        yield document.read_at(Origin(where, in_folder))
+        yield document.with_origin(Origin(where, in_folder))

@@ -1,0 +1,364 @@
+"""Reading documents from paths: files, folders, standard input and data sets of the Hugging Face hub."""
+
+import os
+import stat
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+from knnstore.documents.document import (
+    FIELDS,
+    Entry,
+    Fields,
+    OnBad,
+    Reason,
+    RefusedError,
+    TextDocument,
+    read_entries,
+)
+from knnstore.documents.row_files import (
+    read_data_set_rows,
+    read_json,
+    read_json_line_entries,
+    read_json_lines,
+    read_parquet,
+    read_table,
+)
+from knnstore.documents.source_files import (
+    MAX_DOCUMENT_BYTES,
+    UNREADABLE,
+    UTF8,
+    Source,
+    check_encoding,
+    decode_text,
+    is_outside,
+    is_utf8,
+    link_error,
+    read_utf8_lines,
+    too_large_error,
+    unreadable_error,
+)
+from knnstore.documents.text_extraction import html_document, notebook_document, read_mailbox
+from knnstore.errors import InputError, UnusableDocumentError
+
+PARQUET = ".parquet"
+
+
+class Kind(NamedTuple):
+    """A kind of file, known by its suffix."""
+
+    read: Callable[[Source, Fields], Iterator[Entry]]
+    """Yields the entries of a file; may raise the errors in `UNREADABLE` and `InputError` between them."""
+    is_document: bool = False
+    """True if each file is one document, whose id is its path."""
+    is_mostly_text: bool = True
+    """True if the size of a file is about the size of its texts."""
+
+
+def _read_whole(make: Callable[[Source], TextDocument]) -> Callable[[Source, Fields], Iterator[Entry]]:
+    """Return a reader for a kind whose files are one document each, which `make` reads."""
+
+    def read(source: Source, _: Fields) -> Iterator[Entry]:
+        yield Entry(source.name, partial(make, source), id=source.id)
+
+    return read
+
+
+def _plain_document(source: Source) -> TextDocument:
+    return TextDocument(source.id, source.read_text())
+
+
+_TEXT = Kind(_read_whole(_plain_document), is_document=True)
+_HTML = Kind(_read_whole(html_document), is_document=True, is_mostly_text=False)
+
+KINDS = {
+    ".jsonl": Kind(read_json_lines),
+    ".ndjson": Kind(read_json_lines),
+    ".json": Kind(read_json),
+    ".csv": Kind(partial(read_table, delimiter=",")),
+    ".tsv": Kind(partial(read_table, delimiter="\t")),
+    ".mbox": Kind(read_mailbox, is_mostly_text=False),
+    ".txt": _TEXT,
+    ".md": _TEXT,
+    ".markdown": _TEXT,
+    ".rst": _TEXT,
+    ".html": _HTML,
+    ".htm": _HTML,
+    ".ipynb": Kind(_read_whole(notebook_document), is_document=True, is_mostly_text=False),
+    PARQUET: Kind(read_parquet, is_mostly_text=False),
+}
+"""Kinds of files that can be read, by suffix in lower case."""
+
+ACCEPTED = f"{' '.join(suffix for suffix in KINDS if suffix != PARQUET)}, .gz of each, and {PARQUET}"
+
+
+STDIN = "-"
+"""Path that stands for standard input."""
+HUB = "hf:"
+"""Prefix of the name of a data set of the Hugging Face hub."""
+
+OnIgnored = Callable[[Path], None]
+"""Callback for each file of a folder that is skipped because its kind is not read."""
+
+
+class Place(NamedTuple):
+    """A file, standard input or a data set, from which documents are read."""
+
+    path: str
+    """Path of the file, `STDIN`, or name of the data set with the prefix `HUB`."""
+    id: str
+    """Id of the document, if the file is one document."""
+    root: Path | None = None
+    """Folder that the file was found in; None if the caller named the file."""
+    problem: InputError | None = None
+    """Error that reading raises, if the place is known to be unreadable."""
+
+    @property
+    def in_folder(self) -> bool:
+        """True if the file was found in a folder; False if the caller named it."""
+        return self.root is not None
+
+    @property
+    def is_file(self) -> bool:
+        """True if the path names a file, which may not exist; False for standard input and data sets."""
+        return self.path != STDIN and not self.path.startswith(HUB)
+
+    @property
+    def suffix(self) -> str:
+        """Suffix of the file in lower case, ``.gz`` removed; with the dot, or empty."""
+        path = Path(self.path)
+        return Path(path.stem).suffix.lower() if self.is_compressed else path.suffix.lower()
+
+    @property
+    def is_compressed(self) -> bool:
+        """True if the path ends in ``.gz``, in upper or lower case."""
+        return self.path.lower().endswith(".gz")
+
+    @property
+    def kind(self) -> Kind | None:
+        """Kind of the file; None if files with this suffix are not read."""
+        return None if self.is_compressed and self.suffix == PARQUET else KINDS.get(self.suffix)
+
+    @property
+    def is_document(self) -> bool:
+        """True if the file is one document."""
+        return self.kind is not None and self.kind.is_document
+
+    @property
+    def known_id(self) -> str | None:
+        """Id of the document if it is known before the file is read, else None."""
+        return self.id if self.is_document else None
+
+    def source(self, encoding: str = UTF8) -> Source:
+        """Return the source that opens and decodes the file."""
+        return Source(self.path, self.id, self.is_compressed, self.root, encoding)
+
+
+def find_places(path: str | Path, on_ignored: OnIgnored | None = None) -> Iterator[Place]:
+    """Yield the places that a path stands for: the path itself, or all files below it if it is a folder.
+
+    Hidden files and folders are skipped. If a file is one document, its id is its path relative to the folder
+    (with ``/``), or its file name if the caller names the file. Links to files are followed if they
+    stay in the folder; links to folders are not followed. A folder without documents yields itself, with a
+    problem.
+    """
+    named = Place(str(path), Path(path).name)
+    if not named.is_file or not Path(path).is_dir():
+        yield named
+        return
+    folder = Path(path)
+    refused: list[Place] = []
+
+    def keep_error(error: OSError) -> None:
+        problem = RefusedError(f"cannot be read: {error.strerror or error}", Reason.UNREADABLE)
+        refused.append(Place(str(error.filename), "", folder, problem))
+
+    files: list[Path] = []
+    for root, folders, names in os.walk(folder, onerror=keep_error):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        files += [Path(root, name) for name in names if not name.startswith(".")]
+        for name in folders:
+            if (link := Path(root, name)).is_symlink():
+                problem = RefusedError("a link to a folder, which is not followed", Reason.LINK)
+                refused.append(Place(str(link), "", folder, problem))
+    accepted = []
+    for file in sorted(files):
+        place = Place(str(file), file.relative_to(folder).as_posix(), folder)
+        if place.kind is not None:
+            accepted.append(place._replace(problem=_find_problem(file, folder)))
+        elif on_ignored is not None:
+            on_ignored(file)
+    yield from refused
+    yield from accepted
+    if not accepted:  # reading it raises the error
+        yield named._replace(problem=InputError(f"no document in this folder; accepted are {ACCEPTED}"))
+
+
+def _find_problem(file: Path, folder: Path) -> RefusedError | None:
+    """Return the error for a file that leads out of its folder or is not a regular file, else None."""
+    try:
+        mode = file.lstat().st_mode
+        if stat.S_ISLNK(mode):
+            if is_outside(file, folder):
+                return link_error(file)
+            mode = file.stat().st_mode
+    except OSError:
+        return None  # opening the file raises the same error
+    if stat.S_ISREG(mode):
+        return None
+    return RefusedError("no regular file: a pipe, a device, a socket or a folder", Reason.SPECIAL)
+
+
+def read_documents(
+    paths: Iterable[str | Path],
+    *,
+    fields: Fields = FIELDS,
+    encoding: str = UTF8,
+    on_bad: OnBad | None = None,
+    on_ignored: OnIgnored | None = None,
+) -> Iterator[TextDocument]:
+    """Yield the documents of files, folders, standard input and data sets, one at a time.
+
+    The suffix of a file says how it is read:
+
+    - ``.jsonl``, ``.ndjson``, ``.csv``, ``.tsv`` and ``.parquet``: each row is a document.
+    - ``.json``: an array of rows, or one row.
+    - ``.mbox``: each message is a document.
+    - ``.txt``, ``.md``, ``.markdown``, ``.rst``, ``.html``, ``.htm`` and ``.ipynb``: the file is one
+      document, and its name is the id.
+
+    All files except parquet may be compressed (``.gz``). A folder stands for all files with these suffixes
+    below it, except hidden ones; there the id of a one-document file is its path relative to the folder.
+    ``-`` is standard input: JSON Lines if it starts with ``{``, else one document. ``hf:NAME``,
+    ``hf:NAME:CONFIGURATION`` and ``hf:NAME:CONFIGURATION:SPLIT`` are a data set of the Hugging Face hub.
+
+    Only regular files are read. In a folder, links to files are followed if they stay in the folder. A
+    document, a row, and a file that is read as a whole may have at most 256 MiB after decompression.
+
+    Args:
+        paths: files, folders and data sets, in the order to read them.
+        fields: names of the fields of a row that contain its text and its id.
+        encoding: Python's name for the encoding of all files; parquet files ignore it.
+        on_bad: called with the error of each document that cannot be used, which is skipped; None raises the
+            error. The error has the reason, and whether the document was found in a folder.
+        on_ignored: called with each file of a folder that has another suffix.
+
+    Raises:
+        UnusableDocumentError: a document cannot be used and `on_bad` is None; names file and row.
+        InputError: the encoding is unknown.
+    """
+    encoding = check_encoding(encoding)
+    entries = (
+        entry
+        for path in paths
+        for place in find_places(path, on_ignored)
+        for entry in _read_place(place, fields, encoding)
+    )
+    return read_entries(entries, on_bad)
+
+
+def check_paths(paths: Iterable[str | Path], fields: Fields = FIELDS, encoding: str = UTF8) -> None:
+    """Check before a long run that each file exists, has a kind that is read, and has a usable first row.
+
+    Reads the first row of each file in `paths`. Files in folders, standard input and data sets are not read.
+
+    Raises:
+        UnusableDocumentError: a file cannot be read; names the file and the problem.
+        InputError: the encoding is unknown.
+    """
+    encoding = check_encoding(encoding)
+    for place in (place for path in paths for place in find_places(path)):
+        if place.is_file and not place.in_folder:
+            for entry in _read_place(place, fields, encoding):
+                try:
+                    entry.read()
+                except UnusableDocumentError:
+                    raise
+                except InputError as error:
+                    raise UnusableDocumentError(f"{entry.where}: {error}", id=entry.id) from error
+                break
+
+
+def size_of(paths: Iterable[str | Path]) -> int | None:
+    """Return the number of bytes that `read_documents` would read.
+
+    Returns:
+        The sum of the file sizes; files that cannot be read are skipped. None if the size of the text is not
+        known beforehand: for standard input, data sets, compressed files, and kinds of files that contain
+        much besides their text.
+    """
+    total = 0
+    for place in (place for path in paths for place in find_places(path)):
+        if place.problem is not None:
+            continue
+        if not place.is_file or place.is_compressed or (place.kind and not place.kind.is_mostly_text):
+            return None
+        try:
+            total += Path(place.path).stat().st_size
+        except OSError:
+            continue  # reading the file raises the same error
+    return total
+
+
+def is_among(file: Path, paths: Iterable[str | Path]) -> bool:
+    """Check whether `file` exists and `read_documents` would read it, by any path that leads to it."""
+    places = (place for path in paths for place in find_places(path))
+    return file.exists() and any(
+        place.is_file and Path(place.path).exists() and file.samefile(place.path) for place in places
+    )
+
+
+def _read_place(place: Place, fields: Fields, encoding: str) -> Iterator[Entry]:
+    """Yield the entries of a place; an error of the whole place becomes an entry that raises it."""
+    try:
+        if place.problem is not None:
+            raise place.problem
+        if place.path == STDIN:
+            yield from _read_standard_input(fields, encoding)
+        elif place.path.startswith(HUB):
+            for number, row in enumerate(read_data_set_rows(place.path.removeprefix(HUB)), start=1):
+                yield Entry(f"{place.path} row {number}", partial(TextDocument.from_row, row, fields))
+        elif place.kind is not None:
+            for entry in place.kind.read(place.source(encoding), fields):
+                yield entry._replace(read=partial(_read_entry, entry), in_folder=place.in_folder)
+        elif Path(place.path).exists():
+            raise InputError(f"unknown kind of file; accepted are {ACCEPTED}")
+        else:
+            raise InputError(f"no such file or folder (a data set of the hub is {HUB}NAME)")
+    except (InputError, *UNREADABLE) as error:
+        problem = error if isinstance(error, InputError) else unreadable_error(error)
+        yield Entry.refused(place.path, problem, in_folder=place.in_folder, id=place.known_id)
+
+
+def _read_entry(entry: Entry) -> TextDocument:
+    """Read a document, and convert errors of the file to `InputError`."""
+    try:
+        return entry.read()
+    except UNREADABLE as error:
+        raise unreadable_error(error) from error
+    except RecursionError as error:
+        raise InputError("nested too deep to be read") from error
+
+
+def _read_standard_input(fields: Fields, encoding: str) -> Iterator[Entry]:
+    """Yield the entries of standard input: JSON Lines if it starts with ``{``, else one document."""
+    stream, name = sys.stdin.buffer, "standard input"
+    if not is_utf8(encoding):
+        text = "".join(line.decode(UTF8, "surrogatepass") for line in read_utf8_lines(stream, encoding))
+        data = text.encode(UTF8, "surrogatepass")
+        if data.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{"):
+            yield from read_json_line_entries(name, data.splitlines(keepends=True), fields)
+        else:
+            yield Entry(name, lambda: TextDocument("stdin", decode_text(data)))
+        return
+    first = stream.readline(MAX_DOCUMENT_BYTES + 1)
+    if first.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{"):
+        yield from read_json_line_entries(name, chain([first], read_utf8_lines(stream)), fields)
+        return
+    data = first + stream.read(max(0, MAX_DOCUMENT_BYTES + 1 - len(first)))
+    if len(data) > MAX_DOCUMENT_BYTES:
+        raise too_large_error(name)
+    yield Entry(name, lambda: TextDocument("stdin", decode_text(data)))

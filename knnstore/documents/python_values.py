@@ -1,0 +1,292 @@
+"""Conversion of Python rows and values to JSON values: of numpy, pandas, polars, pyarrow and torch too.
+
+`iterate_rows` and `as_mapping` convert tables and rows; the other functions convert single values.
+"""
+
+import enum
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from typing import Any
+from uuid import UUID
+
+from knnstore.checks import MAX_DEPTH
+from knnstore.errors import InputError
+
+_PLAIN = (str, bool, int, float, type(None))
+_BYTES = (bytes, bytearray, memoryview)
+_SCALARS = ("numpy", "torch", "jax", "jaxlib", "cupy", "tensorflow")
+"""Libraries whose scalars and arrays have the methods `item` and `tolist`."""
+
+
+def as_json(value: Any) -> Any:
+    """Convert the value of a table cell to a JSON value; return it unchanged if JSON cannot represent it.
+
+    Dates and times become ISO 8601 strings; decimals, UUIDs and paths become strings; arrays and sets become
+    lists; NaN and infinite numbers become None.
+    """
+    try:
+        return json_value(value, infinity=None)
+    except _NotJsonError:
+        return value
+
+
+class _NotJsonError(Exception):
+    """Error of a value that JSON cannot represent.
+
+    Args:
+        path: path of the value in the document, such as ``'when'[2]``.
+        kind: type of the value, or its problem.
+    """
+
+    def __init__(self, path: str, kind: str) -> None:
+        super().__init__(path, kind)
+        self.path = path
+        self.kind = kind
+
+
+def json_metadata(row: Mapping[Any, Any]) -> dict[str, Any]:
+    """Convert the metadata of a row to JSON values.
+
+    Missing values (NaN, `pandas.NaT`, `pandas.NA`) are left out; None is kept, like null in a file.
+
+    Raises:
+        InputError: a value cannot be stored; names the field and the type.
+    """
+    try:
+        return {
+            _field_name(name, ""): json_value(value, repr(name))
+            for name, value in row.items()
+            if value is None or not is_missing(value)
+        }
+    except _NotJsonError as error:
+        raise InputError(f"the metadata cannot be stored as JSON: {error.path} is {error.kind}") from error
+
+
+def json_value(value: Any, path: str = "", depth: int = 1, **infinity: None) -> Any:
+    """Convert one value to the types that `json.loads` returns; missing values become None.
+
+    Args:
+        value: any value.
+        path: path of the value in the document, for messages.
+        depth: number of objects and lists around the value, itself included.
+        **infinity: ``infinity=None`` converts infinite numbers to None; without it they raise an error.
+
+    Raises:
+        _NotJsonError: JSON cannot represent the value or a nested value.
+        InputError: the value is nested more than `MAX_DEPTH` deep.
+    """
+    if type(value) in _PLAIN:
+        if isinstance(value, float) and not math.isfinite(value):
+            if math.isnan(value) or infinity:
+                return None
+            raise _NotJsonError(path, f"{value} (float), and JSON has no infinity")
+        return value
+    if is_missing(value):
+        return None
+    value, kind = _unwrap(value), type(value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    if kind in _PLAIN:
+        return json_value(value, path, depth, **infinity)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return json_value(float(value), path, depth, **infinity)
+    if isinstance(value, Mapping | Sequence | Set) and not isinstance(value, _BYTES):
+        if depth > MAX_DEPTH:
+            raise InputError(f"the metadata is nested more than {MAX_DEPTH} deep: flatten it")
+        if isinstance(value, Mapping):
+            return {
+                _field_name(name, path): json_value(item, f"{path}[{name!r}]", depth + 1, **infinity)
+                for name, item in value.items()
+            }
+        items = [json_value(item, f"{path}[{i}]", depth + 1, **infinity) for i, item in enumerate(value)]
+        return sorted(items, key=json.dumps) if isinstance(value, Set) else items
+    advice = ": decode it to a string" if isinstance(value, _BYTES) else ""
+    raise _NotJsonError(path, f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.") + advice)
+
+
+def is_missing(value: Any) -> bool:
+    """Check whether a value means "missing": None, NaN, `pandas.NaT` or `pandas.NA`."""
+    if value is None:
+        return True
+    if isinstance(value, Decimal):
+        return value.is_nan()
+    if isinstance(value, float):
+        return value != value
+    module = _library_name(value)
+    if module == "pandas":
+        return type(value).__name__ in ("NAType", "NaTType")
+    if module == "numpy" and not getattr(value, "shape", ()):
+        return bool(getattr(getattr(value, "dtype", None), "kind", "") in "fmM" and value != value)
+    if module == "pyarrow" and hasattr(value, "as_py"):
+        return is_missing(value.as_py())
+    return False
+
+
+def unwrap_string(value: Any) -> Any:
+    """Convert a string scalar of numpy, pyarrow and similar libraries to `str`; return others unchanged."""
+    if _library_name(value) in ("pyarrow", *_SCALARS) and not isinstance(value, str):
+        value = _unwrap(value)
+    return str.__str__(value) if isinstance(value, str) and not isinstance(value, enum.Enum) else value
+
+
+def _unwrap(value: Any) -> Any:
+    """Convert a library's scalar or array, a date, a decimal, an enum or a path to a plain Python value.
+
+    Converts one level only: the items of a list may need conversion too. Other values are returned unchanged.
+    """
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, datetime | date | time):
+        return value.isoformat()
+    if isinstance(value, timedelta):
+        return _duration(value)
+    if isinstance(value, Decimal | UUID):
+        return str(value)
+    library = _library_name(value)
+    if library == "pyarrow":
+        return value.as_py() if hasattr(value, "as_py") else _convert_by(value, "to_pylist")
+    if library == "polars":
+        return _convert_by(value, "to_list")
+    if library == "pandas":
+        if hasattr(value, "tolist"):  # a series, an index, an array
+            return value.tolist()
+        return str(value) if type(value).__name__ in ("Period", "Interval") else value
+    if library in _SCALARS:
+        return _from_array(value)
+    if isinstance(value, os.PathLike):
+        path = os.fspath(value)
+        return path if isinstance(path, str) else value
+    return value
+
+
+def _from_array(value: Any) -> Any:
+    """Convert a scalar or an array of numpy or a similar library to Python numbers, dates, dicts or lists."""
+    kind = getattr(getattr(value, "dtype", None), "kind", "")
+    if kind in ("M", "m") and not value.shape:
+        return _unwrap(value.astype(f"{kind}8[us]").item() if _has_clock(value) else value.item())
+    if kind == "V" and not value.shape:
+        return {name: value[name] for name in value.dtype.names} if value.dtype.names else value
+    if kind in ("M", "m", "V") or (kind == "O" and value.shape):
+        return list(value)
+    if not hasattr(value, "tolist"):
+        return value
+    plain = value.tolist()
+    return value if isinstance(plain, complex | bytes) else plain
+
+
+def _has_clock(value: Any) -> bool:
+    """Check whether the unit of a numpy time is finer than a day."""
+    return str(value.dtype).partition("[")[2].rstrip("]") not in ("Y", "M", "W", "D")
+
+
+def _convert_by(value: Any, method: str) -> Any:
+    """Call a conversion method of a value; return the value unchanged if it has no such method."""
+    return getattr(value, method)() if hasattr(value, method) else value
+
+
+def _duration(value: timedelta) -> str:
+    """Format a duration as ISO 8601, in the form that pandas writes into JSON."""
+    if hasattr(value, "isoformat"):  # pandas
+        return str(value.isoformat())
+    sign, rest = ("-", -value) if value < timedelta() else ("", value)
+    minutes, seconds = divmod(rest.seconds, 60)
+    fraction = f".{rest.microseconds:06d}".rstrip("0") if rest.microseconds else ""
+    return f"{sign}P{rest.days}DT{minutes // 60}H{minutes % 60}M{seconds}{fraction}S"
+
+
+def _field_name(name: Any, path: str) -> str:
+    """Convert the key of a mapping to a string in the form that JSON uses for object keys.
+
+    Raises:
+        _NotJsonError: the key is neither a string nor a number, a bool or None.
+    """
+    if isinstance(name, str):
+        return str.__str__(name)
+    name = _unwrap(name)
+    if name is None or isinstance(name, bool | int | float):
+        return str(json.loads(json.dumps({name: 0})).popitem()[0])
+    if isinstance(name, str):
+        return name
+    raise _NotJsonError(path or "a field's name", f"named by {type(name).__qualname__}, not by a string")
+
+
+def _library_name(value: Any) -> str:
+    """Return the name of the top-level package of a value's type, without importing it."""
+    return type(value).__module__.partition(".")[0]
+
+
+_ROWS = 1024
+"""Number of rows of a pandas table that are converted together."""
+_TEXT_COLUMN = "text"
+
+
+def iterate_rows(table: Any) -> Iterable[object]:
+    """Return the rows of a table of pandas, polars or pyarrow, or an iterator over any other iterable.
+
+    Missing values are left out of the rows of a table; a missing value of the column ``text`` becomes None.
+
+    Raises:
+        InputError: two columns have the same name, or the argument is not iterable.
+    """
+    if hasattr(table, "iter_rows"):  # polars
+        return (_drop_missing(row) for row in table.iter_rows(named=True))
+    if hasattr(table, "to_batches") or (hasattr(table, "to_pylist") and hasattr(table, "schema")):  # pyarrow
+        _check_columns(table.schema.names)
+        batches = table.to_batches() if hasattr(table, "to_batches") else [table]
+        return (_drop_missing(row) for batch in batches for row in batch.to_pylist())
+    if hasattr(table, "itertuples"):  # pandas
+        return _iterate_pandas(table)
+    try:
+        rows: Iterator[object] = iter(table)
+        return rows
+    except TypeError as error:
+        kind = type(table).__name__
+        hint = ": collect() it first" if hasattr(table, "collect") else ""
+        raise InputError(f"documents are a list or another iterable, not {kind}{hint}") from error
+
+
+def as_mapping(row: Any) -> Any:
+    """Convert a row that behaves like a mapping to a mapping; return any other value unchanged.
+
+    Examples are a pandas Series, a `sqlite3.Row`, and a struct of numpy or Arrow.
+    """
+    if isinstance(row, Mapping):
+        return row
+    if hasattr(row, "as_py"):
+        return row.as_py()
+    dtype = getattr(row, "dtype", None)
+    if getattr(dtype, "names", None) and not getattr(row, "shape", ()):
+        return {name: row[name] for name in row.dtype.names}
+    if hasattr(row, "keys") and hasattr(row, "__getitem__"):
+        return {name: row[name] for name in row.keys()}  # noqa: SIM118
+    return row
+
+
+def _iterate_pandas(table: Any) -> Iterator[object]:
+    columns = [str(name) for name in table.columns]
+    _check_columns(columns)
+    for start in range(0, len(table), _ROWS):
+        block = table.iloc[start : start + _ROWS]
+        for values in block.astype(object).itertuples(index=False, name=None):
+            yield _drop_missing(dict(zip(columns, values, strict=True)))
+
+
+def _check_columns(names: Iterable[str]) -> None:
+    """Raise `InputError` if two columns have the same name."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise InputError(f"two columns of the table are named {name!r}: rename one of them")
+        seen.add(name)
+
+
+def _drop_missing(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert the values of a row to JSON values and drop missing ones; a missing text becomes None."""
+    missing = {_TEXT_COLUMN: None} if _TEXT_COLUMN in row and is_missing(row[_TEXT_COLUMN]) else {}
+    return {name: as_json(value) for name, value in row.items() if not is_missing(value)} | missing

@@ -1,0 +1,318 @@
+"""Opening files safely, reading them with a size limit, and decoding their text."""
+
+import codecs
+import gzip
+import io
+import os
+import stat
+import zlib
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, AnyStr
+
+from knnstore.documents.document import Reason, RefusedError
+from knnstore.errors import InputError
+
+MAX_DOCUMENT_BYTES = 256 << 20
+"""Largest size in bytes, after decompression, of a document, a row or a file that is read as a whole."""
+
+UTF8 = "utf-8"
+
+UNREADABLE = (OSError, EOFError, zlib.error)
+"""Errors that reading a file may raise, also a damaged ``.gz``."""
+
+_FILE_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
+_SAMPLE = 1024
+"""Number of bytes from which an encoding is guessed."""
+_BOMS = (  # UTF-32 first: its little-endian mark begins with that of UTF-16
+    (codecs.BOM_UTF32_LE, "UTF-32"),
+    (codecs.BOM_UTF32_BE, "UTF-32"),
+    (codecs.BOM_UTF16_LE, "UTF-16"),
+    (codecs.BOM_UTF16_BE, "UTF-16"),
+)
+_SPECIAL = {
+    stat.S_IFIFO: "a pipe (FIFO)",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a folder",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """File from which documents are read."""
+
+    name: str
+    """Path of the file as the caller gave it, for messages and to open the file."""
+    id: str
+    """Id of the document, if the file is one document."""
+    is_compressed: bool = False
+    """True if the file is compressed with gzip."""
+    root: Path | None = None
+    """Folder that the file was found in and must not lead out of; None if the caller named the file."""
+    encoding: str = UTF8
+    """Encoding of the text."""
+
+    def open(self) -> IO[bytes]:
+        """Open the file for reading; the stream yields decompressed bytes.
+
+        Raises:
+            OSError: the file cannot be opened.
+            RefusedError: the file is not a regular file, or leads out of `root`.
+        """
+        file = open_regular(self.name, self.root)
+        return _OwningGzipFile(file) if self.is_compressed else file  # type: ignore[return-value]
+
+    def read_bytes(self) -> bytes:
+        """Read the whole file, decompressed.
+
+        Raises:
+            RefusedError: the file has more than `MAX_DOCUMENT_BYTES`; one byte more is read.
+        """
+        with self.open() as stream:
+            data = stream.read(MAX_DOCUMENT_BYTES + 1)
+        if len(data) > MAX_DOCUMENT_BYTES:
+            raise too_large_error("the file")
+        return data
+
+    def read_text(self) -> str:
+        """Read and decode the whole file; raises `RefusedError` as `read_bytes` and `decode_text` do."""
+        return decode_text(self.read_bytes(), self.encoding)
+
+
+class _OwningGzipFile(gzip.GzipFile):
+    """Gzip file that also closes the underlying file; `GzipFile` leaves it open."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(fileobj=file)
+        self.myfileobj = file  # type: ignore[assignment]
+
+
+def open_regular(path: str | Path, root: Path | None = None) -> IO[bytes]:
+    """Open a regular file for reading. A pipe, a device or a socket is refused without opening it.
+
+    Args:
+        path: path of the file. Links are followed.
+        root: folder that the file must be in, or None. A link that leads out of the folder is refused, also if
+            it is created during this call.
+
+    Raises:
+        OSError: the file cannot be opened.
+        RefusedError: the file is not a regular file, or leads out of `root`.
+    """
+    _check_regular(os.stat(path))
+    descriptor = os.open(path, _FILE_FLAGS) if root is None else _open_inside(path, root)
+    try:
+        _check_regular(os.fstat(descriptor))
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _check_regular(status: os.stat_result) -> None:
+    """Raise `RefusedError` if the status is not that of a regular file."""
+    if not stat.S_ISREG(status.st_mode):
+        kind = _SPECIAL.get(stat.S_IFMT(status.st_mode), "of a special kind")
+        raise RefusedError(f"not a regular file: it is {kind}", Reason.SPECIAL)
+
+
+def is_outside(path: str | Path, root: str | Path) -> bool:
+    """Check whether a path is outside of a folder, after all links are followed."""
+    real_path, real_root = os.path.realpath(path), os.path.realpath(root)
+    return os.path.commonpath([real_path, real_root]) != real_root
+
+
+def link_error(path: str | Path) -> RefusedError:
+    """Return the error for a link that leads out of the folder that the caller gave."""
+    return RefusedError(
+        f"a link out of the folder, to {os.path.realpath(path)}: give that by its own name if it is meant",
+        Reason.LINK,
+    )
+
+
+def _open_inside(path: str | Path, root: Path) -> int:
+    """Open a file below `root` and return its descriptor; no link is followed on the way.
+
+    Each folder of the resolved path is opened relative to its parent with `O_NOFOLLOW`, so a link that is
+    created meanwhile raises an `OSError`.
+    """
+    if is_outside(path, root):
+        raise link_error(path)
+    real_root = os.path.realpath(root)
+    *folders, name = os.path.relpath(os.path.realpath(path), real_root).split(os.sep)
+    descriptor = os.open(real_root, _FOLDER_FLAGS)
+    try:
+        for folder in folders:
+            descriptor, parent = os.open(folder, _FOLDER_FLAGS, dir_fd=descriptor), descriptor
+            os.close(parent)
+        return os.open(name, _FILE_FLAGS | os.O_NOFOLLOW, dir_fd=descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def too_large_error(subject: str) -> RefusedError:
+    """Return the error for a `subject`, such as "the line", that is longer than `MAX_DOCUMENT_BYTES`."""
+    return RefusedError(
+        f"{subject} has more than {MAX_DOCUMENT_BYTES >> 20} MiB, the most that a document may have: divide it, "
+        "or write many documents into a .jsonl",
+        Reason.TOO_LARGE,
+    )
+
+
+def read_utf8_lines(stream: IO[bytes], encoding: str = UTF8) -> Iterator[bytes]:
+    """Yield the lines of a stream in UTF-8, each with its line break.
+
+    A UTF-8 stream is not decoded here, so that the caller can refuse a single bad line. If a line is longer
+    than `MAX_DOCUMENT_BYTES`, only its first `MAX_DOCUMENT_BYTES` + 1 bytes are yielded: the caller refuses
+    this line and continues with the next one.
+
+    Raises:
+        RefusedError: the stream is expected to be UTF-8 and begins like UTF-16 or UTF-32; or it is not in
+            `encoding`, and the message names the last good line.
+    """
+    number, limit = 0, MAX_DOCUMENT_BYTES + 1
+    if is_utf8(encoding):
+        while line := stream.readline(limit):
+            number += 1
+            if number == 1:
+                _check_beginning(line)
+                if b"\0" in line and _guess_wide(line):
+                    decode_text(line)  # raises an error that names the likely encoding
+            yield line
+            _skip_rest_of_line(stream, line, b"\n", limit)
+        return
+    texts = io.TextIOWrapper(stream, encoding, newline="\n")
+    try:
+        while text := texts.readline(limit):
+            number += 1
+            yield text.encode(UTF8, "surrogatepass")[:limit]
+            _skip_rest_of_line(texts, text, "\n", limit)
+    except UnicodeError as error:
+        raise RefusedError(
+            f"not {encoding}, after line {number}: {_describe(error)}", Reason.ENCODING
+        ) from error
+    finally:
+        with suppress(ValueError):  # raised if the stream is closed; else the caller's stream stays open
+            texts.detach()
+
+
+def _skip_rest_of_line(stream: IO[AnyStr], line: AnyStr, line_end: AnyStr, limit: int) -> None:
+    """Read to the end of a line if only its first `limit` bytes or characters were read."""
+    while len(line) == limit and not line.endswith(line_end):
+        line = stream.readline(limit)
+
+
+def decode_text(data: bytes, encoding: str = UTF8, of: str = "") -> str:
+    """Decode bytes to text, and remove a byte order mark.
+
+    Args:
+        data: the bytes of a file or of a line.
+        encoding: encoding of the bytes.
+        of: text after positions in messages if they are not positions in a file, such as `` of the line``.
+
+    Raises:
+        RefusedError: there are no bytes, they contain a NUL, or they are not text in this encoding; names the
+            first bad byte.
+    """
+    if not data:
+        raise RefusedError("the file is empty", Reason.EMPTY)
+    if not is_utf8(encoding):
+        try:
+            text = data.decode(encoding)
+        except UnicodeError as error:
+            raise RefusedError(f"not {encoding}: {_describe(error)}", Reason.ENCODING) from error
+        if "\0" in text:
+            raise RefusedError(
+                f"binary data (a NUL at character {text.index(chr(0))}), not text", Reason.BINARY
+            )
+        return text.removeprefix("\ufeff")
+    _check_beginning(data)
+    if b"\0" in data:
+        guess = _guess_wide(data)
+        hint = f"; it looks like {guess.upper()}: give --encoding {guess}" if guess else ""
+        raise RefusedError(
+            f"binary data (a NUL byte at {data.index(0)}{of.replace(' of the line', '')}), not text{hint}",
+            Reason.ENCODING if guess else Reason.BINARY,
+        )
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        start = error.start + (3 if data.startswith(codecs.BOM_UTF8) else 0)
+        line = "" if of else f" (line {data.count(10, 0, start) + 1})"
+        raise RefusedError(
+            f"not UTF-8: byte {data[start]:#04x} at {start}{of}{line}; save it as UTF-8, or give --encoding "
+            "cp1252 if it is in Latin-1 or Windows-1252",
+            Reason.ENCODING,
+        ) from error
+
+
+def check_encoding(name: str) -> str:
+    """Check that Python knows an encoding of text, and return its name in lower case.
+
+    Raises:
+        InputError: the encoding is unknown.
+    """
+    try:
+        b"a".decode(name)
+    except UnicodeError:  # a known encoding in which one byte is not a character, such as UTF-16
+        pass
+    except (LookupError, ValueError) as error:
+        raise InputError(
+            f"there is no encoding {name!r}; examples are utf-8, cp1252, utf-16, shift_jis"
+        ) from error
+    return name.lower()
+
+
+def is_utf8(encoding: str) -> bool:
+    """Check whether the name of an encoding means UTF-8."""
+    return codecs.lookup(encoding).name in ("utf-8", "utf-8-sig")
+
+
+def unreadable_error(error: Exception) -> RefusedError:
+    """Return the error for a file that cannot be read."""
+    message = getattr(error, "strerror", None) or str(error)
+    if isinstance(error, EOFError):
+        message += ": the file is cut off, fetch it again"
+    return RefusedError(f"cannot be read: {message}", Reason.UNREADABLE)
+
+
+def _check_beginning(data: bytes) -> None:
+    """Raise `RefusedError` if the bytes begin with a byte order mark of UTF-16 or UTF-32."""
+    for mark, name in _BOMS:
+        if data.startswith(mark):
+            raise RefusedError(
+                f"{name} by its first bytes: save it as UTF-8, or give --encoding {name.lower()}",
+                Reason.ENCODING,
+            )
+
+
+def _guess_wide(data: bytes) -> str | None:
+    """Guess whether bytes are UTF-16 or UTF-32, from the positions of their NUL bytes.
+
+    Returns:
+        Python's name of the encoding, or None if the bytes look like neither.
+    """
+    sample = data[: min(len(data), _SAMPLE) // 4 * 4]
+    if len(sample) < 4:
+        return None
+    shares = [sample[offset::4].count(0) * 4 / len(sample) for offset in range(4)]
+    if min(shares[2], shares[3]) > 0.9:  # the scripts in use have code points below 2**16
+        return "utf-32-le"
+    if min(shares[0], shares[1]) > 0.9:
+        return "utf-32-be"
+    even, odd = (shares[0] + shares[2]) / 2, (shares[1] + shares[3]) / 2
+    if odd > 0.5 and even < 0.1:
+        return "utf-16-le"
+    return "utf-16-be" if even > 0.5 and odd < 0.1 else None
+
+
+def _describe(error: UnicodeError) -> str:
+    """Return the bad byte, its position and the reason of a decoding error."""
+    if isinstance(error, UnicodeDecodeError) and error.start < len(error.object):
+        return f"byte {error.object[error.start]:#04x} at {error.start}, {error.reason}"
+    return str(error)
