@@ -176,4 +176,8 @@ def run() -> None:
     logging.getLogger("knnstore").addHandler(Lines())
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # hides a warning for each failed connection
     add_installed_groups()
-    app(prog_name="knnstore")
+    try:
+        app(prog_name="knnstore")
+    except OSError as error:  # help and version are printed before any command runs, perhaps to a full disk
+        note(f"error: {one_line(error)}")
+        sys.exit(1)

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         check_tokens,
         decode_tokens,
         load_model,
+        named_panics,
         split_text,
         usable_documents,
     )
@@ -169,6 +170,7 @@ __all__ = [
     "likelihoods",
     "load",
     "load_model",
+    "named_panics",
     "overridden",
     "own_settings_for",
     "read_part",

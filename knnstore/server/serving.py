@@ -28,6 +28,7 @@ from knnstore.lm import (
     TokenTexts,
     check_tokens,
     explain_tokens,
+    named_panics,
     split_text,
 )
 from knnstore.server.chat_templates import ChatTemplate
@@ -236,8 +237,12 @@ class Serving:
         return max(self.window, MOST_EXPLAINED)
 
     def tokenizer(self, use: Callable[[Any], Found]) -> Found:
-        """Call `use` with the tokenizer and return its result. Other threads wait for the tokenizer."""
-        with self._tokenizing:
+        """Call `use` with the tokenizer and return its result. Other threads wait for the tokenizer.
+
+        Raises:
+            InputError: the tokenizer fails on a text; see `named_panics`.
+        """
+        with self._tokenizing, named_panics():
             return use(self._tokenizer)
 
     def tokens(self, text: str, *, special: bool = False) -> list[int]:

@@ -184,7 +184,7 @@ def test_what_is_rewritten_stays_in_its_cells(tmp_path: Path, monkeypatch: pytes
 def test_a_search_compares_only_new_records_with_the_centers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Records stay in their cells while segments grow in memory, go to disk and are merged; replaced ones move."""
+    """Records stay in their cells while segments grow, go to disk and are merged; replaced records move."""
     keys, compared = clustered(6000), list[int]()
     nearest = partition.NearestCenter.__call__
     with CellsDatastore.open(tmp_path / "store", dim=DIM, cells=16) as store:

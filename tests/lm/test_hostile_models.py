@@ -227,3 +227,17 @@ def test_damaged_gguf_files_are_one_line(tmp_path, damage) -> None:
 def test_json_that_is_no_object_is_one_line(folder, file, content) -> None:
     (folder / file).write_text(content)
     assert_refused(folder, f"cannot be loaded on .*, because of {file}: ")
+
+
+def test_a_text_that_makes_the_tokenizer_panic_is_an_error_of_the_input(folder) -> None:
+    """A regular expression that backtracks too often; a panic of tokenizers is no `Exception`."""
+    file = folder / "tokenizer.json"
+    slow = {"type": "Split", "pattern": {"Regex": "(x+)+$"}, "behavior": "Isolated", "invert": False}
+    content = json.loads(file.read_text())
+    before = content["pre_tokenizer"]
+    change(file, pre_tokenizer={"type": "Sequence", "pretokenizers": [slow, before]})
+    with knnstore.create(folder.parent / "home", str(folder)) as lm:
+        lm.add(["w5 w6 w7"], domain="news")
+        with pytest.raises(InputError, match=r"tokenizer fails on this text .*retry-limit"):
+            lm.add(["x" * 40 + "!"], domain="news")
+        assert len(list(lm.store.documents())) == 1

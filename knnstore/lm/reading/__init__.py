@@ -22,6 +22,7 @@ from knnstore.lm.reading.token_text import (
     TokenTexts,
     decode_tokens,
     letters_of,
+    named_panics,
     split_text,
 )
 from knnstore.lm.reading.windows import BATCH_TOKENS, Tokens, WindowBatch
@@ -31,6 +32,6 @@ __all__ = [
     "Synced", "TextReader", "TokenPiece", "TokenTexts", "Tokens", "WindowBatch", "add", "as_cache_argument",
     "cache_argument", "check_logits", "check_matches", "check_runs", "check_tokenizer", "check_tokens",
     "decode_tokens", "find_cache", "identify", "in_chunks", "letters_of", "load_model", "loaded",
-    "name_of", "sample_keys", "sample_tokens", "split_text", "sync", "usable_documents",
+    "name_of", "named_panics", "sample_keys", "sample_tokens", "split_text", "sync", "usable_documents",
     "warn_of_unknown_tokens", "window_of",
 ]  # fmt: skip

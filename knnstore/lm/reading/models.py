@@ -30,6 +30,7 @@ from knnstore.lm.keys import (
     tokenizer_fingerprint,
 )
 from knnstore.lm.reading.encoder import check_logits, vocabulary_size
+from knnstore.lm.reading.token_text import is_panic
 from knnstore.lm.reading.windows import check_window, max_length_of, prefix_of
 from knnstore.model_names import add_gguf_file, check_model, split_gguf_file
 from knnstore.store import Identity
@@ -299,7 +300,7 @@ def is_of_files(error: BaseException) -> bool:
 
     True for every `Exception`, and for a panic of the package tokenizers, which is a `BaseException` only.
     """
-    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+    return isinstance(error, Exception) or is_panic(error)
 
 
 def reason_of(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from knnstore.documents import OnBad, Origin, TextDocument, documents_of
 from knnstore.errors import InputError, UnusableDocumentError
 from knnstore.lm.reading.encoder import Encoder
-from knnstore.lm.reading.token_text import TokenTexts, decode_tokens, letters_of
+from knnstore.lm.reading.token_text import TokenTexts, decode_tokens, letters_of, named_panics
 from knnstore.lm.reading.windows import BATCH_TOKENS, WindowBatch, pack, prefix_of
 from knnstore.store import Letters
 
@@ -146,8 +146,12 @@ def tokenized(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[NDAr
     """Tokenize texts without special tokens; return uint32 arrays of shapes (length,).
 
     The tokens are not checked; see `check_tokens`. No texts give an empty list.
+
+    Raises:
+        InputError: the tokenizer fails on one of the texts; see `named_panics`.
     """
-    encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+    with named_panics():
+        encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
     return [np.array(tokens, np.uint32) for tokens in encoded]
 
 

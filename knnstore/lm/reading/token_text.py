@@ -11,13 +11,15 @@ of a continuation cannot be decoded alone, because a tokenizer may drop the spac
 import codecs
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import pairwise, takewhile
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from knnstore.errors import InputError
 from knnstore.store import Letters
 
 _CONTEXT = 8
@@ -31,6 +33,27 @@ _SPACES = re.compile(r"[\sĠĊĉč▁]|^##|^<0x(?:09|0A|0D|20)>$")
 
 _FALLBACK_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 """Pattern of the name of a token that is one byte, in vocabularies with byte fallback."""
+
+
+def is_panic(error: BaseException) -> bool:
+    """Check whether an error is a panic of the package tokenizers, which is a `BaseException` only."""
+    return type(error).__name__ == "PanicException"
+
+
+@contextmanager
+def named_panics() -> Iterator[None]:
+    """Raise InputError in place of a panic of the package tokenizers in the block.
+
+    A tokenizer panics if its files are damaged, and if a text takes one of its regular expressions too long.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        raise InputError(
+            f"the model's tokenizer fails on this text ({str(error)[:200]}): its files may be damaged"
+        ) from None
 
 
 def decode_tokens(tokenizer: Any, tokens: Sequence[int], *, special: bool = True) -> str:
@@ -340,7 +363,8 @@ def split_text(texts: TokenTexts, text: str, tokens: Sequence[int]) -> list[str]
     pieces = texts.pieces(tokens)
     if "".join(pieces) == text or not pieces or not texts.tokenizer.is_fast:
         return pieces
-    encoded = texts.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    with named_panics():
+        encoded = texts.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     spans: list[tuple[int, int]] = encoded["offset_mapping"]
     if len(spans) != len(pieces):
         return pieces

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from knnstore.documents import TextDocument
 from knnstore.errors import ConfigError
 from knnstore.lm.reading import TokenTexts
+from knnstore.lm.reading.reader import tokenized
 from knnstore.lm.scoring.scores import TokenScores
 
 COLUMNS = (
@@ -71,7 +72,7 @@ class TokenTable:
             before: list[int] = []
             if positions[start]:  # without a token that begins a text the first one is not predicted
                 text = self._documents[documents[start]].text
-                before = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+                before = tokenized(tokenizer, [text])[0].tolist()
             yield from texts.pieces(tokens[start:end].tolist(), before[: positions[start]])
 
     def to_pandas(self, tokenizer: PreTrainedTokenizerBase) -> Any:
