@@ -33,7 +33,7 @@ from fuzzing.homes import ENGINES, look, make
 from fuzzing.judging import judge, spoil
 from fuzzing.mutations import grid
 
-SHARES = {"faiss": 0.45, "hnswlib": 0.45, "qdrant": 0.1}  # of the mutations; Qdrant's files are large
+SHARES = {"faiss": 0.5, "hnswlib": 0.5}  # of the mutations
 _SECONDS = 120  # without an answer is no answer
 
 

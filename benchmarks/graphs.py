@@ -22,7 +22,7 @@ from typing import Any
 import hnswlib
 import numpy as np
 from knnstore_hnswlib import HnswlibDatastore
-from knnstore_hnswlib.policy import Policy
+from knnstore_hnswlib.hnswlib_datastore import Policy
 from search import BATCH, KS, alternate, clustered, ratio
 
 from knnstore.datastore import Filter, IdRanges, Keys, Metric

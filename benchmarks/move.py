@@ -1,7 +1,7 @@
 """What moving the keys to another engine costs beside loading that engine from memory.
 
     python benchmarks/move.py                        synthetic clustered keys, each engine installed
-    python benchmarks/move.py --keys KEYS.npy --rows N --engine qdrant
+    python benchmarks/move.py --keys KEYS.npy --rows N --engine hnswlib
     python benchmarks/move.py --smoke                a few seconds
 
 JSON goes to stdout, a line for each engine to stderr. A store on FAISS is moved with
@@ -34,7 +34,7 @@ from knnstore.store import KNNStore
 BATCH = 8192
 DOCUMENT = 1000
 """Tokens of a document."""
-ENGINES = ("faiss", "hnswlib", "qdrant")
+ENGINES = ("faiss", "hnswlib")
 
 
 def fill(home: Path, keys: Keys, domains: int) -> None:
@@ -85,13 +85,13 @@ def loaded(folder: Path, engine: str, keys: Keys, domains: int) -> float:
 def faiss_alone(folder: Path, keys: Keys, domains: int) -> float:
     """Build and write the index that the adapter chooses for each domain."""
     import faiss
-    from knnstore_faiss.policy import Policy, new_index
+    from knnstore_faiss.faiss_datastore import Policy, new_index
 
     from knnstore.datastore import Metric
 
     start = time.perf_counter()
     for domain, part in enumerate(np.array_split(keys, domains)):
-        factory = Policy().factory(len(part), len(part), keys.shape[1])
+        factory = Policy().choose_factory(len(part), len(part), keys.shape[1])
         index = new_index(factory, keys.shape[1], Metric.L2) if factory else faiss.IndexFlatL2(keys.shape[1])
         if factory:
             sample = np.random.default_rng(0).choice(
@@ -106,7 +106,7 @@ def faiss_alone(folder: Path, keys: Keys, domains: int) -> float:
 def hnswlib_alone(folder: Path, keys: Keys, domains: int) -> float:
     """Build and write a graph of each domain with the adapter's parameters."""
     import hnswlib
-    from knnstore_hnswlib.policy import Policy
+    from knnstore_hnswlib.hnswlib_datastore import Policy
 
     policy = Policy()
     start = time.perf_counter()

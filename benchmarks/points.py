@@ -1,14 +1,13 @@
-"""What the Qdrant adapter costs beside Qdrant's own interfaces.
+"""The cost of the Qdrant adapter, compared with the client's own calls to the same server.
 
-    python benchmarks/points.py                     in process, synthetic clustered keys
-    python benchmarks/points.py --keys KEYS.npy --queries QUERIES.npy
     python benchmarks/points.py --url http://127.0.0.1:6333 [--grpc-port 6334] [--api-key-file FILE]
-    python benchmarks/points.py --smoke             a few seconds
+    python benchmarks/points.py --url URL --keys KEYS.npy --queries QUERIES.npy
+    python benchmarks/points.py --url URL --smoke             a few seconds
 
-With a URL also a server, through the adapter and through the client's own call, into a collection that is
-removed afterwards. Its API key is what the file holds, or KNNSTORE_QDRANT_API_KEY(_FILE). JSON goes to
-stdout. The two sides of a ratio alternate within one process; a figure is the median of their ratios, once of
-wall time and once of this process's processor time.
+The keys are clustered and synthetic by default. They go into a collection that is removed afterwards. The API
+key is the content of the file, or that of KNNSTORE_QDRANT_API_KEY(_FILE). JSON goes to stdout. The two sides
+of a ratio alternate within one process; a figure is the median of their ratios, once of wall time and once of
+this process's processor time.
 """
 
 import argparse
@@ -17,20 +16,18 @@ import os
 import platform
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import qdrant_edge
 from knnstore_qdrant import QdrantDatastore
-from knnstore_qdrant.connecting import API_KEY_VARIABLE, SERVER_VARIABLE
+from knnstore_qdrant.qdrant_datastore import API_KEY_VARIABLE, SERVER_VARIABLE
 from qdrant_client import QdrantClient, models
 from search import KS, clustered
 
-from knnstore.datastore import Distances, Keys, read_secret
+from knnstore.datastore import Keys, read_secret
 
 COLLECTION = "knnstore-benchmark"
 EF = 128
@@ -56,30 +53,6 @@ def compare(adapter: Callable[[], Any], raw: Callable[[], Any], repeats: int) ->
         ratios.append((wall / raw_wall, processor / raw_processor))
     wall, processor = (statistics.median(side) for side in zip(*ratios[1:], strict=True))
     return {"ratio_wall": round(wall, 3), "ratio_cpu": round(processor, 3)}
-
-
-def in_process(keys: Keys, queries: Keys, truth: dict[int, Distances], repeats: int) -> list[dict[str, Any]]:
-    """The adapter against a loop over the engine's own calls."""
-    results = []
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        QdrantDatastore.open(Path(folder) / "store", dim=keys.shape[1], ef=EF) as store,
-    ):
-        fill(store, keys)
-        shard = store._opened._shard
-        for k in KS:
-            params = qdrant_edge.SearchParams(hnsw_ef=max(k, EF))
-
-            def raw(k: int = k, params: Any = params) -> None:
-                for query in queries:
-                    nearest = qdrant_edge.Query.Nearest(query.tolist())
-                    shard.query(qdrant_edge.QueryRequest(k, query=nearest, params=params))
-
-            found = store.search(queries, k).distances
-            near = found <= truth[k][:, -1:] * (1 + 1e-5)
-            result = {"engine": "in process", "rows": len(keys), "k": k, "recall": round(near.mean(), 4)}
-            results.append(result | compare(lambda k=k: store.search(queries, k), raw, repeats))
-    return results
 
 
 def server(url: str, grpc_port: int, keys: Keys, queries: Keys, repeats: int) -> list[dict[str, Any]]:
@@ -130,7 +103,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=25_000)
     parser.add_argument("--batch", type=int, default=64, help="queries of a search")
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--url", help="of a server")
+    parser.add_argument("--url", required=True, help="of the server")
     parser.add_argument("--grpc-port", type=int, default=6334)
     parser.add_argument("--api-key-file", type=Path, help="a file with the server's API key")
     parser.add_argument("--smoke", action="store_true", help="small sizes, to see that it runs")
@@ -140,15 +113,11 @@ def main() -> None:
     asked = np.load(options.queries) if options.queries else clustered(4096, keys.shape[1], seed=1)
     chosen = np.random.default_rng(0).choice(len(asked), min(batch, len(asked)), replace=False)
     queries = np.ascontiguousarray(asked[chosen], np.float32)
-    squares = np.stack([((query - np.asarray(keys, np.float32)) ** 2).sum(1) for query in queries])
-    truth = {k: np.sort(np.partition(squares, k - 1, axis=1)[:, :k], axis=1) for k in KS}
-    results = in_process(keys, queries, truth, repeats)
     if options.api_key_file:
         os.environ.pop(API_KEY_VARIABLE, None)
         os.environ[f"{API_KEY_VARIABLE}_FILE"] = str(options.api_key_file)
-        os.environ[SERVER_VARIABLE] = options.url or ""
-    if options.url:
-        results += server(options.url, options.grpc_port, keys, queries, repeats)
+        os.environ[SERVER_VARIABLE] = options.url
+    results = server(options.url, options.grpc_port, keys, queries, repeats)
     machine = f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
     source = options.keys.name if options.keys else "synthetic"
     json.dump({"machine": machine, "keys": source, "search": results}, sys.stdout, indent=2)

@@ -26,7 +26,7 @@ from typing import Any
 import faiss
 import numpy as np
 from knnstore_faiss import FaissDatastore
-from knnstore_faiss.policy import Policy, new_index
+from knnstore_faiss.faiss_datastore import Policy, new_index
 
 from knnstore.datastore import Keys, Metric
 
@@ -133,8 +133,8 @@ def indexed_tier(root: Path, keys: Keys, queries: Keys, repeats: int, factory: s
     results = []
     for k in KS:
         nearest = truth.search(queries, k).distances[:, -1:]
-        wanted = faiss.SearchParametersIVF(nprobe=Policy().probes(k, rows, rows, raw.nlist))
-        candidates = Policy().candidates(k, rows, coarse=coarse)
+        wanted = faiss.SearchParametersIVF(nprobe=Policy().count_probes(k, rows, rows, raw.nlist))
+        candidates = Policy().count_candidates(k, rows, coarse=coarse)
         ranked = faiss.IndexRefineSearchParameters(k_factor=candidates / k, base_index_params=wanted)
         with FaissDatastore.open(root, dim=dim, mode="r", index=factory) as store:
             found = store.search(queries, k)
@@ -221,7 +221,7 @@ def main() -> None:
     policy = Policy()
     with tempfile.TemporaryDirectory() as folder:
         lists = 2 ** round(math.log2(2 * math.sqrt(rows)))
-        by_policy = policy.factory(rows, rows, dim) or f"IVF{lists},SQ8"
+        by_policy = policy.choose_factory(rows, rows, dim) or f"IVF{lists},SQ8"
         factories = {by_policy, f"IVF{lists},SQ8"}
         if not options.smoke:
             factories.add(f"IVF{lists},PQ{dim // 4}x4fs")

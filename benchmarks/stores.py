@@ -54,7 +54,6 @@ ENGINES = [
     Engine("faiss", {"index": "exact"}),
     Engine("faiss", {}, "nprobe", (4, 8, 16, 32, 64, 128)),
     Engine("hnswlib", {}, "ef", (64, 96, 128, 192, 256, 512, 1024, 1536)),
-    Engine("qdrant", {}, "ef", (64, 96, 128, 192, 256, 512, 1024, 1536)),
 ]
 
 OPEN = """

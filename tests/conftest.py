@@ -243,7 +243,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     Long, so that a busy machine is no fault; short while ``is_in_vain()``, so that no test waits for nothing.
     """
-    from knnstore_qdrant.attempts import Attempts
+    from knnstore_qdrant.collection import Attempts
 
     patience = SimpleNamespace(is_in_vain=lambda: False)
     seconds = property(lambda _: 0.4 if patience.is_in_vain() else 60.0, lambda _, __: None)

@@ -1,5 +1,5 @@
-"""FAISS behind the `Datastore` protocol."""
+"""The FAISS adapter: keys in a folder, searched with inverted files."""
 
-from knnstore_faiss.datastore import FaissDatastore
+from knnstore_faiss.faiss_datastore import FaissDatastore
 
 __all__ = ["FaissDatastore"]

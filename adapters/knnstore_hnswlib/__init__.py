@@ -1,5 +1,5 @@
-"""hnswlib behind the `Datastore` protocol."""
+"""The hnswlib adapter: keys in a folder, searched with graphs."""
 
-from knnstore_hnswlib.datastore import HnswlibDatastore
+from knnstore_hnswlib.hnswlib_datastore import HnswlibDatastore
 
 __all__ = ["HnswlibDatastore"]

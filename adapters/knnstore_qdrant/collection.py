@@ -1,10 +1,20 @@
-"""A collection on a server as such: making it, recognizing it, and when it is indexed."""
+"""A collection on a Qdrant server: creating it, recognizing it, and waiting for its index.
 
+`Attempts` repeats calls to the server within a time limit.
+"""
+
+import random
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
 from uuid import uuid4
 
+import httpx
+from grpc import RpcError, StatusCode
 from qdrant_client import QdrantClient, models
+from qdrant_client.common.client_exceptions import ResourceExhaustedResponse
+from qdrant_client.http.exceptions import ResponseHandlingException, UnexpectedResponse
 
 from knnstore.datastore import Metric
 from knnstore.errors import (
@@ -12,24 +22,189 @@ from knnstore.errors import (
     DatastoreExistsError,
     DatastoreMismatchError,
     DatastoreNotFoundError,
+    StoreUnavailableError,
 )
-from knnstore_qdrant.attempts import Attempts, pauses
-from knnstore_qdrant.conditions import GROUP, POSITION
-from knnstore_qdrant.options import Options
+from knnstore_qdrant.qdrant_options import Options
+
+Result = TypeVar("Result")
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0  # seconds
+_WRITE_FACTOR = 3
+"""Time limit of a write, as a multiple of the time limit of a read."""
+_TRANSIENT = {
+    StatusCode.UNAVAILABLE: "cannot be reached",
+    StatusCode.DEADLINE_EXCEEDED: "did not answer in time",
+    StatusCode.RESOURCE_EXHAUSTED: "has too much to do",
+    StatusCode.INTERNAL: "failed",
+    StatusCode.ABORTED: "gave up",
+    StatusCode.CANCELLED: "broke the connection off",
+    StatusCode.UNKNOWN: "failed",
+}
+"""gRPC errors after which a call is repeated, with their description for the message."""
+_AS_HTTP = {
+    StatusCode.NOT_FOUND: 404,
+    StatusCode.UNAUTHENTICATED: 401,
+    StatusCode.PERMISSION_DENIED: 403,
+}
+
+
+class _NotCompletedError(Exception):
+    """The server accepted a change but did not confirm that it is done."""
+
+
+class Attempts:
+    """Calls one server, and repeats a failed call while that may help and the time limit allows it.
+
+    Args:
+        place: address of the server, for messages.
+        timeout: time limit of a read in seconds; a write may take three times as long.
+    """
+
+    def __init__(self, place: str, timeout: float) -> None:
+        self.place = place
+        self._timeout = timeout
+        self._attempt = threading.local()
+
+    def open(self, call: Callable[[], Result]) -> Result:
+        """Make the first call to a server, which is not repeated if the connection is refused."""
+        return self._repeat(call, self._timeout, retry_refused=False)
+
+    def read(self, call: Callable[[], Result]) -> Result:
+        """Make a call that changes nothing, and return its result.
+
+        Raises:
+            StoreUnavailableError: the call was not answered within the time limit.
+            DatastoreNotFoundError: the collection does not exist.
+            DatastoreError: the server refuses the call.
+        """
+        return self._repeat(call, self._timeout)
+
+    def write(self, call: Callable[[], Result]) -> Result:
+        """Make a call that changes something and may be repeated; raises the errors of `read`."""
+        return self._repeat(call, _WRITE_FACTOR * self._timeout)
+
+    def change(self, call: Callable[[], str]) -> None:
+        """Repeat a call that changes points until it returns the status ``completed``.
+
+        After any other status the server may make the change later or never. Raises the errors of `read`.
+        """
+
+        def complete() -> None:
+            status = call()
+            if status != "completed":
+                raise _NotCompletedError(f"says {status!r} of a change, not that it is done")
+
+        self.write(complete)
+
+    def seconds_left(self) -> float:
+        """Return the remaining time in seconds of the attempt that this thread makes, at least 0.001."""
+        until: float = getattr(self._attempt, "until", time.monotonic() + self._timeout)
+        return max(until - time.monotonic(), 0.001)
+
+    def limit(
+        self, request: httpx.Request, send: Callable[[httpx.Request], httpx.Response]
+    ) -> httpx.Response:
+        """Set the timeout of an HTTP request to the remaining time; used as a middleware of the client."""
+        request.extensions["timeout"] = httpx.Timeout(self.seconds_left()).as_dict()
+        return send(request)
+
+    def _repeat(self, call: Callable[[], Result], seconds: float, *, retry_refused: bool = True) -> Result:
+        """Make a call, and repeat it for `seconds` after errors that may pass.
+
+        A refused connection is an error that may pass only with `retry_refused`.
+        """
+        deadline = time.monotonic() + seconds
+        for pause in pauses():
+            self._attempt.until = min(time.monotonic() + self._timeout, deadline)
+            try:
+                return call()
+            except DatastoreError:
+                raise
+            except Exception as error:
+                reason, requested_pause = self._retry_reason(error)
+                is_refused = isinstance(getattr(error, "source", None), httpx.ConnectError)
+                wait = max(pause, requested_pause)
+                if time.monotonic() + wait >= deadline or (is_refused and not retry_refused):
+                    raise StoreUnavailableError(f"store unavailable: {self.place} {reason}") from error
+            time.sleep(wait)
+        raise AssertionError("the pauses never end")
+
+    def _retry_reason(self, error: Exception) -> tuple[str, float]:
+        """Return why a call failed and the pause in seconds that the server requests.
+
+        Raises:
+            DatastoreError: repeating the call does not help.
+        """
+        match error:
+            case _NotCompletedError():
+                return str(error), 0
+            case ResourceExhaustedResponse():
+                return "has too much to do", error.retry_after_s
+            case ResponseHandlingException(source=httpx.TimeoutException()):
+                return "did not answer in time", 0
+            case ResponseHandlingException(source=httpx.TransportError() as cause):
+                return f"cannot be reached: {_first_line(cause)}", 0
+            case UnexpectedResponse(status_code=int() as code):
+                if code in (408, 429) or code >= 500:
+                    return f"failed with {code}", 0
+                raise self._refusal(code, error.content.decode(errors="replace")[:200]) from error
+            case RpcError():
+                if error.code() in _TRANSIENT:
+                    return f"{_TRANSIENT[error.code()]}: {error.details()}", 0
+                raise self._refusal(_AS_HTTP.get(error.code(), 400), str(error.details())[:200]) from error
+        raise DatastoreError(f"{self.place} cannot be used: {_first_line(error)}") from error
+
+    def _refusal(self, code: int, text: str) -> DatastoreError:
+        """Return the error for an HTTP status with which the server refuses a call."""
+        line = " ".join(text.split())
+        if code == 404:
+            return DatastoreNotFoundError(f"{self.place}: {line}")
+        if code in (401, 403):
+            return DatastoreError(
+                f"{self.place} refuses the API key, or misses it ({code}): set KNNSTORE_QDRANT_API_KEY to "
+                "it, or KNNSTORE_QDRANT_API_KEY_FILE to a file with it, and KNNSTORE_QDRANT_URL to the "
+                f"server that it is for, {self.place}"
+            )
+        return DatastoreError(f"{self.place} refuses the request: {line}")
+
+
+def pauses() -> Iterator[float]:
+    """Yield pauses in seconds without end, growing to `_LONGEST_PAUSE`, with random jitter."""
+    pause = _FIRST_PAUSE
+    while True:
+        yield pause * random.uniform(0.5, 1)  # noqa: S311  # no secret
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its class."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
 
 DISTANCES = {Metric.L2: models.Distance.EUCLID, Metric.IP: models.Distance.DOT}
-"""What Qdrant calls the metrics."""
+"""Qdrant's names of the metrics."""
 
 MARK = "knnstore"
-"""The entry of a collection's metadata with a random number, by which it is recognized."""
+"""Key of a collection's metadata whose value is a random number that identifies the collection."""
 
 OWNER = "knnstore_owner"
-"""The entry with who claimed the collection."""
+"""Key of a collection's metadata whose value is the owner."""
 
-_BULK = 100_000  # so many records added to a handle make the server put indexing off until `index`
+GROUP = "group"
+"""Payload field with a record's group, an integer."""
+
+POSITION = "position"
+"""Payload field with a record's position, an integer.
+
+Qdrant cannot filter by ranges of ids, and its ranges of a field are floats. A record id begins with its
+position, so ranges of ids become ranges of positions, whose 43 bits a float represents exactly.
+"""
+
+_BULK = 100_000
+"""Number of records added to an open store after which the server postpones indexing until `index`."""
 
 _INDEXES: Mapping[str, models.IntegerIndexParams] = {
-    # The server keeps points of a group together, and links them in the graph.
+    # `is_principal`: the server stores the points of a group together and links them in the graph.
     GROUP: models.IntegerIndexParams(
         type=models.IntegerIndexType.INTEGER, lookup=True, range=False, is_principal=True
     ),
@@ -47,28 +222,36 @@ _QUANTIZATION: Mapping[str, models.QuantizationConfig | None] = {
 
 
 class Collection:
-    """A collection on a server; `open` comes first."""
+    """A collection on a server; call `open` before anything else."""
 
     mark: str | None = None
-    """The random number in its metadata; None if the server keeps no metadata."""
+    """Random number in the metadata; None if the server keeps no metadata (before 1.16)."""
 
     exact_keys = True
-    """Vectors are kept as float32."""
+    """True if vectors are stored as float32."""
 
     quantized = False
-    """Searches go by codes."""
+    """True if searches use codes of the vectors."""
 
     def __init__(self, client: QdrantClient, attempts: Attempts, options: Options) -> None:
         self.client, self.attempts, self.options = client, attempts, options
         self.name = options.collection
         self._added = 0
-        self._put_off = False
+        self._is_indexing_postponed = False
 
     def open(self, dim: int, metric: Metric, *, create: bool, must_create: bool) -> None:
-        """Find the collection and compare it with what is wanted.
+        """Look the collection up, or create it, and compare it with the arguments.
 
-        With `create` it is made, or what an interrupted creation left out; with `must_create` it must not
-        be there.
+        Args:
+            dim: number of components of a vector.
+            metric: metric of the distances.
+            create: create the collection if it does not exist, and complete an interrupted creation.
+            must_create: raise an error if the collection exists already.
+
+        Raises:
+            DatastoreNotFoundError: the collection does not exist, and `create` is False.
+            DatastoreExistsError: the collection exists, and `must_create` is True.
+            DatastoreMismatchError: another program made the collection, or it has another dim or metric.
         """
         info = self._describe()
         if info is None:
@@ -81,68 +264,80 @@ class Collection:
                 raise DatastoreError(f"{self.attempts.place} does not show the collection it just made")
             taken = self._mark(info) not in (mark, None)
         else:
-            taken = bool(self._complete(info) or info.points_count)
+            taken = bool(self._is_complete(info) or info.points_count)
         if must_create and taken:
             raise DatastoreExistsError(
                 f"{self.attempts.place} has a collection {self.name!r}: name another with collection=NAME"
             )
-        vectors = self._checked(info, dim, metric)
+        vectors = self._check_vectors(info, dim, metric)
         for field, index in _INDEXES.items():
             if create and field not in info.payload_schema:
-                self._index(field, index)
-        # A process that was killed during a bulk load left it so.
-        self._put_off = create and info.config.optimizer_config.indexing_threshold == 0
+                self._index_payload(field, index)
+        # A process that was killed during a bulk load leaves indexing postponed.
+        self._is_indexing_postponed = create and info.config.optimizer_config.indexing_threshold == 0
         self.mark = self._mark(info)
         self.exact_keys = vectors.datatype in (None, models.Datatype.FLOAT32)
         self.quantized = (info.config.quantization_config or vectors.quantization_config) is not None
 
     def erase(self) -> None:
-        """Remove it, unless it is somebody else's; where it is not, nothing happens."""
+        """Delete the collection; one that does not exist is ignored.
+
+        Raises:
+            DatastoreMismatchError: another program made the collection.
+        """
         info = self._describe()
         if info is None:
             return
-        if self._mark(info) is None and not self._complete(info):
+        if self._mark(info) is None and not self._is_complete(info):
             raise self._not_ours()
         self.attempts.write(lambda: self.client.delete_collection(self.name))
 
     def owner(self) -> str | None:
-        """Who claimed it; None where nobody did, or the server keeps no metadata (before 1.16)."""
+        """Return the owner; None if nobody claimed the collection or the server keeps no metadata."""
         info = self._describe()
         owner = (info.config.metadata or {}).get(OWNER) if info else None
         return owner if isinstance(owner, str) else None
 
     def claim(self, owner: str) -> None:
-        """Remember a new owner; the server keeps its other metadata."""
+        """Save a new owner; the server keeps the other metadata."""
         self.attempts.write(lambda: self.client.update_collection(self.name, metadata={OWNER: owner}))
 
     def will_add(self, records: int) -> None:
-        """Put indexing off during a bulk load: it would be done again and again while points come."""
-        self._added += records
-        if self._added >= _BULK and not self._put_off:
-            self._configure(models.OptimizersConfigDiff(indexing_threshold=0))
-            self._put_off = True
+        """Count records that will be added; postpone indexing during a bulk load.
 
-    def let_index(self) -> None:
-        """Let the server index what was put off, beside other work."""
+        Otherwise the server would index the same points again and again.
+        """
+        self._added += records
+        if self._added >= _BULK and not self._is_indexing_postponed:
+            self._configure(models.OptimizersConfigDiff(indexing_threshold=0))
+            self._is_indexing_postponed = True
+
+    def resume_indexing(self) -> None:
+        """Let the server index in the background if indexing was postponed."""
         self._added = 0
-        if self._put_off:
+        if self._is_indexing_postponed:
             self._configure(models.OptimizersConfigDiff(indexing_threshold=self.options.indexing_threshold))
-            self._put_off = False
+            self._is_indexing_postponed = False
 
     def index(self) -> None:
-        """Let the server index everything, and wait until it has."""
-        self.let_index()
+        """Wait until the server has indexed all points.
+
+        Raises:
+            DatastoreError: the server reports that it cannot index.
+        """
+        self.resume_indexing()
         for pause in pauses():
             info = self.attempts.read(lambda: self.client.get_collection(self.name))
             if info.status == models.CollectionStatus.GREEN:
                 return
             if info.status == models.CollectionStatus.RED:
                 raise DatastoreError(f"{self.attempts.place} cannot index: {info.optimizer_status}")
-            if info.status == models.CollectionStatus.GREY:  # after a restart it waits for a change
+            if info.status == models.CollectionStatus.GREY:  # a restarted server waits for a change
                 self._configure(models.OptimizersConfigDiff())
             time.sleep(pause)
 
     def _describe(self) -> models.CollectionInfo | None:
+        """Return the server's description of the collection; None if it does not exist."""
         try:
             return self.attempts.open(lambda: self.client.get_collection(self.name))
         except DatastoreNotFoundError:
@@ -150,18 +345,21 @@ class Collection:
 
     @staticmethod
     def _mark(info: models.CollectionInfo) -> str | None:
+        """Return the random number that identifies a collection; None if its metadata has none."""
         return (info.config.metadata or {}).get(MARK)
 
     @staticmethod
-    def _complete(info: models.CollectionInfo) -> bool:
+    def _is_complete(info: models.CollectionInfo) -> bool:
+        """Check whether the collection has all indexes of the payload, so its creation was completed."""
         return set(_INDEXES) <= set(info.payload_schema)
 
     def _create(self, dim: int, metric: Metric, mark: str) -> None:
+        """Create the collection with a mark in its metadata; an existing one stays as it is."""
         options = self.options
 
         def create() -> None:
             if self.client.collection_exists(self.name):
-                return  # the answer to an earlier attempt was lost, or somebody was faster: `open` looks
+                return  # the answer to an earlier attempt was lost, or another process was faster; see `open`
             self.client.create_collection(
                 self.name,
                 models.VectorParams(
@@ -186,29 +384,37 @@ class Collection:
 
         self.attempts.write(create)
 
-    def _index(self, field: str, index: models.IntegerIndexParams) -> None:
+    def _index_payload(self, field: str, index: models.IntegerIndexParams) -> None:
+        """Create the index of a payload field, and wait for it."""
         self.attempts.change(
             lambda: self.client.create_payload_index(self.name, field, index, wait=True).status.value
         )
 
-    def _checked(self, info: models.CollectionInfo, dim: int, metric: Metric) -> models.VectorParams:
-        """The description of the vectors, if it is what is wanted."""
+    def _check_vectors(self, info: models.CollectionInfo, dim: int, metric: Metric) -> models.VectorParams:
+        """Return the description of the vectors.
+
+        Raises:
+            DatastoreMismatchError: another program made the collection, or dim or metric differ.
+        """
         vectors = info.config.params.vectors
-        if not isinstance(vectors, models.VectorParams) or (info.points_count and not self._complete(info)):
+        if not isinstance(vectors, models.VectorParams) or (
+            info.points_count and not self._is_complete(info)
+        ):
             raise self._not_ours()
-        there = {qdrants: ours for ours, qdrants in DISTANCES.items()}.get(vectors.distance)
-        if (vectors.size, there) != (dim, metric):
-            found = there or vectors.distance.value
+        stored = {distance: metric for metric, distance in DISTANCES.items()}.get(vectors.distance)
+        if (vectors.size, stored) != (dim, metric):
             raise DatastoreMismatchError(
-                f"{self.attempts.place}: collection {self.name!r} has dim {vectors.size} and metric {found}, "
-                f"asked for {dim} and {metric}"
+                f"{self.attempts.place}: collection {self.name!r} has dim {vectors.size} and metric "
+                f"{stored or vectors.distance.value}, asked for {dim} and {metric}"
             )
         return vectors
 
     def _not_ours(self) -> DatastoreMismatchError:
+        """Return the error for a collection that another program made."""
         return DatastoreMismatchError(
             f"{self.attempts.place}: collection {self.name!r} was not made by knnstore: name another"
         )
 
     def _configure(self, optimizers: models.OptimizersConfigDiff) -> None:
+        """Change the configuration of the server's indexing of this collection."""
         self.attempts.write(lambda: self.client.update_collection(self.name, optimizers_config=optimizers))

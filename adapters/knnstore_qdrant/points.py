@@ -1,159 +1,395 @@
-"""What the datastore asks of Qdrant, whichever way it is reached."""
+"""The points of a collection on a Qdrant server: which ones are meant, writing, searching and reading them.
+
+`Condition` selects points, `ServerPoints` calls the server over REST, and `GrpcPoints` over gRPC.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
+from grpc import RpcError
+from qdrant_client import grpc, models
+from qdrant_client.conversions.conversion import RestToGrpc
 
-from knnstore.datastore import Groups, Ids, Keys, Metric, Neighbors
-from knnstore.errors import InvalidVectorError
-from knnstore_qdrant.conditions import GROUP, Condition
+from knnstore.datastore import (
+    Filter,
+    Groups,
+    IdRanges,
+    Ids,
+    Keys,
+    Metric,
+    Neighbors,
+    positions_of,
+    ranges_of,
+    whole_positions,
+)
+from knnstore.errors import DatastoreError, InvalidVectorError
+from knnstore_qdrant.collection import GROUP, MARK, POSITION, Collection
 
-_ANSWER_BYTES = 8 << 20  # of vectors
-_IDS_AT_ONCE = 10_000
-_LARGEST = 65504.0  # number in half precision; Qdrant makes infinities of larger ones, which nothing is near
+_LISTED_IDS = 10_000
+"""Largest number of ids that a condition lists; more are looked up first."""
+_BATCH_BYTES = 1 << 20
+"""Largest size in bytes of the vectors in one request that adds points; JSON takes up to five times that."""
+_BATCH_POINTS = 1000
+"""Largest number of points in one request that adds points."""
+_LARGEST = 65504.0
+"""Largest number in half precision. Qdrant converts larger ones to infinity, to which nothing is near."""
+_PROBE_SECONDS = 2.0
+"""Time in seconds to find out whether the server answers over gRPC."""
 
 
-class Points(Protocol):
-    """The points of one collection. A condition of None means all of them, and none is ever empty.
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A set of points: all points of some groups, or the points with some positions or ids.
 
-    A writing method returns when its change can be seen, or raises when that is not certain.
+    False if it selects nothing.
+    """
+
+    groups: tuple[int, ...] = ()
+    """Groups whose points are selected; if there are any, `positions` and `ids` are empty."""
+    positions: tuple[tuple[int, int], ...] = ()
+    """Half-open ranges of positions."""
+    ids: tuple[int, ...] = ()
+    """Single ids."""
+
+    def __bool__(self) -> bool:
+        return bool(self.groups or self.positions or self.ids)
+
+
+def condition_from_filter(where: Filter, read_ids: Callable[[Condition], Ids]) -> Condition:
+    """Convert a filter to a condition, by groups if the filter has groups, because these are indexed.
+
+    See `condition_from_ranges` for `read_ids`.
+    """
+    if where.groups is not None:
+        return Condition(groups=tuple(sorted(where.groups)))
+    return condition_from_ranges(where.ids, read_ids)
+
+
+def condition_from_ranges(ranges: IdRanges, read_ids: Callable[[Condition], Ids]) -> Condition:
+    """Convert ranges of ids to ranges of positions and single ids.
+
+    knnstore itself uses ranges of whole positions only. In other ranges, the ids of the positions at the ends
+    are listed if they are few; otherwise the ids that exist are looked up.
+
+    Args:
+        ranges: the ranges; no ranges give an empty condition.
+        read_ids: returns the ids of all stored points that a condition selects.
+    """
+    whole = whole_positions(ranges)
+    rest = ranges - ranges_of(whole.starts, whole.stops)
+    positions = tuple(whole)
+    if rest.size <= _LISTED_IDS:
+        return Condition(positions=positions, ids=tuple(rest.ids().tolist()))
+    around = IdRanges(np.stack([positions_of(rest.starts), positions_of(rest.stops - 1) + 1], axis=1))
+    stored = read_ids(Condition(positions=tuple(around)))
+    return Condition(positions=positions, ids=tuple(stored[rest.contains(stored)].tolist()))
+
+
+def _rest_filter(condition: Condition) -> models.Filter:
+    """Convert a condition to a filter of Qdrant."""
+    if condition.groups:
+        match = models.MatchAny(any=list(condition.groups))
+        return models.Filter(must=[models.FieldCondition(key=GROUP, match=match)])
+    should: list[models.Condition] = [
+        models.FieldCondition(key=POSITION, range=models.Range(gte=start, lt=stop))
+        for start, stop in condition.positions
+    ]
+    if condition.ids:
+        should.append(models.HasIdCondition(has_id=list(condition.ids)))
+    return models.Filter(should=should)
+
+
+def _grpc_filter(condition: Condition | None) -> Any:
+    """Convert a condition to a gRPC message; None selects all points."""
+    return None if condition is None else RestToGrpc.convert_filter(_rest_filter(condition))
+
+
+def _convert_hits(
+    answers: Sequence[Sequence[Any]], k: int, metric: Metric, *, id_attribute: str = "id"
+) -> Neighbors:
+    """Convert the hits of each query to neighbors; a query with fewer than k hits ends with empty places.
+
+    Qdrant's score is the square root of our L2 distance, or the inner product.
+
+    Args:
+        answers: hits of each query, each with an id and a score, nearest first.
+        k: number of neighbors of each query.
+        metric: metric of the collection.
+        id_attribute: path of the attribute of a hit that is its id.
+    """
+    neighbors = Neighbors.nothing(len(answers), k)
+    for row, hits in enumerate(answers):
+        neighbors.ids[row, : len(hits)] = [*map(attrgetter(id_attribute), hits)]
+        neighbors.distances[row, : len(hits)] = [hit.score for hit in hits]
+    if metric is Metric.L2:
+        np.square(neighbors.distances, out=neighbors.distances)
+    else:
+        np.negative(neighbors.distances, out=neighbors.distances, where=neighbors.ids >= 0)
+    return neighbors
+
+
+class ServerPoints:
+    """The points of an open collection, read and written over REST.
+
+    A condition of None selects all points; no condition may be empty. A writing method returns when its
+    change is visible, and raises if that is not certain.
+
+    Args:
+        collection: the open collection.
+        dim: number of components of a vector.
+        metric: metric of the collection.
     """
 
     exact_search: bool
-    """Every search compares with all points."""
-
+    """True if every search compares the query with all points."""
     exact_keys: bool
-    """Vectors are kept as float32."""
+    """True if vectors are stored as float32, False if as float16."""
 
-    shared_writers: bool
-    """Several processes may write."""
+    def __init__(self, collection: Collection, dim: int, metric: Metric) -> None:
+        self._collection, self._dim, self._metric = collection, dim, metric
+        self._client, self._options, self._name = collection.client, collection.options, collection.name
+        self.attempts = collection.attempts
+        self.exact_search = collection.options.exact
+        self.exact_keys = collection.exact_keys
+        self._senders = ThreadPoolExecutor(collection.options.parallel, thread_name_prefix="qdrant")
 
     def upsert(self, ids: Ids, keys: Keys, groups: Groups) -> None:
-        """Store points, replacing those whose id is present."""
-        ...
+        """Add points, and replace points with the same ids; several requests are in flight at once.
+
+        If a request fails, no new one is sent and the error is raised after the running ones have ended.
+
+        Raises:
+            InvalidVectorError: a component is too large for float16; no point is added.
+        """
+        largest = float(np.abs(keys).max(initial=0))
+        if largest > _LARGEST and not self.exact_keys:
+            raise InvalidVectorError(
+                f"a key has a component of {largest:,.0f}, and datatype float16 ends at {_LARGEST:,.0f}: "
+                "keep the keys as float32"
+            )
+        self._collection.will_add(len(ids))
+        size = min(_BATCH_POINTS, max(1, _BATCH_BYTES // (4 * self._dim)))
+        batches = [slice(start, start + size) for start in range(0, len(ids), size)]
+        sent = [self._senders.submit(self.send, ids[rows], keys[rows], groups[rows]) for rows in batches]
+        wait(sent, return_when=FIRST_EXCEPTION)
+        for future in sent:  # after a failure the waiting requests are not sent
+            future.cancel()
+        wait(sent)
+        for future in sent:
+            if not future.cancelled():
+                future.result()
+
+    def send(self, ids: Ids, keys: Keys, groups: Groups) -> None:
+        """Add points with one request."""
+        batch = models.Batch(
+            ids=ids.tolist(),
+            vectors=keys.tolist(),
+            payloads=[
+                {GROUP: group, POSITION: position}
+                for group, position in zip(groups.tolist(), positions_of(ids).tolist(), strict=True)
+            ],
+        )
+        self.attempts.change(lambda: self._client.upsert(self._name, batch, wait=True).status.value)
 
     def query(self, queries: Keys, k: int, condition: Condition | None, *, exact: bool) -> Neighbors:
-        """The k points nearest to each query, as `Datastore.search` gives them.
+        """Return the k nearest points of each query.
 
         Args:
             queries: shape (q, dim), q >= 1.
-            k: how many.
-            condition: among which points.
-            exact: compare with all of them instead of walking a graph.
+            k: number of neighbors, >= 1.
+            condition: points to search.
+            exact: compare with all of these points instead of searching the graph.
         """
-        ...
+        params = self._params(k, exact)
+        selection = None if condition is None else _rest_filter(condition)
+        requests = [
+            models.QueryRequest(query=query, limit=k, filter=selection, params=params)
+            for query in self._clip(queries).tolist()
+        ]
+        answers = self.attempts.read(lambda: self._client.query_batch_points(self._name, requests))
+        return _convert_hits([answer.points for answer in answers], k, self._metric)
 
     def delete(self, condition: Condition) -> None:
-        """Remove points."""
-        ...
+        """Delete points."""
+        selector = models.FilterSelector(filter=_rest_filter(condition))
+        self.attempts.change(lambda: self._client.delete(self._name, selector, wait=True).status.value)
 
     def count(self) -> int:
-        """How many points there are, exactly."""
-        ...
+        """Return the exact number of points."""
+        return self.attempts.read(lambda: self._client.count(self._name, exact=True)).count
 
     def scroll(
         self, first: int, limit: int, condition: Condition | None, *, keys: bool
     ) -> tuple[Ids, Keys, Groups]:
-        """The points with the least ids >= `first`, ascending; fewer than `limit` only at the end.
+        """Return the points with the smallest ids >= `first`, by ascending id.
 
         Args:
-            first: the least id wanted.
-            limit: how many, >= 1.
-            condition: among which points.
-            keys: whether vectors and groups are wanted; they have no rows otherwise.
+            first: smallest id to return.
+            limit: number of points, >= 1; fewer are returned only at the end.
+            condition: points to return.
+            keys: True to return vectors and groups; otherwise these arrays are empty.
         """
-        ...
-
-    def flush(self) -> None:
-        """Return when all changes so far survive a power loss."""
-        ...
+        selection = None if condition is None else _rest_filter(condition)
+        records, _ = self.attempts.read(
+            lambda: self._client.scroll(
+                self._name,
+                selection,
+                limit,
+                offset=first,
+                with_payload=keys,
+                with_vectors=keys,
+            )
+        )
+        rows: list[Any] = records if keys else []
+        return (
+            np.array([record.id for record in records], np.int64),
+            np.array([record.vector for record in rows], np.float32).reshape(len(rows), self._dim),
+            np.array([record.payload[GROUP] for record in rows], np.int32),
+        )
 
     def optimize(self) -> None:
-        """Return when all points are indexed."""
-        ...
-
-    def verify(self) -> list[str]:
-        """What is wrong with what is stored, one line each; a server checks its own."""
-        ...
+        """Wait until the server has indexed everything."""
+        self._collection.index()
 
     def close(self) -> None:
-        """Release everything."""
-        ...
+        """Let the server index points if that was postponed, and close the connections."""
+        self._senders.shutdown()
+        try:
+            self._collection.resume_indexing()
+        finally:
+            self._client.close()
 
+    def _clip(self, queries: Keys) -> Keys:
+        """Limit the components of queries to the range of float16 if the vectors are stored as float16."""
+        return queries if self.exact_keys else np.clip(queries, -_LARGEST, _LARGEST)
 
-def rows_at_once(dim: int) -> int:
-    """Points of one answer at most, with vectors."""
-    return max(1, _ANSWER_BYTES // (4 * dim))
-
-
-def scrolled(
-    points: Callable[[], Points], limit: int, condition: Condition | None, *, keys: bool = True
-) -> Iterator[tuple[Ids, Keys, Groups]]:
-    """Yield all points that a condition is true of, so many at once; see `Points.scroll`.
-
-    Args:
-        points: gives the points, or raises once they are closed.
-        limit: how many, >= 1.
-        condition: among which points.
-        keys: whether vectors and groups are wanted.
-    """
-    first, found = 0, limit
-    while found >= limit:
-        batch = points().scroll(first, limit, condition, keys=keys)
-        found = len(batch[0])
-        if found:
-            first = int(batch[0][-1]) + 1  # now, for what is yielded is the caller's
-            yield batch
-
-
-def ids_where(points: Callable[[], Points], condition: Condition) -> Ids:
-    """The ids of all points that a condition is true of."""
-    batches = scrolled(points, _IDS_AT_ONCE, condition, keys=False)
-    return np.concatenate([np.empty(0, np.int64), *(ids for ids, _, _ in batches)])
-
-
-def check_range(points: Points, keys: Keys) -> None:
-    """Refuse keys that the vectors' datatype cannot hold.
-
-    Raises:
-        InvalidVectorError: there is one; names its largest component.
-    """
-    largest = float(np.abs(keys).max(initial=0))
-    if largest > _LARGEST and not points.exact_keys:
-        raise InvalidVectorError(
-            f"a key has a component of {largest:,.0f}, and datatype float16 ends at {_LARGEST:,.0f}: keep "
-            "the keys as float32"
+    def _params(self, k: int, exact: bool) -> models.SearchParams:
+        """Return the parameters of a search for k neighbors."""
+        rescored = models.QuantizationSearchParams(rescore=True, oversampling=self._options.oversampling)
+        return models.SearchParams(
+            hnsw_ef=max(k, self._options.ef),
+            exact=exact,
+            quantization=rescored if self._collection.quantized and not exact else None,
         )
 
 
-def in_range(points: Points, queries: Keys) -> Keys:
-    """Queries cut to what the vectors' datatype can hold: Qdrant converts them to it."""
-    return queries if points.exact_keys else np.clip(queries, -_LARGEST, _LARGEST)
+def answers_over_grpc(collection: Collection) -> bool:
+    """Check whether the server at the port for gRPC is the server that REST reaches.
 
-
-def neighbors_of(answers: Sequence[Sequence[Any]], k: int, metric: Metric, *, id_at: str = "id") -> Neighbors:
-    """Take over the answers to some queries: hits with an id and Qdrant's score.
-
-    The score is the root of the L2 distance, or the inner product itself.
+    Always False for a server that keeps no metadata of collections (before 1.16).
     """
-    found = Neighbors.nothing(len(answers), k)
-    for row, hits in enumerate(answers):
-        found.ids[row, : len(hits)] = [*map(attrgetter(id_at), hits)]
-        found.distances[row, : len(hits)] = [hit.score for hit in hits]
-    if metric is Metric.L2:
-        np.square(found.distances, out=found.distances)
-    else:
-        np.negative(found.distances, out=found.distances, where=found.ids >= 0)
-    return found
+    request: Any = grpc.GetCollectionInfoRequest(collection_name=collection.name)
+    timeout = min(_PROBE_SECONDS, collection.options.timeout)
+    try:
+        answer = collection.client.grpc_collections.Get(request, timeout=timeout)
+    except RpcError:
+        return False
+    mark: str = answer.result.config.metadata[MARK].string_value
+    return collection.mark is not None and mark == collection.mark
 
 
-def batch_of(records: Sequence[Any], dim: int, *, keys: bool) -> tuple[Ids, Keys, Groups]:
-    """Take over points with an id, a vector and a payload; see `Points.scroll`."""
-    known = records if keys else []
-    return (
-        np.array([record.id for record in records], np.int64),
-        np.array([record.vector for record in known], np.float32).reshape(len(known), dim),
-        np.array([record.payload[GROUP] for record in known], np.int32),
-    )
+class GrpcPoints(ServerPoints):
+    """The points of an open collection, read and written over gRPC as bytes.
+
+    With k=1024 the objects of qdrant-client take several times longer than the search, and vectors as lists
+    of floats longer than their bytes.
+    """
+
+    def send(self, ids: Ids, keys: Keys, groups: Groups) -> None:
+        """Add points with one request."""
+        rows = zip(
+            ids.tolist(), _dense_vectors(keys), groups.tolist(), positions_of(ids).tolist(), strict=True
+        )
+        points = [
+            grpc.PointStruct(
+                id=grpc.PointId(num=number),
+                vectors=grpc.Vectors(vector=grpc.Vector(dense=key)),
+                payload={
+                    GROUP: grpc.Value(integer_value=group),
+                    POSITION: grpc.Value(integer_value=position),
+                },
+            )
+            for number, key, group, position in rows
+        ]
+        request: Any = grpc.UpsertPoints(collection_name=self._name, points=points, wait=True)
+        self.attempts.change(lambda: _status(self._call("Upsert", request)))
+
+    def query(self, queries: Keys, k: int, condition: Condition | None, *, exact: bool) -> Neighbors:
+        """Return the k nearest points of each query; see `ServerPoints.query`."""
+        shared: dict[str, Any] = {
+            "collection_name": self._name,
+            "limit": k,
+            "params": RestToGrpc.convert_search_params(self._params(k, exact)),
+            "filter": _grpc_filter(condition),
+            "with_payload": grpc.WithPayloadSelector(enable=False),
+        }
+        request: Any = grpc.QueryBatchPoints(
+            collection_name=self._name,
+            query_points=[
+                grpc.QueryPoints(query=grpc.Query(nearest=grpc.VectorInput(dense=query)), **shared)
+                for query in _dense_vectors(self._clip(queries))
+            ],
+        )
+        answer = self.attempts.read(lambda: self._call("QueryBatch", request))
+        if len(answer.result) != len(queries):
+            raise DatastoreError(
+                f"{self.attempts.place} answered {len(answer.result)} of {len(queries)} queries"
+            )
+        hits = [batch.result for batch in answer.result]
+        return _convert_hits(hits, k, self._metric, id_attribute="id.num")
+
+    def delete(self, condition: Condition) -> None:
+        """Delete points."""
+        selector = grpc.PointsSelector(filter=_grpc_filter(condition))
+        request: Any = grpc.DeletePoints(collection_name=self._name, points=selector, wait=True)
+        self.attempts.change(lambda: _status(self._call("Delete", request)))
+
+    def count(self) -> int:
+        """Return the exact number of points."""
+        request: Any = grpc.CountPoints(collection_name=self._name, exact=True)
+        return int(self.attempts.read(lambda: self._call("Count", request)).result.count)
+
+    def scroll(
+        self, first: int, limit: int, condition: Condition | None, *, keys: bool
+    ) -> tuple[Ids, Keys, Groups]:
+        """Return the points with the smallest ids >= `first`; see `ServerPoints.scroll`."""
+        request: Any = grpc.ScrollPoints(
+            collection_name=self._name,
+            offset=grpc.PointId(num=first),
+            limit=limit,
+            filter=_grpc_filter(condition),
+            with_payload=grpc.WithPayloadSelector(enable=keys),
+            with_vectors=grpc.WithVectorsSelector(enable=keys),
+        )
+        answer = self.attempts.read(lambda: self._call("Scroll", request))
+        ids = np.array([point.id.num for point in answer.result], np.int64)
+        points = answer.result if keys else []
+        vectors = np.empty((len(points), self._dim), np.float32)
+        for row, point in enumerate(points):
+            vector = point.vectors.vector
+            vectors[row] = vector.dense.data or vector.data  # servers before 1.16 use the second field
+        groups = [point.payload[GROUP].integer_value for point in points]
+        return ids, vectors, np.array(groups, np.int32)
+
+    def _call(self, method: str, request: Any) -> Any:
+        """Send one request, with the remaining time of the current attempt as its timeout."""
+        return getattr(self._client.grpc_points, method)(request, timeout=self.attempts.seconds_left())
+
+
+def _status(answer: Any) -> str:
+    """Return the status of a change in lower case, as REST gives it."""
+    return str(grpc.UpdateStatus.Name(answer.result.status)).lower()
+
+
+def _dense_vectors(vectors: Keys) -> Iterator[Any]:
+    """Yield each vector as a gRPC message, which is parsed from bytes because that is faster."""
+    message: Any = grpc.DenseVector
+    dim = vectors.shape[1]
+    serialized: bytes = message(data=[0.0] * dim).SerializeToString()
+    prefix = serialized[: len(serialized) - 4 * dim]  # the bytes before the floats
+    for vector in vectors.astype("<f4", copy=False):
+        yield message.FromString(prefix + vector.tobytes())

@@ -18,7 +18,6 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "exact": ("faiss", {"index": "exact"}),
     "faiss": ("faiss", {"index": "IVF4,Flat", "nprobe": 4}),
     "hnswlib": ("hnswlib", {"exact_up_to": 1, "ef": 400}),
-    "qdrant": ("qdrant", {}),
 }
 """By the names that they have here: adapter and parameters."""
 

@@ -6,8 +6,6 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from knnstore_qdrant.copying import copy_directory
-
 from fuzzing.homes import look
 from fuzzing.mutations import damage, grid, mutate
 from knnstore.errors import KnnstoreError
@@ -20,7 +18,7 @@ Answers = dict[str, Any]
 def spoil(template: Path, home: Path, seed: str) -> str:
     """Make a copy of a home and damage it; returns how. A seed is ENGINE:NUMBER or ENGINE:grid:NUMBER."""
     shutil.rmtree(home, ignore_errors=True)
-    copy_directory(template, home)  # holes stay holes
+    shutil.copytree(template, home)
     _, *is_grid, number = seed.split(":")
     if not is_grid:
         return mutate(home, random.Random(seed))

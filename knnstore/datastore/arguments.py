@@ -4,6 +4,7 @@
 `checked_params` checks an adapter's parameters.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -87,19 +88,33 @@ def checked_k(k: int, *, what: str = "k") -> int:
     return k
 
 
-def checked_params(adapter: str, params: dict[str, Any], accepted: dict[str, Any]) -> dict[str, Any]:
+def checked_params(
+    adapter: str,
+    params: dict[str, Any],
+    accepted: dict[str, Any],
+    *,
+    minima: Mapping[str, int] | None = None,
+) -> dict[str, Any]:
     """Return an adapter's parameters with defaults filled in, and refuse unknown parameters.
 
     Args:
         adapter: the adapter's name, for the message.
-        params: the parameters from the user. Values are not checked.
+        params: the parameters from the user.
         accepted: every parameter's name and default.
+        minima: smallest value of each parameter that must be an integer; other values are not checked.
 
     Raises:
-        ConfigError: a parameter is unknown; the message names the accepted parameters.
+        ConfigError: a parameter is unknown; the message names the accepted parameters. Or a parameter of
+        `minima`
+            is not an integer or is too small.
     """
     unknown = sorted(set(params) - set(accepted))
     if unknown:
         names = ", ".join(sorted(accepted)) or "none"
         raise ConfigError(f"{adapter} has no parameter {unknown[0]!r}; accepted: {names}")
-    return {**accepted, **params}
+    values = {**accepted, **params}
+    for name, minimum in (minima or {}).items():
+        value = values[name]
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise ConfigError(f"{adapter}: {name} must be an integer >= {minimum}, got {value!r}")
+    return values

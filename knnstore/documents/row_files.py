@@ -426,7 +426,7 @@ def _check_expansion(table: Any, number: int) -> None:
     """Refuse a row group that is small in the file but would not fit in memory.
 
     Raises:
-        RefusedError: a column is large and has more than `_EXPANSION` bytes, or values in lists, for each byte
+        RefusedError: a column is large and has more than `_EXPANSION` bytes or list values for each byte
             in the file.
     """
     group = table.metadata.row_group(number)

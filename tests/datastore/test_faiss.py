@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 import faiss
 import numpy as np
 import pytest
-from knnstore_faiss import FaissDatastore, inverted, policy
-from knnstore_faiss.policy import EXACT_UP_TO, SCALAR_UP_TO, Policy, new_index
+from knnstore_faiss import FaissDatastore, faiss_datastore
+from knnstore_faiss.faiss_datastore import EXACT_UP_TO, SCALAR_UP_TO, Policy, new_index
 
 from knnstore.datastore import Filter, IdRanges, Keys, Metric, Neighbors
 from knnstore.errors import ConfigError
@@ -37,7 +37,7 @@ class TestInvertedFile(DatastoreTests):
 
     @pytest.fixture(autouse=True)
     def no_set_is_small(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(inverted, "_FEW_ROWS", 0)
+        monkeypatch.setattr(faiss_datastore, "_FEW_ROWS", 0)
 
 
 def clustered(n: int, seed: int = 0, dim: int = DIM) -> np.ndarray:
@@ -121,7 +121,7 @@ def test_inverted_files(tmp_path: Path, factory: str, metric: Metric) -> None:
 
 def test_always_as_many_as_match(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One list visited holds few matching rows; the rest is found all the same."""
-    monkeypatch.setattr(inverted, "_FEW_ROWS", 0)
+    monkeypatch.setattr(faiss_datastore, "_FEW_ROWS", 0)
     keys = clustered(6000)
     with filled(tmp_path, keys, index="IVF64,SQ8", nprobe=1) as store:
         store.optimize()
@@ -146,7 +146,7 @@ def test_nprobe_takes_effect(tmp_path: Path) -> None:
 
 
 def test_parameters_of_earlier_versions_are_ignored_with_one_warning(tmp_path: Path, caplog) -> None:
-    policy._warn_of_ignored.cache_clear()
+    faiss_datastore._warn_of_ignored.cache_clear()
     keys = clustered(50)
     filled(tmp_path, keys).close()
     removed = {"neighbors": "index"}
@@ -214,9 +214,9 @@ def test_policy_by_size() -> None:
         (SCALAR_UP_TO + 1, SCALAR_UP_TO + 1, 256, "IVF2048,PQ64x4fs"),
         (10**9, 10**9, 1024, "IVF65536_HNSW32,PQ256x4fs"),
     ):
-        assert policy.factory(rows, group_rows, dim) == factory
+        assert policy.choose_factory(rows, group_rows, dim) == factory
     for dim in (1, 7, 300):
-        new_index(policy.factory(10**7, 10**7, dim) or "", dim, Metric.L2)
+        new_index(policy.choose_factory(10**7, 10**7, dim) or "", dim, Metric.L2)
 
 
 def test_optimize_again_builds_nothing(tmp_path: Path) -> None:

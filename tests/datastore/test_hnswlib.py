@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from knnstore_hnswlib import HnswlibDatastore, graph
-from knnstore_hnswlib.nodes import Members, first_of_equal
+from knnstore_hnswlib import HnswlibDatastore, hnswlib_datastore
+from knnstore_hnswlib.hnswlib_datastore import Members, find_first_equal
 
 from knnstore.datastore import Filter, IdRanges, Keys, Metric, Neighbors
 from knnstore.errors import ConfigError, DatastoreError
@@ -47,7 +47,7 @@ class TestGraphs(DatastoreTests):
 
     @pytest.fixture(autouse=True)
     def no_set_is_small(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(graph, "_ROWS_PER_CANDIDATE", 0)
+        monkeypatch.setattr(hnswlib_datastore, "_ROWS_PER_CANDIDATE", 0)
 
 
 def clustered(n: int, seed: int = 0) -> np.ndarray:
@@ -123,7 +123,7 @@ def test_graphs(tmp_path: Path, metric: Metric) -> None:
 
 def test_always_as_many_as_match(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the graph gives does not match: the rest is found all the same, never more than there is."""
-    monkeypatch.setattr(graph, "_ROWS_PER_CANDIDATE", 0)
+    monkeypatch.setattr(hnswlib_datastore, "_ROWS_PER_CANDIDATE", 0)
     keys = clustered(3000)
     far = np.argsort(true_distances(keys[:1], keys)[0])[-200:]  # no over-fetching reaches these
     with filled(tmp_path, keys) as store:
@@ -356,7 +356,7 @@ def test_members(data: st.DataObject) -> None:
     """Rows of the nodes found, in order, against a loop over them."""
     values = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=30))
     keys = np.array(values, np.float16)[:, None].repeat(3, axis=1)
-    first = first_of_equal(keys)
+    first = find_first_equal(keys)
     assert first.tolist() == [values.index(value) for value in values]
     rows = IdRanges.of_ids(np.array(sorted(data.draw(st.sets(st.integers(0, len(values) - 1)))), np.int64))
     nodes = np.array([data.draw(st.permutations(sorted(set(first.tolist())))) for _ in range(2)])

@@ -1,4 +1,4 @@
-"""The Qdrant adapter: the conformance kit on each way of reaching Qdrant, and its traps."""
+"""The Qdrant adapter: a real server if there is one, its parameters, keys and collections."""
 
 import json
 import os
@@ -8,33 +8,29 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 from uuid import uuid4
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from knnstore_qdrant import QdrantDatastore, collection, connecting
-from knnstore_qdrant.conditions import Condition, condition_of_ranges
-from knnstore_qdrant.wire import GrpcPoints
+from knnstore_qdrant import QdrantDatastore, collection, qdrant_datastore
+from knnstore_qdrant.points import Condition, GrpcPoints, condition_from_ranges
 from qdrant_client import QdrantClient, models
 
-from knnstore.datastore import TOKEN_LIMIT, Filter, IdRanges, Keys, Neighbors
+from knnstore.datastore import TOKEN_LIMIT, Filter, IdRanges
 from knnstore.errors import (
     ConfigError,
-    CorruptDatastoreError,
     DatastoreError,
     DatastoreExistsError,
     DatastoreMismatchError,
     InvalidVectorError,
-    LockedError,
 )
 from knnstore.testing import DatastoreTests
-from knnstore.testing.filtering import FilterTests
-from knnstore.testing.searching import SearchTests
 
 DIM = 16
+LOGGER = "knnstore_qdrant.qdrant_datastore"
 
 
 if SERVER := os.environ.get("KNNSTORE_TEST_QDRANT_URL"):
@@ -49,32 +45,6 @@ if SERVER := os.environ.get("KNNSTORE_TEST_QDRANT_URL"):
             self.params = {"collection": f"knnstore-test-{uuid4().hex}"}
             yield str(SERVER)
             QdrantDatastore.erase(str(SERVER), **self.params)
-
-
-class TestEmbedded(DatastoreTests):
-    datastore_class = QdrantDatastore
-
-    @pytest.fixture
-    def location(self, tmp_path: Path) -> Path:
-        return tmp_path / "datastore"
-
-
-class Optimizing(QdrantDatastore):
-    """Searches through the graph, however few the records."""
-
-    def search(self, queries: Keys, k: int, *, where: Filter | None = None) -> Neighbors:
-        self.optimize()
-        return super().search(queries, k, where=where)
-
-
-@pytest.mark.slow
-class TestEmbeddedGraph(SearchTests, FilterTests):
-    datastore_class = Optimizing
-    params: ClassVar[dict[str, Any]] = {"indexing_threshold": 1, "full_scan_threshold": 1}
-
-    @pytest.fixture
-    def location(self, tmp_path: Path) -> Path:
-        return tmp_path / "datastore"
 
 
 BLOCK = TOKEN_LIMIT
@@ -100,127 +70,17 @@ def test_ranges_of_ids_become_conditions(bounds: list[tuple[int, int, int, int]]
             true |= (positions >= start) & (positions < stop)
         return true
 
-    condition = condition_of_ranges(ranges, lambda asked: stored[holds(asked)])
+    condition = condition_from_ranges(ranges, lambda asked: stored[holds(asked)])
     np.testing.assert_array_equal(holds(condition), ranges.contains(stored))
 
 
-def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "manifest").touch()
-    with pytest.raises(DatastoreMismatchError, match="'manifest'"):
-        QdrantDatastore.open(tmp_path, dim=DIM)
-
-
-def test_a_creation_that_was_killed_can_be_repeated(tmp_path: Path) -> None:
-    QdrantDatastore.open(tmp_path / "store", dim=DIM, mode="x").close()
-    (tmp_path / "store" / "store.json").unlink()
-    QdrantDatastore.open(tmp_path / "store", dim=DIM, mode="x").close()
-
-
-def test_a_count_that_cannot_be_is_named_before_the_engine_believes_it(tmp_path: Path) -> None:
-    place = tmp_path / "store"
-    with QdrantDatastore.open(place, dim=DIM) as store:
-        store.add(*some(5))
-    for status in place.rglob("status.dat"):
-        content = status.read_bytes()
-        beside = sum(path.stat().st_size for path in status.parent.iterdir() if path != status)
-        status.write_bytes((8 * beside + 1).to_bytes(8, "little") + content[8:])
-        for mode in ("r", "a"):
-            with (
-                pytest.raises(CorruptDatastoreError, match=rf"{status.relative_to(place)} is damaged"),
-                QdrantDatastore.open(place, dim=DIM, mode=mode) as store,
-            ):
-                store.count()
-        status.write_bytes(content)
-    with QdrantDatastore.open(place, dim=DIM) as store:
-        assert store.verify() == []
-
-
-@pytest.mark.parametrize("index", ["group-map", "position-numeric"])
-def test_an_index_that_misses_a_record_is_named(tmp_path: Path, index: str) -> None:
-    place = tmp_path / "store"
-    with QdrantDatastore.open(place, dim=DIM) as store:
-        store.add(*some(5))
-        assert store.verify() == []
-    (page,) = place.rglob(f"*-{index}/page_0.dat")
-    with page.open("r+b") as file:
-        file.seek(7)  # the highest byte of the first number
-        file.write(b"\x40")
-    with QdrantDatastore.open(place, dim=DIM, mode="r") as store:
-        (problem,) = store.verify()
-    assert "indexes of groups or positions in" in problem
-
-
-def test_erasing_leaves_what_is_not_ours(tmp_path: Path) -> None:
-    place = tmp_path / "store"
-    with QdrantDatastore.open(place, dim=DIM) as store:
-        with pytest.raises(LockedError):
-            QdrantDatastore.erase(place)
-        store.add(np.array([1]), np.zeros((1, DIM), np.float32), np.array([0]))
-    (place / "notes").touch()
-    QdrantDatastore.erase(place)
-    assert [path.name for path in place.iterdir()] == ["notes"]
-    (place / "notes").unlink()
-    QdrantDatastore.erase(place)
-    QdrantDatastore.erase(place)
-    assert not place.exists()
-
-
-def test_reading_leaves_no_copy_behind(tmp_path: Path) -> None:
-    """The engine opens a folder once, so a reader opens a copy, whose files go at once."""
-    place = tmp_path / "store"
-    keys = np.random.default_rng(0).normal(size=(300, DIM)).astype(np.float32)
-    with QdrantDatastore.open(place, dim=DIM, indexing_threshold=1) as store:
-        store.add(np.arange(300) * BLOCK, keys, np.zeros(300, np.int32))
-        store.optimize()
-        (place / "qdrant-copy-killed").mkdir()
-        with QdrantDatastore.open(place, dim=DIM, mode="r") as reader:
-            assert reader.search(keys[7:8], 1).ids[0, 0] == 7 * BLOCK
-            assert [path.name for path in place.glob("qdrant-copy-*")] == ["qdrant-copy-killed"]
-    QdrantDatastore.open(place, dim=DIM).close()
-    assert not [*place.glob("qdrant-copy-*")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("quantization", "recall"), [("none", 0.85), ("scalar", 0.85), ("binary", 0.25)])
-@pytest.mark.parametrize("datatype", ["float32", "float16"])
-def test_a_graph_finds_the_nearest(tmp_path: Path, quantization: str, recall: float, datatype: str) -> None:
-    """Near all neighbors at exact distances, also by codes, within a group, and far more than `ef`."""
-    rng = np.random.default_rng(0)
-    keys = rng.normal(size=(4000, 64)).astype(np.float16).astype(np.float32)
-    groups = (np.arange(4000) % 4).astype(np.int32)
-    with QdrantDatastore.open(
-        tmp_path / "store",
-        dim=64,
-        indexing_threshold=1,
-        full_scan_threshold=1,
-        quantization=quantization,
-        datatype=datatype,
-        on_disk=True,
-        oversampling=4,
-    ) as store:
-        store.add(np.arange(4000) * BLOCK, keys, groups)
-        store.optimize()
-        queries = (keys[:20] + 0.1).astype(np.float16).astype(np.float32)  # as float16 stores them
-        for k, where, chosen in (
-            (10, None, groups >= 0),
-            (300, None, groups >= 0),
-            (10, Filter(IdRanges([(0, 2**62)]), frozenset([2])), groups == 2),
-        ):
-            found = store.search(queries, k, where=where)
-            true = ((queries[:, None].astype(np.float64) - keys) ** 2).sum(-1)
-            own = np.take_along_axis(true, found.ids // BLOCK, axis=1)
-            np.testing.assert_allclose(found.distances, own, rtol=1e-4)
-            furthest = np.sort(np.where(chosen, true, np.inf), axis=1)[:, k - 1 : k]
-            assert chosen[found.ids // BLOCK].all()
-            assert (own <= furthest * (1 + 1e-5)).mean() >= recall
-
-
 @pytest.mark.parametrize("metric", ["l2", "ip"])
-def test_what_half_precision_cannot_hold_never_becomes_infinite(tmp_path: Path, metric: Any) -> None:
+def test_what_half_precision_cannot_hold_never_becomes_infinite(qdrant_server: Any, metric: Any) -> None:
     """Such a key is refused; such a query finds what is nearest to the greatest number there is."""
     ids, keys, groups = some(20)
     keys[3, 0] = 65504
-    with QdrantDatastore.open(tmp_path / "store", dim=DIM, metric=metric, datatype="float16") as store:
+    params = {"datatype": "float16", "grpc_port": qdrant_server.grpc_port}
+    with QdrantDatastore.open(qdrant_server.url, dim=DIM, metric=metric, **params) as store:
         store.add(ids, keys, groups)
         greater = keys[3:4].copy()
         greater[0, 0] = 65520
@@ -234,6 +94,22 @@ def test_what_half_precision_cannot_hold_never_becomes_infinite(tmp_path: Path, 
             assert found.ids.tolist() == nearest.ids.tolist()
             assert (found.ids >= 0).all()
             assert np.isfinite(found.distances).all()
+
+
+def test_a_folder_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    """Older versions kept keys in a folder; a home that was made by one is told how to go on."""
+    keys = tmp_path / "keys"
+    for call in (
+        QdrantDatastore.erase,
+        QdrantDatastore.owner,
+        lambda place: QdrantDatastore.open(place, dim=2),
+    ):
+        with pytest.raises(ConfigError, match=r"needs a server: give its address \(--location http://HOST"):
+            call(keys)
+    assert not keys.exists()
+    (keys / "qdrant-shard").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=f"^{keys} has keys that an older knnstore .*move --store cells"):
+        QdrantDatastore.open(keys, dim=DIM)
 
 
 def test_parameters(tmp_path: Path) -> None:
@@ -287,7 +163,7 @@ def test_api_key(qdrant_server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setenv("KNNSTORE_QDRANT_API_KEY", "another sesame")
         monkeypatch.setenv("KNNSTORE_QDRANT_URL", f"http://other:6333 {server.url}/")
         with QdrantDatastore.open(server.url, dim=DIM, **ports) as store:
-            assert isinstance(store._opened, GrpcPoints)
+            assert isinstance(store._points, GrpcPoints)
             store.add(*some(3))
         monkeypatch.setenv("KNNSTORE_QDRANT_URL", server.url)
         with pytest.raises(ConfigError, match="holds 2 keys and KNNSTORE_QDRANT_URL names 1 servers"):
@@ -345,7 +221,7 @@ def test_the_benchmark_has_a_key_too(
         command = [sys.executable, script, "--smoke", *where, "--api-key-file", tmp_path / "key"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert {"gRPC", "REST"} < {row["engine"] for row in json.loads(done.stdout)["search"]}
+    assert {"gRPC", "REST"} == {row["engine"] for row in json.loads(done.stdout)["search"]}
     assert "sesame" not in done.stdout + done.stderr
 
 
@@ -364,22 +240,22 @@ def test_a_server_of_another_time_is_told_of_once(
     import qdrant_http
 
     monkeypatch.setitem(qdrant_http.VERSION, "version", server)
-    monkeypatch.setattr(connecting, "version", lambda _: "1.20.0")
-    connecting._compared.clear()
+    monkeypatch.setattr(qdrant_datastore, "version", lambda _: "1.20.0")
+    qdrant_datastore._compared.clear()
     for _ in range(2):
         QdrantDatastore.open(qdrant_server.url, dim=DIM, grpc_port=qdrant_server.grpc_port).close()
-    said = [record.getMessage() for record in caplog.records if record.name == "knnstore_qdrant.connecting"]
+    said = [record.getMessage() for record in caplog.records if record.name == LOGGER]
     assert len(said) == told
     assert all(qdrant_server.url in line and server in line and "1.20.0" in line for line in said)
 
 
 def test_a_server_that_tells_no_version_is_used(qdrant_server: Any, caplog: pytest.LogCaptureFixture) -> None:
-    connecting._compared.clear()
+    qdrant_datastore._compared.clear()
     qdrant_server.faults.add("error", "info", times=2**62)
     ports = {"grpc_port": qdrant_server.grpc_port, "timeout": 0.3}
     with QdrantDatastore.open(qdrant_server.url, dim=DIM, **ports) as store:
         assert store.count() == 0
-    assert not [record for record in caplog.records if record.name == "knnstore_qdrant.connecting"]
+    assert not [record for record in caplog.records if record.name == LOGGER]
 
 
 def test_grpc_only_where_the_same_server_answers(qdrant_server: Any, tmp_path: Path) -> None:
@@ -388,10 +264,10 @@ def test_grpc_only_where_the_same_server_answers(qdrant_server: Any, tmp_path: P
         QdrantDatastore.open(other.url, dim=DIM, grpc_port=other.grpc_port).close()
         for port in (other.grpc_port, 1):
             with QdrantDatastore.open(qdrant_server.url, dim=DIM, grpc_port=port) as store:
-                assert not isinstance(store._opened, GrpcPoints)
+                assert not isinstance(store._points, GrpcPoints)
                 store.add(*some(4))
         with QdrantDatastore.open(other.url, dim=DIM, grpc_port=other.grpc_port) as store:
-            assert isinstance(store._opened, GrpcPoints)
+            assert isinstance(store._points, GrpcPoints)
             assert store.count() == 0
 
 

@@ -23,7 +23,6 @@ ENGINES = {
     "cells pq32": ("cells", {"cells": 12, "codes": "pq32"}),
     "faiss": ("faiss", {}),
     "hnswlib": ("hnswlib", {}),
-    "qdrant": ("qdrant", {}),
     "keyless": (None, {}),
 }
 PRECISIONS = {

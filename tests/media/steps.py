@@ -19,7 +19,7 @@ import knnstore
 import knnstore.space
 from knnstore.catalog import Identity, NewDocument
 from knnstore.cli import main
-from knnstore.datastore import record_ids, registry, tokens_of
+from knnstore.datastore import tokens_of
 from knnstore.errors import KnnstoreError
 from knnstore.store import KNNStore, Selection
 
@@ -27,7 +27,6 @@ DIM = 64
 ENGINES: dict[str, dict[str, Any]] = {
     "faiss": {"index": "IVF4,Flat"},
     "hnswlib": {"exact_up_to": 100},
-    "qdrant": {},
     "cells": {"cells": 4},
 }
 IDENTITY = Identity("none", "0" * 64, "0" * 64, "key", DIM, "l2", 1000, 16, 8)
@@ -61,8 +60,6 @@ def open_to_others(home: str, tokens: int, umask: int) -> None:
         places = [Path(home)]
         while places:
             place = places.pop()
-            if place.name == "qdrant-shard":  # the engine's own, in a folder that is closed
-                continue
             if place.stat().st_mode & 0o077:
                 seen.add(place)
             elif place.is_dir():
@@ -107,14 +104,6 @@ def optimize_unchecked(home: str) -> None:
     knnstore.space.MARGIN = -(1 << 60)
     with knnstore.open(home, "a") as store:
         store.optimize()
-
-
-def fill_and_add_points(folder: str, points: int) -> None:
-    """Use Qdrant's engine without a store, on a disk that becomes full meanwhile."""
-    with registry.load("qdrant").open(folder, dim=DIM) as opened:
-        fill(Path(folder).parent)
-        tokens, keys = of_document("a", points)
-        opened.add(record_ids(np.arange(points), tokens), keys, np.zeros(points, np.int32))
 
 
 def fill_and_remove(home: str, *ids: str) -> None:
@@ -175,7 +164,6 @@ STEPS: dict[str, Callable[..., None]] = {
     "erase": erase,
     "optimize_unchecked": optimize_unchecked,
     "open_to_others": open_to_others,
-    "fill_and_add_points": fill_and_add_points,
     "fill_and_remove": fill_and_remove,
     "age": age,
     "check": check,

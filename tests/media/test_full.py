@@ -1,7 +1,5 @@
 """A disk that is full, or too small for what is asked."""
 
-import errno
-import os
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +8,7 @@ import pytest
 from knnstore.datastore import record_ids, registry
 
 N = 1000
-ROOMY = {"faiss": 24 << 20, "cells": 24 << 20, "hnswlib": 24 << 20, "qdrant": 400 << 20}
+ROOMY = {"faiss": 24 << 20, "cells": 24 << 20, "hnswlib": 24 << 20}
 IDS = ["a", "b", "c", "d"]
 
 
@@ -42,7 +40,7 @@ def test_a_full_disk_can_be_read_and_removed_from(engine, disk, steps) -> None:
     steps.well("command", "remove", "--document", "a", "--home", home)
     full.fill()
     steps.well("command", "remove", "--domain", "y", "--yes", "--home", home)
-    assert full.free or engine == "qdrant"  # which keeps its files as they are
+    assert full.free
     assert steps.well("check", home, N).ids == ["b"]
     full.relieve()
     steps.well("add", home, "x", ["a"], N)
@@ -218,7 +216,6 @@ def test_the_catalog_needs_room_where_the_keys_are_on_another_disk(disk, steps, 
         *(("faiss", size << 10, True) for size in (1100, 2000)),
         ("hnswlib", 1600 << 10, True),
         *(("cells", size << 10, True) for size in (1100, 2000)),
-        *(("qdrant", size << 20, False) for size in (120, 180)),
     ],
 )
 def test_a_disk_of_any_size(engine, size, unchecked, disk, steps) -> None:
@@ -266,37 +263,6 @@ def test_an_index_that_finds_no_room_names_the_disk(engine, disk, steps) -> None
     assert steps.well("check", home, 20_000).ids == ["a"]
     full.relieve()
     steps.well("command", "optimize", "--home", home)
-
-
-@pytest.mark.slow
-def test_the_disk_refuses_and_not_the_kernel(disk, steps) -> None:
-    """Qdrant's engine writes through maps: where that finds no space, the process ends by a signal."""
-    full = disk(200 << 20)
-    assert "adding 2,000 points needs" in steps.refused("fill_and_add_points", full.path / "keys", 2000)
-
-
-def test_a_copy_where_the_kernel_copies_nothing(tmp_path, monkeypatch) -> None:
-    pytest.importorskip("qdrant_edge")
-    from knnstore_qdrant.copying import copy_directory
-
-    source = tmp_path / "source"
-    (source / "deep").mkdir(parents=True)
-    content = os.urandom(3 << 20)
-    with (source / "deep" / "file").open("wb") as file:
-        file.seek(5 << 20)
-        file.write(content)
-        file.truncate(20 << 20)
-    for number, error in enumerate((None, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS)):
-        if error is not None:
-
-            def refuse(*_arguments: int, code: int = error) -> int:
-                raise OSError(code, os.strerror(code))
-
-            monkeypatch.setattr(os, "copy_file_range", refuse)
-        copy_directory(source, tmp_path / str(number))
-        copied = tmp_path / str(number) / "deep" / "file"
-        assert copied.read_bytes() == (source / "deep" / "file").read_bytes()
-        assert copied.stat().st_blocks * 512 < 5 << 20
 
 
 @pytest.mark.slow

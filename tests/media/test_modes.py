@@ -8,7 +8,7 @@ N = 300
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["faiss", "hnswlib", "qdrant"])
+@pytest.mark.parametrize("engine", ["faiss", "hnswlib"])
 def test_nobody_else_can_read_what_is_written(engine, tmp_path, steps) -> None:
     home = tmp_path / "home"
     steps.well("create", home, engine, umask=0)

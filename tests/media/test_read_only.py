@@ -32,9 +32,7 @@ def home(disk, steps) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    "engine", ["faiss", *(pytest.param(engine, marks=pytest.mark.slow) for engine in ("hnswlib", "qdrant"))]
-)
+@pytest.mark.parametrize("engine", ["faiss", pytest.param("hnswlib", marks=pytest.mark.slow)])
 def test_it_can_be_read(engine, disk, steps) -> None:
     medium = disk(400 << 20)
     home = medium.path / "home"

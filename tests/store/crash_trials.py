@@ -38,7 +38,6 @@ ENGINES: dict[str, tuple[str, dict[str, object]]] = {
     "exact": ("faiss", {}),
     "lists": ("faiss", {"index": "IVF2,SQ8", "nprobe": 2}),
     "graphs": ("hnswlib", {"exact_up_to": 0}),
-    "qdrant": ("qdrant", {}),
     "coded": ("cells", {"cells": 2, "codes": "int8", "coded_from": 8}),
 }
 """Adapters with parameters by which a few records have an index; only "exact" is killed at every passage."""

@@ -22,11 +22,10 @@ def stored_checksums(home: Path) -> dict[int, str]:
 
 
 @pytest.fixture
-def qdrant(home, identity, writer_of, request):
-    """Documents in Qdrant's engine in this process, keys among them that are hard to round."""
-    pytest.importorskip("qdrant_edge")
-    params = {"datatype": getattr(request, "param", "float32")}
-    with KNNStore.create(home, identity, store="qdrant", params=params) as store:
+def qdrant(home, identity, writer_of, request, qdrant_server):
+    """Documents on a Qdrant server, keys among them that are hard to round."""
+    params = {"datatype": getattr(request, "param", "float32"), "grpc_port": qdrant_server.grpc_port}
+    with KNNStore.create(home, identity, store="qdrant", location=qdrant_server.url, params=params) as store:
         writer = writer_of(store)
         writer.add("law", "1", "2")
         awkward = writer.rng.standard_normal((3, 8)) * np.array([[1e-6], [1e-9], [1e4]])
@@ -39,55 +38,22 @@ def qdrant(home, identity, writer_of, request):
     return writer
 
 
-def flip_a_key(home: Path, key: np.ndarray) -> None:
-    """Flip the last bit of a component of a key, wherever a file has it."""
-    places = []
-    for path in (home / "keys").rglob("*"):
-        content = bytearray(path.read_bytes()) if path.is_file() else bytearray()
-        at = content.find(key.tobytes())
-        if at >= 0:
-            content[at] ^= 1
-            path.write_bytes(content)
-            places.append(path)
-    assert places
-
-
 @pytest.mark.parametrize("qdrant", PRECISIONS, indirect=True)
-def test_one_flipped_bit_is_named_with_its_document(qdrant, home, request) -> None:
-    dtype = PRECISIONS[request.node.callspec.params["qdrant"]]
-    with KNNStore.open(home, "a") as store:
-        assert store.verify() == []
-    flip_a_key(home, qdrant.keys["law", "2"][7].astype(dtype))
-    with KNNStore.open(home) as reader:
-        (problem,) = reader.verify()
-        assert "'2' of domain 'law'" in problem
-    with KNNStore.open(home, "a") as store:
-        assert len(store.repair()) == 1
-        with pytest.raises(CorruptDatastoreError, match="'2' of domain 'law'"):
-            store.move("faiss", "elsewhere")
-        store.abandon_move()
-        store.remove_document("2")
-        qdrant.store = store
-        qdrant.add("law", "2")
-        assert store.verify() == []
-        store.move("faiss", "elsewhere")
-
-
-@pytest.mark.parametrize("qdrant", PRECISIONS, indirect=True)
-def test_whatever_is_done_to_a_store_its_checksums_fit(qdrant, home) -> None:
+def test_whatever_is_done_to_a_store_its_checksums_fit(qdrant, home, qdrant_server) -> None:
+    url, ports = qdrant_server.url, {"grpc_port": qdrant_server.grpc_port}
     with KNNStore.open(home, "a") as store:
         qdrant.store = store
         qdrant.add("law", "1", n=30)  # replaced
         store.remove_document("a")
         store.optimize()
         assert store.verify() == []
-        store.move("qdrant", "half", params={"datatype": "float16"})
+        store.move("qdrant", url, params={"collection": "half", "datatype": "float16", **ports})
         assert store.verify() == []
         assert len(stored_checksums(home)) == 3
         store.move("hnswlib", "graphs")
         assert store.verify() == []
         assert stored_checksums(home) == {}
-        store.move("qdrant", "back")
+        store.move("qdrant", url, params={"collection": "back", **ports})
         assert store.verify() == []
         assert len(stored_checksums(home)) == 3
 
@@ -113,25 +79,6 @@ def test_a_kill_makes_no_sound_store_look_damaged(qdrant, home, writer_of, kille
     with KNNStore.open(home, "a") as store:
         assert store.verify() == []
         assert len(stored_checksums(home)) == store.info()["documents"]
-
-
-@pytest.mark.parametrize("field", ["position", "group"])
-def test_an_index_that_hides_records_is_noticed_and_made_anew(qdrant, home, field) -> None:
-    """Qdrant checks none of what it finds points by; a low bit moves a record by a place or two."""
-    with KNNStore.open(home) as store:
-        truth = [records.ids.tolist() for records in store.records()]
-    (page,) = [path for path in (home / "keys").rglob("page_0.dat") if field in path.parent.name]
-    content = bytearray(page.read_bytes())
-    content[np.flatnonzero(np.frombuffer(content, np.uint8))[7]] ^= 2
-    page.write_bytes(content)
-    with KNNStore.open(home) as reader:
-        (problem,) = reader.verify()
-        assert "`knnstore repair` makes them anew" in problem
-    with KNNStore.open(home, "a") as store:
-        assert store.repair() == []
-    with KNNStore.open(home) as reader:
-        assert reader.verify() == []
-        assert [records.ids.tolist() for records in reader.records()] == truth
 
 
 def test_keys_of_a_strangers_adapter_are_checked_too(home, identity, writer_of, monkeypatch) -> None:

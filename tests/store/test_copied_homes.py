@@ -20,7 +20,7 @@ from knnstore.datastore import registry
 from knnstore.errors import KnnstoreError, NotOwnerError
 from knnstore.store import KNNStore
 
-ENGINES = {"cells": "faiss", "faiss": "faiss", "hnswlib": "hnswlib", "qdrant": "qdrant_edge"}
+ENGINES = {"cells": "faiss", "faiss": "faiss", "hnswlib": "hnswlib"}
 
 
 @pytest.fixture(params=ENGINES)
@@ -294,7 +294,7 @@ def alone() -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["faiss", "qdrant"], indirect=True)
+@pytest.mark.parametrize("engine", ["faiss"], indirect=True)
 @pytest.mark.parametrize("inner", [False, True], ids=["keys", "folder-of-keys"])
 def test_a_mount_of_the_keys_is_not_written(victim, inner, writer_of, alone) -> None:
     """A bind mount is a folder of the copy by its path and its device, and shows the original's files."""

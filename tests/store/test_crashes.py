@@ -1,6 +1,6 @@
 import pytest
 
-NEEDS = {"exact": "faiss", "lists": "faiss", "graphs": "hnswlib", "qdrant": "qdrant_edge", "coded": "torch"}
+NEEDS = {"exact": "faiss", "lists": "faiss", "graphs": "hnswlib", "coded": "torch"}
 AT_LEAST = {
     ("exact", "ingest"): (44, 30),
     ("exact", "replace"): (64, 45),
@@ -14,8 +14,6 @@ AT_LEAST = {
     # Keys are coded file by file: most kills leave one for recovery, which has one point then, where the
     # trials kill it at its first to eighth in turn.
     ("coded", "compact"): (16, 3),
-    ("qdrant", "replace"): (28, 20),
-    ("qdrant", "remove-domain"): (15, 10),
 }
 """How often a writer is killed in each operation, and again in the recovery, at least."""
 
@@ -32,9 +30,9 @@ def test_nothing_is_lost_or_half_there_wherever_a_writer_is_killed(
     assert report["recoveries_killed"] >= recoveries
 
 
-def test_every_engine_is_killed_and_five_hundred_kills_are_survived() -> None:
+def test_every_engine_is_killed_and_hundreds_of_kills_are_survived() -> None:
     assert {NEEDS[engine] for engine, _ in AT_LEAST} == set(NEEDS.values())
-    assert sum(writers + recoveries for writers, recoveries in AT_LEAST.values()) >= 500
+    assert sum(writers + recoveries for writers, recoveries in AT_LEAST.values()) >= 450
 
 
 @pytest.mark.slow

@@ -29,7 +29,6 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "exact": ("faiss", {"index": "exact"}),
     "inverted files": ("faiss", {"index": "IVF4,SQ8"}),
     "graphs": ("hnswlib", {"exact_up_to": 100}),
-    "qdrant": ("qdrant", {"datatype": "float16"}),
 }
 
 Needles = dict[str, list[bytes]]
@@ -112,9 +111,7 @@ def is_whole(store: KNNStore, *names: str) -> None:
     [one if one == next(iter(ENGINES)) else pytest.param(one, marks=pytest.mark.slow) for one in ENGINES],
 )
 def test_no_byte_of_what_was_removed_is_left(tmp_path: Path, engine: str) -> None:
-    pytest.importorskip(
-        {"qdrant": "qdrant_edge", "cells": "torch"}.get(ENGINES[engine][0], ENGINES[engine][0])
-    )
+    pytest.importorskip({"cells": "torch"}.get(ENGINES[engine][0], ENGINES[engine][0]))
     home = tmp_path / "home"
     with make(home, *ENGINES[engine]) as store:
         add(store, "a", "b", "c", "d")
@@ -125,11 +122,10 @@ def test_no_byte_of_what_was_removed_is_left(tmp_path: Path, engine: str) -> Non
         add(store, "g")
         store.remove_document("id-d")
         store.remove_domain("news")
-        ids = "ids" if engine.startswith("qdrant") else "packed"
-        assert {ids, "half keys"} <= seen(gone, home).keys()  # removing alone leaves them
+        assert {"packed", "half keys"} <= seen(gone, home).keys()  # removing alone leaves them
         erased = store.erase()
         assert seen(gone, home) == {}
-        assert seen(kept, home).keys() >= {ids, "tokens", "half keys", "text"}
+        assert seen(kept, home).keys() >= {"packed", "tokens", "half keys", "text"}
         assert erased.unreached == ()
         assert erased.records == 3 * TOKENS
         is_whole(store, "a", "c", "g")
@@ -370,22 +366,25 @@ class TestOnPostgresql:
 
 
 @pytest.mark.slow
-def test_old_keys_that_could_not_be_erased_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_keys_that_could_not_be_erased_are_named(
+    tmp_path: Path, qdrant_server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object, **__: object) -> None:
         raise StoreUnavailableError("nobody answers")
 
     home = tmp_path / "home"
-    with make(home, "qdrant", {}) as store:
+    place, params = {"location": qdrant_server.url}, {"grpc_port": qdrant_server.grpc_port}
+    with make(home, "qdrant", params, **place) as store:
         add(store, "a", "b")
         gone = needles(store, "b")
         store.remove_document("id-b")
         with monkeypatch.context() as broken:
             broken.setattr(QdrantDatastore, "erase", fail)
-            (line,) = store.erase().unreached
-        assert line == "qdrant at keys: nobody answers; the next writer tries again"
+            unreached = store.erase().unreached
+        assert f"qdrant at {qdrant_server.url}: nobody answers; the next writer tries again" in unreached
     with KNNStore.open(home, "a") as store:
         is_whole(store, "a")
-    assert seen(gone, home) == {}
+    assert seen(gone, tmp_path) == {}
 
 
 @pytest.mark.slow

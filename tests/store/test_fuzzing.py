@@ -24,7 +24,6 @@ def test_damaged_homes(count: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("engine", "every"), [("exact", 1), ("faiss", 1), ("hnswlib", 1), ("qdrant", 11)])
-def test_every_damage_to_every_kind_of_file(engine: str, every: int) -> None:
-    """Of Qdrant's many kinds each has one damage or two; all of them: `--grid --engine qdrant`."""
-    assert outcomes("--grid", "--engine", engine, "--every", str(every)) >= 7
+@pytest.mark.parametrize("engine", ["exact", "faiss", "hnswlib"])
+def test_every_damage_to_every_kind_of_file(engine: str) -> None:
+    assert outcomes("--grid", "--engine", engine) >= 7

@@ -86,9 +86,11 @@ class EmbeddedDatastore(ABC):
         write_owner(Path(location), owner)
 
     @property
-    @abstractmethod
     def capabilities(self) -> Capabilities:
-        """What this engine can do."""
+        """Features of this datastore: durable, in half precision, with one writer, and approximate."""
+        return Capabilities(
+            exact_search=False, exact_keys=False, persistent=True, shared_writers=False, checks_keys=True
+        )
 
     @abstractmethod
     def _is_indexed(self, group_rows: int) -> bool:

@@ -1,0 +1,432 @@
+"""The Qdrant adapter: a store is one collection on a server.
+
+`QdrantDatastore` is the adapter. The functions after it connect to a server and choose its API key.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.metadata import version
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+import httpx
+import numpy as np
+from packaging.version import InvalidVersion, Version
+from qdrant_client import QdrantClient
+
+from knnstore.datastore import (
+    BATCH_SIZE,
+    Capabilities,
+    Datastore,
+    Filter,
+    Groups,
+    IdRanges,
+    Ids,
+    Keys,
+    Metric,
+    Mode,
+    Neighbors,
+    checked_k,
+    checked_keys,
+    checked_records,
+    read_keys,
+    read_secret,
+)
+from knnstore.errors import ConfigError, DatastoreClosedError, KnnstoreError, ReadOnlyError
+from knnstore_qdrant.collection import Attempts, Collection
+from knnstore_qdrant.points import (
+    Condition,
+    GrpcPoints,
+    ServerPoints,
+    answers_over_grpc,
+    condition_from_filter,
+    condition_from_ranges,
+)
+from knnstore_qdrant.qdrant_options import Options
+
+_NEIGHBORS_AT_ONCE = 1 << 14
+"""Largest number of neighbors in one answer: each is a Python object for a moment."""
+_ANSWER_BYTES = 8 << 20
+"""Largest size in bytes of the vectors in one answer."""
+_IDS_AT_ONCE = 10_000
+"""Largest number of ids in one answer without vectors."""
+
+API_KEY_VARIABLE = "KNNSTORE_QDRANT_API_KEY"
+"""Environment variable with the API keys of servers, separated by spaces.
+
+KNNSTORE_QDRANT_API_KEY_FILE may name a file with the same content instead.
+"""
+
+SERVER_VARIABLE = "KNNSTORE_QDRANT_URL"
+"""Environment variable with the addresses of the servers of these keys, in the same order."""
+
+_HOW_TO_GIVE_A_KEY = (
+    f"give the key in {API_KEY_VARIABLE}, or in a file that {API_KEY_VARIABLE}_FILE names, and the address "
+    f"of its server in {SERVER_VARIABLE}"
+)
+
+_log = logging.getLogger(__name__)
+_compared: set[str] = set()
+"""Addresses of the servers whose version was compared already."""
+
+
+class QdrantDatastore:
+    """Vectors in a collection on a Qdrant server.
+
+    The id of a point is the record's id; the payload has the record's group and position, both indexed. A
+    search of the graph that finds fewer than k neighbors is repeated exactly.
+
+    Args:
+        points: the points of the open collection.
+        dim: number of components of a vector.
+        metric: metric of the distances.
+        mode: see `Datastore.open`.
+    """
+
+    def __init__(self, points: ServerPoints, dim: int, metric: Metric, mode: Mode) -> None:
+        self._dim, self._metric, self._mode = dim, metric, mode
+        self._points = points
+        self._closed = False
+        self._closing = threading.Lock()
+
+    @classmethod
+    def open(
+        cls, location: str | Path, *, dim: int, metric: Metric = Metric.L2, mode: Mode = "a", **params: Any
+    ) -> Self:
+        """Open or create a collection, over gRPC if the server answers there; see `Datastore.open`.
+
+        Args:
+            location: address of the server, ``http://HOST:PORT`` or ``https://HOST:PORT``.
+            dim: number of components of a vector, 1 to 65536.
+            metric: metric of the distances.
+            mode: see `Datastore.open`.
+            **params: see `Options`.
+
+        Raises:
+            ConfigError: the location is not an address, a parameter is not valid, or the environment does not
+                say which server an API key is for.
+            StoreUnavailableError: the server cannot be reached.
+            DatastoreNotFoundError, DatastoreExistsError, DatastoreMismatchError: see `Datastore.open`.
+        """
+        if not 1 <= dim <= 65536:
+            raise ConfigError(f"dim must be between 1 and 65536, got {dim}")
+        metric = Metric(metric)
+        options = Options.from_params(params)
+        if mode == "x" and options.api_key_file:
+            raise ConfigError(f"api_key_file is not read any more: {_HOW_TO_GIVE_A_KEY}")
+        with _connect(location, options) as collection:
+            collection.open(dim, metric, create=mode != "r", must_create=mode == "x")
+            _compare_versions(collection)
+            is_grpc = options.prefer_grpc and answers_over_grpc(collection)
+            points = (GrpcPoints if is_grpc else ServerPoints)(collection, dim, metric)
+        return cls(points, dim, metric, mode)
+
+    @classmethod
+    def erase(cls, location: str | Path, **params: Any) -> None:
+        """Delete the collection; without one, nothing happens. See `SupportsErase.erase`."""
+        with _connect(location, Options.from_params(params)) as collection:
+            collection.erase()
+            collection.client.close()
+
+    @classmethod
+    def record_size(cls, dim: int, **params: Any) -> int:
+        """Return the size of a point on the server's disk in bytes; see `SupportsSize.record_size`."""
+        return Options.from_params(params).point_size(dim)
+
+    @classmethod
+    def owner(cls, location: str | Path, **params: Any) -> str | None:
+        """Return the owner of the collection; see `SupportsOwner.owner`."""
+        with _connect(location, Options.from_params(params)) as collection:
+            owner = collection.owner()
+            collection.client.close()
+        return owner
+
+    @classmethod
+    def claim(cls, location: str | Path, owner: str, **params: Any) -> None:
+        """Save a new owner of the collection; see `SupportsOwner.claim`."""
+        with _connect(location, Options.from_params(params)) as collection:
+            collection.claim(owner)
+            collection.client.close()
+
+    @classmethod
+    def beside(cls, location: str | Path, **params: Any) -> dict[str, Any]:
+        """Choose an unused name for a copy of the collection; see `SupportsBeside.beside`."""
+        options = Options.from_params(params)
+        with _connect(location, options) as collection:
+            answer = collection.attempts.read(collection.client.get_collections)
+            collection.client.close()
+        used = {description.name for description in answer.collections}
+        stem = options.collection.rstrip("0123456789").removesuffix("-")
+        return {"collection": next(name for i in count(2) if (name := f"{stem}-{i}") not in used)}
+
+    @property
+    def dim(self) -> int:
+        """Number of components of a vector."""
+        return self._dim
+
+    @property
+    def metric(self) -> Metric:
+        """Metric of the distances."""
+        return self._metric
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Features of this collection."""
+        return Capabilities(
+            exact_search=self._points.exact_search,
+            exact_keys=self._points.exact_keys,
+            persistent=True,
+            shared_writers=True,
+        )
+
+    def add(self, ids: Ids, keys: Keys, groups: Groups) -> None:
+        """Add records, and replace records with the same ids; see `Datastore.add`.
+
+        After an error some of the records may be stored: adding them again completes the change.
+        """
+        points = self._writable_points()
+        ids, keys, groups = checked_records(ids, keys, groups, self._dim)
+        if len(ids):
+            points.upsert(ids, keys, groups)
+
+    def search(self, queries: Keys, k: int, *, where: Filter | None = None) -> Neighbors:
+        """Return the k nearest records of each query; see `Datastore.search`."""
+        points, k = self._open_points(), checked_k(k)
+        queries = checked_keys(queries, self._dim, what="queries")
+        condition = None if where is None else condition_from_filter(where, self._read_ids)
+        if not len(queries) or (condition is not None and not condition):
+            return Neighbors.nothing(len(queries), k)
+        size = max(1, _NEIGHBORS_AT_ONCE // k)
+        batches = [
+            self._search_batch(points, queries[start : start + size], k, condition)
+            for start in range(0, len(queries), size)
+        ]
+        return Neighbors.joined(batches, axis=0)
+
+    def delete(self, ids: IdRanges) -> None:
+        """Delete all records in the ranges; see `Datastore.delete`."""
+        points = self._writable_points()
+        condition = condition_from_ranges(ids, self._read_ids)
+        if condition:
+            points.delete(condition)
+
+    def count(self) -> int:
+        """Return the number of records."""
+        return self._open_points().count()
+
+    def iterate(
+        self, *, ids: IdRanges | None = None, batch_size: int = BATCH_SIZE
+    ) -> Iterator[tuple[Ids, Keys, Groups]]:
+        """Yield every record once, by ascending id; see `Datastore.iterate`."""
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        condition = None if ids is None else condition_from_ranges(ids, self._read_ids)
+        if condition is not None and not condition:
+            return
+        limit = min(batch_size, max(1, _ANSWER_BYTES // (4 * self._dim)))
+        yield from self._scroll(limit, condition, keys=True)
+
+    def get(self, ids: Ids) -> Keys:
+        """Return the keys of some records; see `SupportsGet.get`."""
+        return read_keys(self, ids)
+
+    def flush(self) -> None:
+        """Do nothing: each change was durable when its call returned. See `Datastore.flush`."""
+        self._open_points()
+
+    def optimize(self) -> None:
+        """Wait until the server has indexed all records and freed the space of deleted ones.
+
+        Until then, records that are not indexed are compared with each query. Call it after adding many.
+        """
+        self._writable_points().optimize()
+
+    def close(self) -> None:
+        """Close the connections; a second call does nothing."""
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+        self._points.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open_points(self) -> ServerPoints:
+        """Return the points, or raise `DatastoreClosedError` if the store was closed."""
+        if self._closed:
+            raise DatastoreClosedError("this Qdrant store was closed; open it again")
+        return self._points
+
+    def _writable_points(self) -> ServerPoints:
+        """Return the points, or raise `ReadOnlyError` if the store was opened for reading."""
+        points = self._open_points()
+        if self._mode == "r":
+            raise ReadOnlyError("this Qdrant store was opened for reading; open it with mode 'a' to write")
+        return points
+
+    @staticmethod
+    def _search_batch(points: ServerPoints, queries: Keys, k: int, condition: Condition | None) -> Neighbors:
+        """Search the graph, and repeat exactly each search that found fewer than k neighbors."""
+        neighbors = points.query(queries, k, condition, exact=points.exact_search)
+        short = np.flatnonzero(neighbors.ids[:, -1] < 0)
+        if len(short) and not points.exact_search:
+            # Either few points match, or the graph of the matching points is not connected.
+            neighbors.put(short, points.query(queries[short], k, condition, exact=True))
+        return neighbors
+
+    def _scroll(
+        self, limit: int, condition: Condition | None, *, keys: bool
+    ) -> Iterator[tuple[Ids, Keys, Groups]]:
+        """Yield all points that a condition selects, `limit` at a time; see `ServerPoints.scroll`.
+
+        Raises `DatastoreClosedError` if the store is closed during the iteration.
+        """
+        first, size = 0, limit
+        while size >= limit:
+            batch = self._open_points().scroll(first, limit, condition, keys=keys)
+            size = len(batch[0])
+            if size:
+                first = int(batch[0][-1]) + 1  # read before `yield`: the caller may change the arrays
+                yield batch
+
+    def _read_ids(self, condition: Condition) -> Ids:
+        """Return the ids of all points that a condition selects, ascending."""
+        batches = self._scroll(_IDS_AT_ONCE, condition, keys=False)
+        return np.concatenate([np.empty(0, np.int64), *(ids for ids, _, _ in batches)])
+
+
+_conforms: type[Datastore] = QdrantDatastore  # a type checker compares every signature here
+
+
+@contextmanager
+def _connect(location: str | Path, options: Options) -> Iterator[Collection]:
+    """Yield a collection that is not open yet; its connections are closed if the block raises an error.
+
+    Raises:
+        ConfigError: the location is not the address of a server, or no API key can be chosen for it.
+    """
+    _refuse_folder(location)
+    url = str(location)
+    place = _check_address(url)
+    attempts = Attempts(place, options.timeout)
+    key = _api_key(place)
+    if options.api_key_file and key is None:
+        raise ConfigError(
+            f"the store names an api_key_file for {place}, which is not read any more: {_HOW_TO_GIVE_A_KEY}"
+        )
+    client = QdrantClient(
+        url,
+        grpc_port=options.grpc_port,
+        prefer_grpc=False,  # `GrpcPoints` calls gRPC directly
+        headers={"api-key": key} if key else None,
+        timeout=max(1, round(options.timeout)),
+        check_compatibility=False,
+        verify=place.startswith("https"),  # for http, loading certificates would take longer than opening
+        limits=httpx.Limits(max_keepalive_connections=options.parallel),
+        grpc_options={  # by default, gRPC waits up to two minutes before it reconnects
+            "grpc.initial_reconnect_backoff_ms": 100,
+            "grpc.min_reconnect_backoff_ms": 100,
+            "grpc.max_reconnect_backoff_ms": 1000,
+        },
+    )
+    client.http.client.add_middleware(attempts.limit)
+    try:
+        yield Collection(client, attempts, options)
+    except BaseException:
+        client.close()
+        raise
+
+
+def _compare_versions(collection: Collection) -> None:
+    """Log a warning, once for each server, if server and client are more than one minor version apart."""
+    place = collection.attempts.place
+    if place in _compared:
+        return
+    _compared.add(place)
+    client = version("qdrant-client")
+    with suppress(KnnstoreError, InvalidVersion):  # the version is not needed to open the collection
+        server = collection.attempts.open(collection.client.info).version
+        ours, theirs = Version(client).release, Version(server).release
+        if ours[0] != theirs[0] or abs(ours[1] - theirs[1]) > 1:
+            _log.warning(
+                "%s runs Qdrant %s, and the client here is %s: they are made to work together up to one "
+                "minor version apart; install another qdrant-client, or upgrade the server",
+                place,
+                server,
+                client,
+            )
+
+
+def _refuse_folder(location: str | Path) -> None:
+    """Raise `ConfigError` if a location is a folder, in which older versions kept keys with `qdrant_edge`."""
+    if "://" in str(location):
+        return
+    if Path(location, "qdrant-shard").exists():
+        raise ConfigError(
+            f"{location} has keys that an older knnstore kept with Qdrant's engine in a folder, which is not "
+            "supported any more: move them with that version (`knnstore move --store cells`) or make the "
+            "store anew"
+        )
+    raise ConfigError(
+        "the engine qdrant needs a server: give its address (--location http://HOST:PORT), or keep the keys "
+        "in a folder with another engine (--store cells)"
+    )
+
+
+def _check_address(url: str) -> str:
+    """Return the normalized address of a server, which contains no secret.
+
+    Raises:
+        ConfigError: the URL is not an address, or contains a password or a key.
+    """
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise ConfigError(f"the location is no address of a server: {error}") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError("the location of a Qdrant server is http://HOST:PORT or https://HOST:PORT")
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise ConfigError(
+            f"the address of {parts.hostname} holds more than a place: the API key belongs in "
+            f"{API_KEY_VARIABLE}"
+        )
+    return f"{parts.scheme}://{parts.hostname}:{port or 6333}{parts.path.rstrip('/')}"
+
+
+def _api_key(place: str) -> str | None:
+    """Return the API key that the environment has for the server at an address, or None.
+
+    The address comes from the store, which may be from a stranger. So a key is sent only to the server that
+    the user named with the key, and a file that the store names is never read.
+
+    Raises:
+        ConfigError: the numbers of keys and servers differ, the name of a server is not an address, a key
+            cannot be sent as a header, or the file of keys cannot be read.
+    """
+    keys = (read_secret(API_KEY_VARIABLE) or "").split()
+    servers = [_check_address(url) for url in os.environ.get(SERVER_VARIABLE, "").split()]
+    if keys and servers and len(keys) != len(servers):
+        raise ConfigError(
+            f"{API_KEY_VARIABLE} holds {len(keys)} keys and {SERVER_VARIABLE} names {len(servers)} servers: "
+            "give each key its server, in the same order"
+        )
+    key = dict(zip(servers, keys, strict=False)).get(place)
+    if key is not None and not (key.isascii() and key.isprintable()):
+        raise ConfigError(f"the key in {API_KEY_VARIABLE} for {place} has characters that no key has")
+    return key
+
+
+_NEIGHBORS_AT_ONCE = 1 << 14  # in one answer: each is a Python object for a moment
