@@ -97,8 +97,8 @@ def open_regular(path: str | Path, root: Path | None = None) -> IO[bytes]:
 
     Args:
         path: path of the file. Links are followed.
-        root: folder that the file must be in, or None. A link that leads out of the folder is refused, also if
-            it is created during this call.
+        root: folder that the file must be in, or None. A link that leads out of the folder is refused, also
+            if it is created during this call.
 
     Raises:
         OSError: the file cannot be opened.
@@ -158,8 +158,8 @@ def _open_inside(path: str | Path, root: Path) -> int:
 def too_large_error(subject: str) -> RefusedError:
     """Return the error for a `subject`, such as "the line", that is longer than `MAX_DOCUMENT_BYTES`."""
     return RefusedError(
-        f"{subject} has more than {MAX_DOCUMENT_BYTES >> 20} MiB, the most that a document may have: divide it, "
-        "or write many documents into a .jsonl",
+        f"{subject} has more than {MAX_DOCUMENT_BYTES >> 20} MiB, the most that a document may have: divide "
+        "it, or write many documents into a .jsonl",
         Reason.TOO_LARGE,
     )
 

@@ -25,7 +25,7 @@ from knnstore.errors import InputError
 
 _UNSEEN = frozenset(("script", "style", "template", "noscript", "svg", "iframe", "object", "canvas"))
 _BLOCKS = frozenset(
-    (
+    (  # noqa: SIM905  # a list would take a line for each name
         "address article aside blockquote body br caption center dd details dialog dir div dl dt fieldset "
         "figcaption figure footer form h1 h2 h3 h4 h5 h6 head header hr html legend li main menu nav ol "
         "option p pre search section select summary table tbody textarea tfoot thead title tr ul"
@@ -173,7 +173,7 @@ _KINDS = ("markdown", "code", "heading")
 
 
 def notebook_document(source: Source) -> TextDocument:
-    """Read a notebook: its markdown and code cells in order, with an empty line between them, without outputs.
+    """Read a notebook: its markdown and code cells in order, separated by empty lines, without outputs.
 
     Raises:
         InputError: the file is not a notebook, or has no text; says why.
@@ -241,7 +241,7 @@ def read_mailbox(source: Source, _: Fields) -> Iterator[Entry]:
 def _split_mailbox(source: Source) -> Iterator[tuple[int, bytes]]:
     """Yield the number of the first line and the bytes of each message of a mailbox.
 
-    A message begins at a line "From ..." that follows an empty line and has a date or is followed by a header.
+    A message begins at a line "From ..." after an empty line, if the line has a date or a header follows it.
     """
     message: list[bytes] = []
     begin, size, number, is_open, is_after_empty = 0, 0, 0, False, True

@@ -1,14 +1,14 @@
-"""The conformance kit: everything that a `Datastore` promises, as tests that an adapter inherits.
+"""The conformance kit: tests of all promises of `Datastore`, which the tests of an adapter inherit.
 
-An adapter's whole test file::
+The complete test file of an adapter::
 
     from knnstore.testing import DatastoreTests
 
     class TestMilvusDatastore(DatastoreTests):
         datastore_class = MilvusDatastore
 
-A server adapter also overrides the fixture `location` with one that gives an empty place for each
-test. See `knnstore.testing.base.KitBase` for all that can be set.
+The tests of a server's adapter also override the fixture `location`, so that each test gets an empty
+location. See `knnstore.testing.base.KitBase` for all settings.
 """
 
 from pkgutil import iter_modules
@@ -21,18 +21,17 @@ except ImportError as error:
         "knnstore.testing needs pytest and hypothesis: pip install pytest hypothesis"
     ) from error
 
-# Without this pytest would explain no assertion that fails in these modules.
+# Without this, pytest would not explain failed assertions of these modules.
 pytest.register_assert_rewrite(*(f"{__name__}.{module.name}" for module in iter_modules(__path__)))
 
-from knnstore.testing.adding import AddTests  # noqa: E402
-from knnstore.testing.concurrency import ConcurrencyTests  # noqa: E402
-from knnstore.testing.durability import DurabilityTests  # noqa: E402
-from knnstore.testing.filtering import FilterTests  # noqa: E402
-from knnstore.testing.lifecycle import LifecycleTests  # noqa: E402
-from knnstore.testing.removing import RemoveAndIterateTests  # noqa: E402
-from knnstore.testing.searching import SearchTests  # noqa: E402
-from knnstore.testing.stateful import DatastoreStateMachine, RandomHistoryTests  # noqa: E402
-from knnstore.testing.visiting import VisitTests  # noqa: E402
+from knnstore.testing.changing import AddTests, RemoveAndIterateTests  # noqa: E402
+from knnstore.testing.histories import (  # noqa: E402
+    ConcurrencyTests,
+    DatastoreStateMachine,
+    RandomHistoryTests,
+)
+from knnstore.testing.searching import FilterTests, SearchTests, VisitTests  # noqa: E402
+from knnstore.testing.sessions import DurabilityTests, LifecycleTests  # noqa: E402
 
 __all__ = ["DatastoreStateMachine", "DatastoreTests"]
 
@@ -48,10 +47,10 @@ class DatastoreTests(
     ConcurrencyTests,
     RandomHistoryTests,
 ):
-    """All cases of the conformance kit; subclass it and name your `datastore_class`."""
+    """All cases of the conformance kit; a subclass sets `datastore_class`."""
 
     def test_no_case_is_missing_or_overridden(self) -> None:
-        """A subclass has every case of the kit as it stands; a known defect is declared as such.
+        """A subclass runs every case of the kit unchanged; a known defect is marked as an expected failure.
 
         If this fails, check that overridden cases carry `@pytest.mark.xfail(reason="...")`.
         """

@@ -1,4 +1,4 @@
-"""What the cases of the conformance kit share: fixtures, records, and an oracle of its own."""
+"""Fixtures, records and checks that the cases of the conformance kit share."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -29,26 +29,29 @@ from knnstore.datastore import (
 )
 
 ALL_IDS = IdRanges([(0, ID_LIMIT)])
-"""Every id that a record can have."""
+"""Range of all ids that a record can have."""
 
 _RTOL, _ATOL = 1e-4, 1e-3
-"""How far a distance computed in float32 may be off; below any difference that matters here."""
+"""Tolerances for distances computed in float32; smaller than all differences that the cases depend on."""
 
 
 OpenStore = Callable[..., Datastore]
-"""Opens a store at the test's location, closed when the test ends.
+"""Function that opens a store at the test's location, which is closed when the test ends.
 
-Its named arguments go before the kit's location, dim and params.
+Its keyword arguments replace the kit's location, dim and params.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """The arguments of one `add`."""
+    """Records, as the arguments of one `add`. `len`, indexing by rows and `+` are supported."""
 
     ids: Ids
+    """Ids, int64, shape (n,)."""
     keys: Keys
+    """Keys, float32, shape (n, dim)."""
     groups: Groups
+    """Groups, int32, shape (n,)."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -64,35 +67,35 @@ class Records:
         )
 
     def put(self, store: Datastore) -> Datastore:
-        """Add all of them in one call and give the store back."""
+        """Add all records in one call, and return the store."""
         store.add(self.ids, self.keys, self.groups)
         return store
 
     def matching(self, where: Filter | None) -> "Records":
-        """Those that a filter lets through."""
+        """Return the records that a filter selects; None selects all."""
         return self if where is None else self[where.ids.contains(self.ids)]
 
     def positions(self) -> IdRanges:
-        """Their positions in the corpus, each with room for any token: few ranges for many ids."""
+        """Return ranges of ids that cover the positions of these records, with any token."""
         positions = positions_of(self.ids)
         return ranges_of(positions, positions + 1)
 
     def of_groups(self, *groups: int) -> Filter:
-        """The filter for some groups, named both ways."""
+        """Return the filter that selects some groups, by their names and by the ids of their records."""
         chosen = self[np.isin(self.groups, groups)]
         return Filter(ids=chosen.positions(), groups=frozenset(groups))
 
 
 def half(array: NDArray[Any]) -> Keys:
-    """Round to half precision, so that every store can keep the values as they are."""
+    """Round to half precision, and return float32: values that every store can keep exactly."""
     return array.astype(np.float16).astype(np.float32)
 
 
 def sample(n: int, dim: int, *, seed: int = 0, first_position: int = 3) -> Records:
-    """Make records as a corpus would: documents of 50 tokens, spread over four groups.
+    """Return n records like those of a corpus: documents of 50 tokens in four groups.
 
-    There are gaps between the positions of documents. Keys are normally distributed
-    and representable in half precision.
+    There are gaps between the positions of documents. Keys are normally distributed and exact in half
+    precision.
     """
     rng = np.random.default_rng(seed)
     document = np.arange(n) // 50
@@ -103,12 +106,12 @@ def sample(n: int, dim: int, *, seed: int = 0, first_position: int = 3) -> Recor
 
 
 def some_queries(q: int, dim: int, *, seed: int = 1) -> Keys:
-    """Make normally distributed queries, shape (q, dim)."""
+    """Return normally distributed queries, float32, shape (q, dim)."""
     return np.random.default_rng(seed).standard_normal((q, dim)).astype(np.float32)
 
 
 def true_distances(queries: Keys, keys: Keys, metric: Metric) -> NDArray[np.float64]:
-    """Measure every query against every key in double precision; shape (q, n)."""
+    """Return the distance of every query to every key, computed in double precision, shape (q, n)."""
     exact_queries, exact_keys = queries.astype(np.float64), keys.astype(np.float64)
     if metric == Metric.IP:
         return np.asarray(-(exact_queries @ exact_keys.T))
@@ -118,16 +121,17 @@ def true_distances(queries: Keys, keys: Keys, metric: Metric) -> NDArray[np.floa
 def check_neighbors(
     found: Neighbors, records: Records, queries: Keys, k: int, metric: Metric, *, recall: float = 1.0
 ) -> None:
-    """Compare a search result with the truth.
+    """Check the result of a search against exact distances.
 
     Args:
-        found: what `search` returned.
-        records: everything it might find.
+        found: result of `search`.
+        records: all records that the search may find.
         queries: float32, shape (q, dim).
-        k: as given to `search`.
-        metric: the store's.
-        recall: the share of the true neighbors, counting equally distant ones as equal, that must
-            be there over all queries; 1 asks for an exact answer in every row.
+        k: argument of `search`.
+        metric: metric of the store.
+        recall: fraction of the true neighbors of all queries that must be found, where equally distant
+        records
+            may replace each other; 1 requires an exact answer in every row.
     """
     assert found.ids.shape == found.distances.shape == (len(queries), k), "the shape is not (q, k)"
     assert found.ids.dtype == np.int64, f"ids are {found.ids.dtype}, not int64"
@@ -138,18 +142,18 @@ def check_neighbors(
     hits = 0
     for ids, distances, true in zip(found.ids, found.distances, truth, strict=True):
         valid = int((ids != -1).sum())
-        assert (ids[valid:] == -1).all(), "missing neighbors (-1) stand before found ones"
+        assert (ids[valid:] == -1).all(), "missing neighbors (-1) are before other neighbors"
         assert (distances[valid:] == np.inf).all(), "a missing neighbor's distance is not +inf"
         orphans = [i for i in ids[:valid].tolist() if i not in row_of]
         assert not orphans, f"found ids that are not live or not in the filter: {orphans[:5]}"
-        assert len(set(ids[:valid].tolist())) == valid, "an id stands twice in one row"
+        assert len(set(ids[:valid].tolist())) == valid, "an id occurs twice in one row"
         assert (np.diff(distances[:valid]) >= 0).all(), "distances do not ascend"
         own = np.array([true[row_of[int(i)]] for i in ids[:valid]])
         np.testing.assert_allclose(distances[:valid], own, _RTOL, _ATOL, err_msg="wrong distances")
         furthest = np.partition(true, expected - 1)[expected - 1] if expected else -np.inf
         near_enough = int((own <= furthest + _ATOL + _RTOL * abs(furthest)).sum())
         assert recall < 1 or near_enough == expected, (
-            f"only {near_enough} of the {expected} nearest were found by a store that says it is exact"
+            f"only {near_enough} of the {expected} nearest were found, but `exact_search` is True"
         )
         hits += near_enough
     wanted = recall * expected * len(queries)
@@ -159,9 +163,9 @@ def check_neighbors(
 def check_search(
     store: Datastore, records: Records, k: int, queries: Keys | None = None, *, where: Filter | None = None
 ) -> Neighbors:
-    """Search a store that holds exactly these records and compare with the truth.
+    """Search a store that has exactly these records, check the result, and return it.
 
-    Without queries there are ten. Nine of ten neighbors must be found, by an exact store all of them.
+    Without `queries`, ten random ones are used. An exact store must find all neighbors, any other 90 %.
     """
     queries = some_queries(10, store.dim) if queries is None else queries
     found = store.search(queries, k, where=where)
@@ -171,13 +175,13 @@ def check_search(
 
 
 def contents(store: Datastore, *, ids: IdRanges | None = None, batch_size: int = BATCH_SIZE) -> Records:
-    """Read everything out of a store through `iterate`."""
+    """Return all records that `iterate` yields."""
     batches = store.iterate(ids=ids, batch_size=batch_size)
     return sum((Records(*batch) for batch in batches), sample(0, store.dim))
 
 
 def check_holds(store: Datastore, records: Records) -> None:
-    """Check that a store holds exactly these records (of keys that fit in half precision)."""
+    """Check that a store has exactly these records; their keys must be exact in half precision."""
     order = np.argsort(records.ids)
     held = contents(store)
     assert store.count() == len(records), f"count() is {store.count()}, {len(records)} records are live"
@@ -193,24 +197,24 @@ class KitBase:
     """The adapter under test."""
 
     params: ClassVar[dict[str, Any]] = {}
-    """Parameters for every `open`; must be representable in JSON."""
+    """Parameters of every `open`; values must be representable in JSON."""
 
     dim: ClassVar[int] = 16
-    """The number of components of the test's keys."""
+    """Number of components of the keys."""
 
     @pytest.fixture
     def location(self, tmp_path: Path) -> str | Path:
-        """Where the test's datastore is: nothing is there when the test begins."""
+        """Return the location of the test's datastore, which is empty when the test begins."""
         return tmp_path / "datastore"
 
     @pytest.fixture
     def unreachable_location(self) -> str | None:
-        """A location of which the server does not answer; None for an engine without a server."""
+        """Return a location whose server does not answer; None for an engine without a server."""
         return None
 
     @pytest.fixture
     def open_store(self, location: str | Path) -> Iterator[OpenStore]:
-        """A function that opens the datastore under test."""
+        """Yield a function that opens the datastore under test."""
         with ExitStack() as opened:
 
             def open_store(**overrides: Any) -> Datastore:
@@ -221,29 +225,29 @@ class KitBase:
 
     @pytest.fixture(params=list(Metric), ids=str)
     def metric(self, request: pytest.FixtureRequest) -> Metric:
-        """Each metric in turn."""
+        """Return each metric in turn."""
         return Metric(request.param)
 
     @pytest.fixture
     def records(self) -> Records:
-        """The 500 records of most tests: ten documents in four groups."""
+        """Return the 500 records of most tests: ten documents in four groups."""
         return sample(500, self.dim)
 
     @pytest.fixture
     def store(self, open_store: OpenStore, records: Records, metric: Metric) -> Datastore:
-        """A store that holds `records`, for each metric."""
+        """Return a store with `records`, for each metric."""
         return records.put(open_store(metric=metric))
 
 
 def require_get(store: Datastore) -> SupportsGet:
-    """Skip the test for a store that cannot read single records."""
+    """Return the store, or skip the test if the store cannot read single records."""
     if not isinstance(store, SupportsGet):
         pytest.skip("it has no get, which is optional")
     return store
 
 
 def require_persistent(store: Datastore) -> Datastore:
-    """Skip the test for a store that forgets everything when its process ends."""
+    """Return the store, or skip the test if the store keeps nothing after it is closed."""
     if not store.capabilities.persistent:
         pytest.skip("capabilities.persistent is False: nothing outlives the handle")
     return store

@@ -1,15 +1,39 @@
-"""Cases of the conformance kit: searching without a filter."""
+"""Cases of the conformance kit: searching, filters, and visiting cells (which is optional)."""
+
+from typing import Protocol
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from knnstore.datastore import Datastore, Metric, SupportsOptimize, record_ids
+from knnstore.datastore import (
+    Datastore,
+    Filter,
+    IdRanges,
+    Metric,
+    SupportsCells,
+    SupportsOptimize,
+    Visit,
+    Visits,
+    apart,
+    record_ids,
+)
 from knnstore.errors import DimensionMismatchError, InvalidVectorError
-from knnstore.testing.base import KitBase, OpenStore, Records, check_search, half, sample, some_queries
+from knnstore.testing.base import (
+    ALL_IDS,
+    KitBase,
+    OpenStore,
+    Records,
+    check_search,
+    half,
+    sample,
+    some_queries,
+    true_distances,
+)
 
 
 class SearchTests(KitBase):
-    """Needs: `open`, `add`."""
+    """Searching without a filter; uses `add`."""
 
     @pytest.mark.parametrize("k", [1, 10, 100])
     def test_finds_the_nearest(self, store: Datastore, records: Records, k: int) -> None:
@@ -153,3 +177,225 @@ class SearchTests(KitBase):
         records[50:150].put(store)
         check_search(store, records[50:], 20)
         assert store.count() == len(records) - 50
+
+
+class FilterTests(KitBase):
+    """Searching with a filter; uses `add` and `search` without a filter."""
+
+    @pytest.mark.parametrize("matching", [500, 250, 25, 1, 0])
+    def test_by_ids(self, store: Datastore, records: Records, matching: int) -> None:
+        """A filter of ids is honored, whether it lets everything, much, little or nothing through.
+
+        If this fails with little, check that the engine's own filter does not run out of candidates;
+        scanning a small set exactly is both right and fast.
+        """
+        check_search(store, records, 30, where=Filter(ids=records[:matching].positions()))
+
+    @pytest.mark.parametrize("groups", [(0,), (1, 3), (0, 1, 2, 3), (77,), (2, 77)])
+    def test_by_groups(self, store: Datastore, records: Records, groups: tuple[int, ...]) -> None:
+        """A filter of groups is honored; groups that do not exist match nothing.
+
+        If this fails, check unknown groups, and that several groups' results are merged by distance.
+        """
+        check_search(store, records, 10, where=records.of_groups(*groups))
+
+    def test_both_names_give_the_same(self, store: Datastore, records: Records) -> None:
+        """A filter that names groups and ids finds what its ids alone find.
+
+        If this fails, check how groups are followed when records are added.
+        """
+        by_both = records.of_groups(1, 2)
+        ours = store.search(some_queries(10, self.dim), 10, where=by_both)
+        theirs = check_search(store, records, 10, where=Filter(ids=by_both.ids))
+        if store.capabilities.exact_search:
+            np.testing.assert_allclose(ours.distances, theirs.distances, rtol=1e-4, atol=1e-3)
+
+    def test_filter_of_no_ids(self, store: Datastore, records: Records) -> None:
+        """An empty filter matches nothing; it does not mean "no filter".
+
+        If this fails, look for `if where.ids:` or `if where.groups:` where `is not None` is meant.
+        """
+        for where in (Filter(ids=IdRanges()), Filter(ids=IdRanges(), groups=frozenset())):
+            check_search(store, records, 3, where=where)
+
+    def test_filter_of_all_ids(self, store: Datastore, records: Records) -> None:
+        """One range over all possible ids matches everything.
+
+        If this fails, look for an array with one entry per id.
+        """
+        check_search(store, records, 10, where=Filter(ids=ALL_IDS))
+
+    def test_all_but_one_document(self, store: Datastore, records: Records) -> None:
+        """Leaving one document out, as scoring a stored document needs, leaves out only that.
+
+        If this fails, check filters that let almost everything through.
+        """
+        where = Filter(ids=ALL_IDS - records[100:150].positions())
+        check_search(store, records, 20, records.keys[100:110], where=where)
+
+    def test_single_ids(self, store: Datastore, records: Records) -> None:
+        """A filter names single records, not only whole positions or documents.
+
+        If this fails, check the borders of half-open ranges.
+        """
+        check_search(store, records, 20, where=Filter(ids=IdRanges.of_ids(records.ids[::3])))
+
+    def test_many_ranges(self, store: Datastore, records: Records) -> None:
+        """Thousands of ranges, most of them without a record, are honored.
+
+        If this fails, check the engine's limit on the length of a filter.
+        """
+        elsewhere = record_ids(200_000 + 2 * np.arange(2000), np.zeros(2000, np.int64))
+        where = Filter(ids=IdRanges.of_ids(elsewhere) | IdRanges.of_ids(records.ids[1::2]))
+        check_search(store, records, 20, where=where)
+
+    def test_fewer_match_than_asked_for(self, store: Datastore, records: Records) -> None:
+        """Where fewer than k match, all of them are found and the row is padded.
+
+        If this fails, check that the search goes on until k are found or all were seen.
+        """
+        check_search(store, records, 20, where=Filter(ids=IdRanges.of_ids(records.ids[40:47])))
+        check_search(store, records[:0], 4, where=Filter(ids=IdRanges([(1, 2)])))
+
+    def test_deleted_and_moved_records_do_not_leak(self, store: Datastore, records: Records) -> None:
+        """A filter finds neither what was deleted nor what moved to another group.
+
+        If this fails, check that deletions and replacements reach the filtered path too.
+        """
+        store.delete(records[:50].positions())
+        moved = Records(records.ids[200:250], records.keys[200:250], np.full(50, 1, np.int32))
+        moved.put(store)
+        now = records[50:200] + moved + records[250:]
+        for group in (0, 1):
+            check_search(store, now, 60, records.keys[190:210], where=now.of_groups(group))
+
+
+_ALL_CELLS = 1 << 16
+"""Number of probes that is larger than the number of cells of any test."""
+
+
+class CellsStore(Datastore, SupportsCells, Protocol):
+    """A datastore with cells."""
+
+
+def _visited_distances(visits: list[Visits], records: Records, queries: int) -> NDArray[np.float32]:
+    """Return the distance of each query to each record, shape (q, n); +inf for records that it did not visit.
+
+    Also checks the shapes and dtypes of the visits, and that no query visits a record twice.
+    """
+    found = np.full((queries, len(records)), np.inf, np.float32)
+    column_of = {int(id): column for column, id in enumerate(records.ids)}
+    for visit in apart(visits):
+        shape = len(visit.queries), len(visit.ids)
+        assert visit.distances.shape == shape, f"distances are {visit.distances.shape}, not {shape}"
+        assert visit.distances.dtype == np.float32, f"distances are {visit.distances.dtype}, not float32"
+        strays = [id for id in visit.ids.tolist() if id not in column_of]
+        assert not strays, f"visited ids that are not live or not in the filter: {strays[:5]}"
+        cell = np.ix_(visit.queries, np.array([column_of[id] for id in visit.ids.tolist()]))
+        assert np.isinf(found[cell]).all(), "a query meets a record twice"
+        found[cell] = visit.distances
+    return found
+
+
+class VisitTests(KitBase):
+    """Visiting cells; uses `add`, `delete` and `flush`."""
+
+    @pytest.fixture
+    def cells(self, metric: Metric, request: pytest.FixtureRequest) -> CellsStore:
+        """Return the fixture `store`; an engine without cells skips the test without opening a store."""
+        if not hasattr(self.datastore_class, "visit"):
+            pytest.skip("it has no visit, which is optional")
+        store: CellsStore = request.getfixturevalue("store")
+        return store
+
+    @pytest.mark.parametrize("matching", [500, 30, 1])
+    def test_all_cells_hold_all_that_matches(
+        self, cells: CellsStore, records: Records, matching: int
+    ) -> None:
+        """With as many probes as there are cells each query is measured against every record that matches.
+
+        If this fails, check cells that no query is near to, and records that were added since.
+        """
+        queries, matched = some_queries(10, self.dim), records[:matching]
+        visits = cells.visit(queries, _ALL_CELLS, where=Filter(ids=matched.positions()))
+        found = _visited_distances(visits, matched, 10)
+        truth = true_distances(queries, matched.keys, cells.metric)
+        np.testing.assert_allclose(found, truth, 1e-4, 1e-3, err_msg="wrong distances")
+
+    def test_ranks_are_those_of_the_nearest_cells(self, cells: CellsStore, records: Records) -> None:
+        """Where ranks are told, the cells with a rank below p are those that p probes visit."""
+        queries = some_queries(100, self.dim)
+        visits = apart(cells.visit(queries, 4))
+        for probes in (1, 3) if all(visit.ranks is not None for visit in visits) else ():
+            nearer = [
+                Visits.of(Visit(visit.queries[near], visit.ids, visit.distances[near]))
+                for visit in visits
+                for near in [np.asarray(visit.ranks) < probes]
+            ]
+            fewer = _visited_distances(cells.visit(queries, probes), records, 100)
+            np.testing.assert_allclose(
+                _visited_distances(nearer, records, 100), fewer, 1e-4, 1e-3, err_msg="wrong ranks"
+            )
+
+    @pytest.mark.parametrize("groups", [(0,), (1, 3), (2, 77)])
+    def test_by_groups(self, cells: CellsStore, records: Records, groups: tuple[int, ...]) -> None:
+        """A filter of groups is honored, with all cells and with one; several groups share the probes.
+
+        If this fails, check how the cells of several groups are compared.
+        """
+        where, queries = records.of_groups(*groups), some_queries(10, self.dim)
+        matched = records.matching(where)
+        for probes in (1, _ALL_CELLS):
+            found = _visited_distances(cells.visit(queries, probes, where=where), matched, 10)
+            assert np.isfinite(found).any(axis=1).all(), "a query visits nothing"
+        assert np.isfinite(found).all(), "all cells do not hold all records of the groups"
+
+    def test_more_probes_add_cells(self, cells: CellsStore, records: Records) -> None:
+        """Each further probe adds records and takes none away; a query visits something with the first.
+
+        If this fails, check that cells without a record that matches take no probe.
+        """
+        queries, where = some_queries(10, self.dim), Filter(ids=records[200:260].positions())
+        former = np.zeros((10, 60), bool)
+        for probes in range(1, 9):
+            visits = cells.visit(queries, probes, where=where)
+            found = np.isfinite(_visited_distances(visits, records[200:260], 10))
+            assert found.any(axis=1).all(), "a query visits nothing"
+            assert (found | ~former).all(), "a further probe takes records away"
+            former = found
+
+    def test_what_is_gone_is_visited_no_more(self, cells: CellsStore, records: Records) -> None:
+        """Deleted records are in no cell, replaced ones once, whether flushed or not; nothing is left of all.
+
+        If this fails, check cells that are kept between visits.
+        """
+        queries = some_queries(5, self.dim)
+        cells.visit(queries, _ALL_CELLS)
+        cells.delete(records[:100].positions())
+        records[100:150].put(cells)
+        for flushed in (False, True):
+            if flushed:
+                cells.flush()
+            assert np.isfinite(_visited_distances(cells.visit(queries, _ALL_CELLS), records[100:], 5)).all()
+        cells.delete(records.positions())
+        assert cells.visit(queries, 4) == []
+
+    def test_nothing_asked_and_nothing_there(self, cells: CellsStore) -> None:
+        """No query visits nothing, nor does any where nothing matches.
+
+        If this fails, check empty arrays.
+        """
+        assert _visited_distances(cells.visit(some_queries(0, self.dim), 4), sample(0, self.dim), 0).size == 0
+        assert cells.visit(some_queries(3, self.dim), 4, where=Filter(ids=IdRanges())) == []
+
+    def test_bad_arguments(self, cells: CellsStore) -> None:
+        """Queries are checked as in a search, and there is a probe at least.
+
+        If this fails, call `checked_keys` and `checked_k`.
+        """
+        with pytest.raises(DimensionMismatchError):
+            cells.visit(some_queries(3, self.dim + 1), 4)
+        with pytest.raises(InvalidVectorError):
+            cells.visit(np.full((1, self.dim), np.nan, np.float32), 4)
+        with pytest.raises(ValueError, match="probes"):
+            cells.visit(some_queries(3, self.dim), 0)

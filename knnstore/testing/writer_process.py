@@ -1,7 +1,7 @@
-"""A writer in a process of its own, which the conformance kit kills.
+"""A process that writes to a store, which the conformance kit starts and kills.
 
-The kit runs this file as a script: the first argument says in JSON what to open; then each line on stdin
-is one step, answered by a line on stdout when it is done.
+The kit runs this file as a script. The first argument describes in JSON the store to open. Each line on stdin
+is a step; when the step is done, the process answers with a line on stdout.
 """
 
 import json
@@ -14,7 +14,7 @@ from knnstore.datastore import Datastore, IdRanges, Metric
 
 
 def main() -> None:
-    """Open the store, say so, and obey until killed or stdin ends."""
+    """Open the store, print "opened", and do the steps on stdin until it ends."""
     job = json.loads(sys.argv[1])
     datastore_class: type[Datastore] = resolve_name(job["datastore"])
     with np.load(job["records"]) as records:

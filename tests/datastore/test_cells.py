@@ -11,7 +11,7 @@ from knnstore_cells.scanning import CodeScanner
 
 from knnstore.datastore import Filter, IdRanges, Keys, Metric, Neighbors, Visits, apart
 from knnstore.testing import DatastoreTests
-from knnstore.testing.visiting import VisitTests
+from knnstore.testing.searching import VisitTests
 
 DIM = 16
 

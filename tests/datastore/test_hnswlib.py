@@ -20,8 +20,7 @@ from knnstore_hnswlib.hnswlib_datastore import Members, find_first_equal
 from knnstore.datastore import Filter, IdRanges, Keys, Metric, Neighbors
 from knnstore.errors import ConfigError, DatastoreError
 from knnstore.testing import DatastoreTests
-from knnstore.testing.filtering import FilterTests
-from knnstore.testing.searching import SearchTests
+from knnstore.testing.searching import FilterTests, SearchTests
 
 DIM = 16
 GRAPHS: dict[str, Any] = {"exact_up_to": 0, "M": 16, "ef_construction": 100, "ef": 100}

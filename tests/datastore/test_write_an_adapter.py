@@ -11,8 +11,7 @@ import pytest
 
 from knnstore.datastore import Datastore, Filter, IdRanges, registry
 from knnstore.testing import DatastoreTests
-from knnstore.testing.filtering import FilterTests
-from knnstore.testing.searching import SearchTests
+from knnstore.testing.searching import FilterTests, SearchTests
 
 GUIDE = Path(__file__).parents[2] / "docs" / "write-an-adapter.md"
 

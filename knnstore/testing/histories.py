@@ -1,0 +1,222 @@
+"""Cases of the conformance kit: random histories, and several threads with one handle."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from knnstore.datastore import TOKEN_LIMIT, Datastore, Filter, IdRanges, Keys, Metric, ranges_of, record_ids
+from knnstore.testing.base import (
+    ALL_IDS,
+    KitBase,
+    OpenStore,
+    Records,
+    check_holds,
+    check_neighbors,
+    sample,
+    true_distances,
+)
+
+_POSITIONS = st.integers(0, 19)
+_KEYS = st.integers(0, 11)
+_GROUPS = st.integers(0, 3)
+
+
+def _record_id(position: int) -> int:
+    """Return the id of the record at a position; its token follows from the position."""
+    return int(record_ids(np.array(position), np.array(position * 7919 % TOKEN_LIMIT)))
+
+
+def _ranges_of_positions(runs: list[tuple[int, int]]) -> IdRanges:
+    """Return the ids of half-open ranges of positions."""
+    return ranges_of(*np.array(runs, np.int64).reshape(-1, 2).T)
+
+
+class DatastoreStateMachine(RuleBasedStateMachine):
+    """Random changes and searches of a small store with many equal keys, compared with a dict.
+
+    Args:
+        open_store: opens the store; every history begins with deleting all records.
+        metric: metric of the store.
+    """
+
+    def __init__(self, open_store: OpenStore, metric: Metric) -> None:
+        super().__init__()
+        self._open, self._metric = open_store, metric
+        self._store = open_store(metric=metric)
+        self._store.delete(ALL_IDS)
+        self._live: dict[int, tuple[int, int]] = {}
+
+    @rule(entries=st.dictionaries(_POSITIONS, st.tuples(_KEYS, _GROUPS), max_size=12))
+    def add(self, entries: dict[int, tuple[int, int]]) -> None:
+        """Add or replace records."""
+        change = {_record_id(position): entry for position, entry in entries.items()}
+        self._as_records(change).put(self._store)
+        self._live.update(change)
+
+    @rule(first=_POSITIONS, count=st.integers(0, 15))
+    def delete(self, first: int, count: int) -> None:
+        """Delete a run of positions."""
+        self._store.delete(_ranges_of_positions([(first, first + count)]))
+        self._live = {
+            i: live
+            for i, live in self._live.items()
+            if not _record_id(first) <= i < _record_id(first + count)
+        }
+
+    @rule(key=_KEYS, k=st.integers(1, 50))
+    def search(self, key: int, k: int) -> None:
+        """Search all records."""
+        self._check_search(key, k, None)
+
+    @rule(key=_KEYS, k=st.integers(1, 12), groups=st.sets(_GROUPS))
+    def search_groups(self, key: int, k: int, groups: set[int]) -> None:
+        """Search some groups."""
+        self._check_search(key, k, self._as_records(self._live).of_groups(*groups))
+
+    @rule(key=_KEYS, k=st.integers(1, 12), runs=st.lists(st.tuples(_POSITIONS, _POSITIONS), max_size=4))
+    def search_ids(self, key: int, k: int, runs: list[tuple[int, int]]) -> None:
+        """Search some ranges of positions."""
+        ranges = _ranges_of_positions([(min(run), max(run)) for run in runs])
+        self._check_search(key, k, Filter(ids=ranges))
+
+    @rule()
+    def flush(self) -> None:
+        """Flush, which must not change any answer."""
+        self._store.flush()
+
+    @precondition(lambda self: self._store.capabilities.persistent)
+    @rule()
+    def reopen(self) -> None:
+        """Close the store, and open it again."""
+        self._store.close()
+        self._store = self._open(metric=self._metric)
+
+    @invariant()
+    def check_contents(self) -> None:
+        """Check that the store has exactly the records of the dict."""
+        check_holds(self._store, self._as_records(self._live))
+
+    def teardown(self) -> None:
+        """Close the store."""
+        self._store.close()
+
+    def _check_search(self, key: int, k: int, where: Filter | None) -> None:
+        """Search near a key, and check the result; recall matters only for an exact store."""
+        queries = self._keys([key]) + np.float32(0.25)
+        found = self._store.search(queries, k, where=where)
+        records = self._as_records(self._live).matching(where)
+        recall = 1.0 if self._store.capabilities.exact_search else 0.0
+        check_neighbors(found, records, queries, k, self._metric, recall=recall)
+
+    def _as_records(self, entries: dict[int, tuple[int, int]]) -> Records:
+        """Convert pairs of key number and group, by id, to records."""
+        return Records(
+            np.array(list(entries), np.int64),
+            self._keys([key for key, _ in entries.values()]),
+            np.array([group for _, group in entries.values()], np.int32),
+        )
+
+    def _keys(self, numbers: list[int]) -> Keys:
+        """Return the keys with some numbers from a fixed table of 12."""
+        table = np.random.default_rng(3).integers(-2, 3, (12, self._store.dim)).astype(np.float32)
+        return table[np.array(numbers, np.int64)]
+
+
+class RandomHistoryTests(KitBase):
+    """Random sequences of changes and searches; run all other cases of one thread first."""
+
+    def test_random_histories(self, open_store: OpenStore, metric: Metric) -> None:
+        """After every step of a random sequence, the store has the same records as a dict.
+
+        If this fails, run the steps that Hypothesis prints by hand; they are the shortest that fail.
+        """
+        run_state_machine_as_test(
+            lambda: DatastoreStateMachine(open_store, metric),  # type: ignore[arg-type]
+            settings=settings(
+                max_examples=15,
+                stateful_step_count=15,
+                deadline=None,
+                database=None,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
+
+
+class ConcurrencyTests(KitBase):
+    """Several threads with one handle; run all other cases of one thread first."""
+
+    def test_searching_beside_a_writer(self, open_store: OpenStore, records: Records) -> None:
+        """Four threads search while one adds, deletes and flushes; each answer is right at some moment.
+
+        If this fails, check which calls the engine allows during a change. Most engines allow none: a search
+        must hold a reader's lock, or use data that no change modifies.
+        """
+        store = records.put(open_store(metric=Metric.L2))
+        temporary = sample(200, self.dim, seed=8, first_position=50_000)
+        deleted: list[int] = []  # ids that are never added again
+        done = threading.Event()
+
+        def write() -> None:
+            try:
+                for start in range(0, 200, 10):
+                    batch = temporary[start : start + 10]
+                    batch.put(store)
+                    store.flush()
+                    store.delete(batch[::2].positions())
+                    deleted.extend(batch.ids[::2].tolist())
+                temporary[1::2].put(store)
+            finally:
+                done.set()
+
+        def search(thread: int) -> int:
+            searches = 0
+            while searches == 0 or not done.is_set():
+                seed = 1000 * thread + searches
+                self._check_one_search(store, records, temporary, deleted.copy(), seed=seed)
+                searches += 1
+            return searches
+
+        with ThreadPoolExecutor(5) as pool:
+            searching = [pool.submit(search, thread) for thread in range(4)]
+            pool.submit(write).result()
+            assert all(future.result() >= 1 for future in searching)
+        check_holds(store, records + temporary[1::2])
+
+    def _check_one_search(
+        self, store: Datastore, records: Records, temporary: Records, deleted: list[int], *, seed: int
+    ) -> None:
+        """Search for stored keys, with a filter if `seed` is odd, and check the result.
+
+        Args:
+            store: the store.
+            records: records that never change.
+            temporary: records that another thread adds and deletes meanwhile.
+            deleted: ids that were deleted before this call.
+            seed: seed of the random choice of keys.
+        """
+        everything = records + temporary
+        rows = np.random.default_rng(seed).integers(0, len(records), 4)
+        queries = records.keys[rows]
+        where = everything.of_groups(2) if seed % 2 else None
+        found = store.search(queries, 8, where=where)
+        allowed = everything.matching(where)
+        assert np.isin(found.ids[found.ids != -1], allowed.ids).all(), "found an id that was never added"
+        assert not np.isin(found.ids, deleted).any(), "found an id that was deleted before the search began"
+        for row, ids, distances in zip(rows, found.ids, found.distances, strict=True):
+            valid = ids[ids != -1]
+            assert len(np.unique(valid)) == len(valid), "an id occurs twice in one row"
+            rows_found = np.searchsorted(everything.ids, valid)
+            true = true_distances(records.keys[row : row + 1], everything.keys[rows_found], Metric.L2)[0]
+            np.testing.assert_allclose(distances[: len(valid)], true, rtol=1e-4, atol=1e-3)
+            if where is None and store.capabilities.exact_search:
+                assert valid[0] == records.ids[row], "a record that never changed was not found"
