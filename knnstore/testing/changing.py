@@ -30,7 +30,7 @@ class AddTests(KitBase):
     """Adding and replacing records; uses `count`, `iterate` and `search`."""
 
     def test_added_records_are_there(self, store: Datastore, records: Records) -> None:
-        """What was added is counted, iterated over and found, before any flush.
+        """Added records are counted, iterated over and found before any flush.
 
         If this fails, check that records not yet flushed take part in `search` and `iterate`.
         """
@@ -49,7 +49,7 @@ class AddTests(KitBase):
         check_holds(store, records)
 
     def test_adding_again_replaces_the_key(self, open_store: OpenStore, records: Records) -> None:
-        """A present id gets the new key; the old one is never found again.
+        """Adding an id again replaces its key; the old key is never found again.
 
         If this fails, check that the engine's own insert replaces instead of storing a second row.
         """
@@ -62,7 +62,7 @@ class AddTests(KitBase):
         assert not np.isin(old_places, changed.ids).any(), "a replaced key is still found"
 
     def test_adding_again_moves_to_the_new_group(self, open_store: OpenStore, records: Records) -> None:
-        """A present id that is added with another group leaves the old one.
+        """Adding an id again with another group moves the record to that group.
 
         If this fails, check that the old row is removed from the index of its old group.
         """
@@ -77,9 +77,9 @@ class AddTests(KitBase):
         assert found.ids[:, 0].tolist() == moved.ids[:3].tolist()
 
     def test_adding_the_same_again_changes_nothing(self, store: Datastore, records: Records) -> None:
-        """Replaying an `add` after a crash is harmless.
+        """Repeating an `add`, as after a crash, changes nothing.
 
-        If this fails, check the upsert once more.
+        If this fails, check that an equal record replaces the stored one.
         """
         records.put(store)
         records[50:150].put(store)
@@ -167,7 +167,7 @@ class AddTests(KitBase):
         check_holds(store, records)
 
     def test_id_twice_in_one_call_is_refused(self, store: Datastore, records: Records) -> None:
-        """One call cannot say two things about one id; nothing of it is stored.
+        """A call with the same id twice is refused; none of its records is stored.
 
         If this fails, check that `add` begins with `checked_records`.
         """
@@ -270,7 +270,7 @@ class RemoveAndIterateTests(KitBase):
         check_holds(store, records[60:])
 
     def test_deleting_what_is_not_there(self, store: Datastore, records: Records) -> None:
-        """Unknown ids and empty sets are ignored.
+        """Deleting unknown ids or an empty set changes nothing.
 
         If this fails, check what the engine does with ids that it does not know.
         """
@@ -279,7 +279,7 @@ class RemoveAndIterateTests(KitBase):
         check_holds(store, records)
 
     def test_deleted_ids_can_be_added_again(self, store: Datastore, records: Records) -> None:
-        """A deleted id is free: added with another key, it has that key alone.
+        """A deleted id can be added again; the record has only the new key.
 
         If this fails, check that a tombstone ends when its id is added again.
         """
@@ -399,7 +399,7 @@ class RemoveAndIterateTests(KitBase):
         check_holds(store, records)
 
     def test_contents_can_be_moved(self, store: Datastore, records: Records, metric: Metric) -> None:
-        """What `iterate` yields can be added to another store, and from there to this one again.
+        """The batches of `iterate` can be added to another store, and from there to this store again.
 
         If this fails, check the dtypes and shapes of what is yielded.
         """

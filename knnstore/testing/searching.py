@@ -45,7 +45,7 @@ class SearchTests(KitBase):
         check_search(store, records, k, some_queries(20, self.dim))
 
     def test_finds_itself_first(self, open_store: OpenStore, records: Records) -> None:
-        """The nearest to a stored key is that key, at a distance of nearly 0, never below.
+        """The nearest neighbor of a stored key is this key, at a distance of almost 0, never negative.
 
         If this fails, check for cancellation in |q|² - 2qx + |x|² and clip its result at 0.
         """
@@ -79,7 +79,7 @@ class SearchTests(KitBase):
         check_search(store, records, len(records) + extra, some_queries(3, self.dim))
 
     def test_many_neighbors(self, open_store: OpenStore, metric: Metric) -> None:
-        """The usual k of a kNN-LM, 1024, works as well.
+        """The usual k of a kNN-LM, 1024, works too.
 
         If this fails, check the engine's limits on k (hnswlib's `ef` must not be below it).
         """
@@ -250,7 +250,7 @@ class FilterTests(KitBase):
         check_search(store, records, 20, where=where)
 
     def test_fewer_match_than_asked_for(self, store: Datastore, records: Records) -> None:
-        """Where fewer than k match, all of them are found and the row is padded.
+        """If fewer than k records match, all are found and the row is padded.
 
         If this fails, check that the search goes on until k are found or all were seen.
         """
@@ -323,7 +323,7 @@ class VisitTests(KitBase):
         np.testing.assert_allclose(found, truth, 1e-4, 1e-3, err_msg="wrong distances")
 
     def test_ranks_are_those_of_the_nearest_cells(self, cells: CellsStore, records: Records) -> None:
-        """Where ranks are told, the cells with a rank below p are those that p probes visit."""
+        """If visits have ranks, the cells with a rank below p are the cells that p probes visit."""
         queries = some_queries(100, self.dim)
         visits = apart(cells.visit(queries, 4))
         for probes in (1, 3) if all(visit.ranks is not None for visit in visits) else ():
@@ -365,7 +365,7 @@ class VisitTests(KitBase):
             former = found
 
     def test_what_is_gone_is_visited_no_more(self, cells: CellsStore, records: Records) -> None:
-        """Deleted records are in no cell, replaced ones once, whether flushed or not; nothing is left of all.
+        """Deleted records are not visited and replaced ones once, before and after a flush.
 
         If this fails, check cells that are kept between visits.
         """
@@ -381,7 +381,7 @@ class VisitTests(KitBase):
         assert cells.visit(queries, 4) == []
 
     def test_nothing_asked_and_nothing_there(self, cells: CellsStore) -> None:
-        """No query visits nothing, nor does any where nothing matches.
+        """Without queries or matching records, nothing is visited.
 
         If this fails, check empty arrays.
         """
@@ -389,7 +389,7 @@ class VisitTests(KitBase):
         assert cells.visit(some_queries(3, self.dim), 4, where=Filter(ids=IdRanges())) == []
 
     def test_bad_arguments(self, cells: CellsStore) -> None:
-        """Queries are checked as in a search, and there is a probe at least.
+        """Queries are checked as in a search, and the number of probes must be at least 1.
 
         If this fails, call `checked_keys` and `checked_k`.
         """

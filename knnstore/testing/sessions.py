@@ -122,7 +122,7 @@ class LifecycleTests(KitBase):
         assert not isinstance(location, Path) or not location.exists()
 
     def test_read_only_refuses_changes(self, open_store: OpenStore, records: Records) -> None:
-        """A handle of mode "r" reads everything and changes nothing.
+        """A handle of mode "r" reads all records and refuses changes.
 
         If this fails, check that `add` and `delete` ask for the mode first.
         """
@@ -326,7 +326,7 @@ class DurabilityTests(KitBase):
     def test_its_owner_is_remembered(
         self, open_store: OpenStore, location: str | Path, records: Records
     ) -> None:
-        """Whoever claims a datastore last is its owner for all handles, and is never taken for a record.
+        """The last claim decides the owner for all handles; the claim does not count as a record.
 
         If this fails, check that `claim` replaces what an earlier one wrote, and that `erase` removes it.
         """
