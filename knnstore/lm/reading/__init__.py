@@ -14,7 +14,7 @@ from knnstore.lm.reading.models import (
     warn_of_unknown_tokens,
     window_of,
 )
-from knnstore.lm.reading.reader import TextReader, check_tokens, in_chunks, usable_documents
+from knnstore.lm.reading.reader import TextReader, check_tokens, in_chunks, tokenized, usable_documents
 from knnstore.lm.reading.sample import sample_keys, sample_tokens
 from knnstore.lm.reading.token_text import (
     Detokenizer,
@@ -32,6 +32,6 @@ __all__ = [
     "Synced", "TextReader", "TokenPiece", "TokenTexts", "Tokens", "WindowBatch", "add", "as_cache_argument",
     "cache_argument", "check_logits", "check_matches", "check_runs", "check_tokenizer", "check_tokens",
     "decode_tokens", "find_cache", "identify", "in_chunks", "letters_of", "load_model", "loaded",
-    "name_of", "named_panics", "sample_keys", "sample_tokens", "split_text", "sync", "usable_documents",
-    "warn_of_unknown_tokens", "window_of",
+    "name_of", "named_panics", "sample_keys", "sample_tokens", "split_text", "sync", "tokenized",
+    "usable_documents", "warn_of_unknown_tokens", "window_of",
 ]  # fmt: skip

@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from knnstore.documents import TextDocument
 from knnstore.errors import ConfigError
-from knnstore.lm.reading import TokenTexts
-from knnstore.lm.reading.reader import tokenized
+from knnstore.lm.reading import TokenTexts, tokenized
 from knnstore.lm.scoring.scores import TokenScores
 
 COLUMNS = (
