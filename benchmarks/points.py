@@ -2,7 +2,6 @@
 
     python benchmarks/points.py --url http://127.0.0.1:6333 [--grpc-port 6334] [--api-key-file FILE]
     python benchmarks/points.py --url URL --keys KEYS.npy --queries QUERIES.npy
-    python benchmarks/points.py --url URL --smoke             a few seconds
 
 The keys are clustered and synthetic by default. They go into a collection that is removed afterwards. The API
 key is the content of the file, or that of KNNSTORE_QDRANT_API_KEY(_FILE). JSON goes to stdout. The two sides
@@ -106,9 +105,8 @@ def main() -> None:
     parser.add_argument("--url", required=True, help="of the server")
     parser.add_argument("--grpc-port", type=int, default=6334)
     parser.add_argument("--api-key-file", type=Path, help="a file with the server's API key")
-    parser.add_argument("--smoke", action="store_true", help="small sizes, to see that it runs")
     options = parser.parse_args()
-    rows, batch, repeats = (2_000, 4, 1) if options.smoke else (options.rows, options.batch, options.repeats)
+    rows, batch, repeats = options.rows, options.batch, options.repeats
     keys = np.load(options.keys, mmap_mode="r")[:rows] if options.keys else clustered(rows, 256, seed=0)
     asked = np.load(options.queries) if options.queries else clustered(4096, keys.shape[1], seed=1)
     chosen = np.random.default_rng(0).choice(len(asked), min(batch, len(asked)), replace=False)

@@ -218,7 +218,8 @@ def test_the_benchmark_has_a_key_too(
     script = Path(__file__).parents[2] / "benchmarks" / "points.py"
     with type(qdrant_server)(tmp_path / "locked", api_key="sesame") as server:
         where = ["--url", server.url, "--grpc-port", str(server.grpc_port)]
-        command = [sys.executable, script, "--smoke", *where, "--api-key-file", tmp_path / "key"]
+        sizes = ["--rows", "2000", "--batch", "4", "--repeats", "1"]
+        command = [sys.executable, script, *sizes, *where, "--api-key-file", tmp_path / "key"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert {"gRPC", "REST"} == {row["engine"] for row in json.loads(done.stdout)["search"]}
