@@ -58,10 +58,10 @@ if TYPE_CHECKING:
         SupportsSize,
         SupportsVacuum,
         SupportsVerify,
+        read_keys,
     )
     from knnstore.datastore.protocol import BATCH_SIZE, Datastore, Mode
     from knnstore.datastore.ranges import IdRanges
-    from knnstore.datastore.reading import read_keys
     from knnstore.datastore.records import (
         ID_LIMIT,
         POSITION_LIMIT,

@@ -18,9 +18,9 @@ from knnstore.datastore.arrays import Metric
 from knnstore.datastore.embedded import files
 from knnstore.datastore.embedded import log as segments
 from knnstore.datastore.embedded import manifest as manifests
+from knnstore.datastore.embedded.codecs import Coding
 from knnstore.datastore.embedded.log import KeySegments
 from knnstore.datastore.embedded.manifest import Manifest
-from knnstore.datastore.embedded.packing import Coding
 from knnstore.datastore.ranges import IdRanges
 
 SOURCE = "".join(Path(module.__file__).read_text() for module in (durable, files, segments))

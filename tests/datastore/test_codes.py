@@ -12,8 +12,8 @@ from knnstore_cells import CellsDatastore
 from knnstore_cells.policy import Policy
 
 from knnstore.datastore import IdRanges, KeySegments, Metric, apart, positions_of, record_ids, tokens_of
-from knnstore.datastore.embedded.packing import Coding, IdsPacker, PackedIds, fit_codec, is_worth_packing
-from knnstore.datastore.embedded.packing.codecs import ProductCodec, codec_of
+from knnstore.datastore.embedded.codecs import Coding, ProductCodec, codec_of, fit_codec
+from knnstore.datastore.embedded.packed_ids import IdsPacker, PackedIds, is_worth_packing
 from knnstore.errors import ConfigError, CorruptDatastoreError
 
 DIM = 24

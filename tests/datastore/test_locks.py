@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from knnstore.datastore.embedded.locks import ReadersWriterLock
+from knnstore.datastore.embedded.group import ReadersWriterLock
 
 
 def test_readers_go_on_where_a_writer_was_interrupted_as_it_waited(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,7 @@
-"""The toolkit of engines that run in the process: durable segments of keys, exact search, indexes."""
+"""Tools for engines that run in the process: durable segments of keys, exact search, indexes of segments."""
 
 from knnstore.datastore.embedded.base import EmbeddedDatastore
-from knnstore.datastore.embedded.exact import compare_rows
-from knnstore.datastore.embedded.group import GroupSearch
-from knnstore.datastore.embedded.log import KeySegments
-from knnstore.datastore.embedded.mapped import MappedFile
-from knnstore.datastore.embedded.merging import stored_keys
-from knnstore.datastore.embedded.owners import OWNER_FILES, read_owner, write_owner
-from knnstore.datastore.embedded.packing import (
+from knnstore.datastore.embedded.codecs import (
     Codec,
     CodecFile,
     Coding,
@@ -17,6 +11,12 @@ from knnstore.datastore.embedded.packing import (
     code_size,
     sample_size,
 )
+from knnstore.datastore.embedded.directory import OWNER_FILES, read_owner, write_owner
+from knnstore.datastore.embedded.exact import compare_rows
+from knnstore.datastore.embedded.group import GroupSearch
+from knnstore.datastore.embedded.log import KeySegments
+from knnstore.datastore.embedded.mapped import MappedFile
+from knnstore.datastore.embedded.merging import stored_keys
 from knnstore.datastore.embedded.segment import MappedColumns, Segment, StoredKeys
 
 __all__ = [

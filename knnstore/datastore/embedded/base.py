@@ -1,4 +1,4 @@
-"""What the adapters of libraries that run in the process share: all but the index."""
+"""The base class of engines that run in the process: everything but the index."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -10,38 +10,37 @@ from typing import Any, ClassVar, Self
 from knnstore.datastore.arguments import checked_k, checked_keys, checked_records
 from knnstore.datastore.arrays import Capabilities, DamagedPart, Filter, Groups, Ids, Keys, Metric
 from knnstore.datastore.distances import nearest_rows
-from knnstore.datastore.embedded.erasing import erase_segments
+from knnstore.datastore.embedded.directory import erase_segments, read_owner, write_owner
 from knnstore.datastore.embedded.exact import ExactIndex, NearestRows
 from knnstore.datastore.embedded.group import GroupIndex, GroupSearch, GroupSearches, SegmentIndex
 from knnstore.datastore.embedded.log import KeySegments
-from knnstore.datastore.embedded.owners import read_owner, write_owner
 from knnstore.datastore.embedded.segment import Segment
 from knnstore.datastore.neighbors import Neighbors, merge_many
+from knnstore.datastore.optional import read_keys
 from knnstore.datastore.protocol import BATCH_SIZE, Mode
 from knnstore.datastore.ranges import IdRanges
-from knnstore.datastore.reading import read_keys
 from knnstore.durable import StoredFile
 from knnstore.errors import ConfigError, CorruptDatastoreError, DiskFullError
 from knnstore.space import check_space
 
 
 class EmbeddedDatastore(ABC):
-    """Vectors in a local directory, as durable key segments that an index for each group searches.
+    """Vectors in a local directory, as durable key segments that indexes search.
 
-    The keys are kept in half precision; every index is derived from them. One process may write, any
-    number may read what it flushes. Nothing is indexed before the first search of a handle, so
-    filling a store costs no memory. An adapter says which segments have an index, builds it and opens it.
+    Keys are kept in half precision or as codes; every index is derived from them. One process may write, and
+    any number may read its flushed records. No index is loaded before the first search, so filling a store
+    costs no memory. A subclass decides which segments have an index, builds it and opens it.
 
     Args:
         segments: the open directory.
         dim: number of components of a vector.
         metric: how distances are measured.
-        nearest: the engine's own search where there is no index.
+        nearest: the search of records without an index.
     """
 
     merge_ratio: ClassVar[int] = 10
-    """How much larger than the next one `optimize` leaves a segment: an index that is dear to build is
-    built anew for fewer rows if this is small, and a search has fewer segments if it is large."""
+    """Least ratio of the sizes of a segment and the next one after `optimize`. With a small ratio fewer rows
+    are indexed again; with a large ratio there are fewer segments to search."""
 
     def __init__(
         self, segments: KeySegments, dim: int, metric: Metric, nearest: NearestRows = nearest_rows
@@ -67,12 +66,12 @@ class EmbeddedDatastore(ABC):
 
     @classmethod
     def record_size(cls, dim: int, **params: Any) -> int:
-        """Bytes of a record on the disk, with its share of an index; see `SupportsSize.record_size`."""
+        """Return the bytes of a record on disk and in an index; see `SupportsSize.record_size`."""
         return 6 * dim + 64
 
     @classmethod
     def owner(cls, location: str | Path, **params: Any) -> str | None:
-        """Who claimed the datastore in a directory; see `SupportsOwner.owner`."""
+        """Return the owner of the datastore in a directory; see `SupportsOwner.owner`."""
         if "://" in str(location):
             raise ConfigError(
                 f"{location} is the address of a server, and this engine keeps files: name a folder, or an "
@@ -82,7 +81,7 @@ class EmbeddedDatastore(ABC):
 
     @classmethod
     def claim(cls, location: str | Path, owner: str, **params: Any) -> None:
-        """Remember a new owner; see `SupportsOwner.claim`."""
+        """Save the owner of a directory; see `SupportsOwner.claim`."""
         write_owner(Path(location), owner)
 
     @property
@@ -94,24 +93,29 @@ class EmbeddedDatastore(ABC):
 
     @abstractmethod
     def _is_indexed(self, group_rows: int) -> bool:
-        """Whether a group of so many live rows is searched by indexes at all."""
+        """Check whether a group with this number of live rows is searched by indexes."""
 
     @abstractmethod
     def _index_parameters(self, rows: int, group_rows: int) -> dict[str, Any] | None:
-        """What describes the index of a segment of so many rows, all of it JSON; None for no index."""
+        """Return the parameters of the index of a segment, JSON values; None if it needs no index.
+
+        Args:
+            rows: number of rows of the segment.
+            group_rows: number of live rows of its group.
+        """
 
     @abstractmethod
     def _build_index(self, segment: Segment, parameters: dict[str, Any], path: Path) -> None:
-        """Write the index of a segment to a file."""
+        """Build the index of a segment and write it to `path`."""
 
     @abstractmethod
     def _open_index(self, segment: Segment, parameters: dict[str, Any]) -> SegmentIndex | None:
-        """Open the index that the segment's entry names, built with these parameters.
+        """Open the index that the segment's entry names.
 
-        None if it is another engine's.
+        Returns None if another engine built it.
 
         Raises:
-            FileNotFoundError: its file is gone.
+            FileNotFoundError: its file is missing.
             CorruptDatastoreError: its file is damaged.
         """
 
@@ -122,7 +126,7 @@ class EmbeddedDatastore(ABC):
 
     @property
     def metric(self) -> Metric:
-        """How distances are measured."""
+        """The distance."""
         return self._metric
 
     def add(self, ids: Ids, keys: Keys, groups: Groups) -> None:
@@ -132,16 +136,16 @@ class EmbeddedDatastore(ABC):
     def search(self, queries: Keys, k: int, *, where: Filter | None = None) -> Neighbors:
         """Find the k nearest records of each query; see `Datastore.search`.
 
-        What is damaged is left out.
+        Damaged segments are left out.
 
         Raises:
-            CorruptDatastoreError: nothing is left to be found of what is asked for.
+            CorruptDatastoreError: no record is found, and segments that `where` asks for are damaged.
         """
         queries, k = checked_keys(queries, self._dim, what="queries"), checked_k(k)
         ids = where.ids if where and where.groups is None else None
 
         def nearest(chosen: Sequence[GroupSearch]) -> Neighbors:
-            # A group is not asked for more than it has, so that small ones take no room.
+            # A small group is not asked for more neighbors than it has, so it takes no memory for them.
             parts = (group.search(queries, min(k, group.rows), ids) for group in chosen)
             return merge_many(parts, len(queries), k)
 
@@ -155,7 +159,7 @@ class EmbeddedDatastore(ABC):
         self._segments.delete(ids)
 
     def count(self) -> int:
-        """How many records are live."""
+        """Return the number of live records."""
         return self._segments.count()
 
     def iterate(
@@ -167,26 +171,26 @@ class EmbeddedDatastore(ABC):
         return self._segments.iterate(ids=ids, batch_size=batch_size)
 
     def get(self, ids: Ids) -> Keys:
-        """Read the keys of some records; see `SupportsGet.get`."""
+        """Return the keys of some records; see `SupportsGet.get`."""
         return read_keys(self, ids)
 
     def flush(self) -> None:
-        """Return when everything so far is durable; see `Datastore.flush`."""
+        """Make all changes durable; see `Datastore.flush`."""
         self._segments.flush()
 
     def damaged(self) -> list[DamagedPart]:
-        """The damage that is known; see `SupportsDamage.damaged`."""
+        """Return the known damage; see `SupportsDamage.damaged`."""
         return self._segments.damaged()
 
     def abandon(self, part: DamagedPart) -> None:
-        """Give up the records of a damaged part; see `SupportsDamage.abandon`."""
+        """Remove the records of a damaged part; see `SupportsDamage.abandon`."""
         self._segments.abandon(part)
 
     def optimize(self) -> None:
-        """Merge segments, reclaim the space of deleted records, and make anew what is derived and lacks.
+        """Merge segments, reclaim the space of deleted records, and build missing indexes and digests.
 
-        Large segments have an index. Until then added records are searched exactly, so call it after adding
-        many.
+        Large segments get an index. Before that, added records are searched exactly, so call it after adding
+        many records.
         """
         self._segments.compact(ratio=self.merge_ratio)
         for found in self._segments.by_group().values():
@@ -197,23 +201,23 @@ class EmbeddedDatastore(ABC):
                 except CorruptDatastoreError:
                     if segment.columns.problem is None:
                         raise
-        self._segments.by_group()  # says what turned out to be damaged
+        self._segments.by_group()  # logs damage that was found
 
     def vacuum(self) -> None:
-        """Rewrite what holds deleted records, and the indexes over it; see `SupportsVacuum.vacuum`.
+        """Rewrite segments that hold deleted records, and their indexes; see `SupportsVacuum.vacuum`.
 
-        On a full disk the indexes are left out, which `optimize` makes later.
+        On a full disk the indexes are left out; a later `optimize` builds them.
         """
         self._segments.vacuum()
         with suppress(DiskFullError):
             self.optimize()
 
     def verify(self) -> list[str]:
-        """Check the size and the SHA-256 of every file; one line for each problem."""
+        """Check the size and the SHA-256 of every file. Returns one line for each problem."""
         return self._segments.verify()
 
     def close(self) -> None:
-        """Flush, if opened for writing, and release everything."""
+        """Flush, if opened for writing, and release all resources."""
         self._searches.close()
 
     def __enter__(self) -> Self:
@@ -223,12 +227,12 @@ class EmbeddedDatastore(ABC):
         self.close()
 
     def _new_group(self) -> GroupSearch:
-        """What searches the records of one group; nothing is there yet."""
+        """Create the search of one group, empty."""
         exact = ExactIndex(self._dim, self._metric, self._nearest)
         return GroupIndex(exact, self._open_index, self._is_indexed, self._damaged)
 
     def _check_readable(self, where: Filter | None) -> None:
-        """Raise CorruptDatastoreError if there is damage among what a filter asks for."""
+        """Raise CorruptDatastoreError if records that a filter selects are damaged."""
         for part in self._segments.damaged():
             if where is None or (
                 part.group in where.groups if where.groups is not None else part.ids & where.ids
@@ -236,10 +240,10 @@ class EmbeddedDatastore(ABC):
                 raise CorruptDatastoreError(part.problem)
 
     def _derive(self, segment: Segment, group_rows: int) -> None:
-        """Make the digests and the index of a segment if they are wanted and lack."""
+        """Write the digests and the index of a segment if they are needed and missing."""
         self._segments.write_digests(segment)
         parameters = self._index_parameters(segment.rows, group_rows)
-        if segment.entry is None or parameters is None:  # what was added meanwhile has no entry yet
+        if segment.entry is None or parameters is None:  # records that were added meanwhile have no entry yet
             return
         present = segment.index
         if present is None or present.parameters != parameters or not self._intact(present.file):

@@ -1,4 +1,4 @@
-"""Exact search: one matrix in memory, compared by matrix multiplication."""
+"""Exact search in a matrix in memory, by matrix multiplication."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from knnstore.datastore.neighbors import Neighbors, merge
 from knnstore.datastore.ranges import IdRanges
 
 _CHUNK = 1 << 16  # rows converted, moved or gathered at a time
-_LONG_SLICE = 4096  # rows; of several slices, those from this length on are searched where they lie
+_LONG_SLICE = 4096  # rows; slices of at least this length are searched in place, the rest is gathered
 
 # Matrix multiplication finds |q - x|² as q² - 2qx + x², which rounds at the scale of q² + x². Where the
 # distance is below this share of it, more than about 1e-5 of the distance may be lost (with the largest
@@ -22,7 +22,7 @@ _CANCELLING = 2.0**-4
 
 # Distances by multiplication that differ by no more than this share of q² + x² may be those of equal keys.
 _NOISE = 2e-6
-_SPARE = 8  # neighbors looked for beyond k: enough to see where the k-th ends, unless many keys are equal
+_SPARE = 8  # neighbors searched beyond k, to see whether others are as near as the k-th
 
 NearestRows = Callable[[Keys, Keys, int, Metric, Distances], Neighbors]
 """Finds the k nearest rows of a matrix, as `nearest_rows` does."""
@@ -30,7 +30,7 @@ NearestRows = Callable[[Keys, Keys, int, Metric, Distances], Neighbors]
 
 @dataclass(slots=True)
 class _Span:
-    """Where the live rows of a segment are in the matrix."""
+    """The rows of the matrix that hold the live rows of a segment."""
 
     columns: Columns
     dead: IdRanges
@@ -41,8 +41,8 @@ class _Span:
 class ExactIndex:
     """The live rows of some segments of one group as a float32 matrix.
 
-    Nothing is built before the first `update`. For L2 the keys are kept relative to about their
-    mean, which changes no distance and makes the rounding errors of the multiplication smaller.
+    The matrix is built by the first `update`. For L2 about the mean key is subtracted from all keys:
+    distances stay the same, and the rounding errors of the multiplication become smaller.
     """
 
     def __init__(self, dim: int, metric: Metric, nearest: NearestRows = nearest_rows) -> None:
@@ -58,9 +58,9 @@ class ExactIndex:
         self._in_half = True
 
     def update(self, segments: Sequence[Segment]) -> None:
-        """Hold the live rows of exactly these segments: drop what died, add what is new.
+        """Set the segments to search: drop rows that are dead now, and add new rows.
 
-        Must not run beside a search. After an error it holds nothing.
+        No search may run meanwhile. After an error the index is empty.
         """
         try:
             self._update(segments)
@@ -69,13 +69,13 @@ class ExactIndex:
             raise
 
     def count(self, ids: IdRanges | None) -> int:
-        """How many rows there are, of all or of those with some ids."""
+        """Return the number of rows, of all records or of those with `ids`."""
         return self._rows if ids is None else int(np.diff(self._slices(ids), axis=1).sum())
 
     def search(self, queries: Keys, k: int, ids: IdRanges | None) -> Neighbors:
-        """Find the k nearest rows of each query, of all or of those with some ids.
+        """Find the k nearest records of each query, among all or those with `ids`.
 
-        Of equally near ones that have no room together, those with the least ids.
+        Among equally near records, those with the smallest ids are returned.
         """
         reachable = min(k + _SPARE, self._rows)
         if reachable == 0 or len(queries) == 0:
@@ -109,7 +109,7 @@ class ExactIndex:
         return self._nearest(queries, self._matrix[rows], k, self._metric, self._norms[rows])
 
     def _nearest_among(self, queries: Keys, k: int, slices: NDArray[np.int64]) -> Neighbors:
-        """Search some slices of rows."""
+        """Find the k nearest rows among some slices of rows, shape (s, 2)."""
         parts: list[Neighbors] = []
         for rows in self._pieces(slices):
             part = self._search_rows(queries, rows, k)
@@ -122,7 +122,7 @@ class ExactIndex:
 
     @staticmethod
     def _pieces(slices: NDArray[np.int64]) -> Iterator[slice | NDArray[np.int64]]:
-        """Long slices of rows, to be read in place, and the rows of short ones, to be gathered."""
+        """Yield long slices of rows, to be read in place, and arrays of the rows of short ones."""
         lengths = slices[:, 1] - slices[:, 0]
         long = lengths >= (_LONG_SLICE if len(slices) > 1 else 1)
         yield from (slice(start, stop) for start, stop in slices[long].tolist())
@@ -130,13 +130,15 @@ class ExactIndex:
         yield from (rows[at : at + _CHUNK] for at in range(0, len(rows), _CHUNK))
 
     def _slices(self, ids: IdRanges) -> NDArray[np.int64]:
-        """The rows of the matrix with some ids, as slices, shape (s, 2)."""
+        """Return the rows of the matrix with `ids` as slices, shape (s, 2)."""
         found = [ids.rows_in(self._ids[span.start : span.stop]) + span.start for span in self._spans]
         return np.concatenate([np.empty((0, 2), np.int64), *found])
 
     def _recompute(self, found: Neighbors, queries: Keys, centered: Keys) -> None:
-        """Compute those distances from the difference that cancellation made inexact."""
-        scale = self._norms.take(found.ids, mode="clip")  # what is missing is at infinity, not below any
+        """Compute inexact distances again, from the difference of the vectors."""
+        scale = self._norms.take(
+            found.ids, mode="clip"
+        )  # missing neighbors are at infinity, so they are never inexact
         scale += np.einsum("qd,qd->q", centered, centered)[:, None]
         scale *= _CANCELLING
         inexact = found.distances < scale
@@ -148,9 +150,9 @@ class ExactIndex:
         found.sort_rows(np.flatnonzero(inexact.any(axis=1)))
 
     def _measure(self, queries: Keys, centered: Keys, rows: NDArray[np.int64]) -> Distances:
-        """Measure queries against rows: equal keys are equally far, to the last bit.
+        """Return the distance of each query from its row. Equal keys get equal distances, to the last bit.
 
-        If the matrix gives the keys back as they were, so are those of groups with other centers.
+        If all keys are in half precision, this holds between groups too: subtracting the center was exact.
         """
         if self._in_half:
             return paired(queries, self._matrix[rows] + self._center, self._metric)
@@ -159,7 +161,7 @@ class ExactIndex:
     def _cut(
         self, found: Neighbors, k: int, queries: Keys, centered: Keys, slices: NDArray[np.int64]
     ) -> Neighbors:
-        """The k nearest of more than k: where the k-th and the next are as near, by distance and id."""
+        """Return the k nearest of more than k; among equal distances the smallest ids are chosen."""
         last = found.distances[:, k - 1]
         squares = np.einsum("qd,qd->q", centered, centered)
         norms = self._norms.take(found.ids[:, k - 1], mode="clip")
@@ -170,7 +172,7 @@ class ExactIndex:
             distances, rows = found.distances[query], found.ids[query]
             sure = int(np.searchsorted(distances, least[query]))
             as_near = rows[sure : np.searchsorted(distances, most[query], side="right")]
-            if distances[-1] <= most[query]:  # there may be more of them
+            if distances[-1] <= most[query]:  # there may be more rows that are as near
                 others = self._rows_within(centered[query], squares[query], most[query], slices)
                 as_near = np.setdiff1d(np.append(as_near, others), rows[:sure])
             measured = self._measure(queries[query], centered[query], as_near)
@@ -183,7 +185,14 @@ class ExactIndex:
     def _rows_within(
         self, query: Keys, square: np.float32, most: np.float32, slices: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """The rows of some slices that are no farther from a centered query, up to rounding."""
+        """Return the rows in slices whose distance from a centered query is at most `most`.
+
+        Args:
+            query: shape (dim,).
+            square: the query's squared norm.
+            most: the largest distance; the caller adds a margin for rounding.
+            slices: shape (s, 2).
+        """
         within = []
         for rows in self._pieces(slices):
             distances = -(self._matrix[rows] @ query)
@@ -194,7 +203,7 @@ class ExactIndex:
         return np.concatenate(within)
 
     def _keep(self, span: _Span, segment: Segment) -> None:
-        """Move the rows of a span that are still live to the end of what was kept."""
+        """Move the rows of a span that are still live behind the rows that were kept before."""
         start = self._rows
         if segment.dead == span.dead:
             self._move(IdRanges([(span.start, span.stop)]))
@@ -206,7 +215,7 @@ class ExactIndex:
             self._spans.append(_Span(segment.columns, segment.dead, start, self._rows))
 
     def _move(self, rows: IdRanges) -> None:
-        """Move rows down, in pieces, so that overlapping ones need no copy of the whole."""
+        """Move rows down, in pieces, because source and target may overlap."""
         for first, last in rows:
             if first == self._rows:
                 self._rows = last
@@ -250,15 +259,18 @@ def compare_rows(
     metric: Metric,
     nearest: NearestRows = nearest_rows,
 ) -> Neighbors:
-    """Find the k nearest of some rows of a segment by comparing with each; found.ids are record ids.
+    """Find the k nearest of some rows of a segment for each query, by comparing with every row.
 
     Args:
-        segment: is read in pieces.
+        segment: the segment; it is read in pieces.
         rows: row numbers.
         queries: float32, shape (q, dim).
-        k: how many, at least 1.
-        metric: how distances are measured.
+        k: number of neighbors, >= 1.
+        metric: the distance.
         nearest: an engine's own search of a matrix.
+
+    Returns:
+        Neighbors with record ids.
     """
     numbers = rows.ids()
     found = Neighbors.nothing(len(queries), k)
@@ -272,7 +284,7 @@ def compare_rows(
 
 
 def _center(segments: Sequence[Segment]) -> Keys:
-    """About the mean key, rounded so that subtracting it from keys in half precision is exact."""
+    """Return about the mean key, rounded so that subtracting it from keys in half precision is exact."""
     largest = max(segments, key=lambda segment: segment.live)
     rows = np.unique(np.linspace(0, largest.rows - 1, 4096).astype(np.int64))
     mean = largest.columns.keys_at(rows).astype(np.float32).mean(axis=0)

@@ -1,4 +1,4 @@
-"""The files of a directory as its one writer makes, names and removes them."""
+"""The files of a datastore's directory: how its one writer creates, publishes and removes them."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,10 +10,10 @@ from typing import Self
 import numpy as np
 
 from knnstore.datastore.arrays import Metric
-from knnstore.datastore.embedded.erasing import make_folders, remove_strays
+from knnstore.datastore.embedded.codecs import CodecFile, CodesEntry, Coding, fit_codec, sample_size
+from knnstore.datastore.embedded.directory import make_folders, remove_strays
 from knnstore.datastore.embedded.manifest import Manifest, SegmentEntry
 from knnstore.datastore.embedded.merging import CHUNK_SIZE, file_names, write_segment
-from knnstore.datastore.embedded.packing import CodecFile, CodesEntry, Coding, fit_codec, sample_size
 from knnstore.datastore.embedded.segment import MappedColumns, Segment
 from knnstore.durable import FileWriter, StoredFile, publish, remove, sync_directory
 from knnstore.errors import (
@@ -27,19 +27,19 @@ from knnstore.space import kind_of
 
 
 class SegmentFiles:
-    """The manifest that is published, and the files that it does not name.
+    """The published manifest and the files of a directory.
 
     Args:
         root: the datastore's directory.
-        manifest: as it was read.
-        coding: of groups with many records; None leaves them as they are.
+        manifest: the manifest that was read.
+        coding: how large groups are coded; None codes no group.
     """
 
     def __init__(self, root: Path, manifest: Manifest, coding: Coding | None) -> None:
         self.on_disk = manifest.file_names()
-        """Every file that may be there, by its path below the directory."""
+        """Paths of all files that may exist, relative to the directory."""
         self.manifest = manifest
-        """As it was published last."""
+        """The manifest that was published last."""
         self._root = root
         self._coding = coding
         self._next_number = manifest.next_number
@@ -50,11 +50,11 @@ class SegmentFiles:
 
     @classmethod
     def open(cls, root: Path, dim: int, metric: Metric, coding: Coding | None, *, create_only: bool) -> Self:
-        """Read the manifest, or publish the first one; with `create_only` there must be none.
+        """Read the manifest, or publish the first one if there is none.
 
         Raises:
-            DatastoreExistsError: there is one.
-            CorruptDatastoreError: it is lost or damaged.
+            DatastoreExistsError: there is a manifest and `create_only` is True.
+            CorruptDatastoreError: the manifest is missing or damaged.
         """
         try:
             manifest = Manifest.read(root)
@@ -68,37 +68,43 @@ class SegmentFiles:
         return cls(root, manifest, coding)
 
     def settle(self) -> None:
-        """Make the folders, and remove what a crash left."""
+        """Create the folders, and remove files that a crash left."""
         make_folders(self._root)
         remove_strays(self._root, self.on_disk)
 
     def write_segment(
         self, segments: Sequence[Segment], among: Sequence[Segment], dim: int, aside: dict[StoredFile, int]
     ) -> Segment:
-        """Write the live rows of some segments of a group as a new one; see `merging.write_segment`.
+        """Write the live rows of some segments of a group as one new segment; see `merging.write_segment`.
 
-        They are coded as others in the group are, `among` which they are, or where a codec is due.
+        Keys are coded if other segments of the group are, or if the group is large enough for a codec.
+
+        Args:
+            segments: the segments to rewrite.
+            among: all segments of the group.
+            dim: number of components of a key.
+            aside: see `MappedColumns`.
         """
         codec = codec_among(among)
         if codec is None and self._is_due(among, rewriting=all(one.entry for one in segments)):
             codec = self._fit_codec(among, dim)
         name = self._number()
-        self._made(*file_names(name))  # should this fail, the next success removes them
+        self._made(*file_names(name))  # if writing fails, the next successful change removes them
         return write_segment(self._root, name, segments, dim, aside, codec)
 
     def are_coded(self, group: Sequence[Segment]) -> bool:
-        """Whether the segments of a group are to be coded when they are rewritten."""
+        """Check whether the segments of a group are coded when they are rewritten."""
         return codec_among(group) is not None or self._is_due(group, rewriting=True)
 
     def write_index(self, write: Callable[[Path], None]) -> StoredFile:
-        """Make the file of an index durable, which `write` creates at the path that it is given."""
+        """Call `write` to create the file of an index, make it durable, and return its entry."""
         name = f"indexes/{self._number()}.index"
         stored = _write_index(self._root, name, write)
         self._made(name)
         return stored
 
     def publish(self, groups: Mapping[int, Sequence[SegmentEntry]]) -> Manifest:
-        """Publish a manifest in which some groups have these segments: durable, and real at once."""
+        """Publish, durably and atomically, a manifest in which the given groups have these segments."""
         before = {entry.name: entry for group in groups for entry in self._entries.get(group, ())}
         after = {entry.name: entry for found in groups.values() for entry in found}
         gone = {name for name, entry in before.items() if after.get(name) != entry}
@@ -114,30 +120,30 @@ class SegmentFiles:
         return manifest
 
     def remove_unnamed(self) -> None:
-        """Remove what the manifest does not name; what fails is tried again the next time."""
+        """Remove the files that the manifest does not name; one that cannot be removed is tried later."""
         for name in sorted(self._unnamed):
             remove(self._root / name)
             self.on_disk.discard(name)
             self._unnamed.discard(name)
 
     def _number(self) -> str:
-        """A number that no file has had."""
+        """Return a file number that was never used."""
         number, self._next_number = self._next_number, self._next_number + 1
         return f"{number:08d}"
 
     def _made(self, *names: str) -> None:
-        """Note files that no manifest names yet."""
+        """Remember files that no manifest names yet."""
         self.on_disk.update(names)
         self._unnamed.update(names)
 
     def _is_due(self, group: Sequence[Segment], *, rewriting: bool) -> bool:
-        """Whether a codec is to be fitted to a group that has none."""
+        """Check whether a group without a codec is large enough for one."""
         coding = self._coding
         least = math.inf if coding is None else coding.least if rewriting else coding.most
         return sum(one.live for one in group) >= least
 
     def _fit_codec(self, segments: Sequence[Segment], dim: int) -> CodecFile | None:
-        """Write a codec that is fitted to rows from all over some segments; None if none can be read."""
+        """Fit a codec to rows from all segments and write it; return None if no segment can be read."""
         assert self._coding is not None
         kind, keys = self._coding.kind, []
         step = -(-sum(one.live for one in segments) // sample_size(dim))
@@ -165,7 +171,7 @@ class SegmentFiles:
 
 
 def codec_among(segments: Iterable[Segment]) -> CodecFile | None:
-    """The codec of some segments of a group, if there is one that can be read."""
+    """Return the first codec of some segments of a group that can be read; None if there is none."""
     for codec in {one.columns.codec_file for one in segments if one.columns.codec_file}:
         with suppress(FileNotFoundError, CorruptDatastoreError):
             if codec.codec:
@@ -174,7 +180,7 @@ def codec_among(segments: Iterable[Segment]) -> CodecFile | None:
 
 
 def write_digests(root: Path, segment: Segment) -> None:
-    """Make the file with the digests of a segment's keys anew, durably, if it is lost.
+    """Write the file with the digests of a segment's keys again, durably, if it is missing.
 
     Raises:
         OSError: the disk is full or broken.
@@ -188,10 +194,10 @@ def write_digests(root: Path, segment: Segment) -> None:
 
 @contextmanager
 def writing(root: Path) -> Iterator[None]:
-    """Say what could not be written to a directory, and what to do.
+    """Convert an OSError in the block to a DatastoreError that says what to do.
 
     Raises:
-        DatastoreError: in place of an OSError that is not one already.
+        DatastoreError: in place of an OSError.
     """
     try:
         yield
@@ -205,13 +211,13 @@ def writing(root: Path) -> Iterator[None]:
 
 
 def _names(entries: Iterable[SegmentEntry], manifest: Manifest) -> set[str]:
-    """The files of some segments, and of the manifest's parts."""
+    """Return the names of the files of some segments and of the manifest's parts."""
     names = {name for entry in entries for name in entry.file_names()}
     return names.union(part.file.name for part in manifest.parts)
 
 
 def _write_index(root: Path, name: str, write: Callable[[Path], None]) -> StoredFile:
-    """Write the file of an index durably; `write` must create it at the path it is given.
+    """Write the file of an index durably. `write` is called with the path at which it must create the file.
 
     Raises:
         OSError: the disk is full or broken.

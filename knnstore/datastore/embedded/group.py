@@ -1,16 +1,20 @@
-"""The search of groups: large segments by their indexes, the rest exactly."""
+"""Search of groups: large segments by their indexes, all other records exactly.
+
+`GroupSearches` keeps one `GroupSearch` for each group and updates it when the segments change. `GroupIndex`
+is the `GroupSearch` of engines with an index for each segment.
+"""
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from knnstore.datastore.arrays import Keys
 from knnstore.datastore.embedded.exact import ExactIndex
-from knnstore.datastore.embedded.locks import ReadersWriterLock
 from knnstore.datastore.embedded.log import KeySegments
 from knnstore.datastore.embedded.segment import Segment
 from knnstore.datastore.neighbors import Neighbors, merge
@@ -20,8 +24,8 @@ from knnstore.errors import CorruptDatastoreError
 
 _log = logging.getLogger(__name__)
 
-_MARGIN = 1.25  # what a segment is asked for, as a multiple of its share
-_LEAST = 64  # and beside it
+_MARGIN = 1.25  # a segment is asked for this multiple of its share of the neighbors ...
+_LEAST = 64  # ... and for this many more
 
 Found = TypeVar("Found")
 
@@ -32,18 +36,18 @@ class SegmentIndex(Protocol):
     file: StoredFile
 
     def update(self, segment: Segment) -> None:
-        """Search the rows that are live in this version of the segment; must not run beside a search."""
+        """Set the version of the segment, which says which rows are live. No search may run meanwhile."""
 
     def matching(self, ids: IdRanges | None) -> Any:
-        """The live rows, of all records or of those with some ids; its `size` says how many."""
+        """Return the live rows, of all records or of those with `ids`, and their number as `size`."""
 
     def search(self, queries: Keys, k: int, matching: Any) -> Neighbors:
-        """Find about the k nearest of some rows, and k always where there are k.
+        """Find about the k nearest of some rows of each query. Returns k rows if there are k.
 
         Args:
             queries: float32, shape (q, dim), q >= 1.
-            k: how many, >= 1.
-            matching: from `matching`, not empty.
+            k: number of neighbors, >= 1.
+            matching: a result of `matching` that is not empty.
         """
 
 
@@ -51,31 +55,31 @@ class GroupSearch(Protocol):
     """Searches the records of one group."""
 
     rows: int
-    """How many are live."""
+    """Number of live records."""
 
     def holds(self, segments: Sequence[Segment]) -> bool:
-        """Whether these are the segments of the last `update`."""
+        """Check whether these are the segments of the last `update`, by identity."""
 
     def update(self, segments: Sequence[Segment]) -> None:
-        """Search exactly these segments from now on; must not run beside a search.
+        """Set the segments to search. No search may run meanwhile.
 
         Raises:
-            FileNotFoundError: the file of an index is gone, the first time that it is: a newer manifest
+            FileNotFoundError: the file of an index is missing. Raised once for each file: a newer manifest
                 may have replaced it.
         """
 
     def search(self, queries: Keys, k: int, ids: IdRanges | None) -> Neighbors:
-        """Find the k nearest records of each query, of all or of those with some ids."""
+        """Find the k nearest records of each query, among all records or those with `ids`."""
 
 
 class GroupIndex:
-    """The search of one group through an index for each of its larger segments.
+    """Search of one group through an index for each of its larger segments.
 
     Args:
-        exact: searches the rows that no index covers; empty.
+        exact: an empty exact index. It searches the rows without an index.
         opens: see `EmbeddedDatastore._open_index`.
         is_indexed: see `EmbeddedDatastore._is_indexed`.
-        damaged: grows by each file that turns out to be damaged or lost.
+        damaged: files of indexes that are damaged or missing. This class adds the files that it finds.
     """
 
     def __init__(
@@ -93,19 +97,20 @@ class GroupIndex:
         self._indexes: list[SegmentIndex] = []
         self._segments: Sequence[Segment] = ()
         self.rows = 0
-        """How many are live."""
+        """Number of live records."""
 
     def holds(self, segments: Sequence[Segment]) -> bool:
-        """Whether these are the segments of the last `update`."""
+        """Check whether these are the segments of the last `update`, by identity."""
         return self._segments is segments
 
     def update(self, segments: Sequence[Segment]) -> None:
-        """Search exactly these segments from now on; must not run beside a search.
+        """Set the segments to search. No search may run meanwhile.
 
-        A segment whose index is damaged or lost is searched exactly until `optimize` builds it again.
+        A segment whose index is damaged or missing is searched exactly until `optimize` builds the index
+        again.
 
         Raises:
-            FileNotFoundError: the file of an index is gone, the first time that it is: a newer manifest
+            FileNotFoundError: the file of an index is missing. Raised once for each file: a newer manifest
                 may have replaced it.
         """
         self._segments = ()
@@ -118,18 +123,19 @@ class GroupIndex:
         self._segments = segments
 
     def search(self, queries: Keys, k: int, ids: IdRanges | None) -> Neighbors:
-        """Find the k nearest records of each query, of all or of those with some ids."""
+        """Find the k nearest records of each query, among all records or those with `ids`."""
         searched = [(index, rows) for index in self._indexes if (rows := index.matching(ids)).size]
         if not searched or len(queries) == 0:
             return self._exact.search(queries, k, ids)
         exact = self._exact.count(ids)
         total = exact + sum(matching.size for _, matching in searched)
         others = [self._exact.search(queries, k, ids)] if exact else []
-        # Each segment is asked for its share of the neighbors, and for all k only where it may hold more.
+        # 1) Ask each segment for its share of the neighbors.
         parts, unsure = [], np.zeros(len(queries), bool)
         for index, matching in searched:
             share = min(k, math.ceil(_MARGIN * k * matching.size / total) + _LEAST)
             parts.append(index.search(queries, share, matching))
+        # 2) A segment whose last neighbor is among the k nearest may hold more: ask it again for k.
         found = merge([*others, *parts], len(queries), k)
         for (_, matching), part in zip(searched, parts, strict=True):
             if part.ids.shape[1] < min(k, matching.size):
@@ -165,9 +171,9 @@ class GroupIndex:
 
 
 class GroupSearches:
-    """The search of each group, made when it is first asked for and brought to the newest records.
+    """The searches of all groups. Each is created at its first use and updated to the newest records.
 
-    Any number of threads may look beside each other.
+    Any number of threads may search at the same time.
 
     Args:
         segments: the open directory.
@@ -185,16 +191,19 @@ class GroupSearches:
         look: Callable[[Sequence[GroupSearch]], Found],
         new: Callable[[], GroupSearch],
     ) -> Found:
-        """Look in the newest records of some groups, or of all; what turns out to be damaged is left out.
+        """Search the newest records of some groups and return the result of `look`.
+
+        Damaged segments are left out: when `look` finds one, it is called again without it.
 
         Args:
-            groups: those that have no record are no error.
-            look: is given their searches, and called again where it met damage.
-            new: makes the search of one group, of nothing yet. It is not kept: a cycle of a datastore and its
-                searches would hold the writer's lock after an error, until the garbage is collected.
+            groups: group numbers; None for all groups. A group without records is left out.
+            look: is called with the searches of the groups.
+            new: creates an empty search of one group. It is an argument and no attribute, because a reference
+                cycle between a datastore and its searches would hold the writer's lock after an error, until
+                the garbage is collected.
 
         Raises:
-            CorruptDatastoreError: something else is damaged than a segment, which can be left out.
+            CorruptDatastoreError: a file is damaged that cannot be left out.
         """
         known = 0
         while True:
@@ -207,7 +216,7 @@ class GroupSearches:
                 known = damaged
 
     def close(self) -> None:
-        """Release everything, the directory too."""
+        """Close the directory and drop all searches."""
         with self._lock.writing():
             self._searches, self._held = {}, {}
             self._segments.close()
@@ -221,7 +230,7 @@ class GroupSearches:
         updated = False
         while True:
             with self._lock.reading():
-                # What was newest when this search began is new enough: a busy writer delays no search.
+                # Update at most once: a busy writer must not delay a search for ever.
                 if (updated or self._segments.by_group() is self._held) and self._ready(groups):
                     return look([self._searches[group] for group in self._chosen(groups)])
             with self._lock.writing():
@@ -229,7 +238,7 @@ class GroupSearches:
             updated = True
 
     def _chosen(self, groups: frozenset[int] | None) -> list[int]:
-        """The groups to search that have records."""
+        """Return the groups to search that have records."""
         if groups is None:
             return list(self._held)
         return [group for group in sorted(groups) if group in self._held]
@@ -241,9 +250,9 @@ class GroupSearches:
         )
 
     def _update(self, groups: frozenset[int] | None, new: Callable[[], GroupSearch]) -> None:
-        """Bring the searches of some groups to the newest records; runs beside no search."""
+        """Update the searches of some groups to the newest records. The caller holds the lock for writing."""
         while True:
-            # The newest, not those that made the caller come: another thread may have been here meanwhile.
+            # Read the newest segments again: another thread may have updated meanwhile.
             self._held = self._segments.by_group()
             for group in self._searches.keys() - self._held.keys():
                 del self._searches[group]
@@ -254,3 +263,46 @@ class GroupSearches:
                     if not self._searches[group].holds(self._held[group]):
                         self._searches[group].update(self._held[group])
                 return
+
+
+class ReadersWriterLock:
+    """A lock for many readers or one writer. A waiting writer goes before readers that come later."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._readers = 0
+        self._writers_waiting = 0
+        self._written = False
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Share the lock with other readers."""
+        with self._changed:
+            while self._written or self._writers_waiting:
+                self._changed.wait()
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._readers -= 1
+                if self._writers_waiting:
+                    self._changed.notify_all()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Hold the lock exclusively."""
+        with self._changed:
+            self._writers_waiting += 1
+            try:
+                self._changed.wait_for(lambda: not self._written and not self._readers)
+            finally:
+                self._writers_waiting -= 1
+                self._changed.notify_all()  # wakes readers that wait for this writer, if it was interrupted
+            self._written = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._written = False
+                self._changed.notify_all()

@@ -1,8 +1,9 @@
-"""Durable key segments: the log-structured truth under the embedded adapters.
+"""Durable key segments: the log-structured storage of the embedded engines.
 
-A directory holds immutable segments, each the records of one group by ascending id (`.keys` in half
-precision, `.ids`), and one manifest that names them. Adding appends segments, deleting marks row ranges dead
-in the manifest, and merging rewrites segments; each becomes real at once when the next manifest is published.
+A directory holds immutable segments and one manifest that names them. A segment holds records of one group by
+ascending id: a file `.keys` (half precision or codes) and a file `.ids`. Adding appends segments. Deleting
+marks ranges of rows dead in the manifest. Merging rewrites segments. Each change becomes visible when the
+next manifest is published, atomically.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,8 @@ from typing import Any, Literal
 import numpy as np
 
 from knnstore.datastore.arrays import DamagedPart, Groups, Ids, Keys, Metric
-from knnstore.datastore.embedded.erasing import FOLDERS
+from knnstore.datastore.embedded.codecs import Coding
+from knnstore.datastore.embedded.directory import FOLDERS
 from knnstore.datastore.embedded.files import SegmentFiles, write_digests, writing
 from knnstore.datastore.embedded.manifest import IndexEntry, Manifest
 from knnstore.datastore.embedded.merging import (
@@ -23,7 +25,6 @@ from knnstore.datastore.embedded.merging import (
     with_buffered,
     without_rows,
 )
-from knnstore.datastore.embedded.packing import Coding
 from knnstore.datastore.embedded.reader import SegmentReader
 from knnstore.datastore.embedded.segment import Segment
 from knnstore.datastore.ranges import IdRanges
@@ -32,33 +33,35 @@ from knnstore.errors import ConfigError, CorruptDatastoreError, DatastoreClosedE
 from knnstore.space import check_space
 
 BUFFER_SIZE = 16 << 20
-"""Bytes of keys that `append` keeps in memory before it writes them as a segment."""
+"""Bytes of keys that `append` buffers in memory before it writes them as segments."""
 
-_MANY_SEGMENTS = 32  # of one group; from here on flush merges the small ones
-_MANY_FILES = 30_000  # in all; from here on it merges a group's as soon as they are more than ...
-_FEW_SEGMENTS = 4  # ... for a process may have 65,530 maps, and each segment takes two
-_SPARSE = 0.25  # share of dead rows from which a segment is rewritten
+_MANY_SEGMENTS = 32  # flush merges the small segments of a group that has more
+_MANY_FILES = (
+    30_000  # a process may have 65,530 maps, and a segment takes two: with more files than this, ...
+)
+_FEW_SEGMENTS = 4  # ... flush merges as soon as a group has more segments than this
+_SPARSE = 0.25  # `compact` rewrites a segment with a larger share of dead rows
 
 
 class KeySegments(SegmentReader):
     """The records of one datastore directory.
 
-    One thread changes it; any number of threads may read `snapshot` and what it holds beside.
-    What an operation that failed leaves behind is removed when the next one succeeds or the
-    next writer opens; it can always be repeated.
+    One thread changes it. Any number of threads may read the segments of `by_group` and `snapshot` meanwhile.
+    A failed operation can be repeated. The files that it leaves are removed by the next successful change or
+    by the next writer.
 
     Args:
-        root: a directory that the datastore owns.
+        root: a directory that only this datastore uses.
         dim: number of components of a key.
-        metric: how distances are measured; kept for the adapter.
+        metric: the distance; saved for the adapter.
         mode: ``"r"``, ``"a"`` or ``"x"`` as in `Datastore.open`.
-        coding: of groups with many records; one that is coded stays so, whatever is given.
+        coding: how large groups are coded; None codes no further group.
 
     Raises:
         ConfigError: dim is below 1.
         DatastoreNotFoundError, DatastoreExistsError, DatastoreMismatchError, LockedError: see
             `Datastore.open`.
-        CorruptDatastoreError: the manifest or a part of it is damaged.
+        CorruptDatastoreError: the manifest is damaged.
     """
 
     def __init__(
@@ -73,7 +76,7 @@ class KeySegments(SegmentReader):
             raise ConfigError(f"dim must be at least 1, got {dim}")
         super().__init__(root)
         self._lock: WriterLock | None = None
-        self._changed: set[int] = set()  # groups, since the last manifest
+        self._changed: set[int] = set()  # groups that changed since the last manifest
         self._buffered: set[int] = set()  # groups with segments in memory
         self.replacements = 0
         """How many calls of `append` have replaced records."""
@@ -96,7 +99,13 @@ class KeySegments(SegmentReader):
     # -- changing
 
     def append(self, ids: Ids, keys: Keys, groups: Groups) -> None:
-        """Add records, replacing those with the same id; the arrays went through `checked_records`."""
+        """Add records. Records with the same ids are replaced.
+
+        Args:
+            ids: int64, shape (n,), different ones in any order.
+            keys: float32, shape (n, dim).
+            groups: group of each record, shape (n,). All three were checked by `checked_records`.
+        """
         self._check_writable()
         if not len(ids):
             return
@@ -106,7 +115,7 @@ class KeySegments(SegmentReader):
                 self._spill()
             order = np.argsort(ids, kind="stable")
             ids, groups = ids[order], groups[order]
-            # A store's ids ascend, so that what is on disk need not be looked at.
+            # A store's ids ascend: then no record on disk can be replaced.
             among = self._buffered if ids[0] > self._highest_id else self._groups
             changed = without_rows(
                 self._groups, among, int(ids[0]), int(ids[-1]), lambda segment: segment.rows_with(ids)
@@ -120,7 +129,7 @@ class KeySegments(SegmentReader):
             self._put(changed)
 
     def delete(self, ids: IdRanges) -> None:
-        """Remove the records in some id ranges."""
+        """Remove the records in some id ranges. Ids without a record are ignored."""
         self._check_writable()
         if not ids:
             return
@@ -131,7 +140,7 @@ class KeySegments(SegmentReader):
             )
 
     def abandon(self, part: DamagedPart) -> None:
-        """Give up a damaged segment, durably."""
+        """Remove a damaged segment from the manifest, durably. Its records are lost."""
         self._check_writable()
         with self._mutex:
             found = self._groups.get(part.group, ())
@@ -139,7 +148,7 @@ class KeySegments(SegmentReader):
             self._publish()
 
     def flush(self) -> None:
-        """Make everything durable; merges small segments where a group has very many."""
+        """Make all changes durable. Also merges the small segments of a group with very many."""
         self._check_writable()
         with self._mutex:
             changed = sorted(self._changed)
@@ -153,8 +162,8 @@ class KeySegments(SegmentReader):
     def compact(self, *, ratio: int) -> None:
         """Reclaim the space of dead rows and merge each group's segments.
 
-        Afterwards each segment of a group has at least `ratio` times the rows of the next, and a group that
-        is large enough is coded.
+        Afterwards each segment of a group has at least `ratio` times the rows of the next, and groups that
+        are large enough are coded.
         """
         self.flush()
         with self._mutex:
@@ -167,12 +176,12 @@ class KeySegments(SegmentReader):
                 self._merge(group, ratio=ratio, indexed=True)
 
     def write_digests(self, segment: Segment) -> None:
-        """Make the digests of a segment's keys anew, durably, if they are lost."""
+        """Write the digests of a segment's keys again, durably, if they are missing."""
         with self._mutex, writing(self.root):
             write_digests(self.root, segment)
 
     def vacuum(self) -> None:
-        """Rewrite every segment that has dead rows, so that no file holds any of them."""
+        """Rewrite every segment with dead rows, so that no file holds any of them."""
         self.flush()
         with self._mutex, writing(self.root):
             sparse = [segment for segment in self.readable() if segment.dead]
@@ -182,13 +191,19 @@ class KeySegments(SegmentReader):
                 self._rewrite([segment])
             if self._changed:
                 self._publish()
-            for folder in FOLDERS:  # else a power loss brings back what was removed, now or earlier
+            for folder in FOLDERS:  # otherwise a power loss brings removed files back
                 sync_directory(self.root / folder)
 
     def write_index(
         self, segment: Segment, write: Callable[[Path], None], parameters: dict[str, Any]
     ) -> None:
-        """Attach an index to a segment, durably; `write` must create the file at the path it is given."""
+        """Attach an index to a segment, durably.
+
+        Args:
+            segment: a segment on disk.
+            write: called with the path at which it must create the file of the index.
+            parameters: saved with the index; JSON values.
+        """
         self._check_writable()
         with self._mutex, writing(self.root):
             assert segment.entry is not None, "flush first"
@@ -201,7 +216,7 @@ class KeySegments(SegmentReader):
             self._publish()
 
     def close(self) -> None:
-        """Flush, if opened for writing, and let the next writer in."""
+        """Flush, if opened for writing, and release the writer's lock."""
         if self._closed:
             return
         try:
@@ -225,26 +240,32 @@ class KeySegments(SegmentReader):
         return self._files.manifest
 
     def _spill(self) -> None:
-        """Write what is buffered as segments that no manifest names yet."""
+        """Write the buffered records as segments that no manifest names yet."""
         for group in sorted(self._buffered):
             buffered = [segment for segment in self._groups[group] if segment.entry is None]
             with writing(self.root):
                 self._swap(buffered, self._write(buffered))
 
     def _merge(self, group: int, *, ratio: int, indexed: bool) -> None:
-        """Merge neighbors until each is `ratio` times as large as the next; an index is dear and may stay."""
+        """Merge neighboring segments of a group until each is `ratio` times as large as the next.
+
+        Args:
+            group: the group.
+            ratio: see `merge_plan`.
+            indexed: whether segments with an index are merged too. Their indexes must be built again.
+        """
         found = [segment for segment in self.by_group().get(group, ()) if indexed or segment.index is None]
         for run in merge_plan(found, ratio):
             self._replace(run)
 
     def _replace(self, segments: Sequence[Segment]) -> None:
-        """Rewrite the live rows of some segments as one, durably, and remove the old files."""
+        """Rewrite the live rows of some segments as one segment, durably, and remove the old files."""
         with writing(self.root):
             self._rewrite(segments)
             self._publish()
 
     def _rewrite(self, segments: Sequence[Segment]) -> None:
-        """Put a new segment in place of some; where one turns out to be damaged, all stay as they are."""
+        """Replace some segments by one with their live rows. If one is damaged, nothing changes."""
         try:
             self._swap(segments, self._write(segments))
         except CorruptDatastoreError:
@@ -257,7 +278,10 @@ class KeySegments(SegmentReader):
         self._put({new.group: [*kept, new]})
 
     def _put(self, changed: Mapping[int, Sequence[Segment]]) -> None:
-        """Let groups have these segments, without those that are dead; the next manifest says so."""
+        """Set the segments of some groups. Segments without live rows are left out.
+
+        The next manifest makes this durable.
+        """
         groups = dict(self._groups)
         for group, found in changed.items():
             groups[group] = tuple(segment for segment in found if segment.live)
@@ -269,15 +293,15 @@ class KeySegments(SegmentReader):
         self._changed |= changed.keys()
 
     def _write(self, segments: Sequence[Segment]) -> Segment:
-        """Write the live rows of segments of one group as a new one, without naming it in a manifest."""
+        """Write the live rows of segments of one group as a new segment that no manifest names yet."""
         among = self._groups[segments[0].group]
         written = self._files.write_segment(segments, among, self._manifest.dim, self._aside)
         self._highest_id = max(self._highest_id, written.last_id)
         return written
 
     def _publish(self) -> None:
-        """Make the current segments the datastore, durably; then remove the files of former ones."""
-        self._spill()  # a manifest that marks rows dead must name those that replace them
+        """Publish a manifest with the current segments, durably; then remove the files of former segments."""
+        self._spill()  # replaced rows are marked dead: their replacements must be in the same manifest
         with writing(self.root):
             now = {
                 group: tuple(

@@ -1,7 +1,7 @@
-"""The manifest: the one small file that says which files are the datastore.
+"""The manifest: one small file that names all files of the datastore.
 
-It stays small where segments are many: most of them are then listed in *parts*, immutable files that the
-manifest names as it names those of a segment. A change writes anew the parts that list what it changes.
+If there are many segments, most are listed in *parts*: immutable files that the manifest names. So the
+manifest stays small. A change writes new parts in place of those that list a changed segment.
 """
 
 import hashlib
@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from knnstore.datastore.arrays import Metric
+from knnstore.datastore.embedded.codecs import CodesEntry, checked_kind, code_size
 from knnstore.datastore.embedded.mapped import MappedFile
-from knnstore.datastore.embedded.packing import CodesEntry, checked_kind, code_size, packed_size
+from knnstore.datastore.embedded.packed_ids import packed_size
 from knnstore.datastore.records import ID_LIMIT
 from knnstore.durable import NoFileError, StoredFile, publish, read_file
 from knnstore.errors import ConfigError, CorruptDatastoreError, DatastoreNotFoundError
@@ -26,82 +27,89 @@ _FILE = re.compile(r"(segments|indexes)/\d{8,}\.(keys|ids|digests|codec|index)")
 _PART = re.compile(r"segments/\d{8,}\.part")
 _NAME = re.compile(r"\d{8,}")
 _SHA256 = re.compile("[0-9a-f]{64}")
-_KEY_SIZES = {"float16": 2, "float32": 4}  # bytes of a component
-_SENSELESS = (ValueError, KeyError, TypeError, AttributeError, RecursionError, ConfigError)  # it was made so
+_KEY_SIZES = {"float16": 2, "float32": 4}  # bytes of a component by dtype
+_SENSELESS = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+    ConfigError,
+)  # of content with a right digest
 
 FORMAT = 3
-"""1 has no parts; 1 and 2 have neither codes nor packed ids."""
+"""Format of the manifest. Format 1 has no parts; formats 1 and 2 have no codes and no packed ids."""
 
 NAME = "manifest.json"
 PART_SIZE = 64
-"""Segments of a part; the manifest itself lists fewer than twice as many."""
+"""Number of segments of a part. The manifest itself lists fewer than twice as many."""
 
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """An index over one segment's rows, built by an adapter; derived, so losing it costs time only."""
+    """An index of one segment's rows, built by an adapter. It can be built again from the keys."""
 
     file: StoredFile
     parameters: dict[str, Any]
-    """What the adapter must know to use it; JSON values."""
+    """Parameters that the adapter needs to use the index; JSON values."""
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentEntry:
-    """One immutable segment: records of one group, by ascending id."""
+    """One immutable segment: records of one group by ascending id."""
 
     name: str
     group: int
     rows: int
     dtype: str
-    """numpy's name of the keys' type: float16, or float32 where a key exceeds the range of float16, or uint8
-    of codes."""
+    """numpy's name of the keys' dtype: float16; float32 if a key exceeds the range of float16; uint8 for
+    codes."""
 
     first_id: int
     last_id: int
     keys: StoredFile
     ids: StoredFile
     digests: str
-    """Name of the file with the digests of the keys' blocks; its own SHA-256 is that of the keys."""
+    """Name of the file with the digests of the keys' blocks. Its SHA-256 is the `sha256` of `keys`."""
 
     dead: tuple[tuple[int, int], ...] = ()
-    """Ranges of rows that were deleted or replaced; of this segment only, so an id may live on in another."""
+    """Ranges of rows that were deleted or replaced. The same id may be live in another segment."""
 
     index: IndexEntry | None = None
 
     codes: CodesEntry | None = None
-    """How the keys are coded; None where they are numbers."""
+    """How the keys are coded; None if they are not."""
 
     runs: int | None = None
-    """Of positions in the file of the ids, see `PackedIds`; None where that holds them as they are."""
+    """Number of runs of positions in the file of ids, see `PackedIds`; None if the ids are not packed."""
 
     @property
     def needed(self) -> list[StoredFile]:
-        """The files without which it cannot be read."""
+        """The files without which the segment cannot be read."""
         return [self.keys, self.ids] + ([self.codes.file] if self.codes else [])
 
     def file_names(self) -> list[str]:
-        """Every file that belongs to the segment."""
+        """Return the names of all files of the segment."""
         derived = [self.digests] + ([self.index.file.name] if self.index else [])
         return [file.name for file in self.needed] + derived
 
     def row_size(self, dim: int) -> int:
-        """Bytes of a key of `dim` components."""
+        """Return the bytes of a stored key of `dim` components."""
         return code_size(self.codes.kind, dim) if self.codes else dim * _KEY_SIZES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class ManifestPart:
-    """Segments that are listed in a file of their own."""
+    """A file that lists some segments."""
 
     file: StoredFile
     segments: tuple[SegmentEntry, ...]
     names: frozenset[str]
-    """Of the segments."""
+    """Names of the segments."""
 
     @classmethod
     def write(cls, segments: Sequence[SegmentEntry], write: Callable[[bytes], StoredFile]) -> Self:
-        """List segments in a new file, which `write` makes durable."""
+        """Write a new part. `write` makes its content durable and returns the file."""
         text = _canonical(segments)
         return cls(write(text.encode()), tuple(segments), frozenset(entry.name for entry in segments))
 
@@ -110,7 +118,7 @@ class ManifestPart:
         """Read and check a part of a datastore of vectors of `dim` components.
 
         Raises:
-            CorruptDatastoreError: it is lost or damaged.
+            CorruptDatastoreError: the part is missing or damaged.
         """
         try:
             mapped = MappedFile(root, file)
@@ -128,35 +136,40 @@ class ManifestPart:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Everything about a datastore that is not a row."""
+    """All information about a datastore besides the rows of its segments."""
 
     dim: int
     metric: Metric
     next_number: int = 1
-    """The number of the next file; never reused, so a name means one content for ever."""
+    """Number of the next file. Numbers are never reused, so the content behind a name never changes."""
 
     listed: tuple[SegmentEntry, ...] = ()
-    """The segments that are in no part."""
+    """The segments that no part lists."""
 
     parts: tuple[ManifestPart, ...] = ()
 
     @property
     def segments(self) -> list[SegmentEntry]:
-        """Every segment, in the order in which they were made."""
+        """All segments in the order in which they were created."""
         every = chain(self.listed, *(part.segments for part in self.parts))
         return sorted(every, key=attrgetter("name"))
 
     def file_names(self) -> set[str]:
-        """Every file that is named, in parts too."""
+        """Return the names of all files, including the parts."""
         names = {name for entry in self.segments for name in entry.file_names()}
         return names.union(part.file.name for part in self.parts)
 
     def changed(
         self, gone: Set[str], fresh: Iterable[SegmentEntry], write: Callable[[bytes], StoredFile]
     ) -> "Manifest":
-        """The manifest without some segments, by name, and with others; new parts are written.
+        """Return the manifest without some segments and with others. Writes new parts.
 
-        What it costs depends on how many these are, and hardly on how many segments there are.
+        The cost depends on the number of changed segments, and hardly on the number of all segments.
+
+        Args:
+            gone: names of segments to leave out.
+            fresh: segments to add.
+            write: see `ManifestPart.write`.
         """
         kept = tuple(part for part in self.parts if part.names.isdisjoint(gone))
         opened = (part.segments for part in self.parts if not part.names.isdisjoint(gone))
@@ -169,7 +182,7 @@ class Manifest:
         return replace(self, listed=tuple(listed), parts=(*kept, *parts))
 
     def write(self, root: Path) -> None:
-        """Publish atomically and durably; readers see the old manifest or this one."""
+        """Publish the manifest, atomically and durably. Readers see the old manifest or this one."""
         content = {
             "format": FORMAT,
             "dim": self.dim,
@@ -187,11 +200,11 @@ class Manifest:
 
         Args:
             root: the datastore's directory.
-            known: parts that were read before and need not be read again.
+            known: parts that were read before; they are not read again.
 
         Raises:
-            DatastoreNotFoundError: there is none and no segment either.
-            CorruptDatastoreError: it is lost or damaged, or of a newer version of knnstore.
+            DatastoreNotFoundError: there is neither a manifest nor a folder of segments.
+            CorruptDatastoreError: the manifest is missing, damaged, or of a newer version of knnstore.
         """
         path = root / NAME
         try:
@@ -222,8 +235,11 @@ class Manifest:
 
 
 def signature(root: Path) -> tuple[int, int, int]:
-    """What changes with every manifest and costs one system call: inode, time, size."""
-    status = os.stat(f"{root}/{NAME}")  # asked with every search: a path takes longer to make
+    """Return inode, time in ns and size of the manifest: they change with every manifest.
+
+    This costs one system call.
+    """
+    status = os.stat(f"{root}/{NAME}")  # called for every search; creating a Path would take longer
     return status.st_ino, status.st_mtime_ns, status.st_size
 
 
@@ -237,7 +253,7 @@ def _segment(entry: dict[str, Any], dim: int) -> SegmentEntry:
         codes=codes and CodesEntry(checked_kind(codes["kind"]), StoredFile(**codes["file"])),
         **entry,
     )
-    # Nothing of a name leads out of the folder, and a number that is none ends no process.
+    # No name may lead out of the folder, and no value of a wrong type may be used later.
     _check(_NAME.fullmatch(read.name) and all(_FILE.fullmatch(name) for name in read.file_names()))
     borders = [0, *(row for rows in read.dead for row in rows), read.rows]
     _check(_are_numbers(*borders, read.first_id, read.last_id, read.group))
@@ -253,7 +269,7 @@ def _segment(entry: dict[str, Any], dim: int) -> SegmentEntry:
 
 
 def _sizes_of_ids(entry: SegmentEntry) -> list[int]:
-    """Of which the file of the ids has one."""
+    """Return the sizes that the file of ids may have, in bytes."""
     if entry.runs is None:
         return [8 * entry.rows]
     _check(_are_numbers(entry.runs) and 0 < entry.runs <= entry.rows)
@@ -278,7 +294,7 @@ def _no_sense(path: Path) -> CorruptDatastoreError:
 
 
 def _fields(entry: SegmentEntry | IndexEntry | CodesEntry | StoredFile) -> dict[str, Any]:
-    """What `asdict` gives, ten times as fast."""
+    """Return the fields as `dataclasses.asdict` does, ten times as fast."""
     return {name: getattr(entry, name) for name in entry.__slots__}
 
 

@@ -1,4 +1,4 @@
-"""Files mapped for reading, checked before their first use."""
+"""Files mapped for reading, whose content is checked against SHA-256 before its first use."""
 
 import ctypes
 import errno
@@ -25,20 +25,20 @@ _HASHING_THREADS = 2  # hashlib releases the GIL; a second thread nearly doubles
 
 
 class MappedFile:
-    """A file mapped for reading; what is used of it is checked once, before its first use.
+    """A file mapped for reading. Each block is checked once, before its first use.
 
-    The map outlives the file's name and needs no descriptor: a store may have more files than a process
-    may have descriptors.
+    The map stays readable when the file is removed. It needs no file descriptor, because a store may have
+    more files than a process may have descriptors.
 
     Args:
         root: the datastore's directory.
-        file: what the manifest says about it.
-        digests: name of a file with the digests of its blocks, without which it is checked as a whole.
-        trusted: this process wrote the file itself and hashed it on the way.
+        file: the file's entry in the manifest.
+        digests: name of the file with the digests of its blocks. Without one the file is checked as a whole.
+        trusted: True if this process wrote and hashed the file itself, so that it need not be checked.
 
     Raises:
-        FileNotFoundError: the file is not there; a newer manifest may have replaced it.
-        CorruptDatastoreError: it is no file, or its size is wrong.
+        FileNotFoundError: the file does not exist; a newer manifest may have replaced it.
+        CorruptDatastoreError: it is not a regular file, or its size is wrong.
         DatastoreError: the system allows no more maps.
     """
 
@@ -54,7 +54,7 @@ class MappedFile:
             self.bytes = _mapped(self.path, opened.fileno(), size)
         self.checked = trusted
         self.lacks_digests = False
-        """The file with the digests of its blocks is lost or damaged."""
+        """Whether the file with the digests of its blocks is missing or damaged."""
         self._digests = None
         if digests and not trusted:
             self._digests = read_digests(root / digests, file)
@@ -62,7 +62,7 @@ class MappedFile:
         self._checked_blocks = np.zeros(-(-size // BLOCK), bool)
 
     def check(self) -> None:
-        """Compare the whole content with the manifest, the first time.
+        """Compare the whole content with the manifest's SHA-256, at the first call.
 
         Raises:
             CorruptDatastoreError: it differs.
@@ -71,7 +71,7 @@ class MappedFile:
             self.digests()
 
     def digests(self) -> bytes:
-        """Compute the digests of the blocks, 32 bytes each, once more.
+        """Compute the digests of all blocks, 32 bytes each, and compare them with the manifest.
 
         Raises:
             CorruptDatastoreError: the content differs from the manifest.
@@ -83,7 +83,7 @@ class MappedFile:
         return digests
 
     def check_rows(self, rows: NDArray[np.int64], row_size: int) -> None:
-        """Compare the blocks that hold some rows with the manifest, each the first time.
+        """Check the blocks that hold some rows, each block once.
 
         Args:
             rows: row numbers, any shape.
@@ -129,7 +129,12 @@ class MappedFile:
 
 
 def read_digests(path: Path, of: StoredFile) -> bytes | None:
-    """Read the digests of a file's blocks; None where they are lost or damaged, for they are derived."""
+    """Return the digests of a file's blocks; None if they are missing or damaged.
+
+    Args:
+        path: the file with the digests.
+        of: the file that was hashed.
+    """
     try:
         digests = read_file(path)
     except OSError:
@@ -138,7 +143,10 @@ def read_digests(path: Path, of: StoredFile) -> bytes | None:
 
 
 def _mapped(path: Path, descriptor: int, size: int) -> NDArray[np.uint8]:
-    """Map a file; the descriptor may be closed then, of which `mmap.mmap` keeps a copy before Python 3.13."""
+    """Map a file and return its bytes, read-only. The descriptor can be closed afterwards.
+
+    `mmap.mmap` would keep a copy of the descriptor before Python 3.13.
+    """
     if size == 0:  # there is nothing to map
         return np.zeros(0, np.uint8)
     address = _C.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)

@@ -1,4 +1,7 @@
-"""Several segments read as one, and written as one."""
+"""Reading several segments in order of ids, and writing them as one segment.
+
+Also the plan of which segments to merge, and the changes of segments in memory.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -8,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knnstore.datastore.arrays import Groups, Ids, Keys
+from knnstore.datastore.embedded.codecs import CodecFile
 from knnstore.datastore.embedded.manifest import SegmentEntry
-from knnstore.datastore.embedded.packing import CodecFile, IdsPacker, is_worth_packing
+from knnstore.datastore.embedded.packed_ids import IdsPacker, is_worth_packing
 from knnstore.datastore.embedded.segment import MappedColumns, Segment, StoredKeys
 from knnstore.datastore.ranges import IdRanges
 from knnstore.datastore.records import ID_LIMIT
@@ -18,11 +22,11 @@ from knnstore.errors import CorruptDatastoreError
 from knnstore.space import check_space
 
 CHUNK_SIZE = 4 << 20
-"""Bytes of keys that a merge holds at a time."""
+"""Bytes of keys that a merge holds in memory at a time."""
 
-_LEAST_SHARE = 64  # rows of a segment that are looked at together, however many segments there are
+_LEAST_SHARE = 64  # rows of a segment that are taken together, however many segments there are
 _FLOAT16_MAX = 65504.0
-_LARGEST = 1 << 24  # rows; segments are not merged beyond this
+_LARGEST = 1 << 24  # rows; larger segments are not made by merging
 
 
 def merged(
@@ -34,9 +38,14 @@ def merged(
 ) -> Iterator[tuple[Ids, StoredKeys, Groups]]:
     """Yield the live records of several segments by ascending id, in batches of at most `batch_size`.
 
-    An id is live in one segment at most. Memory is that of a batch, and of some ids of each segment where
-    their id ranges overlap; `ids` leaves only the records in some ranges. With a codec there are its codes in
-    place of keys.
+    An id is live in at most one segment. Memory holds one batch, and some ids of each segment whose id range
+    overlaps with others.
+
+    Args:
+        segments: the segments to read.
+        ids: yields only records in these ranges; None yields all.
+        batch_size: number of records of a batch; the last may have fewer.
+        codec: yields codes of this codec in place of keys.
     """
     left = _Rows.none()
     for some in _in_order(segments, ids, batch_size):
@@ -50,13 +59,13 @@ def merged(
 
 
 class _Rows(NamedTuple):
-    """Rows of several segments by ascending id; arrays of shape (n,)."""
+    """Rows of several segments by ascending id; three arrays of shape (n,)."""
 
     ids: Ids
     owners: NDArray[np.int64]
-    """Whose they are: index of the segment."""
+    """Index of each row's segment."""
     numbers: NDArray[np.int64]
-    """Which row of it."""
+    """Number of each row in its segment."""
 
     @classmethod
     def none(cls) -> Self:
@@ -71,7 +80,10 @@ class _Rows(NamedTuple):
 
 
 def _in_order(segments: Sequence[Segment], ids: IdRanges | None, batch_size: int) -> Iterator[_Rows]:
-    """Yield the live rows of several segments, some at a time; looks only at segments whose turn has come."""
+    """Yield the live rows of several segments, by ascending id, some at a time.
+
+    A segment is not read before the ids reach its first id.
+    """
     waiting = sorted(range(len(segments)), key=lambda owner: segments[owner].first_id, reverse=True)
     cursors: list[_Cursor] = []
     while cursors or waiting:
@@ -82,7 +94,7 @@ def _in_order(segments: Sequence[Segment], ids: IdRanges | None, batch_size: int
             if cursor.advance():
                 cursors.append(cursor)
                 bound = min(bound, cursor.id_after(batch_size))
-        # Up to the least id at which some segment's share ends, all are complete.
+        # All rows up to the least id at which a segment's share ends are known now.
         sharing = [cursor for cursor in cursors if cursor.next_id <= bound]
         share = max(_LEAST_SHARE, batch_size // max(1, len(sharing)))
         bound = min([bound, *(cursor.id_after(share) for cursor in sharing)])
@@ -103,7 +115,7 @@ def _taken(cursor: "_Cursor", bound: int) -> _Rows:
 def _read(
     segments: Sequence[Segment], rows: _Rows, codec: CodecFile | None
 ) -> tuple[Ids, StoredKeys, Groups]:
-    """Read what belongs to some rows, one segment after the other."""
+    """Read the keys or codes of some rows, one segment after the other."""
     order = np.argsort(rows.owners, kind="stable")
     owners, starts = np.unique(rows.owners[order], return_index=True)
     pieces = [
@@ -123,30 +135,30 @@ def _read(
 
 
 class _Cursor:
-    """A place among the wanted rows of a segment; costs nothing for rows that are not wanted."""
+    """A position among the wanted rows of a segment. Rows that are not wanted cost nothing."""
 
     def __init__(self, owner: int, segment: Segment, rows: IdRanges) -> None:
         self.owner = owner
         self.ids = segment.columns.ids if rows else np.empty(0, np.int64)
         self._rows = rows
-        # How many wanted rows there are before each range, and in all.
+        # Number of wanted rows before each range, then of all ranges.
         self._before = np.append(0, np.cumsum(rows.stops - rows.starts))
         self._done = 0
         self.next_id = -1
 
     def advance(self) -> bool:
-        """Look at the next row; False where none is left."""
+        """Set `next_id` to the id of the next wanted row. Returns False if no row is left."""
         if self._done == self._before[-1]:
             return False
         self.next_id = self._id(self._done)
         return True
 
     def id_after(self, rows: int) -> int:
-        """The id of the last of the next so many rows."""
+        """Return the id of the last of the next `rows` wanted rows."""
         return self._id(min(self._done + rows, int(self._before[-1])) - 1)
 
     def take(self, bound: int) -> NDArray[np.int64]:
-        """Pass the rows with ids up to a bound and return them."""
+        """Return the numbers of the next wanted rows with ids up to a bound, and move behind them."""
         row = int(np.searchsorted(self.ids, bound, side="right"))
         at = int(np.searchsorted(self._rows.starts, row, side="right")) - 1
         stop = int(self._before[at] + min(row, self._rows.stops[at]) - self._rows.starts[at])
@@ -155,7 +167,7 @@ class _Cursor:
         return taken
 
     def _numbers(self, wanted: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The row numbers of the first wanted row (0), the second (1), and so on."""
+        """Return the row numbers of wanted rows, which are counted from 0."""
         at = np.searchsorted(self._before, wanted, side="right") - 1
         numbers: NDArray[np.int64] = self._rows.starts[at] + wanted - self._before[at]
         return numbers
@@ -165,17 +177,19 @@ class _Cursor:
 
 
 def merge_plan(segments: Sequence[Segment], ratio: int) -> list[list[Segment]]:
-    """Choose runs of neighbors to merge, so that each segment has `ratio` times the rows of the next.
+    """Choose runs of neighboring segments to merge, so that each has `ratio` times the rows of the next.
 
-    The logarithmic method (Bentley and Saxe, 1980): the number of segments, and how often a row is
-    rewritten, grow with the logarithm of the rows. Each run has two segments or more.
+    This is the logarithmic method (Bentley and Saxe, 1980): the number of segments, and how often a row is
+    rewritten, grow with the logarithm of the number of rows. Each run has at least two segments.
     """
     stack: list[list[Segment]] = []
     for segment in segments:
         stack.append([segment])
         while len(stack) > 1:
             previous, last = (sum(s.live for s in run) for run in stack[-2:])
-            settled = len(stack[-2]) == 1 and previous >= ratio * last  # what is rewritten takes all along
+            settled = (
+                len(stack[-2]) == 1 and previous >= ratio * last
+            )  # a run that is rewritten anyway takes all of its neighbors
             if settled or previous + last > _LARGEST:
                 break
             stack[-2:] = [stack[-2] + stack[-1]]
@@ -190,14 +204,14 @@ def write_segment(
     aside: dict[StoredFile, int],
     codec: CodecFile | None = None,
 ) -> Segment:
-    """Write the live rows of segments of one group, one or more, as the files of a new one, durably.
+    """Write the live rows of one or more segments of a group as the files of a new segment, durably.
 
     See `MappedColumns` for `aside`.
 
     Raises:
-        DiskFullError: it will not fit; nothing was written.
-        OSError: the disk became full, or is broken.
-        CorruptDatastoreError: what is to be rewritten is damaged; nothing was written.
+        DiskFullError: the disk has too little room; nothing was written.
+        OSError: the disk became full or failed.
+        CorruptDatastoreError: a segment is damaged; no manifest names the new files.
     """
     group, rows = segments[0].group, sum(segment.live for segment in segments)
     dtype = np.dtype(np.uint8) if codec else _dtype(segments)
@@ -239,29 +253,29 @@ def _live_ids(segments: Sequence[Segment]) -> Iterator[Ids]:
 
 
 def size_of(segments: Sequence[Segment], dim: int) -> int:
-    """Bytes that the live rows of segments take as one."""
+    """Return the bytes that the live rows of segments take as one segment of uncoded keys."""
     return sum(segment.live for segment in segments) * (dim * _dtype(segments).itemsize + 8)
 
 
 def _dtype(segments: Sequence[Segment]) -> np.dtype[Any]:
-    """The type of the keys that holds those of each segment."""
+    """Return the smallest dtype that holds the keys of all segments."""
     return np.result_type(*(segment.columns.dtype for segment in segments))
 
 
 def file_names(name: str) -> tuple[str, str, str]:
-    """The names of a segment's files: keys, ids, digests."""
+    """Return the names of a segment's files: keys, ids, digests."""
     return f"segments/{name}.keys", f"segments/{name}.ids", f"segments/{name}.digests"
 
 
 def stored_keys(keys: Keys) -> StoredKeys:
-    """Keys in half precision, where their range allows it."""
+    """Return keys in half precision, or unchanged if one exceeds its range."""
     return keys if max(keys.max(), -keys.min()) > _FLOAT16_MAX else keys.astype(np.float16)
 
 
 def with_buffered(segments: Sequence[Segment], fresh: Segment) -> list[Segment]:
-    """Append a segment that is in memory, merging it with earlier ones that are not larger.
+    """Return `segments` with one more in memory, which is merged with earlier ones that are not larger.
 
-    So each row is copied a logarithmic number of times, and there are as few such segments.
+    Each row is copied a logarithmic number of times, and the number of segments in memory stays logarithmic.
     """
     kept = list(segments)
     while True:
@@ -286,7 +300,15 @@ def without_rows(
     last: int,
     rows_in: Callable[[Segment], IdRanges],
 ) -> dict[int, list[Segment]]:
-    """What some groups become when some rows with ids from first to last die; only those that change."""
+    """Mark rows dead, and return the new segments of each group that changes.
+
+    Args:
+        groups: the segments of each group.
+        among: the groups to look at.
+        first: the smallest id that may be concerned.
+        last: the largest id that may be concerned.
+        rows_in: returns the rows of a segment to mark.
+    """
     changed: dict[int, list[Segment]] = {}
     for group in among:
         for segment in groups[group]:

@@ -1,7 +1,7 @@
 """Reading the segments of a datastore directory while another process may write them.
 
-A segment whose keys or ids are damaged is set aside: everything else is read, and it is named. Whether it is
-found so when the manifest is read, when it is used or by `verify` makes no difference afterwards.
+A segment with damaged keys or ids is *set aside*: it is reported, and all other segments are read. Damage may
+be found when the manifest is read, when the segment is used, or by `verify`; the result is the same.
 """
 
 import logging
@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from knnstore.datastore.arrays import DamagedPart, Groups, Ids, Keys, Metric
+from knnstore.datastore.embedded.codecs import CodecFile
 from knnstore.datastore.embedded.manifest import Manifest, ManifestPart, SegmentEntry, signature
 from knnstore.datastore.embedded.mapped import MappedFile, read_digests
 from knnstore.datastore.embedded.merging import merged
-from knnstore.datastore.embedded.packing import CodecFile
 from knnstore.datastore.embedded.segment import MappedColumns, Segment, damage
 from knnstore.datastore.ranges import IdRanges
 from knnstore.durable import StoredFile
@@ -29,15 +29,15 @@ from knnstore.errors import (
 
 _log = logging.getLogger(__name__)
 
-_DERIVED = "it is derived from the keys: the next `knnstore add`, `optimize` or `repair` makes it anew"
+_DERIVED = "it is derived from the keys: the next `knnstore add`, `optimize` or `repair` makes it again"
 _NO_ROWS = IdRanges()
 
 Group = tuple[Segment, ...]
-"""Segments of one group that have live records, in the order in which they were made."""
+"""Segments of one group with live records, in the order in which they were created."""
 
 
 class SegmentReader:
-    """What can be read of the segments in a directory; see `KeySegments`."""
+    """The readable segments of a directory; see `KeySegments`."""
 
     _manifest: Manifest
 
@@ -45,42 +45,43 @@ class SegmentReader:
         self.root = root
         self._mutex = threading.RLock()
         self._closed = False
-        self._follows = True  # other processes' manifests
+        self._follows = True  # reads the manifests of other processes
         self._signature = (0, 0, 0)
         self._parts: tuple[ManifestPart, ...] = ()
         self._groups: Mapping[int, Group] = {}
-        self._aside: dict[StoredFile, int] = {}  # what is known to be damaged; see `MappedColumns`
-        # What `by_group` gave last, and for which groups and which damage.
+        self._aside: dict[StoredFile, int] = {}  # damaged segments; see `MappedColumns`
+        # The last result of `by_group`, after the groups and the damage that it was made for.
         self._sound: tuple[Mapping[int, Group], dict[StoredFile, int], Mapping[int, Group]] = ({}, {}, {})
         self._hashed: set[StoredFile] = set()
-        self._said: set[str] = set()  # problems that were warned of
+        self._said: set[str] = set()  # problems that were logged
 
     def by_group(self) -> Mapping[int, Group]:
-        """The segments of each group that are not set aside, as of now; for a reader, of the newest manifest.
+        """Return the segments of each group that are not set aside; a reader reads the newest manifest first.
 
-        Each that is set aside is warned of once. What is returned never changes: a later version is another
-        mapping, and has the same tuple for a group that did not change. Another version there is too when
-        damage was noticed.
+        Each segment that is set aside is logged once. The result never changes. After a change or new damage
+        the method returns another mapping, with the same tuple for each group that did not change.
         """
         groups, damage = self._current(), self._aside.copy()
         if not damage:
             return groups
         for_groups, for_damage, sound = self._sound
-        if for_groups is not groups or for_damage != damage:  # how much says too little: some is forgotten
+        if (
+            for_groups is not groups or for_damage != damage
+        ):  # a count would not do, because damage can be forgotten
             sound = self._without_damaged(groups, sound)
             self._sound = groups, damage, sound
         return sound
 
     def readable(self) -> Group:
-        """The segments of every group that are not set aside, as `by_group` gives them."""
+        """Return the segments of all groups that are not set aside; see `by_group`."""
         return tuple(chain.from_iterable(self.by_group().values()))
 
     def snapshot(self) -> Group:
-        """The segments of every group, those that are set aside included."""
+        """Return the segments of all groups, including those that are set aside."""
         return tuple(chain.from_iterable(self._current().values()))
 
     def damaged(self) -> list[DamagedPart]:
-        """What is set aside."""
+        """Return the segments that are set aside."""
         groups = self._current()
         return [
             DamagedPart(
@@ -94,22 +95,22 @@ class SegmentReader:
         ]
 
     def count(self) -> int:
-        """How many records are live, those that are set aside included."""
+        """Return the number of live records, including those that are set aside."""
         return sum(segment.live for segment in self.snapshot())
 
     def iterate(self, *, ids: IdRanges | None, batch_size: int) -> Iterator[tuple[Ids, Keys, Groups]]:
-        """Yield every live record once by ascending id, as `Datastore.iterate` does.
+        """Yield every live record once by ascending id; see `Datastore.iterate`.
 
         Raises:
-            CorruptDatastoreError: damage was found on the way; the next call leaves out what is damaged.
+            CorruptDatastoreError: a segment is damaged. It is set aside, so the next call leaves it out.
         """
         for some_ids, keys, groups in merged(self.readable(), ids=ids, batch_size=batch_size):
             yield np.array(some_ids), keys.astype(np.float32, copy=False), groups
 
     def intact(self, file: StoredFile) -> bool:
-        """Whether a file is there with the size and the SHA-256 that the manifest says.
+        """Check whether a file exists and has the size and SHA-256 of the manifest.
 
-        It is read once: a file that this handle wrote or found intact is looked up by its size alone.
+        The content is read once. For a file that this object wrote or found intact only the size is checked.
         """
         try:
             MappedFile(self.root, file, trusted=file in self._hashed).check()
@@ -119,7 +120,7 @@ class SegmentReader:
         return True
 
     def verify(self) -> list[str]:
-        """Check size and SHA-256 of every file that the manifest names; one line for each problem."""
+        """Check size and SHA-256 of every file that the manifest names. Returns one line for each problem."""
         while True:
             before = self._signature_now()
             try:
@@ -128,11 +129,11 @@ class SegmentReader:
                 problems = [str(error)]
             else:
                 problems = [problem for entry in manifest.segments for problem in self._problems_of(entry)]
-            if not problems or self._signature_now() == before:  # else a writer replaced what is missed
+            if not problems or self._signature_now() == before:  # otherwise a writer has replaced the files
                 return problems
 
     def _problems_of(self, entry: SegmentEntry) -> list[str]:
-        """What is wrong with the files of a segment, which is set aside if its keys or ids are."""
+        """Return the problems of a segment's files. Sets the segment aside if its keys or ids are damaged."""
         problems = [damage(found) for file in entry.needed if (found := self._problem_of(file))]
         if problems:
             for segment in self._current().get(entry.group, ()):
@@ -146,7 +147,7 @@ class SegmentReader:
         return problems
 
     def _problem_of(self, file: StoredFile) -> str | None:
-        """What is wrong with a file, if anything."""
+        """Return the problem of a file; None if it is intact."""
         try:
             MappedFile(self.root, file).check()
         except FileNotFoundError as error:
@@ -159,14 +160,14 @@ class SegmentReader:
         return problem
 
     def _check_same(self, dim: int, metric: Metric) -> None:
-        """Refuse a datastore of other vectors than the caller's."""
+        """Raise DatastoreMismatchError if the datastore has another dim or metric."""
         manifest = self._manifest
         if (dim, metric) != (manifest.dim, manifest.metric):
             found = f"dim {manifest.dim} and metric {manifest.metric.value}"
             raise DatastoreMismatchError(f"{self.root} has {found}, not dim {dim} and metric {metric.value}")
 
     def _load(self) -> Manifest:
-        """Read the manifest and map what it names, together, while a writer may replace both."""
+        """Read the manifest and map its files, while a writer may replace both."""
         while True:
             before = self._signature_now()
             try:
@@ -183,7 +184,7 @@ class SegmentReader:
                 return manifest
 
     def _signature_now(self) -> tuple[int, int, int]:
-        """See `signature`; zeros where there is no manifest."""
+        """Return `signature`; zeros if there is no manifest."""
         try:
             return signature(self.root)
         except FileNotFoundError:
@@ -200,7 +201,7 @@ class SegmentReader:
                     self._manifest = self._load()
 
     def _current(self) -> Mapping[int, Group]:
-        """The segments of each group as of now, those that are set aside included."""
+        """Return the current segments of each group, including those that are set aside."""
         if self._closed:
             raise DatastoreClosedError(f"{self.root} was closed")
         if self._follows:
@@ -208,7 +209,7 @@ class SegmentReader:
         return self._groups
 
     def _forget_former(self) -> None:
-        """Forget the damage of segments that are no more."""
+        """Forget the damage of segments that no longer exist."""
         for file, group in list(self._aside.items()):
             if all(
                 segment.entry is None or segment.entry.keys != file for segment in self._groups.get(group, ())
@@ -221,7 +222,12 @@ class SegmentReader:
     def _without_damaged(
         self, groups: Mapping[int, Group], former: Mapping[int, Group]
     ) -> Mapping[int, Group]:
-        """Leave out what is set aside, and say so; a group of which the same is left keeps its tuple."""
+        """Return the groups without segments that are set aside, and log each of these once.
+
+        Args:
+            groups: all segments of each group.
+            former: the last result. A group with the same segments left keeps its tuple.
+        """
         sound = dict(groups)
         for group in self._damaged_groups():
             found = groups.get(group, ())
@@ -238,7 +244,7 @@ class SegmentReader:
         return sound
 
     def _mapped(self, manifest: Manifest) -> dict[int, Group]:
-        """Map the segments of a manifest, keeping the maps of those that are mapped already."""
+        """Map the segments of a manifest. Segments that are mapped already keep their maps."""
         known = {s.entry.keys: s for group in self._groups.values() for s in group if s.entry}
         files = (s.columns.codec_file for s in known.values())
         codecs = {file.entry: file for file in files if file is not None}
@@ -259,7 +265,7 @@ class SegmentReader:
     def _segment(
         self, entry: SegmentEntry, former: Segment | None, dim: int, codec: CodecFile | None
     ) -> Segment:
-        """What an entry of the manifest says, with the maps of a former version of the segment."""
+        """Create a segment from its entry in the manifest; a former version's maps are used again."""
         dead = IdRanges(entry.dead) if entry.dead else _NO_ROWS
         columns = (
             former.columns if former else MappedColumns(self.root, entry, dim, self._aside, codec_file=codec)

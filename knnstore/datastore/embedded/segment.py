@@ -1,4 +1,4 @@
-"""Immutable runs of records, in memory or mapped from disk."""
+"""Segments: immutable records of one group, in memory or mapped from disk."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -10,21 +10,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knnstore.datastore.arrays import Ids
+from knnstore.datastore.embedded.codecs import Codec, CodecFile, Codes
 from knnstore.datastore.embedded.manifest import IndexEntry, SegmentEntry
 from knnstore.datastore.embedded.mapped import MappedFile
-from knnstore.datastore.embedded.packing import Codec, CodecFile, Codes, PackedIds
+from knnstore.datastore.embedded.packed_ids import PackedIds
 from knnstore.datastore.ranges import IdRanges
 from knnstore.durable import StoredFile
 from knnstore.errors import CorruptDatastoreError
 
 StoredKeys = NDArray[Any]
-"""Keys as they are stored: shape (n, dim), float16, or float32 where one exceeds the range of float16, or
-where they are codes."""
+"""Keys in their stored precision, shape (n, dim): float16; float32 if one exceeds the range of float16 or if
+they were decoded from codes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MemoryColumns:
-    """Rows that are not on disk yet; ids ascend."""
+    """Rows that are not on disk yet, by ascending id."""
 
     ids: Ids
     keys: StoredKeys
@@ -34,42 +35,42 @@ class MemoryColumns:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The keys' type, float16 or float32."""
+        """Dtype of the keys, float16 or float32."""
         return self.keys.dtype
 
     def keys_at(self, rows: NDArray[np.int64]) -> StoredKeys:
-        """Copy some keys, shape (len(rows), dim)."""
+        """Return a copy of the keys of some rows, shape (len(rows), dim)."""
         return self.keys[rows]
 
     def ids_at(self, rows: NDArray[np.int64]) -> Ids:
-        """Copy some ids."""
+        """Return a copy of the ids of some rows."""
         return self.ids[rows]
 
     def codes_at(self, rows: NDArray[np.int64], by: CodecFile) -> Codes:
-        """The codes of some keys."""
+        """Return the codes of the keys of some rows by a codec, shape (len(rows), size)."""
         return by.codec.encode(self.keys[rows].astype(np.float32))
 
     def set_aside(self, problem: str) -> None:
-        """Do nothing: what is in memory has no file."""
+        """Do nothing: rows in memory have no file that could be damaged."""
 
 
 class MappedColumns:
-    """Rows in files, mapped at once, so that they stay readable when a newer manifest drops the files.
+    """Rows in files. They are mapped at once, so they stay readable when a newer manifest drops the files.
 
-    A file that is missing or damaged is met with a CorruptDatastoreError when it is used; the other one can
-    still be read.
+    Using a missing or damaged file raises CorruptDatastoreError. The other file can still be read.
 
     Args:
         root: the datastore's directory.
-        entry: the segment in the manifest.
+        entry: the segment's entry in the manifest.
         dim: number of components of a key.
-        aside: grows by the segment, its keys and its group, once a file turns out to be damaged or lost.
-        trusted: this process wrote the files itself.
-        codec_file: by what the keys are coded, if they are.
+        aside: the damaged segments of the datastore: the file of the keys and the group of each. This class
+            adds its segment when a file is missing or damaged.
+        trusted: True if this process wrote the files itself.
+        codec_file: the codec of the keys; None if they are not coded.
     """
 
     problem: str | None
-    """What is known to be wrong with a file, and what to do, in one line."""
+    """One line about a damaged file and what to do; None if no damage is known."""
 
     def __init__(
         self,
@@ -105,7 +106,7 @@ class MappedColumns:
 
     @property
     def codec(self) -> Codec | None:
-        """By what the keys are coded, if they are."""
+        """The codec of the keys; None if they are not coded."""
         if self.codec_file is None:
             return None
         with self._noticing():
@@ -113,45 +114,45 @@ class MappedColumns:
 
     @property
     def keys(self) -> StoredKeys:
-        """All keys, shape (n, dim), checked as a whole."""
+        """All keys, shape (n, dim). The whole file is checked first."""
         file = self.keys_file
         with self._noticing():
             file.check()
         return self._decoded(self._stored)
 
     def keys_at(self, rows: NDArray[np.int64]) -> StoredKeys:
-        """Copy some keys, shape (len(rows), dim); only the blocks that hold them are checked."""
+        """Return a copy of the keys of some rows, shape (len(rows), dim); check only their blocks."""
         return self._decoded(self._stored_at(rows))
 
     def ids_at(self, rows: NDArray[np.int64]) -> Ids:
-        """Copy some ids."""
+        """Return a copy of the ids of some rows."""
         packed = self._packed()
         return self.ids[rows] if packed is None else packed.at(rows)
 
     def codes_at(self, rows: NDArray[np.int64], by: CodecFile) -> Codes:
-        """The codes of some keys."""
+        """Return the codes of the keys of some rows by a codec, shape (len(rows), size)."""
         if self.codec_file is not None and self.codec_file.entry == by.entry:
             return self._stored_at(rows)
         return by.codec.encode(self.keys_at(rows).astype(np.float32))
 
     def digests(self) -> bytes:
-        """Compute the digests of the blocks of the keys."""
+        """Compute the digests of the blocks of the file of keys, 32 bytes each."""
         file = self.keys_file
         with self._noticing():
             return file.digests()
 
     def set_aside(self, problem: str) -> None:
-        """Have it known that a file is damaged."""
+        """Set the segment aside because of a problem. A problem that is known already stays."""
         self._note(self.problem or problem)
 
     @property
     def ids_file(self) -> MappedFile:
-        """The file of the ids."""
+        """The file of the ids. Raises CorruptDatastoreError if it could not be mapped."""
         return self._there(self._ids_file)
 
     @property
     def keys_file(self) -> MappedFile:
-        """The file of the keys."""
+        """The file of the keys. Raises CorruptDatastoreError if it could not be mapped."""
         return self._there(self._keys_file)
 
     def _mapped(
@@ -171,7 +172,7 @@ class MappedColumns:
 
     @contextmanager
     def _noticing(self) -> Iterator[None]:
-        """Remember what turns out to be wrong, and say what to do."""
+        """Set the segment aside if the block finds a file missing or damaged; raise the error with advice."""
         try:
             yield
         except FileNotFoundError as error:
@@ -184,7 +185,9 @@ class MappedColumns:
 
     def _note(self, problem: str) -> None:
         self.problem = problem
-        self._aside[self._entry.keys] = self._entry.group  # last: who sees this finds the problem
+        self._aside[self._entry.keys] = (
+            self._entry.group
+        )  # after `problem`: a thread that sees this entry must find the problem
 
     @property
     def _stored(self) -> NDArray[Any]:
@@ -201,7 +204,7 @@ class MappedColumns:
         return stored if codec is None else codec.decode(stored)
 
     def _packed(self) -> PackedIds | None:
-        """The ids, checked; None where they are as they are."""
+        """Return the packed ids after checking the file; None if the ids are not packed."""
         file = self.ids_file
         with self._noticing():
             file.check()
@@ -211,7 +214,7 @@ class MappedColumns:
 
 
 def damage(problem: str) -> str:
-    """Say what to do about keys or ids that are lost."""
+    """Return a problem of keys or ids with the advice what to do."""
     return (
         f"{problem}: restore it from a backup, or remove the documents that `knnstore verify` names and add "
         "them again"
@@ -219,14 +222,14 @@ def damage(problem: str) -> str:
 
 
 Columns = MemoryColumns | MappedColumns
-"""The ids and keys of a segment; its identity is the identity of the rows."""
+"""The ids and keys of a segment. Segments with the same `Columns` object have the same rows."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """Records of one group by ascending id, some of them dead.
+    """Records of one group by ascending id. Some may be dead.
 
-    Versions of a segment that differ in what is dead share their `columns`.
+    Versions of a segment that differ only in their dead rows share their `columns`.
     """
 
     group: int
@@ -242,29 +245,38 @@ class Segment:
 
     @classmethod
     def in_memory(cls, group: int, ids: Ids, keys: StoredKeys) -> "Segment":
-        """Make a segment of arrays that nobody else changes; ids ascend and there is at least one."""
+        """Create a segment of arrays that nobody else changes.
+
+        Args:
+            group: the group of the records.
+            ids: int64, shape (n,), ascending, n >= 1.
+            keys: shape (n, dim), see `stored_keys`.
+        """
         return cls(group, len(ids), int(ids[0]), int(ids[-1]), MemoryColumns(ids, keys))
 
     @property
     def index(self) -> IndexEntry | None:
-        """The index over its rows, if there is one."""
+        """The index of the segment; None if it has none."""
         return self.entry.index if self.entry else None
 
     @property
     def live(self) -> int:
-        """How many rows are not dead."""
+        """Number of live rows."""
         return self.rows - self.dead.size if self.dead else self.rows
 
     def without(self, rows: IdRanges) -> "Segment":
-        """The same with more rows dead."""
+        """Return a version of the segment with more dead rows."""
         return replace(self, dead=self.dead | rows) if rows else self
 
     def live_rows(self, ids: IdRanges | None = None) -> IdRanges:
-        """The row numbers that are not dead, of all records or of those with some ids."""
+        """Return the numbers of the live rows, of all records or of those with `ids`."""
         return self.rows_of(ids) - self.dead
 
     def rows_of(self, ids: IdRanges | None) -> IdRanges:
-        """The row numbers of some records, dead or not; opens no file where the id range tells."""
+        """Return the row numbers of records with `ids`, live or dead; None gives all rows.
+
+        Reads no file if the first and last id of the segment decide.
+        """
         if ids is None:
             return IdRanges([(0, self.rows)])
         if not ids or ids.starts[0] > self.last_id or ids.stops[-1] <= self.first_id:
@@ -275,14 +287,14 @@ class Segment:
         return IdRanges(ids.rows_in(self.columns.ids))
 
     def rows_known(self, ids: IdRanges) -> IdRanges:
-        """`rows_of`, but none where damage leaves it open which these are."""
+        """Return `rows_of(ids)`; empty if the ids cannot be read because of damage."""
         try:
             return self.rows_of(ids)
         except CorruptDatastoreError:
             return IdRanges()
 
     def rows_with(self, ids: Ids) -> IdRanges:
-        """The row numbers of the records with these ids, which ascend."""
+        """Return the row numbers of the records with `ids`, int64, ascending. Other ids are ignored."""
         if not len(ids) or ids[0] > self.last_id or ids[-1] < self.first_id:
             return IdRanges()
         mine = self.columns.ids

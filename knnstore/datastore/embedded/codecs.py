@@ -1,91 +1,98 @@
-"""Keys as codes of some tens of bytes, which are all that is kept of them.
+"""Codecs: keys as codes of some tens of bytes, which replace the keys.
 
-`int8` rounds each component. `pq32` and its like are product quantizers (Jégou et al. 2011,
-https://doi.org/10.1109/TPAMI.2010.57): of a key the nearest of 256 centers is taken first; what is left is
-turned so that the principal components are shared out evenly among 32 parts, as in the closed form of Ge et
-al. 2013 (https://arxiv.org/abs/1312.4894), and each part is named by the nearest of 256 entries of a codebook
-of its own.
+`int8` rounds each component. `pq32`, `pq64` and so on are product quantizers (Jégou et al. 2011,
+https://doi.org/10.1109/TPAMI.2010.57). First the nearest of 256 centers is subtracted from a key. The
+residual is rotated, so that its principal components are spread evenly over 32 parts, as in the closed form
+of Ge et al. 2013 (https://arxiv.org/abs/1312.4894). Each part is coded as the nearest of 256 entries of its
+own codebook.
 """
 
 import math
 import re
 from abc import ABC, abstractmethod
-from typing import Self
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from knnstore.datastore.arrays import Keys
+from knnstore.datastore.embedded.mapped import MappedFile
+from knnstore.durable import StoredFile
 from knnstore.errors import ConfigError, CorruptDatastoreError
 
 Codes = NDArray[np.uint8]
-"""Shape (n, size)."""
+"""Codes of n keys, uint8, shape (n, size)."""
 
 _PRODUCT = re.compile(r"pq([1-9]\d{0,3})")
 _ENTRIES = 256
 _ROUNDS = 5
-_SAMPLE, _SAMPLE_VALUES = 1 << 15, 1 << 25  # keys, of so many components in all
+_SAMPLE, _SAMPLE_VALUES = (
+    1 << 15,
+    1 << 25,
+)  # a sample has at most this many keys and this many components in all
 _CHUNK = 1 << 13
 _IN_CACHE = 1 << 9  # keys; their scores stay in the cache of a core
 _LARGEST = 65504.0  # of half precision
 
 
 class Codec(ABC):
-    """Turns keys of `dim` components into codes and back."""
+    """Encodes keys of `dim` components as codes, and decodes them."""
 
     size: int
-    """Bytes of a key."""
+    """Bytes of the code of a key."""
 
     rotation: NDArray[np.float32] | None = None
-    """Turns keys so that codes are read most cheaply: shape (dim, at least dim); distances between keys that
-    are turned are what they were. None leaves keys as they are."""
+    """Matrix with orthonormal rows, shape (dim, width), width >= dim. In its space codes are decoded most
+    cheaply, and distances stay the same. None means the identity."""
 
     @abstractmethod
     def encode(self, keys: Keys) -> Codes:
-        """The codes of keys, shape (n, dim)."""
+        """Return the codes of keys, shape (n, dim)."""
 
     @abstractmethod
     def turned(self, codes: Codes) -> Keys:
-        """What `decode` gives, times `rotation`."""
+        """Decode codes in the rotated space. Returns shape (n, width)."""
 
     @abstractmethod
     def to_bytes(self) -> bytes:
-        """All that `codec_of` needs."""
+        """Return the content of the codec's file; see `codec_of`."""
 
     def decode(self, codes: Codes) -> Keys:
-        """About the keys that the codes were made of, shape (n, dim)."""
+        """Decode codes. Returns approximations of the keys, float32, shape (n, dim)."""
         turned = self.turned(codes)
         return turned if self.rotation is None else turned @ self.rotation.T
 
 
 class RoundedCodec(Codec):
-    """A byte for each component, and a scale for each key."""
+    """A codec with one byte for each component and one float32 scale for each key."""
 
     def __init__(self, dim: int) -> None:
         self.size = 4 + dim
 
     def encode(self, keys: Keys) -> Codes:
-        """The codes of keys, shape (n, dim)."""
+        """Return the codes of keys, shape (n, dim)."""
         scales = np.maximum(np.abs(keys).max(1, keepdims=True) / np.float32(127), np.finfo(np.float32).tiny)
         rounded = np.rint(keys / scales).astype(np.int8)
         return np.concatenate([scales.view(np.uint8), rounded.view(np.uint8)], axis=1)
 
     def turned(self, codes: Codes) -> Keys:
-        """The keys, rounded."""
+        """Decode codes; there is no rotation."""
         scales = np.ascontiguousarray(codes[:, :4]).view(np.float32)
         return np.ascontiguousarray(codes[:, 4:]).view(np.int8) * scales
 
     def to_bytes(self) -> bytes:
-        """Nothing."""
+        """Return no bytes: there is nothing to fit."""
         return b""
 
 
 class ProductCodec(Codec):
-    """A center, and an entry of each of some codebooks.
+    """A product quantizer: one byte for the center, and one for the entry of each codebook.
 
     Args:
         rotation: float16, shape (dim, width).
-        centers: of all components, turned, float16, shape (256, width).
+        centers: in the rotated space, float16, shape (256, width).
         books: float16, shape (parts, 256, width / parts).
     """
 
@@ -104,7 +111,7 @@ class ProductCodec(Codec):
 
     @classmethod
     def fit(cls, keys: Keys, parts: int) -> Self:
-        """Fit everything to keys, shape (n, dim), n >= 256; the same keys give the same."""
+        """Fit a codec to keys, shape (n, dim), n >= 256. The same keys give the same codec."""
         random = np.random.default_rng(0)
         centers = _k_means(keys, random)
         left = keys - centers[_nearest(keys, centers)]
@@ -116,7 +123,7 @@ class ProductCodec(Codec):
 
     @classmethod
     def read(cls, stored: bytes, dim: int, parts: int) -> Self:
-        """Undo `to_bytes`."""
+        """Create the codec whose `to_bytes` returned `stored`."""
         width = parts * math.ceil(dim / parts)
         values = np.frombuffer(stored, np.float16)
         rotation, centers, books = np.split(values, np.cumsum([dim * width, _ENTRIES * width]))
@@ -125,7 +132,7 @@ class ProductCodec(Codec):
         )
 
     def encode(self, keys: Keys) -> Codes:
-        """The codes of keys, shape (n, dim)."""
+        """Return the codes of keys, shape (n, dim)."""
         assert self.rotation is not None
         codes = np.empty((len(keys), self.size), np.uint8)
         for start in range(0, len(keys), _CHUNK):
@@ -138,22 +145,22 @@ class ProductCodec(Codec):
         return codes
 
     def turned(self, codes: Codes) -> Keys:
-        """The sums of centers and entries."""
+        """Decode codes in the rotated space: add up centers and entries."""
         # `take` copies rows three times as fast as an index does.
         entries: Keys = self._entries.take(codes[:, 1:] + self._offsets, axis=0).reshape(len(codes), -1)
         entries += self.centers.take(codes[:, 0], axis=0)
         return entries
 
     def to_bytes(self) -> bytes:
-        """Rotation, centers and codebooks, one after another."""
+        """Return rotation, centers and codebooks as bytes, one after another."""
         return b"".join(array.tobytes() for array in self._stored)
 
 
 def checked_kind(kind: object) -> str:
-    """The name of a kind of codes.
+    """Check the name of a kind of codes and return it.
 
     Raises:
-        ConfigError: there is no such kind.
+        ConfigError: the kind is unknown.
     """
     if kind == "int8" or (isinstance(kind, str) and _PRODUCT.fullmatch(kind)):
         return str(kind)
@@ -161,26 +168,26 @@ def checked_kind(kind: object) -> str:
 
 
 def code_size(kind: str, dim: int) -> int:
-    """Bytes of a key."""
+    """Return the bytes of the code of a key."""
     return 4 + dim if kind == "int8" else 1 + _parts(kind, dim)
 
 
 def sample_size(dim: int) -> int:
-    """To how many keys a codec is fitted; to more makes it no better."""
+    """Return the number of keys that a codec is fitted to. More keys make it no better."""
     return min(_SAMPLE, _SAMPLE_VALUES // max(1, dim))
 
 
 def fit_codec(kind: str, keys: Keys) -> Codec:
-    """Make a codec of a kind, and fit it to keys, shape (n, dim), if it is of those that are fitted."""
+    """Create a codec of a kind. A product quantizer is fitted to keys, shape (n, dim)."""
     dim = keys.shape[1]
     return RoundedCodec(dim) if kind == "int8" else ProductCodec.fit(keys, _parts(kind, dim))
 
 
 def codec_of(kind: str, dim: int, stored: bytes) -> Codec:
-    """Undo `Codec.to_bytes`.
+    """Create a codec from the bytes of `Codec.to_bytes`.
 
     Raises:
-        CorruptDatastoreError: these are not the bytes of such a codec.
+        CorruptDatastoreError: the bytes are not those of a codec of this kind.
     """
     if kind == "int8":
         return RoundedCodec(dim)
@@ -190,6 +197,71 @@ def codec_of(kind: str, dim: int, stored: bytes) -> Codec:
         raise CorruptDatastoreError(f"no codec {kind} for {dim} components") from error
 
 
+class Coding(NamedTuple):
+    """How the keys of large groups are coded."""
+
+    kind: str
+    """See `checked_kind`."""
+
+    least: int
+    """A group with this many records is coded when a segment of it is rewritten. A codec is fitted once, and
+    it is better if more records are there."""
+
+    most: int
+    """A group with this many records is coded while it grows, to save room."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodesEntry:
+    """How the keys of a segment are coded."""
+
+    kind: str
+    """See `checked_kind`."""
+
+    file: StoredFile
+    """File of the codec. The segments of a group share it. Without it their codes cannot be read."""
+
+
+class CodecFile:
+    """The file of a codec. It is read at its first use.
+
+    Args:
+        root: the datastore's directory.
+        entry: the codec's entry in the manifest.
+        dim: number of components of a key.
+        codec: the codec, if this process has just written it.
+    """
+
+    def __init__(self, root: Path, entry: CodesEntry, dim: int, codec: Codec | None = None) -> None:
+        self.entry = entry
+        self._root, self._dim, self._codec = root, dim, codec
+        self._file: MappedFile | None = None
+
+    def map(self) -> None:
+        """Map the file, so that it stays readable when a newer manifest drops it.
+
+        Raises:
+            FileNotFoundError, CorruptDatastoreError: see `MappedFile`.
+        """
+        if self._codec is None and self._file is None:
+            self._file = MappedFile(self._root, self.entry.file)
+
+    @property
+    def codec(self) -> Codec:
+        """The codec.
+
+        Raises:
+            FileNotFoundError: the file is missing.
+            CorruptDatastoreError: the file is damaged.
+        """
+        if self._codec is None:
+            self.map()
+            assert self._file is not None
+            self._file.check()
+            self._codec = codec_of(self.entry.kind, self._dim, self._file.bytes.tobytes())
+        return self._codec
+
+
 def _parts(kind: str, dim: int) -> int:
     found = _PRODUCT.fullmatch(kind)
     assert found is not None
@@ -197,7 +269,10 @@ def _parts(kind: str, dim: int) -> int:
 
 
 def _nearest(keys: Keys, entries: NDArray[np.float32]) -> NDArray[np.intp]:
-    """The nearest entry to each key: by k·e - |e|²/2, to which a column of ones contributes the last."""
+    """Return the index of the nearest entry to each key: the one with the largest k·e - |e|²/2.
+
+    A column of ones in the keys adds the last term in the same multiplication.
+    """
     norms = (entries * entries).sum(1, keepdims=True) / np.float32(-2)
     weights = np.ascontiguousarray(np.concatenate([entries, norms], axis=1).T)
     extended = np.concatenate([keys, np.ones((len(keys), 1), np.float32)], axis=1)
@@ -217,13 +292,13 @@ def _k_means(keys: Keys, random: np.random.Generator) -> NDArray[np.float32]:
         order, counts = np.argsort(owners, kind="stable"), np.bincount(owners, minlength=_ENTRIES)
         there = np.flatnonzero(counts)
         starts = (np.cumsum(counts) - counts)[there]
-        entries = keys[random.integers(len(keys), size=_ENTRIES)]  # for those without a key
+        entries = keys[random.integers(len(keys), size=_ENTRIES)]  # for entries without a key
         entries[there] = np.add.reduceat(keys[order], starts, axis=0) / counts[there, None]
     return entries
 
 
 def _shared_out(keys: Keys, parts: int) -> NDArray[np.float32]:
-    """Principal components, dealt out so that the variances of each part have about the same product.
+    """Return principal axes, spread over parts so that each part has about the same product of variances.
 
     Returns:
         float32, shape (dim, width): orthonormal columns, and columns of zeros to fill parts up.
@@ -235,7 +310,7 @@ def _shared_out(keys: Keys, parts: int) -> NDArray[np.float32]:
     rotation = np.zeros((dim, parts, room), np.float32)
     taken, sums = np.zeros(parts, int), np.zeros(parts)
     for at in range(dim - 1, -1, -1):
-        # Sums of logarithms may only grow, else a part that has more would seem to have less.
+        # Each added logarithm must be positive, or a part with more components could have a smaller sum.
         part = min(np.flatnonzero(taken < room), key=lambda one: (sums[one], one))
         rotation[:, part, taken[part]] = axes[:, at]
         taken[part] += 1
@@ -244,7 +319,7 @@ def _shared_out(keys: Keys, parts: int) -> NDArray[np.float32]:
 
 
 def _orthonormal(rotation: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Undo what rounding did to orthonormal columns, by a step of Newton and Schulz."""
+    """Make rounded columns orthonormal again, by one Newton-Schulz step."""
     step = np.eye(rotation.shape[1], dtype=np.float32) * 1.5 - (rotation.T @ rotation) * 0.5
     turned: NDArray[np.float32] = rotation @ step.astype(np.float32)
     return turned

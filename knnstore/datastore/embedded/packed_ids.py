@@ -1,7 +1,7 @@
-"""Record ids in two or three bytes each: positions as runs, tokens as they are.
+"""Record ids packed in two or three bytes each: positions as runs, tokens in full.
 
-A file of them holds the low 16 bits of each token, then where one needs more the high bits of each (a byte),
-then the runs: where each begins, and with which position, two int64.
+A file holds the low 16 bits of each token; then, if a token needs more, the high bits of each token (one
+byte); then the runs of consecutive positions: the first row and the first position of each, two int64.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,11 +15,11 @@ from knnstore.datastore.records import positions_of, record_ids, tokens_of
 
 _LOW_BITS = 16
 _RUN_SIZE = 16
-_NONE = -2  # after which no position comes
+_NONE = -2  # a last position that no position follows
 
 
 def is_worth_packing(parts: Iterable[Ids]) -> bool:
-    """Whether ids that lie in several arrays, each ascending, take less room packed than as they are."""
+    """Check whether ids take less room packed than as int64. Each array of ids ascends."""
     rows = runs = 0
     for ids in parts:
         rows += len(ids)
@@ -28,12 +28,12 @@ def is_worth_packing(parts: Iterable[Ids]) -> bool:
 
 
 def packed_size(rows: int, runs: int, *, wide: bool) -> int:
-    """Bytes of a file of them; wide is with high bits."""
+    """Return the size of a file in bytes; `wide` means with high bits."""
     return (3 if wide else 2) * rows + _RUN_SIZE * runs
 
 
 class IdsPacker:
-    """Packs ids that come in ascending batches."""
+    """Packs ids that are given in ascending batches."""
 
     def __init__(self) -> None:
         self._rows, self._last = 0, _NONE
@@ -41,7 +41,7 @@ class IdsPacker:
         self._high: list[NDArray[np.uint8]] = []
 
     def low(self, ids: Ids) -> NDArray[np.uint16]:
-        """Take the next batch: what is written of it now."""
+        """Add a batch, and return its low bits, which the caller writes now."""
         positions, tokens = positions_of(ids), tokens_of(ids)
         begins = np.flatnonzero(_begins(positions, self._last))
         self._runs.append(np.stack([begins + self._rows, positions[begins]], axis=1))
@@ -50,10 +50,10 @@ class IdsPacker:
         return tokens.astype(np.uint16)
 
     def finish(self, write: Callable[[NDArray[Any]], None]) -> int:
-        """Write the rest, after all batches: high bits, if one token has some, and the runs.
+        """Write the high bits, if a token has any, and the runs. Call it after the last batch.
 
         Returns:
-            How many runs these are.
+            The number of runs.
         """
         high, runs = np.concatenate(self._high), np.concatenate(self._runs)
         if high.any():
@@ -63,12 +63,12 @@ class IdsPacker:
 
 
 class PackedIds:
-    """The ids of a file.
+    """The packed ids of a file.
 
     Args:
-        content: of the file.
-        rows: how many ids.
-        runs: of positions.
+        content: the file's bytes.
+        rows: number of ids.
+        runs: number of runs of positions.
     """
 
     def __init__(self, content: NDArray[np.uint8], rows: int, runs: int) -> None:
@@ -76,10 +76,10 @@ class PackedIds:
         self._low, self._high = low.view(np.uint16), high
         table = np.frombuffer(of_runs.tobytes(), np.int64).reshape(runs, 2)
         self._starts = np.ascontiguousarray(table[:, 0])
-        self._before = table[:, 1] - table[:, 0]  # what a row's number lacks to its position
+        self._before = table[:, 1] - table[:, 0]  # position minus row number, the same in a run
 
     def at(self, rows: NDArray[np.int64]) -> Ids:
-        """Those of some rows."""
+        """Return the ids of some rows, int64."""
         run = np.searchsorted(self._starts, rows, side="right") - 1
         tokens = self._low[rows].astype(np.int64)
         if len(self._high):
@@ -87,7 +87,7 @@ class PackedIds:
         return record_ids(self._before[run] + rows, tokens)
 
     def all(self) -> Ids:
-        """Those of every row."""
+        """Return the ids of all rows, int64, shape (rows,)."""
         rows = np.arange(len(self._low))
         lengths = np.diff(self._starts, append=len(rows))
         tokens = self._low.astype(np.int64)
@@ -97,6 +97,6 @@ class PackedIds:
 
 
 def _begins(positions: NDArray[np.int64], last: int) -> NDArray[np.bool_]:
-    """Which positions do not follow the one before, shape (n,)."""
+    """Return a mask of the positions that do not follow the previous position, shape (n,)."""
     begins: NDArray[np.bool_] = np.diff(positions, prepend=last) != 1
     return begins

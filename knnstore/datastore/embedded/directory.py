@@ -1,0 +1,110 @@
+"""The directory of a datastore: its folders, its owner, and how everything in it is removed.
+
+The owner is the store whose keys the directory holds. It is kept in one small file of its own, which must
+stay readable when a manifest is damaged, and it is removed last.
+"""
+
+import hashlib
+import re
+from collections.abc import Collection
+from pathlib import Path
+
+from knnstore.datastore.embedded.manifest import NAME
+from knnstore.durable import WriterLock, publish, read_file, remove, remove_folder, sync_directory
+from knnstore.errors import CorruptDatastoreError, DatastoreError
+from knnstore.space import kind_of
+
+OWNER_FILES = ("owner.tmp", "owner")
+FOLDERS = ("segments", "indexes")
+_OWN_FILE = re.compile(r"\d{8,}\.(keys|ids|digests|codec|index|part)")
+
+
+def make_folders(root: Path) -> None:
+    """Create the folders of segments and indexes, durably. Call it before a manifest names files in them."""
+    absent = [root / folder for folder in FOLDERS if not (root / folder).is_dir()]
+    for folder in absent:
+        folder.mkdir(mode=0o700)
+    if absent:
+        sync_directory(root)
+
+
+def own_files(root: Path) -> list[Path]:
+    """Return the files of segments and indexes that exist, whether a manifest names them or not."""
+    folders = [root / folder for folder in FOLDERS if (root / folder).is_dir()]
+    return [path for folder in folders for path in folder.iterdir() if _OWN_FILE.match(path.name)]
+
+
+def remove_strays(root: Path, named: Collection[str]) -> None:
+    """Remove the files of segments and indexes that no manifest names: a crash left them."""
+    for path in own_files(root):
+        if f"{path.parent.name}/{path.name}" not in named:
+            remove(path)
+
+
+def erase_segments(root: Path) -> None:
+    """Remove all files of `KeySegments` from a directory, and the directory if it is empty then.
+
+    Does nothing if the directory does not exist. After an interruption it can be called again.
+
+    Raises:
+        LockedError: another process has the directory open for writing.
+    """
+    if not root.is_dir():
+        return
+    lock = WriterLock(root)
+    try:
+        remove(root / NAME)  # without it the other files are no datastore
+        sync_directory(root)
+        for path in own_files(root):
+            remove(path)
+        for folder in FOLDERS:  # while these exist, a missing manifest is an error
+            remove_folder(root / folder)
+        sync_directory(root)  # the owner stays known as long as a file exists
+        for name in (f"{NAME}.tmp", "writer.json", "writer.lock", *OWNER_FILES):
+            remove(root / name)
+        remove_folder(root)
+        sync_directory(root.parent)
+    finally:
+        lock.release()
+
+
+def read_owner(root: Path) -> str | None:
+    """Return the owner of a directory; None if it has none. See `SupportsOwner.owner`.
+
+    Raises:
+        CorruptDatastoreError: the file with the owner is damaged.
+        DatastoreError: the file cannot be read.
+    """
+    path = root / "owner"
+    try:
+        digest, _, owner = read_file(path).decode(errors="replace").rstrip("\n").partition(" ")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise DatastoreError(f"cannot read {path}: {error.strerror}") from error
+    if digest != _digest(owner):
+        raise CorruptDatastoreError(
+            f"{path}, which says whose the keys are, is damaged: restore it from a backup, or remove it if "
+            "you know that they are this store's; keys outside the home then need "
+            "`knnstore repair --take-over`"
+        )
+    return owner
+
+
+def write_owner(root: Path, owner: str) -> None:
+    """Write the owner of a directory, durably. The caller holds the writer's lock. See `SupportsOwner.claim`.
+
+    Raises:
+        DiskFullError: the disk is full.
+        DatastoreError: the file cannot be written.
+    """
+    try:
+        publish(root / "owner", f"{_digest(owner)} {owner}\n".encode(), "owner")
+    except OSError as error:
+        raise kind_of(error)(
+            f"cannot write {root / 'owner'}: {error.strerror}; free space or repair the disk, then try again"
+        ) from error
+
+
+def _digest(owner: str) -> str:
+    return hashlib.sha256(owner.encode(errors="replace")).hexdigest()
