@@ -49,8 +49,9 @@ def tokenizer(model_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HARMFUL)
 def test_a_harmful_template_is_one_line(tokenizer, monkeypatch, name) -> None:
-    monkeypatch.setattr(chat_templates, "_CPU_SECONDS", 1)
     tokenizer.chat_template, status, reason = HARMFUL[name]
+    if status == 500:  # the others need not take the time
+        monkeypatch.setattr(chat_templates, "_CPU_SECONDS", 1)
     template = ChatTemplate(tokenizer, 10_000)
     hung: list[str] = []
     guard = threading.Timer(240, lambda: (hung.append(name), template._process.kill()))
