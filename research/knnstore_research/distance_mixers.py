@@ -13,7 +13,7 @@ from knnstore.datastore import Metric
 from knnstore.errors import ConfigError
 from knnstore.lm import KNNSettings
 from knnstore.lm.calibration import GridEvidence, ScoredText, best_fixed
-from knnstore.lm.mixing import MAX_LAMBDA, Chosen, Evidence, SimpleMixer, between_points, mix_probs
+from knnstore.lm.mixing import MAX_LAMBDA, Chosen, Evidence, SimpleMixer, interpolate_on_grid, mix_probs
 
 _TEMPERATURES = 100
 """Temperatures that are tried, evenly spaced in their logarithm."""
@@ -44,7 +44,7 @@ class NearnessLambda(SimpleMixer):
         tried = torch.logspace(math.log2(float(grid[0])), math.log2(highest), _TEMPERATURES, 2).tolist()
 
         def likelihood(temperature: float) -> float:
-            knn = between_points(evidence.knn, grid, temperature)
+            knn = interpolate_on_grid(evidence.knn, grid, temperature)
             lam = mixer(evidence.nearest, temperature).lam
             return float(mix_probs(evidence.lm[:, 0], (lam, knn)).log().sum())
 
@@ -83,7 +83,7 @@ class RelativeConfidence(SimpleMixer):
         if evidence.probes is not None:
             return None
         temperature, lam = best_fixed(evidence)
-        knn = between_points(evidence.knn, evidence.temperatures, temperature)
+        knn = interpolate_on_grid(evidence.knn, evidence.temperatures, temperature)
         k = evidence.k
         ratios = torch.cat(
             [relative_distance(scored.distances[rows, :k]) for rows in scored.chunks(k, evidence.tokens)]

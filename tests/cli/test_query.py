@@ -8,7 +8,7 @@ from knnstore import Selection
 from knnstore.cli.query import Query
 from knnstore.lm import CacheSettings, JointGate, KNNSettings, NGramSettings, save_settings
 from knnstore.lm.keys import described
-from knnstore.lm.mixing.network import Network
+from knnstore.lm.mixing import Network
 from knnstore.store import SavedSettings
 
 SAVED = {"size": 400, "temperature": 50.0, "lam": 0.15}

@@ -15,7 +15,7 @@ from knnstore.lm.calibration.evidence import gather_evidence
 from knnstore.lm.calibration.fits.mixers import fit_bins, fit_fixed
 from knnstore.lm.calibration.judging import MIN_TOKENS
 from knnstore.lm.calibration.scored_text import ScoredText
-from knnstore.lm.mixing import bins_of, fit_lambdas, targets_on_grid
+from knnstore.lm.mixing import find_bins, fit_lambdas, targets_on_grid
 from tests.lm.scored import near_and_far
 
 
@@ -88,7 +88,7 @@ def test_a_bin_without_tokens_has_the_values_of_all_tokens(seed, bins, temperatu
     mixer = fitted.mixer
     assert isinstance(mixer, BinnedLambda)
     assert all(0 <= lam <= 1 for lam in mixer.lambdas)
-    bins_hit = bins_of(scored.evidence, mixer.distance_edges, mixer.confidence_edges)
+    bins_hit = find_bins(scored.evidence, mixer.distance_edges, mixer.confidence_edges)
     empty = set(range(len(mixer.lambdas))) - set(bins_hit.tolist())
     assert empty
     for bin in empty if temperatures else ():
@@ -115,7 +115,7 @@ def test_bins_are_drawn_to_all_tokens_by_32_of_them():
     found = fit_bins(evidence, 10)
     lm = scored.lm_log_probs.double().exp().numpy()
     knn = knn_probs(scored, 16, found.temperature)
-    bins = bins_of(scored.evidence, mixer.distance_edges, ()).numpy()
+    bins = find_bins(scored.evidence, mixer.distance_edges, ()).numpy()
     prior = _likeliest(lm, knn)
     assert prior == pytest.approx(overall, abs=0.05)
     for bin, lam in enumerate(mixer.lambdas):

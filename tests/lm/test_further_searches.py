@@ -10,7 +10,7 @@ from knnstore.lm import BinnedLambda, DomainWeights, KNNSettings
 from knnstore.lm.calibration.candidates import compare
 from knnstore.lm.calibration.scored_text import score_once
 from knnstore.lm.calibration.searches import FurtherSearches
-from knnstore.lm.mixing import between_points
+from knnstore.lm.mixing import interpolate_on_grid
 from knnstore.store import EVERYTHING
 from tests.lm.phrases import documents, phrases, words
 
@@ -130,12 +130,12 @@ def test_all_records_are_the_largest_k(lm):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 9])
-def test_between_points_is_exact_on_points(count):
+def test_interpolation_is_exact_on_the_grid(count):
     knn, temperatures = torch.rand(count, count), 2.0 ** torch.arange(count)
     for column, temperature in enumerate(temperatures):
-        assert torch.allclose(between_points(knn, temperatures, float(temperature)), knn[:, column])
-    assert torch.allclose(between_points(knn, temperatures, temperatures), knn.diagonal())
-    assert torch.allclose(between_points(knn, temperatures, 1e6), knn[:, -1])
+        assert torch.allclose(interpolate_on_grid(knn, temperatures, float(temperature)), knn[:, column])
+    assert torch.allclose(interpolate_on_grid(knn, temperatures, temperatures), knn.diagonal())
+    assert torch.allclose(interpolate_on_grid(knn, temperatures, 1e6), knn[:, -1])
 
 
 def test_one_neighbor_of_each_domain_is_enough_to_calibrate(lm):

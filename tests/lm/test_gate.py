@@ -16,11 +16,11 @@ from knnstore.lm.mixing import (
     Evidence,
     GateLambda,
     NeighborSums,
+    Network,
     distinct_tokens,
     fit_network,
     gate_features,
 )
-from knnstore.lm.mixing.network import Network
 from knnstore.lm.settings import settings_for, settings_from_dict, settings_to_dict, weights_for, weights_of
 from knnstore.store import EVERYTHING, KNNStore, SavedSettings
 from tests.lm.phrases import documents, phrases, words

@@ -12,8 +12,8 @@ from knnstore.lm.mixing import (
     Evidence,
     Mixer,
     NeighborSums,
-    grid,
     targets_on_grid,
+    temperature_grid,
 )
 from knnstore.lm.settings import KNNSettings
 
@@ -66,7 +66,7 @@ def evidence_of_cells(scored: ScoredText) -> list[GridEvidence]:
 
 
 def evidence_without_keys(scored: ScoredText) -> GridEvidence:
-    """Return the evidence of a text without neighbors; the temperature grid is empty."""
+    """Return the evidence of a text without neighbors; the grid is empty."""
     tokens = torch.arange(len(scored))
     nothing = torch.zeros(len(scored), 0)
     nearest, lm = _nearest(scored, tokens)
@@ -110,4 +110,4 @@ def _nearest(scored: ScoredText, tokens: Tensor) -> tuple[Evidence, Tensor]:
 def temperatures_for(scored: ScoredText) -> Tensor:
     """Return the grid for a text in which a neighbor was found, float32, shape (m,), ascending."""
     found = scored.found
-    return grid(scored.distances[found[:: max(1, len(found) // _SAMPLE)]])
+    return temperature_grid(scored.distances[found[:: max(1, len(found) // _SAMPLE)]])

@@ -21,7 +21,7 @@ from knnstore.lm.mixing import (
     CellSums,
     NeighborSums,
     TargetSums,
-    between_points,
+    interpolate_on_grid,
     mix_probs,
     targets_on_grid,
 )
@@ -154,10 +154,10 @@ class WideEvidence:
     """log p_LM of every token of the text, float32, shape (n,)."""
 
     def log_probs(self, settings: KNNSettings, tokens: Tensor) -> Mixed:
-        """Mix at some tokens, shape (m,), as settings with this k say; p_kNN is taken `between_points`."""
+        """Mix at some tokens, shape (m,), as settings with this k say; p_kNN is interpolated."""
         evidence = self.evidence
         _, lam, temperature = settings.mixer.weigh(evidence.nearest, settings.temperature)
-        knn = between_points(evidence.knn, evidence.temperatures, temperature)
+        knn = interpolate_on_grid(evidence.knn, evidence.temperatures, temperature)
         log_probs, lambdas = self.lm_log_probs.clone(), torch.zeros_like(self.lm_log_probs)
         log_probs[evidence.tokens] = mix_probs(evidence.lm[:, 0], (lam, knn)).log()
         lambdas[evidence.tokens] = lam

@@ -18,9 +18,9 @@ from knnstore.lm.mixing import (
     Evidence,
     JointGate,
     PerQuery,
+    fill_unknown,
     fit_network,
-    known,
-    shares_of,
+    mixture_shares,
 )
 
 _LEAST_SHARE = 1e-3
@@ -37,7 +37,7 @@ class Experts(NamedTuple):
     """The experts of each component; none of a component that is not in use."""
 
     features: Tensor
-    """Features known before the token, NaN where one is not known: float32, shape (n, f)."""
+    """Features fill_unknown before the token, NaN where one is not fill_unknown: float32, shape (n, f)."""
 
     found: Tensor
     """Which experts say something, bool, shape (n, e)."""
@@ -64,7 +64,7 @@ def collect_experts(
         unit: of distances.
 
     Raises:
-        ConfigError: a component is not known.
+        ConfigError: a component is not fill_unknown.
     """
     unknown = factors.keys() - {one.name for one in components}
     if unknown:
@@ -150,11 +150,11 @@ def fit_gate_over(
         probs.append(torch.stack([lm_log_probs.exp(), *every], 1))
     present, given = torch.cat(found), torch.cat(probs).clamp_(min=LEAST_PROBABILITY)
     seen = torch.cat(features)
-    seen = known(seen, seen.nanmean(0).nan_to_num())
+    seen = fill_unknown(seen, seen.nanmean(0).nan_to_num())
 
     # 2) Fit the network to the likelihood of the mixture.
     def loss(outputs: Tensor, rows: Tensor) -> Tensor:
-        return -(shares_of(outputs, present[rows]) * given[rows]).sum(1).log().mean()
+        return -(mixture_shares(outputs, present[rows]) * given[rows]).sum(1).log().mean()
 
     start = _best_shares(given, present).clamp(min=_LEAST_SHARE).log().tolist()
     network = fit_network(seen, loss, blocks, start, query)

@@ -28,7 +28,7 @@ from knnstore.lm.mixing import (
     LEAST_TEMPERATURE,
     Contribution,
     fit_lambdas,
-    halving,
+    halving_chains,
     mix_gold,
     neighbor_weights,
     targets_on_grid,
@@ -287,7 +287,7 @@ def target_before(
         row, column = (recent.tokens == targets[rows, None]).nonzero(as_tuple=True)
         nearest, probs = recent.nearest, torch.empty(len(rows), len(ascending), device=keys.device)
         gaps = nearest.where(nearest.isfinite(), 0)[:, None] - recent.distances
-        for chain in halving(ascending):
+        for chain in halving_chains(ascending):
             powers = (gaps / chain[0]).exp_()
             for temperature in chain:
                 if temperature != chain[0]:

@@ -1,46 +1,101 @@
-"""How much retrieval is trusted: λ and T for each token."""
+"""Mixing: distributions from search results, and the mixers, which choose λ and T for each token."""
 
-from knnstore.lm.mixing.bins import BinnedLambda, bins_of
-from knnstore.lm.mixing.cell_sums import CellSums, ProbedCells, halving
+from knnstore.lm.mixing.bins import BinnedLambda, find_bins
+from knnstore.lm.mixing.cell_sums import CellSums, ProbedCells, halving_chains
 from knnstore.lm.mixing.domains import DomainWeights
-from knnstore.lm.mixing.evidence import Evidence
-from knnstore.lm.mixing.fixed import FixedLambda
-from knnstore.lm.mixing.gate import GateLambda, chosen_by, gate_features, neighbor_features, start_of
+from knnstore.lm.mixing.gate import (
+    GateLambda,
+    JointGate,
+    Network,
+    decode_gate,
+    fill_unknown,
+    fit_network,
+    gate_features,
+    gate_start,
+    mixture_shares,
+    neighbor_features,
+)
 from knnstore.lm.mixing.interpolation import (
     LEAST_PROBABILITY,
     LEAST_TEMPERATURE,
+    MAX_LAMBDA,
+    PRIOR_TOKENS,
     Contribution,
     Likelihoods,
     Mixture,
     PerQuery,
-    entropy_of,
+    entropy,
+    fit_lambdas,
+    fit_weight,
     mix_gold,
     mix_log_probs,
     mix_probs,
     neighbor_weights,
 )
-from knnstore.lm.mixing.joint import JointGate, known, shares_of
-from knnstore.lm.mixing.likelihood import PRIOR_TOKENS, fit_lambdas, fit_weight
-from knnstore.lm.mixing.mixer import MAX_LAMBDA, Chosen, Mixer, SimpleMixer
-from knnstore.lm.mixing.network import fit_network
-from knnstore.lm.mixing.registry import is_registered, mixer_of, other_mixers, register_mixer
-from knnstore.lm.mixing.target_sums import CHUNK_VALUES, TargetSums, between_points, grid, targets_on_grid
+from knnstore.lm.mixing.mixer import Chosen, Evidence, FixedLambda, Mixer, SimpleMixer
+from knnstore.lm.mixing.registry import is_registered, load_mixer, other_mixers, register_mixer
 from knnstore.lm.mixing.token_sums import (
+    CHUNK_VALUES,
     DISTINCT_AMONG,
     NeighborSums,
+    TargetSums,
     TokenSums,
     distinct_tokens,
+    interpolate_on_grid,
     powers_up_to,
+    targets_on_grid,
+    temperature_grid,
 )
 
 __all__ = [
-    "CHUNK_VALUES", "DISTINCT_AMONG", "LEAST_PROBABILITY", "LEAST_TEMPERATURE", "MAX_LAMBDA",
-    "PRIOR_TOKENS", "BinnedLambda",
-    "CellSums", "Chosen", "Contribution", "DomainWeights", "Evidence", "FixedLambda", "GateLambda",
-    "JointGate", "Likelihoods", "Mixer", "Mixture", "NeighborSums", "PerQuery",
-    "ProbedCells", "SimpleMixer", "TargetSums", "TokenSums",
-    "between_points", "bins_of", "chosen_by", "distinct_tokens", "entropy_of", "fit_lambdas",
-    "fit_network", "fit_weight", "gate_features", "grid", "halving", "is_registered", "known", "mix_gold",
-    "mix_log_probs", "mix_probs", "mixer_of", "neighbor_features", "neighbor_weights",
-    "other_mixers", "powers_up_to", "register_mixer", "shares_of", "start_of", "targets_on_grid",
-]  # fmt: skip
+    "CHUNK_VALUES",
+    "DISTINCT_AMONG",
+    "LEAST_PROBABILITY",
+    "LEAST_TEMPERATURE",
+    "MAX_LAMBDA",
+    "PRIOR_TOKENS",
+    "BinnedLambda",
+    "CellSums",
+    "Chosen",
+    "Contribution",
+    "DomainWeights",
+    "Evidence",
+    "FixedLambda",
+    "GateLambda",
+    "JointGate",
+    "Likelihoods",
+    "Mixer",
+    "Mixture",
+    "NeighborSums",
+    "Network",
+    "PerQuery",
+    "ProbedCells",
+    "SimpleMixer",
+    "TargetSums",
+    "TokenSums",
+    "decode_gate",
+    "distinct_tokens",
+    "entropy",
+    "fill_unknown",
+    "find_bins",
+    "fit_lambdas",
+    "fit_network",
+    "fit_weight",
+    "gate_features",
+    "gate_start",
+    "halving_chains",
+    "interpolate_on_grid",
+    "is_registered",
+    "load_mixer",
+    "mix_gold",
+    "mix_log_probs",
+    "mix_probs",
+    "mixture_shares",
+    "neighbor_features",
+    "neighbor_weights",
+    "other_mixers",
+    "powers_up_to",
+    "register_mixer",
+    "targets_on_grid",
+    "temperature_grid",
+]

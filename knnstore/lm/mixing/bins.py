@@ -1,4 +1,4 @@
-"""λ, and T if wanted, by how near the nearest neighbor is and how sure the model is of itself."""
+"""The mixer with bins: λ and T by the nearest distance and the model's confidence."""
 
 import math
 from collections.abc import Sequence
@@ -9,29 +9,28 @@ import torch
 from torch import Tensor
 
 from knnstore.errors import ConfigError
-from knnstore.lm.mixing.evidence import Evidence
-from knnstore.lm.mixing.mixer import Chosen, SimpleMixer
+from knnstore.lm.mixing.mixer import Chosen, Evidence, SimpleMixer
 
 
 @dataclass(frozen=True, slots=True)
 class BinnedLambda(SimpleMixer):
-    """A λ for each bin of the distance to the nearest neighbor (Drozdov et al. 2022).
+    """A mixer with a λ for each bin of the nearest neighbor's distance (Drozdov et al. 2022).
 
-    https://arxiv.org/abs/2210.15859. With `confidence_edges` each of these bins is divided again,
-    by the log-probability of the model's likeliest token. A value on an edge is in the upper bin.
+    https://arxiv.org/abs/2210.15859. With `confidence_edges` each bin is divided again, by the
+    log-probability of the model's likeliest token. A value on an edge belongs to the upper bin.
     """
 
     distance_edges: tuple[float, ...]
-    """Ascending, finite; b edges divide b + 1 bins, none make a single one."""
+    """Edges between the bins of distances, ascending, finite; b edges make b + 1 bins."""
 
     lambdas: tuple[float, ...]
-    """λ of each bin: all confidence bins of the nearest distance bin first."""
+    """λ of each bin. The confidence bins of one distance bin stand together; the nearest come first."""
 
     temperature_factors: tuple[float, ...] = ()
-    """By how much T of the settings is multiplied in each bin, in the order of `lambdas`; none is 1."""
+    """Factor of the settings' T in each bin, in the order of `lambdas`; empty for 1 everywhere."""
 
     confidence_edges: tuple[float, ...] = ()
-    """Ascending, finite, in log-probability."""
+    """Edges between the bins of confidence, log-probabilities, ascending, finite."""
 
     name = "bins"
     needs_nearest_only = True
@@ -54,8 +53,8 @@ class BinnedLambda(SimpleMixer):
             raise ConfigError("every temperature factor of bins must be above 0 and finite")
 
     def __call__(self, evidence: Evidence, temperature: float) -> Chosen:
-        """Choose λ and T of each query's bin."""
-        bins = bins_of(evidence, self.distance_edges, self.confidence_edges)
+        """Choose λ and T by the bin of each query."""
+        bins = find_bins(evidence, self.distance_edges, self.confidence_edges)
         lam = torch.tensor(self.lambdas, device=bins.device)[bins]
         if not self.temperature_factors:
             return Chosen(lam, temperature)
@@ -63,14 +62,15 @@ class BinnedLambda(SimpleMixer):
         return Chosen(lam, temperature * factors[bins])
 
 
-def bins_of(
+def find_bins(
     evidence: Evidence, distance_edges: Sequence[float], confidence_edges: Sequence[float] = ()
 ) -> Tensor:
-    """The bin of each query in a `BinnedLambda` with these edges, int64, shape (n,)."""
+    """Find the bin of each query in a `BinnedLambda` with these edges, int64, shape (n,)."""
     confidence = _bins(evidence.lm_max, confidence_edges)
     return _bins(evidence.distances[:, 0], distance_edges) * (len(confidence_edges) + 1) + confidence
 
 
 def _bins(values: Tensor, edges: Sequence[float]) -> Tensor:
+    """Return the number of edges at or below each value, int64, shape (n,)."""
     limits = torch.tensor(edges, dtype=torch.float32, device=values.device)
     return torch.bucketize(values.contiguous(), limits, right=True)

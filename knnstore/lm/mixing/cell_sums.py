@@ -20,26 +20,26 @@ from knnstore.lm.mixing.interpolation import LEAST_PROBABILITY, PerQuery
 from knnstore.lm.mixing.token_sums import NeighborSums, distinct_tokens
 
 _SAME = 3e-7
-"""By so much of itself a temperature may differ from half of another one: as float32 does."""
+"""Relative tolerance when a temperature is compared with half of another one; float32 rounds this much."""
 
 
 class ProbedCells(NamedTuple):
-    """Some cells and the queries that probe each; see `knnstore.datastore.Visits`."""
+    """b cells, each with the queries that probe it; see `knnstore.datastore.Visits`."""
 
     queries: Tensor
-    """Numbers of the queries, int64, shape (b, m); -1 where a cell has fewer."""
+    """Numbers of the queries, int64, shape (b, m); -1 if a cell has fewer than m."""
 
     tokens: Tensor
     """Tokens of the records, int64, shape (b, r)."""
 
     distances: Tensor
-    """Of each query to each record, float32, shape (b, m, r); +inf where one is missing."""
+    """Distance of each query to each record, float32, shape (b, m, r); +inf if one of them is missing."""
 
     ranks: Tensor | None = None
-    """How many cells are nearer to the query, int64, shape (b, m); None where that is not known."""
+    """Number of cells that are nearer to the query, int64, shape (b, m); None if unknown."""
 
     def on(self, device: torch.device) -> "ProbedCells":
-        """Return the same on a device."""
+        """Return the cells on a device."""
         if device.type == "cpu":
             return self
         ranks = None if self.ranks is None else self.ranks.to(device)
@@ -47,26 +47,26 @@ class ProbedCells(NamedTuple):
 
 
 class Hits(NamedTuple):
-    """h pairs of a query and a record that holds the query's target token."""
+    """h hits: pairs of a query and a record with the query's target token."""
 
     pairs: Tensor
-    """The pair of query and cell, numbered in the order of all cells, int64, shape (h,)."""
+    """Number of the pair of query and cell, in the order of all cells, int64, shape (h,)."""
 
     distances: Tensor
-    """float32, shape (h,)."""
+    """Distance of query and record, float32, shape (h,)."""
 
 
 class CellSums:
-    """All records that n queries were measured against in the cells that they probe; see `TokenSums`.
+    """The results of one search for n queries: all records of the probed cells; see `TokenSums`.
 
-    Sums are computed on the device of the distances; results are on that of the targets.
+    Sums are computed on the device of the distances; results are on the device of the targets.
 
     Args:
-        cells: in which a query meets each record once at most.
-        targets: the next token of each query, int64, shape (n,).
-        vocabulary: number of tokens; `weights` then has a place for each of them. With None it has two: the
-            target token, and all others.
-        features: number of nearest records in `distances`; 0 keeps the nearest distance alone.
+        cells: the probed cells. No query is compared twice with the same record.
+        targets: target token of each query, int64, shape (n,).
+        vocabulary: number of tokens; `weights` then has a place for each token. With None it has two places:
+            the target token, and all other tokens together.
+        features: number of nearest records in `distances`; with 0 it has the nearest distance alone.
     """
 
     tokens = None
@@ -79,7 +79,7 @@ class CellSums:
         features: int = 0,
     ) -> None:
         device = cells[0].distances.device if cells else targets.device
-        # One more query stands for those that are missing.
+        # One more query, with the number n, takes the places of missing queries.
         self._targets = torch.cat([targets, targets.new_zeros(1)]).to(device)
         self._vocabulary = vocabulary
         self._features = features
@@ -92,7 +92,7 @@ class CellSums:
         self._weights: dict[float, Tensor] = {}
         self._device = targets.device
         self.nearest = nearest[:-1].to(self._device)
-        """Distance to the nearest record, float32, shape (n,); +inf where there is none."""
+        """Distance of the nearest record, float32, shape (n,); +inf if there is none."""
 
     @property
     def size(self) -> int:
@@ -101,32 +101,33 @@ class CellSums:
 
     @property
     def hits(self) -> Tensor | None:
-        """Whether each place is that of the target token, bool, shape (n, 2); None if tokens have places."""
+        """True for the target token's place, bool, shape (n, 2); None if each token has a place."""
         if self._vocabulary is not None:
             return None
         return torch.tensor([[True, False]], device=self._device).expand(len(self.nearest), -1)
 
     @property
     def distances(self) -> Tensor:
-        """To the nearest records, ascending, float32, shape (n, m); +inf where there are fewer."""
+        """Distances of the nearest records, ascending, float32, shape (n, m); +inf if missing."""
         return self._nearest_records[0] if self._features else self.nearest[:, None]
 
     @cached_property
     def distinct(self) -> Tensor:
-        """`distinct_tokens` of the nearest records."""
+        """The `distinct_tokens` of the nearest records, int16, shape (n, r)."""
         distances, tokens = self._nearest_records
         return distinct_tokens(tokens, distances)
 
     @cached_property
     def _nearest_records(self) -> tuple[Tensor, Tensor]:
+        """Distances and tokens of the `features` nearest records, shape (n, features)."""
         return self.near(self._features)
 
     def select_rows(self, rows: slice | Tensor) -> "CellSums":
-        """Always raises: the sums of some queries are not taken apart."""
-        raise NotImplementedError("sums over cells are of all their queries")
+        """Raise NotImplementedError: the sums of a group of queries cannot be divided."""
+        raise NotImplementedError("sums over cells cannot be divided by queries")
 
     def nearest_only(self) -> NeighborSums:
-        """Return the nearest records alone, with whether each has the target token."""
+        """Return the nearest records as `NeighborSums`, with `hits` in place of tokens."""
         distances, tokens = self._nearest_records
         hits = tokens == self._targets[:-1, None].to(tokens.device)
         return NeighborSums(distances, hits=hits, known_distinct=self.distinct)
@@ -134,7 +135,7 @@ class CellSums:
     def near(self, k: int) -> tuple[Tensor, Tensor]:
         """Return distances and tokens of the k nearest records, nearest first, shape (n, k).
 
-        Where there are fewer, the distance is +inf and the token arbitrary.
+        A missing record has the distance +inf and an arbitrary token.
         """
         distances, tokens = nearest_records(self._cells, self._asked, len(self.nearest), k)
         return distances.to(self._device), tokens.to(self._device)
@@ -142,8 +143,8 @@ class CellSums:
     def prepare(self, temperatures: Sequence[float]) -> None:
         """Precompute `weights` for these temperatures in one pass over the records.
 
-        No exponential is computed for a temperature that is half of another: e^(-2d/T) is the square of
-        e^(-d/T). Weights of all tokens are not precomputed.
+        If a temperature is half of another, e^(-2d/T) is computed as the square of e^(-d/T). Does nothing if
+        each token has a place.
         """
         if self._vocabulary is not None:
             return
@@ -152,7 +153,7 @@ class CellSums:
             self._weights[temperature] = self._shares(self._zero.new_tensor([temperature]), sums, gaps)
 
     def weights(self, temperature: PerQuery) -> Tensor:
-        """Compute p_kNN of the target token and of all others, or of each token; see `TokenSums`."""
+        """Compute p_kNN of the target token and of all other tokens, or of each token; see `TokenSums`."""
         if self._vocabulary is not None:
             return self._by_token(temperature, self._vocabulary)
         if isinstance(temperature, Tensor) and temperature.ndim:
@@ -165,21 +166,21 @@ class CellSums:
         """Compute p_kNN of the target tokens at several temperatures, shape (m,).
 
         Returns:
-            Float32, shape (n, m); 0 where no cell was probed.
+            Float32, shape (n, m); 0 if a query probes no cell.
         """
         self.prepare(temperatures.tolist())
         return torch.stack([self._weights[one][:, 0] for one in temperatures.tolist()], 1)
 
     @property
     def is_ranked(self) -> bool:
-        """Whether the order in which a query's cells are near is known."""
+        """True if the ranks of all cells are known."""
         return all(some.ranks is not None for some in self._cells)
 
     def target_weights_within(self, probes: Sequence[int], temperatures: Tensor) -> Tensor:
-        """Compute p_kNN of the target tokens over fewer cells, all in one pass; they must be ranked.
+        """Compute p_kNN of the target tokens as if fewer cells were probed, in one pass. Needs `is_ranked`.
 
         Args:
-            probes: numbers of nearest cells of each query, ascending, shape (c,).
+            probes: numbers of cells that each query probes, ascending, shape (c,).
             temperatures: shape (m,).
 
         Returns:
@@ -197,13 +198,13 @@ class CellSums:
         return found
 
     def _by_token(self, temperature: PerQuery, vocabulary: int) -> Tensor:
-        """Compute p_kNN of every token, float32, shape (n, v), with v above any record's token."""
+        """Compute p_kNN of each token, float32, shape (n, v)."""
         temperatures = torch.as_tensor(temperature, dtype=torch.float32).expand(len(self.nearest))
         temperatures = pad(temperatures, (0, 1), value=1.0).to(self._zero.device)
         sums = self._zero.new_zeros(len(self._zero), vocabulary)
         for some, zero, asked in self._with(self._zero[self._asked], self._asked):
             of_each = (zero - some.distances).div_(temperatures[asked]).exp_()
-            # A missing record weighs nothing, whatever its token.
+            # The weight of a missing record is 0, so its token does not matter.
             at = asked * vocabulary + some.tokens.clamp(max=vocabulary - 1)[:, None]
             sums.view(-1).index_add_(0, at.flatten(), of_each.flatten())
         sums = sums[:-1]
@@ -211,7 +212,7 @@ class CellSums:
 
     def _summed(self, temperatures: Iterable[float]) -> Iterator[tuple[float, Tensor]]:
         """Yield each temperature with its sums, shape (2, pairs); see `_chained`."""
-        chains = halving(temperatures)
+        chains = halving_chains(temperatures)
         sums = self._chained([self._zero.new_tensor(of[:1]) for of in chains], chains)
         for of_chain, of_sums in zip(chains, sums, strict=True):
             yield from zip(of_chain, of_sums, strict=True)
@@ -219,16 +220,16 @@ class CellSums:
     def _chained(
         self, temperatures: Sequence[Tensor], chains: Sequence[Sequence[float]]
     ) -> list[list[Tensor]]:
-        """Sum exp(-d/T) over the records of each cell that a query probes, and over those with its target.
+        """Sum exp(-d/T) for each pair of query and cell, over all records and over the hits.
 
-        Distances are relative to the cell's nearest record, so that no sum overflows or is 0 for all.
+        Distances are relative to the nearest record of the pair, so that no sum overflows or becomes 0.
 
         Args:
-            temperatures: the first of each chain, shape (1,) or (n + 1,).
-            chains: in each, a temperature is half of the one before it.
+            temperatures: the first temperature of each chain, shape (1,), or (n + 1,) for one of each query.
+            chains: temperatures, each half of the one before it.
 
         Returns:
-            Both sums along each chain, shape (2, pairs).
+            For each chain and each of its temperatures both sums, shape (2, pairs).
         """
         if not chains:
             return []
@@ -258,11 +259,11 @@ class CellSums:
         return found
 
     def _shares(self, temperatures: Tensor, sums: Tensor, gaps: Tensor) -> Tensor:
-        """Add up the sums of each query's cells: p_kNN of the target token and of all others, shape (n, 2).
+        """Compute p_kNN of the target token and of all other tokens, shape (n, 2), from sums over cells.
 
         Args:
-            temperatures: shape (1,) or (n + 1,).
-            sums: at these temperatures, shape (2, pairs); see `_chained`.
+            temperatures: shape (1,), or (n + 1,) for one of each query.
+            sums: sums at these temperatures, shape (2, pairs); see `_chained`.
             gaps: see `_gaps`.
         """
         divisors = temperatures if len(temperatures) == 1 else temperatures[self._asked]
@@ -272,24 +273,26 @@ class CellSums:
         return torch.stack([share, (total > 0).float() - share], 1)[:-1].to(self._device)
 
     def _gaps(self, among: Tensor | None = None) -> Tensor:
-        """Subtract each cell's nearest distance from that of its query: at most 0, shape (pairs,).
+        """Subtract the nearest distance of each pair from that of its query: at most 0, shape (pairs,).
 
-        It is -inf for cells that do not count: where `among`, bool, shape (pairs,), is False.
+        Args:
+            among: False for a pair to leave out, whose gap is -inf; bool, shape (pairs,). None for all pairs.
         """
         near = self._near if among is None else self._near.where(among, torch.inf)
         return torch.where(near.isfinite(), self._nearest_of(near)[self._asked] - near, -torch.inf)
 
     def _nearest_of(self, distances: Tensor) -> Tensor:
-        """Compute each query's least distance, shape (n + 1,), from one for each pair, shape (pairs,)."""
+        """Compute the least distance of each query, shape (n + 1,), from those of its pairs."""
         nearest = distances.new_full((len(self._targets),), torch.inf)
         return nearest.scatter_reduce_(0, self._asked, distances, "amin")
 
     @cached_property
     def _hits(self) -> Hits:
-        return hits_of(self._cells, self._asked, self._targets)
+        """Hits of all queries."""
+        return find_hits(self._cells, self._asked, self._targets)
 
     def _with(self, *of_pairs: Tensor) -> Iterator[tuple[Any, ...]]:
-        """Yield the cells, each with its part of some columns of shape (pairs,), as shape (b, m, 1)."""
+        """Yield the cells, each with its part of the columns; shapes (pairs,) and (b, m, 1)."""
         sizes = [some.queries.numel() for some in self._cells]
         columns = [torch.split(one, sizes) for one in of_pairs]
         for some, *parts in zip(self._cells, *columns, strict=True):
@@ -297,16 +300,16 @@ class CellSums:
 
 
 def _in_a_row(parts: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Put tensors of shapes (b, m) one after another, shape (pairs,)."""
+    """Concatenate tensors of shapes (b, m) into one of shape (pairs,)."""
     if not parts:
         return torch.empty(0, device=device)
-    if all(len(part) == 1 for part in parts):  # a thousand small tensors, as on a processor
+    if all(len(part) == 1 for part in parts):  # faster for a thousand small tensors, as on a CPU
         return torch.cat(list(parts), 1)[0]
     return torch.cat([part.flatten() for part in parts])
 
 
-def halving(temperatures: Iterable[float]) -> list[list[float]]:
-    """Put temperatures into chains, in which each is half of the one before it."""
+def halving_chains(temperatures: Iterable[float]) -> list[list[float]]:
+    """Group temperatures into chains, in which each is half of the one before it."""
     chains: list[list[float]] = []
     for one in sorted(temperatures, reverse=True):
         for chain in chains:
@@ -318,13 +321,13 @@ def halving(temperatures: Iterable[float]) -> list[list[float]]:
     return chains
 
 
-def hits_of(cells: Sequence[ProbedCells], queries: Tensor, targets: Tensor) -> Hits:
-    """Find the hits of all cells together: records are sorted by token and searched by bisection.
+def find_hits(cells: Sequence[ProbedCells], queries: Tensor, targets: Tensor) -> Hits:
+    """Find the hits in all cells: the records are sorted by token and searched by bisection.
 
     Args:
-        cells: on one device.
-        queries: of all cells, one after another, int64, shape (pairs,); from 0 to n - 1.
-        targets: the next token of each query, int64, shape (n,).
+        cells: the cells, on one device.
+        queries: the queries of all cells in a row, int64, shape (pairs,), from 0 to n - 1.
+        targets: target token of each query, int64, shape (n,).
     """
     nothing = torch.empty(0, device=targets.device)
     if not cells:
@@ -341,7 +344,7 @@ def hits_of(cells: Sequence[ProbedCells], queries: Tensor, targets: Tensor) -> H
     counts = torch.searchsorted(ordered, wanted, right=True) - low
     pair = torch.arange(len(counts), device=targets.device).repeat_interleave(counts)
     found = order[torch.arange(len(pair), device=targets.device) + (low - _starts(counts))[pair]]
-    # From a record's number to its place among the distances of all cells, one after another.
+    # Convert a record's number to its place among the distances of all cells.
     at = torch.arange(len(of_pairs), device=targets.device) - _starts(asked)[of_pairs]
     base = (_starts(asked * lengths) - _starts(lengths))[of_pairs] + at * lengths[of_pairs]
     places = found + base[pair]
@@ -354,7 +357,7 @@ def hits_of(cells: Sequence[ProbedCells], queries: Tensor, targets: Tensor) -> H
 
 
 def _starts(sizes: Tensor) -> Tensor:
-    """Return where each of several parts begins when they lie one after another."""
+    """Return the begin of each part when parts of these sizes stand in a row."""
     return sizes.cumsum(0) - sizes
 
 
@@ -362,14 +365,14 @@ def nearest_records(cells: Sequence[ProbedCells], asked: Tensor, count: int, k: 
     """Find the k nearest records of each query.
 
     Args:
-        cells: on one device.
-        asked: the queries of all cells, one after another, int64, shape (pairs,); `count` where one is
-            missing.
-        count: queries, n.
-        k: how many.
+        cells: the cells, on one device.
+        asked: the queries of all cells in a row, int64, shape (pairs,); `count` if one is missing.
+        count: number of queries, n.
+        k: number of records.
 
     Returns:
-        Distances and tokens, shape (n, k), nearest first; +inf and anything where there are fewer.
+        Distances and tokens, shape (n, k), nearest first. A missing record has the distance +inf and an
+        arbitrary token.
     """
     bounds, begins = _bounds(cells, asked, count, k)[asked], asked.new_zeros(0)
     queries, distances, tokens = [begins], [bounds[:0]], [begins]
@@ -394,10 +397,11 @@ def nearest_records(cells: Sequence[ProbedCells], asked: Tensor, count: int, k: 
 
 
 def _bounds(cells: Sequence[ProbedCells], asked: Tensor, count: int, k: int) -> Tensor:
-    """Bound the distance of each query's k-th nearest record from above, closely; shape (n + 1,).
+    """Compute a close upper bound of the distance of each query's k-th nearest record, shape (n + 1,).
 
-    The records of each cell, but for a few, are divided into k groups. The nearest of each group, over all
-    cells that a query probes, are few, and the k-th of these is at least as far as the k-th of all.
+    The records of each cell, except at most k - 1, are divided into k groups, and the nearest of each group
+    is taken. The k-th nearest of these, over all cells of a query, is at least as far as the k-th nearest
+    record.
     """
     leasts = [torch.empty(0, k, device=asked.device)]
     for some in cells:
@@ -414,16 +418,16 @@ def _bounds(cells: Sequence[ProbedCells], asked: Tensor, count: int, k: int) -> 
     table = leasts[0].new_full((count + 1, most, k), torch.inf)
     table[owners, place] = torch.cat(leasts)[order]
     bounds = table.flatten(1).topk(k, largest=False, sorted=False).values.amax(1)
-    return bounds.clamp(max=torch.finfo(bounds.dtype).max)  # a missing record is beyond it
+    return bounds.clamp(max=torch.finfo(bounds.dtype).max)  # below the +inf of missing records
 
 
 def _flatnonzero(mask: Tensor) -> Tensor:
-    """Return the flat indices where a mask is True; numpy is faster on a processor."""
+    """Return the flat indices of True in a mask. On a CPU numpy is faster."""
     if mask.device.type == "cpu":
         return torch.from_numpy(np.flatnonzero(mask.numpy()))
     return mask.flatten().nonzero()[:, 0]
 
 
 def _places(owners: Tensor) -> Tensor:
-    """Number the entries of each owner from 0; owners ascend; shape (n,)."""
+    """Number the entries of each owner from 0, shape (n,). `owners` is ascending."""
     return torch.arange(len(owners), device=owners.device) - torch.searchsorted(owners, owners)

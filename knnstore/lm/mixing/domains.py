@@ -1,8 +1,8 @@
-"""A weight for each domain: p(y) = λ_0 p_LM(y) + Σ_j λ_j p_kNN^(j)(y), where λ_0 + Σ_j λ_j = 1.
+"""The mixer with a weight for each domain: p(y) = λ_0 p_LM(y) + Σ_j λ_j p_kNN^(j)(y), λ_0 + Σ_j λ_j = 1.
 
-Each domain is searched on its own, so that a large one cannot push the neighbors of a small one out of the k
-nearest (Min et al. 2023, https://arxiv.org/abs/2308.04430, mix stores so). A domain in which nothing is
-found gives its weight back to the model, as one does that was removed or is not selected.
+Each domain has a search of its own, so that the k nearest records of a large domain do not displace those of
+a small one (Min et al. 2023, https://arxiv.org/abs/2308.04430, mix stores in this way). If a domain finds
+nothing, was removed or is not selected, then the model gets its weight.
 """
 
 import math
@@ -12,23 +12,22 @@ from dataclasses import dataclass, replace
 import torch
 
 from knnstore.errors import ConfigError
-from knnstore.lm.mixing.evidence import Evidence
-from knnstore.lm.mixing.mixer import Weighed
+from knnstore.lm.mixing.mixer import Evidence, Weighed
 from knnstore.store import Selection
 
 
 @dataclass(frozen=True, slots=True)
 class DomainWeights:
-    """λ_j and T_j of each domain j; the k neighbors of each are found by `retrieve`."""
+    """The mixer with λ_j and T_j for each domain j."""
 
     domains: tuple[str, ...]
-    """Their names, each once."""
+    """Names of the domains, each once."""
 
     lambdas: tuple[float, ...]
-    """λ_j of each, 0 or more; together at most 1. One with λ_j = 0 is not searched."""
+    """λ_j of each domain, 0 or more; their sum is at most 1. A domain with λ_j = 0 is not searched."""
 
     temperature_factors: tuple[float, ...] = ()
-    """T_j of each divided by T of the settings; none is 1."""
+    """T_j of each domain divided by the settings' T; empty for 1 everywhere."""
 
     name = "domains"
     needs_nearest_only = False
@@ -49,23 +48,23 @@ class DomainWeights:
 
     @property
     def searched(self) -> tuple[int, ...]:
-        """The numbers of the domains that have a weight."""
+        """Numbers of the domains with a weight above 0."""
         return tuple(number for number, lam in enumerate(self.lambdas) if lam > 0)
 
     def searches(self, selection: Selection) -> Sequence[Selection]:
-        """Each domain that has a weight, on its own."""
+        """Return a selection for each domain with a weight above 0."""
         return [replace(selection, domains=(self.domains[number],)) for number in self.searched]
 
     def weigh(self, evidence: Evidence, temperature: float) -> Weighed:
-        """Weigh each neighbor by λ_j p_kNN^(j), divided by the sum of the λ_j of the domains found.
+        """Weigh each neighbor by λ_j p_kNN^(j).
 
         Args:
-            evidence: n queries with the k neighbors of each domain that has a weight, in columns side by
-                side.
+            evidence: the evidence for n queries, with one search for each domain with a weight above 0.
             temperature: T of the settings.
 
         Returns:
-            That sum of the λ_j as λ, and the mean T_j over the domains found.
+            λ: the sum of λ_j over the domains that found something. Weights: the weight of each neighbor,
+            divided by λ. Temperature: the mean T_j of these domains.
         """
         distances, numbers = evidence.distances, list(self.searched)
         if not numbers:

@@ -1,7 +1,7 @@
-"""The mixers that settings can be saved with, by name.
+"""The mixers by name: settings are saved with a mixer's name and its fields.
 
 Another package offers a mixer class as an entry point of the group ``knnstore.mixers``; a process may also
-register one. The entry point's own name is not used; the mixer's `name` is. If the class has a classmethod
+register one. The name is the mixer's `name`, not that of the entry point. If the class has a classmethod
 ``fit``, see `knnstore.lm.calibration.FittableMixer`, then `calibrate` tries the mixer too.
 """
 
@@ -13,9 +13,8 @@ from typing import Any, TypeVar
 from knnstore.errors import ConfigError
 from knnstore.lm.mixing.bins import BinnedLambda
 from knnstore.lm.mixing.domains import DomainWeights
-from knnstore.lm.mixing.fixed import FixedLambda
 from knnstore.lm.mixing.gate import GateLambda
-from knnstore.lm.mixing.mixer import Mixer
+from knnstore.lm.mixing.mixer import FixedLambda, Mixer
 
 GROUP = "knnstore.mixers"
 
@@ -28,11 +27,13 @@ _registered: dict[str, Callable[..., Mixer]] = {}
 
 
 def register_mixer(mixer: M) -> M:
-    """Register a class of mixers, so that settings with one can be saved and loaded; usable as a decorator.
+    """Register a mixer class, so that settings with it can be saved and loaded. Usable as a decorator.
+
+    A process that loads such settings must register the class too.
 
     Args:
-        mixer: a dataclass with a ``name`` of its own, whose fields are JSON values, or `Weights` under the
-            name ``weights``. Whoever reads the settings must have registered it too.
+        mixer: a dataclass with a unique ``name``. Its fields are JSON values; a field ``weights`` may be
+            `Weights`.
 
     Raises:
         ConfigError: a mixer of knnstore has the same name.
@@ -47,7 +48,7 @@ def other_mixers() -> Mapping[str, Callable[..., Mixer]]:
     """Return the mixer classes of other packages and those registered in this process, by name.
 
     Raises:
-        ConfigError: an entry point cannot be loaded, or names a mixer as another one is named.
+        ConfigError: an entry point cannot be loaded, or names its mixer as another one is named.
     """
     return {**_installed(), **_registered}
 
@@ -57,11 +58,11 @@ def is_registered(mixer: Mixer) -> bool:
     return mixer.name in _BUILT_IN or mixer.name in other_mixers()
 
 
-def mixer_of(values: Mapping[str, Any]) -> Mixer:
-    """Make a mixer from its ``name`` and its fields.
+def load_mixer(values: Mapping[str, Any]) -> Mixer:
+    """Create a mixer from its ``name`` and its fields.
 
     Raises:
-        ConfigError: there is none of this name, or it has other fields.
+        ConfigError: no mixer has this name, or it has other fields.
     """
     given = dict(values)
     name = given.pop("name", None)
@@ -80,7 +81,7 @@ def mixer_of(values: Mapping[str, Any]) -> Mixer:
 
 @cache
 def _installed() -> dict[str, Callable[..., Mixer]]:
-    """Load the mixers that installed packages offer."""
+    """Load the mixer classes of installed packages, by name."""
     found: dict[str, Callable[..., Mixer]] = {}
     for entry in entry_points(group=GROUP):
         try:

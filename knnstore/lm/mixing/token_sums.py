@@ -1,42 +1,49 @@
-"""p_kNN as weighted sums of tokens: what a search found, as far as mixing needs it.
+"""Results of a search as weighted sums of tokens, from which p_kNN is computed.
 
     p_kNN(y) ∝ Σ_{i: token_i = y} exp(-d_i / T)
 
 `TokenSums` is the interface. `NeighborSums` sums over the k nearest records; `CellSums` in `cell_sums` sums
-over all records of the probed cells. Which of both is in use depends on the engine, and nothing above here
-asks.
+over all records of the probed cells; the engine decides between them. `TargetSums` keeps p_kNN of target
+tokens alone, at each temperature of a grid, for fits.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from knnstore.datastore import Ids
-from knnstore.lm.mixing.interpolation import PerQuery, neighbor_weights
+from knnstore.lm.mixing.interpolation import LEAST_PROBABILITY, PerQuery, neighbor_weights
 
 DISTINCT_AMONG = 16
-"""Different tokens are counted among at most so many nearest neighbors; more tell a gate nothing."""
+"""Number of nearest neighbors among which different tokens are counted; more do not help a gate."""
+
+CHUNK_VALUES = 1 << 20
+"""Number of neighbors that are weighed at once, so that they stay in a CPU's cache."""
+
+_OCTAVES = (-6.0, 3.0)
+_STEP = 0.5
 
 _NONE = -1
 _FEW = 4
-"""Queries, for which a dozen operations on tensors take longer than Python does."""
+"""Up to this many queries, a loop in Python is faster than a dozen operations on tensors."""
 
 
 class TokenSums(Protocol):
-    """What one search found for n queries."""
+    """The results of one search for n queries."""
 
     @property
     def distances(self) -> Tensor:
-        """To the nearest records, ascending, float32, shape (n, m), m >= 1; +inf where there are fewer."""
+        """Distances of the nearest records, ascending, float32, shape (n, m), m >= 1; +inf if missing."""
         ...
 
     @property
     def distinct(self) -> Tensor:
-        """`distinct_tokens` of the nearest records, int16, shape (n, r)."""
+        """The `distinct_tokens` of the nearest records, int16, shape (n, r)."""
         ...
 
     @property
@@ -46,7 +53,7 @@ class TokenSums(Protocol):
 
     @property
     def hits(self) -> Tensor | None:
-        """Whether each place has the target token, bool, shape (n, places); None where that is not known."""
+        """True where a place has the target token, bool, shape (n, places); None if `tokens` are kept."""
         ...
 
     def prepare(self, temperatures: Sequence[float]) -> None:
@@ -54,10 +61,10 @@ class TokenSums(Protocol):
         ...
 
     def weights(self, temperature: PerQuery) -> Tensor:
-        """Compute the probability that p_kNN gives to each place.
+        """Compute the probability of each place in p_kNN.
 
         Args:
-            temperature: T > 0, for all queries or of shape (n,).
+            temperature: T > 0, one for all queries or of shape (n,).
 
         Returns:
             Float32, shape (n, places). Rows sum to 1, or to 0 when nothing was found.
@@ -65,7 +72,7 @@ class TokenSums(Protocol):
         ...
 
     def select_rows(self, rows: slice | Tensor) -> Self:
-        """Return what was found for some of the queries."""
+        """Return the results for some of the queries."""
         ...
 
 
@@ -74,32 +81,32 @@ class NeighborSums:
     """The k nearest records of n queries, a place for each; tensors are on one device."""
 
     distances: Tensor
-    """float32, shape (n, k), +inf where a neighbor is missing. The nearest come first, in order: all of them,
-    or as many as a mixer looks at."""
+    """Distances, float32, shape (n, k), +inf if a neighbor is missing. The nearest come first, ascending: all
+    of them, or as many as a mixer uses."""
 
     tokens: Tensor | None = None
-    """int64, shape (n, k); arbitrary where a neighbor is missing. None where only hits were kept."""
+    """Tokens, int64, shape (n, k); arbitrary if a neighbor is missing. None if only hits were kept."""
 
     hits: Tensor | None = None
-    """Whether each neighbor has the target token, bool, shape (n, k), in place of `tokens`."""
+    """In place of `tokens`: True for a neighbor with the target token; bool, shape (n, k)."""
 
     ids: Ids | None = None
-    """Record ids, int64, shape (n, k), -1 where one is missing; kept where sources are asked for."""
+    """Record ids, int64, shape (n, k), -1 if missing; kept only for sources."""
 
     known_distinct: Tensor | None = None
-    """`distinct`, where `tokens` were not kept."""
+    """Value of `distinct` if `tokens` were not kept."""
 
     _prepared: dict[float, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def nothing(cls, queries: int, device: torch.device | None = None) -> "NeighborSums":
-        """Return what is found where nothing is searched: one missing neighbor for each query."""
+        """Return the results of an empty search: one missing neighbor for each query."""
         distances = torch.full((queries, 1), torch.inf, device=device)
         return cls(distances, torch.zeros_like(distances, dtype=torch.int64))
 
     @property
     def distinct(self) -> Tensor:
-        """`distinct_tokens` of the neighbors."""
+        """The `distinct_tokens` of the neighbors, int16, shape (n, r)."""
         if self.known_distinct is not None:
             return self.known_distinct
         assert self.tokens is not None
@@ -112,15 +119,17 @@ class NeighborSums:
             self._prepared.update(zip(temperatures, every.unbind(1), strict=True))
 
     def weights(self, temperature: PerQuery) -> Tensor:
-        """Compute the probability that p_kNN gives to each neighbor; see `TokenSums`."""
+        """Compute the probability of each neighbor in p_kNN; see `TokenSums`."""
         if isinstance(temperature, float) and temperature in self._prepared:
             return self._prepared[temperature]
         return neighbor_weights(self.distances, temperature)
 
     def for_targets(self, targets: Tensor, *, with_distinct: bool) -> "NeighborSums":
-        """Keep only whether each neighbor has its query's target token, shape (n,): 5 bytes in place of 12.
+        """Return the results with `hits` in place of `tokens`: 5 bytes for each neighbor in place of 12.
 
-        With `with_distinct` a gate can still see how many different tokens the neighbors have.
+        Args:
+            targets: target token of each query, int64, shape (n,).
+            with_distinct: keep `distinct` too, for a gate.
         """
         assert self.tokens is not None
         distinct = self.distinct if with_distinct else None
@@ -128,11 +137,11 @@ class NeighborSums:
         return NeighborSums(self.distances, hits=hits, known_distinct=distinct)
 
     def nearest(self, k: int) -> "NeighborSums":
-        """Return the k nearest records alone, which must be in order; counts of distinct tokens stay."""
+        """Return the k nearest neighbors; all must be in ascending order. `distinct` stays as it is."""
         return self._changed(lambda column: column[:, :k])
 
     def select_rows(self, rows: slice | Tensor) -> "NeighborSums":
-        """Return what was found for some of the queries."""
+        """Return the results for some of the queries."""
         distinct = None if self.known_distinct is None else self.known_distinct[rows]
         at = (
             rows.numpy() if isinstance(rows, Tensor) else rows
@@ -143,7 +152,7 @@ class NeighborSums:
 
     @classmethod
     def joined(cls, parts: Sequence["NeighborSums"], k: int = 1) -> "NeighborSums":
-        """Put groups of queries one after another, with at least k columns; record ids are dropped."""
+        """Concatenate groups of queries, with at least k columns. Record ids are dropped."""
         width = max(k, *(part.distances.shape[1] for part in parts))
 
         def column(name: str, missing: float) -> Any:
@@ -165,7 +174,7 @@ class NeighborSums:
         )
 
     def _changed(self, change: Callable[[Any], Any]) -> "NeighborSums":
-        """Return the same with a change to each column of shape (n, k)."""
+        """Return a copy in which every column of shape (n, k) is changed."""
         names = "distances", "tokens", "hits", "ids"
         values = {name: getattr(self, name) for name in names}
         changed: dict[str, Any] = {
@@ -179,7 +188,7 @@ def distinct_tokens(tokens: Tensor, distances: Tensor) -> Tensor:
 
     Args:
         tokens: int64, shape (n, k).
-        distances: shape (n, k), +inf where a neighbor is missing, which counts as none.
+        distances: shape (n, k); a missing neighbor (+inf) is not counted.
 
     Returns:
         int16, shape (n, ⌊log₂ min(k, 16)⌋ + 1).
@@ -189,7 +198,7 @@ def distinct_tokens(tokens: Tensor, distances: Tensor) -> Tensor:
     if len(near) <= _FEW:
         counts_of = [[len({*row[:limit]} - {_NONE}) for limit in ranks] for row in near.tolist()]
         return torch.tensor(counts_of, dtype=torch.int16, device=near.device).reshape(-1, len(ranks))
-    # Sort by token, and equal tokens by rank: the first of each counts.
+    # Sort by token, and equal tokens by rank. The first of each token is counted.
     token, rank = near.sort(dim=1, stable=True)
     first = token != _NONE
     first[:, 1:] &= token[:, 1:] != token[:, :-1]
@@ -200,3 +209,132 @@ def distinct_tokens(tokens: Tensor, distances: Tensor) -> Tensor:
 def powers_up_to(k: int) -> list[int]:
     """Return 1, 2, 4, ... up to k."""
     return [1 << power for power in range(k.bit_length())]
+
+
+def temperature_grid(distances: Tensor) -> Tensor:
+    """Choose a grid of temperatures from the spread of distances, ascending by half octaves.
+
+    Args:
+        distances: ascending distances of a sample of queries that found something, shape (n, k).
+
+    Returns:
+        Temperatures, float32, shape (m,).
+    """
+    gaps = torch.where(distances.isfinite(), distances - distances[:, :1], 0.0)
+    spread = float((gaps.sum(1) / distances.isfinite().sum(1)).mean())
+    smallest, largest = (spread * 2**octaves for octaves in _OCTAVES)
+    if spread == 0:  # equal distances: the temperature makes no difference
+        largest = float(distances[:, 0].abs().mean()) or 1.0
+        smallest = largest / 2
+    steps = int(np.ceil(np.log2(largest / smallest) / _STEP)) + 1
+    return smallest * 2 ** (_STEP * torch.arange(steps))
+
+
+def targets_on_grid(distances: Tensor, hits: Tensor, ks: Sequence[int], temperatures: Tensor) -> Tensor:
+    """Compute p_kNN of n target tokens for each k and each temperature.
+
+    Args:
+        distances: float32, shape (n, k), +inf if a neighbor is missing.
+        hits: True for a neighbor with the target token, bool, shape (n, k).
+        ks: numbers of neighbors, ascending; the last one is at most k.
+        temperatures: shape (m,).
+
+    Returns:
+        float32, shape (len(ks), n, m); 0 in rows without a neighbor.
+    """
+    knn = torch.empty(len(ks), len(distances), len(temperatures))
+    slices = [slice(start, stop) for start, stop in zip([0, *ks], ks, strict=False)]
+    for rows in torch.split(torch.arange(len(distances)), max(1, CHUNK_VALUES // ks[-1])):
+        near = distances[rows, : ks[-1]]
+        nearest = near.amin(1, keepdim=True)
+        gaps = torch.where(nearest.isfinite(), nearest, 0.0) - near
+        for column, temperature in enumerate(temperatures):
+            weights = (gaps / temperature).exp_()
+            total = torch.stack([weights[:, part].sum(1) for part in slices]).cumsum(0)
+            weights *= hits[rows, : ks[-1]]
+            gold = torch.stack([weights[:, part].sum(1) for part in slices]).cumsum(0)
+            knn[:, rows, column] = (gold / total.clamp_(min=LEAST_PROBABILITY)).clamp_(max=1.0)
+    return knn
+
+
+def interpolate_on_grid(knn: Tensor, temperatures: Tensor, wanted: Tensor | float) -> Tensor:
+    """Interpolate p_kNN at any temperature, by the cubic through the nearest four points (or all, if fewer).
+
+    Args:
+        knn: p_kNN at each temperature of the grid, shape (n, m).
+        temperatures: the grid, ascending by a constant factor, shape (m,).
+        wanted: temperature of each token, shape (n,), or one for all. Values outside the grid are moved to
+            its ends.
+
+    Returns:
+        p_kNN, shape (n,), between 0 and 1.
+    """
+    if len(temperatures) == 1:
+        return knn[:, 0]
+    scale, last = temperatures.log(), len(temperatures) - 1
+    place = (torch.as_tensor(wanted).log() - scale[0]) / (scale[1] - scale[0])
+    place = place.clamp(0, last).expand(len(knn))
+    nodes = min(4, len(temperatures))
+    first = (place.floor() - 1).clamp(0, last + 1 - nodes)
+    at, total = place - first, torch.zeros(len(knn))
+    for node in range(nodes):
+        factor = torch.ones(len(knn))
+        for other in range(nodes):
+            if other != node:
+                factor = factor * (at - other) / (node - other)
+        total += factor * knn.gather(1, first.long()[:, None] + node)[:, 0]
+    return total.clamp_(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetSums:
+    """p_kNN of n target tokens at each temperature of a grid, and no other results; see `TokenSums`."""
+
+    temperatures: Tensor
+    """The grid, float32, shape (m,), ascending."""
+
+    knn: Tensor
+    """p_kNN at each temperature, float32, shape (n, m)."""
+
+    found: Tensor
+    """True for a query whose search found a record, bool, shape (n,)."""
+
+    nearest: NeighborSums | None = None
+    """The nearest records, for mixers that use them."""
+
+    tokens = None
+
+    @classmethod
+    def nothing(cls, count: int, temperatures: Tensor) -> "TargetSums":
+        """Return the results of `count` queries that found no record."""
+        return cls(temperatures, torch.zeros(count, len(temperatures)), torch.zeros(count, dtype=torch.bool))
+
+    @property
+    def distances(self) -> Tensor:
+        """Distances of the nearest records, float32, shape (n, k)."""
+        assert self.nearest is not None
+        return self.nearest.distances
+
+    @property
+    def distinct(self) -> Tensor:
+        """The `distinct_tokens` of the nearest records, int16, shape (n, r)."""
+        assert self.nearest is not None
+        return self.nearest.distinct
+
+    @property
+    def hits(self) -> Tensor:
+        """True for the first of two places, which is the target token's; bool, shape (n, 2)."""
+        return torch.tensor([[True, False]]).expand(len(self.found), -1)
+
+    def select_rows(self, rows: slice | Tensor) -> "TargetSums":
+        """Return the results for some of the queries."""
+        nearest = None if self.nearest is None else self.nearest.select_rows(rows)
+        return TargetSums(self.temperatures, self.knn[rows], self.found[rows], nearest)
+
+    def prepare(self, temperatures: Sequence[float]) -> None:
+        """Do nothing: the grid is known."""
+
+    def weights(self, temperature: PerQuery) -> Tensor:
+        """Interpolate p_kNN of the target token and of all other tokens together, shape (n, 2)."""
+        target = interpolate_on_grid(self.knn, self.temperatures, temperature)
+        return torch.stack([target, 1 - target], 1) * self.found[:, None]

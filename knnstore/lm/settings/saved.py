@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from knnstore.errors import ConfigError, FingerprintMismatchError
 from knnstore.lm.components import CacheSettings, NGramSettings
 from knnstore.lm.keys import described
-from knnstore.lm.mixing import JointGate, is_registered, mixer_of, other_mixers
+from knnstore.lm.mixing import JointGate, is_registered, load_mixer, other_mixers
 from knnstore.lm.settings.parts import Substitute
 from knnstore.lm.settings.query import KNNSettings
 from knnstore.store import (
@@ -72,7 +72,7 @@ def settings_from_dict(values: Mapping[str, Any], load: LoadWeights | None = Non
         ConfigError: a name is unknown or a value is out of range.
     """
     makers: dict[str, Callable[[Any], Any]] = {
-        "mixer": lambda part: mixer_of(_loaded(part, load)),
+        "mixer": lambda part: load_mixer(_loaded(part, load)),
         "selection": _selection_of,
         "cache": lambda part: part and _made(CacheSettings, part),
         "ngrams": lambda part: part and _made(NGramSettings, part),

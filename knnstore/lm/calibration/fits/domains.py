@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from knnstore.lm.calibration.scored_text import Mixed
-from knnstore.lm.mixing import LEAST_PROBABILITY, MAX_LAMBDA, DomainWeights, between_points, mix_probs
+from knnstore.lm.mixing import LEAST_PROBABILITY, MAX_LAMBDA, DomainWeights, interpolate_on_grid, mix_probs
 from knnstore.lm.settings import KNNSettings
 
 MOST_DOMAINS = 16
@@ -46,7 +46,7 @@ class DomainEvidence:
     def log_probs(self, settings: KNNSettings, tokens: Tensor) -> Mixed:
         """Mix at some tokens, shape (m,), as settings with `DomainWeights` for these domains say.
 
-        Each p_kNN^(j) is taken `between_points` of the grid.
+        Each p_kNN^(j) is taken `interpolate_on_grid` of the grid.
         """
         mixer = cast(DomainWeights, settings.mixer)
         lm = self.lm[tokens]
@@ -54,7 +54,7 @@ class DomainEvidence:
         for number in mixer.searched:
             at = self.domains.index(mixer.domains[number])
             factor = mixer.temperature_factors[number] if mixer.temperature_factors else 1.0
-            knn = between_points(self.knn[at, tokens], self.temperatures, settings.temperature * factor)
+            knn = interpolate_on_grid(self.knn[at, tokens], self.temperatures, settings.temperature * factor)
             parts.append((mixer.lambdas[number], knn))
             lam += mixer.lambdas[number] * self.found[at, tokens]
         return Mixed(mix_probs(lm, *parts).log(), lam)

@@ -9,11 +9,11 @@ from knnstore.lm.calibration.scored_text import ScoredText
 from knnstore.lm.mixing import (
     FixedLambda,
     GateLambda,
-    chosen_by,
+    decode_gate,
     fit_network,
     gate_features,
+    gate_start,
     mix_probs,
-    start_of,
 )
 from knnstore.lm.scoring import blocks_of
 from knnstore.lm.settings import KNNSettings
@@ -34,12 +34,12 @@ def fit_gate(evidence: GridEvidence, scored: ScoredText) -> KNNSettings:
     lm, grid = evidence.lm[:, 0], evidence.temperatures.log2()
 
     def loss(outputs: Tensor, rows: Tensor) -> Tensor:
-        lam, temperature = chosen_by(outputs, fixed_temperature)
+        lam, temperature = decode_gate(outputs, fixed_temperature)
         assert isinstance(temperature, Tensor)
         knn = at_columns(evidence.knn[rows], (temperature.log2() - grid[0]) / (grid[1] - grid[0]))
         return -mix_probs(lm[rows], (lam, knn)).log().mean()
 
-    network = fit_network(features, loss, blocks_among(scored, evidence.tokens), start_of(fixed_lam))
+    network = fit_network(features, loss, blocks_among(scored, evidence.tokens), gate_start(fixed_lam))
     purpose = {**(scored.fitted_for or {}), "of": "gate", "k": evidence.k, "scale": scale}
     return evidence.settings(fixed_temperature, GateLambda(network.weights(purpose)))
 

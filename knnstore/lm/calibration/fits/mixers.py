@@ -15,7 +15,7 @@ from knnstore.lm.mixing import (
     PRIOR_TOKENS,
     BinnedLambda,
     FixedLambda,
-    bins_of,
+    find_bins,
     fit_lambdas,
 )
 from knnstore.lm.settings import KNNSettings
@@ -52,7 +52,7 @@ def fit_bins(
     """
     distance_edges = _edges(evidence.nearest.distances[:, 0], distance_bins)
     confidence_edges = _edges(evidence.nearest.lm_max, confidence_bins)
-    bins = bins_of(evidence.nearest, distance_edges, confidence_edges)
+    bins = find_bins(evidence.nearest, distance_edges, confidence_edges)
     count = (len(distance_edges) + 1) * (len(confidence_edges) + 1)
     overall, overall_loss = _fit_one(evidence)
     lam, loss = fit_lambdas(evidence.lm, evidence.knn, bins, count, overall, PRIOR_TOKENS)
