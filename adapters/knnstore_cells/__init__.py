@@ -1,4 +1,4 @@
-"""Cells behind the `Datastore` protocol: records that are summed over, and searched, cell by cell."""
+"""The cells adapter: a datastore whose records lie in cells, which queries visit as a whole."""
 
 from knnstore_cells.datastore import CellsDatastore
 

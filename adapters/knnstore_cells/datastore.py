@@ -1,4 +1,4 @@
-"""The cells adapter: durable key segments whose rows lie in cells, which are summed over whole."""
+"""The datastore of the cells adapter."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -32,18 +32,21 @@ from knnstore_cells.policy import Policy
 
 _log = logging.getLogger(__name__)
 
-_RECORDS_PER_CENTER = 128  # at least
+_RECORDS_PER_CENTER = 128  # least number of records for each center
 _NOT_CHOSEN = object()
 
 
 class CellsDatastore(EmbeddedDatastore):
-    """Vectors in a local directory, in cells of near ones that are visited whole.
+    """A datastore in a local directory whose records lie in cells.
+
+    A cell holds the records that are nearest to its center. A query visits its nearest cells and is compared
+    with all of their records.
 
     Args:
         segments: the open directory.
-        dim: number of components of a vector.
-        metric: how distances are measured.
-        policy: how many cells there are, and how many a search visits.
+        dim: number of components of a key.
+        metric: metric of the distances.
+        policy: numbers of cells and probes.
     """
 
     def __init__(self, segments: KeySegments, dim: int, metric: Metric, policy: Policy) -> None:
@@ -70,7 +73,7 @@ class CellsDatastore(EmbeddedDatastore):
 
     @classmethod
     def record_size(cls, dim: int, **params: Any) -> int:
-        """Bytes of a record on the disk, with its place in a cell; see `SupportsSize.record_size`."""
+        """Return the bytes of a record on disk and in an index; see `SupportsSize.record_size`."""
         coding = Policy.of(params).coding_for(dim)
         key = code_size(coding.kind, dim) if coding else 2 * dim
         return key + 8 + 2 + dim // _RECORDS_PER_CENTER + 8
@@ -92,7 +95,7 @@ class CellsDatastore(EmbeddedDatastore):
             return super().search(queries, k, where=where)
 
     def visit(self, queries: Keys, probes: int, *, where: Filter | None = None) -> list[Visits]:
-        """Measure queries against all records of their nearest cells; see `SupportsCells.visit`."""
+        """Compare queries with all records of their nearest cells; see `SupportsCells.visit`."""
         queries, probes = checked_keys(queries, self._dim, what="queries"), checked_k(probes, what="probes")
         ids = where.ids if where and where.groups is None else None
         from knnstore_cells.device import full_precision
@@ -109,15 +112,16 @@ class CellsDatastore(EmbeddedDatastore):
         return found
 
     def optimize(self) -> None:
-        """Merge segments, reclaim the space of deleted records, and arrange what is new in cells.
+        """Merge segments, reclaim the space of deleted records, and put new records into cells.
 
-        A group's cells stay where they are until it has grown or shrunk by about a half, and records in them.
+        The centers of a group stay the same until its number of cells changes, which it does when the group
+        has grown or shrunk by about a half. Records then stay in their cells.
         """
         with self._remembering():
             super().optimize()
 
     def vacuum(self) -> None:
-        """Rewrite what holds deleted records; see `SupportsVacuum.vacuum`. The others stay in their cells."""
+        """Rewrite segments with deleted records; see `SupportsVacuum.vacuum`. Records stay in their cells."""
         with self._remembering() as former:
             for group, found in former.items():
                 live = with_live_centers(found) if found else []
@@ -127,7 +131,8 @@ class CellsDatastore(EmbeddedDatastore):
             super().vacuum()
 
     def _new_group(self) -> GroupSearch:
-        # With torch: what only lists or removes need not wait for it.
+        """Create the search of a group."""
+        # These imports load torch, which listing and removing do not need.
         from knnstore_cells.device import chosen_device
         from knnstore_cells.group import CellGroup
 
@@ -161,7 +166,7 @@ class CellsDatastore(EmbeddedDatastore):
             self._arrange(segment, parameters["centers"], path)
 
     def _arrange(self, segment: Segment, cells: int, path: Path) -> None:
-        """Assign a segment's rows to the cells of its group, and write which row is in which."""
+        """Put the rows of a segment into the cells of its group, and write its index."""
         from torch import from_numpy
 
         from knnstore_cells.partition import NearestCenter, arranged, fit_centers
@@ -177,11 +182,11 @@ class CellsDatastore(EmbeddedDatastore):
         arranged(segment, NearestCenter(from_numpy(centers)), former).write(path)
 
     def _open_index(self, segment: Segment, parameters: dict[str, Any]) -> None:
-        """Open none: the segments of a group are searched together."""
+        """Return None: a group is searched as a whole, not by segments."""
 
     @contextmanager
     def _remembering(self) -> Iterator[dict[int, list[ArrangedSegment]]]:
-        """Know which records were in which cell while segments are rewritten."""
+        """Remember the cells of all records while segments are rewritten."""
         if self._former is not None:
             yield self._former
             return
@@ -196,10 +201,10 @@ class CellsDatastore(EmbeddedDatastore):
             self._former, self._centers = None, {}
 
     def _opened(self, segment: Segment, *, quietly: bool = False) -> SegmentCells | None:
-        """The index of a segment, if it has one that can be used.
+        """Open the index of a segment; return None if it has none that can be used.
 
         Raises:
-            FileNotFoundError: its file is gone, the first time that it is: a newer manifest may have
+            FileNotFoundError: the file is missing. Raised once for each file: a newer manifest may have
                 replaced it.
         """
         entry = segment.index
@@ -221,4 +226,4 @@ class CellsDatastore(EmbeddedDatastore):
         return None
 
 
-_conforms: type[Datastore] = CellsDatastore  # here a type checker compares every signature
+_conforms: type[Datastore] = CellsDatastore  # the type checker compares every signature here

@@ -1,4 +1,4 @@
-"""Keys in a device's memory, whose cells are visited many at a time."""
+"""Keys in the memory of a device, where many cells are visited at a time."""
 
 import logging
 import math
@@ -18,16 +18,16 @@ from knnstore_cells.index import SegmentCells
 
 _log = logging.getLogger(__name__)
 
-_QUERIES = 64  # of a visit, at most
-_RECORDS = 128
+_QUERIES = 64  # most queries of one visit
+_RECORDS = 128  # most records of one visit
 _COMPONENTS_AT_ONCE = 1 << 28
 _ROWS_AT_ONCE = 1 << 18
-_SHARE_OF_MEMORY = 0.7  # the rest is for distances, and for the model's next batch
+_SHARE_OF_MEMORY = 0.7  # the rest is for distances and for the model
 
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Switch torch's autocast off: it would round distances, and mix dtypes that cannot be added up."""
+    """Switch off torch's autocast, which would round distances and mix dtypes that cannot be added."""
     with ExitStack() as switched_off:
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
@@ -36,37 +36,37 @@ def full_precision() -> Iterator[None]:
 
 
 class Order(NamedTuple):
-    """Some rows of `DeviceKeys` by cell, on the device."""
+    """Some rows of `DeviceKeys`, sorted by cell, on the device."""
 
     rows: Tensor | None
-    """Shape (n,); None is all."""
+    """Row numbers, shape (n,); None for all rows."""
 
     starts: Tensor
-    """Where each cell begins in `rows`, and where the last one ends, shape (cells + 1,)."""
+    """Begin of each cell in `rows`, and the end of the last one, shape (cells + 1,)."""
 
 
 class Visitors(NamedTuple):
     """Queries that visit cells, on the device."""
 
     cells: Tensor
-    """Each once, shape (c,)."""
+    """Numbers of the cells, each once, shape (c,)."""
 
     queries: Tensor
-    """Of one cell after another's, shape (n,)."""
+    """Numbers of the queries, sorted by cell, shape (n,)."""
 
     starts: Tensor
-    """Where those of each cell begin, and where the last ones end, shape (c + 1,)."""
+    """Begin of each cell in `queries`, and the end of the last one, shape (c + 1,)."""
 
 
 class DeviceKeys:
-    """The keys of a segment by cell, as the codes that they are stored as.
+    """The keys of a segment, sorted by cell, in their stored form.
 
     Args:
-        segment: what to hold.
-        cells: which of its rows are in which cell.
-        codec_file: by what the group's keys are coded; those of another codec are held decoded.
-        turned: turns what is not coded; see `Visitable.turned`.
-        origins: the centers of its cells, turned, on the device.
+        segment: the segment.
+        cells: the cells of its rows.
+        codec_file: codec of the group; keys with another codec are held decoded.
+        turned: rotates keys that are not coded; see `Visitable.turned`.
+        origins: centers of the cells, rotated, on the device.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class DeviceKeys:
         """|key - origin|² of each row."""
 
     def chosen(self, alive: NDArray[np.bool_] | None, ids: IdRanges | None) -> Order:
-        """The rows that are live, as a mask of the segment's says, and have some ids; the last is kept."""
+        """Return the live rows (`alive`) with these ids. The result of the last call is kept."""
         if alive is None and ids is None:
             return self._all
         if self._chosen[0] is not alive or self._chosen[1] is not ids:
@@ -115,13 +115,13 @@ class DeviceKeys:
         return self._chosen[2]
 
     def visit(self, visitors: Visitors, order: Order, queries: Tensor, metric: Metric) -> Iterator[Visits]:
-        """Let queries visit cells, in visits of one shape.
+        """Let queries visit cells, and yield visits of one shape.
 
         Args:
-            visitors: which queries visit which cells.
-            order: the rows that count; see `chosen`.
-            queries: turned, on the device, float32, shape (q, width).
-            metric: how distances are measured.
+            visitors: the queries that visit each cell.
+            order: the rows to compare; see `chosen`.
+            queries: queries, rotated, on the device, float32, shape (q, width).
+            metric: metric of the distances.
         """
         tiles = _tiles(visitors, order)
         widest = max(one.shape[1] for one in tiles[1:])
@@ -144,14 +144,14 @@ class DeviceKeys:
 
 
 def chosen_device(name: str, needed: int) -> torch.device | None:
-    """Where keys of so many bytes are to be held; None leaves them in their files.
+    """Choose the device that holds the keys; None leaves them in their files.
 
     Args:
-        name: a device of torch, ``none``, or ``auto``: the GPU, where there is one with room.
-        needed: bytes of the keys as they are stored.
+        name: a torch device, ``none``, or ``auto`` for the GPU if there is one with room.
+        needed: bytes of the keys in their stored form.
 
     Raises:
-        ConfigError: torch knows no such device, or it is not there.
+        ConfigError: torch has no such device.
     """
     if name == "none" or (name == "auto" and not torch.cuda.is_available()):
         return None
@@ -170,11 +170,11 @@ def chosen_device(name: str, needed: int) -> torch.device | None:
 
 
 def _tiles(visitors: Visitors, order: Order) -> tuple[Tensor, Tensor, Tensor]:
-    """Divide visits into those of so many queries and so many records at most.
+    """Divide visits into t tiles with at most m queries and r records.
 
     Returns:
-        The cell of each, shape (t,); its queries, shape (t, m); its rows, shape (t, r). -1 where there are
-        fewer.
+        The cell of each tile, shape (t,); its queries, shape (t, m); its rows, shape (t, r). -1 if a query or
+        row is missing.
     """
     begins, ends = order.starts[visitors.cells], order.starts[visitors.cells + 1]
     counts, askers = ends - begins, visitors.starts.diff()
@@ -195,17 +195,18 @@ def _tiles(visitors: Visitors, order: Order) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _power_of_two(least: float, most: int) -> int:
+    """Return the smallest power of two that is at least `least`, but at most `most`."""
     return min(most, 1 << math.ceil(math.log2(max(1.0, least))))
 
 
 def _slices(starts: Tensor, stops: Tensor, width: int) -> Tensor:
-    """Numbers from each start on, shape (len(starts), width); -1 from its stop on."""
+    """Return the numbers from each start to its stop, then -1; shape (len(starts), width)."""
     at = starts[:, None] + torch.arange(width, device=starts.device)
     return torch.where(at < stops[:, None], at, -1)
 
 
 def _decoder(codec: Codec, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """`Codec.turned` on a device, for codes of any shape (..., size)."""
+    """Return a function that decodes codes, shape (..., size), on a device, as `Codec.turned` does."""
     if not isinstance(codec, ProductCodec):
         return lambda codes: codes[..., 4:].view(torch.int8) * codes[..., :4].contiguous().view(torch.float32)
     centers = torch.from_numpy(codec.centers).to(device)

@@ -1,4 +1,4 @@
-"""The cells of a group."""
+"""The search of one group in cells."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -27,8 +27,8 @@ from knnstore_cells.policy import Policy
 from knnstore_cells.scanning import CodedCell, CodeScanner, can_scan
 from knnstore_cells.visiting import DISTANCES_AT_ONCE, Cells, visit
 
-_SMALL = 4096  # records; where no more match, all are compared
-_MOST_GROWTH = 4  # times as many cells as there are would suit the group: fit new centers
+_SMALL = 4096  # with at most so many matching records, a query is compared with all of them
+_MOST_GROWTH = 4  # new centers are fitted if the number of cells should change by more than this factor
 
 
 class _Part(NamedTuple):
@@ -37,24 +37,24 @@ class _Part(NamedTuple):
     segment: Segment
     cells: SegmentCells
     alive: NDArray[np.bool_] | None
-    """Which rows are live, shape (rows,); None where all are."""
+    """True for a live row, shape (rows,); None if all rows are live."""
 
     on_device: DeviceKeys | None
-    """Its keys, where a device holds them."""
+    """Its keys on the device; None without a device."""
 
 
 class CellGroup:
-    """The records of one group.
+    """The search of one group, whose records lie in cells.
 
     Args:
         dim: number of components of a key.
-        metric: how distances are measured.
-        policy: how many cells there are, and how many a search visits.
-        opens: the index of a segment, if it has one that can be used.
+        metric: metric of the distances.
+        policy: numbers of cells and probes.
+        opens: opens the index of a segment; returns None if it has none that can be used.
         count_replacements: returns how many additions have replaced records so far. While this number stays
             the same, a record that was in a cell at the last update has the same key now.
-        kept: where cells are kept between searches, if they are read one by one.
-        device: that is to hold all keys; None reads cells one by one.
+        kept: cache of cells; not used with a device.
+        device: device that holds all keys; None reads cells one by one.
     """
 
     def __init__(
@@ -85,30 +85,30 @@ class CellGroup:
         self._rotation: Tensor | None = None
         self._scanner: tuple[object, CodeScanner | None] = (None, None)
         self.room = kept.size
-        """Bytes of keys that are kept decoded at most, of all groups together."""
+        """Maximum number of bytes of decoded keys in memory, of all groups together."""
         self.rows = 0
-        """How many are live."""
+        """Number of live records."""
         self.centers = torch.empty(0, dim)
-        """Of the cells, float32, shape (cells, dim)."""
+        """Centers of the cells, float32, shape (cells, dim)."""
         self.origins = self.centers
-        """The centers, turned."""
+        """The centers, rotated by the codec."""
         self.middle = self._middle()
-        """Of the keys, turned: distances are the same around any point, and around it lose no digits."""
+        """Origin of the keys in `Cell`: their mean, rotated. With it distances lose the fewest digits."""
         self.counts = np.zeros(0, np.int64)
-        """Live records of each cell, shape (cells,)."""
+        """Number of live records of each cell, shape (cells,)."""
 
     def holds(self, segments: Sequence[Segment]) -> bool:
-        """Whether these are the segments of the last `update`."""
+        """Check whether these are the segments of the last `update`, by identity."""
         return self._segments is segments
 
     def update(self, segments: Sequence[Segment]) -> None:
-        """Search exactly these segments from now on; must not run beside a search.
+        """Set the segments to search. No search may run meanwhile.
 
         Only records that are new since the last update are compared with the centers. Records that were
         moved to another segment, as from memory to disk, stay in their cells.
 
         Raises:
-            FileNotFoundError: the file of an index is gone, the first time that it is.
+            FileNotFoundError: the file of an index is missing. Raised once for each file.
         """
         self._segments = ()
         moved = self._moved_since_update(segments)
@@ -120,7 +120,7 @@ class CellGroup:
         centers = nearest.centers.numpy()
         codec_file = self._codec_file
         self._set_rotation(segments)
-        # Component by component: of 16,384 cells one query finds the nearest in a third of the time.
+        # Stored by columns: one query finds the nearest of 16,384 centers in a third of the time.
         self.centers = nearest.centers.to(self.device).T.contiguous().T
         self.origins = self.turned(self.centers)
         self.middle = self._middle()
@@ -152,15 +152,16 @@ class CellGroup:
         ]
 
     def turned(self, vectors: Tensor) -> Tensor:
-        """Vectors, shape (n, dim), in the space of the cells' keys: distances are the same there."""
+        """Rotate vectors, shape (n, dim), as the codec rotates keys. Distances stay the same."""
         return vectors if self._rotation is None else vectors @ self._rotation
 
     def _middle(self) -> Tensor:
+        """Compute the origin of the keys: the mean center for L2, else 0."""
         some = self.metric is Metric.L2 and len(self.origins)
         return self.origins.mean(0) if some else self.origins.new_zeros(self.origins.shape[1])
 
     def matching(self, ids: IdRanges | None) -> NDArray[np.int64]:
-        """How many live records of each cell have some ids, shape (cells,)."""
+        """Count the live records with these ids in each cell, shape (cells,); None for all ids."""
         if ids is None:
             return self.counts
         last, counts = self._matching
@@ -170,18 +171,18 @@ class CellGroup:
         return counts
 
     def cells_with(self, ids: IdRanges | None) -> Cells:
-        """The cells that have records with some ids."""
+        """Return the cells that have live records with these ids; None for all ids."""
         counts, last = self.matching(ids), self._with_records
         if last is None or last[0] is not counts:
             last = self._with_records = counts, Cells.of(self.centers, counts)
         return last[1]
 
     def cell(self, number: int) -> Cell:
-        """The live records of a cell."""
+        """Return the live records of a cell."""
         return self._kept.get(self._version, number, self._read)
 
     def scanner(self) -> CodeScanner | None:
-        """What measures queries by tables; None where not all keys are codes of one kind that it reads."""
+        """Return the scanner of the codes; None if some keys are not codes that it can read."""
         version, scanner = self._scanner
         if version is not self._version:
             file, scanner = self._codec_file, None
@@ -194,7 +195,7 @@ class CellGroup:
         return scanner
 
     def codes(self, numbers: Sequence[int]) -> list[CodedCell]:
-        """The live records of some cells, different ones, where all keys are codes of one kind."""
+        """Return the live records of some different cells as codes. All keys must be codes of one codec."""
         file = self._codec_file
         assert file is not None
         found: list[list[CodedCell]] = [[] for _ in numbers]
@@ -208,14 +209,14 @@ class CellGroup:
         return [CodedCell.joined(cell or [nothing]) for cell in found]
 
     def visit_on_device(self, visitors: Visitors, queries: Tensor, ids: IdRanges | None) -> Iterator[Visits]:
-        """Let queries visit cells; see `DeviceKeys.visit`."""
+        """Let queries visit cells on the device; see `DeviceKeys.visit`."""
         turned = self.turned(queries)
         for _, _, alive, keys in self._parts:
             assert keys is not None
             yield from keys.visit(visitors, keys.chosen(alive, ids), turned, self.metric)
 
     def search(self, queries: Keys, k: int, ids: IdRanges | None) -> Neighbors:
-        """Find about the k nearest records of each query, and k always where there are k."""
+        """Find about the k nearest records of each query. Returns k records if there are k."""
         counts = self.matching(ids)
         total, cells = int(counts.sum()), int((counts > 0).sum())
         if total == 0 or not len(queries):
@@ -223,11 +224,12 @@ class CellGroup:
         probes = cells if total <= max(_SMALL, 4 * k) else self._policy.probes_for(k, cells, total)
         found = self._search_cells(queries, k, ids, probes)
         short = np.flatnonzero(found.ids[:, min(k, total) - 1] < 0)
-        if len(short):  # the cells visited did not hold enough
+        if len(short):  # the visited cells hold fewer than k matching records
             found.put(short, self._search_cells(queries[short], k, ids, cells))
         return found
 
     def _search_cells(self, queries: Keys, k: int, ids: IdRanges | None, probes: int) -> Neighbors:
+        """Find the k nearest records of each query in its nearest cells."""
         largest = np.sort(self.matching(ids))[-probes:].sum()
         step = max(1, DISTANCES_AT_ONCE // int(largest))
         parts = []
@@ -264,7 +266,7 @@ class CellGroup:
         return self._nearest
 
     def _set_rotation(self, segments: Sequence[Segment]) -> None:
-        """Take the space of the codec by which most is coded."""
+        """Set the codec and the rotation to those of the largest coded segment."""
         coded = [segment for segment in segments if segment.columns.codec_file]
         columns = max(coded, key=lambda one: one.rows).columns if coded else None
         self._codec_file = columns.codec_file if columns else None
@@ -272,6 +274,7 @@ class CellGroup:
         self._rotation = None if rotation is None else torch.from_numpy(rotation).to(self.device)
 
     def _count(self, rows: Callable[[_Part], NDArray[np.bool_] | None]) -> NDArray[np.int64]:
+        """Count the rows of each cell for which the mask of a segment is True; None for all rows."""
         counts = np.zeros(len(self.centers), np.int64)
         for part in self._parts:
             chosen = rows(part)
@@ -282,18 +285,18 @@ class CellGroup:
         return counts
 
     def _read(self, number: int) -> Cell:
-        """Read a cell from its segments."""
+        """Read the live records of a cell from all segments."""
         ids, keys = [], []
         for segment, (rows,) in self._rows_of([number]):
             ids.append(segment.columns.ids_at(rows))
             keys.append(self._keys_of(segment, rows))
         read = torch.cat([self.origins[:0], *keys]) - self.middle
-        # Component by component: few queries are multiplied with such keys in two thirds of the time.
+        # Stored by columns: a product with few queries takes two thirds of the time.
         in_columns = read.T.contiguous().T
         return Cell(np.concatenate([np.empty(0, np.int64), *ids]), in_columns, (read * read).sum(1))
 
     def _rows_of(self, numbers: Sequence[int]) -> Iterator[tuple[Segment, list[NDArray[np.int64]]]]:
-        """The live rows of some cells in each segment that has one of them."""
+        """Yield each segment that has live rows in the cells, with these rows for each cell."""
         for segment, cells, alive, _ in self._parts:
             found = cells.rows_in(numbers)
             if alive is not None:
@@ -302,7 +305,7 @@ class CellGroup:
                 yield segment, found
 
     def _keys_of(self, segment: Segment, rows: NDArray[np.int64]) -> Tensor:
-        """The keys of some rows, turned."""
+        """Read the keys of some rows, rotated."""
         columns, file = segment.columns, self._codec_file
         if file is not None and columns.codec_file is file:
             return torch.from_numpy(file.codec.turned(columns.codes_at(rows, file)))
@@ -310,12 +313,12 @@ class CellGroup:
 
 
 def _name(segment: Segment) -> tuple[int, StoredFile | None]:
-    """What stays the same as long as a segment's rows and its index do."""
+    """Return a name of a segment that is the same while its rows and its index are."""
     return id(segment.columns), segment.index.file if segment.index else None
 
 
 def _mask(rows: IdRanges, count: int) -> NDArray[np.bool_]:
-    """Which of so many rows are among some."""
+    """Return a mask of `count` rows that is True for `rows`."""
     mask = np.zeros(count, bool)
     for start, stop in rows:
         mask[start:stop] = True

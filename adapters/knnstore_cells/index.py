@@ -1,4 +1,4 @@
-"""The index of a segment: which of its rows are in which cell."""
+"""The index of a segment: the cell of each row."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -11,18 +11,18 @@ from numpy.typing import NDArray
 from knnstore.datastore import Ids, Keys, MappedFile, RoundedCodec, Segment
 from knnstore.errors import CorruptDatastoreError
 
-_FEW = 16  # times; to look for rows among all of them so often takes less time than to sort all
+_FEW = 16  # so many searches for the rows of some cells take less time than sorting all rows
 
 
 class SegmentCells:
     """The rows of a segment by cell.
 
-    A file of it holds the centers, a byte for each component (see `RoundedCodec`), and the cell of each row
+    The file holds the centers, a byte for each component (see `RoundedCodec`), and the cell of each row
     (uint16, shape (rows,)).
 
     Args:
-        centers: shape (cells, dim), as the file holds them.
-        owners: the cell of each row, dead or not, shape (rows,).
+        centers: centers, rounded as in the file, float32, shape (cells, dim).
+        owners: cell of each row, live or dead, uint16, shape (rows,).
     """
 
     def __init__(self, centers: Keys, owners: NDArray[np.uint16]) -> None:
@@ -31,23 +31,23 @@ class SegmentCells:
 
     @cached_property
     def counts(self) -> NDArray[np.int64]:
-        """Rows of each cell, shape (cells,)."""
+        """Number of rows of each cell, shape (cells,)."""
         return np.bincount(self.owners, minlength=len(self.centers))
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
-        """Where each cell begins in `rows`, and where the last one ends, shape (cells + 1,)."""
+        """Begin of each cell in `rows`, and the end of the last one, shape (cells + 1,)."""
         return np.concatenate([[0], np.cumsum(self.counts, dtype=np.int64)])
 
     @cached_property
     def rows(self) -> NDArray[np.int32]:
-        """Row numbers by cell, ascending within it, shape (rows,)."""
+        """Row numbers, sorted by cell and ascending within a cell, shape (rows,)."""
         return np.argsort(self.owners, kind="stable").astype(np.int32)
 
     def rows_in(self, cells: Sequence[int]) -> list[NDArray[np.int64]]:
-        """Row numbers of some cells, different ones, ascending within each."""
+        """Return the row numbers of each of some different cells, ascending."""
         self._asked += 1
-        if self._asked > _FEW or "rows" in self.__dict__:  # a first query waits for no order of all
+        if self._asked > _FEW or "rows" in self.__dict__:  # the first queries do not wait for the sort
             starts = self.starts
             return [self.rows[starts[cell] : starts[cell + 1]].astype(np.int64) for cell in cells]
         wanted = np.zeros(len(self.centers), bool)
@@ -58,11 +58,11 @@ class SegmentCells:
 
     @classmethod
     def read(cls, root: Path, segment: Segment, dim: int, cells: int) -> Self:
-        """Read the index that the segment's entry names.
+        """Read the index of a segment.
 
         Raises:
-            FileNotFoundError: its file is gone.
-            CorruptDatastoreError: its file is damaged.
+            FileNotFoundError: the file does not exist.
+            CorruptDatastoreError: the file is damaged.
         """
         assert segment.index is not None
         file, codec = MappedFile(root, segment.index.file), RoundedCodec(dim)
@@ -76,24 +76,24 @@ class SegmentCells:
         return cls(codec.turned(codes.reshape(cells, -1)), owners)
 
     def write(self, path: Path) -> None:
-        """Write it to a file."""
+        """Write the index to a file."""
         with path.open("wb") as file:
             file.write(RoundedCodec(self.centers.shape[1]).encode(self.centers).data)
             file.write(self.owners.data)
 
 
 class ArrangedSegment(NamedTuple):
-    """A segment with its cells, perhaps before it was rewritten."""
+    """A segment with its cells."""
 
     segment: Segment
     cells: SegmentCells
 
     def has(self, centers: Keys) -> bool:
-        """Check whether these are the centers of its cells."""
+        """Check whether its cells have these centers."""
         return self.cells.centers is centers or np.array_equal(self.cells.centers, centers)
 
     def owners_of(self, ids: Ids) -> NDArray[np.int64]:
-        """The cells of the live records with some ids, shape (n,); -1 where there is none."""
+        """Return the cells of the live records with these ids, shape (n,); -1 if there is no such record."""
         mine = self.segment.columns.ids
         at = np.minimum(np.searchsorted(mine, ids), len(mine) - 1)
         there = mine[at] == ids
@@ -103,10 +103,10 @@ class ArrangedSegment(NamedTuple):
 
 
 def with_live_centers(former: Sequence[ArrangedSegment]) -> list[ArrangedSegment]:
-    """The same segments, in which a cell without live records has the center of the fullest.
+    """Return the segments with the center of every empty cell replaced by that of the fullest cell.
 
-    Its own may be the very key of a record that was deleted. Segments with other centers than the first are
-    left out.
+    The center of a cell without live records may be the key of a deleted record. Segments whose centers
+    differ from those of the first are left out.
     """
     centers = former[0].cells.centers
     alike = [one for one in former if one.has(centers)]

@@ -1,4 +1,4 @@
-"""Cells that are kept ready between searches."""
+"""The cells that stay in memory between searches."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from weakref import WeakSet
 
 from knnstore.datastore import Ids
 
-if TYPE_CHECKING:  # what only lists or removes need not wait for torch
+if TYPE_CHECKING:  # listing and removing must not load torch
     from torch import Tensor
 
 
@@ -17,46 +17,48 @@ class Cell(NamedTuple):
     """The live records of a cell."""
 
     ids: Ids
-    """Shape (r,)."""
+    """Record ids, int64, shape (r,)."""
+
     keys: "Tensor"
-    """Float32, shape (r, dim); relative to the middle of its group but for inner products."""
+    """Keys, float32, shape (r, dim); for L2 the group's middle is subtracted."""
+
     norms: "Tensor"
-    """|key|² of each, shape (r,)."""
+    """|key|² of each key, float32, shape (r,)."""
 
 
 class Sharer(Protocol):
-    """What keeps cells in a form of its own."""
+    """Another cache that shares the room of `KeptCells`."""
 
     held: int
-    """Bytes."""
+    """Number of bytes that it holds."""
 
     def forget(self) -> None:
-        """Keep nothing."""
+        """Drop everything."""
 
 
 class KeptCells:
-    """Cells that were read before, as many as have room; which one goes for another is left to chance.
+    """A cache of cells with random replacement.
 
-    Scoring visits all cells in turn, again and again. Were the one to go that was used longest ago, none
-    would be found where there is room for nearly all.
+    Scoring visits all cells in turn, again and again. If the least recently used cell was replaced, a cache
+    that is a little too small would never have a hit.
 
     Args:
-        size: bytes to keep at most, of keys and of what sharers keep.
+        size: maximum number of bytes, of keys and of all sharers together.
     """
 
     size: int
-    """Bytes to keep at most."""
+    """Maximum number of bytes."""
 
     def __init__(self, size: int) -> None:
         self.size, self._held = size, 0
         self._sharers = WeakSet[Sharer]()
         self._cells: dict[tuple[object, int], Cell] = {}
         self._names: list[tuple[object, int]] = []
-        self._random = Random(0)  # noqa: S311  # no secret
+        self._random = Random(0)  # noqa: S311  # not for secrets
         self._lock, self._turns = RLock(), Lock()
 
     def get(self, owner: object, number: int, read: Callable[[int], Cell]) -> Cell:
-        """A cell by whose it is and its number; it is read if it is not here."""
+        """Return the cell of an owner with a number; `read` reads it if it is not in the cache."""
         name = owner, number
         cell = self._cells.get(name)
         if cell is None:
@@ -67,13 +69,13 @@ class KeptCells:
         return cell
 
     def share(self, sharer: Sharer) -> None:
-        """Count what another keeps, as long as there is one; cells here give way to it."""
+        """Let another cache share the room while it exists. Its bytes count, and cells are dropped for it."""
         with self._lock:
             self._sharers.add(sharer)
 
     @contextmanager
     def scanning(self) -> Iterator[None]:
-        """Let one sharer at a time keep more; before it all forget theirs where that alone fills the room."""
+        """Let one sharer at a time grow. If the sharers alone exceed the room, all are emptied first."""
         with self._turns:
             with self._lock:
                 sharers = list(self._sharers)
@@ -83,7 +85,7 @@ class KeptCells:
             yield
 
     def shrink(self) -> None:
-        """Let cells go until what is kept has room."""
+        """Drop cells until all caches fit into the room."""
         with self._lock:
             others = sum(sharer.held for sharer in self._sharers)
             while self._names and self._held + others > self.size:
@@ -92,6 +94,7 @@ class KeptCells:
                 self._held -= self._cells.pop(self._names.pop()).keys.nbytes
 
     def _keep(self, name: tuple[object, int], cell: Cell) -> None:
+        """Add a cell, and drop others if there is no room."""
         self._cells[name] = cell
         self._names.append(name)
         self._held += cell.keys.nbytes

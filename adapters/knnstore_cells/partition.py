@@ -1,4 +1,4 @@
-"""Where cells are: centers that are fitted to keys, and the cell of each key."""
+"""Fitting the centers of cells to keys, and finding the nearest center of a key."""
 
 import math
 from collections.abc import Sequence
@@ -14,28 +14,27 @@ from knnstore.errors import CorruptDatastoreError
 from knnstore_cells.index import ArrangedSegment, SegmentCells
 
 CHUNK = 1 << 14
-"""Rows that are read and compared at a time."""
+"""Number of rows that are read and compared at a time."""
 
 _SAMPLE_PER_CELL = 64
 _LEAST_PER_CELL = 16
 _LEAST_SAMPLE = 4096
-_MOST_SAMPLE = 1 << 16  # keys, where that is enough for each cell
+_MOST_SAMPLE = 1 << 16  # keys; more if a cell would have fewer than `_LEAST_PER_CELL`
 _ROUNDS = 8
-_ONE_LEVEL = 256  # cells
-_ALL_COMPARED = 1024  # centers
-_IN_CACHE = 1 << 11  # keys; their distances to all centers come and go within the processor
-_PARTS_COMPARED = 4
+_ONE_LEVEL = 256  # most cells that are fitted in one level
+_ALL_COMPARED = 1024  # most centers that are all compared with a key
+_IN_CACHE = 1 << 11  # keys whose distances to all centers stay in the CPU's cache
+_PARTS_COMPARED = 4  # parts whose centers are compared with a key
 
 
 def fit_centers(segments: list[Segment], cells: int) -> Keys:
     """Fit the centers of cells by k-means (Lloyd 1982) to a sample of the live rows of some segments.
 
-    Many cells are fitted in two levels: some hundred parts first, then the cells of each. The same rows give
-    the same centers. Where there are fewer different keys than cells, some stay empty.
+    Many cells are fitted in two levels: first some hundred parts, then the cells of each part. The fit is
+    deterministic. If there are fewer different keys than cells, some cells stay empty.
 
     Returns:
-        Shape (cells, dim), rounded as the files hold them: where they are exactly is no matter, for every key
-        of a cell counts.
+        Centers, float32, shape (cells, dim), rounded as in the files.
     """
     sample = max(_LEAST_SAMPLE, min(_SAMPLE_PER_CELL * cells, max(_MOST_SAMPLE, _LEAST_PER_CELL * cells)))
     keys = torch.from_numpy(_sample(segments, sample))
@@ -59,7 +58,7 @@ def fit_centers(segments: list[Segment], cells: int) -> Keys:
 
 
 class NearestCenter:
-    """Finds the center that is nearest to a key; of very many centers one that is near.
+    """Finds the nearest center of a key; with more than 1024 centers approximately.
 
     Args:
         centers: float32, shape (cells, dim).
@@ -85,6 +84,7 @@ class NearestCenter:
         return parts[used], [(owners == part).nonzero()[:, 0] for part in used.tolist()]
 
     def _search_all(self, keys: Tensor) -> Tensor:
+        """Compare each key with all centers."""
         return torch.addmm(self._norms, keys, self.centers.T, alpha=-2).argmin(1)
 
     def _search_parts(self, keys: Tensor) -> Tensor:
@@ -106,6 +106,7 @@ class NearestCenter:
 
 
 def _k_means(keys: Tensor, count: int, rounds: int, generator: torch.Generator) -> Tensor:
+    """Fit `count` centers, shape (count, dim), to keys by Lloyd's algorithm."""
     centers = keys[torch.randperm(len(keys), generator=generator)[:count]]
     if len(centers) < count:
         centers = torch.cat([centers, centers[:1].expand(count - len(centers), -1)])
@@ -115,7 +116,7 @@ def _k_means(keys: Tensor, count: int, rounds: int, generator: torch.Generator) 
 
 
 def _moved(keys: Tensor, centers: Tensor, generator: torch.Generator) -> Tensor:
-    """Each center where the mean of its keys is; those without keys at some key."""
+    """Move each center to the mean of its keys, or to a random key if it has none."""
     owners = NearestCenter(centers)(keys)
     counts = torch.bincount(owners, minlength=len(centers))
     moved = torch.zeros_like(centers).index_add_(0, owners, keys) / counts.clamp(min=1)[:, None]
@@ -125,11 +126,12 @@ def _moved(keys: Tensor, centers: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _parts_of(cells: int) -> int:
+    """Return the number of parts for a number of cells, about its root."""
     return 1 << (cells.bit_length() // 2)
 
 
 def _shared(counts: Tensor, cells: int) -> list[int]:
-    """Share out cells by numbers of keys: none without a key."""
+    """Divide cells among parts in proportion to their numbers of keys. A part without keys gets none."""
     ends = (counts.cumsum(0).double() / counts.sum() * cells).round().long()
     shares: list[int] = ends.diff(prepend=ends.new_zeros(1)).tolist()
     return shares
@@ -141,17 +143,17 @@ def arranged(
     """Put each row of a segment, dead or not, into the cell with the nearest center.
 
     Args:
-        segment: new or rewritten.
+        segment: a new or rewritten segment.
         nearest: finds the center of a key.
-        former: segments that held some of the records before. Records stay in their cells if these had the
-            same centers.
+        former: segments that held some of the records before. Records stay in their cells if the centers are
+            the same.
     """
     owners, centers = np.zeros(segment.rows, np.uint16), nearest.centers.numpy()
     if len(centers) > 1:
         left, same = np.ones(segment.rows, bool), [one for one in former if one.has(centers)]
         ids = segment.columns.ids if same else np.empty(0, np.int64)
         for arranged_segment in same:
-            with suppress(CorruptDatastoreError):  # of a segment that was damaged before
+            with suppress(CorruptDatastoreError):  # the former segment is damaged
                 known = arranged_segment.owners_of(ids)
                 left &= known < 0
                 np.copyto(owners, known, "unsafe", where=known >= 0)
@@ -164,7 +166,7 @@ def arranged(
 
 
 def _sample(segments: list[Segment], count: int) -> Keys:
-    """About so many live rows at equal distances, or all; at least one."""
+    """Read about `count` live rows at equal distances, or all rows if they are fewer."""
     step = max(1, math.ceil(sum(segment.live for segment in segments) / count))
     parts = []
     for segment in segments:

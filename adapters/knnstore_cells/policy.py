@@ -1,4 +1,4 @@
-"""The adapter's parameters, and how many cells for how many records."""
+"""The parameters of the cells adapter, and the number of cells for a number of records."""
 
 import math
 from dataclasses import dataclass, fields
@@ -10,30 +10,29 @@ from knnstore.errors import ConfigError
 _MOST_CELLS = 1 << 16
 _MOST = {"cells": _MOST_CELLS, "probes": _MOST_CELLS, "memory": 1 << 20, "coded_from": 1 << 40}
 _RECORDS_PER_CELL = 256
-_PER_ROOT = 4  # cells for the root of the records, from a million records on
-_ONE_CELL_UP_TO = 1 << 13  # to compare a query with so many costs no more than to choose among cells
-_PER_NEIGHBOR = 8  # records to visit for each neighbor wanted
+_PER_ROOT = 4  # cells for each unit of the root of the number of records, from a million records on
+_ONE_CELL_UP_TO = 1 << 13  # comparing a query with so many records costs no more than choosing among cells
+_PER_NEIGHBOR = 8  # records to visit for each neighbor
 _LEAST_PROBES = 8
-_CODES = (16, "none"), (512, "pq32"), (2048, "pq64")  # up to so many components
+_CODES = (16, "none"), (512, "pq32"), (2048, "pq64")  # (number of components up to which, codes)
 _LARGE = "pq128"
-_WAITING = 1 << 28  # bytes of keys in half precision that wait for `optimize` to code them
-_LEAST_SHARE = 16  # a segment has an index from this fraction of the rows on from which its group has cells
+_WAITING = 1 << 28  # bytes of keys in half precision that may wait for `optimize` to code them
+_LEAST_SHARE = 16  # a segment with less than 1/16 of `_ONE_CELL_UP_TO` rows has no index
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The adapter's parameters, checked.
+    """The parameters of the adapter, checked.
 
     Args:
-        cells: cells of each group; 0 chooses by its records.
-        probes: cells that a search for the k nearest visits; 0 chooses by k.
-        memory: MiB of keys that are kept ready between searches, decoded and as codes together.
-        codes: what a large group is kept as: ``none`` (half precision), ``int8``, or ``pq32`` and its like;
-            ``auto`` chooses by the number of components.
-        coded_from: records from which on a group is large; 0 takes as many as a codec is fitted to.
-        device: of torch, whose memory holds all keys while searching, as they are stored; ``none`` leaves
-            them in their files, of which the processor reads what it needs; ``auto`` takes the GPU where
-            there is one with room.
+        cells: number of cells of each group; 0 chooses it by the number of records.
+        probes: number of cells that a search visits; 0 chooses it by k.
+        memory: MiB of keys that stay in memory between searches, decoded keys and codes together.
+        codes: form of the keys of a large group: ``none`` (half precision), ``int8``, or ``pq32``, ``pq64``,
+            ...; ``auto`` chooses by the number of components.
+        coded_from: number of records from which on a group is large; 0 for the size of a codec's sample.
+        device: torch device whose memory holds all keys for searches, in their stored form. ``none`` reads
+            keys from their files as needed, for the CPU; ``auto`` uses a GPU if there is one with room.
     """
 
     cells: int = 0
@@ -45,10 +44,10 @@ class Policy:
 
     @classmethod
     def of(cls, params: dict[str, Any]) -> "Policy":
-        """Check the parameters that a user gave.
+        """Check a user's parameters.
 
         Raises:
-            ConfigError: one is unknown or has a bad value.
+            ConfigError: a parameter is unknown or has a bad value.
         """
         accepted = {field.name: field.default for field in fields(cls)}
         policy = cls(**checked_params("cells", params, accepted))
@@ -65,7 +64,7 @@ class Policy:
         return policy
 
     def coding_for(self, dim: int) -> Coding | None:
-        """What large groups of keys of so many components are kept as; None is as they are."""
+        """Return the coding of large groups for keys of this dimension; None for half precision."""
         kind = self.codes
         if kind == "auto":
             kind = next((kind for most, kind in _CODES if dim <= most), _LARGE)
@@ -73,20 +72,20 @@ class Policy:
         return None if kind == "none" else Coding(kind, least, max(least, _WAITING // max(1, 2 * dim)))
 
     def cells_for(self, group_rows: int) -> int:
-        """How many cells a group of so many live records has."""
+        """Return the number of cells of a group with this number of live records."""
         if self.cells:
             return min(self.cells, group_rows)
         if group_rows <= _ONE_CELL_UP_TO:
             return 1
-        # To choose among cells costs as much as to visit some: both are to grow slowly.
+        # Choosing among cells costs about as much as visiting some, so both should grow slowly.
         wanted = min(group_rows / _RECORDS_PER_CELL, _PER_ROOT * math.sqrt(group_rows))
         return min(_MOST_CELLS, int(2 ** round(math.log2(wanted))))
 
     def has_index(self, rows: int, group_rows: int) -> bool:
-        """Whether it is on disk which rows of a segment are in which cell, else it is found out in memory."""
+        """Check whether a segment has an index on disk; otherwise its rows are put into cells in memory."""
         small = 0 if self.cells else _ONE_CELL_UP_TO // _LEAST_SHARE
         return self.cells_for(group_rows) > 1 and rows > small
 
     def probes_for(self, k: int, cells: int, rows: int) -> int:
-        """How many of some cells to visit for about the k nearest of the records in them."""
+        """Return the number of cells to visit for about the k nearest of `rows` records in `cells` cells."""
         return min(cells, self.probes or math.ceil(_PER_NEIGHBOR * k * cells / rows) + _LEAST_PROBES)

@@ -1,8 +1,8 @@
-"""Queries measured against codes, which need not be decoded for them.
+"""Distances between queries and codes, without decoding the codes.
 
-For each query a table says what each entry of each codebook adds to an inner product. That of a key is a sum
-of as many numbers as its code has bytes (asymmetric distances, Jégou et al. 2011), which FAISS does, where it
-is installed. Where many queries share a cell one multiplication with decoded keys is faster.
+For each query a table holds the inner product with each entry of each codebook. The inner product with a key
+is the sum of one number for each byte of its code (asymmetric distances, Jégou et al. 2011). FAISS computes
+this, if it is installed. If many queries share a cell, one multiplication with decoded keys is faster.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,8 +18,8 @@ from knnstore.datastore import Distances, Ids, Keys, Metric, ProductCodec, Visit
 from knnstore.errors import InvalidVectorError
 from knnstore_cells.kept import KeptCells
 
-_AT_ONCE = 64  # queries; what they need is kept together, whatever it takes
-_BYTES_BESIDE = 20  # of a record: its id, |key|², and the first byte of its code, as an index
+_AT_ONCE = 64  # queries; all cells that they probe are kept, even if they exceed the room
+_BYTES_BESIDE = 20  # bytes of a record beside its code: id, |key|², first byte of the code as an index
 _NONE = -1
 
 
@@ -27,70 +27,75 @@ class CodedCell(NamedTuple):
     """The live records of a cell as codes."""
 
     ids: Ids
-    """Shape (r,)."""
+    """Record ids, int64, shape (r,)."""
+
     codes: NDArray[np.uint8]
-    """Shape (r, size)."""
+    """Codes, shape (r, size)."""
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
-        """What several segments hold of a cell."""
+        """Concatenate the parts of a cell in several segments."""
         return parts[0] if len(parts) == 1 else cls(*(np.concatenate(of) for of in zip(*parts, strict=True)))
 
 
 Read = Callable[[Sequence[int]], list[CodedCell]]
-"""Gives some cells, different ones."""
+"""Reads some different cells."""
 
 
 class _Beside(NamedTuple):
-    """What is kept of a cell beside the codes."""
+    """The values of a cell that are kept beside the codes."""
 
     norms: NDArray[np.float32]
     firsts: NDArray[np.intp]
 
 
 class _Asked(NamedTuple):
-    """Queries, and what is known of each."""
+    """Queries, relative to the middle, with the cells that each probes."""
 
     queries: Keys
+    """float32, shape (q, width)."""
+
     cells: list[NDArray[np.int64]]
+    """Numbers of the cells of each query."""
+
     of_centers: NDArray[np.float32]
-    """Its inner products with the codec's centers, shape (q, 256)."""
+    """Inner products of the queries and the codec's centers, shape (q, 256)."""
+
     squares: list[float]
+    """|query|² of each query."""
 
     @classmethod
     def of(cls, queries: Keys, cells: NDArray[np.int64], middle: Keys, centers: Tensor) -> Self:
-        """Around a middle; the centers are around it too, a column each."""
+        """Prepare queries. `centers` are relative to `middle`, one in each column."""
         around = np.ascontiguousarray(queries - middle)
         asked = [np.ascontiguousarray(of[of != _NONE], np.int64) for of in cells]
-        # By torch, as all products: the threads of numpy's would wait beside those of torch.
+        # All products use torch: the threads of numpy would compete with those of torch.
         of_centers = (torch.from_numpy(around) @ centers).numpy()
         return cls(around, asked, of_centers, (around * around).sum(1).tolist())
 
 
 class CodeScanner:
-    """The cells of a group as codes, each read when it is first visited.
-
-    Threads may share it.
+    """The cells of a group as codes; each is read when it is first visited. Threads may share it.
 
     Args:
-        codec: of all the group's keys.
-        cells: how many there are.
-        metric: how distances are measured.
-        kept: with which it shares the room for what is kept.
+        codec: codec of all keys of the group.
+        cells: number of cells.
+        metric: metric of the distances.
+        kept: the cache with which it shares the room.
     """
 
     held: int
-    """Bytes that are kept."""
+    """Number of bytes that are kept."""
 
     def __init__(self, codec: ProductCodec, cells: int, metric: Metric, kept: KeptCells) -> None:
         import faiss
 
         parts, width = len(codec.books), codec.centers.shape[1]
         self._codec, self._metric, self._room = codec, metric, kept
-        # Distances are the same around any point; those around the middle of all keys lose no digits.
+        # Distances do not depend on the origin; with the mean key as origin they lose the fewest digits.
         self._middle = codec.centers.mean(0) if metric is Metric.L2 else np.zeros(width, np.float32)
         self._centers = torch.from_numpy(codec.centers - self._middle).T.contiguous()
-        self._quantizer = faiss.IndexFlat(width, faiss.METRIC_INNER_PRODUCT)  # is not asked: cells are given
+        self._quantizer = faiss.IndexFlat(width, faiss.METRIC_INNER_PRODUCT)  # never searched
         self._index: Any = faiss.IndexIVFPQ(
             self._quantizer, width, cells, parts, 8, faiss.METRIC_INNER_PRODUCT
         )
@@ -103,12 +108,12 @@ class CodeScanner:
         kept.share(self)
 
     def scan(self, queries: Keys, cells: NDArray[np.int64], read: Read) -> Visits:
-        """Measure each query against all records of some cells: a visit of each, in their order.
+        """Compute the distances of each query to all records of its cells, as one visit for each query.
 
         Args:
-            queries: turned as the codec turns keys, float32, shape (q, width).
-            cells: numbers of those of each, shape (q, p); -1 where one has fewer.
-            read: gives those that are not kept.
+            queries: rotated as the codec rotates keys, float32, shape (q, width).
+            cells: numbers of the cells of each query, shape (q, p); -1 if a query has fewer.
+            read: reads cells that are not in memory.
         """
         asked = _Asked.of(queries, cells, self._middle, self._centers)
         with self._room.scanning():
@@ -123,10 +128,10 @@ class CodeScanner:
         return Visits(np.arange(len(queries))[:, None], ids, distances[:, None])
 
     def scan_by_cell(self, queries: Keys, cells: NDArray[np.int64], read: Read) -> list[Visits]:
-        """What `scan` does for many queries, whose cells come nearest first: a visit of each cell."""
+        """Do the same as `scan` for many queries, as one visit for each cell. Cells stand nearest first."""
         asked = _Asked.of(queries, cells, self._middle, self._centers)
         visitors: dict[int, list[tuple[int, int]]] = {}
-        # Those with the same nearest cell together: what has no room is read less often.
+        # Queries with the same nearest cell stand together, so that cells without room are read less often.
         order = cells[:, 0].argsort(kind="stable").tolist()
         for row in order:
             for rank, number in enumerate(cells[row].tolist()):
@@ -157,7 +162,7 @@ class CodeScanner:
         return [Visits.of(visits[number]) for number in sorted(visits)]
 
     def forget(self) -> None:
-        """Keep nothing."""
+        """Drop all cells."""
         self._index.reset()
         self._beside.clear()
         self.held = 0
@@ -165,8 +170,8 @@ class CodeScanner:
     def _measure(
         self, asked: _Asked, row: int, beside: Sequence[_Beside], ids: Ids, measured: Distances
     ) -> None:
-        """Measure a query against some cells, which have a record."""
-        # One by one: all at once FAISS has threads do them, which would wait beside torch's.
+        """Compute the distances of one query to the records of its cells, at least one, into `measured`."""
+        # One query at a time: for several FAISS starts threads, which would compete with those of torch.
         self._products(asked.queries[row], asked.cells[row], ids, measured)
         measured += asked.of_centers[row].take(np.concatenate([cell.firsts for cell in beside]))
         if self._metric is Metric.IP:
@@ -178,8 +183,8 @@ class CodeScanner:
         np.maximum(measured, 0, out=measured)
 
     def _keep(self, cells: Sequence[NDArray[np.int64]], read: Read) -> None:
-        """Have some cells ready."""
-        # By sets: a first `np.unique` imports masked arrays, which takes 8 ms.
+        """Read the cells that are not in memory yet."""
+        # Sets, because the first `np.unique` imports masked arrays, which takes 8 ms.
         lacking = sorted(set(np.concatenate(cells).tolist()) - self._beside.keys())
         if not lacking:
             return
@@ -194,7 +199,7 @@ class CodeScanner:
         self._room.shrink()
 
     def _products(self, query: Keys, cells: NDArray[np.int64], ids: Ids, products: Distances) -> None:
-        """A query's inner products with the keys of cells less their centers, and the ids, cell by cell."""
+        """Compute the inner products of a query and the keys of cells, without their centers, and the ids."""
         pointer, found = self._faiss.swig_ptr, self._faiss.RangeSearchResult(1)
         self._index.nprobe = len(cells)
         to_centers = np.zeros(len(cells), np.float32)  # of its own, which it adds
@@ -208,5 +213,5 @@ class CodeScanner:
 
 
 def can_scan() -> bool:
-    """Whether FAISS is installed."""
+    """Check whether FAISS is installed."""
     return find_spec("faiss") is not None

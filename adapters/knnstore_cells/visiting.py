@@ -1,4 +1,4 @@
-"""Visits to the nearest cells of several groups."""
+"""Visits: each query is compared with all records of its nearest cells, over several groups."""
 
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -16,26 +16,26 @@ from knnstore_cells.kept import Cell
 from knnstore_cells.scanning import CodedCell, CodeScanner
 
 DISTANCES_AT_ONCE = 1 << 24
-"""In memory, as float32."""
-_FEW = 64  # queries; more than so many may share enough of their cells
-_DECODING = 64  # a key costs as much as measuring it by tables so many times
+"""Number of distances, float32, that are in memory at once."""
+_FEW = 64  # more queries than this may share many of their cells
+_DECODING = 64  # decoding a key costs as much as computing its distance by tables so many times
 
 
 class Cells(NamedTuple):
-    """Cells that queries may visit."""
+    """The cells of a group that queries may visit."""
 
     numbers: NDArray[np.int64]
-    """Shape (cells,)."""
+    """Numbers of the cells, shape (cells,)."""
 
     centers: Tensor
-    """Float32, shape (cells, dim), component by component in memory."""
+    """Centers, float32, shape (cells, dim), stored by columns."""
 
     half_norms: Tensor
     """|center|²/2, float32, shape (cells,)."""
 
     @classmethod
     def of(cls, centers: Tensor, counts: NDArray[np.int64]) -> Self:
-        """Those that have a record."""
+        """Select the cells that have a record."""
         numbers = np.flatnonzero(counts)
         there = centers if len(numbers) == len(centers) else centers.T[:, torch.from_numpy(numbers)].T
         return cls(numbers, there, (there * there).sum(1) / 2)
@@ -46,45 +46,45 @@ class Visitable(Protocol):
 
     metric: Metric
     device: torch.device | None
-    """That holds all keys; None where cells are read one by one."""
+    """Device that holds all keys; None if cells are read one by one."""
 
     middle: Tensor
-    """What the keys of its cells are relative to, turned, float32, shape (width,)."""
+    """Origin of the keys in `Cell`, rotated, float32, shape (width,)."""
 
     def cells_with(self, ids: IdRanges | None) -> Cells:
-        """The cells that have records with some ids."""
+        """Return the cells that have live records with these ids; None for all ids."""
 
     def turned(self, vectors: Tensor) -> Tensor:
-        """Vectors, shape (n, dim), in the space of the cells' keys: distances are the same there."""
+        """Rotate vectors, shape (n, dim), as the codec rotates keys. Distances stay the same."""
 
     def cell(self, number: int) -> Cell:
-        """The live records of a cell."""
+        """Return the live records of a cell."""
 
     rows: int
-    """Live records."""
+    """Number of live records."""
 
     room: int
-    """Bytes of keys that are kept decoded at most, of all groups together."""
+    """Maximum number of bytes of decoded keys in memory, of all groups together."""
 
     def scanner(self) -> CodeScanner | None:
-        """What measures queries without decoding keys; None where nothing can."""
+        """Return the scanner of the codes; None if the keys are not all codes that it can read."""
 
     def codes(self, numbers: Sequence[int]) -> list[CodedCell]:
-        """The live records of some cells, different ones, as the scanner reads them."""
+        """Return the live records of some different cells as codes."""
 
     def visit_on_device(self, visitors: Visitors, queries: Tensor, ids: IdRanges | None) -> Iterator[Visits]:
-        """Let queries visit cells where the device is."""
+        """Let queries visit cells on the device."""
 
 
 def visit(groups: Sequence[Visitable], queries: Keys, probes: int, ids: IdRanges | None) -> list[Visits]:
-    """Let each query visit its nearest cells of some groups together; see `SupportsCells.visit`."""
+    """Let each query visit its nearest cells among those of all groups; see `SupportsCells.visit`."""
     if not groups or not len(queries):
         return []
     there = [group.cells_with(ids) for group in groups]
     numbers_of_all = np.concatenate([of.numbers for of in there])
     if not len(numbers_of_all):
         return []
-    asked = torch.from_numpy(np.require(queries, requirements="W"))  # torch warns of what it may not write
+    asked = torch.from_numpy(np.require(queries, requirements="W"))  # torch warns about read-only arrays
     asked = asked.to(there[0].centers.device)
     metric = groups[0].metric
     few = len(queries) <= _FEW
@@ -137,7 +137,7 @@ def visit(groups: Sequence[Visitable], queries: Keys, probes: int, ids: IdRanges
 
 
 def _shares_little(groups: Sequence[Visitable], nearest: Tensor, cells: Sequence[Cells]) -> bool:
-    """Whether few queries meet in a cell, and decoded keys have no room to wait for others there."""
+    """Check whether scanning codes is faster: few queries share a cell, and decoded keys have no room."""
     decoded = sum(4 * group.rows * len(group.middle) for group in groups)
     lacking = max(0.0, 1 - groups[0].room / max(1, decoded))
     return nearest.numel() < lacking * _DECODING * sum(len(of.numbers) for of in cells)
@@ -146,7 +146,7 @@ def _shares_little(groups: Sequence[Visitable], nearest: Tensor, cells: Sequence
 def _by_group(
     nearest: NDArray[np.int64], numbers: Sequence[NDArray[np.int64]]
 ) -> Iterator[NDArray[np.int64]]:
-    """The cells of each group that queries visit, shape (q, probes); -1 for another group's."""
+    """Yield the cells of each group that queries visit, shape (q, probes); -1 for cells of other groups."""
     if len(numbers) == 1:
         yield numbers[0][nearest]
         return
@@ -158,7 +158,7 @@ def _by_group(
 
 
 def _visit_alone(visited: Sequence[tuple[Visitable, Tensor, int]], ids: IdRanges | None) -> Visit:
-    """Let one query, turned for each group, visit some cells: all of them are one visit."""
+    """Let one query, rotated for each group, visit some cells, all in one visit."""
     cells = [_matching(group.cell(number), ids) for group, _, number in visited]
     found = np.concatenate([cell.ids for cell in cells])
     distances = torch.empty(len(found))
@@ -178,7 +178,7 @@ def _visit_alone(visited: Sequence[tuple[Visitable, Tensor, int]], ids: IdRanges
 
 
 def _matching(cell: Cell, ids: IdRanges | None) -> Cell:
-    """The records of a cell that have some ids."""
+    """Return the records of a cell with these ids."""
     if ids is None:
         return cell
     chosen = ids.contains(cell.ids)
@@ -191,10 +191,10 @@ def _matching(cell: Cell, ids: IdRanges | None) -> Cell:
 def _nearest_cells(
     queries: Tensor, cells: Sequence[Cells], probes: int, metric: Metric, *, ranked: bool
 ) -> Tensor:
-    """The nearest of the cells of some groups, one group's after another's, nearest first if that is wanted.
+    """Find the nearest cells of each query among those of all groups.
 
     Returns:
-        Shape (q, probes).
+        Indices into the cells of all groups in a row, int64, shape (q, probes); with `ranked` nearest first.
     """
     counts = [len(of.numbers) for of in cells]
     if probes == sum(counts) and (probes == 1 or not ranked):
@@ -206,7 +206,7 @@ def _nearest_cells(
         if len(cells) == 1:
             away = torch.addmm(norms[0], some, cells[0].centers.T, alpha=-1)
         else:
-            away = some.new_empty(len(some), sum(counts))  # where centers lie apart none is copied
+            away = some.new_empty(len(some), sum(counts))  # the centers of the groups are not concatenated
             for of, own, part in zip(cells, norms, torch.split(away, counts, dim=1), strict=True):
                 torch.addmm(own, some, of.centers.T, alpha=-1, out=part)
         found.append(away.topk(probes, largest=False, sorted=ranked).indices)

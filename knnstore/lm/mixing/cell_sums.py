@@ -429,5 +429,5 @@ def _flatnonzero(mask: Tensor) -> Tensor:
 
 
 def _places(owners: Tensor) -> Tensor:
-    """Number the entries of each owner from 0, shape (n,). `owners` is ascending."""
+    """Count the entries of each owner from 0, shape (n,). `owners` is ascending."""
     return torch.arange(len(owners), device=owners.device) - torch.searchsorted(owners, owners)
