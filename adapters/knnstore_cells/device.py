@@ -115,7 +115,7 @@ class DeviceKeys:
         return self._chosen[2]
 
     def visit(self, visitors: Visitors, order: Order, queries: Tensor, metric: Metric) -> Iterator[Visits]:
-        """Let queries visit cells, and yield visits of one shape.
+        """Compare queries with the records of their cells, and yield visits of one shape.
 
         Args:
             visitors: the queries that visit each cell.

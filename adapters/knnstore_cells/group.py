@@ -209,7 +209,7 @@ class CellGroup:
         return [CodedCell.joined(cell or [nothing]) for cell in found]
 
     def visit_on_device(self, visitors: Visitors, queries: Tensor, ids: IdRanges | None) -> Iterator[Visits]:
-        """Let queries visit cells on the device; see `DeviceKeys.visit`."""
+        """Compare queries with the records of their cells on the device; see `DeviceKeys.visit`."""
         turned = self.turned(queries)
         for _, _, alive, keys in self._parts:
             assert keys is not None

@@ -69,13 +69,13 @@ class KeptCells:
         return cell
 
     def share(self, sharer: Sharer) -> None:
-        """Let another cache share the room while it exists. Its bytes count, and cells are dropped for it."""
+        """Share the room with another cache while it exists. Cells are dropped when it needs room."""
         with self._lock:
             self._sharers.add(sharer)
 
     @contextmanager
     def scanning(self) -> Iterator[None]:
-        """Let one sharer at a time grow. If the sharers alone exceed the room, all are emptied first."""
+        """Allow one sharer at a time to grow. If the sharers alone exceed the room, all are emptied first."""
         with self._turns:
             with self._lock:
                 sharers = list(self._sharers)

@@ -73,11 +73,11 @@ class Visitable(Protocol):
         """Return the live records of some different cells as codes."""
 
     def visit_on_device(self, visitors: Visitors, queries: Tensor, ids: IdRanges | None) -> Iterator[Visits]:
-        """Let queries visit cells on the device."""
+        """Compare queries with the records of their cells on the device."""
 
 
 def visit(groups: Sequence[Visitable], queries: Keys, probes: int, ids: IdRanges | None) -> list[Visits]:
-    """Let each query visit its nearest cells among those of all groups; see `SupportsCells.visit`."""
+    """Compare each query with the records of its nearest cells of all groups; see `SupportsCells.visit`."""
     if not groups or not len(queries):
         return []
     there = [group.cells_with(ids) for group in groups]
@@ -158,7 +158,7 @@ def _by_group(
 
 
 def _visit_alone(visited: Sequence[tuple[Visitable, Tensor, int]], ids: IdRanges | None) -> Visit:
-    """Let one query, rotated for each group, visit some cells, all in one visit."""
+    """Compare one query, rotated for each group, with all records of some cells, in one visit."""
     cells = [_matching(group.cell(number), ids) for group, _, number in visited]
     found = np.concatenate([cell.ids for cell in cells])
     distances = torch.empty(len(found))

@@ -198,7 +198,7 @@ def codec_of(kind: str, dim: int, stored: bytes) -> Codec:
 
 
 class Coding(NamedTuple):
-    """How the keys of large groups are coded."""
+    """The coding of the keys of large groups."""
 
     kind: str
     """See `checked_kind`."""
@@ -213,7 +213,7 @@ class Coding(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CodesEntry:
-    """How the keys of a segment are coded."""
+    """The coding of the keys of a segment."""
 
     kind: str
     """See `checked_kind`."""

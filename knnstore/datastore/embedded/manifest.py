@@ -78,7 +78,7 @@ class SegmentEntry:
     index: IndexEntry | None = None
 
     codes: CodesEntry | None = None
-    """How the keys are coded; None if they are not."""
+    """The coding of the keys; None if they are not coded."""
 
     runs: int | None = None
     """Number of runs of positions in the file of ids, see `PackedIds`; None if the ids are not packed."""
