@@ -46,7 +46,7 @@ Parts = dict[str, list[TextDocument]]
 
 
 def documents(folder: Path, limits: dict[str, int], lm: KNNLMForCausalLM) -> Parts:
-    """The documents of a domain, up to so many tokens of each part."""
+    """Return the documents of a domain, up to a number of tokens of each part."""
     parts: Parts = {}
     for part, limit in limits.items():
         parts[part], tokens = [], 0
@@ -67,7 +67,7 @@ def smoke_parts(dev: int = 1) -> Parts:
 def gold_probs(
     lm: KNNLMForCausalLM, texts: list[TextDocument], settings: KNNSettings, temperatures: list[float]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The model's log-probability of each token, shape (n,), and p_kNN at each temperature, shape (n, m)."""
+    """Return log p_LM of each token, shape (n,), and p_kNN at each temperature, shape (n, m)."""
     base, found = [], []
     for part in score(lm.store, lm.reader, texts, settings):
         base.append(part.lm_log_probs)
@@ -106,7 +106,7 @@ def in_turn(sides: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[
 
 
 def ratios(seconds: dict[str, list[float]]) -> Iterator[tuple[str, float]]:
-    """The speed of each side as a multiple of the model's alone."""
+    """Return the speed of each side as a multiple of the model's alone."""
     for name, times in seconds.items():
         yield (
             name,
@@ -139,7 +139,7 @@ def key_bytes(lm: KNNLMForCausalLM) -> float:
 def moved(
     folder: Path, first: KNNLMForCausalLM, name: str, engine: str, params: dict[str, Any]
 ) -> KNNLMForCausalLM:
-    """A copy of a store with its keys in another engine."""
+    """Return a copy of a store with its keys in another engine."""
     shutil.copytree(first.store.home.path, folder / name)
     with knnstore.open(folder / name, "a", copied=True) as store:
         store.move(engine, "keys-2", params=params)

@@ -36,7 +36,7 @@ OTHER = 3
 
 
 def opened(home: Path, model: str, stored: list[TextDocument], **options: Any) -> KNNLMForCausalLM:
-    """A store of a domain's text; made where it is not there."""
+    """Return a store of a domain's text; make it where it is missing."""
     if home.exists():
         return knnstore.load(home, "a", device="cpu")
     lm = knnstore.create(home, model, device="cpu", dtype="float32", **options)
@@ -90,7 +90,7 @@ def both(lm: KNNLMForCausalLM, settings: KNNSettings, parts: Parts) -> dict[str,
 
 
 def rounded(value: Any) -> Any:
-    """The same with few digits, for people."""
+    """Return the table with few digits, for people."""
     if isinstance(value, dict):
         return {name: rounded(one) for name, one in value.items()}
     return round(value, DIGITS) if isinstance(value, float) else value

@@ -45,7 +45,7 @@ def filled(root: Path, keys: Keys, metric: Metric) -> dict[str, Any]:
 
 
 def searches(root: Path, queries: Keys, repeats: int, metric: Metric) -> list[dict[str, Any]]:
-    """The adapter against hnswlib with the same graph, and against comparing with all."""
+    """Compare the adapter with hnswlib with the same graph, and with a search of all keys."""
     dim = queries.shape[1]
     graph = HnswlibDatastore.open(root, dim=dim, metric=metric, mode="r", exact_up_to=0)
     exact = HnswlibDatastore.open(root, dim=dim, metric=metric, mode="r", exact_up_to=10**9)
@@ -81,7 +81,7 @@ def searches(root: Path, queries: Keys, repeats: int, metric: Metric) -> list[di
 
 
 def filtered(root: Path, queries: Keys, repeats: int) -> list[dict[str, Any]]:
-    """Searches of some of the records against a search of all."""
+    """Compare searches of some of the records with a search of all."""
     store = HnswlibDatastore.open(root, dim=queries.shape[1], mode="r", exact_up_to=0)
     exact = HnswlibDatastore.open(root, dim=queries.shape[1], mode="r", exact_up_to=10**9)
     rows = store.count()

@@ -105,7 +105,7 @@ def intervals(losses: Floats, lengths: Floats, draws: Floats) -> dict[str, tuple
 
 
 def student(freedom: int) -> float:
-    """What Student's t is below with 97.5 % (Cornish and Fisher), for 7 degrees of freedom and more."""
+    """Return the 97.5 % quantile of Student's t (Cornish and Fisher), for 7 degrees of freedom or more."""
     z = 1.959964
     terms = (
         z,
@@ -117,7 +117,7 @@ def student(freedom: int) -> float:
 
 
 def covered(population: Population, count: int, rounds: int, size: int) -> dict[str, float]:
-    """The share of samples of so many documents whose interval holds the mean of the population."""
+    """Return the share of samples of so many documents whose interval holds the mean of the population."""
     rng = np.random.default_rng(count)
     losses, lengths = population(rng, size)
     truth = losses.sum() / lengths.sum()
@@ -130,7 +130,7 @@ def covered(population: Population, count: int, rounds: int, size: int) -> dict[
 
 
 def covered_in_file(drift: int, tokens: int, rounds: int) -> float:
-    """The same for one file, whose loss has a part that is correlated over so many tokens."""
+    """Return that share for one file, whose loss has a part that is correlated over a number of tokens."""
     rng = np.random.default_rng(tokens)
     kept, hits = math.exp(-1 / drift), 0
     blocks = blocks_of(np.zeros(tokens, np.int64))

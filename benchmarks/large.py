@@ -58,12 +58,12 @@ class Run(NamedTuple):
 
 
 def queries_of(source: Path) -> Keys:
-    """What is asked for, float32, shape (QUERIES, dim)."""
+    """Return the queries, float32, shape (QUERIES, dim)."""
     return np.array(np.load(source, mmap_mode="r")[-QUERIES:], np.float32)
 
 
 def key_batches(source: Path, start: int, rows: int) -> Iterator[Keys]:
-    """The keys of so many records from a place on, float32, as many as are committed at once."""
+    """Return the keys of the records of one commit, from a place on, float32."""
     base = np.load(source, mmap_mode="r")[:-QUERIES]
     noise = base[:20_000].astype(np.float32).std(0) / 10
     for first in range(start, start + rows, BATCH * DOCUMENT):
@@ -230,12 +230,12 @@ def done_here(step: str, run: Run) -> dict[str, Any]:
 
 
 def probes_for(share: float, shares: dict[str, float]) -> int:
-    """The fewest probes that hold so much, of those that were measured; else the most."""
+    """Return the fewest measured probes that reach a recall; else the most."""
     return int(next((probes for probes, held in shares.items() if held >= share), [*shares][-1]))
 
 
 def ratios(results: list[dict[str, Any]]) -> dict[str, float]:
-    """Times of a query in the largest store, as multiples of those in the first."""
+    """Return the times of a query in the largest store, as multiples of those in the first."""
     first, last = (result["searched"] for result in (results[0], results[-1]))
     return {name: round(last[name] / first[name], 2) for name in first if name.startswith("query")}
 

@@ -39,7 +39,7 @@ SIDES = {"lm": (0,), "lm + kNN": (0, 1), "lm + n-grams": (0, 2), "all": (0, 1, 2
 
 
 def weights_of(probs: Tensor) -> Tensor:
-    """The likeliest weight of each distribution, by what they give to n tokens: shape (n, components)."""
+    """Return the likeliest weight of each distribution, given their probabilities, shape (n, components)."""
     weights = torch.ones(probs.shape[1], dtype=torch.float64) / probs.shape[1]
     for _ in range(EM_ROUNDS):
         shares = probs * weights
@@ -55,7 +55,7 @@ def perplexity(probs: Tensor, weights: Tensor) -> float:
 def probs_of(
     lm: KNNLMForCausalLM, texts: Sequence[Any], settings: KNNSettings, temperatures: list[float]
 ) -> list[Tensor]:
-    """What each component gives to each token: for each temperature a matrix, float64, shape (n, 3)."""
+    """Return each component's probability of each token: a matrix for each temperature, float64, (n, 3)."""
     base, knn = gold_probs(lm, list(texts), replace(settings, ngrams=None), temperatures)
     parts = score(lm.store, lm.reader, texts, replace(settings, k=1, lam=0.0))
     ngrams = torch.cat([part.evidence.found["n-grams"].probs for part in parts])

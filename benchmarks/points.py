@@ -55,7 +55,7 @@ def compare(adapter: Callable[[], Any], raw: Callable[[], Any], repeats: int) ->
 
 
 def server(url: str, grpc_port: int, keys: Keys, queries: Keys, repeats: int) -> list[dict[str, Any]]:
-    """The adapter against the client's own batch call, over gRPC and over REST."""
+    """Compare the adapter with the client's own batch call, over gRPC and over REST."""
     results = []
     key = read_secret(API_KEY_VARIABLE)
     place: dict[str, Any] = {"collection": COLLECTION, "grpc_port": grpc_port, "timeout": 60.0}

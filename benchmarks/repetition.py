@@ -73,7 +73,7 @@ def measure(lm: KNNLMForCausalLM, parts: Parts, settings: KNNSettings) -> dict[s
 
 
 def beginnings(texts: Sequence[TextDocument], tokens: int, lm: KNNLMForCausalLM) -> list[TextDocument]:
-    """The beginnings of some documents, about so many tokens."""
+    """Return the beginnings of some documents, about so many tokens."""
     chosen: list[TextDocument] = []
     for text in texts:
         if tokens <= 0:
@@ -84,7 +84,7 @@ def beginnings(texts: Sequence[TextDocument], tokens: int, lm: KNNLMForCausalLM)
 
 
 def shown(found: Repeated) -> dict[str, Any]:
-    """The means."""
+    """Return the means."""
     means = found.means("")
     return {
         "continuations": means.continuations,

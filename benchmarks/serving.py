@@ -168,7 +168,7 @@ async def first_token(load: Load, prompts: list[str], count: int) -> Body:
 
 @contextmanager
 def served(home: Path, *options: str) -> Iterator[tuple[str, Callable[[], int]]]:
-    """A server over a store: its address, and what tells its memory in bytes."""
+    """Serve a store; return the address, and a function that returns the server's memory in bytes."""
     command = [*SERVE, "--home", str(home), "serve", "--port", "0", "--model", "m", *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
@@ -196,12 +196,12 @@ def _resident(pid: int) -> int:
 
 
 def median(values: Any) -> float:
-    """Rounded to what a measurement can tell."""
+    """Round to the digits that a measurement can tell."""
     return float(f"{statistics.median(values):.3g}")
 
 
 def quantile(values: list[float], share: float) -> float:
-    """The smallest value that so many of them do not exceed."""
+    """Return a percentile of the values: the smallest that the given share of them does not exceed."""
     return float(f"{sorted(values)[min(len(values) - 1, int(share * len(values)))]:.3g}")
 
 

@@ -50,7 +50,7 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def continued(lm: KNNLMForCausalLM, prompts: Tensor, **options: Any) -> Callable[[], Tensor]:
-    """The greedy continuation of each row by as many tokens, whether or not it would have ended."""
+    """Return the greedy continuation of each row by as many tokens, whether or not it would have ended."""
     return lambda: lm.generate(
         prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=NEW, min_new_tokens=NEW,
         do_sample=False, use_cache=True, pad_token_id=0, **options,
@@ -59,7 +59,7 @@ def continued(lm: KNNLMForCausalLM, prompts: Tensor, **options: Any) -> Callable
 
 @contextmanager
 def counted_drafts() -> Iterator[list[drafting.Drafts]]:
-    """What is drafted meanwhile, for the tokens of each pass."""
+    """Record the drafts that are made in the context, for the tokens of each pass."""
     made: list[drafting.Drafts] = []
 
     class Counted(drafting.Drafts):

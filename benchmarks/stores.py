@@ -100,7 +100,7 @@ def recall(distances: Distances, truth: Distances) -> float:
 def at_target(
     engine: Engine, root: Path, queries: Keys, truth: Distances, repeats: int
 ) -> dict[str, Any] | None:
-    """The least effort that reaches the target recall, and its speed; None if none does."""
+    """Return the least effort that reaches the target recall, and its speed; None if none does."""
     for effort in engine.efforts or (0,):
         params = {engine.effort: effort} if engine.effort else {}
         with opened(engine, root, queries.shape[1], "r", **params) as store:
@@ -172,7 +172,7 @@ def compare_domains(engine: Engine, folder: Path, keys: Keys, queries: Keys, rep
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """The results as Markdown."""
+    """Return the results as Markdown."""
     head = ["engine", "build s", "bytes a record", "open s", "remove a domain s"]
     for k in KS:
         head += [f"recall k={k}", "queries/s", f"queries/s at {TARGET}", "one of ten ÷ alone"]

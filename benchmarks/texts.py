@@ -43,7 +43,7 @@ class Limits:
 
 
 def reader_of(model: str, device: str | None = "cpu") -> TextReader:
-    """A model from its folder, as a store of it would read text, in single precision."""
+    """Return a model from its folder, as a store of it would read text, in single precision."""
     lm, tokenizer = load_model(model, device=device, dtype="float32")
     window = window_of(lm)
     return TextReader(Encoder(lm, locate(lm)), tokenizer, window, max(1, window // 2))
@@ -91,7 +91,7 @@ def domains_in(folder: Path) -> list[str]:
 def cut(
     documents: Iterator[TextDocument], split: str, reader: TextReader, limits: Limits
 ) -> list[TextDocument]:
-    """The first documents of a split, as many as the limits allow."""
+    """Return the first documents of a split, as many as the limits allow."""
     stored = split == "store"
     enough, least = (limits.store_tokens, 0) if stored else (limits.held_out_tokens, MIN_DOCUMENTS)
     taken: list[TextDocument] = []

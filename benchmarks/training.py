@@ -79,7 +79,7 @@ def perplexity(reader: TextReader, documents: Sequence[TextDocument]) -> float:
 
 
 def saved(reader: TextReader, folder: Path) -> Path:
-    """The folder, with the model and its tokenizer in it."""
+    """Return the folder, with the model and its tokenizer in it."""
     reader.encoder.model.save_pretrained(folder)
     reader.tokenizer.save_pretrained(folder)
     return folder

@@ -248,7 +248,7 @@ class WriterLock:
             holder.write_text(json.dumps(here))
 
     def release(self) -> None:
-        """Let the next writer in."""
+        """Release the lock for the next writer."""
         self._lock.release()
 
 

@@ -49,7 +49,7 @@ def check_space(path: Path, needed: int, what: str) -> None:
 
 
 def kind_of(error: OSError) -> type[DatastoreError]:
-    """The class of the error that a failed write is."""
+    """Return the class of error for a failed write."""
     return DiskFullError if error.errno in _FULL else DatastoreError
 
 
@@ -122,5 +122,5 @@ class Reserve:
 
 
 def is_read_only(path: Path) -> bool:
-    """Whether nothing can be written at a place that is there, however much space is free."""
+    """Check whether an existing place is read-only, however much space is free."""
     return bool(os.statvfs(path).f_flag & os.ST_RDONLY) or not os.access(path, os.W_OK)

@@ -313,7 +313,7 @@ class Collection:
             self._is_indexing_postponed = True
 
     def resume_indexing(self) -> None:
-        """Let the server index in the background if indexing was postponed."""
+        """Start the server's indexing in the background if it was postponed."""
         self._added = 0
         if self._is_indexing_postponed:
             self._configure(models.OptimizersConfigDiff(indexing_threshold=self.options.indexing_threshold))

@@ -256,7 +256,7 @@ class ServerPoints:
         self._collection.index()
 
     def close(self) -> None:
-        """Let the server index points if that was postponed, and close the connections."""
+        """Start the server's indexing if it was postponed, and close the connections."""
         self._senders.shutdown()
         try:
             self._collection.resume_indexing()

@@ -46,7 +46,7 @@ def say(message: str) -> None:
 
 
 def name_of(experiment: ModuleType) -> str:
-    """The experiment's name on the command line."""
+    """Return the experiment's name on the command line."""
     return experiment.__name__.rpartition(".")[2]
 
 
@@ -88,7 +88,7 @@ def inputs_of(lab: Lab, experiment: ModuleType) -> str:
 
 
 def result_of(lab: Lab, out: Path, experiment: ModuleType) -> dict[str, Any] | None:
-    """The result of an experiment with these inputs, if there is one."""
+    """Return the result of an experiment with these inputs, if there is one."""
     file = out / "results" / f"{name_of(experiment)}.json"
     if not file.is_file():
         return None

@@ -75,5 +75,5 @@ def count(holds: Sequence[bool | None]) -> str:
 
 
 def each(ratios: Sequence[Interval]) -> str:
-    """What was found in each domain: ``0.95, 0.85``."""
+    """Return the values of all domains as text: ``0.95, 0.85``."""
     return ", ".join(f"{one.ppl:.2f}" for one in ratios)

@@ -38,7 +38,7 @@ def interval(scored: ScoredText, log_probs: Tensor) -> Interval:
 
 
 def ratio(scored: ScoredText, log_probs: Tensor, reference: Tensor) -> Interval:
-    """A perplexity divided by another, with an interval over documents.
+    """Return a perplexity divided by another, with an interval over documents.
 
     Args:
         scored: what the tokens are of.
@@ -93,24 +93,24 @@ def knn_probs(scored: ScoredText, k: int, temperature: float) -> Tensor:
 
 
 def best_lambda(scored: ScoredText, k: int, temperature: float) -> float:
-    """The likeliest λ at a temperature."""
+    """Return the likeliest λ at a temperature."""
     lm = scored.lm_log_probs.exp().clamp(min=_LEAST)[:, None]
     bins = torch.zeros(len(scored), dtype=torch.long)
     return fit_lambdas(lm, knn_probs(scored, k, temperature)[:, None], bins, 1)[0].item()
 
 
 def best_fixed(scored: ScoredText, k: int | None = None) -> KNNSettings:
-    """The likeliest T and λ at one k; default that of the pass."""
+    """Return the likeliest T and λ at one k; default that of the pass."""
     return fit_fixed(gather_evidence(scored, [k or scored.k])[0])
 
 
 def best_cells(scored: ScoredText) -> KNNSettings:
-    """The likeliest T and λ of a sum over the cells that were visited."""
+    """Return the likeliest T and λ of a sum over the cells that were visited."""
     return fit_fixed(evidence_of_cells(scored)[0])
 
 
 def lambda_interval(scored: ScoredText, k: int, temperature: float) -> Interval:
-    """The likeliest λ on a grid of hundredths, with an interval over resampled documents."""
+    """Return the likeliest λ on a grid of hundredths, with an interval over resampled documents."""
     lm, knn = scored.lm_log_probs.exp().clamp(min=_LEAST), knn_probs(scored, k, temperature)
     _, documents = torch.unique(scored.documents, return_inverse=True)
     losses = torch.zeros(int(documents.max()) + 1, len(LAMBDAS), dtype=torch.float64)
@@ -124,7 +124,7 @@ def lambda_interval(scored: ScoredText, k: int, temperature: float) -> Interval:
 
 
 def with_cache(scored: ScoredText, settings: KNNSettings) -> KNNSettings:
-    """Settings with the continuous cache that is likeliest beside what they mix already."""
+    """Return settings with the continuous cache that is likeliest beside what they mix already."""
     evidence = RecentFitting.of(scored.reading)
     every_token = torch.ones(len(scored), dtype=torch.bool)
     return replace(settings, cache=evidence.fit(scored.log_probs(settings).log_probs, every_token))

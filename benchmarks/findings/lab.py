@@ -103,7 +103,7 @@ class Lab:
         params: Mapping[str, Any] = EXACT[1],
         states: int = 1,
     ) -> Memory:
-        """A model with a store, which is filled when a domain is first asked for.
+        """Return a model with a store, which is filled when a domain is first asked for.
 
         Args:
             model: folder of the model.
@@ -122,7 +122,7 @@ class Lab:
         return self._memory(name, model, make)
 
     def in_cells(self, domain: str, states: int = 1, codes: str = "none") -> Memory:
-        """The base model with cells of its own for a domain, whose keys are of so many states.
+        """Return the base model with cells of its own for a domain, whose keys are of so many states.
 
         Args:
             domain: whose text is stored.
@@ -133,7 +133,7 @@ class Lab:
         return self.memory(self.model, name, "cells", {"codes": codes, "coded_from": 1}, states)
 
     def inside(self, domain: str) -> Memory:
-        """The model fine-tuned on a domain's store, three epochs, with a store that it made of that."""
+        """Return the model fine-tuned on a domain's store, three epochs, with its own store of that text."""
         fraction = self.train_fraction(domain)
         return self.memory(self.tuned(domain, 3, fraction).model, f"{domain}-3-{fraction}")
 
@@ -147,7 +147,7 @@ class Lab:
         return self._memories[name]
 
     def dev(self, domain: str) -> ScoredText:
-        """The text to choose settings on, by the base model with the domain's store."""
+        """Return the text to choose settings on, by the base model with the domain's store."""
         return self.base.scored(domain, "dev")
 
     def test(self, domain: str) -> ScoredText:
@@ -170,12 +170,12 @@ class Lab:
         return self._compared[asked]
 
     def calibrated(self, domain: str, memory: Memory | None = None, fraction: int = 1) -> KNNSettings:
-        """The best way to mix the store alone, to retrieve from the domain; arguments as of `compared`."""
+        """Return the best way to mix the domain's store alone; for the arguments see `compared`."""
         settings = store_alone(self.compared(domain, memory, fraction)).settings
         return replace(settings, selection=Selection(domains=(domain,)))
 
     def fixed(self, domain: str) -> KNNSettings:
-        """The best fixed λ, T and k."""
+        """Return the best fixed λ, T and k."""
         fixed = [one for one in self.compared(domain).candidates if one.name == "fixed"]
         return min(fixed, key=lambda one: one.held_out.ppl).settings
 
@@ -194,7 +194,7 @@ class Lab:
         ]
 
     def tuned(self, domain: str, epochs: int, fraction: int = 1) -> Tuned:
-        """The base model fine-tuned on a fraction of a domain's store, or on the smallest that there is."""
+        """Return the base model fine-tuned on a fraction of a domain's store, or on the smallest one."""
         fraction = min(fraction, self.fractions[-1])
         folder = self.folder / "tuned" / f"{domain}-{epochs}-{fraction}"
         record = folder / "tuned.json"
@@ -226,6 +226,6 @@ class Lab:
 
 
 def store_alone(found: Comparison) -> Candidate:
-    """The best candidate of `knnstore calibrate` without a continuous cache."""
+    """Return the best candidate of `knnstore calibrate` without a continuous cache."""
     without = [candidate for candidate in found.candidates if candidate.settings.cache is None]
     return min(without, key=lambda candidate: candidate.held_out.ppl)

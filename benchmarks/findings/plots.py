@@ -55,7 +55,7 @@ def _finite(points: Sequence[tuple[float, float]], log_x: bool) -> list[tuple[fl
 
 
 def _scale(low: float, high: float, start: float, stop: float, log: bool):
-    """A function from values to coordinates."""
+    """Return a function from values to coordinates."""
     of = math.log if log else float
     low, high = of(low) if low or not log else 0.0, of(high) if high or not log else 1.0
     return lambda value: start + (of(value) - low) / ((high - low) or 1.0) * (stop - start)

@@ -96,7 +96,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
 
 
 def cell(value: Any) -> str:
-    """A value as a reader likes it: three digits or four, an interval in brackets."""
+    """Format a value with three or four digits, an interval in brackets."""
     if isinstance(value, list | tuple):
         whole, low, high = map(cell, value)
         return f"{whole} ({low} – {high})"
@@ -108,6 +108,6 @@ def cell(value: Any) -> str:
 
 
 def anchor(title: str) -> str:
-    """The name by which Markdown links to a heading."""
+    """Return the name by which Markdown links to a heading."""
     kept = "".join(letter for letter in title.lower() if letter.isalnum() or letter in " -_")
     return kept.replace(" ", "-")

@@ -50,7 +50,7 @@ def say(message: str) -> None:
 
 
 def measure(name: str, parts: Documents, fraction: float, options: argparse.Namespace) -> str:
-    """The table of a fraction of a domain."""
+    """Return the table of a fraction of a domain."""
     place = Path(name) / f"{fraction:g}"
     inputs = "of-" + inputs_of(parts, options)
     results, work = options.out / place / inputs, options.work / place / inputs
@@ -117,7 +117,7 @@ def measure(name: str, parts: Documents, fraction: float, options: argparse.Name
 
 
 def inputs_of(parts: Documents, options: argparse.Namespace) -> str:
-    """A name for all that results depend on: another version, text or option begins anew."""
+    """Return a name for all that results depend on: another version, text or option begins anew."""
     hashes = {split: [one.content_hash for one in documents] for split, documents in parts.items()}
     chosen = {name: getattr(options, name) for name in ("model", "rates", "epochs", "codes", "states")}
     said = {**hashes, **chosen, "device": device_name(options.device), "version": source_hash()}
@@ -125,13 +125,13 @@ def inputs_of(parts: Documents, options: argparse.Namespace) -> str:
 
 
 def device_name(device: str | None) -> str:
-    """What ran it, in words."""
+    """Describe the machine in words."""
     on_gpu = torch.cuda.is_available() and device != "cpu"
     return torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"
 
 
 def part(documents: list[TextDocument], fraction: float) -> list[TextDocument]:
-    """A fraction of the text, the same documents in every larger one."""
+    """Return a fraction of the text, the same documents in every larger one."""
     smaller = round(1 / fraction)
     return [one for one, level in leveled(documents, (1, smaller)) if level == smaller]
 

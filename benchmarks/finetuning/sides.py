@@ -59,7 +59,7 @@ class Workshop:
     states: int
 
     def classic(self, model: str) -> Step:
-        """A classic kNN-LM: keys of one state, one λ and one T."""
+        """Return a classic kNN-LM: keys of one state, one λ and one T."""
         lm, seconds = self._stored(model, "classic", codes="none", states=1)
         fitting = time.perf_counter()
         dev = self._scored(lm, self.dev, PROBES)
@@ -72,7 +72,7 @@ class Workshop:
         return Step({"storing": seconds, "fitting": fitting, "settings": repr(best)}, found)
 
     def alone(self, model: str, name: str) -> Step:
-        """A model with no store, and with the cache, of the same keys as a store's."""
+        """Return a model with no store, and with the cache, of the same keys as a store's."""
         lm, _ = self._stored(model, f"alone, {name}", codes="none", states=self.states, only=1)
         fitting = time.perf_counter()
         sides = Fitted(self._scored(lm, self.dev), self._scored(lm, self.test))
@@ -84,7 +84,7 @@ class Workshop:
         return Step({"fitting": fitting}, {**found, "documents": documents})
 
     def with_store(self, model: str, name: str) -> Step:
-        """A model with a store as it is calibrated, and the parts of that."""
+        """Return a model with a store as it is calibrated, and the parts of that."""
         lm, seconds = self._stored(model, f"{name}store", codes=self.codes, states=self.states)
         found = lm.calibrate(self.dev)
         candidates = found.comparison.candidates
@@ -126,7 +126,7 @@ class Workshop:
         return Step(values, {f"{name}{side}": of for side, of in judged.items()})
 
     def calibrated_on_itself(self, model: str, tokens: int) -> Step:
-        """A store that is calibrated on so many tokens of its own documents beside dev."""
+        """Return a store that is calibrated on so many tokens of its own documents beside dev."""
         lm, seconds = self._stored(model, "itself", codes=self.codes, states=self.states)
         found = lm.calibrate(self.dev, stored_tokens=tokens)
         gate = next(one.settings for one in found.comparison.candidates if one.name == "gate over all")
@@ -139,7 +139,7 @@ class Workshop:
         return Step(values, {LEARNED: sides.at(without), f"{LEARNED}{CACHED}": sides.at(gate)})
 
     def timed(self, model: str) -> Step:
-        """What it takes to have a store, and nothing else."""
+        """Return what it takes to have a store, and nothing else."""
         lm, seconds = self._stored(model, "timed", codes=self.codes, states=self.states)
         found = lm.calibrate(self.dev)
         self._close(lm)
@@ -149,7 +149,7 @@ class Workshop:
         )
 
     def unfitted(self, model: str, name: str, prefix: str) -> Step:
-        """A model with a store as it is published: nothing is calibrated."""
+        """Return a model with a store as it is published: nothing is calibrated."""
         lm, seconds = self._stored(model, "unfitted", codes=self.codes, states=self.states)
         alone, mixed, documents = self._unfitted(lm)
         self._close(lm)
@@ -159,7 +159,7 @@ class Workshop:
     def _stored(
         self, model: str, name: str, *, codes: str, states: int, only: int | None = None
     ) -> tuple[KNNLMForCausalLM, dict[str, float]]:
-        """A new store of the text, or of its first documents alone; and the seconds that it took."""
+        """Return a new store of the text, or of its first documents alone; and the seconds that it took."""
         home = self.folder / name
         shutil.rmtree(home, ignore_errors=True)
         started = time.perf_counter()
@@ -182,7 +182,7 @@ class Workshop:
         probes: Sequence[int] = (),
         left_out: Mapping[str, Collection[str]] = MappingProxyType({}),
     ) -> ScoredText:
-        """A text after one pass of the model and visits to so many cells; without any nothing is counted."""
+        """Return a text scored in one pass of the model, with sums over `probes` cells; 0 sums nothing."""
         scored = score_once(
             lm.store, lm.reader, texts,
             k=1, selection=EVERYTHING, probes=max(probes, default=None),
@@ -240,14 +240,14 @@ class Fitted:
         return replace(settings, gate=fit_joint(dev, settings, self._every))
 
     def with_rows(self) -> KNNSettings:
-        """The model with trained rows for each token, and no store."""
+        """Return the model with trained rows for each token, and no store."""
         predicted = self.dev.substitute
         assert predicted is not None
         lam = fit_weight(self.dev.lm_log_probs, predicted.log_probs)
         return replace(ALONE, substitute=replace(predicted.substitute, lam=lam))
 
     def with_ngrams(self) -> KNNSettings:
-        """The model and n-grams alone."""
+        """Return the model and n-grams alone."""
         assert self.dev.ngrams is not None
         return replace(ALONE, ngrams=NGramFitting(self.dev.ngrams).fit(self.dev.lm_log_probs, self._wanted))
 

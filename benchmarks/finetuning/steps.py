@@ -21,7 +21,7 @@ class Step(NamedTuple):
 
 
 def step(folder: Path, name: str, make: Callable[[], Step]) -> Step:
-    """A step that is made once."""
+    """Run a step once, and keep its result."""
     known, arrays = folder / f"{name}.json", folder / f"{name}.npz"
     if not known.is_file():
         made = make()

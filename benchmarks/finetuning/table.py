@@ -61,7 +61,7 @@ def table(title: str, found: Mapping[str, Floats], notes: Sequence[str]) -> str:
     lengths = np.bincount(blocks)
 
     def ratio(one: str, other: str | None = None) -> Interval | None:
-        """A perplexity, or with another its quotient."""
+        """Return a perplexity, or with another its quotient."""
         if one not in found or (other is not None and other not in found):
             return None
         gap = found[one] if other is None else found[one] - found[other]
@@ -86,14 +86,14 @@ def table(title: str, found: Mapping[str, Floats], notes: Sequence[str]) -> str:
 
 
 def shown(of: Interval | None, *, bounds: bool = True) -> str:
-    """A perplexity, or a ratio with its bounds."""
+    """Return a perplexity, or a ratio with its bounds."""
     if of is None:
         return "–"
     return f"{of.ppl:.3f} ({of.low:.3f} – {of.high:.3f})" if bounds else f"{of.ppl:.2f}"
 
 
 def summary(values: Mapping[str, Any]) -> list[str]:
-    """What a reader must know beside the table."""
+    """Return the notes below the table."""
     best, thrice = values["best"], values["thrice"]
     return [
         f"{values['tokens']:,} tokens stored, {values['test_tokens']:,} of test in {values['documents']:,} "

@@ -60,7 +60,7 @@ class Tuning:
         return runs
 
     def model(self, run: dict[str, Any]) -> str:
-        """The folder of a run's model, which is made again where it is missing."""
+        """Return the folder of a run's model, which is made again where it is missing."""
         folder = self._folder(run["rate"], run["epochs"])
         if not (folder / "config.json").is_file():
             self._train(run["rate"], run["epochs"])
@@ -84,11 +84,11 @@ class Tuning:
 
 
 def lowest_of(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The run that is best on dev."""
+    """Return the run that is best on dev."""
     return min(runs, key=lambda one: one["dev"])
 
 
 def thrice_of(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The best of three epochs, or of as many as were tried."""
+    """Return the best of three epochs, or of as many as were tried."""
     most = min(AT_LEAST, max(one["epochs"] for one in runs))
     return lowest_of([one for one in runs if one["epochs"] == most])

@@ -32,7 +32,7 @@ class Stop(Progress):
 
 
 def make(home: Path, engine: str) -> None:
-    """A small store with all that one may have, a manifest in parts and an interrupted move among it."""
+    """Return a small store with every feature, among them a manifest in parts and an interrupted move."""
     rng, (adapter, params) = np.random.default_rng(0), ENGINES[engine]
     manifest.PART_SIZE = 1  # which shows in the files alone
     with KNNStore.create(home, IDENTITY, store=adapter, params=params) as store:
@@ -62,7 +62,7 @@ def make(home: Path, engine: str) -> None:
 
 
 def look(home: Path) -> tuple[dict[str, Any], list[str]]:
-    """What a home answers, an error in place of what it does not, and what `verify` says."""
+    """Return the answers of a home, errors where it gives none, and the report of `verify`."""
     answers: dict[str, Any] = {}
     queries = np.random.default_rng(1).standard_normal((4, DIM)).astype(np.float32)
 

@@ -48,7 +48,7 @@ def judge(template: Path, home: Path, seed: str, sound: Answers) -> dict[str, st
 
 
 def repaired(home: Path) -> list[str]:
-    """What a writer cannot repair."""
+    """Return the damage that a writer cannot repair."""
     try:
         with KNNStore.open(home, "a") as store:
             return store.repair()
@@ -57,7 +57,7 @@ def repaired(home: Path) -> list[str]:
 
 
 def _wrong(answers: Answers, problems: list[str], sound: Answers) -> str:
-    """What is wrong with the answers, if anything."""
+    """Return the faults of the answers."""
     errors = [str(answer) for answer in answers.values() if isinstance(answer, KnnstoreError)]
     for line in errors + problems:
         if "\n" in line or not line:

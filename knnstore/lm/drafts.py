@@ -1,4 +1,4 @@
-"""Drafts of the next tokens: what stood after the same words in the store, or in the text itself."""
+"""Drafts of the next tokens: the tokens that followed the same words in the store, or earlier in the text."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,13 +7,14 @@ from knnstore.lm.settings import KNNSettings
 from knnstore.store import Draft, NGramCounts, Reader, draft_from
 
 _MOST = 16
-"""Tokens of a draft."""
+"""Most tokens of a draft."""
 _LEAST_END, _MANY = 2, 16
-"""Tokens that must have stood before a draft; more than so many are taken for as many."""
+"""Tokens that must match before a draft, and the number above which further matches no longer count."""
 _WORTH = 0.3
-"""A token is drafted where it and all before it are as probable: what a position costs beside a pass."""
+"""A token is drafted if the probability that it and all before it are accepted is at least this: about the
+cost of one more position, as a part of the cost of a pass."""
 _TRUST, _FORGETTING = 4.0, 0.97
-"""How many tokens outweigh what is expected at first, and what stays of them a pass later."""
+"""Tokens that weigh as much as the initial estimate, and the factor by which older passes fade."""
 
 _MATCHED = np.arange(_MANY + 1)
 _EXPECTED = np.concatenate([
@@ -21,19 +22,20 @@ _EXPECTED = np.concatenate([
     1 - 4 / (_MATCHED + 4),  # in one place of the store
     0.95 * np.linspace(0, 1, _MANY + 1),  # in so many sixteenths of several places
 ]).clip(0)  # fmt: skip
-"""How probable a drafted token is at first, by its kind."""
+"""Initial estimate of the probability that a drafted token is accepted, by its kind."""
 _REPEATED, _ONE, _SEVERAL = 0, _MANY + 1, 2 * (_MANY + 1)
 
 
 class Drafts:
-    """Proposes what comes next in one text: what stood after its end in the store, or in the text itself.
+    """Proposes the next tokens of one text: those that followed its last words in the store, or in the text.
 
-    A token is the likelier, the more tokens stood before it there, and the more places of the store agree.
-    How likely is learned as the text is written; where it is too little there is no draft.
+    A drafted token is more probable to be accepted if more tokens before it match, and if more places of the
+    store agree. The probabilities are learned while the text is generated. If they are too low, the draft is
+    empty.
 
     Args:
-        store: what is drafted from.
-        settings: of which the selection counts.
+        store: the store to draft from.
+        settings: only their selection is used.
     """
 
     def __init__(self, store: Reader, settings: KNNSettings) -> None:
@@ -42,19 +44,19 @@ class Drafts:
         self._accepted, self._drafted = np.zeros((2, len(_EXPECTED)))
         self._kinds = np.zeros(0, np.int64)
         self.passes, self.tokens = 0, 0
-        """Of the model, and that were written with them."""
+        """Passes of the model, and tokens that were generated in them."""
 
     def propose(self, text: NDArray[np.int64], most: int) -> NDArray[np.int64]:
         """Draft the next tokens.
 
         Args:
             text: all tokens so far, shape (n,).
-            most: tokens that may follow.
+            most: the largest number of tokens to return.
 
         Returns:
-            Shape (at most `most`,).
+            The drafted tokens, int64; empty where no draft is worth its cost.
         """
-        if self._counts is None:  # once for a text: what is drafted does not change what is written
+        if self._counts is None:  # once for a text: drafts do not change the generated text
             self._counts = self._store.ngrams(self._selection)
         stored, repeated = draft_from(self._counts.text, text, _MOST, _LEAST_END), _repeated(text)
         _, tokens, self._kinds = max(
@@ -63,7 +65,7 @@ class Drafts:
         return tokens[: max(0, most)]
 
     def _expected(self, draft: Draft, kind: int) -> tuple[float, NDArray[np.int64], NDArray[np.int64]]:
-        """How many tokens of a draft will be accepted, and those worth drafting, with their kinds."""
+        """Return the expected number of accepted tokens, and the tokens worth drafting with their kinds."""
         kinds = kind + (draft.matched + np.arange(len(draft.tokens))).clip(max=_MANY)
         kinds = np.where(draft.shares > 0, _SEVERAL + (draft.shares * _MANY).astype(np.int64), kinds)
         drafted = self._drafted[kinds] + _TRUST
@@ -72,7 +74,7 @@ class Drafts:
         return float(probs[:worth].sum()), draft.tokens[:worth], kinds[:worth]
 
     def learn(self, drafted: int, accepted: int) -> None:
-        """Take in how many tokens of the last draft were accepted."""
+        """Update the probabilities by the number of tokens of the last draft, and of its accepted tokens."""
         self.passes, self.tokens = self.passes + 1, self.tokens + accepted + 1
         self._accepted *= _FORGETTING
         self._drafted *= _FORGETTING
@@ -81,7 +83,11 @@ class Drafts:
 
 
 def _repeated(text: NDArray[np.int64]) -> Draft:
-    """What stood last after the end of a text in the text itself, again and again if enough matched."""
+    """Draft the tokens that followed the last earlier place where the text's longest end stands.
+
+    They are repeated in a circle up to the length of a draft. Returns an empty draft if fewer than
+    `_LEAST_END` tokens match.
+    """
     ends = np.flatnonzero(text[:-1] == text[-1])
     length, longer = 0, ends
     while len(longer) and length < _MANY:

@@ -30,7 +30,7 @@ def _limit_memory(extra_bytes: int) -> None:
 
 
 def _limit_time(cpu_seconds: float) -> None:
-    """Let the kernel end this process after `cpu_seconds` of CPU time; 0 removes the limit."""
+    """Limit the CPU time of this process, in seconds: the kernel ends it then; 0 removes the limit."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
 

@@ -92,7 +92,7 @@ class Probe:
 
 
 def default_keys(model: PreTrainedModel) -> list[str]:
-    """The places that a model has in its last two layers and behind them, each by one name."""
+    """Return the places that a model has in its last two layers and behind them, each by one name."""
     names = [*LAYER_PLACES, *FINAL_PLACES]
     if layer_count(model) > 1:
         names += [f"{name}@-2" for name in LAYER_PLACES]
@@ -203,7 +203,7 @@ class _Sample(NamedTuple):
     """Query vectors of the held-out text, shape (m, d)."""
 
     def projected(self, dim: int, metric: str) -> "_Sample":
-        """These keys in fewer components."""
+        """Return these keys in fewer components."""
         kept = self.stored.astype(np.float32)
         projection, _ = fit_projection(kept, dim, metric, keys_per_direction=1)  # what it loses is judged
         few, asked = (projection(torch.from_numpy(some)).numpy() for some in (kept, self.asked))
@@ -211,7 +211,7 @@ class _Sample(NamedTuple):
 
 
 def _keys(reader: TextReader, texts: Sequence[NDArray[np.uint32]]) -> Keys:
-    """The keys of texts, in the order of `_read`."""
+    """Return the keys of texts, in the order of `_read`."""
     keys = [reader.encoder.keys(batch.input_ids, batch.at).cpu().numpy() for batch in reader.batches(texts)]
     return np.concatenate(keys)
 

@@ -129,7 +129,7 @@ def slope(values: Tensor) -> Tensor:
 
 
 def resampled(values: Tensor) -> Interval:
-    """A mean over prompts, with an interval of 95 %."""
+    """Return a mean over prompts, with an interval of 95 %."""
     drawn = np.random.default_rng(0).integers(len(values), size=(RESAMPLES, len(values)))
     low, high = np.quantile(values.numpy()[drawn].mean(1), [0.025, 0.975])
     return Interval(float(values.mean()), float(low), float(high))
@@ -149,6 +149,6 @@ def by_position(values: Tensor) -> list[tuple[float, float]]:
 
 
 def distinct(text: Tensor, n: int) -> float:
-    """The share of a text's n-grams that are distinct, mean over texts."""
+    """Return the share of a text's n-grams that are distinct, mean over texts."""
     grams = text.unfold(1, n, 1)
     return float(np.mean([len(torch.unique(rows, dim=0)) / len(rows) for rows in grams]))

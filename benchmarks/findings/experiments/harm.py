@@ -50,10 +50,10 @@ def run(lab: Lab) -> Finding:
 
 
 def quartiles(gain: Tensor) -> list[float]:
-    """The median, and between which bounds half of the tokens are."""
+    """Return the median, and between which bounds half of the tokens are."""
     return [float(value) for value in gain.quantile(tensor([0.5, 0.25, 0.75]).double())]
 
 
 def top(gain: Tensor) -> float:
-    """The share of the whole gain that the best tenth of the tokens has."""
+    """Return the share of the whole gain that the best tenth of the tokens has."""
     return float(gain.sort(descending=True).values[: len(gain) // 10].sum() / gain.sum())

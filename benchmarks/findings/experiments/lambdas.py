@@ -43,7 +43,7 @@ def run(lab: Lab) -> Finding:
 
 
 def curve(test, settings: KNNSettings) -> list[tuple[float, float]]:
-    """The perplexity at each λ divided by that at 0."""
+    """Return the perplexity at each λ divided by that at 0."""
     lm, knn = test.lm_log_probs.exp(), knn_probs(test, settings.k, settings.temperature)
     base = ppl(test.lm_log_probs)
     grid = [step / 20 for step in range(20)]

@@ -58,7 +58,7 @@ def run(lab: Lab) -> Finding:
 
 
 def best_of(candidates: Sequence[Candidate], names: Sequence[str]) -> Candidate:
-    """The best on dev of the candidates with some names."""
+    """Return the best on dev of the candidates with some names."""
     return min((one for one in candidates if one.name in names), key=lambda candidate: candidate.held_out.ppl)
 
 

@@ -58,7 +58,7 @@ def run(lab: Lab) -> Finding:
 
 
 def different_parts(lab: Lab, domain: str) -> list[int]:
-    """The fractions of a store, the largest first, without those that hold no fewer tokens than another.
+    """Return the fractions of a store, the largest first; of fractions with the same tokens only one.
 
     Parts are nested, so that with as many tokens they are the same documents: few and long ones.
     """

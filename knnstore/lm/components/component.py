@@ -1,8 +1,8 @@
-"""The protocol of a component: something that is mixed with the model, in one file.
+"""The protocol of a component: a memory whose predictions are mixed with the model's, in one file.
 
-A component looks up what its memory knows of some positions, and makes a distribution of it, with a weight
-of its own over all that lies below. A gate over all components chooses in place of these weights, and between
-several temperatures of each component. A component knows its own settings and no others.
+A component looks up its memory at some positions and returns a distribution for each, with a weight λ over
+the mixture of the model and all earlier components. A gate, if the settings have one, replaces these weights,
+and chooses between several temperatures of each component. A component knows only its own settings.
 """
 
 from collections.abc import Sequence
@@ -21,26 +21,26 @@ S = TypeVar("S")
 
 
 class Form(Enum):
-    """The part of a finding that is kept, by what will be asked of it."""
+    """How much of a finding is kept."""
 
     DISTRIBUTION = "distribution"
-    """The probability of any token can be asked for."""
+    """The probabilities of all tokens."""
     TARGET = "target"
-    """Only the probability of the next token, which the texts hold, can be asked for: much less memory."""
+    """Only the probability of the target token, which the texts hold: much less memory."""
     SOURCES = "sources"
-    """The probability of the next token, and the places that it comes from."""
+    """The probability of the target token, and the places that it comes from."""
 
 
 class Found(Protocol):
-    """The finding of a component for n positions."""
+    """The result of a component's look-up at n positions."""
 
     @property
     def width(self) -> int:
-        """Values that are kept for each position."""
+        """Number of values that are kept for each position."""
         ...
 
     def rows(self, rows: slice | Tensor) -> Self:
-        """Return what was found for some of the positions."""
+        """Return the findings at some of the positions."""
         ...
 
     def to(self, device: torch.device) -> Self:
@@ -49,7 +49,7 @@ class Found(Protocol):
 
     @classmethod
     def joined(cls, parts: list[Self]) -> Self:
-        """Put what was found for several groups of positions, in the same form, one after another."""
+        """Concatenate findings of the same form for several groups of positions."""
         ...
 
 
@@ -59,7 +59,7 @@ class Place(NamedTuple):
     token: int
     """The token there."""
     share: float
-    """Its part of what all components give together, between 0 and 1."""
+    """Its part of the probability that all components give together, between 0 and 1."""
     component: str
     """Name of the component."""
     distance: float | None = None
@@ -67,7 +67,8 @@ class Place(NamedTuple):
     id: int = -1
     """The record's id; -1 for a place of the same text."""
     matched: int = 0
-    """Tokens before it that are those before the position; the beginning of a document counts as one."""
+    """Number of tokens before it that equal the tokens before the position; the beginning of a document
+    counts as one."""
     position: int = -1
     """Index in the same text; -1 for a record."""
 
@@ -76,9 +77,9 @@ class Citations(NamedTuple):
     """The places of one component for n tokens."""
 
     nearest: Sequence[Sequence[Place]]
-    """For each token the places that look most like its context, whatever token they have."""
+    """For each token the places whose contexts are nearest, whatever token they have."""
     causes: Sequence[Sequence[Place]]
-    """For each token the places that give most to it."""
+    """For each token the places that add most to its probability."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +93,9 @@ class Question(Generic[S]):
     settings: S
     """The component's own settings."""
     contexts: Contexts
-    """The positions, whose texts hold the tokens."""
+    """The positions; their texts hold the tokens."""
     vocabulary: int
-    """Tokens of the model."""
+    """Number of tokens of the model."""
     factors: tuple[float, ...] = (1.0,)
     """The factors of its temperature with which `Component.contribute` will be called."""
 
@@ -104,7 +105,7 @@ class Component(Protocol):
 
     @property
     def name(self) -> str:
-        """The name under which settings, gates and explanations know it."""
+        """Its name in settings, gates and explanations."""
         ...
 
     @property
@@ -118,12 +119,12 @@ class Component(Protocol):
         ...
 
     def contribute(self, settings: Any, found: Any, factor: float = 1.0) -> Contribution:
-        """Weigh what was found for n positions.
+        """Weigh the findings at n positions.
 
         Args:
-            settings: of the component.
-            found: what the component found, see `find_by_name`.
-            factor: the component's temperature is multiplied by it.
+            settings: the component's settings.
+            found: the findings, see `find_by_name`.
+            factor: multiplies the component's temperature.
 
         Returns:
             The distribution with its λ.
@@ -134,25 +135,25 @@ class Component(Protocol):
         """Name the places that its prediction of n tokens comes from.
 
         Args:
-            question: about the positions of the tokens.
-            found: the answer, with sources.
-            weights: of each place of its contribution among all components together, shape (n, places).
-            most: places of each kind that are named for a token.
+            question: the positions of the tokens, and where to look.
+            found: the findings, in the form with sources.
+            weights: weight of each place of its contribution in the whole mixture, shape (n, places).
+            most: largest number of places of each kind for a token.
 
         Returns:
-            None where the component knows no places.
+            The places; None if the component has none.
         """
         ...
 
     def features(self, found: Any, unit: float) -> Tensor:
-        """Compute what a gate sees of the component, where it is in use.
+        """Compute the component's features for a gate. Called only if the component is in use.
 
         Args:
-            found: for n positions.
-            unit: of distances.
+            found: the findings at n positions.
+            unit: distance that is counted as 1.
 
         Returns:
-            Float32, shape (n, width); anything where nothing was found.
+            Float32, shape (n, width); arbitrary where nothing was found.
         """
         ...
 
@@ -165,7 +166,7 @@ class Fitting(Protocol):
 
         Args:
             log_probs: log p of each token without the component, float32, shape (n,).
-            wanted: which tokens to fit on, bool, shape (n,).
+            wanted: True for the tokens to fit on, bool, shape (n,).
         """
         ...
 
@@ -182,11 +183,11 @@ class TextComponent(Component, Protocol):
     """A component that looks at the tokens of a text or at its own past, and not at the query."""
 
     def look_up(self, question: Question[Any], form: Form) -> Found:
-        """Look up what comes next at some positions.
+        """Look up the next tokens at some positions.
 
         Args:
-            question: about the positions.
-            form: how much is kept of what is found.
+            question: the positions, and where to look.
+            form: how much of the findings is kept.
         """
         ...
 
@@ -196,5 +197,5 @@ KEYS = "keys"
 
 
 def find_by_name(evidence: Evidence, name: str) -> Any:
-    """Return what a component found: for `KEYS` the evidence itself, whose searches it made."""
+    """Return the findings of a component; for `KEYS` the evidence itself, which holds its searches."""
     return evidence if name == KEYS else evidence.found[name]

@@ -1,4 +1,4 @@
-"""The base of a component that another package adds: it gives a distribution over a few tokens."""
+"""Base of components of other packages: each gives a distribution over a few tokens."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -19,9 +19,9 @@ class Places(NamedTuple):
     """Distributions over k tokens each, at n positions."""
 
     weights: Tensor
-    """Probabilities, float32, shape (n, k); rows sum to 1, or to 0 where nothing is known."""
+    """Probabilities, float32, shape (n, k); rows sum to 1, or to 0 where the component knows nothing."""
     tokens: Tensor
-    """int64, shape (n, k); anything where the weight is zero."""
+    """int64, shape (n, k); arbitrary where the weight is zero."""
 
     @property
     def width(self) -> int:
@@ -45,7 +45,7 @@ class Places(NamedTuple):
 
 
 class DistributionFitting(NamedTuple):
-    """Fits the settings of a component to the distributions that it found; see `Fitting`."""
+    """Fits the settings of a component to its distributions; see `Fitting`."""
 
     component: "DistributionComponent"
     found: Places
@@ -70,9 +70,9 @@ class DistributionFitting(NamedTuple):
 class DistributionComponent(ABC):
     """A component that knows a distribution over a few tokens at some positions of a text.
 
-    A package offers it as an entry point of the group `knnstore.components`. It is then in use where the
-    settings name it, ``KNNSettings(others={"title": {"lam": 0.2}})``; `calibrate` fits its λ and gives it to
-    the gate over all components; what is saved, explained and served has it without further code.
+    A package offers it as an entry point of the group `knnstore.components`. Settings that name it use it:
+    ``KNNSettings(others={"title": {"lam": 0.2}})``. `calibrate` fits its λ and gives it to the gate over all
+    components. It is saved, explained and served without further code.
 
     Example, in the package's ``pyproject.toml``::
 
@@ -91,21 +91,21 @@ class DistributionComponent(ABC):
     def distribution(
         self, reader: Reader, contexts: Contexts, settings: Mapping[str, Any], vocabulary: int
     ) -> tuple[Tensor, Tensor]:
-        """Say what comes next at n positions.
+        """Predict the next token at n positions.
 
         Args:
             reader: the store.
-            contexts: the positions. Only the tokens before a position may be looked at; where its text is -1
-                (padding) nothing may be given.
-            settings: of this component.
-            vocabulary: tokens of the model.
+            contexts: the positions. Only the tokens before a position may be used. Positions with the text
+                -1 are padding: their weights must be 0.
+            settings: the settings of this component.
+            vocabulary: number of tokens of the model.
 
         Returns:
             Weights and tokens, see `Places`.
         """
 
     def check_settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return its settings if they are valid.
+        """Return the settings if they are valid.
 
         Raises:
             ConfigError: a name is unknown or a value is out of range.
@@ -120,24 +120,24 @@ class DistributionComponent(ABC):
         return dict(settings)
 
     def look_up(self, question: Question[Mapping[str, Any]], form: Form) -> Places:
-        """Look up its distributions; all forms are the same."""
+        """Look up the distributions; they are the same in all forms."""
         return Places(
             *self.distribution(question.reader, question.contexts, question.settings, question.vocabulary)
         )
 
     def contribute(self, settings: Mapping[str, Any], found: Places, factor: float = 1.0) -> Contribution:
-        """Weigh its distributions by one λ."""
+        """Weigh the distributions by one λ."""
         return self.weigh(found, settings)
 
     def weigh(self, found: Places, settings: Mapping[str, Any]) -> Contribution:
-        """Weigh distributions that were found by the component's own settings."""
+        """Weigh distributions by the λ of the component's settings."""
         lam = torch.full((len(found.weights),), float(settings["lam"]), device=found.weights.device)
         return Contribution(found.weights, lam, found.tokens, name=self.name)
 
     def cite(
         self, question: Question[Mapping[str, Any]], found: Places, weights: Tensor, most: int
     ) -> Citations | None:
-        """Name the places that it knows of; none by default. See `Component.cite`."""
+        """Return None: by default a component names no places. See `Component.cite`."""
         return None
 
     def features(self, found: Places, unit: float) -> Tensor:
@@ -148,13 +148,13 @@ class DistributionComponent(ABC):
         """Fit its settings to text that was scored.
 
         Args:
-            found: its distributions at n tokens.
+            found: the distributions at n tokens.
             log_probs: log p of each token without this component, float32, shape (n,).
             targets: the tokens, int64, shape (n,).
-            wanted: which tokens to fit on, bool, shape (n,).
+            wanted: True for the tokens to fit on, bool, shape (n,).
 
         Returns:
-            Its settings with the likeliest λ; 0 where it knows nothing.
+            Its settings with the likeliest λ; with λ = 0 if it knows nothing at these tokens.
         """
         contribution = self.weigh(found, self.default_settings)
         rows = wanted & contribution.is_found

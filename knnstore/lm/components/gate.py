@@ -1,7 +1,7 @@
 """The gate over all components: it weighs each token's experts in place of the components' own λ and T.
 
 An expert is a component at one temperature. `JointGate` of `knnstore.lm.mixing` is the network; this module
-gives it the experts with their features, makes components of what it says, and fits it.
+collects the experts with their features, turns the network's weights into contributions, and fits it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +27,7 @@ _LEAST_SHARE = 1e-3
 _ROUNDS = 50  # of expectation maximization, for where the network begins
 
 Factors = Mapping[str, Sequence[float]]
-"""The factors of each component's temperature, one for each of its experts in a gate."""
+"""Factors of each component's temperature, one for each expert of a gate."""
 
 
 class Experts(NamedTuple):
@@ -37,10 +37,10 @@ class Experts(NamedTuple):
     """The experts of each component; none of a component that is not in use."""
 
     features: Tensor
-    """Features fill_unknown before the token, NaN where one is not fill_unknown: float32, shape (n, f)."""
+    """Features that are known before the token, NaN where one is unknown: float32, shape (n, f)."""
 
     found: Tensor
-    """Which experts say something, bool, shape (n, e)."""
+    """True where an expert has found something, bool, shape (n, e)."""
 
     query: slice
     """The features that are the query itself."""
@@ -57,14 +57,14 @@ def collect_experts(
 
     Args:
         components: all that this version knows.
-        parts: settings of the components in use, by name; the others of `factors` find nothing and have no
-            features.
+        parts: settings of the components in use, by name. A component of `factors` that is not in use finds
+            nothing, and its features are NaN.
         evidence: for n positions, with their keys and the model's entropy.
         factors: the components that the gate weighs, and at which temperatures.
         unit: of distances.
 
     Raises:
-        ConfigError: a component is not fill_unknown.
+        ConfigError: the gate weighs a component that this version does not have.
     """
     unknown = factors.keys() - {one.name for one in components}
     if unknown:
@@ -96,7 +96,7 @@ def collect_experts(
 def weigh_by_gate(
     gate: JointGate, components: Sequence[Component], parts: Mapping[str, Any], evidence: Evidence
 ) -> dict[str, Contribution]:
-    """Weigh each component in use over the earlier ones, as the gate says."""
+    """Return the contribution of each component in use over the earlier ones, with the gate's shares."""
     experts = collect_experts(components, parts, evidence, gate.factors, gate.unit)
     shares = gate.shares(experts.features, experts.found)
     below, every = shares[:, 0], torch.split(shares[:, 1:], [len(of) for of in gate.factors.values()], 1)
@@ -127,7 +127,7 @@ def fit_gate_over(
     unit: float,
     purpose: Mapping[str, Any],
 ) -> JointGate:
-    """Fit a gate over the components of settings; it begins with the best weights for all tokens alike.
+    """Fit a gate over components. It starts from the best shares that are equal for all tokens.
 
     Args:
         components: all that this version knows.

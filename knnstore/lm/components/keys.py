@@ -1,7 +1,7 @@
-"""Keys: the records of the store that are near the query, as the settings' mixer weighs them.
+"""Keys: the records of the store near the query, weighed by the settings' mixer.
 
-An engine either finds the k nearest records, or sums over all records of the probed cells. Both become
-`TokenSums` here, and nothing above asks which it was.
+An engine either finds the k nearest records, or sums over all records of the probed cells. This module turns
+both into `TokenSums`, so that no other module distinguishes them.
 """
 
 import logging
@@ -34,7 +34,7 @@ from knnstore.store import Reader, Selection
 
 _logger = logging.getLogger(__name__)
 _told: set[tuple[str, str, str]] = set()
-_MANY_IN_CELL = 8192  # records, as in a small domain that is one cell
+_MANY_IN_CELL = 8192  # records, as in a small domain that is a single cell
 
 T = TypeVar("T")
 
@@ -95,12 +95,12 @@ class Keys:
 
         Args:
             reader: the store.
-            settings: in force.
+            settings: the settings in force.
             batch: the positions.
-            form: how much is kept of what is found.
+            form: how much of the findings is kept.
 
         Returns:
-            What each search found, at least one. Padding finds nothing.
+            The findings of each search, at least one. Padding finds nothing.
         """
         # 1) Search for every position but padding.
         is_text = batch.is_text
@@ -125,7 +125,7 @@ class Keys:
         return Contribution(weights, lam, found.tokens, found.hits, name=self.name, temperature=temperature)
 
     def cite(self, question: Question[KeySettings], found: Evidence, weights: Tensor, most: int) -> Citations:
-        """Name the nearest records, and those with the token that have most of p_kNN; see `Component`."""
+        """Name the nearest records, and records of the target token with most of p_kNN; see `Component`."""
         distances, tokens, ids = found.distances, found.tokens, found.ids
         assert tokens is not None
         wanted, contexts = min(most, weights.shape[1]), question.contexts
@@ -137,12 +137,12 @@ class Keys:
         return Citations(*(_places(ids, distances, weights, one) for one in columns))
 
     def features(self, found: Evidence, unit: float) -> Tensor:
-        """Return the distances of the nearest 1, 2, 4, ..., and the number of different tokens among them."""
+        """Return distances of the nearest 1, 2, 4, … records, and numbers of different tokens among them."""
         return neighbor_features(found, DISTINCT_AMONG, unit)
 
 
 def probes_cells(reader: Reader, settings: KeySettings) -> bool:
-    """Check whether whole cells are summed over, in place of the k nearest records."""
+    """Check whether the settings sum over whole cells instead of the k nearest records."""
     return settings.probes is not None and reader.has_cells
 
 
@@ -150,7 +150,8 @@ def reachable(reader: Reader, settings: KeySettings) -> int:
     """Lower k where the store holds fewer records, so that no memory is taken for missing ones.
 
     Returns:
-        At most the settings' k; not less than a gate looks at, so that every mixer chooses as with that k.
+        At most the settings' k, and at least the number of records that a gate uses, so that every mixer
+        chooses as with the settings' k.
     """
     if settings.k <= DISTINCT_AMONG or probes_cells(reader, settings):
         return settings.k
@@ -160,7 +161,7 @@ def reachable(reader: Reader, settings: KeySettings) -> int:
 
 
 def most_records(reader: Reader, settings: KeySettings) -> int:
-    """Bound the records that a query finds in all searches together, from above."""
+    """Return an upper bound of the number of records that a query finds in all searches together."""
     columns = settings.k
     if probes_cells(reader, settings):
         assert settings.probes is not None
@@ -178,9 +179,9 @@ def search_records(reader: Reader, queries: KeyArray, settings: KeySettings) -> 
         settings: k or probes, the mixer and the selection.
 
     Returns:
-        For each search its records, as many columns for all: the k nearest, fewer where there are fewer; or
-        all records of the probed cells, of which the nearest come first. A domain that is not selected, or
-        is gone, finds nothing. One entry without records where the mixer makes no search.
+        The records of each search, with the same number of columns for all searches: the k nearest records,
+        fewer in a smaller store; or all records of the probed cells, the nearest first. A domain that is not
+        selected, or was removed, finds nothing. If the mixer makes no search: one entry without records.
     """
 
     def search(selection: Selection) -> Neighbors:
@@ -204,7 +205,7 @@ def sum_cells(reader: Reader, queries: KeyArray, targets: Tensor, settings: KeyS
         reader: a store with cells.
         queries: float32, shape (q, d).
         targets: the next token of each, int64, shape (q,).
-        settings: probes, a mixer that searches once, and the selection.
+        settings: probes, a mixer that makes one search, and the selection.
     """
     (found,) = _sum_cells(reader, queries, targets, settings, 0, Form.TARGET)
     return found
@@ -236,7 +237,7 @@ def _sum_cells(
 
 
 def _sums(found: Neighbors, batch: Batch, settings: KeySettings, form: Form) -> NeighborSums:
-    """Return what a search found as tensors, with as much of it as the form keeps.
+    """Convert the findings of a search to tensors, in a form.
 
     Raises:
         ConfigError: the model does not predict a token that the store holds.
@@ -260,7 +261,7 @@ def _sums(found: Neighbors, batch: Batch, settings: KeySettings, form: Form) -> 
 
 
 def _places(ids: Ids, distances: Tensor, weights: Tensor, columns: Tensor) -> list[list[Place]]:
-    """Return the records of n tokens in some columns, shape (n, m), without those that are missing."""
+    """Return the records of n tokens in the given columns, shape (n, m), without missing records."""
     chosen = np.take_along_axis(ids, columns.numpy(), 1)
     values = chosen, tokens_of(chosen), distances.gather(1, columns), weights.gather(1, columns)
     rows = zip(*(of_each.tolist() for of_each in values), strict=True)
@@ -275,7 +276,7 @@ def _places(ids: Ids, distances: Tensor, weights: Tensor, columns: Tensor) -> li
 
 
 def _count_records(reader: Reader, selection: Selection, *, strict: bool) -> int:
-    """Count the records of a selection; an unknown domain raises where `strict`, else it has none."""
+    """Count the records of a selection. An unknown domain raises an error if `strict`; else it counts 0."""
     try:
         return reader.record_count(selection)
     except DomainNotFoundError:
@@ -287,7 +288,7 @@ def _count_records(reader: Reader, selection: Selection, *, strict: bool) -> int
 def _search_selected(
     reader: Reader, settings: KeySettings, part: Selection, search: Callable[[Selection], T]
 ) -> T | None:
-    """Search in a part of the settings' selection; None, with one warning, where its domain is not there."""
+    """Search in a part of the settings' selection; return None and warn once if its domain is missing."""
     if part is settings.selection:
         return search(part)
     selected = settings.selection.domains

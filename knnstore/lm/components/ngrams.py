@@ -1,4 +1,4 @@
-"""N-grams of the stored text: which tokens followed the last words of the text there, and how often."""
+"""N-grams of the stored text: the tokens that followed the last words of a text there, and how often."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from knnstore.store import LONGEST_NGRAM, Matches, NGramCounts, Occurrence, Suff
 
 Rows = slice | Tensor
 _PLACES = 32
-"""Places of each length of n-grams that are named at least, where there are as many."""
+"""Least number of places that are named for each length of n-grams, if as many exist."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,8 @@ class NGramSettings:
     """λ, between 0 and 1: the weight of the counts against the mixture of model and store."""
 
     by_length: tuple[float, ...] | None = None
-    """λ where the longest end of the context that was found has 0, 1, ... tokens, the last one for all that
-    are longer: then `lam` is only their mean. None is `lam` everywhere."""
+    """λ by the number of tokens (0, 1, …) of the longest end of the context that was found; the last value
+    holds for all longer ones. `lam` is then only their mean. None: `lam` holds for all lengths."""
 
     def __post_init__(self) -> None:
         if self.by_length is not None:
@@ -64,18 +64,18 @@ class Continuation(NamedTuple):
     weights: Tensor
     """Probability of each of k places, float32, shape (n, k)."""
     tokens: Tensor
-    """Tokens at the places, int64, shape (n, k); anything where the weight is zero."""
+    """Tokens at the places, int64, shape (n, k); arbitrary where the weight is zero."""
     suffixes: Tensor
-    """Length in tokens, count, and number of different next tokens of the longest end of each context that is
-    found; zeros where none is. int64, shape (n, 3)."""
+    """The longest end of each context that is found: its length in tokens, its count, and the number of
+    different next tokens; zeros where none is found. int64, shape (n, 3)."""
     rest: Tensor | None = None
-    """Probability that each context leaves to `unigrams`, float32, shape (n,); None is nothing."""
+    """Probability that each context leaves to `unigrams`, float32, shape (n,); None leaves nothing."""
     unigrams: Tensor | None = None
     """A distribution over the vocabulary, float32, shape (v,)."""
 
     @classmethod
     def empty(cls, count: int) -> "Continuation":
-        """Return what is found in `count` contexts if nothing is counted."""
+        """Return the distributions of `count` contexts for a store without text: all weights are zero."""
         tokens = torch.zeros((count, 1), dtype=torch.int64)
         return cls(tokens.float(), tokens, torch.zeros((count, 3), dtype=torch.int64))
 
@@ -125,7 +125,7 @@ class TargetContinuation(NamedTuple):
 
     @classmethod
     def empty(cls, order: int, count: int) -> "TargetContinuation":
-        """Return what is found in `count` contexts if nothing is counted."""
+        """Return the probabilities of `count` contexts for a store without text: NaN."""
         suffixes = torch.zeros((count, 3), dtype=torch.int64)
         return cls(order, torch.full((count,), torch.nan), suffixes)
 
@@ -194,7 +194,7 @@ class NGramFitting(NamedTuple):
 
 
 class CountedNGrams:
-    """The component's part that all counts of n-grams share: λ by length, and features of the context."""
+    """Base of both components of n-grams: λ by length, and features of the context."""
 
     name: str
     factors = (1.0,)
@@ -203,7 +203,7 @@ class CountedNGrams:
     def contribute(
         self, settings: NGramSettings, found: Continuation | TargetContinuation, factor: float = 1.0
     ) -> Contribution:
-        """Weigh what was found by the λ of the longest end of each context; there is no temperature."""
+        """Weigh the findings by the λ of the longest end of each context; n-grams have no temperature."""
         return found.contribution(settings, self.name)
 
     def features(self, found: Continuation | TargetContinuation, unit: float) -> Tensor:
@@ -218,7 +218,7 @@ class NGrams(CountedNGrams):
     name = "n-grams"
 
     def look_up(self, question: Question[NGramSettings], form: Form) -> Continuation | TargetContinuation:
-        """Look up which tokens followed the ends of the contexts; see `TextComponent`."""
+        """Look up the tokens that followed the ends of the contexts; see `TextComponent`."""
         contexts, order = question.contexts, question.settings.order
         counts = question.reader.ngrams(question.selection)
         is_empty = not counts.unigrams.any()
@@ -247,8 +247,8 @@ class NGrams(CountedNGrams):
     ) -> Citations:
         """Name where the next token followed the end of its context in the stored text; see `Component`.
 
-        Of each length there are at most `_PLACES` places, or `most` if that is more, with most of the context
-        before them: documents are credited with all of these.
+        Each length of n-grams gives at most `_PLACES` places, or `most` if that is more: those with the most
+        tokens of the context before them. Documents are credited for all of these places.
         """
         contexts, order = question.contexts, question.settings.order
         matches, _, at = _matches(question.reader.ngrams(question.selection), contexts, order)
@@ -270,8 +270,8 @@ def cite_occurrences(
         name: of the component.
         contexts: n positions.
         weights: see `Component.cite`, shape (n, places).
-        occurrences: of each.
-        is_same_text: whether their positions are in the text itself, and not in the store.
+        occurrences: the occurrences for each position.
+        is_same_text: True if they are positions in the same text; False if they are in the store.
     """
     targets = contexts.targets(np.arange(len(contexts)))
     every = list[list[Place]]()
@@ -295,7 +295,8 @@ def _matches(
     """Find the n-grams that end in the contexts.
 
     Returns:
-        The matches; which contexts are positions of a text, shape (m,); and their places in the matches.
+        The matches; the indices of the contexts that are not padding, shape (m,); and their places in the
+        matches.
     """
     cut = contexts.cut(order)
     matches = Matches.of(counts, cut.texts, cut.is_whole)
@@ -303,7 +304,7 @@ def _matches(
 
 
 def ngram_lambdas(ngrams: NGramSettings, lengths: Tensor) -> Tensor:
-    """Return the λ of n-grams by the tokens of the longest end that was found: float32, like `lengths`."""
+    """Return λ of n-grams for each length of the longest end that was found: float32, shape as `lengths`."""
     table = torch.tensor(ngrams.by_length or (ngrams.lam,), device=lengths.device)
     return table[lengths.clamp(max=len(table) - 1)]
 
@@ -311,7 +312,7 @@ def ngram_lambdas(ngrams: NGramSettings, lengths: Tensor) -> Tensor:
 def in_columns(
     rows: NDArray[np.int64], probs: NDArray[np.float32], tokens: NDArray[np.int64], count: int
 ) -> tuple[Tensor, Tensor]:
-    """Arrange entries of `count` rows, given by row, ascending, in columns: probabilities and tokens."""
+    """Arrange entries, given by ascending row, as two matrices of `count` rows: probabilities and tokens."""
     if count == 1 and len(rows):
         return torch.from_numpy(probs)[None], torch.from_numpy(tokens)[None]
     per_row = np.bincount(rows, minlength=count)
@@ -323,5 +324,5 @@ def in_columns(
 
 
 def side_by_side(suffixes: Suffixes) -> Tensor:
-    """Return the longest ends of contexts as `Continuation` has them."""
+    """Convert suffixes to the tensor of `Continuation.suffixes`, int64, shape (n, 3)."""
     return torch.from_numpy(np.stack(suffixes, 1))

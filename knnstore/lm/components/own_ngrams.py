@@ -1,12 +1,12 @@
-"""N-grams of the text itself: what came after the same words earlier in the text that is being read.
+"""N-grams of the text itself: the tokens that followed the same words earlier in the same text.
 
 Absolute discounting. Of a context h, its end h' without the first token, and a token w:
 
     p(w | h) = max(c(h w) - D, 0) / c(h) + D n(h) / c(h) p(w | h')
 
 c counts in the text before this position; n(h) is the number of different tokens that came after h. The
-shortest context is one token. The probability that it leaves goes to no token: all are divided by their sum,
-and where the last token stands in the text for the first time, nothing is found.
+shortest context is one token. The probability that it leaves is not given to any token: all probabilities are
+divided by their sum. Where the last token occurs for the first time, nothing is found.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ Texts = Sequence[NDArray[np.integer[Any]]]
 
 
 class OwnNGrams(CountedNGrams):
-    """N-grams of each text itself, which go with the recent-text cache."""
+    """N-grams of each text itself; they are used together with the recent-text cache."""
 
     name = "own n-grams"
 
@@ -58,7 +58,7 @@ class OwnNGrams(CountedNGrams):
         return Continuation(weights, tokens, suffixes)
 
     def target(self, contexts: Contexts, order: int) -> TargetContinuation:
-        """Look up what n-grams up to a length give to the next token of each context."""
+        """Return the probability that n-grams up to a length give to the next token of each context."""
         key = self.name, order
         if key not in contexts.known:  # once for all positions of the texts
             laid = _LaidOut.of(contexts.texts)
@@ -94,7 +94,8 @@ def _lay_out(contexts: Contexts) -> tuple["_LaidOut", Places, Places]:
     """Lay out the texts up to the contexts.
 
     Returns:
-        The texts; which contexts are positions of a text, shape (m,); and the places of their last tokens.
+        The texts; the indices of the contexts that are not padding, shape (m,); and the places of their last
+        tokens.
     """
     cut = contexts.cut(_WHOLE)
     laid = _LaidOut.of(cut.texts)
@@ -109,7 +110,7 @@ class _LaidOut(NamedTuple):
     """Texts one after another."""
 
     symbols: Places
-    """Tokens plus 1, and a 0 before each text: no context goes beyond, since it is there only once."""
+    """Tokens plus 1, and a 0 before each text, which no context crosses: it occurs once in a text."""
     firsts: Places
     """The place of each text's first token."""
     text: Places
@@ -124,7 +125,7 @@ class _LaidOut(NamedTuple):
 
     @property
     def keys(self) -> Places:
-        """A number for each place, the same where the same symbol is in the same text."""
+        """Number of each place; equal numbers mean the same symbol in the same text."""
         return self.text << _BITS | self.symbols
 
 
@@ -132,9 +133,9 @@ class _Before(NamedTuple):
     """Earlier tokens that followed the ends of q contexts: e places in all."""
 
     rows: Places
-    """After which context, ascending, shape (e,)."""
+    """Index of the context that each place follows, ascending, shape (e,)."""
     places: Places
-    """Where it stands, shape (e,)."""
+    """Index of the place in the symbols, shape (e,)."""
     matched: Places
     """Number of tokens of the context that precede the place, shape (e,)."""
     probs: NDArray[np.float32]
@@ -144,7 +145,7 @@ class _Before(NamedTuple):
 
 
 def _before(laid: _LaidOut, at: Places, order: int) -> _Before:
-    """Look back from contexts, given by the places of their last tokens."""
+    """Find the earlier places that follow the ends of contexts, given by the places of their last tokens."""
     symbols, none = laid.symbols, np.zeros(0, np.int64)
     begins = (laid.firsts[laid.text[at]] - 1).tolist()
     found = [
@@ -176,7 +177,7 @@ def _before(laid: _LaidOut, at: Places, order: int) -> _Before:
 
 
 def _gold(laid: _LaidOut, order: int) -> tuple[NDArray[np.float32], Places]:
-    """For each place the probability of what comes next, nan where nothing is said; and its suffix."""
+    """Return each place's probability of its next token, NaN where no n-gram is found; and its suffix."""
     contexts, following = laid.keys, np.roll(laid.symbols, -1)
     probs, left = np.zeros((2, len(contexts)))
     left += 1

@@ -2,8 +2,8 @@
 
     p_cache(y) ∝ Σ_{i < t: x_i+1 = y} exp(-d(key_i, key_t) / T)        over the last M tokens before t
 
-(Grave et al. 2017, https://arxiv.org/abs/1612.04426.) Keys and distances are those of the store. A key can be
-retrieved once the token that it predicts has been read, and only in its own text.
+(Grave et al. 2017, https://arxiv.org/abs/1612.04426.) Keys and distances are as in the store. A key can be
+retrieved once the token that it predicts is known, and only in its own text.
 """
 
 import math
@@ -35,7 +35,7 @@ from knnstore.lm.mixing import (
 )
 
 _BLOCK_ROWS = 256
-"""Queries that are compared with their past at once; the larger, the more distances are computed in vain."""
+"""Queries that are compared with their past at once; larger blocks compute more unused distances."""
 
 Rows = slice | Tensor
 
@@ -49,7 +49,7 @@ class CacheSettings:
     """
 
     size: int = 500
-    """M >= 1: how many tokens back it reaches; published values are between 100 and 2,000."""
+    """M >= 1: the number of tokens back that it reaches; published values are between 100 and 2,000."""
 
     temperature: float = 1.0
     """T > 0, in the unit of the distances."""
@@ -58,8 +58,8 @@ class CacheSettings:
     """λ, between 0 and 1: the weight of the cache against the mixture of model and store."""
 
     ngrams: NGramSettings | None = None
-    """Order and weight of the text's own n-grams, counted in all of the text so far and mixed over all
-    else; None leaves them out."""
+    """Order and weight of the text's own n-grams, counted in the whole text so far and mixed over all other
+    components; None leaves them out."""
 
     def __post_init__(self) -> None:
         if isinstance(self.ngrams, dict):  # as it is saved
@@ -99,7 +99,7 @@ class Recent(NamedTuple):
         return self.distances.isfinite().sum(1)
 
     def rows(self, rows: Rows) -> "Recent":
-        """Return the past of some of the positions."""
+        """Return the past of a subset of the positions."""
         return Recent(self.distances[rows], self.tokens[rows])
 
     def to(self, device: torch.device) -> "Recent":
@@ -108,7 +108,7 @@ class Recent(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence["Recent"]) -> "Recent":
-        """Put the past of several groups of positions one after another."""
+        """Concatenate the past of several groups of positions."""
         width = max(part.width for part in parts)
         short = [(part, (width - part.width, 0)) for part in parts]
         return cls(
@@ -145,18 +145,18 @@ class TargetRecent(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence["TargetRecent"]) -> "TargetRecent":
-        """Put the probabilities at several groups of positions one after another."""
+        """Concatenate the probabilities at several groups of positions."""
         nearest, counts, probs, (temperatures, *_) = zip(*parts, strict=True)
         return cls(torch.cat(nearest), torch.cat(counts), torch.cat(probs), temperatures)
 
     def weights(self, temperature: float) -> Tensor:
-        """Return the share of the next token, and of all others, at one of the temperatures; shape (n, 2)."""
+        """Return the weights of the target token and of all others at a temperature, shape (n, 2)."""
         probs = self.probs[:, self.temperatures.index(temperature)]
         return torch.stack([probs, (self.counts > 0).float() - probs], 1)
 
 
 class RecentText:
-    """The last tokens of the text, weighed by the distances of their keys."""
+    """The component of the last tokens of the text, weighed by the distances of their keys."""
 
     name = "cache"
     factors = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -233,15 +233,15 @@ def _earlier_places(start: int, tokens: Tensor, distances: Tensor, weights: Tens
 def look_back(
     keys: Tensor, tokens: Tensor, at: Tensor, starts: Tensor, size: int, metric: Metric | str
 ) -> Recent:
-    """Compare some keys with those before them.
+    """Compute the distances of some keys to the keys before them in the same text.
 
     Args:
         keys: of one text after another, float32, shape (m, d).
-        tokens: that each key predicts, int64, shape (m,); not read where nothing comes after it.
+        tokens: the token that each key predicts, int64, shape (m,); not read for the last key of a text.
         at: the queries: rows of `keys`, int64, shape (n,), ascending.
         starts: the first row of each query's text, int64, shape (n,).
-        size: how many rows back a query reaches at most.
-        metric: how distances are measured.
+        size: largest number of rows back that a query reaches.
+        metric: measure of the distances.
     """
     reach = int((at - starts).max()) if len(at) else 0
     width = min(size, max(reach, 1))
@@ -269,17 +269,17 @@ def target_before(
     metric: Metric | str,
     temperatures: Sequence[float],
 ) -> TargetRecent:
-    """Compare keys with those before them, a few at a time, and keep what these give to the target tokens.
+    """Return the probabilities that the keys before some keys give to the target tokens, computed in blocks.
 
     Args:
         keys: of one text after another, float32, shape (m, d).
-        tokens: that each key predicts, int64, shape (m,).
+        tokens: the token that each key predicts, int64, shape (m,).
         at: the queries: rows of `keys`, int64, shape (n,), ascending.
         starts: the first row of each query's text, int64, shape (n,).
         targets: the token that each query predicts, int64, shape (n,).
-        size: how many rows back a query reaches at most.
-        metric: how distances are measured.
-        temperatures: at which the keys are weighed.
+        size: largest number of rows back that a query reaches.
+        metric: measure of the distances.
+        temperatures: the temperatures of the result.
     """
     parts, ascending = list[TargetRecent](), tuple(sorted(temperatures))
     for rows in torch.split(torch.arange(len(at), device=at.device), _BLOCK_ROWS):
@@ -300,24 +300,24 @@ def target_before(
 
 
 class _LaidOut(NamedTuple):
-    """The keys that some contexts reach, one text after another."""
+    """The keys within reach of some contexts, one text after another."""
 
     keys: Tensor
     """float32, shape (m, d)."""
     tokens: Tensor
     """Token that each key predicts, int64, shape (m,); arbitrary at the end of a text."""
     at: Tensor
-    """The contexts' own keys, each once, int64, shape (q,), ascending."""
+    """Rows of the keys of the contexts themselves, each once, int64, shape (q,), ascending."""
     starts: Tensor
-    """The first key of the text of each, shape (q,)."""
+    """Row of the first key of the text of each, shape (q,)."""
     order: Tensor
-    """Which of these q each context is, shape (n,); q is padding."""
+    """Index of each context among these q, shape (n,); q stands for padding."""
     firsts: NDArray[np.int64]
-    """Which context is the first with each of these q, shape (q,)."""
+    """Index of the first context with each of these q, shape (q,)."""
 
     @classmethod
     def of(cls, contexts: Contexts, size: int) -> "_LaidOut":
-        """Lay out the texts of contexts, each from `size` tokens before the first of its positions on."""
+        """Lay out the texts of contexts, each from `size` tokens before its first position."""
         rows = np.flatnonzero(contexts.owners >= 0)
         used, owners = np.unique(contexts.owners[rows], return_inverse=True)
         ends = contexts.ends[rows]
@@ -354,7 +354,7 @@ class DocumentKeys:
     targets: Tensor
     """The tokens that they predict, int64, shape (n,)."""
     documents: Tensor
-    """The document of each token; those of a document are together and in order; int64, shape (n,)."""
+    """The document of each token, int64, shape (n,); tokens of a document are adjacent and in order."""
     metric: Metric | str
     """Measure of the distances between keys."""
 
@@ -362,8 +362,8 @@ class DocumentKeys:
         """Compare the keys of some tokens with at most `size` keys before each in its document.
 
         Args:
-            tokens: their indices, int64, shape (m,), ascending.
-            size: see above.
+            tokens: indices of the tokens, int64, shape (m,), ascending.
+            size: the largest number of keys before a token.
         """
         rows = torch.arange(len(self.documents))
         begins = torch.cat([torch.tensor([True]), self.documents.diff() != 0])
@@ -389,9 +389,9 @@ class RecentFitting:
     probs: Tensor
     """p_cache of each token at each size and temperature, float32, shape (n, len(sizes), m)."""
     found: Tensor
-    """Which tokens have any before them, bool, shape (n,)."""
+    """True for tokens that have earlier tokens in their document, bool, shape (n,)."""
     own: NGramFitting | None = None
-    """The own n-grams of each document, which are fitted on top; None is nothing."""
+    """Fitting of the n-grams of each document, on top of the cache; None leaves them out."""
 
     @classmethod
     def of(cls, keys: "DocumentKeys", own: TargetContinuation | None = None) -> Self:
@@ -399,7 +399,7 @@ class RecentFitting:
 
         Args:
             keys: of whole documents.
-            own: what their own n-grams give to the tokens, if these go with a cache.
+            own: probabilities that the documents' own n-grams give to the tokens; None leaves them out.
         """
         longest = int(torch.unique_consecutive(keys.documents, return_counts=True)[1].max())
         sizes = tuple(

@@ -1,4 +1,4 @@
-"""Components of other packages: which there are, and whether their settings are valid.
+"""Components of other packages: their list, and the check of their settings.
 
 A package offers a component as an entry point of the group `knnstore.components`. The entry point's own name
 is not used; the component's `name` is. See `knnstore.lm.components.DistributionComponent`.
@@ -20,10 +20,11 @@ _registered: dict[str, Any] = {}
 
 
 def register_component(component: C) -> C:
-    """Make a component known in this process, without an entry point; usable as a decorator.
+    """Register a component in this process, without an entry point; usable as a decorator.
 
     Args:
-        component: a class without arguments; see `knnstore.lm.components.DistributionComponent`.
+        component: a class whose constructor takes no arguments; see
+            `knnstore.lm.components.DistributionComponent`.
 
     Raises:
         ConfigError: another component has the same name.
@@ -73,7 +74,7 @@ def _installed() -> dict[str, Any]:
 
 
 def _add(components: dict[str, Any], component: type, source: str) -> None:
-    """Add an instance of a component to others."""
+    """Add an instance of a component to `components`. Raises ConfigError if its name is taken."""
     made = component()
     if made.name in _BUILT_IN or made.name in components:
         raise ConfigError(f"{source} names its component {made.name!r}, which is the name of another one")
