@@ -56,3 +56,16 @@ def test_keys_are_those_of_the_model_in_the_order_of_the_text(run, tmp_path) -> 
         tokens = [tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False)["input_ids"]]
         expected.append(encoder.keys(torch.tensor([tokens]), torch.arange(len(tokens) - 1)))
     np.testing.assert_allclose(np.load(tmp_path / "k.npy"), torch.cat(expected).numpy(), atol=1e-2)
+
+
+def test_bugs_are_drawn_from_every_subject_and_change_one_line_each() -> None:
+    script = runpy.run_path(str(REPOSITORY / "scripts" / "try-bugs"), run_name="imported")
+    bugs = script["draw_bugs"](24, seed=1)
+    assert {bug.subject for bug in bugs} == script["SUBJECTS"].keys()
+    assert bugs == script["draw_bugs"](24, seed=1) != script["draw_bugs"](24, seed=2)
+    for bug in bugs:
+        before, after = (REPOSITORY / bug.file).read_text().splitlines(), bug.source.splitlines()
+        assert [at for at, pair in enumerate(zip(before, after, strict=True), 1) if pair[0] != pair[1]] == [
+            bug.line
+        ]
+        compile(bug.source, bug.file, "exec")
